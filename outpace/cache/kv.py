@@ -1,0 +1,248 @@
+"""The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tokens one forward adds: row b appends counts[b] of its T columns after start[b] remembered ones.
+
+    The columns past counts[b] are padding: nobody sees them and they are not remembered.
+    `both_ways` lets every new token see every other (a draft's block) instead of only earlier ones.
+    """
+
+    start: tuple[int, ...]
+    counts: tuple[int, ...]
+    T: int
+    device: torch.device
+    both_ways: bool = False
+
+    def __post_init__(self) -> None:
+        self.__dict__["starts"] = torch.tensor(self.start, device=self.device)
+
+    starts: Tensor = None  # type: ignore[assignment]  # [B] int64, `start` as a tensor
+
+    @property
+    def storage(self) -> Tensor:
+        """[B, T] the index at which each new token is remembered."""
+        return self.starts[:, None] + torch.arange(self.T, device=self.device)
+
+    @property
+    def real(self) -> Tensor:
+        """[B, T] False at padding."""
+        return torch.arange(self.T, device=self.device) < torch.tensor(
+            self.counts, device=self.device
+        ).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a forward's queries may look at: k, v [B,K,S,D]; index [B,S], -1 where a slot is empty.
+
+    `modulus` > 0 says that index j lies at slot j % modulus in every row, which is all a kernel needs;
+    0 says the slots are in another order and `index` must be read.
+    """
+
+    k: Tensor
+    v: Tensor
+    index: Tensor | None
+    modulus: int
+
+    def allowed(self, step: Step, window: int) -> Tensor:
+        """[B, T, S] bool."""
+        index = self.index if self.index is not None else self._ring_index(step)
+        index = index[:, None]
+        query = step.storage[:, :, None]
+        end = query
+        if step.both_ways:
+            end = (step.starts[:, None, None] + step.T - 1).expand_as(query)
+        seen = (index >= 0) & (index <= end)
+        return seen & (index > query - window) if window else seen
+
+    def _ring_index(self, step: Step) -> Tensor:
+        slot = torch.arange(self.k.shape[2], device=self.k.device)
+        last = step.starts[:, None] + torch.tensor(step.counts, device=self.k.device)[:, None] - 1
+        return last - (last - slot) % self.modulus  # negative where nothing was written yet
+
+
+class Memory:
+    """One layer's keys and values, [B, K, S, D] and one trash slot for padding.
+
+    `modulus` S: dense when S is the longest sequence, a ring when it is window + slack.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, size: int, head_dim: int, window: int, **kind: object
+    ) -> None:
+        shape = (batch, kv_heads, size + 1, head_dim)
+        self.k = torch.zeros(shape, **kind)  # type: ignore[call-overload]
+        self.v = torch.zeros(shape, **kind)  # type: ignore[call-overload]
+        self.size = size
+        self.window = window  # 0: dense
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def append(self, k: Tensor, v: Tensor, step: Step) -> View:
+        """k, v [B,K,T,D] -> everything the T queries may see, themselves included."""
+        if not self.window or step.T <= self.size - self.window + 1:
+            self._write(k, v, step)
+            return View(self.k[:, :, : self.size], self.v[:, :, : self.size], None, self.size)
+        past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
+        past = [self._read(x, past_index) for x in (self.k, self.v)]
+        new_index = torch.where(step.real, step.storage, -1)
+        self._write(k, v, step)
+        return View(
+            torch.cat((past[0], k), dim=2),
+            torch.cat((past[1], v), dim=2),
+            torch.cat((past_index, new_index), dim=1),
+            0,
+        )
+
+    def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
+        T = step.T
+        slot = step.start[0] % self.size
+        if len(step.start) == 1 and step.counts[0] == T and slot + T <= self.size:
+            self.k[:, :, slot : slot + T] = k
+            self.v[:, :, slot : slot + T] = v
+            return
+        counts = torch.tensor(step.counts, device=k.device)[:, None]
+        column = torch.arange(T, device=k.device)
+        kept = (column < counts) & (column >= counts - self.size)
+        slots = torch.where(kept, step.storage % self.size, self.size)
+        row = torch.arange(len(step.start), device=k.device)[:, None]
+        self.k.transpose(1, 2)[row, slots] = k.transpose(1, 2)
+        self.v.transpose(1, 2)[row, slots] = v.transpose(1, 2)
+
+    def _read(self, x: Tensor, index: Tensor) -> Tensor:
+        row = torch.arange(index.shape[0], device=x.device)[:, None]
+        return x.transpose(1, 2)[row, index % self.size].transpose(1, 2)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the entries at storage indices `source` [B, n] to `target` [B, n]; -1 is not copied."""
+        slots = torch.where(source >= 0, target % self.size, self.size)
+        row = torch.arange(source.shape[0], device=source.device)[:, None]
+        for x in (self.k, self.v):
+            heads_last = x.transpose(1, 2)
+            heads_last[row, slots] = heads_last[row, source.clamp(min=0) % self.size]
+
+
+class Cache:
+    """One memory per layer and one length per sequence. K and V always move together, in all layers.
+
+    `length` bounds every sequence, `slack` bounds what a rewind may take back where a ring has wrapped.
+    `offset` shifts rotary positions: the text is treated as if it began there.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        slack: int,
+        windows: tuple[int, ...],
+        kv_heads: int,
+        head_dim: int,
+        *,
+        offset: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if min(batch, length, slack) < 1:
+            raise ValueError(
+                f"a cache needs batch, length and slack of at least 1, not {batch}, {length}, {slack}"
+            )
+        self.length, self.slack, self.offset = length, slack, offset
+        self.device = torch.device(device)
+        self.lengths = [0] * batch
+        self.written = [0] * batch  # the furthest index ever written: what a ring may have lost
+        self.last_start = [0] * batch
+        self.layers = []
+        for window in windows:
+            ring = bool(window) and window + slack < length
+            size = window + slack if ring else length
+            self.layers.append(
+                Memory(
+                    batch,
+                    kv_heads,
+                    size,
+                    head_dim,
+                    window if ring else 0,
+                    dtype=dtype,
+                    device=device,
+                )
+            )
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self.layers)
+
+    def begin(self, T: int, counts: list[int] | None = None, *, both_ways: bool = False) -> Step:
+        """Open a forward of T columns; `counts` says how many of each row are real (default: all).
+
+        Raises ValueError when a row would outgrow the cache.
+        """
+        counts = counts if counts is not None else [T] * self.batch
+        for b, (n, c) in enumerate(zip(self.lengths, counts, strict=True)):
+            if n + c > self.length:
+                raise ValueError(
+                    f"sequence {b} holds {n} tokens and {c} more do not fit a cache made for "
+                    f"{self.length}: make it with a larger length"
+                )
+        return Step(tuple(self.lengths), tuple(counts), T, self.device, both_ways)
+
+    def advance(self, step: Step) -> None:
+        """Close a forward: what it appended is now remembered."""
+        self.last_start = list(step.start)
+        self.lengths = [n + c for n, c in zip(step.start, step.counts, strict=True)]
+        self.written = [max(w, n) for w, n in zip(self.written, self.lengths, strict=True)]
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Forget everything from `lengths[b]` on. Raises ValueError where a ring has already
+        overwritten what the next query would need, or where a length lies ahead."""
+        for b, (n, now, written) in enumerate(
+            zip(lengths, self.lengths, self.written, strict=True)
+        ):
+            if not 0 <= n <= now:
+                raise ValueError(f"sequence {b} holds {now} tokens: it cannot be rewound to {n}")
+            for i, memory in enumerate(self.layers):
+                lost = written - memory.size  # indices below this are overwritten
+                if memory.window and max(0, n - memory.window + 1) < lost:
+                    raise ValueError(
+                        f"sequence {b} cannot be rewound from {written} to {n}: the window ring of "
+                        f"layer {i} keeps {self.slack} tokens of slack; make the cache with slack >= "
+                        f"{written - n + 1}"
+                    )
+        self.lengths = list(lengths)
+
+    def commit(self, path: list[list[int]]) -> None:
+        """Keep, of the tokens the last forward appended, the columns `path[b]` in that order.
+
+        Column i of the path becomes the i-th token after the old length. A leading run 0, 1, 2, ..
+        stays where it is, so a chain costs nothing but a rewind.
+        """
+        moves: list[tuple[list[int], list[int]]] = []
+        for b, columns in enumerate(path):
+            start, appended = self.last_start[b], self.lengths[b] - self.last_start[b]
+            if any(not 0 <= c < appended for c in columns):
+                raise ValueError(
+                    f"sequence {b}: path {columns} leaves the {appended} tokens of the last forward"
+                )
+            pairs = [(start + c, start + i) for i, c in enumerate(columns) if c != i]
+            moves.append(([s for s, _ in pairs], [t for _, t in pairs]))
+        widest = max(len(source) for source, _ in moves)
+        if widest:
+            pad = [[*s, *[-1] * (widest - len(s))] for s, _ in moves]
+            to = [[*t, *[0] * (widest - len(t))] for _, t in moves]
+            source = torch.tensor(pad, device=self.device)
+            target = torch.tensor(to, device=self.device)
+            for memory in self.layers:
+                memory.move(source, target)
+        self.rewind([s + len(c) for s, c in zip(self.last_start, path, strict=True)])

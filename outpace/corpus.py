@@ -1,0 +1,58 @@
+"""Real text every machine has: the source of the running Python's standard library, split by file."""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT_SHARE = 20  # one file in twenty is never trained on
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str  # path below the corpus root, with forward slashes
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """The side is decided by the name, not the content, so that a file stays on its side
+        when another Python version carries a slightly different copy of it."""
+        return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
+
+
+def read_corpus(root: Path | None = None) -> list[Document]:
+    """Every UTF-8 `*.py` file below `root` (default: the standard library), sorted by name.
+
+    Raises ValueError when there is no source text to read.
+    """
+    root = Path(root or sysconfig.get_path("stdlib"))
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" in path.parts:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip():
+            documents.append(Document(path.relative_to(root).as_posix(), text))
+    if not documents:
+        raise ValueError(
+            f"no *.py source below {root}: this Python ships without its standard library's "
+            "source; name a folder of Python files instead"
+        )
+    return documents
+
+
+def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """(train, held out), by `Document.held_out`."""
+    train = [d for d in documents if not d.held_out]
+    return train, [d for d in documents if d.held_out]
+
+
+def corpus_hash(documents: list[Document]) -> str:
+    """sha256 over names and texts: two runs trained on the same corpus carry the same hash."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(document.name.encode() + b"\0" + document.text.encode() + b"\0")
+    return digest.hexdigest()

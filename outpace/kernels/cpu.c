@@ -1,0 +1,258 @@
+// CPU kernels: each output row is the same float operations in the same order, however many rows travel with it.
+//
+// That is why one accumulator of W lanes runs over k per output, why reductions are written with explicit vectors and why
+// nothing here may be compiled with -ffast-math. Row and column tiles only put independent accumulators side by side.
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+#else
+#define omp_get_thread_num() 0
+#endif
+#ifdef __AVX512F__
+#include <immintrin.h>
+#define W 16
+#else
+#define W 8
+#endif
+#if defined(__clang__) || __GNUC__ >= 12
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIX(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
+#endif
+#if defined(__AVX512F__)
+#define HOLD(v) __asm__("" : "+v"(v))  // in a register: the compiler would load a weight again for every row
+#else
+#define HOLD(v)
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define UNROLL _Pragma("GCC unroll 32")
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef float vfu __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
+typedef uint8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
+typedef float f4 __attribute__((vector_size(16)));
+typedef float f4u __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t i4 __attribute__((vector_size(16)));
+typedef const uint8_t *bytes;
+typedef const float *floats;
+
+enum { F32, BF16, MXFP4 };                          // how a weight is stored
+enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of one block; k values kept in the first cache
+enum { THREADS = 128, KEYS = 128 };                 // keys of one attention tile, anchored at multiples of KEYS
+
+// ---- vectors -----------------------------------------------------------------------------------------------------------
+
+INLINE vf load(floats p) { return *(const vfu *)p; }
+INLINE void store(float *p, vf v) { *(vfu *)p = v; }
+INLINE vf part(floats p, long n) { vf v = {0}; memcpy(&v, p, n * sizeof(float)); return v; }
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf widen(bytes p) { return (vf)(__builtin_convertvector(*(const vh *)p, vi) << 16); }
+INLINE float top(vf v) { float m = v[0]; UNROLL for (int i = 1; i < W; i++) m = MAX(m, v[i]); return m; }
+
+INLINE float get(const void *p, int kind, long i) {
+    if (kind == F32) return ((floats)p)[i];
+    uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE f4 fold(vf v) {
+    union { vf v; f4 q[W / 4]; } u = {v};
+#if W == 16
+    return (u.q[0] + u.q[2]) + (u.q[1] + u.q[3]);
+#else
+    return u.q[0] + u.q[1];
+#endif
+}
+
+INLINE f4 sum4(const vf *v) {                       // the four sums of four vectors
+    f4 a = fold(v[0]), b = fold(v[1]), c = fold(v[2]), d = fold(v[3]);
+    f4 ab = MIX(a, b, 0, 4, 1, 5) + MIX(a, b, 2, 6, 3, 7), cd = MIX(c, d, 0, 4, 1, 5) + MIX(c, d, 2, 6, 3, 7);
+    return MIX(ab, cd, 0, 1, 4, 5) + MIX(ab, cd, 2, 3, 6, 7);
+}
+
+INLINE float sum(vf v) { f4 a = fold(v); return (a[0] + a[2]) + (a[1] + a[3]); }
+
+INLINE vf expv(vf x) {                              // relative error about 1e-7; 0 below -87
+    vi gone = x < -87.0f;
+    x = pick(x > 88.0f, (vf){0} + 88.0f, x);
+    vf z = x * 1.44269504f + 12582912.0f;           // 1.5 * 2^23: the rounded quotient is left in the low bits
+    vf n = z - 12582912.0f, r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vf p = ((((r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r
+            + 1.6666665459e-1f) * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return (vf)((vi)(p * (vf)(((vi)z << 23) + 0x3f800000)) & ~gone);
+}
+
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + expv(-x)); }
+
+// ---- threads -----------------------------------------------------------------------------------------------------------
+
+typedef struct { long next, end, pad[6]; } Share;   // a thread's own items, so that small weights stay in its cache; then it steals
+
+static void deal(Share *s, long items, int threads) {
+    for (int i = 0; i < threads; i++) s[i] = (Share){items * i / threads, items * (i + 1) / threads, {0}};
+}
+
+INLINE long take(Share *s, int me, int threads) {
+    for (int i = 0; i < threads; i++) {
+        Share *v = s + (me + i) % threads;
+        if (__atomic_load_n(&v->next, __ATOMIC_RELAXED) >= v->end) continue;
+        long item = __atomic_fetch_add(&v->next, 1, __ATOMIC_RELAXED);
+        if (item < v->end) return item;
+    }
+    return -1;
+}
+
+// All threads or one: a team of another size would make the runtime end threads and start new ones.
+INLINE int team(double work, double enough, int threads) { return work < enough ? 1 : MIN(threads, THREADS); }
+
+static float *scratch(size_t count) {               // kept per calling thread: fresh pages cost more than the kernels
+    static __thread float *memory;
+    static __thread size_t size;
+    if (count > size) {
+        free(memory);
+        size = count + count / 2;
+        memory = aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
+    }
+    return memory;
+}
+
+// ---- products ----------------------------------------------------------------------------------------------------------
+
+static const float E2M1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+static float SCALE[256];                            // 2^(i - 127)
+
+__attribute__((constructor)) static void fill(void) { for (int i = 0; i < 256; i++) SCALE[i] = ldexpf(1, i - 127); }
+
+// 16 bytes are 32 values: out = the 16 of the low nibbles (even places), then the 16 of the high nibbles (odd places).
+INLINE void unpack(bytes p, uint8_t scale, vf *out) {
+#ifdef __AVX512F__
+    vf table = load(E2M1) * SCALE[scale];
+    __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    out[0] = (vf)_mm512_permutexvar_ps(b, (__m512)table);
+    out[1] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), (__m512)table);
+#else
+    for (int i = 0; i < 32 / W; i++) {
+        vi b = __builtin_convertvector(*(const vb *)(p + i * W % 16), vi) >> (i * W / 16 * 4), m = b & 7;
+        vi twice = m + ((m - 4) & (m > 3)) + ((m + m - 12) & (m > 5));
+        out[i] = (vf)((vi)(__builtin_convertvector(twice, vf) * 0.5f * SCALE[scale]) | (b & 8) << 28);
+    }
+#endif
+}
+
+static void even_odd(floats x, long n, float *out) {  // puts activations in the order that unpack gives weights in
+    for (long k = 0; k < n; k += 32)
+        for (int j = 0; j < 16; j++) out[k + j] = x[k + 2 * j], out[k + 16 + j] = x[k + 2 * j + 1];
+}
+
+INLINE long at(int kind, long k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : k / 2; }  // bytes before weight k
+
+INLINE void tile(const int R, const int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, vf *acc) {
+    vf a[ROWS * COLS];
+    UNROLL for (int i = 0; i < R * COLS; i++) a[i] = acc[i];
+    long k = 0;
+    if (kind == MXFP4) {
+        for (; k < n; k += 32) {
+            UNROLL for (int c = 0; c < COLS; c++) {
+                vf v[32 / W];
+                unpack(w[c] + k / 2, s[c][k / 32], v);
+                UNROLL for (int j = 0; j < 32 / W; j++)
+                    UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v[j] * load(x[r] + k + j * W);
+            }
+        }
+    } else {
+        for (; k + W <= n; k += W) {
+            vf xs[ROWS];
+            UNROLL for (int r = 0; r < R; r++) xs[r] = load(x[r] + k);
+            UNROLL for (int c = 0; c < COLS; c++) {
+                bytes p = w[c] + at(kind, k);
+                __builtin_prefetch(p + ahead);
+                vf v = kind == F32 ? load((floats)p) : widen(p);
+                if (R > 1) HOLD(v);
+                UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v * xs[r];
+            }
+        }
+        if (k < n) {
+            float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
+            for (int r = 0; r < R; r++) for (long i = k; i < n; i++) xs[r][i - k] = x[r][i];
+            for (int c = 0; c < COLS; c++) for (long i = k; i < n; i++) ws[c][i - k] = get(w[c], kind, i);
+            UNROLL for (int i = 0; i < R * COLS; i++) a[i] += load(ws[i % COLS]) * load(xs[i / COLS]);
+        }
+    }
+    UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];
+}
+
+#define EACH_KIND(R) kind == F32 ? tile(R, F32, x, w, s, n, ahead, acc) : kind == BF16 ? tile(R, BF16, x, w, s, n, ahead, acc) \
+                                 : tile(R, MXFP4, x, w, s, n, ahead, acc)
+static void tiles(int rows, int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, vf *acc) {
+    switch (rows) {
+        case 1: EACH_KIND(1); break;
+        case 2: EACH_KIND(2); break;
+        case 3: EACH_KIND(3); break;
+        default: EACH_KIND(4);
+    }
+}
+
+// sums[r * COLS + c] = x[r] . w[c], for at most MOST rows and COLS weight rows (s: their MXFP4 scales).
+static void block(const floats *x, int rows, int kind, const bytes *w, const bytes *s, long K, long ahead, float *sums) {
+    vf acc[MOST * COLS];
+    _Alignas(64) float wide[COLS][CHUNK];
+    memset(acc, 0, (rows * COLS + 2) / 4 * 4 * sizeof(vf));
+    long chunk = rows > ROWS ? CHUNK : K;           // several row tiles: reuse weights from the first cache, widened once
+    for (long k = 0; k < K; k += chunk) {
+        long n = MIN(chunk, K - k);
+        bytes wk[COLS], sk[COLS];
+        for (int c = 0; c < COLS; c++) wk[c] = w[c] + at(kind, k), sk[c] = kind == MXFP4 ? s[c] + k / 32 : 0;
+        int flat = rows > ROWS && kind != F32;
+        for (int c = 0; flat && c < COLS; c++) {
+            long i = 0;
+            if (kind == MXFP4) for (; i < n; i += 32) unpack(wk[c] + i / 2, sk[c][i / 32], (vf *)(wide[c] + i));
+            for (; i + W <= n; i += W) store(wide[c] + i, widen(wk[c] + 2 * i)), __builtin_prefetch(wk[c] + 2 * i + ahead);
+            for (; i < n; i++) wide[c][i] = get(wk[c], kind, i);
+            wk[c] = (bytes)wide[c];
+        }
+        for (int r = 0; r < rows; r += ROWS) {
+            floats xk[ROWS];
+            for (int i = 0; i < MIN(ROWS, rows - r); i++) xk[i] = x[r + i] + k;
+            tiles(MIN(ROWS, rows - r), flat ? F32 : kind, xk, wk, sk, n, r || flat ? 0 : ahead, acc + r * COLS);
+        }
+    }
+    for (int i = 0; i < rows * COLS; i += 4) *(f4u *)(sums + i) = sum4(acc + i);
+}
+
+void linear(const float *x, const void *w, int kind, const void *bias, int bias_kind, const float *residual, float *y,
+            long M, long N, long K, int threads) {
+    long row = at(kind, K), blocks = (N + COLS - 1) / COLS, some = MAX(1, 65536 / (COLS * row));
+    Share shares[THREADS];
+    threads = team((double)N * K * (M + 3), 2e5, threads);
+    deal(shares, (blocks + some - 1) / some, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (long item; (item = take(shares, omp_get_thread_num(), threads)) >= 0;)
+        for (long n = item * some * COLS; n < MIN(N, (item + 1) * some * COLS); n += COLS)
+            for (long m = 0; m < M; m += MOST) {
+                int rows = MIN(MOST, M - m), cols = MIN(COLS, N - n);
+                floats xs[MOST];
+                bytes ws[COLS];
+                float sums[MOST * COLS + 2];
+                for (int r = 0; r < rows; r++) xs[r] = x + (m + r) * K;
+                for (int c = 0; c < COLS; c++) ws[c] = (bytes)w + MIN(n + c, N - 1) * row;
+                block(xs, rows, kind, ws, 0, K, COLS * row, sums);
+                for (int r = 0; r < rows; r++)
+                    for (int c = 0; c < cols; c++) {
+                        float v = sums[r * COLS + c];
+                        if (bias) v += get(bias, bias_kind, n + c);
+                        if (residual) v += residual[(m + r) * N + n + c];
+                        y[(m + r) * N + n + c] = v;
+                    }
+            }
+}

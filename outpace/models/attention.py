@@ -1,0 +1,46 @@
+"""Grouped-query attention with rotary positions, and what each layer remembers."""
+
+import torch
+from torch import Tensor, nn
+
+from outpace.cache.kv import Memory, Step
+from outpace.models.blocks import Linear, RMSNorm
+from outpace.models.config import ModelConfig
+from outpace.ops.attention import attend, causal_attend
+from outpace.ops.rope import rotate
+
+
+class Attention(nn.Module):
+    """q, k and v are one matrix [(H+2K)*D, C]; sinks and q/k norm where the config says so."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = H, K, D
+        self.window = config.window(layer)
+        self.scale = D**-0.5
+        self.qkv_proj = Linear(config.hidden_size, (H + 2 * K) * D, config.attention_bias)
+        self.o_proj = Linear(H * D, config.hidden_size, config.attention_bias)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None, step: Step | None
+    ) -> Tensor:
+        """x [B,T,C], cos and sin [B,T,D/2] -> [B,T,C]. With a memory, appends T keys to it."""
+        B, T, _ = x.shape
+        H, K = self.heads, self.kv_heads
+        qkv = self.qkv_proj(x).unflatten(-1, (H + 2 * K, self.head_dim))
+        q, k, v = qkv.split((H, K, K), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if memory is None or step is None:
+            out = causal_attend(q, k, v, self.window, self.sinks, self.scale)
+        else:
+            view = memory.append(k, v, step)
+            allowed = view.allowed(step, self.window)
+            out = attend(q, view.k, view.v, allowed, self.sinks, self.scale)
+        return self.o_proj(out)

@@ -1,0 +1,106 @@
+"""Linear, RMSNorm, MLP and experts: the parts every architecture is made of."""
+
+import torch
+from torch import Tensor, nn
+
+from outpace.ops import mxfp4
+from outpace.ops.linear import linear
+from outpace.ops.moe import Packed, route, run_experts
+from outpace.ops.norm import rms_norm, silu_mul
+
+
+class Linear(nn.Module):
+    """weight [N, C] kept in the checkpoint's precision; the product is formed in x's."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """silu(gate) * up, then down; gate and up are one matrix [2F, C]."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, bias)
+        self.down_proj = Linear(intermediate, hidden, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+
+
+class ExpertMatrix(nn.Module):
+    """[E, N, K] for all experts: dense, or MXFP4 blocks and scales (then `weight` is None)."""
+
+    def __init__(self, experts: int, rows: int, columns: int, bias: bool, packed: bool) -> None:
+        super().__init__()
+        self.weight = None if packed else nn.Parameter(torch.empty(experts, rows, columns))
+        self.bias = nn.Parameter(torch.empty(experts, rows)) if bias else None
+        groups = columns // mxfp4.BLOCK
+        blocks = torch.empty(experts, rows, groups, mxfp4.BLOCK // 2, dtype=torch.uint8)
+        self.register_buffer("blocks", blocks if packed else None)
+        scales = torch.empty(experts, rows, groups, dtype=torch.uint8)
+        self.register_buffer("scales", scales if packed else None)
+        self.round_to_mxfp4 = False  # in training: feel the rounding that packing will bring
+
+    @property
+    def data(self) -> Tensor | Packed:
+        if self.weight is None:
+            return self.blocks, self.scales
+        return mxfp4.fake_quantize(self.weight) if self.round_to_mxfp4 else self.weight
+
+
+class Experts(nn.Module):
+    """Router and experts. gpt-oss: biases, clamped SwiGLU over interleaved rows (`limit`), softmax of
+    the top k. Qwen3-MoE: no biases, silu over halves, softmax before the top k."""
+
+    def __init__(
+        self,
+        hidden: int,
+        size: int,
+        experts: int,
+        per_token: int,
+        *,
+        limit: float | None,
+        bias: bool,
+        renormalise: bool = True,
+        packed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.router = Linear(hidden, experts, bias)
+        self.up = ExpertMatrix(experts, 2 * size, hidden, bias, packed)
+        self.down = ExpertMatrix(experts, hidden, size, bias, packed)
+        self.per_token = per_token
+        self.limit = limit
+        self.renormalise = renormalise
+
+    def forward(self, x: Tensor, routing: list[Tensor] | None = None) -> Tensor:
+        """x [B,T,C] -> [B,T,C]; router logits [B*T,E] are appended to `routing` where it is given."""
+        flat = x.reshape(-1, x.shape[-1])
+        chosen, weights, logits = route(
+            flat,
+            self.router.weight,
+            self.router.bias,
+            self.per_token,
+            softmax_first=self.limit is None,
+            renormalise=self.renormalise,
+        )
+        if routing is not None:
+            routing.append(logits)
+        up, down = self.up, self.down
+        out = run_experts(flat, chosen, weights, up.data, up.bias, down.data, down.bias, self.limit)
+        return out.reshape(x.shape)

@@ -1,0 +1,123 @@
+"""ModelConfig: what a config.json says, in our terms."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.ops.rope import RopeConfig
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder. Sizes: `hidden_size` C, `num_heads` H, `num_kv_heads` K, `head_dim` D (independent of C/H)."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope: RopeConfig
+    layer_types: tuple[str, ...]
+    sliding_window: int = 0
+    max_position_embeddings: int
+    rms_norm_eps: float
+    attention_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    tie_word_embeddings: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    norm_topk_prob: bool = True
+    moe_layers: tuple[bool, ...] = ()
+    swiglu_limit: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    mlp_bias: bool = False
+    extra: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int:
+        """The sliding window of a layer, current token included; 0 where it sees everything."""
+        return self.sliding_window if self.layer_types[layer] == WINDOW else 0
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config: num_attention_heads {self.num_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"config: layer_types names {len(self.layer_types)} layers, "
+                f"num_hidden_layers is {self.num_layers}"
+            )
+        unknown = set(self.layer_types) - {FULL, WINDOW}
+        if unknown:
+            raise ValueError(f"config: layer_types holds {sorted(unknown)}; known: {FULL}, {WINDOW}")
+        if WINDOW in self.layer_types and self.sliding_window < 1:
+            raise ValueError("config: sliding_attention layers need a sliding_window of at least 1")
+        if self.head_dim % 2:
+            raise ValueError(f"config: head_dim {self.head_dim} is odd; rotary halves need an even one")
+
+
+def need(hf: dict[str, Any], key: str) -> Any:
+    if hf.get(key) is None:
+        raise ValueError(f"config.json lacks `{key}`")
+    return hf[key]
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig:
+    """Either form: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling`."""
+    said = hf.get("rope_parameters") or {}
+    scaling = {**(hf.get("rope_scaling") or {}), **said}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ValueError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3, yarn)")
+    theta = scaling.get("rope_theta", hf.get("rope_theta", default_theta))
+    original = scaling.get("original_max_position_embeddings") or hf.get("max_position_embeddings", 0)
+    return RopeConfig(
+        theta=float(theta),
+        kind=kind,
+        factor=float(scaling.get("factor") or 1.0),
+        original_max_position=int(original),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=scaling.get("attention_factor"),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+    )
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """Both forms, since readers differ."""
+    said: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind != "default":
+        said["factor"] = rope.factor
+    if rope.kind in ("yarn", "llama3"):
+        said["original_max_position_embeddings"] = rope.original_max_position
+    if rope.kind == "yarn":
+        said |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        if rope.attention_factor is not None:
+            said["attention_factor"] = rope.attention_factor
+    if rope.kind == "llama3":
+        said |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else said,
+        "rope_parameters": {**said, "rope_theta": rope.theta},
+    }

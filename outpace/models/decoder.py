@@ -1,0 +1,137 @@
+"""The walk every architecture shares: embedding, blocks, final norm, head, and the aux states on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outpace.cache.kv import Cache, Memory, Step
+from outpace.models.attention import Attention
+from outpace.models.blocks import MLP, Experts, Linear, RMSNorm
+from outpace.models.config import ModelConfig
+from outpace.ops.linear import linear
+from outpace.ops.rope import inverse_frequencies, rope_tables
+
+
+@dataclass(frozen=True)
+class Output:
+    """hidden [B,T,C] after the final norm; aux [n,B,T,C] in the order asked for, None without any;
+    routing: one [B*T,E] of router logits per expert layer, where it was asked for."""
+
+    hidden: Tensor
+    aux: Tensor | None
+    routing: list[Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, mlp: MLP | Experts) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        memory: Memory | None,
+        step: Step | None,
+        routing: list[Tensor] | None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, memory, step)
+        normed = self.post_attention_layernorm(x)
+        mlp = self.mlp(normed, routing) if isinstance(self.mlp, Experts) else self.mlp(normed)
+        return x + mlp
+
+
+class Decoder(nn.Module):
+    """A target. Built from a config and its blocks; see `gpt_oss.py`, `llama.py`, `qwen3_moe.py`."""
+
+    def __init__(self, config: ModelConfig, blocks: list[Block]) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size)
+        )
+        self.dtype = torch.float32  # of activations; weights stay as stored
+        self.inv = inverse_frequencies(config.rope, config.head_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def head(self) -> Tensor:
+        """[V, C]"""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def make_cache(self, batch: int, length: int, slack: int = 1, offset: int = 0) -> Cache:
+        """Room for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound."""
+        config = self.config
+        return Cache(
+            batch,
+            length,
+            slack,
+            tuple(config.window(i) for i in range(config.num_layers)),
+            config.num_kv_heads,
+            config.head_dim,
+            offset=offset,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B,T] -> [B,T,C] in the compute dtype."""
+        return self.embed_tokens(tokens).to(self.dtype)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B,T] -> cos, sin [B,T,D/2] float32."""
+        return rope_tables(positions, self.inv.to(positions.device), self.config.rope.concentration)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        *,
+        counts: list[int] | None = None,
+        aux: Sequence[int] = (),
+        offset: int = 0,
+        routing: bool = False,
+    ) -> Output:
+        """tokens [B,T] int64. With a cache, row b appends its first counts[b] (default T) tokens to it;
+        without one, the T tokens are whole sequences that begin at position `offset`.
+
+        `aux`: ids of the layers whose output is wanted; "layer l" is the output of block l, which
+        transformers calls hidden_states[l+1].
+        """
+        B, T = tokens.shape
+        step = None if cache is None else cache.begin(T, counts)
+        if cache is None or step is None:
+            positions = torch.arange(offset, offset + T, device=tokens.device).expand(B, -1)
+        else:
+            positions = step.storage + cache.offset
+        cos, sin = self.rope(positions)
+        x = self.embed(tokens)
+        kept = {}
+        logits: list[Tensor] = []
+        for i, block in enumerate(self.layers):
+            memory = None if cache is None else cache.layers[i]
+            x = block(x, cos, sin, memory, step, logits if routing else None)
+            if i in aux:
+                kept[i] = x
+        if cache is not None and step is not None:
+            cache.advance(step)
+        stacked = torch.stack([kept[i] for i in aux]) if aux else None
+        return Output(self.norm(x), stacked, logits)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., C] -> [..., V]."""
+        return linear(hidden, self.head)

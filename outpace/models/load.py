@@ -1,0 +1,202 @@
+"""A folder -> a target with its weights, and back; a name left over on either side is an error."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.models import gpt_oss, llama, qwen3_moe
+from outpace.models.config import ModelConfig
+from outpace.models.decoder import Decoder
+from outpace.models.names import Entry
+from outpace.ops import mxfp4
+from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint, to_compute
+from outpace.weights.save import save_checkpoint
+
+ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {
+    "GptOssForCausalLM": (gpt_oss, gpt_oss.GptOss),
+    "LlamaForCausalLM": (llama, llama.Llama),
+    "Qwen3ForCausalLM": (llama, llama.Llama),
+    "Qwen3MoeForCausalLM": (qwen3_moe, qwen3_moe.Qwen3Moe),
+}
+PACKED_SUFFIX = "_blocks"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a config would build against what a checkpoint holds, by checkpoint name."""
+
+    missing: list[str]
+    left_over: list[str]
+    wrong_shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, wanted, found
+
+    @property
+    def clean(self) -> bool:
+        return not (self.missing or self.left_over or self.wrong_shape)
+
+
+def parse_config(hf: dict[str, Any]) -> ModelConfig:
+    names = hf.get("architectures") or ["(none)"]
+    if names[0] not in ARCHITECTURES:
+        raise LoadError(
+            f"config.json names the architecture {names[0]}; known: {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[names[0]][0].parse(hf)
+
+
+def build(config: ModelConfig, packed: bool = False) -> Decoder:
+    """An empty model on the current default device (`with torch.device("meta")` allocates nothing)."""
+    return ARCHITECTURES[config.architecture][1](config, packed)  # type: ignore[arg-type,call-arg]
+
+
+def entries(config: ModelConfig, packed: bool) -> list[Entry]:
+    found: list[Entry] = ARCHITECTURES[config.architecture][0].entries(config, packed)
+    return found
+
+
+def is_packed(names: list[str]) -> bool:
+    return any(name.endswith(PACKED_SUFFIX) for name in names)
+
+
+def compare(checkpoint: Checkpoint, config: ModelConfig) -> Comparison:
+    packed = is_packed(checkpoint.names())
+    with torch.device("meta"):
+        model = build(config, packed)
+    parts = dict(named_tensors(model))
+    shapes = {name: shape for name, shape, _ in checkpoint.specs()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for entry in entries(config, packed):
+        for name, part in zip(entry.names, entry.split(parts[entry.param]), strict=True):
+            wanted[name] = tuple(part.shape)
+    wrong = [(n, w, shapes[n]) for n, w in wanted.items() if n in shapes and shapes[n] != w]
+    held = set(shapes)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return Comparison(sorted(set(wanted) - held), sorted(held - set(wanted) - tied), wrong)
+
+
+def load_target(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """Weights stay in the precision they are stored in (MXFP4 packed, bfloat16, float32); activations
+    are `dtype`. Raises LoadError when a tensor is missing, left over or of another shape."""
+    checkpoint = open_checkpoint(folder)
+    config = parse_config(checkpoint.config)
+    difference = compare(checkpoint, config)
+    if not difference.clean:
+        raise LoadError(f"{folder} is not what its config.json describes:\n{explain(difference)}")
+    packed = is_packed(checkpoint.names())
+    with torch.device("meta"):
+        model = build(config, packed)
+    shapes = {name: t.shape for name, t in named_tensors(model)}
+    for entry in entries(config, packed):
+        tensor = entry.join([to_compute(checkpoint.get(name)) for name in entry.names])
+        _assign(model, entry.param, tensor.reshape(shapes[entry.param]).to(device))
+    model.dtype = dtype
+    return model.eval()
+
+
+def explain(difference: Comparison) -> str:
+    lines = []
+    for what, names in (("missing", difference.missing), ("left over", difference.left_over)):
+        if names:
+            shown = ", ".join(names[:6]) + (f", .. ({len(names)} in all)" if len(names) > 6 else "")
+            lines.append(f"  {what} in the checkpoint: {shown}")
+    lines += [
+        f"  {name}: shape {found}, the config wants {wanted}"
+        for name, wanted, found in difference.wrong_shape[:6]
+    ]
+    return "\n".join(lines)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    else:
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def save_target(
+    model: Decoder,
+    folder: Path | str,
+    *,
+    pack: bool = False,
+    unpack: bool = False,
+    dtype: torch.dtype | None = None,
+    **config: Any,
+) -> None:
+    """HF safetensors. `pack` writes dense gpt-oss experts as MXFP4, `unpack` packed ones densely; `dtype`
+    converts everything that is not packed. `config` adds or replaces keys of config.json."""
+    packed = any(name.endswith(".blocks") for name, _ in named_tensors(model))
+    tensors = dict(named_tensors(model))
+    if pack and not packed:
+        tensors = _pack_experts(tensors)
+    if unpack and packed:
+        tensors = _unpack_experts(tensors)
+    packed = (packed or pack) and not unpack
+    module = ARCHITECTURES[model.config.architecture][0]
+    stored = dtype or model.embed_tokens.weight.dtype
+    said = {
+        **module.to_hf(model.config),
+        "eos_token_id": list(model.config.eos_token_ids) or None,
+        "bos_token_id": model.config.bos_token_id,
+        "pad_token_id": model.config.pad_token_id,
+        "dtype": str(stored).removeprefix("torch."),
+    }
+    if packed:
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+    def parts() -> Iterator[tuple[str, Tensor]]:
+        for entry in entries(model.config, packed):
+            tensor = tensors[entry.param].detach()
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            yield from zip(entry.names, (t.contiguous() for t in entry.split(tensor)), strict=True)
+
+    save_checkpoint(Path(folder), said | config, parts())
+
+
+def _pack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("mlp.up.weight", "mlp.down.weight")):
+            stem = name.removesuffix("weight")
+            found[stem + "blocks"], found[stem + "scales"] = mxfp4.pack(tensor.detach())
+        else:
+            found[name] = tensor
+    return found
+
+
+def _unpack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".blocks"):
+            stem = name.removesuffix("blocks")
+            found[stem + "weight"] = mxfp4.unpack(tensor, tensors[stem + "scales"])
+        elif not name.endswith(".scales"):
+            found[name] = tensor
+    return found
+
+
+def fingerprint(model: Decoder) -> str:
+    """sha256 over config and every weight as stored: what a teacher cache or a draft belongs to."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for name, tensor in sorted(named_tensors(model)):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

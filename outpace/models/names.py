@@ -1,0 +1,71 @@
+"""Our parameters and the tensors that hold them in HF checkpoints: which names, joined how."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours. Its tensor is the named ones joined along their rows, in this order, then
+    viewed in the parameter's shape; `rows` says how many each has. `swapped` swaps the last two axes
+    (gpt-oss stores dense experts as [E, in, out])."""
+
+    param: str
+    names: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    swapped: bool = False
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.mT.contiguous() if self.swapped else whole
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        if self.swapped:
+            tensor = tensor.mT
+        if len(self.names) == 1:
+            return [tensor]
+        flat = tensor.flatten(0, -2) if tensor.dim() == 3 else tensor
+        return list(flat.split(self.rows))
+
+
+def trunk(config: ModelConfig) -> list[Entry]:
+    """What all architectures share: embedding, norms, attention, head."""
+    entries = [
+        Entry("embed_tokens.weight", ("model.embed_tokens.weight",)),
+        Entry("norm.weight", ("model.norm.weight",)),
+    ]
+    if not config.tie_word_embeddings:
+        entries.append(Entry("lm_head.weight", ("lm_head.weight",)))
+    D = config.head_dim
+    rows = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
+    for i in range(config.num_layers):
+        here, there = f"layers.{i}.", f"model.layers.{i}."
+        plain = ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.weight"]
+        kinds = ["weight"]
+        if config.attention_bias:
+            plain.append("self_attn.o_proj.bias")
+            kinds.append("bias")
+        if config.qk_norm:
+            plain += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+        if config.sinks:
+            plain.append("self_attn.sinks")
+        entries += [Entry(here + name, (there + name,)) for name in plain]
+        for kind in kinds:
+            names = tuple(f"{there}self_attn.{x}_proj.{kind}" for x in "qkv")
+            entries.append(Entry(f"{here}self_attn.qkv_proj.{kind}", names, rows))
+    return entries
+
+
+def dense_mlp(config: ModelConfig, layer: int) -> list[Entry]:
+    here, there = f"layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    entries = []
+    for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+        names = (f"{there}gate_proj.{kind}", f"{there}up_proj.{kind}")
+        rows = (config.intermediate_size,) * 2
+        entries.append(Entry(f"{here}gate_up_proj.{kind}", names, rows))
+        entries.append(Entry(f"{here}down_proj.{kind}", (f"{there}down_proj.{kind}",)))
+    return entries

@@ -1,0 +1,95 @@
+"""Qwen3-MoE: q/k norm, softmax-first routing over many small experts, dense layers where the config says so."""
+
+from typing import Any
+
+from outpace.models import llama
+from outpace.models.blocks import MLP, Experts
+from outpace.models.config import ModelConfig, need, parse_rope, token_ids
+from outpace.models.decoder import Block, Decoder
+from outpace.models.names import Entry, dense_mlp, trunk
+
+
+class Qwen3Moe(Decoder):
+    def __init__(self, config: ModelConfig, packed: bool = False) -> None:
+        assert not packed, "only gpt-oss experts come packed"
+        blocks = []
+        for i in range(config.num_layers):
+            mlp: MLP | Experts = MLP(config.hidden_size, config.intermediate_size)
+            if config.moe_layers[i]:
+                mlp = Experts(
+                    config.hidden_size,
+                    config.expert_size,
+                    config.num_experts,
+                    config.experts_per_token,
+                    limit=None,
+                    bias=False,
+                    renormalise=config.norm_topk_prob,
+                )
+            blocks.append(Block(config, i, mlp))
+        super().__init__(config, blocks)
+
+
+def parse(hf: dict[str, Any]) -> ModelConfig:
+    layers = need(hf, "num_hidden_layers")
+    sparse_step = hf.get("decoder_sparse_step") or 1
+    dense = set(hf.get("mlp_only_layers") or ())
+    return ModelConfig(
+        architecture="Qwen3MoeForCausalLM",
+        vocab_size=need(hf, "vocab_size"),
+        hidden_size=need(hf, "hidden_size"),
+        num_layers=layers,
+        num_heads=need(hf, "num_attention_heads"),
+        num_kv_heads=need(hf, "num_key_value_heads"),
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        intermediate_size=need(hf, "intermediate_size"),
+        rope=parse_rope(hf),
+        layer_types=llama.layer_types(hf, layers),
+        sliding_window=(hf.get("sliding_window") or 0) if hf.get("use_sliding_window") else 0,
+        max_position_embeddings=hf.get("max_position_embeddings", 32768),
+        rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+        attention_bias=hf.get("attention_bias", False),
+        qk_norm=True,
+        tie_word_embeddings=hf.get("tie_word_embeddings", False),
+        num_experts=hf.get("num_experts") or need(hf, "num_local_experts"),
+        experts_per_token=need(hf, "num_experts_per_tok"),
+        expert_size=need(hf, "moe_intermediate_size"),
+        norm_topk_prob=hf.get("norm_topk_prob", False),
+        moe_layers=tuple(
+            i not in dense and (i + 1) % sparse_step == 0 for i in range(layers)
+        ),
+        eos_token_ids=token_ids(hf.get("eos_token_id")),
+        bos_token_id=hf.get("bos_token_id"),
+        pad_token_id=hf.get("pad_token_id"),
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    return llama.to_hf(config) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "norm_topk_prob": config.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, moe in enumerate(config.moe_layers) if not moe],
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+    }
+
+
+def entries(config: ModelConfig, packed: bool) -> list[Entry]:
+    found = trunk(config)
+    F = config.expert_size
+    for i, moe in enumerate(config.moe_layers):
+        if not moe:
+            found += dense_mlp(config, i)
+            continue
+        here, there = f"layers.{i}.mlp.", f"model.layers.{i}.mlp."
+        each = [f"{there}experts.{e}." for e in range(config.num_experts)]
+        gate_up = tuple(f"{e}{x}_proj.weight" for e in each for x in ("gate", "up"))
+        down = tuple(f"{e}down_proj.weight" for e in each)
+        found.append(Entry(f"{here}router.weight", (f"{there}gate.weight",)))
+        found.append(Entry(f"{here}up.weight", gate_up, (F,) * len(gate_up)))
+        found.append(Entry(f"{here}down.weight", down, (config.hidden_size,) * len(down)))
+    return found

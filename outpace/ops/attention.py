@@ -1,0 +1,126 @@
+"""attend(q, k, v, ...) -> out: the plain reference, and the flash form used on whole sequences.
+
+Letters, for the whole package: B batch, T new tokens, S remembered tokens, H query heads, K kv heads,
+G = H/K, D head dim, C model dim, F expert width, E experts, N proposal nodes, V vocabulary, L layers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float
+) -> Tensor:
+    """The reference. q [B,T,H,D], k and v [B,K,S,D], allowed [B,T,S] bool, sinks [H] -> [B,T,H*D].
+
+    Query head h reads kv head h // (H/K). A sink is one more logit per query head, unscaled, in the
+    denominator only. Softmax in float32.
+    """
+    B, T, H, D = q.shape
+    K = k.shape[1]
+    grouped = q.float().reshape(B, T, K, H // K, D)
+    scores = torch.einsum("btkgd,bksd->bkgts", grouped, k.float()) * scale
+    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().reshape(1, K, H // K, 1, 1).expand(B, -1, -1, T, 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = torch.einsum("bkgts,bksd->btkgd", weights, v.float())
+    return out.reshape(B, T, H * D).to(q.dtype)
+
+
+def causal(T: int, window: int, device: torch.device) -> Tensor:
+    """[T, T] bool: row t sees columns max(0, t-window+1) .. t; window 0 is no window."""
+    t = torch.arange(T, device=device)
+    behind = t[:, None] - t
+    return (behind >= 0) & (behind < window) if window else behind >= 0
+
+
+def causal_attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float
+) -> Tensor:
+    """Whole sequences without a cache: q [B,T,H,D], k and v [B,K,T,D] -> [B,T,H*D].
+
+    On CPU through the flash kernel, which never forms [T, T] scores, with a band of two window-wide
+    tiles per query tile where there is a window; elsewhere through the reference.
+    """
+    B, T, H, D = q.shape
+    if q.device.type != "cpu":
+        allowed = causal(T, window, q.device).expand(B, -1, -1)
+        return attend(q, k, v, allowed, sinks, scale)
+    group = H // k.shape[1]
+    q = q.transpose(1, 2)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    if not window or T <= 2 * window:
+        mask = _bias(causal(T, window, q.device), q.dtype) if window and T > window else None
+        out = SinkFlash.apply(q, k, v, sinks, mask, scale)
+    else:
+        out = _banded(q, k, v, window, sinks, scale)
+    return out.transpose(1, 2).reshape(B, T, H * D)
+
+
+def _banded(
+    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float
+) -> Tensor:
+    """Tiles of `window` queries against their own and the previous tile of keys. All [B,H,T,D]."""
+    B, H, T, D = q.shape
+    n = -(-T // window)
+    pad = n * window - T
+    q, k, v = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v))
+
+    def tiles(x: Tensor) -> Tensor:  # [B,H,n*W,D] -> [B*n,H,W,D]
+        return x.reshape(B, H, n, window, D).transpose(1, 2).reshape(B * n, H, window, D)
+
+    def pairs(x: Tensor) -> Tensor:  # previous tile beside the own one: [B*n,H,2W,D]
+        before = F.pad(x, (0, 0, window, 0))[:, :, : n * window]
+        return torch.cat((tiles(before), tiles(x)), dim=2)
+
+    row = torch.arange(window)[:, None]
+    column = torch.arange(2 * window)
+    band = (column > row) & (column <= row + window)  # own tile starts at column W
+    band = band.expand(n, -1, -1).clone()
+    band[0, :, :window] = False
+    mask = _bias(band, q.dtype)[:, None].repeat(B, 1, 1, 1)
+    out = SinkFlash.apply(tiles(q), pairs(k), pairs(v), sinks, mask, scale)
+    return out.reshape(B, n, H, window, D).transpose(1, 2).reshape(B, H, n * window, D)[:, :, :T]
+
+
+def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+
+
+class SinkFlash(torch.autograd.Function):
+    """CPU flash attention with sinks. q, k, v [B,H,T|S,D]; mask None means causal (T == S).
+
+    With a sink the softmax denominator grows from exp(lse) to exp(lse') = exp(lse) + exp(sink), so
+    out' = out * exp(lse - lse'). The flash backward needs only (out', lse'): it rebuilds the weights
+    as exp(score - lse') and takes rowsum(dout * out') itself.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, mask, scale):  # type: ignore[override]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.float()[None, :, None])
+            out = (out.float() * (lse - total).exp()[..., None]).to(q.dtype)
+            lse = total
+        ctx.save_for_backward(q, k, v, sinks, mask, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        q, k, v, sinks, mask, out, lse = ctx.saved_tensors
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
+        dsinks = None
+        if sinks is not None:
+            share = (sinks.float()[None, :, None] - lse).exp()  # [B,H,T] weight of the sink
+            inner = (grad.float() * out.float()).sum(-1)
+            dsinks = -(share * inner).sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None

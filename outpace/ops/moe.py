@@ -1,0 +1,77 @@
+"""Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.ops import mxfp4
+from outpace.ops.norm import clamped_swiglu, silu_mul
+
+Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    *,
+    softmax_first: bool = False,
+    renormalise: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M,C], weight [E,C] -> experts [M,k] int64, their weights [M,k] float32, logits [M,E].
+
+    gpt-oss takes the top k logits first and softmaxes those; Qwen3-MoE softmaxes all, then takes
+    the top k and, with `norm_topk_prob`, renormalises.
+    """
+    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if not softmax_first:
+        top, experts = logits.topk(k, dim=-1)
+        return experts, top.softmax(-1), logits
+    top, experts = logits.softmax(-1).topk(k, dim=-1)
+    if renormalise:
+        top = top / top.sum(-1, keepdim=True)
+    return experts, top, logits
+
+
+def run_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor | Packed,
+    up_bias: Tensor | None,
+    down: Tensor | Packed,
+    down_bias: Tensor | None,
+    limit: float | None,
+) -> Tensor:
+    """x [M,C], experts and weights [M,k], up [E,2F,C], down [E,C,F] (dense or packed) -> [M,C].
+
+    `limit` set: gpt-oss's clamped SwiGLU over interleaved rows; None: silu(gate) * up over halves.
+    """
+    M, k = experts.shape
+    order = experts.flatten().argsort(stable=True)
+    counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
+    row = order // k
+    gathered = x[row]
+    parts = []
+    start = 0
+    for e, n in enumerate(counts):
+        if n:
+            h = _expert_linear(gathered[start : start + n], up, up_bias, e)
+            h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
+            parts.append(_expert_linear(h, down, down_bias, e))
+            start += n
+    y = torch.cat(parts) * weights.flatten()[order, None].to(x.dtype)
+    return torch.zeros_like(x).index_add(0, row, y)
+
+
+def _expert_count(weight: Tensor | Packed) -> int:
+    return (weight if isinstance(weight, Tensor) else weight[0]).shape[0]
+
+
+def _expert_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, e: int) -> Tensor:
+    if isinstance(weight, Tensor):
+        w = weight[e].to(x.dtype)
+    else:
+        w = mxfp4.unpack(weight[0][e], weight[1][e], x.dtype)
+    return F.linear(x, w, None if bias is None else bias[e].to(x.dtype))

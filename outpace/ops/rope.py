@@ -1,0 +1,83 @@
+"""Rotary tables: plain, llama-3 and YaRN; angles in float64, cos and sin handed out in float32."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """The rope part of a config.json, in our terms. `kind` is "default", "linear", "llama3" or "yarn"."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    @property
+    def concentration(self) -> float:
+        """What cos and sin are multiplied by (YaRN's 0.1 ln(factor) + 1; 1 elsewhere)."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[D/2] float64."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    inv = rope.theta**-exponent
+    if rope.kind == "linear":
+        return inv / rope.factor
+    if rope.kind == "yarn":
+        keep = 1 - _yarn_ramp(rope, head_dim)
+        return inv / rope.factor * (1 - keep) + inv * keep
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / inv
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        smooth = ((rope.original_max_position / wavelength - low) / (high - low)).clamp(0, 1)
+        return inv / rope.factor * (1 - smooth) + inv * smooth
+    return inv
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> Tensor:
+    """0 where a dimension turns fast enough to be kept, 1 where it is fully interpolated (YaRN, eq. 18-20)."""
+
+    def dimension(rotations: float) -> float:
+        full_turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim / 2 * math.log(full_turns) / math.log(rope.theta)
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    index = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
+    return ((index - low) / (high - low)).clamp(0, 1)
+
+
+def rope_tables(positions: Tensor, inv: Tensor, concentration: float) -> tuple[Tensor, Tensor]:
+    """positions [...] integer, inv [D/2] float64 -> cos, sin [..., D/2] float32, concentration included.
+
+    Angles are formed in float64: at position 131,072 a bfloat16 angle is noise and a float32 one is
+    off by up to 0.008 rad.
+    """
+    angles = positions.to(torch.float64)[..., None] * inv
+    return (angles.cos() * concentration).float(), (angles.sin() * concentration).float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves: x [B, T, H, D], cos and sin [B, T, D/2]; dimension i pairs with i + D/2."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,232 @@
+"""Train a small target from raw text: the embedded default, and the micro model of the whole-way test."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from outpace.chat.tokenizer import END_OF_TEXT, encode
+from outpace.corpus import Document
+from outpace.models.blocks import ExpertMatrix
+from outpace.models.config import FULL, WINDOW, ModelConfig
+from outpace.models.decoder import Decoder
+from outpace.models.gpt_oss import GptOss
+from outpace.ops.rope import RopeConfig
+from outpace.train.losses import chunked_nll
+from outpace.train.muon import Muon
+from outpace.train.trainer import fit, seeded, warmup_linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRecipe:
+    """A gpt-oss of any size and how to train it. Fields of recipes/target-*.toml."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    num_layers: int = 8
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    expert_size: int = 192
+    num_experts: int = 8
+    experts_per_token: int = 2
+    sliding_window: int = 128
+    original_max_position: int = 4096
+    rope_factor: float = 32.0
+    rope_theta: float = 150000.0
+    steps: int = 1500
+    row_tokens: int = 1024  # rows of this length ..
+    long_row_tokens: int = 4096  # .. and of this one for the last `long_share` of the steps
+    long_share: float = 0.1
+    step_tokens: int = 16384
+    warmup: int = 40
+    decay: float = 0.5
+    muon_lr: float = 0.02
+    adam_lr: float = 0.004
+    weight_decay: float = 0.01
+    balance: float = 0.01  # weight of the load-balancing loss
+    quantize_share: float = 0.15  # experts see MXFP4 rounding for the last share of the steps
+    seed: int = 1
+    bfloat16: bool = True
+    save_every: int = 100
+    eval_every: int = 250
+
+    def config(self, end_of_text: int) -> ModelConfig:
+        return ModelConfig(
+            architecture="GptOssForCausalLM",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.expert_size,
+            rope=RopeConfig(
+                theta=self.rope_theta,
+                kind="yarn",
+                factor=self.rope_factor,
+                original_max_position=self.original_max_position,
+                truncate=False,
+            ),
+            layer_types=tuple(WINDOW if i % 2 == 0 else FULL for i in range(self.num_layers)),
+            sliding_window=self.sliding_window,
+            max_position_embeddings=int(self.original_max_position * self.rope_factor),
+            rms_norm_eps=1e-5,
+            attention_bias=True,
+            sinks=True,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_size=self.expert_size,
+            moe_layers=(True,) * self.num_layers,
+            swiglu_limit=7.0,
+            eos_token_ids=(end_of_text,),
+            pad_token_id=end_of_text,
+        )
+
+
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Normal with std 1/sqrt(fan-in); what writes into the residual stream starts at zero."""
+    rng = seeded(seed)
+    for name, p in model.named_parameters():
+        with torch.no_grad():
+            if p.dim() < 2:
+                p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            elif "o_proj" in name or ".down." in name or name.endswith("bias"):
+                p.zero_()
+            else:
+                std = 1.0 if "embed" in name else p.shape[-1] ** -0.5
+                p.copy_(torch.randn(p.shape, generator=rng) * std * (0.5 if "lm_head" in name else 1))
+
+
+def token_stream(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
+    """All documents in one shuffled row of ids, each closed by <|endoftext|>; int32 [n]."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    order = torch.randperm(len(documents), generator=seeded(seed)).tolist()
+    ids: list[int] = []
+    for i in order:
+        ids += [*encode(tokenizer, documents[i].text), end]
+    return np.asarray(ids, dtype=np.int32)
+
+
+def rows_of_step(
+    stream: np.ndarray, row_tokens: int, rows: int, first: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Rows `first` .. first+rows of an endless walk over shuffled, non-overlapping windows, whose cut
+    points move every epoch. -> inputs and labels [rows, row_tokens] int64."""
+    per_epoch = (len(stream) - 1) // row_tokens - 1
+    if per_epoch < 1:
+        raise ValueError(
+            f"the corpus has {len(stream)} tokens: too few for rows of {row_tokens}; shorten row_tokens"
+        )
+    found = []
+    for n in range(first, first + rows):
+        epoch, i = divmod(n, per_epoch)
+        rng = seeded(seed, epoch)
+        shift = int(torch.randint(row_tokens, (1,), generator=rng))
+        window = int(torch.randperm(per_epoch, generator=rng)[i])
+        begin = shift + window * row_tokens
+        found.append(stream[begin : begin + row_tokens + 1])
+    tokens = torch.from_numpy(np.stack(found).astype(np.int64))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def balance_loss(routing: list[Tensor], k: int) -> Tensor:
+    """Switch's: E * sum_e (share of tokens on e) * (mean probability of e), averaged over layers."""
+    losses = []
+    for logits in routing:
+        probabilities = logits.softmax(-1)
+        chosen = torch.zeros_like(probabilities).scatter(1, logits.topk(k, dim=-1).indices, 1.0)
+        share = chosen.mean(0) / k
+        losses.append(logits.shape[-1] * (share.detach() * probabilities.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def bits_per_byte(
+    model: Decoder, tokenizer: Tokenizer, documents: list[Document], row_tokens: int = 2048
+) -> float:
+    """Held-out loss in bits per UTF-8 byte; every document by itself, cut into rows."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    nll, size = 0.0, 0
+    with torch.inference_mode():
+        for document in documents:
+            ids = [end, *encode(tokenizer, document.text)]
+            size += len(document.text.encode())
+            for i in range(0, len(ids) - 1, row_tokens):
+                part = torch.tensor(ids[i : i + row_tokens + 1])[None]
+                hidden = model(part[:, :-1]).hidden[0]
+                nll += float(chunked_nll(hidden, model.head, part[0, 1:]).sum())
+    return nll / math.log(2) / size
+
+
+def optimizers(model: nn.Module, recipe: TargetRecipe) -> tuple[Muon, torch.optim.AdamW]:
+    """Matrices inside the blocks learn by Muon; embedding, head, router, norms and biases by AdamW."""
+    inner = [
+        p
+        for name, p in model.named_parameters()
+        if p.dim() >= 2 and "layers." in name and "router" not in name and "bias" not in name
+    ]
+    known = {id(p) for p in inner}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    adam = torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return Muon(inner, recipe.muon_lr, weight_decay=recipe.weight_decay), adam
+
+
+def train_target(
+    recipe: TargetRecipe,
+    tokenizer: Tokenizer,
+    train: list[Document],
+    held_out: list[Document],
+    folder: Path,
+    *,
+    stop_after: int | None = None,
+) -> GptOss:
+    """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense)."""
+    model = GptOss(recipe.config(tokenizer.token_to_id(END_OF_TEXT)))
+    init_weights(model, recipe.seed)
+    model.dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
+    muon, adam = optimizers(model, recipe)
+    base = [(g, g["lr"]) for o in (muon, adam) for g in o.param_groups]
+    stream = token_stream(tokenizer, train, recipe.seed)
+    long_from = round(recipe.steps * (1 - recipe.long_share))
+    quantize_from = round(recipe.steps * (1 - recipe.quantize_share))
+
+    def update(step: int) -> dict[str, Any]:
+        length = recipe.long_row_tokens if step >= long_from else recipe.row_tokens
+        rows = max(1, recipe.step_tokens // length)
+        inputs, labels = rows_of_step(stream, length, rows, step * rows, recipe.seed)
+        for module in model.modules():
+            if isinstance(module, ExpertMatrix):
+                module.round_to_mxfp4 = step >= quantize_from
+        factor = warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
+        for group, lr in base:
+            group["lr"] = lr * factor
+        out = model(inputs, routing=True)
+        loss = chunked_nll(out.hidden.flatten(0, 1), model.head, labels.flatten()).mean()
+        balance = balance_loss(out.routing, recipe.experts_per_token)
+        (loss + recipe.balance * balance).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        metrics: dict[str, Any] = {"loss": loss.item(), "balance": balance.item()}
+        if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
+            metrics["bits_per_byte"] = bits_per_byte(model, tokenizer, held_out[::8])
+        return metrics
+
+    parts = {"model": model, "muon": muon, "adam": adam}
+    fit(
+        folder,
+        recipe.steps,
+        update,
+        parts,
+        save_every=recipe.save_every,
+        title="target",
+        stop_after=stop_after,
+    )
+    model.dtype = torch.float32
+    return model

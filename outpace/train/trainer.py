@@ -1,0 +1,106 @@
+"""The loop around any training step: schedule, checkpoints, exact resume, log, progress bar."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def warmup_cosine(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
+    """Factor on the learning rate: linear to 1 over `warmup` steps, then a cosine down to `floor`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warmup_linear(step: int, steps: int, warmup: int, decay: float, floor: float = 0.0) -> float:
+    """Linear up, flat, and linear down to `floor` over the last `decay` share of the steps."""
+    if step < warmup:
+        return (step + 1) / warmup
+    left = (steps - step) / max(1, round(steps * decay))
+    return floor + (1 - floor) * min(1.0, left)
+
+
+def seeded(*numbers: int) -> torch.Generator:
+    """A generator that depends on nothing but the numbers: step n of a resumed run draws what step n
+    of an unbroken one would have drawn."""
+    state = 0
+    for n in numbers:
+        state = (state * 1_000_003 + n + 1) % (2**63 - 25)
+    return torch.Generator().manual_seed(state)
+
+
+def fit(
+    folder: Path,
+    steps: int,
+    update: Callable[[int], dict[str, Any]],
+    stateful: dict[str, Any],
+    *,
+    save_every: int,
+    title: str,
+    stop_after: int | None = None,
+) -> None:
+    """Call update(step) for every step from the last checkpoint to `steps`, logging what it returns.
+
+    `stateful` names what a checkpoint holds (anything with state_dict and load_state_dict). Metrics
+    go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole, so
+    that a killed run resumes from the last one and its log is cut back to the same step.
+    `stop_after` ends this call early, with a checkpoint (for tests and time limits).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
+    first = _resume(checkpoint, log, stateful) if checkpoint.exists() else 0
+    if not first:
+        log.unlink(missing_ok=True)
+    last = steps if stop_after is None else min(steps, first + stop_after)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[said]}"),
+    )
+    with log.open("a") as lines, Progress(*columns, refresh_per_second=2) as bar:
+        task = bar.add_task(title, total=steps, completed=first, said="")
+        for step in range(first, last):
+            began = time.perf_counter()
+            metrics = update(step)
+            record = {"step": step, **metrics, "seconds": round(time.perf_counter() - began, 4)}
+            lines.write(json.dumps(record) + "\n")
+            lines.flush()
+            said = "  ".join(
+                f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr"
+            )
+            bar.update(task, advance=1, said=said)
+            if (step + 1) % save_every == 0 or step + 1 == last:
+                _save(checkpoint, step + 1, stateful)
+
+
+def _save(path: Path, step: int, stateful: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save({"step": step, **{k: v.state_dict() for k, v in stateful.items()}}, temporary)
+    os.replace(temporary, path)
+
+
+def _resume(path: Path, log: Path, stateful: dict[str, Any]) -> int:
+    try:
+        saved = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): delete it to begin this run anew"
+        ) from error
+    for name, part in stateful.items():
+        part.load_state_dict(saved[name])
+    step: int = saved["step"]
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    temporary = log.with_suffix(".tmp")
+    temporary.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+    os.replace(temporary, log)
+    return step
