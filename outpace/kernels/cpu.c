@@ -157,7 +157,7 @@ static void even_odd(floats x, long n, float *out) {  // puts activations in the
 
 INLINE long at(int kind, long k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : k / 2; }  // bytes before weight k
 
-INLINE void tile(const int R, const int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, vf *acc) {
+INLINE void tile(const int R, const int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, long hop, vf *acc) {
     vf a[ROWS * COLS];
     UNROLL for (int i = 0; i < R * COLS; i++) a[i] = acc[i];
     long k = 0;
@@ -166,9 +166,11 @@ INLINE void tile(const int R, const int kind, const floats *x, const bytes *w, c
             UNROLL for (int c = 0; c < COLS; c++) {
                 vf v[32 / W];
                 unpack(w[c] + k / 2, s[c][k / 32], v);
+                __builtin_prefetch(w[c] + ahead, 0, 2);
                 UNROLL for (int j = 0; j < 32 / W; j++)
                     UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v[j] * load(x[r] + k + j * W);
             }
+            ahead += hop;
         }
     } else {
         for (; k + W <= n; k += W) {
@@ -176,11 +178,12 @@ INLINE void tile(const int R, const int kind, const floats *x, const bytes *w, c
             UNROLL for (int r = 0; r < R; r++) xs[r] = load(x[r] + k);
             UNROLL for (int c = 0; c < COLS; c++) {
                 bytes p = w[c] + at(kind, k);
-                __builtin_prefetch(p + ahead);
+                __builtin_prefetch(w[c] + ahead, 0, 2);
                 vf v = kind == F32 ? load((floats)p) : widen(p);
                 if (R > 1) HOLD(v);
                 UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v * xs[r];
             }
+            ahead += hop * W / 32;
         }
         if (k < n) {
             float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
@@ -192,9 +195,9 @@ INLINE void tile(const int R, const int kind, const floats *x, const bytes *w, c
     UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];
 }
 
-#define EACH_KIND(R) kind == F32 ? tile(R, F32, x, w, s, n, ahead, acc) : kind == BF16 ? tile(R, BF16, x, w, s, n, ahead, acc) \
-                                 : tile(R, MXFP4, x, w, s, n, ahead, acc)
-static void tiles(int rows, int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, vf *acc) {
+#define EACH_KIND(R) kind == F32 ? tile(R, F32, x, w, s, n, ahead, hop, acc) : kind == BF16 ? tile(R, BF16, x, w, s, n, ahead, hop, acc) \
+                                 : tile(R, MXFP4, x, w, s, n, ahead, hop, acc)
+static void tiles(int rows, int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, long hop, vf *acc) {
     switch (rows) {
         case 1: EACH_KIND(1); break;
         case 2: EACH_KIND(2); break;
@@ -206,25 +209,17 @@ static void tiles(int rows, int kind, const floats *x, const bytes *w, const byt
 // sums[r * COLS + c] = x[r] . w[c], for at most MOST rows and COLS weight rows (s: their MXFP4 scales).
 static void block(const floats *x, int rows, int kind, const bytes *w, const bytes *s, long K, long ahead, float *sums) {
     vf acc[MOST * COLS];
-    _Alignas(64) float wide[COLS][CHUNK];
     memset(acc, 0, (rows * COLS + 2) / 4 * 4 * sizeof(vf));
-    long chunk = rows > ROWS ? CHUNK : K;           // several row tiles: reuse weights from the first cache, widened once
+    long chunk = rows > ROWS ? CHUNK : K;           // several row tiles share weights in the first cache
+    int parts = (rows + ROWS - 1) / ROWS;
     for (long k = 0; k < K; k += chunk) {
         long n = MIN(chunk, K - k);
         bytes wk[COLS], sk[COLS];
         for (int c = 0; c < COLS; c++) wk[c] = w[c] + at(kind, k), sk[c] = kind == MXFP4 ? s[c] + k / 32 : 0;
-        int flat = rows > ROWS && kind != F32;
-        for (int c = 0; flat && c < COLS; c++) {
-            long i = 0;
-            if (kind == MXFP4) for (; i < n; i += 32) unpack(wk[c] + i / 2, sk[c][i / 32], (vf *)(wide[c] + i));
-            for (; i + W <= n; i += W) store(wide[c] + i, widen(wk[c] + 2 * i)), __builtin_prefetch(wk[c] + 2 * i + ahead);
-            for (; i < n; i++) wide[c][i] = get(wk[c], kind, i);
-            wk[c] = (bytes)wide[c];
-        }
-        for (int r = 0; r < rows; r += ROWS) {
+        for (int i = 0; i < parts; i++) {           // each part fetches its portion of what comes next
             floats xk[ROWS];
-            for (int i = 0; i < MIN(ROWS, rows - r); i++) xk[i] = x[r + i] + k;
-            tiles(MIN(ROWS, rows - r), flat ? F32 : kind, xk, wk, sk, n, r || flat ? 0 : ahead, acc + r * COLS);
+            for (int r = 0; r < MIN(ROWS, rows - i * ROWS); r++) xk[r] = x[i * ROWS + r] + k;
+            tiles(MIN(ROWS, rows - i * ROWS), kind, xk, wk, sk, n, ahead + at(kind, n) * i / parts, at(kind, 32) / parts, acc + i * ROWS * COLS);
         }
     }
     for (int i = 0; i < rows * COLS; i += 4) *(f4u *)(sums + i) = sum4(acc + i);
@@ -246,7 +241,7 @@ void linear(const float *x, const void *w, int kind, const void *bias, int bias_
                 float sums[MOST * COLS + 2];
                 for (int r = 0; r < rows; r++) xs[r] = x + (m + r) * K;
                 for (int c = 0; c < COLS; c++) ws[c] = (bytes)w + MIN(n + c, N - 1) * row;
-                block(xs, rows, kind, ws, 0, K, COLS * row, sums);
+                block(xs, rows, kind, ws, 0, K, 2 * COLS * row, sums);
                 for (int r = 0; r < rows; r++)
                     for (int c = 0; c < cols; c++) {
                         float v = sums[r * COLS + c];
@@ -255,4 +250,97 @@ void linear(const float *x, const void *w, int kind, const void *bias, int bias_
                         y[(m + r) * N + n + c] = v;
                     }
             }
+}
+
+// ---- rows --------------------------------------------------------------------------------------------------------------
+
+static void norm_row(floats x, const void *w, int kind, long n, float eps, float *y) {
+    vf squares = {0};
+    long i = 0;
+    for (; i + W <= n; i += W) squares += load(x + i) * load(x + i);
+    if (i < n) squares += part(x + i, n - i) * part(x + i, n - i);
+    float scale = 1.0f / sqrtf(sum(squares) / n + eps);
+    for (i = 0; i < n; i++) y[i] = x[i] * scale * get(w, kind, i);
+}
+
+void rms_norm(const float *x, const void *w, int kind, float eps, float *y, long M, long C, int threads) {
+    threads = team((double)M * C, 65536, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long m = 0; m < M; m++) norm_row(x + m * C, w, kind, C, eps, y + m * C);
+}
+
+void rope(float *x, const float *cosine, const float *sine, const void *q_norm, const void *k_norm, int q_kind, int k_kind,
+          float eps, long M, long H, long K, long D, int threads) {
+    long half = D / 2;
+    threads = team((double)M * (H + K) * D, 32768, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long m = 0; m < M; m++)
+        for (long h = 0; h < H + K; h++) {
+            float *p = x + (m * (H + 2 * K) + h) * D;
+            floats c = cosine + m * half, s = sine + m * half;
+            const void *norm = h < H ? q_norm : k_norm;
+            if (norm) norm_row(p, norm, h < H ? q_kind : k_kind, D, eps, p);
+            for (long i = 0; i < half; i++) {
+                float a = p[i], b = p[half + i];
+                p[i] = a * c[i] - b * s[i];
+                p[half + i] = b * c[i] + a * s[i];
+            }
+        }
+}
+
+void silu_mul(const float *x, float *y, long M, long F, int threads) {
+    threads = team((double)M * F, 32768, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long m = 0; m < M; m++) {
+        floats gate = x + 2 * m * F, up = gate + F;
+        for (long i = 0; i < F; i += W) {
+            long n = MIN(W, F - i);
+            vf g = part(gate + i, n), h = g * sigmoid(g) * part(up + i, n);
+            memcpy(y + m * F + i, &h, n * sizeof(float));
+        }
+    }
+}
+
+void unpack_mxfp4(const uint8_t *blocks, const uint8_t *scales, float *y, long count, int threads) {
+    threads = team(count * 32.0, 65536, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long i = 0; i < count; i++) {
+        float v[32];
+        unpack(blocks + 16 * i, scales[i], v);
+        for (int j = 0; j < 16; j++) y[32 * i + 2 * j] = v[j], y[32 * i + 2 * j + 1] = v[16 + j];
+    }
+}
+
+// ---- experts -----------------------------------------------------------------------------------------------------------
+
+// The k largest of E logits, descending, the lowest index first among equals; soft = softmax over all before choosing.
+void route(const float *x, const void *w, int kind, const void *bias, int bias_kind, int64_t *index, float *weight,
+           long M, long E, long C, long k, int soft, int renormalise, int threads) {
+    float *logits = scratch(M * (E + W));
+    linear(x, w, kind, bias, bias_kind, 0, logits, M, E, C, threads);
+    for (long m = 0; m < M; m++) {
+        float *p = logits + m * E, *chosen = weight + m * k, total = 0;
+        int64_t *at = index + m * k;
+        for (long i = 0; i < k; i++) {
+            long best = -1;
+            for (long e = 0; e < E; e++) {
+                int used = 0;
+                for (long j = 0; j < i; j++) used |= at[j] == e;
+                if (!used && (best < 0 || p[e] > p[best])) best = e;
+            }
+            at[i] = best;
+            chosen[i] = p[best];
+        }
+        vf all = {0};
+        float high = chosen[0];
+        for (long e = 0; soft && e < E; e += W) {
+            vf v = (vf){0} - INFINITY;
+            memcpy(&v, p + e, MIN(W, E - e) * sizeof(float));
+            all += expv(v - high);
+        }
+        for (long i = 0; i < k; i++) chosen[i] = expv((vf){0} + (chosen[i] - high))[0], total += chosen[i];
+        if (soft) for (long i = 0; i < k; i++) chosen[i] /= sum(all);
+        if (soft && renormalise) { total = 0; for (long i = 0; i < k; i++) total += chosen[i]; }
+        if (!soft || renormalise) for (long i = 0; i < k; i++) chosen[i] /= total;
+    }
 }

@@ -98,7 +98,7 @@ def load_target(
     shapes = {name: t.shape for name, t in named_tensors(model)}
     for entry in entries(config, packed):
         tensor = entry.join([to_compute(checkpoint.get(name)) for name in entry.names])
-        _assign(model, entry.param, tensor.reshape(shapes[entry.param]).to(device))
+        assign(model, entry.param, tensor.reshape(shapes[entry.param]).to(device))
     model.dtype = dtype
     return model.eval()
 
@@ -121,7 +121,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:

@@ -1,0 +1,43 @@
+"""One token at a time: the answer that every other loop must reproduce."""
+
+from collections.abc import Sequence
+
+import torch
+
+from outpace.decode.request import Generation, OnTokens, Request, Rows, check_prompts, prefill
+from outpace.decode.trace import Trace
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import sample
+
+
+@torch.inference_mode()
+def generate(
+    target: Decoder,
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    *,
+    rng: torch.Generator | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Generation:
+    """prompts: token ids per row, lengths may differ. Raises ValueError for prompts the model cannot take."""
+    check_prompts(target, prompts, request)
+    longest = max(len(p) for p in prompts) + request.max_new_tokens
+    cache = target.make_cache(len(prompts), longest, offset=request.offset)
+    trace, rows = Trace(), Rows(len(prompts), request, on_tokens)
+    with trace.timed("prefill"):
+        last = prefill(target, cache, prompts, request, rng)
+    ids = last.tolist()
+    for b, token in enumerate(ids):
+        rows.emit(b, [token])
+    while not all(rows.done):
+        running = [not d for d in rows.done]
+        with trace.timed("verify"):
+            out = target(last[:, None], cache, counts=[int(r) for r in running])
+            last = sample(target.logits(out.hidden[:, 0]), request.sampling, rng)
+            ids = last.tolist()
+        with trace.timed("rest"):
+            for b, token in enumerate(ids):
+                if running[b]:
+                    rows.emit(b, [token])
+            trace.add([0] * len(ids), [0 if r else -1 for r in running])
+    return Generation(rows.emitted, trace)

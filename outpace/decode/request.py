@@ -1,0 +1,104 @@
+"""What is asked of a decoding loop, what it gives back, and the prefill both loops share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outpace.cache.kv import Cache
+from outpace.decode.trace import Trace
+from outpace.drafts.proposal import Session
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import Sampling, sample
+
+OnTokens = Callable[[int, list[int]], None]  # row, its new tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: frozenset[int] = frozenset()  # a row ends with the first of these it emits
+    prefill_chunk: int = 512
+    offset: int = 0  # rotary positions begin here
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """tokens: per row what was emitted, the stop token included. trace: how."""
+
+    tokens: list[list[int]]
+    trace: Trace
+
+
+class Rows:
+    """The rows being generated: what each has emitted, and which are done."""
+
+    def __init__(self, batch: int, request: Request, on_tokens: OnTokens | None) -> None:
+        self.emitted: list[list[int]] = [[] for _ in range(batch)]
+        self.done = [False] * batch
+        self.request = request
+        self.on_tokens = on_tokens
+
+    def emit(self, row: int, tokens: list[int]) -> int:
+        """Append what of `tokens` still belongs to the row; -> how many did."""
+        room = self.request.max_new_tokens - len(self.emitted[row])
+        kept = tokens[:room]
+        stops = [i for i, t in enumerate(kept) if t in self.request.stop]
+        if stops:
+            kept = kept[: stops[0] + 1]
+        self.emitted[row] += kept
+        self.done[row] = bool(stops) or len(self.emitted[row]) == self.request.max_new_tokens
+        if kept and self.on_tokens is not None:
+            self.on_tokens(row, kept)
+        return len(kept)
+
+
+def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Request) -> None:
+    config = target.config
+    if not prompts or not all(prompts):
+        raise ValueError("every prompt needs at least one token")
+    worst = max(max(p) for p in prompts)
+    if worst >= config.vocab_size or min(min(p) for p in prompts) < 0:
+        raise ValueError(f"token id {worst} is outside the vocabulary of {config.vocab_size}")
+    longest = max(len(p) for p in prompts) + request.max_new_tokens
+    if request.offset + longest > config.max_position_embeddings:
+        raise ValueError(
+            f"prompt and max_new_tokens reach position {request.offset + longest}; this model's "
+            f"positions end at {config.max_position_embeddings}"
+        )
+
+
+def prefill(
+    target: Decoder,
+    cache: Cache,
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    rng: torch.Generator | None,
+    session: Session | None = None,
+    aux: Sequence[int] = (),
+) -> Tensor:
+    """Run the prompts through the target in chunks; -> the first token of every row [B].
+
+    Logits are formed for one position a row. `session` observes each chunk as it passes.
+    """
+    lengths = [len(p) for p in prompts]
+    last_hidden = [torch.empty(0)] * len(prompts)
+    for begin in range(0, max(lengths), request.prefill_chunk):
+        counts = [min(max(n - begin, 0), request.prefill_chunk) for n in lengths]
+        width = max(counts)
+        part = [[*p[begin : begin + c], *[0] * (width - c)] for p, c in zip(prompts, counts, strict=True)]
+        tokens = torch.tensor(part, device=target.device)
+        out = target(tokens, cache, counts=counts, aux=aux)
+        if session is not None:
+            session.observe(tokens, out.aux, counts)
+        for b, (n, c) in enumerate(zip(lengths, counts, strict=True)):
+            if c and begin + c == n:
+                last_hidden[b] = out.hidden[b, c - 1]
+    return sample(target.logits(torch.stack(last_hidden)), request.sampling, rng)

@@ -1,0 +1,70 @@
+"""What each round proposed, accepted and cost; what every measurement reads."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Trace:
+    """Rounds after the prefill. A round of plain decoding proposes nothing and commits one token."""
+
+    proposed: list[list[int]] = field(default_factory=list)  # per round and row: guesses offered
+    accepted: list[list[int]] = field(default_factory=list)  # per round and row: guesses taken; -1: row done
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
+    )
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - began
+
+    def add(self, proposed: list[int], accepted: list[int]) -> None:
+        self.proposed.append(proposed)
+        self.accepted.append(accepted)
+
+    @property
+    def rounds(self) -> int:
+        """Target forwards, counted per row that was still running."""
+        return len(self.accept_lens)
+
+    @property
+    def accept_lens(self) -> list[int]:
+        return [a for row in self.accepted for a in row if a >= 0]
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target forward, bonus included: total tokens / total rounds."""
+        lens = self.accept_lens
+        return (sum(lens) + len(lens)) / len(lens) if lens else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted guesses over offered ones."""
+        offered = sum(
+            p
+            for ps, as_ in zip(self.proposed, self.accepted, strict=True)
+            for p, a in zip(ps, as_, strict=True)
+            if a >= 0
+        )
+        return sum(self.accept_lens) / offered if offered else 0.0
+
+    def accept_by_position(self) -> list[float]:
+        """Share of rounds that offered guess k (k = 1, 2, ..) in which it was accepted."""
+        pairs = [
+            (p, a)
+            for ps, as_ in zip(self.proposed, self.accepted, strict=True)
+            for p, a in zip(ps, as_, strict=True)
+            if a >= 0
+        ]
+        widest = max((p for p, _ in pairs), default=0)
+        shares = []
+        for k in range(1, widest + 1):
+            offered = [a for p, a in pairs if p >= k]
+            shares.append(sum(a >= k for a in offered) / len(offered))
+        return shares

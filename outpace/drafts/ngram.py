@@ -1,0 +1,59 @@
+"""Prompt lookup: propose what followed the last occurrence of the present n-gram. No training, no model."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.drafts.proposal import Proposal
+
+
+@dataclass(frozen=True)
+class NGram:
+    """Looks for the longest n-gram first, from `longest` down to `shortest`."""
+
+    block_size: int = 8
+    longest: int = 4
+    shortest: int = 2
+    target_layer_ids: tuple[int, ...] = ()
+
+    def begin(self, batch: int, length: int, offset: int = 0) -> "NGramSession":
+        return NGramSession(self, batch)
+
+
+class NGramSession:
+    def __init__(self, draft: NGram, batch: int) -> None:
+        self.draft = draft
+        self.history: list[list[int]] = [[] for _ in range(batch)]
+        # per row and length: n-gram -> index of the token after its latest occurrence
+        sizes = range(draft.shortest, draft.longest + 1)
+        self.seen: list[dict[int, dict[tuple[int, ...], int]]] = [
+            {n: {} for n in sizes} for _ in range(batch)
+        ]
+
+    def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
+        for row, seen, ids, count in zip(
+            self.history, self.seen, tokens.tolist(), counts, strict=True
+        ):
+            for token in ids[:count]:
+                for n, table in seen.items():
+                    if len(row) >= n:
+                        table[tuple(row[-n:])] = len(row)
+                row.append(token)
+
+    def propose(self, last: Tensor) -> Proposal:
+        guesses = [
+            [token, *self._continuation(b, token)] for b, token in enumerate(last.tolist())
+        ]
+        counts = [len(g) for g in guesses]
+        width = max(counts)
+        padded = [g + [0] * (width - len(g)) for g in guesses]
+        return Proposal(torch.tensor(padded, device=last.device), counts)
+
+    def _continuation(self, b: int, last: int) -> list[int]:
+        text = [*self.history[b][-self.draft.longest :], last]
+        for n in sorted(self.seen[b], reverse=True):
+            start = self.seen[b][n].get(tuple(text[-n:])) if len(text) >= n else None
+            if start is not None:
+                return (self.history[b] + [last])[start : start + self.draft.block_size - 1]
+        return []
