@@ -305,8 +305,8 @@ void unpack_mxfp4(const uint8_t *blocks, const uint8_t *scales, float *y, long c
     threads = team(count * 32.0, 65536, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (long i = 0; i < count; i++) {
-        float v[32];
-        unpack(blocks + 16 * i, scales[i], v);
+        float v[32] __attribute__((aligned(64)));
+        unpack(blocks + 16 * i, scales[i], (vf *)v);
         for (int j = 0; j < 16; j++) y[32 * i + 2 * j] = v[j], y[32 * i + 2 * j + 1] = v[16 + j];
     }
 }
@@ -342,5 +342,222 @@ void route(const float *x, const void *w, int kind, const void *bias, int bias_k
         if (soft) for (long i = 0; i < k; i++) chosen[i] /= sum(all);
         if (soft && renormalise) { total = 0; for (long i = 0; i < k; i++) total += chosen[i]; }
         if (!soft || renormalise) for (long i = 0; i < k; i++) chosen[i] /= total;
+    }
+}
+
+typedef struct { bytes w, s; const void *bias; int kind, bias_kind; long n, k; } Experts;  // weights [E, n, k], bias [E, n]
+
+static void expert(const Experts *m, long e, const long *rows_of_w, long ahead, const floats *x, int rows, float *sums) {
+    bytes w[COLS], s[COLS];
+    for (int c = 0; c < COLS; c++) {
+        long i = e * m->n + rows_of_w[c];
+        w[c] = m->w + i * at(m->kind, m->k), s[c] = m->s + i * (m->k / 32);
+    }
+    block(x, rows, m->kind, w, s, m->k, ahead * at(m->kind, m->k), sums);
+    for (int i = 0; m->bias && i < rows * COLS; i++) sums[i] += get(m->bias, m->bias_kind, e * m->n + rows_of_w[i % COLS]);
+}
+
+// y[m] = sum over i of weight[m, i] * (down . act(up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation, rows interleaved.
+void moe(const float *x, const int64_t *index, const float *weight, const void *up_w, const void *up_s, const void *up_bias,
+         int up_kind, int up_bias_kind, const void *down_w, const void *down_s, const void *down_bias, int down_kind,
+         int down_bias_kind, float *y, long M, long C, long F, long E, long k, int clamped, float limit, float alpha, int threads) {
+    enum { UNITS = 48 };                            // of the hidden layer, per item
+    Experts up = {up_w, up_s, up_bias, up_kind, up_bias_kind, 2 * F, C};
+    Experts down = {down_w, down_s, down_bias, down_kind, down_bias_kind, C, F};
+    long A = M * k, groups = (F + UNITS - 1) / UNITS, distinct = 0;
+    threads = team((double)A * C * F, 32768, threads);
+    float *h = scratch(A * F + M * C + threads * A * COLS + 2 * (A + 2 * E + 1)), *mixed = h + A * F, *parts = mixed + M * C;
+    long *first = (long *)((uintptr_t)(parts + threads * A * COLS + 1) & ~7ul), *used = first + E + 1, *order = used + E;
+    memset(first, 0, (E + 1) * sizeof(long));
+    for (long a = 0; a < A; a++) first[index[a] + 1]++;
+    for (long e = 0; e < E; e++) if (first[e + 1]) used[distinct++] = e;
+    for (long e = 0; e < E; e++) first[e + 1] += first[e];
+    for (long a = 0; a < A; a++) order[first[index[a]]++] = a;
+    for (long e = E; e > 0; e--) first[e] = first[e - 1];
+    first[0] = 0;
+    if (up_kind == MXFP4) for (long m = 0; m < M; m++) even_odd(x + m * C, C, mixed + m * C);
+    floats from = up_kind == MXFP4 ? mixed : x;
+    Share ups[THREADS], downs[THREADS];
+    deal(ups, distinct * groups, threads);
+    deal(downs, (C + COLS - 1) / COLS, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int me = omp_get_thread_num();
+        float sums[MOST * COLS + 2], gate[MOST][UNITS], lift[MOST][UNITS];
+        floats xs[MOST];
+        long rows_of_w[COLS];
+        for (long item; (item = take(ups, me, threads)) >= 0;) {
+            long e = used[item / groups], f0 = item % groups * UNITS, units = MIN(UNITS, F - f0);
+            for (long a = first[e]; a < first[e + 1]; a += MOST) {
+                int rows = MIN(MOST, first[e + 1] - a);
+                for (int r = 0; r < rows; r++) xs[r] = from + order[a + r] / k * C;
+                for (long u = 0; u < units; u += COLS / 2) {
+                    for (int c = 0; c < COLS; c++) {
+                        long f = f0 + MIN(u + c / 2, units - 1);
+                        rows_of_w[c] = clamped ? 2 * f + c % 2 : f + c % 2 * F;
+                    }
+                    expert(&up, e, rows_of_w, clamped ? 2 * COLS : COLS, xs, rows, sums);
+                    for (int i = 0; i < rows * COLS; i++) {
+                        if (u + i % COLS / 2 < UNITS) (i % 2 ? lift : gate)[i / COLS][u + i % COLS / 2] = sums[i];
+                    }
+                }
+                for (int r = 0; r < rows; r++) {
+                    for (int u = 0; u < units; u += W) {
+                        vf g = load(gate[r] + u), v = load(lift[r] + u);
+                        if (clamped) {
+                            g = pick(g > limit, (vf){0} + limit, g), v = pick(v > limit, (vf){0} + limit, v);
+                            v = pick(v < -limit, (vf){0} - limit, v) + 1.0f;
+                        }
+                        store(gate[r] + u, g * sigmoid(g * (clamped ? alpha : 1.0f)) * v);
+                    }
+                    float *to = h + order[a + r] * F;
+                    for (long u = 0; u < units; u++) {
+                        long f = f0 + u;
+                        to[down_kind == MXFP4 ? f / 32 * 32 + f % 32 / 2 + f % 2 * 16 : f] = gate[r][u];
+                    }
+                }
+            }
+        }
+#pragma omp barrier
+        float *mine = parts + me * A * COLS;
+        for (long item; (item = take(downs, me, threads)) >= 0;) {
+            int cols = MIN(COLS, C - item * COLS);
+            for (int c = 0; c < COLS; c++) rows_of_w[c] = item * COLS + MIN(c, cols - 1);
+            for (long i = 0; i < distinct; i++)
+                for (long e = used[i], a = first[e]; a < first[e + 1]; a += MOST) {
+                    int rows = MIN(MOST, first[e + 1] - a);
+                    for (int r = 0; r < rows; r++) xs[r] = h + order[a + r] * F;
+                    expert(&down, e, rows_of_w, COLS, xs, rows, sums);
+                    for (int r = 0; r < rows; r++) memcpy(mine + order[a + r] * COLS, sums + r * COLS, COLS * sizeof(float));
+                }
+            for (long m = 0; m < M; m++)
+                for (int c = 0; c < cols; c++) {
+                    float total = 0;
+                    for (long i = 0; i < k; i++) total += weight[m * k + i] * mine[(m * k + i) * COLS + c];
+                    y[m * C + item * COLS + c] = total;
+                }
+        }
+    }
+}
+
+// ---- attention ---------------------------------------------------------------------------------------------------------
+
+INLINE void values(const int R, const int V, const floats *v, int n, const float *p, long d, long D, float *o) {
+    vf a[ROWS * 4] = {{0}};
+    for (int j = 0; j < n; j++) {
+        UNROLL for (int i = 0; i < V; i++) {
+            vf x = D < W ? part(v[j], D) : load(v[j] + d + i * W);
+            UNROLL for (int r = 0; r < R; r++) a[r * 4 + i] += x * p[r * KEYS + j];
+        }
+    }
+    for (int r = 0; r < R; r++) for (int i = 0; i < V; i++) memcpy(o + r * D + d + i * W, &a[r * 4 + i], MIN(W, D) * sizeof(float));
+}
+
+// One tile: the n keys at places from.. of it, of which query r sees the places lo[r]..hi[r]-1. Gives unscaled sums o, the highest
+// score and the mass: the caller merges tiles in their order.
+static void look(const floats *q, int rows, const floats *k, const floats *v, int from, int n, const int *lo, const int *hi,
+                 long D, float scale, float *o, float *high, float *mass) {
+    float p[MOST][KEYS], sums[MOST * COLS + 2];
+    int v0 = from / W * W, v1 = (from + n + W - 1) / W * W;
+    for (int r = 0; r < rows; r++) for (int j = v0; j < v1; j++) p[r][j] = -INFINITY;
+    for (int c0 = 0; c0 < n; c0 += COLS) {
+        bytes kc[COLS];
+        for (int c = 0; c < COLS; c++) kc[c] = (bytes)k[MIN(c0 + c, n - 1)];
+        block(q, rows, F32, kc, 0, D, COLS * D * 4, sums);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0, j = from + c0; c < MIN(COLS, n - c0); c++, j++) if (lo[r] <= j && j < hi[r]) p[r][j] = sums[r * COLS + c] * scale;
+    }
+    for (int r = 0; r < rows; r++) {
+        vf m = (vf){0} - INFINITY, l = {0};
+        for (int j = v0; j < v1; j += W) m = pick(load(p[r] + j) > m, load(p[r] + j), m);
+        high[r] = top(m);
+        for (int j = v0; j < v1; j += W) {
+            vf e = expv(load(p[r] + j) - MAX(high[r], -1e30f));  // nothing seen: every weight is 0
+            store(p[r] + j, e);
+            l += e;
+        }
+        mass[r] = sum(l);
+    }
+    for (int r = 0; r < rows; r += rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1)
+        for (long d = 0; d < D; d += D - d >= 4 * W ? 4 * W : W) {
+            long at = D - d >= W ? d : MAX(0, D - W);  // the last vector overlaps: its lanes are computed twice, alike
+            float *to = o + r * D, *w = p[r] + from;
+            int wide = D - d >= 4 * W;
+            if (rows - r >= 4) wide ? values(4, 4, v, n, w, at, D, to) : values(4, 1, v, n, w, at, D, to);
+            else if (rows - r >= 2) wide ? values(2, 4, v, n, w, at, D, to) : values(2, 1, v, n, w, at, D, to);
+            else wide ? values(1, 4, v, n, w, at, D, to) : values(1, 1, v, n, w, at, D, to);
+        }
+}
+
+// q [B, T, H, D] with strides, k and v [B, K, S, D] rings with strides. tree [B, T, T]: which new tokens a new token sees, else a chain.
+void attend(const float *q, const float *k, const float *v, const int64_t *start, const uint8_t *tree, const int64_t *depth,
+            const void *sinks, int sink_kind, float *y, long q_b, long q_t, long k_b, long k_h, long B, long T, long H, long K,
+            long D, long S, long window, float scale, int threads) {
+    long G = H / K, some = MAX(1, MOST / G), longest = 0;
+    for (long b = 0; b < B; b++) longest = MAX(longest, start[b] + T);
+    threads = team((double)B * T * H * D * (window ? MIN(window + T, longest) : longest), 1e5, threads);
+#define LOWEST(b, t) (window ? MAX(0, start[b] + (tree ? depth[(b) * T + (t)] : (t)) - window + 1) : 0)
+    for (long t0 = 0; t0 < T; t0 += some) {
+        long steps = MIN(some, T - t0), rows = steps * G, tiles = 0;
+        long base[B], low[B];
+        for (long b = 0; b < B; b++) {
+            low[b] = start[b] + t0;
+            for (long t = t0; t < t0 + steps; t++) low[b] = MIN(low[b], LOWEST(b, t));
+            base[b] = low[b] / KEYS;
+            tiles = MAX(tiles, (start[b] + (tree ? T : t0 + steps) + KEYS - 1) / KEYS - base[b]);
+        }
+        float *o = scratch(B * K * tiles * rows * (D + 2)), *high = o + B * K * tiles * rows * D, *mass = high + B * K * tiles * rows;
+        Share looks[THREADS], merges[THREADS];
+        deal(looks, B * K * tiles, threads);
+        deal(merges, B * K * rows, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            int me = omp_get_thread_num();
+            for (long item; (item = take(looks, me, threads)) >= 0;) {
+                long b = item / tiles / K, h = item / tiles % K, edge = (base[b] + item % tiles) * KEYS, s = start[b];
+                floats kb = k + b * k_b + h * k_h, vb = v + b * k_b + h * k_h, qs[MOST], ks[KEYS], vs[KEYS];
+                int lo[MOST], hi[MOST], alone = tree && edge + KEYS > s;  // then each new token has its own list of keys
+                for (long t = t0; t < t0 + steps; t += alone ? 1 : steps) {
+                    int n = 0, count = alone ? G : rows;
+                    long from = MAX(edge, alone ? MIN(LOWEST(b, t), s) : low[b]), to = MIN(edge + KEYS, tree ? s : s + t0 + steps);
+                    for (long j = from, slot = from % S * D; j < to; j++, n++) {
+                        ks[n] = kb + slot, vs[n] = vb + slot;
+                        if ((slot += D) == S * D) slot = 0;
+                    }
+                    long place = s;                 // a seen proposal takes the place it would have in plain decoding
+                    for (long u = 0; alone && u < T; u++) {
+                        if (!tree[(b * T + t) * T + u]) continue;
+                        if (place >= edge && place < edge + KEYS) ks[n] = kb + (s + u) % S * D, vs[n++] = vb + (s + u) % S * D;
+                        place++;
+                    }
+                    for (int r = 0; r < count; r++) {
+                        long tr = t + r / G;
+                        qs[r] = q + b * q_b + tr * q_t + (h * G + r % G) * D;
+                        lo[r] = MAX(LOWEST(b, tr) - edge, 0) * !alone;
+                        hi[r] = alone ? KEYS : tree ? s - edge : s + tr + 1 - edge;
+                    }
+                    long at = item * rows + (t - t0) * G;
+                    if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, scale, o + at * D, high + at, mass + at);
+                    else for (int r = 0; r < count; r++) high[at + r] = -INFINITY;
+                }
+            }
+#pragma omp barrier
+            for (long item; (item = take(merges, me, threads)) >= 0;) {
+                long bh = item / rows, r = item % rows, head = bh % K * G + r % G;
+                float *to = y + ((bh / K * T + t0 + r / G) * H + head) * D, total = 0, best = -INFINITY, sink = sinks ? get(sinks, sink_kind, head) : 0;
+                if (sinks) best = sink;
+                for (long i = 0; i < tiles; i++) best = MAX(best, high[(bh * tiles + i) * rows + r]);
+                if (sinks) total = expv((vf){0} + (sink - best))[0];
+                memset(to, 0, D * sizeof(float));
+                for (long i = 0; i < tiles; i++) {
+                    long at = (bh * tiles + i) * rows + r;
+                    if (high[at] == -INFINITY) continue;
+                    float part = expv((vf){0} + (high[at] - best))[0];
+                    total += part * mass[at];
+                    for (long d = 0; d < D; d++) to[d] += part * o[at * D + d];
+                }
+                for (long d = 0; d < D; d++) to[d] /= total > 0 ? total : 1.0f;
+            }
+        }
     }
 }

@@ -1,0 +1,397 @@
+"""One function per command: generate, inspect, train, teacher, verify, bench, demo."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+train_app = typer.Typer(no_args_is_help=True, help="Train a target, or a draft from a teacher cache.")
+teacher_app = typer.Typer(no_args_is_help=True, help="Build, describe and check a teacher cache.")
+app.add_typer(train_app, name="train")
+app.add_typer(teacher_app, name="teacher")
+console = Console()
+
+Target = Annotated[str, typer.Option(help="Checkpoint folder of the target, or 'default'.")]
+Draft = Annotated[str, typer.Option(help="Draft folder (z-lab DFlash), 'default', 'ngram' or 'none'.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Recipe = Annotated[Optional[Path], typer.Option(help="TOML recipe; without one, the defaults.")]
+Set = Annotated[
+    Optional[list[str]], typer.Option("--set", help="Override a recipe's field: --set steps=500.")
+]
+Corpus = Annotated[
+    Optional[Path], typer.Option(help="Folder of *.py files; default: the standard library.")
+]
+
+
+@app.callback()
+def _about() -> None:
+    """Lossless speculative decoding for GPT-OSS, Qwen3 and Llama: train drafts, decode, prove, measure."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[Optional[str], typer.Argument(help="The text to continue.")] = None,
+    prompt_file: Annotated[Optional[Path], typer.Option(help="Read the prompt from a file.")] = None,
+    target: Target = "default",
+    draft: Draft = "default",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward.")] = 512,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on past the stop tokens.")] = False,
+    stats: Annotated[bool, typer.Option(help="Say how it went: tau, tokens/s, time by part.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text, streaming it.
+
+    [bold]Examples[/bold]: outpace generate "def fibonacci(n):" --stats
+    outpace generate --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
+    """
+    from outpace import stream  # noqa
+    from outpace.decode.request import Request
+    from outpace.load import open_draft, open_target
+    from outpace.ops.sampling import Sampling
+
+    text = _prompt_text(prompt, prompt_file)
+    loaded, tokenizer = open_target(target)
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        stop=frozenset() if ignore_eos else frozenset(loaded.config.eos_token_ids),
+        prefill_chunk=prefill_chunk,
+    )
+    write = (lambda piece: None) if as_json else _write
+    result = stream.run(
+        loaded, open_draft(draft, loaded, tokenizer), tokenizer, text, request, seed, write
+    )
+    if as_json:
+        print(json.dumps(result.as_json()))
+    else:
+        _write("\n")
+        if stats:
+            console.print(result.summary(), style="dim", highlight=False)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="Checkpoint folder, or 'default'.")] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint holds: architecture, shapes, parameters, bytes, what is missing or left over.
+
+    Exits 1 where the tensors are not what config.json describes.
+
+    [bold]Example[/bold]: outpace inspect default --json
+    """
+    from outpace.load import target_folder
+    from outpace.models.inspect import inspect_target
+    from outpace.models.load import explain
+
+    found = inspect_target(target_folder(path))
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        _print_inspection(found)
+        if not found.comparison.clean:
+            console.print(explain(found.comparison), style="red", highlight=False)
+    if not found.comparison.clean:
+        raise typer.Exit(1)
+
+
+@train_app.command("target")
+def train_target(
+    out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
+    recipe: Recipe = None,
+    set_: Set = None,
+    corpus: Corpus = None,
+) -> None:
+    """Train a small gpt-oss from raw text and save it with MXFP4 experts. Resumes where it was stopped.
+
+    [bold]Example[/bold]: outpace train target --recipe recipes/target-micro.toml --out work/micro
+    """
+    from outpace.chat.tokenizer import read_tokenizer, train_bpe
+    from outpace.corpus import read_corpus, split
+    from outpace.settings import load_settings
+    from outpace.train import publish, target
+
+    settings = load_settings(target.TargetRecipe, recipe, _overrides(set_))
+    train, held_out = split(read_corpus(corpus))
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "tokenizer.json").exists():
+        bpe = train_bpe((d.text for d in train), settings.vocab_size)
+        bpe.save(str(out / "tokenizer.json.tmp"))
+        (out / "tokenizer.json.tmp").replace(out / "tokenizer.json")
+    tokenizer = read_tokenizer(out)
+    model = target.train_target(settings, tokenizer, train, held_out, out)
+    with console.status("saving and judging what was saved"):
+        said = publish.publish_target(model, tokenizer, settings, train, held_out, out, out / "model")
+    console.print(
+        f"{out / 'model'}: held-out {said['held_out_bits_per_byte']} bits per byte, "
+        f"{said['repeated_8gram_share']:.1%} repeated 8-grams in greedy text "
+        f"({said['repeated_8gram_share_of_real_text']:.1%} in real text)"
+    )
+
+
+@train_app.command("dflash")
+def train_dflash(
+    cache: Annotated[Path, typer.Option(help="Teacher cache folder (outpace teacher build).")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the draft is out/draft.")],
+    target: Target = "default",
+    recipe: Recipe = None,
+    set_: Set = None,
+    weights: Annotated[Optional[str], typer.Option(help="'decay' or 'dpace'.")] = None,
+    corpus: Corpus = None,
+) -> None:
+    """Train a DFlash draft from a teacher cache. Resumes where it was stopped.
+
+    [bold]Example[/bold]: outpace train dflash --cache work/cache --out work/dflash --weights dpace
+    """
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_target
+    from outpace.models.load import fingerprint
+    from outpace.settings import load_settings
+    from outpace.teacher.store import TeacherCache
+    from outpace.train import dflash
+
+    overrides = _overrides(set_) | ({"weights": weights} if weights else {})
+    settings = load_settings(dflash.DFlashRecipe, recipe, overrides)
+    loaded, tokenizer = open_target(target)
+    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
+    _, held_out = split(read_corpus(corpus))
+    prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
+    dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out)
+    console.print(f"{out / 'draft'}: saved")
+
+
+@teacher_app.command("build")
+def teacher_build(
+    out: Annotated[Path, typer.Option(help="Folder of the cache.")],
+    target: Target = "default",
+    recipe: Recipe = None,
+    set_: Set = None,
+    position_offsets: Annotated[
+        Optional[str], typer.Option(help="The same text at shifted positions: 0,4096,65536,131072.")
+    ] = None,
+    corpus: Corpus = None,
+) -> None:
+    """Let the target answer prompts of the corpus and keep its hidden states. Resumes after a kill.
+
+    [bold]Example[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
+    """
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_target
+    from outpace.settings import load_settings
+    from outpace.teacher import build
+
+    overrides = _overrides(set_)
+    if position_offsets is not None:
+        overrides["position_offsets"] = [_integer(x, "--position-offsets") for x in position_offsets.split(",")]
+    settings = load_settings(build.TeacherRecipe, recipe, overrides)
+    loaded, tokenizer = open_target(target)
+    train, _ = split(read_corpus(corpus))
+    built = build.build(loaded, tokenizer, train, out, settings)
+    console.print(f"{out}: {len(built)} samples, {built.meta.tokens:,} tokens, {built.meta.nbytes / 2**20:,.1f} MiB")
+
+
+@teacher_app.command("info")
+def teacher_info(path: Path, as_json: AsJson = False) -> None:
+    """Say what a teacher cache holds and which target it belongs to."""
+    from outpace.teacher.store import TeacherCache
+
+    said = TeacherCache.open(path).describe()
+    if as_json:
+        print(json.dumps(said, indent=2))
+    else:
+        for key, value in said.items():
+            console.print(f"{key:>20}  {value}", highlight=False)
+
+
+@teacher_app.command("verify")
+def teacher_verify(path: Path, target: Annotated[Optional[str], typer.Option()] = None) -> None:
+    """Check every byte of a teacher cache against its checksums, and its target where one is named."""
+    from outpace.load import open_target
+    from outpace.models.load import fingerprint
+    from outpace.teacher.store import TeacherCache
+
+    wanted = None if target is None else fingerprint(open_target(target)[0])
+    checked = TeacherCache.open(path, target_fingerprint=wanted).verify()
+    console.print(f"{path}: {checked:,} bytes agree with their checksums")
+
+
+@app.command()
+def verify(
+    target: Target = "default",
+    draft: Draft = "default",
+    cache: Annotated[Optional[Path], typer.Option(help="Teacher cache folder.")] = None,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """The gates: is the cache the target's, is the verify causal, does it accept what it must?
+
+    Exits 1 where a gate fails.
+
+    [bold]Example[/bold]: outpace verify --target default --draft default --cache work/cache
+    """
+    from outpace.bench.gates import run_gates
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_draft, open_target
+    from outpace.teacher.store import TeacherCache
+
+    loaded, tokenizer = open_target(target)
+    bound = open_draft(draft, loaded, tokenizer)
+    texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 256)
+    teacher = None if cache is None else TeacherCache.open(cache)
+    gates = run_gates(loaded, bound, teacher, texts)
+    if as_json:
+        print(json.dumps([g.as_json() for g in gates], indent=2))
+    else:
+        for gate in gates:
+            console.print(gate.line(), highlight=False)
+    if any(gate.failed for gate in gates):
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and the plots.")],
+    target: Target = "default",
+    draft: Draft = "default",
+    recipe: Recipe = None,
+    set_: Set = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure decoding methods side by side, interleaved, on held-out prompts.
+
+    [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
+    """
+    from outpace.bench.report import markdown, write_report
+    from outpace.bench.speed import BenchSettings, run_bench
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_draft, open_target
+    from outpace.settings import load_settings
+
+    settings = load_settings(BenchSettings, recipe, _overrides(set_))
+    loaded, tokenizer = open_target(target)
+    bound = open_draft(draft, loaded, tokenizer)
+    report = run_bench(loaded, bound, tokenizer, split(read_corpus())[1], settings, console)
+    write_report(report, out)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print(markdown(report))
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
+    """The gates and the measured table on the embedded default: what `make demo` runs."""
+    from outpace.bench.gates import run_gates
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.bench.report import markdown, write_report
+    from outpace.bench.speed import demo_settings, run_bench
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_draft, open_target
+
+    loaded, tokenizer = open_target("default")
+    bound = open_draft("default", loaded, tokenizer)
+    held_out = split(read_corpus())[1]
+    gates = run_gates(loaded, bound, None, held_out_prompts(tokenizer, held_out, 4, 256))
+    for gate in gates:
+        console.print(gate.line(), highlight=False)
+    report = run_bench(loaded, bound, tokenizer, held_out, demo_settings(), console)
+    report["gates"] = [gate.as_json() for gate in gates]
+    write_report(report, out)
+    print(markdown(report))
+    console.print(f"written: {out}/report.json, report.md and the plots")
+    if any(gate.failed for gate in gates):
+        raise typer.Exit(1)
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise ValueError("give a prompt, or --prompt-file, and not both")
+    text = prompt if file is None else file.read_text(encoding="utf-8")
+    if not text:
+        raise ValueError("the prompt is empty: there is nothing to continue")
+    return text
+
+
+def _integer(text: str, where: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{where}: {text!r} is not a whole number") from None
+
+
+def _overrides(pairs: list[str] | None) -> dict[str, Any]:
+    """--set key=value, the value as TOML reads it; a,b,c is a list, a bare word a string."""
+    import tomllib
+
+    found: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair}: write key=value")
+        values = []
+        for part in text.split(","):
+            try:
+                values.append(tomllib.loads(f"x = {part}")["x"])
+            except tomllib.TOMLDecodeError:
+                values.append(part)
+        found[key] = values if "," in text else values[0]
+    return found
+
+
+def _print_inspection(found: Any) -> None:
+    from rich.table import Table
+
+    c = found.config
+    console.print(f"[bold]{c.architecture}[/bold]  {found.folder}", highlight=False)
+    windows = sum(bool(c.window(i)) for i in range(c.num_layers))
+    experts = f"{c.num_experts} experts, {c.experts_per_token} per token; " if c.num_experts else ""
+    console.print(
+        f"{c.num_layers} layers ({windows} with a window of {c.sliding_window}), width {c.hidden_size}, "
+        f"{c.num_heads} heads on {c.num_kv_heads} kv heads of {c.head_dim}; {experts}"
+        f"vocabulary {c.vocab_size:,}; positions to {c.max_position_embeddings:,} ({c.rope.kind} rope)",
+        highlight=False,
+    )
+    table = Table("part", "parameters", "bytes", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part, (parameters, nbytes) in found.parts.items():
+        table.add_row(part, f"{parameters:,}", f"{nbytes:,}")
+    table.add_row("total", f"{found.parameters:,}", f"{found.nbytes:,}", style="bold")
+    console.print(table)
+    stored = ", ".join(f"{k} {v:,} bytes" for k, v in found.dtypes.items())
+    console.print(
+        f"active per token: {found.active_parameters:,} parameters; stored as {stored}; "
+        f"KV cache grows by {found.kv_bytes_per_token:,} bytes a token (float32)",
+        highlight=False,
+    )
+    clean = "nothing missing, nothing left over" if found.comparison.clean else "DOES NOT FIT ITS CONFIG"
+    console.print(clean, style="green" if found.comparison.clean else "bold red")
+
+
+def main() -> None:
+    """The console script: errors meant for people end in one line, not in a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""From a trained target to a checkpoint folder: MXFP4 experts, tokenizer, and the provenance beside it."""
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from outpace.chat.tokenizer import END_OF_TEXT, encode
+from outpace.corpus import Document, corpus_hash
+from outpace.decode import plain
+from outpace.decode.request import Request
+from outpace.models.decoder import Decoder
+from outpace.models.load import fingerprint, load_target, save_target
+from outpace.train.target import TargetRecipe, bits_per_byte
+from outpace.weights.save import write_json
+
+SAMPLE_PROMPTS = 16
+SAMPLE_PROMPT_TOKENS = 256
+SAMPLE_TOKENS = 256
+
+
+def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> float:
+    """Share of the n-grams of `tokens` that occur there more than once: 0 is no repetition, 1 a loop."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    if not grams:
+        return 0.0
+    counts = Counter(grams)
+    return sum(c for c in counts.values() if c > 1) / len(grams)
+
+
+def publish_target(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    recipe: TargetRecipe,
+    train: list[Document],
+    held_out: list[Document],
+    run: Path,
+    folder: Path,
+) -> dict[str, Any]:
+    """Save to `folder` in HF format and judge what was saved, not what was trained; -> the provenance."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    save_target(model, folder, pack=True, dtype=torch.bfloat16, eos_token_id=end)
+    temporary = folder / "tokenizer.json.tmp"
+    tokenizer.save(str(temporary))
+    temporary.replace(folder / "tokenizer.json")
+    saved = load_target(folder)
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    provenance = {
+        "recipe": asdict(recipe),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "corpus": "the standard library's *.py, split by file name",
+        "corpus_sha256": corpus_hash(train + held_out),
+        "train_files": len(train),
+        "held_out_files": len(held_out),
+        "steps": len(log),
+        "tokens": len(log) * recipe.step_tokens,
+        "training_hours": round(sum(r["seconds"] for r in log) / 3600, 2),
+        "loss_curve": [[r["step"], round(r["loss"], 4)] for r in log[:: max(1, len(log) // 100)]],
+        "fingerprint": fingerprint(saved),
+        **judge_target(saved, tokenizer, held_out),
+    }
+    write_json(folder / "provenance.json", provenance)
+    return provenance
+
+
+def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]) -> dict[str, Any]:
+    """Held-out bits per byte, the share of repeated 8-grams in greedy continuations, three samples."""
+    prompts = []
+    for document in held_out:
+        ids = encode(tokenizer, document.text)
+        if len(ids) > 2 * SAMPLE_PROMPT_TOKENS:
+            start = len(ids) // 3
+            prompts.append(ids[start : start + SAMPLE_PROMPT_TOKENS])
+    prompts = prompts[:: max(1, len(prompts) // SAMPLE_PROMPTS)][:SAMPLE_PROMPTS]
+    said = plain.generate(target, prompts, Request(max_new_tokens=SAMPLE_TOKENS)).tokens
+    samples = [
+        {"prompt_end": tokenizer.decode(p[-40:]), "continuation": tokenizer.decode(s)}
+        for p, s in list(zip(prompts, said, strict=True))[:3]
+    ]
+    return {
+        "held_out_bits_per_byte": round(bits_per_byte(target, tokenizer, held_out), 4),
+        "repeated_8gram_share": round(sum(map(repeated_ngrams, said)) / len(said), 4),
+        "repeated_8gram_prompts": len(said),
+        "repeated_8gram_share_of_real_text": round(_real_repeats(tokenizer, held_out), 4),
+        "greedy_samples": samples,
+    }
+
+
+def _real_repeats(tokenizer: Tokenizer, held_out: list[Document]) -> float:
+    """The same measure over windows of the held-out files themselves: Python repeats itself too."""
+    shares = []
+    for document in held_out:
+        ids = encode(tokenizer, document.text)
+        start = len(ids) // 3 + SAMPLE_PROMPT_TOKENS
+        if len(ids) >= start + SAMPLE_TOKENS:
+            shares.append(repeated_ngrams(ids[start : start + SAMPLE_TOKENS]))
+    return sum(shares) / max(1, len(shares))

@@ -1,0 +1,361 @@
+"""The CPU kernels against plain references, and bit-equal whatever rows travel together."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outpace.kernels import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(7)
+
+
+def close(ours, truth, tolerance=1e-5):
+    assert ours.dtype == torch.float32 and ours.shape == truth.shape
+    assert (ours - truth).abs().max() <= tolerance * truth.abs().max().clamp(min=1)
+
+
+def unpack(blocks, scales):
+    values = torch.stack([E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]], -1).flatten(-2)  # [..., G, 32]
+    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
+
+
+def packed(*shape):
+    *rest, k = shape
+    return torch.randint(0, 256, (*rest, k // 32, 16), dtype=torch.uint8), torch.randint(118, 126, (*rest, k // 32), dtype=torch.uint8)
+
+
+# ---- linear and rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, k", [(1, 1), (29, 72), (6, 24), (7, 1031), (40, 96), (257, 544), (301, 2080)])
+def test_linear_is_a_matrix_product(dtype, n, k):
+    w, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    for m in (1, 3, 4, 5, 33, 70):
+        x, residual = torch.randn(m, k), torch.randn(m, n)
+        truth = x.double() @ w.double().T
+        close(cpu.linear(x, w), truth)
+        close(cpu.linear(x, w, bias, residual), truth + bias.double() + residual.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, k", [(29, 72), (13, 1100), (301, 1056)])
+def test_linear_rows_do_not_depend_on_each_other(dtype, n, k):
+    w, bias, x, residual = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(40, k), torch.randn(40, n)
+    alone = torch.cat([cpu.linear(x[i : i + 1], w, bias, residual[i : i + 1]) for i in range(40)])
+    for m in [*range(1, 34), 40]:
+        assert torch.equal(cpu.linear(x[:m], w, bias, residual[:m]), alone[:m])
+
+
+def test_linear_does_not_depend_on_the_number_of_threads():
+    w, x, before = torch.randn(640, 544), torch.randn(5, 544), torch.get_num_threads()
+    answers = []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            answers.append(cpu.linear(x, w))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", [5, 72, 96, 2880])
+def test_rms_norm(dtype, c):
+    x, w = torch.randn(40, c), torch.randn(c).to(dtype)
+    ours = cpu.rms_norm(x, w, 1e-5)
+    close(ours, x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * w.double())
+    assert torch.equal(ours, torch.cat([cpu.rms_norm(row[None], w, 1e-5) for row in x]))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("d", [8, 24, 64])
+def test_rope_turns_queries_and_keys_only(d, norms):
+    m, h, k = 40, 6, 2
+    qkv, angle = torch.randn(m, (h + 2 * k) * d), torch.randn(m, d // 2)
+    weights = (torch.randn(d), torch.randn(d).bfloat16()) if norms else (None, None)
+    heads = qkv.double().view(m, h + 2 * k, d).clone()
+    for part, w in ((slice(0, h), weights[0]), (slice(h, h + k), weights[1])):
+        x = heads[:, part]
+        if w is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w.double()
+        a, b = x.chunk(2, -1)
+        cos, sin = angle.double().cos()[:, None], angle.double().sin()[:, None]
+        heads[:, part] = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    rows = [cpu.rope_(qkv[i : i + 1].clone(), angle[i : i + 1].cos(), angle[i : i + 1].sin(), h, k, d, *weights) for i in range(m)]
+    assert cpu.rope_(qkv, angle.cos(), angle.sin(), h, k, d, *weights) is qkv
+    close(qkv, heads.flatten(1))
+    assert torch.equal(qkv, torch.cat(rows))
+
+
+def test_silu_mul():
+    for f in (3, 72, 96):
+        x = torch.randn(7, 2 * f) * 10
+        x[0, 0], x[1, 0], x[2, 0] = 200.0, -200.0, -88.0
+        close(cpu.silu_mul(x), torch.nn.functional.silu(x[:, :f].double()) * x[:, f:].double(), 1e-6)
+    assert cpu.silu_mul(torch.tensor([[math.nan, 1.0]])).isnan().all()
+
+
+# ---- attention
+
+
+def reference(q, k, v, start, window, sinks, scale, tree=None, depth=None):
+    b, t, h, d = q.shape
+    kv, s = k.shape[1], k.shape[2]
+    out = torch.zeros(b, t, h, d, dtype=torch.double)
+    for i in range(b):
+        for j in range(t):
+            first = int(start[i])
+            p = first + (j if tree is None else int(depth[i, j]))
+            low = max(0, p - window + 1) if window else 0
+            if tree is None:
+                seen = list(range(low, p + 1))
+            else:
+                seen = list(range(low, first)) + [first + u for u in range(t) if tree[i, j, u]]
+            slots = torch.tensor(seen) % s
+            for head in range(h):
+                keys, values = k[i, head // (h // kv)][slots].double(), v[i, head // (h // kv)][slots].double()
+                logits = keys @ q[i, j, head].double() * scale
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[head].double()[None]])
+                out[i, j, head] = logits.softmax(0)[: len(seen)] @ values
+    return out.flatten(2)
+
+
+def rings(b, kv, s, d, start, t):
+    """Buffers cut out of bigger ones, with nonsense in every slot that holds no token."""
+    k, v = torch.full((2, b + 1, kv + 1, s, d), math.nan)
+    k, v = k[1:, :kv], v[1:, :kv]
+    for i in range(b):
+        slots = torch.arange(max(0, int(start[i]) + t - s), int(start[i]) + t) % s
+        k[i, :, slots], v[i, :, slots] = torch.randn(2, kv, len(slots), d)
+    return k, v
+
+
+def queries(b, t, h, kv, d):
+    return torch.randn(b, t, (h + 2 * kv) * d)[..., : h * d].unflatten(-1, (h, d))
+
+
+@pytest.mark.parametrize("d", [8, 24, 40, 64, 128])
+@pytest.mark.parametrize("t, window, starts, s", [(1, 0, (0, 300), 320), (5, 0, (131, 7), 150), (3, 20, (200, 5), 23), (9, 4, (126, 0), 17),
+                                                  (40, 0, (100, 250), 300), (2, 128, (1000, 63), 131)])
+def test_attend_along_a_chain(d, t, window, starts, s):
+    start, h, kv = torch.tensor(starts), 6, 2
+    q, (k, v), sinks = queries(2, t, h, kv, d), rings(2, kv, s, d, start, t), torch.randn(h)
+    for sink in (None, sinks, sinks.bfloat16()):
+        close(cpu.attend(q, k, v, start, window, sink, d**-0.5), reference(q, k, v, start, window, sink, d**-0.5))
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("starts", [(0, 125), (300, 120), (64, 128)])
+def test_attend_over_a_tree(window, starts):
+    b, t, h, kv, d, s = 2, 11, 6, 3, 24, 320
+    start, parents = torch.tensor(starts), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5, 8, 9])
+    tree, depth = torch.eye(t, dtype=torch.bool), torch.zeros(t, dtype=torch.int64)
+    for i in range(1, t):
+        tree[i] |= tree[parents[i]]
+        depth[i] = depth[parents[i]] + 1
+    tree, depth = tree.expand(b, t, t).clone(), depth.expand(b, t).clone()
+    tree[1] = True  # a block in which all see all
+    q, (k, v), sinks = queries(b, t, h, kv, d), rings(b, kv, s, d, start, t), torch.randn(h)
+    close(cpu.attend(q, k, v, start, window, sinks, 0.3, tree, depth), reference(q, k, v, start, window, sinks, 0.3, tree, depth))
+
+
+@pytest.mark.parametrize("window", [0, 33, 130])
+@pytest.mark.parametrize("g, d", [(1, 64), (3, 24), (8, 64), (5, 128)])
+def test_attend_rows_do_not_depend_on_length_batch_or_ring(window, g, d):
+    b, t, kv, s = 2, 12, 2, 300
+    start = torch.tensor([250, 118])
+    q, (k, v), sinks = queries(b, t, g * kv, kv, d), rings(b, kv, s, d, start, t), torch.randn(g * kv)
+    together = cpu.attend(q, k, v, start, window, sinks, d**-0.5)
+    small = window + t if window else s + 5  # a ring of another size, with the same tokens
+    for i in range(b):
+        k2, v2 = torch.full((2, 1, kv, small, d), math.nan)
+        last = int(start[i]) + t
+        index = torch.arange(max(0, last - small), last)
+        k2[0, :, index % small], v2[0, :, index % small] = k[i, :, index % s], v[i, :, index % s]
+        for j in range(t):
+            one = cpu.attend(q[i : i + 1, j : j + 1], k2, v2, start[i : i + 1] + j, window, sinks, d**-0.5)
+            assert torch.equal(one[0, 0], together[i, j])
+    chain = torch.ones(t, t, dtype=torch.bool).tril().expand(b, t, t).contiguous()
+    depth = torch.arange(t).expand(b, t).contiguous()
+    if not window:
+        assert torch.equal(cpu.attend(q, k, v, start, window, sinks, d**-0.5, chain, depth), together)
+
+
+def test_attend_gives_a_tree_path_the_bits_of_plain_decoding():
+    t, h, kv, d, s = 7, 6, 2, 64, 160
+    start = torch.tensor([124])  # the path crosses the edge of a tile of keys, at other places than its storage
+    parents = [-1, 0, 0, 1, 2, 4, 5]
+    path = [0, 2, 4, 5, 6]
+    tree, depth = torch.eye(t, dtype=torch.bool), torch.zeros(1, t, dtype=torch.int64)
+    for i in range(1, t):
+        tree[i] |= tree[parents[i]]
+        depth[0, i] = depth[0, parents[i]] + 1
+    q, (k, v), sinks = queries(1, t, h, kv, d), rings(1, kv, s, d, start, t), torch.randn(h)
+    verified = cpu.attend(q, k, v, start, 0, sinks, 0.1, tree[None].contiguous(), depth)
+    slots = torch.tensor(path) + 124
+    for x in (k, v):
+        x[:, :, 124 : 124 + len(path)] = x[:, :, slots].clone()
+    for i, node in enumerate(path):
+        plain = cpu.attend(q[:, node : node + 1], k, v, start + i, 0, sinks, 0.1)
+        assert torch.equal(plain[0, 0], verified[0, node])
+
+
+def test_attend_survives_extreme_scores_and_sinks():
+    q, (k, v), start = queries(1, 2, 6, 2, 24), rings(1, 2, 200, 24, torch.tensor([150]), 2), torch.tensor([150])
+    for sinks in (torch.full((6,), 90.0), torch.full((6,), -1000.0), torch.zeros(6)):
+        close(cpu.attend(q * 50, k, v, start, 0, sinks, 1.0), reference(q * 50, k, v, start, 0, sinks, 1.0), 1e-4)
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize("softmax_first, renormalise", [(False, False), (True, False), (True, True)])
+def test_route(softmax_first, renormalise):
+    m, e, c, k = 40, 19, 72, 5
+    x, w, b = torch.randn(m, c), torch.randn(e, c), torch.randn(e)
+    index, weight = cpu.route(x, w, b, k, softmax_first, renormalise)
+    logits = x.double() @ w.double().T + b.double()
+    if softmax_first:
+        truth, chosen = logits.softmax(-1).topk(k)
+        truth = truth / truth.sum(-1, keepdim=True) if renormalise else truth
+    else:
+        top, chosen = logits.topk(k)
+        truth = top.softmax(-1)
+    assert torch.equal(index, chosen)
+    close(weight, truth, 1e-6)
+    for i in range(m):
+        one = cpu.route(x[i : i + 1], w, b, k, softmax_first, renormalise)
+        assert torch.equal(one[0][0], index[i]) and torch.equal(one[1][0], weight[i])
+
+
+def test_route_takes_the_lowest_index_among_equals():
+    index, weight = cpu.route(torch.zeros(2, 8), torch.randn(7, 8), torch.tensor([0.0, 1, 0, 1, 1, 2, 0]), 4, False, False)
+    assert index.tolist() == [[5, 1, 3, 4]] * 2
+    close(weight[0], torch.tensor([2.0, 1, 1, 1]).softmax(0), 1e-6)
+
+
+def experts(form, e, f, c):
+    if form == "mxfp4":
+        up, down = packed(e, 2 * f, c), packed(e, c, f)
+        return up, down, unpack(*up), unpack(*down)
+    up, down = (torch.randn(e, 2 * f, c) / 9).to(form), (torch.randn(e, c, f) / 9).to(form)
+    return up, down, up.float(), down.float()
+
+
+def moe_reference(x, index, weight, up, up_bias, down, down_bias, style):
+    out = torch.zeros_like(x, dtype=torch.double)
+    for m in range(len(x)):
+        for i, e in enumerate(index[m].tolist()):
+            h = up[e].double() @ x[m].double() + (0 if up_bias is None else up_bias[e].double())
+            if style == "gpt_oss":
+                gate, lift = h[::2].clamp(max=7.0), h[1::2].clamp(-7.0, 7.0)
+                h = gate * torch.sigmoid(1.702 * gate) * (lift + 1)
+            else:
+                gate, lift = h.chunk(2)
+                h = torch.nn.functional.silu(gate) * lift
+            out[m] += weight[m, i].double() * (down[e].double() @ h + (0 if down_bias is None else down_bias[e].double()))
+    return out
+
+
+@pytest.mark.parametrize("style", ["gpt_oss", "silu"])
+@pytest.mark.parametrize("form, c, f", [(torch.float32, 72, 50), (torch.bfloat16, 96, 41), ("mxfp4", 96, 160), (torch.float32, 560, 97)])
+def test_moe(form, c, f, style):
+    e, k = 11, 3
+    up, down, plain_up, plain_down = experts(form, e, f, c)
+    biases = (torch.randn(e, 2 * f), torch.randn(e, c).bfloat16())
+    for m in (1, 2, 7, 40, 67):
+        x, index, weight = torch.randn(m, c), torch.stack([torch.randperm(e)[:k] for _ in range(m)]), torch.rand(m, k)
+        if m == 67:
+            index[:, 0] = 4  # more rows for one expert than a block takes
+            index[:, 1:] = torch.tensor([10, 0])
+        for a, b in (biases, (None, None)):
+            ours = cpu.moe(x, index, weight, up, a, down, b, style)
+            close(ours, moe_reference(x, index, weight, plain_up, a, plain_down, b, style))
+        alone = [cpu.moe(x[i : i + 1], index[i : i + 1], weight[i : i + 1], up, None, down, None, style) for i in range(m)]
+        assert torch.equal(ours, torch.cat(alone))
+
+
+def test_mxfp4_golden_bytes():
+    blocks = torch.zeros(2, 3, 16, dtype=torch.uint8)
+    blocks[0, 0, :8] = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE])
+    blocks[0, 1, 15] = 0x7F  # low nibble 15, high nibble 7
+    blocks[1, 2, 0] = 0x12
+    scales = torch.tensor([[127, 130, 0], [0, 0, 120]], dtype=torch.uint8)
+    truth = torch.zeros(2, 96)
+    truth[0, :16] = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    truth[0, 62], truth[0, 63] = -48.0, 48.0
+    truth[1, 64], truth[1, 65] = 1 / 128, 0.5 / 128
+    assert torch.equal(cpu.unpack_mxfp4(blocks, scales), truth)
+
+
+def test_mxfp4_unpacks_every_byte_and_scale_exactly():
+    blocks, scales = torch.arange(256 * 16).view(256, 1, 16).to(torch.uint8), torch.arange(256).view(256, 1).to(torch.uint8)
+    assert torch.equal(cpu.unpack_mxfp4(blocks[:255], scales[:255]), unpack(blocks, scales)[:255])
+    blocks, scales = packed(5, 301, 1056)
+    assert torch.equal(cpu.unpack_mxfp4(blocks, scales), unpack(blocks, scales))
+
+
+# ---- the build
+
+
+@pytest.fixture
+def fresh():
+    cpu._load.cache_clear()
+    yield
+    cpu._load.cache_clear()
+
+
+def test_only_one_openmp_runtime_is_loaded():
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc")
+    found = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.rsplit("/", 1)[-1] and ".so" in line}
+    assert len(found) <= 1, found
+
+
+def test_switched_off(fresh, monkeypatch):
+    monkeypatch.setenv("OUTPACE_KERNELS", "0")
+    assert not cpu.available() and "OUTPACE_KERNELS" in cpu.why_not()
+
+
+def test_without_a_compiler(fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(cpu, "_c", cpu._Library())
+    assert not cpu.available() and "no C compiler" in cpu.why_not()
+    with pytest.raises(RuntimeError, match="no C compiler"):
+        cpu.silu_mul(torch.zeros(1, 2))
+
+
+def test_with_a_compiler_that_fails(fresh, monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nif [ $1 = --version ]; then echo 1; else echo no such thing >&2; exit 1; fi\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    assert not cpu.available() and "no such thing" in cpu.why_not()
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_two_processes_build_at_once(tmp_path):
+    code = "import torch; from outpace.kernels import cpu; print(cpu.linear(torch.ones(1, 3), torch.ones(2, 3)).tolist(), cpu.why_not())"
+    root = str(Path(cpu.__file__).parents[2])
+    env = {**os.environ, "OUTPACE_CACHE": str(tmp_path), "PYTHONPATH": root}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [one.communicate()[0].strip() for one in both] == ["[[3.0, 3.0]] None"] * 2
+    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
