@@ -1,5 +1,5 @@
 """python -m outpace."""
 
-from outpace.cli import app
+from outpace.cli import main
 
-app(prog_name="outpace")
+main()

@@ -1,6 +1,7 @@
 """The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,17 +21,27 @@ class Step:
     device: torch.device
     both_ways: bool = False
 
-    def __post_init__(self) -> None:
-        self.__dict__["starts"] = torch.tensor(self.start, device=self.device)
+    @cached_property
+    def starts(self) -> Tensor:
+        """[B] int64, `start` as a tensor."""
+        return torch.tensor(self.start, device=self.device)
 
-    starts: Tensor = None  # type: ignore[assignment]  # [B] int64, `start` as a tensor
+    @cached_property
+    def all_pairs(self) -> Tensor:
+        """[B, T, T] bool, all True: who sees whom among new tokens that look both ways."""
+        return torch.ones(len(self.start), self.T, self.T, dtype=torch.bool, device=self.device)
 
-    @property
+    @cached_property
+    def depth(self) -> Tensor:
+        """[B, T] int64: how far each new token stands behind `start`."""
+        return torch.arange(self.T, device=self.device).repeat(len(self.start), 1)
+
+    @cached_property
     def storage(self) -> Tensor:
         """[B, T] the index at which each new token is remembered."""
         return self.starts[:, None] + torch.arange(self.T, device=self.device)
 
-    @property
+    @cached_property
     def real(self) -> Tensor:
         """[B, T] False at padding."""
         return torch.arange(self.T, device=self.device) < torch.tensor(

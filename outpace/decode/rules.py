@@ -1,5 +1,8 @@
-"""Which guesses live. The exact-match rule: the target draws its own token at every node, and a guess
-is accepted while it equals that draw, so what is emitted is always the target's own."""
+"""Which guesses live: the exact-match rule.
+
+The target draws its own token at every node, and a guess is accepted while it equals that draw, so
+what is emitted is always the target's own.
+"""
 
 import torch
 from torch import Tensor

@@ -12,9 +12,9 @@ from outpace.drafts.proposal import Proposal
 from outpace.models.blocks import MLP, Linear, RMSNorm
 from outpace.models.config import FULL, WINDOW, need, parse_rope, rope_to_hf
 from outpace.models.decoder import Decoder
-from outpace.ops.attention import attend
+from outpace.ops.attention import attend_view
 from outpace.ops.linear import linear
-from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate
+from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate_heads
 
 # (layer, q [B,T,H,D], k [B,K,T,D], v [B,K,T,D]) of a block -> [B,T,H*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -89,14 +89,14 @@ class DFlashLayer(nn.Module):
         first = self.heads * self.head_dim
         bias = self.qkv_proj.bias
         kv = linear(features, self.qkv_proj.weight[first:], None if bias is None else bias[first:])
-        k, v = kv.unflatten(-1, (2 * self.kv_heads, self.head_dim)).chunk(2, dim=2)
-        return rotate(self.k_norm(k), cos, sin).transpose(1, 2), v.transpose(1, 2)
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        _, k, v = rotate_heads(kv, cos, sin, 0, self.kv_heads, norms)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         qkv = self.qkv_proj(self.input_layernorm(x))
-        H, K = self.heads, self.kv_heads
-        q, k, v = qkv.unflatten(-1, (H + 2 * K, self.head_dim)).split((H, K, K), dim=2)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q, k, v = rotate_heads(qkv, cos, sin, self.heads, self.kv_heads, norms)
         x = x + self.o_proj(attend(layer, q, k.transpose(1, 2), v.transpose(1, 2)))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -229,8 +229,7 @@ class DFlashSession:
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             view = self.cache.layers[layer].append(k, v, step)
-            window = self.draft.config.window(layer)
-            return attend(q, view.k, view.v, view.allowed(step, window), None, scale)
+            return attend_view(q, view, step, self.draft.config.window(layer), None, scale)
 
         return self.draft.denoise(x, cos, sin, attention)
 

@@ -21,7 +21,7 @@ int omp_get_thread_num(void);
 #if defined(__clang__) || __GNUC__ >= 12
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define MIX(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
+#define MIX(a, b, ...) __builtin_shuffle(a, b, (__typeof__((a) > (b))){__VA_ARGS__})
 #endif
 #if defined(__AVX512F__)
 #define HOLD(v) __asm__("" : "+v"(v))  // in a register: the compiler would load a weight again for every row
@@ -46,13 +46,19 @@ typedef const float *floats;
 
 enum { F32, BF16, MXFP4 };                          // how a weight is stored
 enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of one block; k values kept in the first cache
-enum { THREADS = 128, KEYS = 128 };                 // keys of one attention tile, anchored at multiples of KEYS
+enum { THREADS = 128, KEYS = 128, MOST_D = 256 };               // keys of one attention tile, anchored at multiples of KEYS
 
 // ---- vectors -----------------------------------------------------------------------------------------------------------
 
 INLINE vf load(floats p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf v) { *(vfu *)p = v; }
-INLINE vf part(floats p, long n) { vf v = {0}; memcpy(&v, p, n * sizeof(float)); return v; }
+INLINE vf part(floats p, long n) {                  // the first n lanes, zeros after them
+    if (n >= W) return load(p);
+    vf v = {0};
+    memcpy(&v, p, n * sizeof(float));
+    return v;
+}
+INLINE void put(float *p, vf v, long n) { if (n < W) memcpy(p, &v, n * sizeof(float)); else store(p, v); }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 INLINE vf widen(bytes p) { return (vf)(__builtin_convertvector(*(const vh *)p, vi) << 16); }
 INLINE float top(vf v) { float m = v[0]; UNROLL for (int i = 1; i < W; i++) m = MAX(m, v[i]); return m; }
@@ -78,6 +84,24 @@ INLINE f4 sum4(const vf *v) {                       // the four sums of four vec
     f4 a = fold(v[0]), b = fold(v[1]), c = fold(v[2]), d = fold(v[3]);
     f4 ab = MIX(a, b, 0, 4, 1, 5) + MIX(a, b, 2, 6, 3, 7), cd = MIX(c, d, 0, 4, 1, 5) + MIX(c, d, 2, 6, 3, 7);
     return MIX(ab, cd, 0, 1, 4, 5) + MIX(ab, cd, 2, 3, 6, 7);
+}
+
+#if W == 16
+#define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define LOW(a, b) MIX(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH(a, b) MIX(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#else
+#define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7}
+#define LOW(a, b) MIX(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH(a, b) MIX(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#endif
+
+INLINE void transpose(vf *a) {                      // W x W: log2(W) perfect shuffles
+    UNROLL for (int round = 1; round < W; round *= 2) {
+        vf b[W];
+        UNROLL for (int i = 0; i < W / 2; i++) b[2 * i] = LOW(a[i], a[i + W / 2]), b[2 * i + 1] = HIGH(a[i], a[i + W / 2]);
+        UNROLL for (int i = 0; i < W; i++) a[i] = b[i];
+    }
 }
 
 INLINE float sum(vf v) { f4 a = fold(v); return (a[0] + a[2]) + (a[1] + a[3]); }
@@ -129,23 +153,24 @@ static float *scratch(size_t count) {               // kept per calling thread: 
 
 // ---- products ----------------------------------------------------------------------------------------------------------
 
-static const float E2M1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-static float SCALE[256];                            // 2^(i - 127)
+static float E2M1[256][16];                         // the 16 values of a nibble times 2^(scale - 127)
 
-__attribute__((constructor)) static void fill(void) { for (int i = 0; i < 256; i++) SCALE[i] = ldexpf(1, i - 127); }
+__attribute__((constructor)) static void fill(void) {
+    static const float value[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    for (int i = 0; i < 4096; i++) E2M1[i / 16][i % 16] = ldexpf(i & 8 ? -value[i & 7] : value[i & 7], i / 16 - 127);
+}
 
 // 16 bytes are 32 values: out = the 16 of the low nibbles (even places), then the 16 of the high nibbles (odd places).
 INLINE void unpack(bytes p, uint8_t scale, vf *out) {
-#ifdef __AVX512F__
-    vf table = load(E2M1) * SCALE[scale];
+#if W == 16
     __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    out[0] = (vf)_mm512_permutexvar_ps(b, (__m512)table);
-    out[1] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), (__m512)table);
+    out[0] = (vf)_mm512_permutexvar_ps(b, _mm512_loadu_ps(E2M1[scale]));
+    out[1] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), _mm512_loadu_ps(E2M1[scale]));
 #else
-    for (int i = 0; i < 32 / W; i++) {
-        vi b = __builtin_convertvector(*(const vb *)(p + i * W % 16), vi) >> (i * W / 16 * 4), m = b & 7;
+    for (int i = 0; i < 4; i++) {
+        vi b = __builtin_convertvector(*(const vb *)(p + i % 2 * 8), vi) >> (i / 2 * 4), m = b & 7;
         vi twice = m + ((m - 4) & (m > 3)) + ((m + m - 12) & (m > 5));
-        out[i] = (vf)((vi)(__builtin_convertvector(twice, vf) * 0.5f * SCALE[scale]) | (b & 8) << 28);
+        out[i] = (vf)((vi)(__builtin_convertvector(twice, vf) * E2M1[scale][1]) | (b & 8) << 28);
     }
 #endif
 }
@@ -157,99 +182,80 @@ static void even_odd(floats x, long n, float *out) {  // puts activations in the
 
 INLINE long at(int kind, long k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : k / 2; }  // bytes before weight k
 
-INLINE void tile(const int R, const int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, long hop, vf *acc) {
-    vf a[ROWS * COLS];
-    UNROLL for (int i = 0; i < R * COLS; i++) a[i] = acc[i];
-    long k = 0;
-    if (kind == MXFP4) {
-        for (; k < n; k += 32) {
-            UNROLL for (int c = 0; c < COLS; c++) {
-                vf v[32 / W];
-                unpack(w[c] + k / 2, s[c][k / 32], v);
-                __builtin_prefetch(w[c] + ahead, 0, 2);
-                UNROLL for (int j = 0; j < 32 / W; j++)
-                    UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v[j] * load(x[r] + k + j * W);
+typedef struct { bytes w, s; int kind; long k; } Rows;  // weight rows of k values, with their MXFP4 scales
+
+// Adds values from..to of R rows of x times COLS weight rows (the last of cols again in place of missing ones).
+INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, long hop, vf *acc,
+                 float *sums) {
+    vf a[ROWS * COLS] = {{0}};
+    bytes w[COLS], s[COLS];
+    long k = from;
+    UNROLL for (int c = 0; c < COLS; c++) {
+        w[c] = m.w + MIN(c, cols - 1) * at(kind, m.k);
+        if (kind == MXFP4) s[c] = m.s + MIN(c, cols - 1) * (m.k / 32);
+    }
+    if (from) UNROLL for (int i = 0; i < R * COLS; i++) a[i] = acc[i];
+    for (; k + (kind == MXFP4 ? 32 : W) <= to; k += kind == MXFP4 ? 32 : W) {
+        if (kind == F32 || !(k & (kind == MXFP4 ? 96 : W)))
+            UNROLL for (int c = 0; c < COLS; c++) __builtin_prefetch(w[c] + ahead, 0, 2);
+        ahead += hop;
+        UNROLL for (int c = 0; c < COLS; c++) {
+            vf v[32 / W];
+            if (kind == MXFP4) unpack(w[c] + (k >> 1), s[c][k >> 5], v);
+            else *v = kind == F32 ? load((floats)(w[c] + 4 * k)) : widen(w[c] + 2 * k);
+            UNROLL for (int j = 0; j < (kind == MXFP4 ? 32 / W : 1); j++) {
+                if (R > 1) HOLD(v[j]);
+                UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v[j] * load(x[r] + k + j * W);
             }
-            ahead += hop;
-        }
-    } else {
-        for (; k + W <= n; k += W) {
-            vf xs[ROWS];
-            UNROLL for (int r = 0; r < R; r++) xs[r] = load(x[r] + k);
-            UNROLL for (int c = 0; c < COLS; c++) {
-                bytes p = w[c] + at(kind, k);
-                __builtin_prefetch(w[c] + ahead, 0, 2);
-                vf v = kind == F32 ? load((floats)p) : widen(p);
-                if (R > 1) HOLD(v);
-                UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v * xs[r];
-            }
-            ahead += hop * W / 32;
-        }
-        if (k < n) {
-            float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
-            for (int r = 0; r < R; r++) for (long i = k; i < n; i++) xs[r][i - k] = x[r][i];
-            for (int c = 0; c < COLS; c++) for (long i = k; i < n; i++) ws[c][i - k] = get(w[c], kind, i);
-            UNROLL for (int i = 0; i < R * COLS; i++) a[i] += load(ws[i % COLS]) * load(xs[i / COLS]);
         }
     }
-    UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];
-}
-
-#define EACH_KIND(R) kind == F32 ? tile(R, F32, x, w, s, n, ahead, hop, acc) : kind == BF16 ? tile(R, BF16, x, w, s, n, ahead, hop, acc) \
-                                 : tile(R, MXFP4, x, w, s, n, ahead, hop, acc)
-static void tiles(int rows, int kind, const floats *x, const bytes *w, const bytes *s, long n, long ahead, long hop, vf *acc) {
-    switch (rows) {
-        case 1: EACH_KIND(1); break;
-        case 2: EACH_KIND(2); break;
-        case 3: EACH_KIND(3); break;
-        default: EACH_KIND(4);
+    if (k < to) {
+        float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
+        for (int r = 0; r < R; r++) for (long i = k; i < to; i++) xs[r][i - k] = x[r][i];
+        for (int c = 0; c < COLS; c++) for (long i = k; i < to; i++) ws[c][i - k] = get(w[c], kind, i);
+        UNROLL for (int i = 0; i < R * COLS; i++) a[i] += load(ws[i % COLS]) * load(xs[i / COLS]);
     }
+    if (to < m.k) UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];
+    else UNROLL for (int i = 0; i < R * COLS; i += 4) *(f4u *)(sums + i) = sum4(a + i);
 }
 
-// sums[r * COLS + c] = x[r] . w[c], for at most MOST rows and COLS weight rows (s: their MXFP4 scales).
-static void block(const floats *x, int rows, int kind, const bytes *w, const bytes *s, long K, long ahead, float *sums) {
+// sums[r * COLS + c] = x[r] . weight row c, for at most MOST rows of x and COLS of weights.
+static void block(const floats *x, int rows, const Rows *m, int cols, float *sums) {
     vf acc[MOST * COLS];
-    memset(acc, 0, (rows * COLS + 2) / 4 * 4 * sizeof(vf));
-    long chunk = rows > ROWS ? CHUNK : K;           // several row tiles share weights in the first cache
-    int parts = (rows + ROWS - 1) / ROWS;
-    for (long k = 0; k < K; k += chunk) {
-        long n = MIN(chunk, K - k);
-        bytes wk[COLS], sk[COLS];
-        for (int c = 0; c < COLS; c++) wk[c] = w[c] + at(kind, k), sk[c] = kind == MXFP4 ? s[c] + k / 32 : 0;
-        for (int i = 0; i < parts; i++) {           // each part fetches its portion of what comes next
-            floats xk[ROWS];
-            for (int r = 0; r < MIN(ROWS, rows - i * ROWS); r++) xk[r] = x[i * ROWS + r] + k;
-            tiles(MIN(ROWS, rows - i * ROWS), kind, xk, wk, sk, n, ahead + at(kind, n) * i / parts, at(kind, 32) / parts, acc + i * ROWS * COLS);
+    long chunk = rows > ROWS ? CHUNK : m->k, parts = (rows + ROWS - 1) / ROWS;  // several row tiles share weights in the first cache
+    for (long k = 0; k < m->k; k += chunk)
+        for (long i = 0; i < parts; i++) {          // each fetches its portion of the block after the next
+            long to = MIN(k + chunk, m->k), hop = at(m->kind, m->kind == MXFP4 ? 32 : W) / parts;
+            long ahead = 2 * COLS * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
+#define TILE(R, kind) tile(R, kind, x + i * ROWS, *m, cols, k, to, ahead, hop, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
+#define TILES(kind) switch (rows - i * ROWS) { case 1: TILE(1, kind); case 2: TILE(2, kind); case 3: TILE(3, kind); default: TILE(4, kind); }
+            if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else TILES(MXFP4)
         }
-    }
-    for (int i = 0; i < rows * COLS; i += 4) *(f4u *)(sums + i) = sum4(acc + i);
 }
 
 void linear(const float *x, const void *w, int kind, const void *bias, int bias_kind, const float *residual, float *y,
             long M, long N, long K, int threads) {
-    long row = at(kind, K), blocks = (N + COLS - 1) / COLS, some = MAX(1, 65536 / (COLS * row));
+    long row = at(kind, K), some = MAX(1, 65536 / (COLS * row)) * COLS;
     Share shares[THREADS];
     threads = team((double)N * K * (M + 3), 2e5, threads);
-    deal(shares, (blocks + some - 1) / some, threads);
+    deal(shares, (N + some - 1) / some, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     for (long item; (item = take(shares, omp_get_thread_num(), threads)) >= 0;)
-        for (long n = item * some * COLS; n < MIN(N, (item + 1) * some * COLS); n += COLS)
-            for (long m = 0; m < M; m += MOST) {
-                int rows = MIN(MOST, M - m), cols = MIN(COLS, N - n);
-                floats xs[MOST];
-                bytes ws[COLS];
-                float sums[MOST * COLS + 2];
-                for (int r = 0; r < rows; r++) xs[r] = x + (m + r) * K;
-                for (int c = 0; c < COLS; c++) ws[c] = (bytes)w + MIN(n + c, N - 1) * row;
-                block(xs, rows, kind, ws, 0, K, 2 * COLS * row, sums);
+        for (long m = 0; m < M; m += MOST) {
+            int rows = MIN(MOST, M - m);
+            floats xs[MOST];
+            float sums[MOST * COLS + 2];
+            for (int r = 0; r < rows; r++) xs[r] = x + (m + r) * K;
+            for (long n = item * some; n < MIN(N, (item + 1) * some); n += COLS) {
+                int cols = MIN(COLS, N - n);
+                block(xs, rows, &(Rows){(bytes)w + n * row, 0, kind, K}, cols, sums);
                 for (int r = 0; r < rows; r++)
                     for (int c = 0; c < cols; c++) {
-                        float v = sums[r * COLS + c];
-                        if (bias) v += get(bias, bias_kind, n + c);
-                        if (residual) v += residual[(m + r) * N + n + c];
-                        y[(m + r) * N + n + c] = v;
+                        long i = (m + r) * N + n + c;
+                        y[i] = sums[r * COLS + c] + (bias ? get(bias, bias_kind, n + c) : 0) + (residual ? residual[i] : 0);
                     }
             }
+        }
 }
 
 // ---- rows --------------------------------------------------------------------------------------------------------------
@@ -293,10 +299,9 @@ void silu_mul(const float *x, float *y, long M, long F, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (long m = 0; m < M; m++) {
         floats gate = x + 2 * m * F, up = gate + F;
-        for (long i = 0; i < F; i += W) {
-            long n = MIN(W, F - i);
-            vf g = part(gate + i, n), h = g * sigmoid(g) * part(up + i, n);
-            memcpy(y + m * F + i, &h, n * sizeof(float));
+        for (long i = 0, n; n = MIN(W, F - i), i < F; i += W) {
+            vf g = part(gate + i, n);
+            put(y + m * F + i, g * sigmoid(g) * part(up + i, n), n);
         }
     }
 }
@@ -345,16 +350,15 @@ void route(const float *x, const void *w, int kind, const void *bias, int bias_k
     }
 }
 
-typedef struct { bytes w, s; const void *bias; int kind, bias_kind; long n, k; } Experts;  // weights [E, n, k], bias [E, n]
+typedef struct { Rows rows; const void *bias; int bias_kind; long n; } Experts;  // weights [E, n, k], bias [E, n]
 
-static void expert(const Experts *m, long e, const long *rows_of_w, long ahead, const floats *x, int rows, float *sums) {
-    bytes w[COLS], s[COLS];
-    for (int c = 0; c < COLS; c++) {
-        long i = e * m->n + rows_of_w[c];
-        w[c] = m->w + i * at(m->kind, m->k), s[c] = m->s + i * (m->k / 32);
-    }
-    block(x, rows, m->kind, w, s, m->k, ahead * at(m->kind, m->k), sums);
-    for (int i = 0; m->bias && i < rows * COLS; i++) sums[i] += get(m->bias, m->bias_kind, e * m->n + rows_of_w[i % COLS]);
+static void expert(const Experts *m, long e, long n, int cols, const floats *x, int rows, float *sums) {
+    Rows part = m->rows;
+    part.w += (e * m->n + n) * at(part.kind, part.k), part.s += (e * m->n + n) * (part.k / 32);
+    block(x, rows, &part, cols, sums);
+    if (m->bias)
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < cols; c++) sums[r * COLS + c] += get(m->bias, m->bias_kind, e * m->n + n + c);
 }
 
 // y[m] = sum over i of weight[m, i] * (down . act(up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation, rows interleaved.
@@ -362,18 +366,18 @@ void moe(const float *x, const int64_t *index, const float *weight, const void *
          int up_kind, int up_bias_kind, const void *down_w, const void *down_s, const void *down_bias, int down_kind,
          int down_bias_kind, float *y, long M, long C, long F, long E, long k, int clamped, float limit, float alpha, int threads) {
     enum { UNITS = 48 };                            // of the hidden layer, per item
-    Experts up = {up_w, up_s, up_bias, up_kind, up_bias_kind, 2 * F, C};
-    Experts down = {down_w, down_s, down_bias, down_kind, down_bias_kind, C, F};
+    Experts up = {{up_w, up_s, up_kind, C}, up_bias, up_bias_kind, 2 * F};
+    Experts down = {{down_w, down_s, down_kind, F}, down_bias, down_bias_kind, C};
     long A = M * k, groups = (F + UNITS - 1) / UNITS, distinct = 0;
     threads = team((double)A * C * F, 32768, threads);
-    float *h = scratch(A * F + M * C + threads * A * COLS + 2 * (A + 2 * E + 1)), *mixed = h + A * F, *parts = mixed + M * C;
+    float *h = scratch(A * F + M * C + threads * A * COLS + 2 * (A + 2 * E + 2)), *mixed = h + A * F, *parts = mixed + M * C;
     long *first = (long *)((uintptr_t)(parts + threads * A * COLS + 1) & ~7ul), *used = first + E + 1, *order = used + E;
-    memset(first, 0, (E + 1) * sizeof(long));
+    memset(first, 0, (E + 1) * sizeof(long));       // order: the assignments of expert e are order[first[e]..first[e + 1]-1]
     for (long a = 0; a < A; a++) first[index[a] + 1]++;
     for (long e = 0; e < E; e++) if (first[e + 1]) used[distinct++] = e;
     for (long e = 0; e < E; e++) first[e + 1] += first[e];
     for (long a = 0; a < A; a++) order[first[index[a]]++] = a;
-    for (long e = E; e > 0; e--) first[e] = first[e - 1];
+    memmove(first + 1, first, E * sizeof(long));
     first[0] = 0;
     if (up_kind == MXFP4) for (long m = 0; m < M; m++) even_odd(x + m * C, C, mixed + m * C);
     floats from = up_kind == MXFP4 ? mixed : x;
@@ -383,51 +387,42 @@ void moe(const float *x, const int64_t *index, const float *weight, const void *
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         int me = omp_get_thread_num();
-        float sums[MOST * COLS + 2], gate[MOST][UNITS], lift[MOST][UNITS];
+        float sums[MOST * COLS + 2], raw[MOST][2 * UNITS], *mine = parts + me * A * COLS;
         floats xs[MOST];
-        long rows_of_w[COLS];
         for (long item; (item = take(ups, me, threads)) >= 0;) {
             long e = used[item / groups], f0 = item % groups * UNITS, units = MIN(UNITS, F - f0);
             for (long a = first[e]; a < first[e + 1]; a += MOST) {
                 int rows = MIN(MOST, first[e + 1] - a);
                 for (int r = 0; r < rows; r++) xs[r] = from + order[a + r] / k * C;
-                for (long u = 0; u < units; u += COLS / 2) {
-                    for (int c = 0; c < COLS; c++) {
-                        long f = f0 + MIN(u + c / 2, units - 1);
-                        rows_of_w[c] = clamped ? 2 * f + c % 2 : f + c % 2 * F;
-                    }
-                    expert(&up, e, rows_of_w, clamped ? 2 * COLS : COLS, xs, rows, sums);
-                    for (int i = 0; i < rows * COLS; i++) {
-                        if (u + i % COLS / 2 < UNITS) (i % 2 ? lift : gate)[i / COLS][u + i % COLS / 2] = sums[i];
+                for (int half = 0; half < 2; half++) {  // interleaved: half of the pairs; else the gates, then the ups
+                    long n0 = clamped ? 2 * f0 + half * units : f0 + half * F;
+                    for (long n = 0; n < units; n += COLS) {
+                        int cols = MIN(COLS, units - n);
+                        expert(&up, e, n0 + n, cols, xs, rows, sums);
+                        for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) raw[r][half * units + n + c] = sums[r * COLS + c];
                     }
                 }
                 for (int r = 0; r < rows; r++) {
-                    for (int u = 0; u < units; u += W) {
-                        vf g = load(gate[r] + u), v = load(lift[r] + u);
-                        if (clamped) {
-                            g = pick(g > limit, (vf){0} + limit, g), v = pick(v > limit, (vf){0} + limit, v);
-                            v = pick(v < -limit, (vf){0} - limit, v) + 1.0f;
-                        }
-                        store(gate[r] + u, g * sigmoid(g * (clamped ? alpha : 1.0f)) * v);
+                    float gate[UNITS] = {0}, lift[UNITS] = {0}, *to = h + order[a + r] * F;
+                    for (int u = 0; u < units; u++) {
+                        gate[u] = clamped ? MIN(raw[r][2 * u], limit) : raw[r][u];
+                        lift[u] = clamped ? MAX(MIN(raw[r][2 * u + 1], limit), -limit) + 1.0f : raw[r][units + u];
                     }
-                    float *to = h + order[a + r] * F;
-                    for (long u = 0; u < units; u++) {
-                        long f = f0 + u;
-                        to[down_kind == MXFP4 ? f / 32 * 32 + f % 32 / 2 + f % 2 * 16 : f] = gate[r][u];
-                    }
+                    for (int u = 0; u < units; u += W)
+                        store(gate + u, load(gate + u) * sigmoid(load(gate + u) * (clamped ? alpha : 1.0f)) * load(lift + u));
+                    for (long f = f0; f < f0 + units; f++)
+                        to[down_kind == MXFP4 ? f / 32 * 32 + f % 32 / 2 + f % 2 * 16 : f] = gate[f - f0];
                 }
             }
         }
 #pragma omp barrier
-        float *mine = parts + me * A * COLS;
         for (long item; (item = take(downs, me, threads)) >= 0;) {
             int cols = MIN(COLS, C - item * COLS);
-            for (int c = 0; c < COLS; c++) rows_of_w[c] = item * COLS + MIN(c, cols - 1);
             for (long i = 0; i < distinct; i++)
                 for (long e = used[i], a = first[e]; a < first[e + 1]; a += MOST) {
                     int rows = MIN(MOST, first[e + 1] - a);
                     for (int r = 0; r < rows; r++) xs[r] = h + order[a + r] * F;
-                    expert(&down, e, rows_of_w, COLS, xs, rows, sums);
+                    expert(&down, e, item * COLS, cols, xs, rows, sums);
                     for (int r = 0; r < rows; r++) memcpy(mine + order[a + r] * COLS, sums + r * COLS, COLS * sizeof(float));
                 }
             for (long m = 0; m < M; m++)
@@ -442,34 +437,61 @@ void moe(const float *x, const int64_t *index, const float *weight, const void *
 
 // ---- attention ---------------------------------------------------------------------------------------------------------
 
-INLINE void values(const int R, const int V, const floats *v, int n, const float *p, long d, long D, float *o) {
+INLINE void values(const int R, const int V, const floats *v, int n, floats p, long d, long D, float *o) {
     vf a[ROWS * 4] = {{0}};
     for (int j = 0; j < n; j++) {
         UNROLL for (int i = 0; i < V; i++) {
-            vf x = D < W ? part(v[j], D) : load(v[j] + d + i * W);
+            vf x = load(v[j] + d + i * W);
             UNROLL for (int r = 0; r < R; r++) a[r * 4 + i] += x * p[r * KEYS + j];
         }
     }
-    for (int r = 0; r < R; r++) for (int i = 0; i < V; i++) memcpy(o + r * D + d + i * W, &a[r * 4 + i], MIN(W, D) * sizeof(float));
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < V; i++) store(o + r * D + d + i * W, a[r * 4 + i]);
+}
+
+INLINE void scores(const int R, const floats *q, floats k, long D, float *p) {  // k [D, 2W] -> p [R, KEYS]
+    vf a[8 * 2] = {{0}};
+    for (long d = 0; d < D; d++) {
+        vf k0 = load(k + d * 2 * W), k1 = load(k + d * 2 * W + W);
+        UNROLL for (int r = 0; r < R; r++) a[2 * r] += k0 * q[r][d], a[2 * r + 1] += k1 * q[r][d];
+    }
+    UNROLL for (int r = 0; r < R; r++) store(p + r * KEYS, a[2 * r]), store(p + r * KEYS + W, a[2 * r + 1]);
 }
 
 // One tile: the n keys at places from.. of it, of which query r sees the places lo[r]..hi[r]-1. Gives unscaled sums o, the highest
 // score and the mass: the caller merges tiles in their order.
 static void look(const floats *q, int rows, const floats *k, const floats *v, int from, int n, const int *lo, const int *hi,
                  long D, float scale, float *o, float *high, float *mass) {
-    float p[MOST][KEYS], sums[MOST * COLS + 2];
-    int v0 = from / W * W, v1 = (from + n + W - 1) / W * W;
-    for (int r = 0; r < rows; r++) for (int j = v0; j < v1; j++) p[r][j] = -INFINITY;
-    for (int c0 = 0; c0 < n; c0 += COLS) {
-        bytes kc[COLS];
-        for (int c = 0; c < COLS; c++) kc[c] = (bytes)k[MIN(c0 + c, n - 1)];
-        block(q, rows, F32, kc, 0, D, COLS * D * 4, sums);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0, j = from + c0; c < MIN(COLS, n - c0); c++, j++) if (lo[r] <= j && j < hi[r]) p[r][j] = sums[r * COLS + c] * scale;
+    float p[MOST][KEYS], turned[(MOST_D + W) * 2 * W];
+    int v0 = from / W * W, v1 = v0;
+    for (; v1 < from + n; v1 += 2 * W) {            // lanes over keys, so that scores need no sum across lanes
+        if (v1 + 2 * W > KEYS) v1 = KEYS - 2 * W;   // overlap: computed twice, alike
+        for (int side = 0; side < 2; side++)
+            for (long d = 0; d < D; d += W) {
+                vf a[W];
+                UNROLL for (int i = 0; i < W; i++) {
+                    int j = MAX(0, MIN(v1 + side * W + i - from, n - 1));
+                    floats key = k[j] + d;
+                    __builtin_prefetch(key + 2 * W * D, 0, 2);
+                    __builtin_prefetch(v[j] + d, 0, 2);
+                    a[i] = part(key, D - d);
+                }
+                transpose(a);
+                UNROLL for (int i = 0; i < W; i++) store(turned + (d + i) * 2 * W + side * W, a[i]);
+            }
+        for (int r = 0; r < rows; r += rows - r >= 8 ? 8 : rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1) {
+            if (rows - r >= 8) scores(8, q + r, turned, D, p[r] + v1);
+            else if (rows - r >= 4) scores(4, q + r, turned, D, p[r] + v1);
+            else if (rows - r >= 2) scores(2, q + r, turned, D, p[r] + v1);
+            else scores(1, q + r, turned, D, p[r] + v1);
+        }
     }
     for (int r = 0; r < rows; r++) {
         vf m = (vf){0} - INFINITY, l = {0};
-        for (int j = v0; j < v1; j += W) m = pick(load(p[r] + j) > m, load(p[r] + j), m);
+        for (int j = v0; j < v1; j += W) {
+            vf x = pick((PLACES + j >= MAX(lo[r], from)) & (PLACES + j < MIN(hi[r], from + n)), load(p[r] + j) * scale, (vf){0} - INFINITY);
+            store(p[r] + j, x);
+            m = pick(x > m, x, m);
+        }
         high[r] = top(m);
         for (int j = v0; j < v1; j += W) {
             vf e = expv(load(p[r] + j) - MAX(high[r], -1e30f));  // nothing seen: every weight is 0
@@ -478,9 +500,14 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
         }
         mass[r] = sum(l);
     }
-    for (int r = 0; r < rows; r += rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1)
+    for (int r = 0; D < W && r < rows; r++)
+        for (int d = 0; d < D; d++) {
+            o[r * D + d] = 0;
+            for (int j = 0; j < n; j++) o[r * D + d] += v[j][d] * p[r][from + j];
+        }
+    for (int r = 0; D >= W && r < rows; r += rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1)
         for (long d = 0; d < D; d += D - d >= 4 * W ? 4 * W : W) {
-            long at = D - d >= W ? d : MAX(0, D - W);  // the last vector overlaps: its lanes are computed twice, alike
+            long at = MIN(d, D - W);  // the last vector overlaps: its lanes are computed twice, alike
             float *to = o + r * D, *w = p[r] + from;
             int wide = D - d >= 4 * W;
             if (rows - r >= 4) wide ? values(4, 4, v, n, w, at, D, to) : values(4, 1, v, n, w, at, D, to);

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from outpace.cache.kv import Memory, Step
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.attention import attend, causal_attend
-from outpace.ops.rope import rotate
+from outpace.ops.attention import attend_view, causal_attend
+from outpace.ops.rope import rotate_heads
 
 
 class Attention(nn.Module):
@@ -29,18 +29,15 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None, step: Step | None
     ) -> Tensor:
         """x [B,T,C], cos and sin [B,T,D/2] -> [B,T,C]. With a memory, appends T keys to it."""
-        B, T, _ = x.shape
         H, K = self.heads, self.kv_heads
-        qkv = self.qkv_proj(x).unflatten(-1, (H + 2 * K, self.head_dim))
-        q, k, v = qkv.split((H, K, K), dim=2)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q, k, v = rotate_heads(self.qkv_proj(x), cos, sin, H, K, norms)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if memory is None or step is None:
             out = causal_attend(q, k, v, self.window, self.sinks, self.scale)
         else:
             view = memory.append(k, v, step)
-            allowed = view.allowed(step, self.window)
-            out = attend(q, view.k, view.v, allowed, self.sinks, self.scale)
+            out = attend_view(q, view, step, self.window, self.sinks, self.scale)
         return self.o_proj(out)

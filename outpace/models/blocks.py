@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from outpace.ops import mxfp4
 from outpace.ops.linear import linear
-from outpace.ops.moe import Packed, route, run_experts
+from outpace.ops.moe import Packed, route, router_logits, run_experts
 from outpace.ops.norm import rms_norm, silu_mul
 
 
@@ -91,7 +91,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: list[Tensor] | None = None) -> Tensor:
         """x [B,T,C] -> [B,T,C]; router logits [B*T,E] are appended to `routing` where it is given."""
         flat = x.reshape(-1, x.shape[-1])
-        chosen, weights, logits = route(
+        if routing is not None:
+            routing.append(router_logits(flat, self.router.weight, self.router.bias))
+        chosen, weights = route(
             flat,
             self.router.weight,
             self.router.bias,
@@ -99,8 +101,6 @@ class Experts(nn.Module):
             softmax_first=self.limit is None,
             renormalise=self.renormalise,
         )
-        if routing is not None:
-            routing.append(logits)
         up, down = self.up, self.down
         out = run_experts(flat, chosen, weights, up.data, up.bias, down.data, down.bias, self.limit)
         return out.reshape(x.shape)

@@ -8,6 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.cache.kv import Step, View
+from outpace.kernels import cpu
+from outpace.ops.fast import kernel
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float
@@ -29,6 +33,27 @@ def attend(
         weights = scores.softmax(-1)
     out = torch.einsum("bkgts,bksd->btkgd", weights, v.float())
     return out.reshape(B, T, H * D).to(q.dtype)
+
+
+MOST_QUERIES = 64  # of one row: above, the flash kernel's blocked products win
+
+
+def attend_view(
+    q: Tensor, view: View, step: Step, window: int, sinks: Tensor | None, scale: float
+) -> Tensor:
+    """New tokens against what their layer remembers: q [B,T,H,D] -> [B,T,H*D]. The one place where a
+    kernel is chosen for cached attention."""
+    B, T, H, D = q.shape
+    if view.modulus and T <= MOST_QUERIES and D % 8 == 0 and kernel(q):
+        block = (step.all_pairs, step.depth) if step.both_ways else ()
+        return cpu.attend(q, view.k, view.v, step.starts, window, sinks, scale, *block)
+    allowed = view.allowed(step, window)
+    if q.device.type != "cpu" or T <= MOST_QUERIES:
+        return attend(q, view.k, view.v, allowed, sinks, scale)
+    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (view.k, view.v))
+    mask = _bias(allowed, q.dtype)[:, None]
+    out = SinkFlash.apply(q.transpose(1, 2), k, v, sinks, mask, scale)
+    return out.transpose(1, 2).reshape(B, T, H * D)
 
 
 def causal(T: int, window: int, device: torch.device) -> Tensor:

@@ -4,10 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.kernels import cpu
 from outpace.ops import mxfp4
+from outpace.ops.fast import few
 from outpace.ops.norm import clamped_swiglu, silu_mul
 
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M,C], weight [E,C] -> [M,E] float32."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def route(
@@ -18,20 +25,22 @@ def route(
     *,
     softmax_first: bool = False,
     renormalise: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M,C], weight [E,C] -> experts [M,k] int64, their weights [M,k] float32, logits [M,E].
+) -> tuple[Tensor, Tensor]:
+    """x [M,C], weight [E,C] -> experts [M,k] int64 and their weights [M,k] float32, largest first.
 
     gpt-oss takes the top k logits first and softmaxes those; Qwen3-MoE softmaxes all, then takes
     the top k and, with `norm_topk_prob`, renormalises.
     """
-    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if few(x):
+        return cpu.route(x, weight, bias, k, softmax_first, renormalise)
+    logits = router_logits(x, weight, bias)
     if not softmax_first:
         top, experts = logits.topk(k, dim=-1)
-        return experts, top.softmax(-1), logits
+        return experts, top.softmax(-1)
     top, experts = logits.softmax(-1).topk(k, dim=-1)
     if renormalise:
         top = top / top.sum(-1, keepdim=True)
-    return experts, top, logits
+    return experts, top
 
 
 def run_experts(
@@ -48,7 +57,11 @@ def run_experts(
 
     `limit` set: gpt-oss's clamped SwiGLU over interleaved rows; None: silu(gate) * up over halves.
     """
-    M, k = experts.shape
+    if few(x):
+        style = "silu" if limit is None else "gpt_oss"
+        weigh = (up, up_bias, down, down_bias, style, limit or 0.0)
+        return cpu.moe(x, experts, weights, *weigh)
+    k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
     row = order // k

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from outpace.kernels import cpu
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 32
 SCALE_BIAS = 127
@@ -14,10 +16,16 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -
     Safetensors order: two values a byte, low nibble first, value = E2M1 * 2^(scale-127). Exact in
     float32 and in bfloat16.
     """
+    if blocks.device.type == "cpu" and dtype == torch.float32 and cpu.available():
+        return cpu.unpack_mxfp4(blocks.contiguous(), scales.contiguous())
+    return reference_unpack(blocks, scales).to(dtype)
+
+
+def reference_unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     table = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=torch.float32, device=blocks.device)
-    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., G, 32]
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)  # [..., G*32]
     exponent = scales.to(torch.int32) - SCALE_BIAS
-    return torch.ldexp(table[nibbles.int()], exponent[..., None]).to(dtype).flatten(-2)
+    return torch.ldexp(table[nibbles.int()].unflatten(-1, (-1, BLOCK)), exponent[..., None]).flatten(-2)
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.kernels import cpu
+from outpace.ops.fast import few
+from outpace.ops.norm import rms_norm
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -74,6 +78,32 @@ def rope_tables(positions: Tensor, inv: Tensor, concentration: float) -> tuple[T
     """
     angles = positions.to(torch.float64)[..., None] * inv
     return (angles.cos() * concentration).float(), (angles.sin() * concentration).float()
+
+
+def rotate_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [B,T,(H+2K)*D], cos and sin [B,T,D/2] -> q [B,T,H,D], k and v [B,T,K,D].
+
+    Queries and keys are rotated; where `norms` (q weight [D], k weight [D], eps) is given, each head is
+    first normalised: q/k norm comes before the rotation. `qkv` may be overwritten.
+    """
+    D = 2 * cos.shape[-1]
+    if few(qkv):
+        flat = qkv.view(-1, qkv.shape[-1])
+        angles = cos.reshape(-1, D // 2), sin.reshape(-1, D // 2)
+        cpu.rope_(flat, *angles, heads, kv_heads, D, *(norms or ()))
+        q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=2)
+        return q, k, v
+    q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=2)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

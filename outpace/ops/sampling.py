@@ -23,6 +23,15 @@ class Sampling:
             raise ValueError(f"top_p {self.top_p} is outside (0, 1]")
 
 
+def seeded(*numbers: int) -> torch.Generator:
+    """A generator that depends on nothing but the numbers: step n of a resumed run draws what step n
+    of an unbroken one would have drawn."""
+    state = 0
+    for n in numbers:
+        state = (state * 1_000_003 + n + 1) % (2**63 - 25)
+    return torch.Generator().manual_seed(state)
+
+
 def probabilities(logits: Tensor, how: Sampling) -> Tensor:
     """[..., V] -> [..., V] float32, after temperature, then top-k, then top-p (temperature > 0)."""
     scaled = logits.float() / how.temperature

@@ -17,9 +17,10 @@ from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.gpt_oss import GptOss
 from outpace.ops.rope import RopeConfig
+from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
-from outpace.train.trainer import fit, seeded, warmup_linear
+from outpace.train.trainer import fit, warmup_linear
 
 
 @dataclass(frozen=True, kw_only=True)

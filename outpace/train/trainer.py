@@ -28,15 +28,6 @@ def warmup_linear(step: int, steps: int, warmup: int, decay: float, floor: float
     return floor + (1 - floor) * min(1.0, left)
 
 
-def seeded(*numbers: int) -> torch.Generator:
-    """A generator that depends on nothing but the numbers: step n of a resumed run draws what step n
-    of an unbroken one would have drawn."""
-    state = 0
-    for n in numbers:
-        state = (state * 1_000_003 + n + 1) % (2**63 - 25)
-    return torch.Generator().manual_seed(state)
-
-
 def fit(
     folder: Path,
     steps: int,

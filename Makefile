@@ -1,0 +1,54 @@
+# One command from a clean clone: `make demo` or `make test` set up .venv first; a second run does not.
+#
+# On Linux the torch of the default index is the CUDA build (gigabytes). For the CPU build:
+#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+WHEELS := --only-binary :all: --constraint requirements-dev.txt
+
+.PHONY: help install demo test lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     the gates and the measured table on the embedded model -> demo-report/"
+	@echo "make test     style, types and tests"
+	@echo "make install  only the set-up: .venv with pinned packages"
+	@echo "make lint     style and types;  make format  rewrite the style"
+	@echo "make clean    remove everything that was built, .venv included"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml requirements-torch.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "outpace needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is not one of them:"; \
+	  echo "  make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  echo "no virtual environment could be made: on Debian, apt install python3-venv"; exit 1; }
+	$(PIP) install --quiet $(WHEELS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements-torch.txt
+	$(PIP) install --quiet $(WHEELS) -r requirements-dev.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/outpace demo
+
+test: lint
+	$(BIN)/python -m pytest --durations=15 --durations-min=1
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) demo-report build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find outpace tests -name __pycache__ -type d -prune -exec rm -rf {} +

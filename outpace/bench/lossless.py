@@ -1,0 +1,59 @@
+"""Token by token against the answer; a difference is excused by a tie alone, and ties are counted."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from outpace.models.decoder import Decoder
+
+TIE = 1e-4  # largest distance, in float32 logits, between two tokens that rounding may swap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """checked: tokens compared, the first difference of a row included; what follows it has another
+    prefix and is not comparable."""
+
+    checked: int = 0
+    violations: int = 0
+    ties: int = 0
+
+    def __add__(self, other: "Check") -> "Check":
+        return Check(
+            checked=self.checked + other.checked,
+            violations=self.violations + other.violations,
+            ties=self.ties + other.ties,
+        )
+
+
+@contextmanager
+def in_float32(target: Decoder) -> Iterator[None]:
+    """The target computes in float32 inside, whatever it is set to."""
+    was = target.dtype
+    target.dtype = torch.float32
+    try:
+        yield
+    finally:
+        target.dtype = was
+
+
+@torch.inference_mode()
+def is_tie(target: Decoder, prefix: Sequence[int], a: int, b: int, offset: int = 0) -> bool:
+    """After `prefix`, do the logits of both tokens lie within TIE of the largest one, in float32?"""
+    with in_float32(target):
+        hidden = target(torch.tensor([list(prefix)], device=target.device), offset=offset).hidden
+        logits = target.logits(hidden[0, -1])
+    return bool(logits.max() - torch.minimum(logits[a], logits[b]) <= TIE)
+
+
+def compare(
+    target: Decoder, prompt: Sequence[int], tokens: list[int], answer: list[int], offset: int = 0
+) -> Check:
+    """One row's `tokens` against `answer` (plain decoding's). A different count is a violation."""
+    for i, (ours, theirs) in enumerate(zip(tokens, answer, strict=False)):
+        if ours != theirs:
+            tie = is_tie(target, [*prompt, *answer[:i]], ours, theirs, offset)
+            return Check(checked=i + 1, violations=int(not tie), ties=int(tie))
+    return Check(checked=min(len(tokens), len(answer)), violations=int(len(tokens) != len(answer)))

@@ -1,0 +1,125 @@
+"""The two pictures of a report: speed bars, and acceptance by position."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from outpace.weights.save import write_atomically
+
+COLOURS = {
+    "transformers": "#b0b0b0",
+    "transformers-dflash": "#7a7a7a",
+    "plain": "#8fb8de",
+    "ngram": "#e3a857",
+    "dflash": "#2a6f97",
+}
+MARKS = {"dflash": "o", "transformers-dflash": "x", "ngram": "s"}
+DPI = 200  # 8 inches wide: sharp at the 800 pixels a README shows
+
+
+def write_plots(report: dict[str, Any], folder: Path) -> None:
+    """folder/speed.png and folder/acceptance.png. Raises ImportError without matplotlib."""
+    _save(_speed(report["results"]), folder / "speed.png")
+    _save(_acceptance(report["results"]), folder / "acceptance.png")
+
+
+def _figure(panels: int, height: float, title: str) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), dpi=DPI, layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def _save(figure: Any, path: Path) -> None:
+    held = io.BytesIO()
+    figure.savefig(held, format="png")
+    write_atomically(path, held.getvalue())
+
+
+def _bare(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _order(found: set[str]) -> list[str]:
+    return [m for m in COLOURS if m in found]
+
+
+def regime_name(result: dict[str, Any]) -> str:
+    return f"prompt {result['prompt_tokens']}, decode {result['new_tokens']}"
+
+
+def _regimes(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        found.setdefault(result["regime"], []).append(result)
+    return found
+
+
+def _speed(results: list[dict[str, Any]]) -> Any:
+    """One panel per regime, one group of bars per batch size, the speedup over `plain` above each bar."""
+    regimes = _regimes(results)
+    figure, panels = _figure(len(regimes), 4.2, "Tokens per second (above each bar: speedup over plain)")
+    batches_of = {name: sorted({r["batch"] for r in of}) for name, of in regimes.items()}
+    if len(regimes) > 1:  # a panel is as wide as what it shows
+        grid = panels[0].get_gridspec()
+        grid.set_width_ratios([len(batches_of[name]) + 0.6 for name in regimes])
+    for axes, (name, of) in zip(panels, regimes.items(), strict=True):
+        methods, batches = _order({r["method"] for r in of}), batches_of[name]
+        width = 0.86 / len(methods)
+        for i, method in enumerate(methods):
+            mine = [r for r in of if r["method"] == method]
+            left = [batches.index(r["batch"]) + (i - (len(methods) - 1) / 2) * width for r in mine]
+            bars = axes.bar(left, [r["tokens_per_s"] for r in mine], width * 0.94, color=COLOURS[method])
+            labels = [
+                "" if method == "plain" else f"{r['speedup']:.{1 if r['speedup'] >= 1 else 2}f}x"
+                for r in mine
+            ]
+            axes.bar_label(bars, labels, fontsize=6.5, padding=1.5)
+        axes.set_xticks(range(len(batches)), [f"batch {b}" for b in batches])
+        axes.set_title(regime_name(of[0]), fontsize=10)
+        axes.margins(y=0.1)
+        _bare(axes)
+    panels[0].set_ylabel("tokens/s")
+    _legend(figure, _order({r["method"] for r in results}))
+    return figure
+
+
+def _legend(figure: Any, methods: list[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=COLOURS[m], label=m) for m in methods]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(methods), frameon=False, fontsize=9)
+
+
+def _acceptance(results: list[dict[str, Any]]) -> Any:
+    """How often guess k of a proposal is accepted, at the smallest batch measured."""
+    regimes = _regimes([r for r in results if r["accept_by_position"]])
+    figure, panels = _figure(max(1, len(regimes)), 3.8, "Share of proposals whose guess k was accepted")
+    for axes, of in zip(panels, regimes.values(), strict=False):
+        smallest = min(r["batch"] for r in of)
+        for result in sorted(of, key=lambda r: list(COLOURS).index(r["method"])):
+            if result["batch"] != smallest:
+                continue
+            method, shares = result["method"], result["accept_by_position"]
+            axes.plot(
+                range(1, len(shares) + 1),
+                shares,
+                MARKS[method] + ("--" if method == "transformers-dflash" else "-"),
+                color=COLOURS[method],
+                label=f"{method} (tau {result['tau']:.2f})",
+            )
+        axes.set_title(f"{regime_name(of[0])}, batch {smallest}", fontsize=10)
+        axes.set_xlabel("position k in the block")
+        axes.set_ylim(0, 1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(frameon=False, fontsize=9)
+        _bare(axes)
+    if not regimes:
+        panels[0].text(0.5, 0.5, "no method of this run proposes anything", ha="center")
+        panels[0].set_axis_off()
+    else:
+        panels[0].set_ylabel("accepted")
+    return figure

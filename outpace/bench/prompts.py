@@ -1,0 +1,61 @@
+"""The prompts every number is measured on: held-out text, cut at line starts, never overlapping."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from tokenizers import Tokenizer
+
+from outpace.corpus import Document
+
+
+def held_out_prompts(
+    tokenizer: Tokenizer, documents: Sequence[Document], count: int, length: int
+) -> list[list[int]]:
+    """`count` prompts of exactly `length` ids. Deterministic, and spread: one of every document that is
+    long enough, in an order decided by the documents' names, then a second of each, and so on.
+
+    Raises ValueError when the documents do not hold that many.
+    """
+    walks = [_cuts(tokenizer, d, length) for d in sorted(documents, key=_shuffled)]
+    found: list[list[int]] = []
+    while walks and len(found) < count:
+        left = []
+        for walk in walks:
+            prompt = next(walk, None)
+            if prompt is None:
+                continue
+            found.append(prompt)
+            left.append(walk)
+            if len(found) == count:
+                break
+        walks = left
+    if len(found) < count:
+        raise ValueError(
+            f"{len(documents)} held-out documents hold {len(found)} prompts of {length} tokens, not {count}: "
+            "ask for fewer or shorter ones, or give more text"
+        )
+    return found
+
+
+def _shuffled(document: Document) -> str:
+    return hashlib.sha256(b"prompt " + document.name.encode()).hexdigest()
+
+
+def _cuts(tokenizer: Tokenizer, document: Document, length: int) -> Iterator[list[int]]:
+    """Stretches of one document, in order. Each is encoded by itself, from the start of its first line:
+    what a user's prompt that begins there would be."""
+    text = document.text
+    begin = 0
+    while len(text) - begin >= length:  # no token is shorter than a character, byte pieces aside
+        # 12 characters a token are more than code ever takes; if not, the whole rest is encoded
+        for end in (begin + 12 * length, len(text)):
+            encoded = tokenizer.encode(text[begin:end], add_special_tokens=False)
+            if len(encoded.ids) > length or end >= len(text):
+                break
+        if len(encoded.ids) < length:
+            return
+        yield encoded.ids[:length]
+        line = text.find("\n", begin + encoded.offsets[length - 1][1] - 1)
+        if line < 0:
+            return
+        begin = line + 1

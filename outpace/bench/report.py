@@ -1,0 +1,133 @@
+"""A report as files (JSON, Markdown, pictures) and as a table in the terminal."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outpace.bench.plots import regime_name, write_plots
+from outpace.weights.save import write_atomically, write_json
+
+COLUMNS = (
+    "method",
+    "batch",
+    "tokens/s",
+    "speedup",
+    "tau",
+    "accepted mean / p50 / p90",
+    "accept rate",
+    "draft / verify / rest",
+    "first token",
+    "differences",
+)
+LEGEND = (
+    "tokens/s: from the first token to the last, all rows together, median of the repeats (in brackets: "
+    "slowest and fastest).",
+    "speedup: over `plain`, our own one-token decoding of the same target in the same run.",
+    "tau: tokens committed per forward of the target, the bonus token included.",
+    "accepted: guesses accepted per round; accept rate: accepted over offered guesses.",
+    "draft / verify / rest: shares of the decoding time.",
+    "differences: tokens that differ from plain decoding's and are no tie / of tokens compared (ties: the two "
+    "logits within 1e-4 in float32, counted, not excluded).",
+)
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """folder/report.json, report.md, speed.png, acceptance.png; each appears whole or not at all. Without
+    matplotlib the pictures are left out and report.md says so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = importlib.util.find_spec("matplotlib") is not None
+    write_json(folder / "report.json", report)
+    if pictures:
+        write_plots(report, folder)
+    write_atomically(folder / "report.md", markdown(report, pictures).encode())
+
+
+def markdown(report: dict[str, Any], pictures: bool = True) -> str:
+    lines = ["# Decoding speed, side by side", "", *_header(report), ""]
+    for regime in dict.fromkeys(r["regime"] for r in report["results"]):
+        of = [r for r in report["results"] if r["regime"] == regime]
+        temperature = of[0]["temperature"]
+        lines += [f"## {regime_name(of[0]).capitalize()} tokens, temperature {temperature:g}", ""]
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+        lines += ["| " + " | ".join(_row(r)) + " |" for r in of]
+        lines.append("")
+    lines += [*(f"- {line}" for line in LEGEND), ""]
+    remarks = [*report["said"], *(_agreed(a) for a in report["agreement"])]
+    if not pictures:
+        remarks.append("no pictures: they need matplotlib (pip install matplotlib)")
+    if remarks:
+        lines += ["## Remarks", "", *(f"- {line}" for line in remarks), ""]
+    if pictures:
+        lines += ["![Tokens per second](speed.png)", "", "![Acceptance by position](acceptance.png)", ""]
+    return "\n".join(lines)
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    for regime in dict.fromkeys(r["regime"] for r in report["results"]):
+        of = [r for r in report["results"] if r["regime"] == regime]
+        table = Table(*COLUMNS, title=regime_name(of[0]))
+        for result in of:
+            table.add_row(*_row(result))
+        console.print(table)
+    for line in (*report["said"], *(_agreed(a) for a in report["agreement"])):
+        console.print(f"- {line}", highlight=False)
+
+
+def _header(report: dict[str, Any]) -> list[str]:
+    m, t, d = report["machine"], report["target"], report["draft"]
+    where = m.get("accelerator", m["processor"])
+    machine = f"**Machine**: {where}, {m['cores']} cores ({m['threads']} threads), {m['memory_gib']} GiB"
+    if "load_1min" in m:
+        machine += f"; load before the run {m['load_1min']}"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    experts = f", {t['experts']} experts, {t['experts_per_token']} a token" if t["experts"] else ""
+    target = (
+        f"**Target**: {t['architecture']}, {t['layers']} layers of width {t['hidden_size']}{experts}, "
+        f"vocabulary {t['vocab_size']}, {t['bytes'] / 2**20:.1f} MiB, computed in {t['compute_dtype']} "
+        f"(`{t['fingerprint'][:12]}`)"
+    )
+    lines = [machine, f"**Versions**: {versions}", target]
+    if d is not None:
+        lines.append(
+            f"**Draft**: DFlash, {d['layers']} layers, block {d['block_size']}, "
+            f"{d['parameters'] / 1e6:.2f} M parameters (`{d['fingerprint'][:12]}`)"
+        )
+    commit = f", commit {report['commit'][:12]}" if report["commit"] else ""
+    lines.append(f"**Run**: {report['date']}{commit}, `{report['command']}`, {report['seconds']} s")
+    return [line + "  " for line in lines]  # two blanks: a line break in Markdown
+
+
+def _row(r: dict[str, Any]) -> list[str]:
+    total = sum(r["time"].values()) or 1.0
+    repeats, lossless, accept = r["tokens_per_s_repeats"], r["lossless"], r["accept_len"]
+    spread = f" ({min(repeats):.0f}-{max(repeats):.0f})" if len(repeats) > 1 else ""
+    guesses = bool(r["accept_by_position"])
+    differences = f"{lossless['violations']} / {lossless['checked']}"
+    if lossless["ties"]:
+        differences += f", {lossless['ties']} ties"
+    if lossless["unrepeated"]:
+        differences += f", {lossless['unrepeated']} rows not repeatable"
+    return [
+        r["method"],
+        str(r["batch"]),
+        f"{r['tokens_per_s']:.1f}{spread}",
+        f"{r['speedup']:.2f}x",
+        f"{r['tau']:.2f}",
+        f"{accept['mean']:.2f} / {accept['p50']} / {accept['p90']}" if guesses else "-",
+        f"{r['accept_rate']:.2f}" if guesses else "-",
+        " / ".join(f"{100 * r['time'][p] / total:.0f} %" for p in ("draft", "verify", "rest")),
+        f"{1000 * r['first_token_s']:.0f} ms",
+        differences if lossless["checked"] else "not checked",
+    ]
+
+
+def _agreed(a: dict[str, Any]) -> str:
+    ours, theirs = a["methods"]
+    same = a["prompts"] - a["prompts_that_differ"]
+    return (
+        f"accepted lengths of {ours} and {theirs}, {a['regime']}: the same in {same} of {a['prompts']} prompts "
+        f"({a['rounds_compared']} rounds compared)"
+    )

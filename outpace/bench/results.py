@@ -1,0 +1,145 @@
+"""What ran -> what the report says: medians, acceptance, time split, losslessness, agreement."""
+
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.bench.lossless import Check, compare
+from outpace.bench.timed import Timed
+from outpace.decode.trace import Trace
+from outpace.models.decoder import Decoder
+
+Runs = dict[tuple[int, int], Timed]  # (repeat, group of prompts) -> what ran
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One regime at one batch size: groups of prompts, and what ran of each method."""
+
+    regime: str
+    batch: int
+    new_tokens: int
+    groups: list[list[list[int]]]
+    runs: dict[str, Runs]
+
+
+def result(
+    target: Decoder,
+    cell: Cell,
+    method: str,
+    temperature: float,
+    alone: Runs | None,
+) -> dict[str, Any]:
+    runs, plain = cell.runs[method], cell.runs["plain"]
+    speeds = _speeds(runs)
+    beside = _speeds({key: plain[key] for key in runs})
+    trace = Trace()
+    for run in runs.values():
+        trace.proposed += run.trace.proposed
+        trace.accepted += run.trace.accepted
+    lens = sorted(trace.accept_lens)
+    decode = statistics.fmean(r.decode_s for r in runs.values())
+    parts = {p: statistics.fmean(r.trace.seconds[p] for r in runs.values()) for p in ("draft", "verify")}
+    first = statistics.median(r.first_s for r in runs.values())
+    prompt_tokens, tokens = len(cell.groups[0][0]), cell.new_tokens
+    whole = statistics.median(cell.batch * tokens / (r.first_s + r.decode_s) for r in runs.values())
+    return {
+        "method": method,
+        "regime": cell.regime,
+        "batch": cell.batch,
+        "temperature": temperature,
+        "tokens_per_s": round(statistics.median(speeds), 2),
+        "speedup": round(statistics.median(speeds) / statistics.median(beside), 3),
+        "tau": round(trace.tau, 4),
+        "accept_len": {
+            "mean": round(statistics.fmean(lens), 4) if lens else 0.0,
+            "p50": _quantile(lens, 0.5),
+            "p90": _quantile(lens, 0.9),
+        },
+        "accept_rate": round(trace.accept_rate, 4),
+        "accept_by_position": [round(x, 4) for x in trace.accept_by_position()],
+        "time": {
+            **{part: round(seconds, 4) for part, seconds in parts.items()},
+            "rest": round(max(0.0, decode - sum(parts.values())), 4),
+        },
+        "lossless": _lossless(target, cell, method, temperature, alone),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": tokens,
+        "prompts": cell.batch * len({group for _, group in runs}),
+        "repeats": len({repeat for repeat, _ in runs}),
+        "tokens_per_s_repeats": [round(s, 2) for s in speeds],
+        "end_to_end_tokens_per_s": round(whole, 2),
+        "first_token_s": round(first, 4),
+        "prefill": {
+            "seconds": round(first, 4),
+            "tokens_per_s": round(cell.batch * prompt_tokens / first, 1),
+        },
+    }
+
+
+def _speeds(runs: Runs) -> list[float]:
+    """Tokens/s of every repeat, over all its groups."""
+    speeds = []
+    for repeat in sorted({r for r, _ in runs}):
+        of_repeat = [run for (r, _), run in runs.items() if r == repeat]
+        speeds.append(sum(x.decoded for x in of_repeat) / sum(x.decode_s for x in of_repeat))
+    return speeds
+
+
+def _quantile(ordered: list[int], q: float) -> int:
+    """Nearest rank."""
+    return ordered[math.ceil(q * len(ordered)) - 1] if ordered else 0
+
+
+def _lossless(
+    target: Decoder,
+    cell: Cell,
+    method: str,
+    temperature: float,
+    alone: Runs | None,
+) -> dict[str, int]:
+    """Against plain decoding of the same batch; plain itself at batch > 1 against plain at batch 1.
+
+    `unrepeated`: rows of later repeats that differ from the first. Nothing is checked at temperature
+    > 0: there the guarantee is about distributions.
+    """
+    if temperature > 0:
+        return {"checked": 0, "violations": 0, "ties": 0, "unrepeated": 0}
+    total, unrepeated = Check(), 0
+    runs = cell.runs[method]
+    for (repeat, group), run in runs.items():
+        if repeat:
+            unrepeated += sum(a != b for a, b in zip(run.tokens, runs[0, group].tokens, strict=True))
+            continue
+        for row, tokens in enumerate(run.tokens):
+            if method != "plain":
+                answer = cell.runs["plain"][0, group].tokens[row]
+            elif alone is not None:
+                answer = alone[0, group * cell.batch + row].tokens[0]
+            else:
+                answer = tokens
+            total += compare(target, cell.groups[group][row], tokens, answer)
+    return dataclasses.asdict(total) | {"unrepeated": unrepeated}
+
+
+def agreement(cell: Cell) -> dict[str, Any] | None:
+    """Do both DFlash implementations accept the same lengths, round by round? Each prompt is compared up
+    to its first difference: later rounds start from other tokens."""
+    theirs, ours = cell.runs.get("transformers-dflash"), cell.runs.get("dflash")
+    if theirs is None or ours is None:
+        return None
+    rounds, prompts_that_differ = 0, 0
+    for key in theirs:
+        pairs = list(zip(ours[key].trace.accept_lens, theirs[key].trace.accept_lens, strict=False))
+        first = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        rounds += len(pairs) if first is None else first + 1
+        prompts_that_differ += first is not None
+    return {
+        "methods": ["dflash", "transformers-dflash"],
+        "regime": cell.regime,
+        "prompts": len(theirs),
+        "rounds_compared": rounds,
+        "prompts_that_differ": prompts_that_differ,
+    }

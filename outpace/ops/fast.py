@@ -1,0 +1,23 @@
+"""Where the C kernels stand in for the plain references: float32 rows on the CPU, outside of training."""
+
+import torch
+from torch import Tensor
+
+from outpace.kernels import cpu
+
+MOST_ROWS = 64  # above, oneDNN's blocked products win; every proposal of a batch of 8 stays below
+
+
+def kernel(x: Tensor) -> bool:
+    """True where the kernels can take `x` (no gradient is recorded, float32, CPU, and they were built)."""
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and cpu.available()
+    )
+
+
+def few(x: Tensor) -> bool:
+    """`kernel`, and few enough rows ([..., C] -> product of the leading sizes) for the row kernels."""
+    return x.numel() <= MOST_ROWS * x.shape[-1] and kernel(x)

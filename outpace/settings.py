@@ -1,0 +1,162 @@
+"""A TOML recipe plus overrides -> one frozen dataclass; a key nobody knows is an error."""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+UNIONS = (Union, types.UnionType)
+
+
+def load_settings(cls: type[T], path: Path | None, overrides: dict[str, Any]) -> T:
+    """`cls` from the recipe at `path` (None: its defaults alone), then `overrides` on top.
+
+    `cls` is a dataclass whose fields are bool, int, float, str, Path, Literal, tuples, lists, dicts with
+    string keys, unions of these, or further dataclasses (a table of the recipe). An int is taken where
+    a float is wanted; nothing else is converted, except str to Path and list to tuple.
+
+    Raises ValueError for a recipe that cannot be read, an unknown key (naming the nearest known one),
+    a value of the wrong type, a missing one, and whatever the dataclass itself refuses.
+    """
+    found: dict[str, Any] = {}
+    if path is not None:
+        try:
+            found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"recipe {path} cannot be read: {error.strerror or error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"recipe {path} is not TOML: {error}") from error
+    recipe = _values(cls, found, str(path), "")
+    override = _values(cls, overrides, "an override", "")
+    return _make(cls, _merge(recipe, override), f"{path}" if path else "the settings")
+
+
+def dump_settings(settings: Any) -> dict[str, Any]:
+    """A settings dataclass as plain JSON or TOML values; `load_settings` takes it back."""
+    dumped: dict[str, Any] = _plain(settings)
+    return dumped
+
+
+def _values(cls: type, found: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:
+    """Checked values by field name; a nested dataclass stays a dict until everything is merged."""
+    hints = get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls) if f.init]
+    checked = {}
+    for key, value in found.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            hint = f"; did you mean `{prefix}{near[0]}`?" if near else ""
+            raise ValueError(f"{source}: unknown key `{prefix}{key}`{hint}")
+        checked[key] = _value(hints[key], value, source, prefix + key)
+    return checked
+
+
+def _value(wanted: Any, value: Any, source: str, key: str) -> Any:
+    if dataclasses.is_dataclass(wanted) and isinstance(wanted, type) and isinstance(value, dict):
+        return _values(wanted, value, source, key + ".")
+    fitted, value = _fit(wanted, value)
+    if not fitted:
+        raise ValueError(f"{source}: `{key}` wants {_name(wanted)}, not {value!r}")
+    return value
+
+
+def _fit(wanted: Any, value: Any) -> tuple[bool, Any]:
+    """Whether `value` is of the wanted type, and what it then becomes."""
+    origin, arguments = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return True, value
+    if origin is Literal:
+        return any(value == a and type(value) is type(a) for a in arguments), value
+    if origin in UNIONS:
+        return _fit_union(arguments, value)
+    if origin in (tuple, list, frozenset):
+        return _fit_row(origin, arguments, value)
+    if origin is dict and isinstance(value, dict):
+        items = {k: _fit(arguments[1], v) for k, v in value.items()}
+        return all(ok for ok, _ in items.values()), {k: v for k, (_, v) in items.items()}
+    if wanted is float and type(value) is int:
+        return True, float(value)
+    if wanted is Path and isinstance(value, str):
+        return True, Path(value)
+    if wanted is int or wanted is float:
+        return type(value) is wanted, value  # a bool is an int to Python, and a mistake in a recipe
+    return isinstance(value, origin or wanted), value
+
+
+def _fit_union(members: tuple[Any, ...], value: Any) -> tuple[bool, Any]:
+    if value is None:
+        return type(None) in members, None
+    exact = [m for m in members if type(value) is m]  # int | float keeps an int an int
+    for member in (*exact, *(m for m in members if m is not type(None))):
+        fitted, converted = _fit(member, value)
+        if fitted:
+            return True, converted
+    return False, value
+
+
+def _fit_row(origin: type, arguments: tuple[Any, ...], value: Any) -> tuple[bool, Any]:
+    if not isinstance(value, list | tuple | frozenset):
+        return False, value
+    if origin is tuple and arguments[-1:] != (Ellipsis,):
+        if len(arguments) != len(value):
+            return False, value
+        parts = [_fit(a, v) for a, v in zip(arguments, value, strict=True)]
+    else:
+        parts = [_fit(arguments[0], v) for v in value]
+    if not all(ok for ok, _ in parts):
+        return False, value
+    return True, origin(v for _, v in parts)
+
+
+def _name(wanted: Any) -> str:
+    origin, arguments = get_origin(wanted), get_args(wanted)
+    if wanted is type(None):
+        return "nothing"
+    if wanted is Ellipsis:
+        return "..."
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    if origin in UNIONS:
+        return " or ".join(_name(a) for a in arguments)
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(_name(a) for a in arguments)}]"
+    return str(getattr(wanted, "__name__", wanted))
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _make(cls: type[T], values: dict[str, Any], source: str) -> T:
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        if dataclasses.is_dataclass(hints[key]) and isinstance(value, dict):
+            values = values | {key: _make(hints[key], value, source)}  # type: ignore[arg-type]
+    unset = dataclasses.MISSING
+    fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    missing = [f.name for f in fields if f.default is unset and f.default_factory is unset]
+    missing = [name for name in missing if name not in values]
+    if missing:
+        raise ValueError(f"{source}: `{missing[0]}` is not set and has no default")
+    return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    if isinstance(value, frozenset):
+        return sorted(_plain(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value

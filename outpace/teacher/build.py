@@ -1,0 +1,344 @@
+"""Build a teacher cache: prompts -> responses by the target itself -> hidden states -> shards."""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.corpus import Document, corpus_hash
+from outpace.decode import plain
+from outpace.decode.request import Request
+from outpace.drafts.dflash import default_layer_ids
+from outpace.models.decoder import Decoder
+from outpace.models.load import fingerprint
+from outpace.ops.sampling import Sampling, seeded
+from outpace.teacher.prompts import Prompts
+from outpace.teacher.store import (
+    DTYPES,
+    FORMAT_VERSION,
+    Meta,
+    Shard,
+    StoreError,
+    TeacherCache,
+    decode_aux,
+    encode_aux,
+    read_meta,
+    tokenizer_sha256,
+    write_meta,
+    write_shard,
+)
+
+CAPTURE_TOKENS = 8192  # of one capturing pass, padding included
+LENGTHS, PROMPT, RESPONSE = range(3)  # streams of random numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherRecipe:
+    """How to build a teacher cache. Fields of recipes/teacher-*.toml.
+
+    A cache holds samples x position_offsets: the same texts (generated at position 0), their hidden
+    states captured at every offset. Ranges include both ends; a response ends early at a stop token.
+    Raises ValueError for settings that no build can honour.
+    """
+
+    samples: int = 1000
+    prompt_tokens: tuple[int, int] = (64, 256)
+    response_tokens: tuple[int, int] = (256, 256)
+    greedy_share: float = 0.5  # of the texts at temperature 0; the rest at 1
+    position_offsets: tuple[int, ...] = (0,)
+    target_layer_ids: tuple[int, ...] = ()  # (): drafts.dflash.default_layer_ids
+    dtype: str = "bfloat16"  # or "fp8"
+    shard_samples: int = 64  # texts x offsets of one shard: what a kill can lose
+    batch: int = 16  # texts generated together
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "shard_samples", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        for name in ("prompt_tokens", "response_tokens"):
+            low, high = getattr(self, name)
+            if not 1 <= low <= high:
+                raise ValueError(f"{name} {low}, {high}: give the least (at least 1) and the most")
+        if not 0 <= self.greedy_share <= 1:
+            raise ValueError(f"greedy_share {self.greedy_share} is outside 0 .. 1")
+        offsets = self.position_offsets
+        if not offsets or min(offsets) < 0 or len(set(offsets)) < len(offsets):
+            raise ValueError(f"position_offsets {list(offsets)}: at least one, none negative, none twice")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r}: a teacher cache holds {' or '.join(DTYPES)}")
+
+    @property
+    def shard_texts(self) -> int:
+        return max(1, self.shard_samples // len(self.position_offsets))
+
+    @property
+    def shards(self) -> int:
+        return -(-self.samples // self.shard_texts)
+
+    @property
+    def stored_samples(self) -> int:
+        return self.samples * len(self.position_offsets)
+
+    def lengths(self) -> Tensor:
+        """[samples, 2] int64: prompt tokens and most response tokens of every text."""
+        rng = seeded(self.seed, LENGTHS)
+        ranges = (self.prompt_tokens, self.response_tokens)
+        drawn = [torch.randint(a, b + 1, (self.samples,), generator=rng) for a, b in ranges]
+        return torch.stack(drawn, dim=1)
+
+    def temperature(self, text: int) -> float:
+        """0 or 1, spread evenly over the texts, so that every shard holds the same mix."""
+        before, after = (int(n * self.greedy_share + 1e-9) for n in (text, text + 1))
+        return 0.0 if after > before else 1.0
+
+
+def predict_nbytes(recipe: TeacherRecipe, hidden_size: int, n_layers: int) -> int:
+    """The most a build can write, from the settings alone: the lengths are drawn from the seed, so the
+    bound is only loose by what stop tokens cut off."""
+    tokens = int(recipe.lengths().sum()) * len(recipe.position_offsets)
+    row = hidden_size + 4 if recipe.dtype == "fp8" else 2 * hidden_size
+    overhead = 4096 + recipe.shards * 2048 + recipe.stored_samples * 28
+    return tokens * (4 + n_layers * row) + overhead
+
+
+def build(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    documents: list[Document],
+    folder: Path | str,
+    recipe: TeacherRecipe,
+    *,
+    stop_after: int | None = None,
+) -> TeacherCache:
+    """Build, or go on with, the cache in `folder`; `stop_after` ends this call after that many shards.
+
+    A shard depends on nothing but the recipe, its number, target, tokenizer and documents, so a killed
+    build that is run again ends in the same bytes (on the same machine with the same number of
+    threads); finished shards are not made again. One shard is held in memory, about three times.
+    Raises ValueError where the recipe does not fit the target or the documents; StoreError where the
+    folder holds another build or something else, where the disk is too small, or fills up.
+    """
+    folder = Path(folder)
+    layer_ids = tuple(recipe.target_layer_ids) or default_layer_ids(target.config.num_layers)
+    _check_fit(target, tokenizer, layer_ids, recipe)
+    prompts = Prompts(documents, tokenizer)
+    wanted = Meta(
+        format_version=FORMAT_VERSION,
+        target_fingerprint=fingerprint(target),
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        corpus_sha256=corpus_hash(prompts.documents),
+        template="none: raw text",
+        target_layer_ids=layer_ids,
+        hidden_size=target.config.hidden_size,
+        dtype=recipe.dtype,
+        planned_samples=recipe.stored_samples,
+        recipe=asdict(recipe),
+        shards=(),
+    )
+    shards = _begin(folder, wanted)
+    todo = [k for k in range(recipe.shards) if not _finished(folder, shards, k)]
+    _check_disk(folder, recipe, wanted, [s for k, s in enumerate(shards) if k not in todo])
+    columns = (
+        TextColumn("teacher"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[said]}"),
+    )
+    with Progress(*columns, refresh_per_second=2) as bar:
+        started = (recipe.shards - len(todo)) * recipe.shard_texts
+        task = bar.add_task("", total=recipe.samples, completed=min(started, recipe.samples), said="")
+        for k in todo[:stop_after]:
+            made = _make_shard(target, prompts, layer_ids, recipe, k)
+            shards[k : k + 1] = [write_shard(folder, k, made.tensors, made.relative_error)]
+            write_meta(folder, replace(wanted, shards=tuple(shards)))
+            bar.update(task, advance=made.texts, said=made.speeds)
+    return TeacherCache.open(folder, unfinished=True)
+
+
+def _check_fit(
+    target: Decoder, tokenizer: Tokenizer, layer_ids: tuple[int, ...], recipe: TeacherRecipe
+) -> None:
+    config = target.config
+    distinct = list(layer_ids) == sorted(set(layer_ids))
+    if not distinct or layer_ids[0] < 0 or layer_ids[-1] >= config.num_layers:
+        raise ValueError(
+            f"target_layer_ids {list(layer_ids)}: name ascending layers of 0..{config.num_layers - 1}, "
+            "each once"
+        )
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} ids, the target {config.vocab_size}: it is "
+            "another model's"
+        )
+    longest = recipe.prompt_tokens[1] + recipe.response_tokens[1]
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"prompt_tokens and response_tokens reach {longest}; this model's positions end at "
+            f"{config.max_position_embeddings}: lower them"
+        )
+
+
+def _begin(folder: Path, wanted: Meta) -> list[Shard]:
+    """The shards already there. Writes a meta.json without shards where the folder is new."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in (*folder.glob("shard-*.tmp"), *folder.glob("meta.json.tmp")):
+        left_over.unlink()
+    if not (folder / "meta.json").exists():
+        if any(folder.iterdir()):
+            raise StoreError(f"{folder} holds other files and no meta.json: name an empty or a new folder")
+        write_meta(folder, wanted)
+        return []
+    found = read_meta(folder)
+    for name in (f.name for f in fields(Meta) if f.name not in ("shards", "recipe")):
+        old, new = getattr(found, name), getattr(wanted, name)
+        if old != new:
+            raise StoreError(
+                f"{folder} was begun with {name} {old}, this build has {new}: give what it was begun "
+                "with, or another folder"
+            )
+    # the recipe of a JSON file has lists where ours has tuples
+    new_recipe = {k: list(v) if isinstance(v, tuple) else v for k, v in wanted.recipe.items()}
+    keys = sorted(k for k in found.recipe | new_recipe if found.recipe.get(k) != new_recipe.get(k))
+    if keys:
+        differing = ", ".join(f"{k} {found.recipe.get(k)} (now {new_recipe.get(k)})" for k in keys)
+        raise StoreError(
+            f"{folder} was begun with {differing}: give the settings it was begun with, or another folder"
+        )
+    return list(found.shards)
+
+
+def _finished(folder: Path, shards: list[Shard], k: int) -> bool:
+    """Recorded, there, and of the right size; whether its bytes are right is `verify`'s question."""
+    if k >= len(shards):
+        return False
+    path = folder / shards[k].file
+    return path.is_file() and path.stat().st_size == shards[k].nbytes
+
+
+def _check_disk(folder: Path, recipe: TeacherRecipe, meta: Meta, finished: list[Shard]) -> None:
+    most = predict_nbytes(recipe, meta.hidden_size, len(meta.target_layer_ids))
+    needed = most - sum(s.nbytes for s in finished)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        mend = "" if recipe.dtype == "fp8" else ', or take dtype "fp8" (half the size)'
+        raise StoreError(
+            f"the cache needs up to {needed:,} bytes more and {folder} has {free:,} free: make room, "
+            f"lower samples, response_tokens or position_offsets{mend}"
+        )
+
+
+@dataclass(frozen=True)
+class _Made:
+    tensors: dict[str, Tensor]
+    relative_error: float
+    texts: int
+    speeds: str
+
+
+def _make_shard(
+    target: Decoder, prompts: Prompts, layer_ids: tuple[int, ...], recipe: TeacherRecipe, k: int
+) -> _Made:
+    """From nothing but the recipe and the shard's number. What shares a forward is decided by the texts'
+    indices alone: rounding differs with the number of rows, and a resumed build may not."""
+    first = k * recipe.shard_texts
+    ids = range(first, min(first + recipe.shard_texts, recipe.samples))
+    lengths = dict(zip(ids, recipe.lengths()[first : ids.stop].tolist(), strict=True))
+    prompt = {i: prompts.draw(n, seeded(recipe.seed, PROMPT, i)) for i, (n, _) in lengths.items()}
+    began = time.perf_counter()
+    response = _respond(target, prompt, {i: n for i, (_, n) in lengths.items()}, recipe)
+    generated = time.perf_counter()
+    text = {i: prompt[i] + response[i] for i in ids}
+    samples = [(i, offset) for i in ids for offset in recipe.position_offsets]
+    begins = torch.tensor([0, *(len(text[i]) for i, _ in samples)]).cumsum(0)
+    first_row = dict(zip(samples, begins.tolist(), strict=False))
+    aux, relative_error = _capture(target, text, first_row, layer_ids, recipe.dtype)
+    captured = time.perf_counter()
+    tensors = {
+        "tokens": torch.tensor([t for i, _ in samples for t in text[i]], dtype=torch.int32),
+        "begins": begins,
+        "prompt_lengths": torch.tensor([len(prompt[i]) for i, _ in samples]),
+        "offsets": torch.tensor([offset for _, offset in samples]),
+        "temperatures": torch.tensor([recipe.temperature(i) for i, _ in samples]),
+    }
+    wrote = sum(map(len, response.values())) / (generated - began)
+    read = len(tensors["tokens"]) / (captured - generated)
+    speeds = f"{wrote:,.0f} tokens/s generated, {read:,.0f} captured"
+    return _Made(tensors | aux, relative_error, len(ids), speeds)
+
+
+def _respond(
+    target: Decoder, prompt: dict[int, list[int]], longest: dict[int, int], recipe: TeacherRecipe
+) -> dict[int, list[int]]:
+    """Batches of one temperature and of near lengths; each row is cut to its own."""
+    stop = frozenset(target.config.eos_token_ids)
+    found: dict[int, list[int]] = {}
+    for temperature in (0.0, 1.0):
+        same = [i for i in prompt if recipe.temperature(i) == temperature]
+        same.sort(key=lambda i: longest[i])
+        for n in range(0, len(same), recipe.batch):
+            rows = same[n : n + recipe.batch]
+            request = Request(
+                max_new_tokens=longest[rows[-1]], sampling=Sampling(temperature=temperature), stop=stop
+            )
+            rng = seeded(recipe.seed, RESPONSE, rows[0])
+            made = plain.generate(target, [prompt[i] for i in rows], request, rng=rng)
+            found |= {i: tokens[: longest[i]] for i, tokens in zip(rows, made.tokens, strict=True)}
+    return found
+
+
+@torch.inference_mode()
+def _capture(
+    target: Decoder,
+    text: dict[int, list[int]],
+    first_row: dict[tuple[int, int], int],
+    layer_ids: tuple[int, ...],
+    dtype: str,
+) -> tuple[dict[str, Tensor], float]:
+    """first_row: (text, offset) -> where its rows begin. -> aux [R,n,C] and for fp8 aux_scale [R,n]; the
+    relative error of storing them so."""
+    shape = (sum(len(text[i]) for i, _ in first_row), len(layer_ids), target.config.hidden_size)
+    stored = {"aux": torch.empty(shape, dtype=DTYPES[dtype])}
+    if dtype == "fp8":
+        stored["aux_scale"] = torch.empty(shape[:2])
+    offsets = sorted({offset for _, offset in first_row})
+    missed = total = 0.0
+    for group in _passes(text):
+        width = len(text[group[-1]])
+        # padding on the right: a causal model's earlier rows do not see it
+        padded = [text[i] + [0] * (width - len(text[i])) for i in group]
+        tokens = torch.tensor(padded, device=target.device)
+        for offset in offsets:
+            aux = target(tokens, aux=layer_ids, offset=offset).aux
+            for b, i in enumerate(group):
+                real = aux[:, b, : len(text[i])].transpose(0, 1).float().cpu()  # [T,n,C]
+                values, scale = encode_aux(real, dtype)
+                rows = slice(first_row[i, offset], first_row[i, offset] + len(real))
+                stored["aux"][rows] = values
+                if scale is not None:
+                    stored["aux_scale"][rows] = scale
+                missed += float((decode_aux(values, scale) - real).square().sum())
+                total += float(real.square().sum())
+    if not total < math.inf:
+        raise ValueError("the target's hidden states are not finite: its weights are damaged")
+    return stored, round(math.sqrt(missed / total), 7) if total else 0.0
+
+
+def _passes(text: dict[int, list[int]]) -> Iterator[list[int]]:
+    """Texts of near length, shortest first, as many as CAPTURE_TOKENS hold."""
+    group: list[int] = []
+    for i in sorted(text, key=lambda i: len(text[i])):
+        if group and len(text[i]) * (len(group) + 1) > CAPTURE_TOKENS:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group

@@ -1,0 +1,134 @@
+"""Anchors of a training step: drawn at random, sorted, and packed with their rows into one forward."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outpace.ops.flash import NEVER, Part
+
+PART_QUERIES = 256  # queries that share a part: fewer, and the products get small; more, and the edge wide
+
+
+class Sample(Protocol):
+    """One row of a teacher cache: a prompt, the target's response, and what the target thought."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [T] int64
+
+    @property
+    def prompt_length(self) -> int: ...
+
+    @property
+    def aux(self) -> Tensor: ...  # [n, T, C]
+
+    @property
+    def offset(self) -> int: ...  # position of token 0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A blocks of all rows of a step, and their context; letters as in ops/attention.py, n = B - 1."""
+
+    anchors: Tensor  # [A] int64, token ids
+    positions: Tensor  # [A, B] int64
+    labels: Tensor  # [A, n] int64: the token at each MASK, 0 past the row's end
+    valid: Tensor  # [A, n] bool: False past the row's end
+    aux: Tensor  # [features, S, C]
+    context_positions: Tensor  # [S] int64
+    spans: tuple["Span", ...]  # one a row
+    row_tokens: int  # of all rows, prompts included
+
+    def parts(self, window: int = 0) -> tuple[Part, ...]:
+        """What the blocks see of the context in a layer with this window; 0 is no window."""
+        return tuple(part for span in self.spans for part in span.parts(self.positions.shape[1], window))
+
+
+@dataclass(frozen=True)
+class Span:
+    """One row's place in the pack: its first block, the start of its context, its anchors [A] ascending."""
+
+    block: int
+    context: int
+    anchors: Tensor
+
+    def parts(self, B: int, window: int) -> list[Part]:
+        """Block b sees context < anchor_b. Sorted anchors make runs of blocks that share everything
+        before their smallest anchor; between it and their largest lies the one ragged edge."""
+        found = []
+        step = max(1, PART_QUERIES // B)
+        for i in range(0, len(self.anchors), step):
+            run = self.anchors[i : i + step]
+            low, high = int(run[0]), int(run[-1])
+            first = (self.block + i) * B
+            last = first + len(run) * B
+            if not window:
+                cuts = [(0, low, None), (low, high, _edge(run, B, low, high, 0))]
+            else:
+                start = max(0, low + 1 - window)
+                cuts = [(start, high, _edge(run, B, start, high, window))]
+            for begin, end, mask in cuts:
+                if end > begin:
+                    found.append(Part(first, last, self.context + begin, self.context + end, mask))
+        return found
+
+
+def _edge(run: Tensor, B: int, begin: int, end: int, window: int) -> Tensor:
+    """[len(run) * B, end - begin] float32: 0 where key < anchor, and key > position - window."""
+    keys = torch.arange(begin, end, device=run.device)
+    seen = (keys < run[:, None, None]).expand(-1, B, -1)
+    if window:
+        position = run[:, None] + torch.arange(B, device=run.device)
+        seen = seen & (keys > position[..., None] - window)
+    return torch.where(seen, 0.0, NEVER).flatten(0, 1)
+
+
+def draw_anchors(prompt_length: int, length: int, count: int, rng: torch.Generator) -> Tensor:
+    """Up to `count` positions, ascending, without repetition, [A] int64: an anchor and its successor are
+    both of the response, prompt_length <= anchor <= length - 2. Empty where the row has none."""
+    room = max(0, length - 1 - prompt_length)
+    return (prompt_length + torch.randperm(room, generator=rng)[:count]).sort().values
+
+
+def pack(rows: list[Sample], block_size: int, count: int, cut: int | None, rng: torch.Generator) -> Packed:
+    """Draw `count` anchors a row, from its first `cut` tokens, and pack what one step needs.
+
+    The context of a row ends before its last anchor: nothing sees more. Raises ValueError where no row
+    has two tokens of response.
+    """
+    B = block_size
+    step = torch.arange(B)
+    anchors, positions, labels, valid, aux, context, spans = ([] for _ in range(7))  # type: ignore[var-annotated]
+    blocks, length = 0, 0
+    for row in rows:
+        tokens = row.tokens[:cut]
+        drawn = draw_anchors(row.prompt_length, len(tokens), count, rng)
+        if not len(drawn):
+            continue
+        at = drawn[:, None] + step[1:]
+        inside = at < len(tokens)
+        end = int(drawn[-1])
+        spans.append(Span(blocks, length, drawn))
+        anchors.append(tokens[drawn])
+        positions.append(drawn[:, None] + step + row.offset)
+        labels.append(tokens[at.clamp(max=len(tokens) - 1)].masked_fill(~inside, 0))
+        valid.append(inside)
+        aux.append(row.aux[:, :end])
+        context.append(torch.arange(end) + row.offset)
+        blocks, length = blocks + len(drawn), length + end
+    if not spans:
+        raise ValueError(
+            f"none of {len(rows)} cached rows has an anchor: that takes a response of at least two tokens"
+            + (f" within row_tokens {cut}" if cut else "")
+        )
+    return Packed(
+        torch.cat(anchors),
+        torch.cat(positions),
+        torch.cat(labels),
+        torch.cat(valid),
+        torch.cat(aux, dim=1),
+        torch.cat(context),
+        tuple(spans),
+        sum(len(row.tokens[:cut]) for row in rows),
+    )

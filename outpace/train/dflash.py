@@ -1,0 +1,244 @@
+"""Train a DFlash draft from a teacher cache (arXiv 2602.06036, section 4.3; D-PACE, arXiv 2605.18810)."""
+
+import subprocess
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from outpace.decode import speculative
+from outpace.decode.request import Request
+from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.load import save_dflash
+from outpace.models.decoder import Decoder
+from outpace.models.load import fingerprint
+from outpace.ops.flash import Part, block_attend
+from outpace.ops.rope import RopeConfig
+from outpace.ops.sampling import seeded
+from outpace.train.anchors import Packed, Sample, pack
+from outpace.train.losses import chunked_nll_and_hits, decay_weights, default_gamma, dpace_weights
+from outpace.train.trainer import fit, warmup_cosine
+from outpace.weights.save import write_json
+
+WEIGHTS = ("dpace", "decay")
+
+
+class Meta(Protocol):
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+
+class Teacher(Protocol):
+    """What training reads of a teacher cache."""
+
+    @property
+    def meta(self) -> Meta: ...
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashRecipe:
+    """A DFlash draft of any size and how to train it. Fields of recipes/dflash-*.toml."""
+
+    num_layers: int = 2
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 512
+    block_size: int = 8
+    target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; () is all of them
+    anchors: int = 128  # of a row
+    rows: int = 4  # of a step
+    row_tokens: int | None = None  # rows are cut to this many tokens
+    steps: int = 2000
+    lr: float = 6e-4
+    warmup_share: float = 0.04
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    weights: str = "dpace"  # or "decay"
+    alpha: float = 0.5  # D-PACE's smoothing
+    gamma: float | None = None  # of the decay; None: the paper's for this block size
+    bfloat16: bool = True
+    recompute: bool = False  # layers are run again in the backward: less memory, a third more work
+    seed: int = 1
+    save_every: int = 100
+    eval_every: int = 500
+    eval_prompts: int = 8
+    eval_new_tokens: int = 128
+    mask_token: str | None = "<|MASK|>"  # None: a learned mask_embedding
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights {self.weights!r}: known are {', '.join(WEIGHTS)}")
+        for name in ("anchors", "rows", "steps", "save_every", "eval_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha {self.alpha} is outside 0..1")
+
+    def config(self, target: Decoder, tokenizer: Tokenizer, held: tuple[int, ...]) -> DFlashConfig:
+        """`held`: the layers whose states the cache holds. Raises ValueError where the mask token is not
+        in the vocabulary."""
+        theirs = target.config
+        mask = None if self.mask_token is None else tokenizer.token_to_id(self.mask_token)
+        if mask is None and self.mask_token is not None:
+            raise ValueError(
+                f"the tokenizer knows no mask_token {self.mask_token!r}: name a token that text never "
+                "uses, or none for a learned embedding"
+            )
+        return DFlashConfig(
+            hidden_size=theirs.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=theirs.vocab_size,
+            rope=RopeConfig(theta=theirs.rope.theta),
+            rms_norm_eps=theirs.rms_norm_eps,
+            block_size=self.block_size,
+            target_layer_ids=self.target_layer_ids or tuple(held),
+            num_target_layers=theirs.num_layers,
+            mask_token_id=mask,
+            max_position_embeddings=theirs.max_position_embeddings,
+        )
+
+
+def init_dflash(config: DFlashConfig, seed: int) -> DFlash:
+    """Normal with std 1/sqrt(fan-in); what writes into the residual stream starts at zero."""
+    draft, rng = DFlash(config), seeded(seed)
+    with torch.no_grad():
+        for name, p in draft.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "bias")):
+                p.zero_()
+            elif not name.endswith("norm.weight"):
+                p.copy_(torch.randn(p.shape, generator=rng) * p.shape[-1] ** -0.5)
+    return draft
+
+
+def block_states(
+    draft: DFlash, target: Decoder, packed: Packed, dtype: torch.dtype, recompute: bool = False
+) -> Tensor:
+    """All blocks in one forward: -> hidden [A, B, C]; the state at slot i >= 1 predicts that very position.
+
+    Keys and values of the context are formed once a layer and shared by every block.
+    """
+    config, (A, B) = draft.config, packed.positions.shape
+    scale = config.head_dim**-0.5
+    parts: dict[int, tuple[Part, ...]] = {
+        w: packed.parts(w) for w in {config.window(i) for i in range(config.num_layers)}
+    }
+    features = draft.context(packed.aux.to(dtype)[:, None])
+    context_rope = draft.rope(packed.context_positions[None])
+    x = draft.embed_block(packed.anchors, target).to(dtype).view(1, A * B, -1)
+    cos, sin = draft.rope(packed.positions.view(1, -1))
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = draft.layers[i].context_kv(features, *context_rope)  # type: ignore[operator]
+        k, v, context_k, context_v = (t[0].transpose(0, 1) for t in (k, v, *shared))
+        found = parts[config.window(i)]
+        return block_attend(q[0], k, v, context_k, context_v, found, B, scale)[None]
+
+    if not recompute:
+        return draft.denoise(x, cos, sin, attend).view(A, B, -1)
+    for i, layer in enumerate(draft.layers):
+        x = checkpoint(layer, x, cos, sin, i, attend, use_reentrant=False)
+    return draft.norm(x).view(A, B, -1)
+
+
+def block_loss(
+    hidden: Tensor, head: Tensor, packed: Packed, recipe: DFlashRecipe
+) -> tuple[Tensor, Tensor]:
+    """hidden [A,B,C], head [V,C] -> loss, a weighted mean over the valid MASKs, and hits [A, B-1]: where
+    the draft's first choice is the label."""
+    labels, valid = packed.labels, packed.valid
+    states = hidden[:, 1:].flatten(0, 1)
+    nll, hits = (x.view(labels.shape) for x in chunked_nll_and_hits(states, head, labels.flatten()))
+    if recipe.weights == "dpace":
+        weights = dpace_weights(nll, valid, recipe.alpha)
+    else:
+        weights = decay_weights(valid, recipe.gamma or default_gamma(recipe.block_size))
+    return (weights * nll).sum() / weights.sum(), hits & valid
+
+
+def accept_len(draft: DFlash, target: Decoder, prompts: list[list[int]], new_tokens: int) -> float:
+    """tau of real decoding at temperature 0: tokens per forward of the target, bonus included."""
+    stop = frozenset(target.config.eos_token_ids)
+    request = Request(max_new_tokens=new_tokens, stop=stop)
+    return speculative.generate(target, draft.bind(target), prompts, request).trace.tau
+
+
+def train_dflash(
+    recipe: DFlashRecipe,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    cache: Teacher,
+    held_out: list[list[int]],
+    folder: Path,
+    *,
+    init: DFlash | None = None,
+    stop_after: int | None = None,
+) -> DFlash:
+    """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
+
+    `held_out`: prompts that the cache does not hold, for real acceptance every `eval_every` steps.
+    `init`: a draft to start from; its own config then stands, not the recipe's sizes. When the last step
+    is done, folder holds the draft in z-lab's format and provenance.json. Raises ValueError where cache,
+    target and recipe do not fit.
+    """
+    held = tuple(cache.meta.target_layer_ids)
+    config = recipe.config(target, tokenizer, held) if init is None else init.config
+    draft = init_dflash(config, recipe.seed) if init is None else init.float().requires_grad_(True)
+    picked = _picked(config, held, cache.meta.hidden_size)
+    draft.bind(target)
+    if config.block_size != recipe.block_size:
+        recipe = replace(recipe, block_size=config.block_size)
+    target.requires_grad_(False)
+    dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
+    head = target.head.to(dtype)
+    adam = torch.optim.AdamW(
+        draft.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
+    )
+    warmup = max(1, round(recipe.steps * recipe.warmup_share))
+
+    def update(step: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        rows = [_Picked(cache.sample(i), picked) for i in rows_of_step(step, recipe, len(cache))]
+        rng = seeded(recipe.seed, 1, step)
+        packed = pack(rows, config.block_size, recipe.anchors, recipe.row_tokens, rng)
+        for group in adam.param_groups:
+            group["lr"] = recipe.lr * warmup_cosine(step, recipe.steps, warmup)
+        hidden = block_states(draft, target, packed, dtype, recipe.recompute)
+        loss, hits = block_loss(hidden, head, packed, recipe)
+        loss.backward()
+        nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        metrics = {"loss": loss.item(), **accuracy(hits, packed.valid), "lr": adam.param_groups[0]["lr"]}
+        metrics["tokens_per_s"] = round(packed.row_tokens / (time.perf_counter() - began), 1)
+        if held_out and ((step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps):
+            prompts = held_out[: recipe.eval_prompts]
+            metrics["tau"] = accept_len(draft, target, prompts, recipe.eval_new_tokens)
+        return metrics
+
+    fit(
+        folder,
+        recipe.steps,
+        update,
+        {"draft": draft, "adam": adam},
+        save_every=recipe.save_every,
+        title="dflash",
+        stop_after=stop_after,
+    )
+    return draft

@@ -1,0 +1,36 @@
+"""What every test shares: quiet threads, a fixed seed, and the tiny HF twins, saved once a session."""
+
+import os
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "outpace", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("outpace")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory):
+    """family -> (folder, transformers model): what `transformers` saved, made when first asked for."""
+    import tiny
+
+    made = {}
+
+    def twin(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = (folder, tiny.save_twin(family, folder))
+        return made[family]
+
+    return twin
