@@ -53,10 +53,10 @@ def generate(
     [bold]Examples[/bold]: outpace generate "def fibonacci(n):" --stats
     outpace generate --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
     """
-    from outpace import stream  # noqa
     from outpace.decode.request import Request
     from outpace.load import open_draft, open_target
     from outpace.ops.sampling import Sampling
+    from outpace.stream import run
 
     text = _prompt_text(prompt, prompt_file)
     loaded, tokenizer = open_target(target)
@@ -67,9 +67,8 @@ def generate(
         prefill_chunk=prefill_chunk,
     )
     write = (lambda piece: None) if as_json else _write
-    result = stream.run(
-        loaded, open_draft(draft, loaded, tokenizer), tokenizer, text, request, seed, write
-    )
+    bound = open_draft(draft, loaded, tokenizer)
+    result = run(loaded, bound, tokenizer, text, request, seed, write)
     if as_json:
         print(json.dumps(result.as_json()))
     else:
@@ -91,15 +90,13 @@ def inspect(
     """
     from outpace.load import target_folder
     from outpace.models.inspect import inspect_target
-    from outpace.models.load import explain
+    from outpace.show import show_inspection
 
     found = inspect_target(target_folder(path))
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        _print_inspection(found)
-        if not found.comparison.clean:
-            console.print(explain(found.comparison), style="red", highlight=False)
+        show_inspection(found, console)
     if not found.comparison.clean:
         raise typer.Exit(1)
 
@@ -205,7 +202,7 @@ def teacher_info(path: Path, as_json: AsJson = False) -> None:
     """Say what a teacher cache holds and which target it belongs to."""
     from outpace.teacher.store import TeacherCache
 
-    said = TeacherCache.open(path).describe()
+    said = TeacherCache.open(path, unfinished=True).describe()
     if as_json:
         print(json.dumps(said, indent=2))
     else:
@@ -221,7 +218,7 @@ def teacher_verify(path: Path, target: Annotated[Optional[str], typer.Option()] 
     from outpace.teacher.store import TeacherCache
 
     wanted = None if target is None else fingerprint(open_target(target)[0])
-    checked = TeacherCache.open(path, target_fingerprint=wanted).verify()
+    checked = TeacherCache.open(path, target_fingerprint=wanted, unfinished=True).verify()
     console.print(f"{path}: {checked:,} bytes agree with their checksums")
 
 
@@ -239,23 +236,21 @@ def verify(
 
     [bold]Example[/bold]: outpace verify --target default --draft default --cache work/cache
     """
-    from outpace.bench.gates import run_gates
+    from outpace.bench.gates import failed, run_gates
     from outpace.bench.prompts import held_out_prompts
     from outpace.corpus import read_corpus, split
-    from outpace.load import open_draft, open_target
+    from outpace.load import open_dflash, open_target
+    from outpace.show import gates_as_json, show_gate
     from outpace.teacher.store import TeacherCache
 
     loaded, tokenizer = open_target(target)
-    bound = open_draft(draft, loaded, tokenizer)
     texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 256)
     teacher = None if cache is None else TeacherCache.open(cache)
-    gates = run_gates(loaded, bound, teacher, texts)
+    on_gate = None if as_json else (lambda gate: show_gate(gate, console))
+    gates = run_gates(loaded, open_dflash(draft, tokenizer), teacher, texts, on_gate=on_gate)
     if as_json:
-        print(json.dumps([g.as_json() for g in gates], indent=2))
-    else:
-        for gate in gates:
-            console.print(gate.line(), highlight=False)
-    if any(gate.failed for gate in gates):
+        print(json.dumps(gates_as_json(gates), indent=2))
+    if failed(gates):
         raise typer.Exit(1)
 
 
@@ -272,45 +267,47 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
     """
-    from outpace.bench.report import markdown, write_report
+    from outpace.bench.report import print_report, write_report
     from outpace.bench.speed import BenchSettings, run_bench
     from outpace.corpus import read_corpus, split
-    from outpace.load import open_draft, open_target
+    from outpace.load import open_dflash, open_target
     from outpace.settings import load_settings
 
     settings = load_settings(BenchSettings, recipe, _overrides(set_))
     loaded, tokenizer = open_target(target)
-    bound = open_draft(draft, loaded, tokenizer)
-    report = run_bench(loaded, bound, tokenizer, split(read_corpus())[1], settings, console)
+    held_out = split(read_corpus())[1]
+    shown = Console(stderr=True) if as_json else console
+    report = run_bench(loaded, open_dflash(draft, tokenizer), tokenizer, held_out, settings, shown)
     write_report(report, out)
     if as_json:
         print(json.dumps(report))
     else:
-        print(markdown(report))
+        print_report(report, console)
+        console.print(f"written: {out}/report.json, report.md and the plots")
 
 
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
     """The gates and the measured table on the embedded default: what `make demo` runs."""
-    from outpace.bench.gates import run_gates
+    from outpace.bench.gates import failed, run_gates
     from outpace.bench.prompts import held_out_prompts
-    from outpace.bench.report import markdown, write_report
+    from outpace.bench.report import print_report, write_report
     from outpace.bench.speed import demo_settings, run_bench
     from outpace.corpus import read_corpus, split
-    from outpace.load import open_draft, open_target
+    from outpace.load import open_dflash, open_target
+    from outpace.show import gates_as_json, show_gate
 
     loaded, tokenizer = open_target("default")
-    bound = open_draft("default", loaded, tokenizer)
+    dflash = open_dflash("default", tokenizer)
     held_out = split(read_corpus())[1]
-    gates = run_gates(loaded, bound, None, held_out_prompts(tokenizer, held_out, 4, 256))
-    for gate in gates:
-        console.print(gate.line(), highlight=False)
-    report = run_bench(loaded, bound, tokenizer, held_out, demo_settings(), console)
-    report["gates"] = [gate.as_json() for gate in gates]
+    texts = held_out_prompts(tokenizer, held_out, 2, 256)
+    gates = run_gates(loaded, dflash, None, texts, on_gate=lambda gate: show_gate(gate, console))
+    report = run_bench(loaded, dflash, tokenizer, held_out, demo_settings(), console)
+    report["gates"] = gates_as_json(gates)
     write_report(report, out)
-    print(markdown(report))
+    print_report(report, console)
     console.print(f"written: {out}/report.json, report.md and the plots")
-    if any(gate.failed for gate in gates):
+    if failed(gates):
         raise typer.Exit(1)
 
 
@@ -352,36 +349,6 @@ def _overrides(pairs: list[str] | None) -> dict[str, Any]:
                 values.append(part)
         found[key] = values if "," in text else values[0]
     return found
-
-
-def _print_inspection(found: Any) -> None:
-    from rich.table import Table
-
-    c = found.config
-    console.print(f"[bold]{c.architecture}[/bold]  {found.folder}", highlight=False)
-    windows = sum(bool(c.window(i)) for i in range(c.num_layers))
-    experts = f"{c.num_experts} experts, {c.experts_per_token} per token; " if c.num_experts else ""
-    console.print(
-        f"{c.num_layers} layers ({windows} with a window of {c.sliding_window}), width {c.hidden_size}, "
-        f"{c.num_heads} heads on {c.num_kv_heads} kv heads of {c.head_dim}; {experts}"
-        f"vocabulary {c.vocab_size:,}; positions to {c.max_position_embeddings:,} ({c.rope.kind} rope)",
-        highlight=False,
-    )
-    table = Table("part", "parameters", "bytes", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for part, (parameters, nbytes) in found.parts.items():
-        table.add_row(part, f"{parameters:,}", f"{nbytes:,}")
-    table.add_row("total", f"{found.parameters:,}", f"{found.nbytes:,}", style="bold")
-    console.print(table)
-    stored = ", ".join(f"{k} {v:,} bytes" for k, v in found.dtypes.items())
-    console.print(
-        f"active per token: {found.active_parameters:,} parameters; stored as {stored}; "
-        f"KV cache grows by {found.kv_bytes_per_token:,} bytes a token (float32)",
-        highlight=False,
-    )
-    clean = "nothing missing, nothing left over" if found.comparison.clean else "DOES NOT FIT ITS CONFIG"
-    console.print(clean, style="green" if found.comparison.clean else "bold red")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outpace.chat.tokenizer import read_tokenizer
-from outpace.drafts.dflash import BoundDFlash
+from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.load import load_dflash
 from outpace.drafts.ngram import NGram
 from outpace.models.decoder import Decoder
@@ -30,12 +30,18 @@ def open_target(path: str) -> tuple[Decoder, Tokenizer]:
 
 
 def open_draft(path: str, target: Decoder, tokenizer: Tokenizer) -> BoundDFlash | NGram | None:
-    """"none", "ngram", "default" (the embedded DFlash) or a folder in z-lab's DFlash format."""
-    if path == "none":
-        return None
+    """ "none", "ngram", "default" (the embedded DFlash) or a folder in z-lab's DFlash format."""
     if path == "ngram":
         return NGram()
+    draft = open_dflash(path, tokenizer)
+    return None if draft is None else draft.bind(target)
+
+
+def open_dflash(path: str, tokenizer: Tokenizer) -> DFlash | None:
+    """The draft by itself; None for the names that stand for no weights."""
+    if path in ("none", "ngram"):
+        return None
     folder = EMBEDDED / "dflash" if path == DEFAULT else Path(path)
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder: name a draft's, {DEFAULT!r}, 'ngram' or 'none'")
-    return load_dflash(folder, tokenizer).bind(target)
+    return load_dflash(folder, tokenizer)

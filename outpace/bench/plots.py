@@ -23,12 +23,12 @@ def write_plots(report: dict[str, Any], folder: Path) -> None:
     _save(_acceptance(report["results"]), folder / "acceptance.png")
 
 
-def _figure(panels: int, height: float, title: str) -> tuple[Any, list[Any]]:
+def _figure(rows: int, columns: int, height: float, title: str) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, height), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=12)
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -47,6 +47,10 @@ def _order(found: set[str]) -> list[str]:
     return [m for m in COLOURS if m in found]
 
 
+def _rank(result: dict[str, Any]) -> int:
+    return list(COLOURS).index(result["method"])
+
+
 def regime_name(result: dict[str, Any]) -> str:
     return f"prompt {result['prompt_tokens']}, decode {result['new_tokens']}"
 
@@ -61,28 +65,25 @@ def _regimes(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def _speed(results: list[dict[str, Any]]) -> Any:
     """One panel per regime, one group of bars per batch size, the speedup over `plain` above each bar."""
     regimes = _regimes(results)
-    figure, panels = _figure(len(regimes), 4.2, "Tokens per second (above each bar: speedup over plain)")
-    batches_of = {name: sorted({r["batch"] for r in of}) for name, of in regimes.items()}
-    if len(regimes) > 1:  # a panel is as wide as what it shows
-        grid = panels[0].get_gridspec()
-        grid.set_width_ratios([len(batches_of[name]) + 0.6 for name in regimes])
-    for axes, (name, of) in zip(panels, regimes.items(), strict=True):
-        methods, batches = _order({r["method"] for r in of}), batches_of[name]
-        width = 0.86 / len(methods)
-        for i, method in enumerate(methods):
-            mine = [r for r in of if r["method"] == method]
-            left = [batches.index(r["batch"]) + (i - (len(methods) - 1) / 2) * width for r in mine]
-            bars = axes.bar(left, [r["tokens_per_s"] for r in mine], width * 0.94, color=COLOURS[method])
-            labels = [
-                "" if method == "plain" else f"{r['speedup']:.{1 if r['speedup'] >= 1 else 2}f}x"
-                for r in mine
-            ]
-            axes.bar_label(bars, labels, fontsize=6.5, padding=1.5)
+    figure, panels = _figure(
+        len(regimes), 1, 1.4 + 2.7 * len(regimes), "Tokens per second, and speedup over plain"
+    )
+    widest = len({r["method"] for r in results})
+    for axes, of in zip(panels, regimes.values(), strict=True):
+        batches = sorted({r["batch"] for r in of})
+        for place, batch in enumerate(batches):
+            here = sorted((r for r in of if r["batch"] == batch), key=_rank)
+            for i, r in enumerate(here):
+                left = place + (i - (len(here) - 1) / 2) * 0.88 / widest
+                bar = axes.bar(left, r["tokens_per_s"], 0.8 / widest, color=COLOURS[r["method"]])
+                said = "" if r["method"] == "plain" else f"{r['speedup']:.2f}x"
+                axes.bar_label(bar, [said], fontsize=8, padding=1.5)
         axes.set_xticks(range(len(batches)), [f"batch {b}" for b in batches])
+        axes.set_xlim(-0.6, len(batches) - 0.4)
         axes.set_title(regime_name(of[0]), fontsize=10)
-        axes.margins(y=0.1)
+        axes.set_ylabel("tokens/s")
+        axes.margins(y=0.12)
         _bare(axes)
-    panels[0].set_ylabel("tokens/s")
     _legend(figure, _order({r["method"] for r in results}))
     return figure
 
@@ -97,10 +98,10 @@ def _legend(figure: Any, methods: list[str]) -> None:
 def _acceptance(results: list[dict[str, Any]]) -> Any:
     """How often guess k of a proposal is accepted, at the smallest batch measured."""
     regimes = _regimes([r for r in results if r["accept_by_position"]])
-    figure, panels = _figure(max(1, len(regimes)), 3.8, "Share of proposals whose guess k was accepted")
+    figure, panels = _figure(1, max(1, len(regimes)), 3.8, "Share of proposals whose guess k was accepted")
     for axes, of in zip(panels, regimes.values(), strict=False):
         smallest = min(r["batch"] for r in of)
-        for result in sorted(of, key=lambda r: list(COLOURS).index(r["method"])):
+        for result in sorted(of, key=_rank):
             if result["batch"] != smallest:
                 continue
             method, shares = result["method"], result["accept_by_position"]
@@ -108,7 +109,9 @@ def _acceptance(results: list[dict[str, Any]]) -> Any:
                 range(1, len(shares) + 1),
                 shares,
                 MARKS[method] + ("--" if method == "transformers-dflash" else "-"),
-                color=COLOURS[method],
+                color="black" if method == "transformers-dflash" else COLOURS[method],
+                zorder=5 if method == "transformers-dflash" else 3,  # it should lie exactly on dflash
+                clip_on=False,
                 label=f"{method} (tau {result['tau']:.2f})",
             )
         axes.set_title(f"{regime_name(of[0])}, batch {smallest}", fontsize=10)

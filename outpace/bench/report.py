@@ -22,16 +22,16 @@ COLUMNS = (
     "first token",
     "differences",
 )
-LEGEND = (
-    "tokens/s: from the first token to the last, all rows together, median of the repeats (in brackets: "
-    "slowest and fastest).",
-    "speedup: over `plain`, our own one-token decoding of the same target in the same run.",
-    "tau: tokens committed per forward of the target, the bonus token included.",
-    "accepted: guesses accepted per round; accept rate: accepted over offered guesses.",
-    "draft / verify / rest: shares of the decoding time.",
-    "differences: tokens that differ from plain decoding's and are no tie / of tokens compared (ties: the two "
-    "logits within 1e-4 in float32, counted, not excluded).",
-)
+LEGEND = """\
+- tokens/s: from the first token to the last, all rows together, median of the repeats (in brackets: slowest
+  and fastest).
+- speedup: over `plain`, our own one-token decoding of the same target in the same run.
+- tau: tokens committed per forward of the target, the bonus token included.
+- accepted: guesses accepted per round; accept rate: accepted over offered guesses.
+- draft / verify / rest: shares of the decoding time.
+- differences: tokens that differ from plain decoding's and are no tie / of tokens compared. A tie is two
+  logits within 1e-4 in float32; ties are counted, not skipped.
+"""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
@@ -54,26 +54,41 @@ def markdown(report: dict[str, Any], pictures: bool = True) -> str:
         lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
         lines += ["| " + " | ".join(_row(r)) + " |" for r in of]
         lines.append("")
-    lines += [*(f"- {line}" for line in LEGEND), ""]
-    remarks = [*report["said"], *(_agreed(a) for a in report["agreement"])]
+    lines += [LEGEND]
+    said = remarks(report)
     if not pictures:
-        remarks.append("no pictures: they need matplotlib (pip install matplotlib)")
-    if remarks:
-        lines += ["## Remarks", "", *(f"- {line}" for line in remarks), ""]
+        said.append("no pictures: they need matplotlib (pip install 'outpace[bench]')")
+    if said:
+        lines += ["## Remarks", "", *(f"- {line}" for line in said), ""]
     if pictures:
         lines += ["![Tokens per second](speed.png)", "", "![Acceptance by position](acceptance.png)", ""]
     return "\n".join(lines)
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
+    """The table at 80 columns; report.md has all of it."""
     for regime in dict.fromkeys(r["regime"] for r in report["results"]):
         of = [r for r in report["results"] if r["regime"] == regime]
-        table = Table(*COLUMNS, title=regime_name(of[0]))
-        for result in of:
-            table.add_row(*_row(result))
+        table = Table(title=f"{regime_name(of[0])} tokens")
+        for name in ("method", "batch", "tokens/s", "speedup", "tau", "accepted", "differences"):
+            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        for r in of:
+            table.add_row(
+                r["method"],
+                str(r["batch"]),
+                f"{r['tokens_per_s']:.1f}",
+                f"{r['speedup']:.2f}x",
+                f"{r['tau']:.2f}",
+                f"{r['accept_rate']:.2f}" if r["accept_by_position"] else "-",
+                _differences(r),
+            )
         console.print(table)
-    for line in (*report["said"], *(_agreed(a) for a in report["agreement"])):
-        console.print(f"- {line}", highlight=False)
+    for line in remarks(report):
+        console.print(f"- {line}", highlight=False, markup=False)
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    return [*report["said"], *(_agreed(a) for a in report["agreement"])]
 
 
 def _header(report: dict[str, Any]) -> list[str]:
@@ -102,14 +117,9 @@ def _header(report: dict[str, Any]) -> list[str]:
 
 def _row(r: dict[str, Any]) -> list[str]:
     total = sum(r["time"].values()) or 1.0
-    repeats, lossless, accept = r["tokens_per_s_repeats"], r["lossless"], r["accept_len"]
+    repeats, accept = r["tokens_per_s_repeats"], r["accept_len"]
     spread = f" ({min(repeats):.0f}-{max(repeats):.0f})" if len(repeats) > 1 else ""
     guesses = bool(r["accept_by_position"])
-    differences = f"{lossless['violations']} / {lossless['checked']}"
-    if lossless["ties"]:
-        differences += f", {lossless['ties']} ties"
-    if lossless["unrepeated"]:
-        differences += f", {lossless['unrepeated']} rows not repeatable"
     return [
         r["method"],
         str(r["batch"]),
@@ -120,14 +130,26 @@ def _row(r: dict[str, Any]) -> list[str]:
         f"{r['accept_rate']:.2f}" if guesses else "-",
         " / ".join(f"{100 * r['time'][p] / total:.0f} %" for p in ("draft", "verify", "rest")),
         f"{1000 * r['first_token_s']:.0f} ms",
-        differences if lossless["checked"] else "not checked",
+        _differences(r),
     ]
+
+
+def _differences(r: dict[str, Any]) -> str:
+    lossless = r["lossless"]
+    if not lossless["checked"]:
+        return "not checked"
+    said = f"{lossless['violations']} / {lossless['checked']}"
+    if lossless["ties"]:
+        said += f", {lossless['ties']} ties"
+    if lossless["unrepeated"]:
+        said += f", {lossless['unrepeated']} rows not repeatable"
+    return said
 
 
 def _agreed(a: dict[str, Any]) -> str:
     ours, theirs = a["methods"]
     same = a["prompts"] - a["prompts_that_differ"]
     return (
-        f"accepted lengths of {ours} and {theirs}, {a['regime']}: the same in {same} of {a['prompts']} prompts "
-        f"({a['rounds_compared']} rounds compared)"
+        f"accepted lengths of {ours} and {theirs}, {a['regime']}: the same in {same} of {a['prompts']} "
+        f"prompts ({a['rounds_compared']} rounds compared)"
     )

@@ -52,6 +52,7 @@ def result(
         "temperature": temperature,
         "tokens_per_s": round(statistics.median(speeds), 2),
         "speedup": round(statistics.median(speeds) / statistics.median(beside), 3),
+        "plain_tokens_per_s": round(statistics.median(beside), 2),  # of the same prompts and repeats
         "tau": round(trace.tau, 4),
         "accept_len": {
             "mean": round(statistics.fmean(lens), 4) if lens else 0.0,

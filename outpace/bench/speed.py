@@ -1,6 +1,7 @@
 """Methods side by side, interleaved in one run: tokens/s, speedup, acceptance, time split, losslessness."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class BenchSettings:
     """What to measure. A regime is "short", "long", or "P+D" for prompts of P and answers of D tokens.
 
     The yardsticks (the transformers methods) are slow: they run the first `yardstick_prompts` prompts,
-    `yardstick_repeats` times, in `yardstick_regimes` alone; their speedup is over the same runs of plain.
+    `yardstick_repeats` times, in `yardstick_regimes`; their speedup is over the same runs of plain.
     With `budget_s`, further repeats are skipped once a cell's share of it is spent.
     """
 
@@ -46,7 +47,7 @@ class BenchSettings:
     seed: int = 1
     yardstick_prompts: int = 2
     yardstick_repeats: int = 1
-    yardstick_regimes: tuple[str, ...] = ("short", "long")
+    yardstick_regimes: tuple[str, ...] | None = None  # None: in all
     budget_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +75,9 @@ class BenchSettings:
     def of(self, regime: str) -> tuple[int, tuple[int, ...]]:
         """-> number of prompts, batch sizes."""
         return (self.long_prompts, self.long_batches) if regime == "long" else (self.prompts, self.batches)
+
+    def has_yardstick(self, regime: str) -> bool:
+        return self.yardstick_regimes is None or regime in self.yardstick_regimes
 
 
 def demo_settings() -> BenchSettings:
@@ -137,7 +141,7 @@ def run_bench(
         "versions": versions(),
         "target": _target(target),
         "draft": None if draft is None else _draft(draft),
-        "settings": dataclasses.asdict(settings),
+        "settings": json.loads(json.dumps(dataclasses.asdict(settings))),  # as it reads back
         "results": results,
         "agreement": [a for c in cells if (a := agreement(c)) is not None],
         "said": said,
@@ -157,9 +161,9 @@ def _methods(
     if asked and settings.temperature > 0:
         said.append("transformers left out: it is compared at temperature 0 alone")
     elif asked and not yardstick.installed():
-        said.append("transformers left out: it is not installed (pip install transformers)")
+        said.append("transformers left out: it is not installed (pip install 'outpace[yardstick]')")
     elif asked:
-        used = {b for r in settings.regimes for b in settings.of(r)[1] if r in settings.yardstick_regimes}
+        used = {b for r in settings.regimes for b in settings.of(r)[1] if settings.has_yardstick(r)}
         opened = yardstick.open_yardstick(
             target, draft if "transformers-dflash" in asked else None, tuple(sorted(used))
         )
@@ -193,7 +197,7 @@ def _plan(cell: Cell, methods: dict[str, Method], settings: BenchSettings) -> li
             shift = (repeat + group) % len(order)
             for method in order[shift:] + order[:shift]:
                 if method in YARDSTICKS:
-                    if cell.regime not in settings.yardstick_regimes or group >= slow_groups:
+                    if not settings.has_yardstick(cell.regime) or group >= slow_groups:
                         continue
                     if repeat >= settings.yardstick_repeats:
                         continue

@@ -1,5 +1,6 @@
 """The yardsticks: transformers' greedy generation, and its own DFlash, on the same weights in float32."""
 
+import importlib
 import importlib.util
 import tempfile
 import time
@@ -137,7 +138,7 @@ class Yardstick:
         if not found:
             raise ValueError(f"{method} runs with none of {attentions} x {experts} on this machine")
         attention, expert = self.chosen[method, batch] = min(found)[1]
-        tried = ", ".join(" ".join(how).strip() for _, how in found)
+        tried = ", ".join(" + ".join(part for part in how if part) for _, how in found)
         self.said.append(
             f"{method}, batch {batch}: {attention} attention"
             + (f", {expert} experts" if expert else "")
@@ -171,8 +172,7 @@ def _timing(model: nn.Module | None, clock: Clock, seconds: dict[str, float], ke
 def open_yardstick(target: Decoder, draft: DFlash | None, batches: tuple[int, ...]) -> Yardstick:
     """Export the target in float32, load it with transformers, and choose its fastest implementations at
     each batch size. Raises ImportError where transformers is not installed."""
-    import transformers  # type: ignore[import-untyped,unused-ignore]
-
+    transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -203,10 +203,9 @@ def _convert(draft: DFlash | None, device: torch.device) -> tuple[Any, str]:
         return None, f"transformers-dflash left out: its class knows no {what}, which this draft has"
     if importlib.util.find_spec("transformers.models.muse_glimmer_assistant") is None:
         return None, "transformers-dflash left out: this transformers has no DFlash (it came with 5.23)"
-    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
-
+    theirs: Any = importlib.import_module("transformers")
     c = draft.config
-    config = MuseGlimmerAssistantConfig(
+    config = theirs.MuseGlimmerAssistantConfig(
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
         num_hidden_layers=c.num_layers,
@@ -222,7 +221,7 @@ def _convert(draft: DFlash | None, device: torch.device) -> tuple[Any, str]:
         mask_token_id=c.mask_token_id,
         target_layer_ids=list(c.target_layer_ids),
     )
-    model = MuseGlimmerAssistantModel(config)
+    model = theirs.MuseGlimmerAssistantModel(config)
     model.load_state_dict(_renamed(draft), strict=True)
     return model.to(device, torch.float32).eval(), ""
 

@@ -169,12 +169,15 @@ class Cache:
         self.length, self.slack, self.offset = length, slack, offset
         self.device = torch.device(device)
         self.lengths = [0] * batch
-        self.written = [0] * batch  # the furthest index ever written: what a ring may have lost
         self.last_start = [0] * batch
+        # per ring size and sequence: the first index whose key has not been overwritten
+        self.kept_from: dict[int, list[int]] = {}
         self.layers = []
         for window in windows:
             ring = bool(window) and window + slack < length
             size = window + slack if ring else length
+            if ring:
+                self.kept_from[size] = [0] * batch
             self.layers.append(
                 Memory(
                     batch,
@@ -213,41 +216,60 @@ class Cache:
         """Close a forward: what it appended is now remembered."""
         self.last_start = list(step.start)
         self.lengths = [n + c for n, c in zip(step.start, step.counts, strict=True)]
-        self.written = [max(w, n) for w, n in zip(self.written, self.lengths, strict=True)]
+        for size, kept in self.kept_from.items():
+            self.kept_from[size] = [max(k, n - size) for k, n in zip(kept, self.lengths, strict=True)]
 
     def rewind(self, lengths: list[int]) -> None:
-        """Forget everything from `lengths[b]` on. Raises ValueError where a ring has already
-        overwritten what the next query would need, or where a length lies ahead."""
-        for b, (n, now, written) in enumerate(
-            zip(lengths, self.lengths, self.written, strict=True)
-        ):
-            if not 0 <= n <= now:
-                raise ValueError(f"sequence {b} holds {now} tokens: it cannot be rewound to {n}")
-            for i, memory in enumerate(self.layers):
-                lost = written - memory.size  # indices below this are overwritten
-                if memory.window and max(0, n - memory.window + 1) < lost:
-                    raise ValueError(
-                        f"sequence {b} cannot be rewound from {written} to {n}: the window ring of "
-                        f"layer {i} keeps {self.slack} tokens of slack; make the cache with slack >= "
-                        f"{written - n + 1}"
-                    )
+        """Forget everything from `lengths[b]` on. Raises ValueError, and changes nothing, where a ring
+        has already overwritten what the next query would need, or where a length lies ahead."""
+        for b, n in enumerate(lengths):
+            self._check_rewind(b, n)
         self.lengths = list(lengths)
+        for kept in self.kept_from.values():
+            for b, n in enumerate(lengths):
+                kept[b] = min(kept[b], n)  # nothing of the old text is left to be lost
+
+    def _check_rewind(self, b: int, n: int) -> None:
+        now = self.lengths[b]
+        if not 0 <= n <= now:
+            raise ValueError(f"sequence {b} holds {now} tokens: it cannot be rewound to {n}")
+        for i, memory in enumerate(self.layers):
+            if not memory.window:
+                continue
+            kept, first = self.kept_from[memory.size][b], max(0, n - memory.window + 1)
+            if first < min(kept, n):
+                raise ValueError(
+                    f"sequence {b} cannot be rewound from {now} to {n}: the window ring of layer {i} "
+                    f"keeps {self.slack} tokens of slack; make the cache with slack >= "
+                    f"{self.slack + kept - first}"
+                )
 
     def commit(self, path: list[list[int]]) -> None:
         """Keep, of the tokens the last forward appended, the columns `path[b]` in that order.
 
         Column i of the path becomes the i-th token after the old length. A leading run 0, 1, 2, ..
         stays where it is, so a chain costs nothing but a rewind.
+
+        Raises ValueError, and changes nothing, for a column that was not appended or is named twice,
+        and where a ring holds too little: to move a column, or for the rewind.
         """
         moves: list[tuple[list[int], list[int]]] = []
         for b, columns in enumerate(path):
             start, appended = self.last_start[b], self.lengths[b] - self.last_start[b]
-            if any(not 0 <= c < appended for c in columns):
+            if any(not 0 <= c < appended for c in columns) or len(set(columns)) != len(columns):
                 raise ValueError(
-                    f"sequence {b}: path {columns} leaves the {appended} tokens of the last forward"
+                    f"sequence {b}: path {columns} does not pick from the {appended} tokens of the last "
+                    "forward, each at most once"
                 )
-            pairs = [(start + c, start + i) for i, c in enumerate(columns) if c != i]
-            moves.append(([s for s, _ in pairs], [t for _, t in pairs]))
+            moved = [(c, i) for i, c in enumerate(columns) if c != i]
+            kept = max((k[b] for k in self.kept_from.values()), default=0)
+            if any(start + min(pair) < kept for pair in moved):
+                raise ValueError(
+                    f"sequence {b}: path {columns} moves tokens that a window ring has overwritten; make "
+                    f"the cache with slack >= {appended}"
+                )
+            self._check_rewind(b, start + len(columns))
+            moves.append(([start + c for c, _ in moved], [start + i for _, i in moved]))
         widest = max(len(source) for source, _ in moves)
         if widest:
             pad = [[*s, *[-1] * (widest - len(s))] for s, _ in moves]

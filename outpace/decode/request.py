@@ -64,9 +64,9 @@ def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Re
     config = target.config
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
-    worst = max(max(p) for p in prompts)
-    if worst >= config.vocab_size or min(min(p) for p in prompts) < 0:
-        raise ValueError(f"token id {worst} is outside the vocabulary of {config.vocab_size}")
+    outside = [t for p in prompts for t in (max(p), min(p)) if not 0 <= t < config.vocab_size]
+    if outside:
+        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
     longest = max(len(p) for p in prompts) + request.max_new_tokens
     if request.offset + longest > config.max_position_embeddings:
         raise ValueError(

@@ -64,6 +64,17 @@ class DFlashConfig:
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} kv heads evenly")
+        if len(self.layer_types) not in (0, self.num_layers) or set(self.layer_types) - {FULL, WINDOW}:
+            raise ValueError(
+                f"layer_types {list(self.layer_types)}: one of {FULL}, {WINDOW} for each of the "
+                f"{self.num_layers} layers"
+            )
+        if WINDOW in self.layer_types and self.sliding_window < 1:
+            raise ValueError("sliding_attention layers need a sliding_window of at least 1")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
+            )
 
     def window(self, layer: int) -> int:
         return self.sliding_window if self.layer_types and self.layer_types[layer] == WINDOW else 0

@@ -1,12 +1,9 @@
-// CPU kernels: each output row is the same float operations in the same order, however many rows travel with it.
-//
-// That is why one accumulator of W lanes runs over k per output, why reductions are written with explicit vectors and why
-// nothing here may be compiled with -ffast-math. Row and column tiles only put independent accumulators side by side.
+// CPU kernels: each output row is the same float operations in the same order, however many rows travel with it. That is why
+// one accumulator of W lanes runs over k per output, why sums across lanes are written out, and why -ffast-math is forbidden.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-
 #ifdef _OPENMP
 int omp_get_thread_num(void);
 #else
@@ -15,153 +12,122 @@ int omp_get_thread_num(void);
 #ifdef __AVX512F__
 #include <immintrin.h>
 #define W 16
+#define HOLD(v) __asm__("" : "+v"(v))  // in a register: the compiler would load it again for every row
+#define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define LOW(a, b) MIX(vi, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH(a, b) MIX(vi, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #else
 #define W 8
-#endif
-#if defined(__clang__) || __GNUC__ >= 12
-#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIX(a, b, ...) __builtin_shuffle(a, b, (__typeof__((a) > (b))){__VA_ARGS__})
-#endif
-#if defined(__AVX512F__)
-#define HOLD(v) __asm__("" : "+v"(v))  // in a register: the compiler would load a weight again for every row
-#else
 #define HOLD(v)
+#define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7}
+#define LOW(a, b) MIX(vi, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH(a, b) MIX(vi, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#endif
+#ifdef __clang__
+#define MIX(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIX(T, a, b, ...) __builtin_shuffle(a, b, (T){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define UNROLL _Pragma("GCC unroll 32")
+// All threads or one: for a team of another size the runtime would end threads and start new ones. A team of one costs 0.5 us.
+#define TEAM(work) if (threads == 1) work; else _Pragma("omp parallel num_threads(threads)") work
+#define EACH_ROW(M, work) if (threads == 1) for (long m = 0; m < M; m++) work; \
+    else _Pragma("omp parallel for num_threads(threads) schedule(static)") for (long m = 0; m < M; m++) work
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef float vfu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 typedef uint8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
 typedef float f4 __attribute__((vector_size(16)));
-typedef float f4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t i4 __attribute__((vector_size(16)));
+typedef float f4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef const uint8_t *bytes;
 typedef const float *floats;
+typedef const void *any;  // float32 or bfloat16, as the kind beside it says
+enum { F32, BF16, MXFP4 };
+enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of a block; k values kept in the first cache
+enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
+enum { UNITS = 48 };                                  // of a hidden layer, per item
 
-enum { F32, BF16, MXFP4 };                          // how a weight is stored
-enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of one block; k values kept in the first cache
-enum { THREADS = 128, KEYS = 128, MOST_D = 256 };               // keys of one attention tile, anchored at multiples of KEYS
-
-// ---- vectors -----------------------------------------------------------------------------------------------------------
-
+// ---- vectors
 INLINE vf load(floats p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf v) { *(vfu *)p = v; }
-INLINE vf part(floats p, long n) {                  // the first n lanes, zeros after them
-    if (n >= W) return load(p);
+INLINE vf all(float x) { return (vf){0} + x; }
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf widen(bytes p) { return (vf)(__builtin_convertvector(*(const vh *)p, vi) << 16); }
+INLINE vf part(floats p, long n) {  // the first n lanes, zeros after them
     vf v = {0};
+    if (n >= W) return load(p);
     memcpy(&v, p, n * sizeof(float));
     return v;
 }
-INLINE void put(float *p, vf v, long n) { if (n < W) memcpy(p, &v, n * sizeof(float)); else store(p, v); }
-INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-INLINE vf widen(bytes p) { return (vf)(__builtin_convertvector(*(const vh *)p, vi) << 16); }
-INLINE float top(vf v) { float m = v[0]; UNROLL for (int i = 1; i < W; i++) m = MAX(m, v[i]); return m; }
-
-INLINE float get(const void *p, int kind, long i) {
-    if (kind == F32) return ((floats)p)[i];
-    uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
+INLINE float get(any p, long kind, long i) {
+    union { uint32_t bits; float f; } u = {kind == F32 ? 0 : (uint32_t)((const uint16_t *)p)[i] << 16};
+    return kind == F32 ? ((floats)p)[i] : u.f;
 }
-
 INLINE f4 fold(vf v) {
     union { vf v; f4 q[W / 4]; } u = {v};
-#if W == 16
-    return (u.q[0] + u.q[2]) + (u.q[1] + u.q[3]);
-#else
-    return u.q[0] + u.q[1];
-#endif
+    return W == 16 ? (u.q[0] + u.q[W / 4 - 2]) + (u.q[1] + u.q[W / 4 - 1]) : u.q[0] + u.q[1];
 }
-
-INLINE f4 sum4(const vf *v) {                       // the four sums of four vectors
+INLINE float sum(vf v) { f4 a = fold(v); return (a[0] + a[2]) + (a[1] + a[3]); }
+INLINE f4 sum4(const vf *v) {  // of four vectors, each like sum
     f4 a = fold(v[0]), b = fold(v[1]), c = fold(v[2]), d = fold(v[3]);
-    f4 ab = MIX(a, b, 0, 4, 1, 5) + MIX(a, b, 2, 6, 3, 7), cd = MIX(c, d, 0, 4, 1, 5) + MIX(c, d, 2, 6, 3, 7);
-    return MIX(ab, cd, 0, 1, 4, 5) + MIX(ab, cd, 2, 3, 6, 7);
+    f4 ab = MIX(i4, a, b, 0, 4, 1, 5) + MIX(i4, a, b, 2, 6, 3, 7), cd = MIX(i4, c, d, 0, 4, 1, 5) + MIX(i4, c, d, 2, 6, 3, 7);
+    return MIX(i4, ab, cd, 0, 1, 4, 5) + MIX(i4, ab, cd, 2, 3, 6, 7);
 }
-
-#if W == 16
-#define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
-#define LOW(a, b) MIX(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define HIGH(a, b) MIX(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#else
-#define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7}
-#define LOW(a, b) MIX(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define HIGH(a, b) MIX(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#endif
-
-INLINE void transpose(vf *a) {                      // W x W: log2(W) perfect shuffles
+INLINE void transpose(vf *a) {  // W x W: log2(W) perfect shuffles
     UNROLL for (int round = 1; round < W; round *= 2) {
         vf b[W];
         UNROLL for (int i = 0; i < W / 2; i++) b[2 * i] = LOW(a[i], a[i + W / 2]), b[2 * i + 1] = HIGH(a[i], a[i + W / 2]);
         UNROLL for (int i = 0; i < W; i++) a[i] = b[i];
     }
 }
-
-INLINE float sum(vf v) { f4 a = fold(v); return (a[0] + a[2]) + (a[1] + a[3]); }
-
-INLINE vf expv(vf x) {                              // relative error about 1e-7; 0 below -87
+INLINE vf expv(vf x) {  // relative error about 1e-7; 0 below -87
     vi gone = x < -87.0f;
-    x = pick(x > 88.0f, (vf){0} + 88.0f, x);
-    vf z = x * 1.44269504f + 12582912.0f;           // 1.5 * 2^23: the rounded quotient is left in the low bits
-    vf n = z - 12582912.0f, r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    vf p = ((((r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r
-            + 1.6666665459e-1f) * r + 5.0000001201e-1f;
+    x = pick(x > 88.0f, all(88.0f), x);
+    vf z = x * 1.44269504f + 12582912.0f, n = z - 12582912.0f;  // 1.5 * 2^23 leaves the rounded quotient in the low bits
+    vf r = x - n * 0.693359375f - n * -2.12194440e-4f, p = (r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f;
+    p = ((p * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return (vf)((vi)(p * (vf)(((vi)z << 23) + 0x3f800000)) & ~gone);
+    return (vf)((vi)(p * (vf)(((vu)z << 23) + 0x3f800000)) & ~gone);
 }
-
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + expv(-x)); }
 
-// ---- threads -----------------------------------------------------------------------------------------------------------
-
-typedef struct { long next, end, pad[6]; } Share;   // a thread's own items, so that small weights stay in its cache; then it steals
-
-static void deal(Share *s, long items, int threads) {
-    for (int i = 0; i < threads; i++) s[i] = (Share){items * i / threads, items * (i + 1) / threads, {0}};
+// ---- threads
+typedef struct { long next, end, pad[6]; } Share;  // a thread's own items, so that small weights stay in its cache; then it steals
+static void deal(Share *s, long items, long threads) {
+    for (long i = 0; i < threads; i++) s[i] = (Share){items * i / threads, items * (i + 1) / threads, {0}};
 }
-
-INLINE long take(Share *s, int me, int threads) {
-    for (int i = 0; i < threads; i++) {
+static long take(Share *s, long threads) {
+    for (long i = 0, me = omp_get_thread_num(); i < threads; i++) {
         Share *v = s + (me + i) % threads;
-        if (__atomic_load_n(&v->next, __ATOMIC_RELAXED) >= v->end) continue;
-        long item = __atomic_fetch_add(&v->next, 1, __ATOMIC_RELAXED);
-        if (item < v->end) return item;
+        long item = __atomic_load_n(&v->next, __ATOMIC_RELAXED);
+        if (item < v->end && (item = __atomic_fetch_add(&v->next, 1, __ATOMIC_RELAXED)) < v->end) return item;
     }
     return -1;
 }
-
-// All threads or one: a team of another size would make the runtime end threads and start new ones.
-INLINE int team(double work, double enough, int threads) { return work < enough ? 1 : MIN(threads, THREADS); }
-
-static float *scratch(size_t count) {               // kept per calling thread: fresh pages cost more than the kernels
+INLINE int team(double work, double enough, long threads) { return work < enough ? 1 : MIN(threads, THREADS); }
+static float *scratch(size_t count) {  // kept per calling thread: fresh pages cost more than the kernels
     static __thread float *memory;
     static __thread size_t size;
-    if (count > size) {
-        free(memory);
-        size = count + count / 2;
-        memory = aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
-    }
-    return memory;
+    if (count <= size) return memory;
+    free(memory);
+    size = count + count / 2;
+    return memory = aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
 }
 
-// ---- products ----------------------------------------------------------------------------------------------------------
-
-static float E2M1[256][16];                         // the 16 values of a nibble times 2^(scale - 127)
-
+// ---- products
+static float E2M1[256][16];  // the 16 values of a nibble times 2^(scale - 127)
 __attribute__((constructor)) static void fill(void) {
     static const float value[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
     for (int i = 0; i < 4096; i++) E2M1[i / 16][i % 16] = ldexpf(i & 8 ? -value[i & 7] : value[i & 7], i / 16 - 127);
 }
-
-// 16 bytes are 32 values: out = the 16 of the low nibbles (even places), then the 16 of the high nibbles (odd places).
-INLINE void unpack(bytes p, uint8_t scale, vf *out) {
+INLINE void unpack(bytes p, uint8_t scale, vf *out) {  // 16 bytes: the 16 values of low nibbles (even places), then the 16 odd ones
 #if W == 16
     __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
     out[0] = (vf)_mm512_permutexvar_ps(b, _mm512_loadu_ps(E2M1[scale]));
@@ -174,36 +140,30 @@ INLINE void unpack(bytes p, uint8_t scale, vf *out) {
     }
 #endif
 }
+INLINE long even_odd(long k) { return k / 32 * 32 + k % 32 / 2 + k % 2 * 16; }                    // where unpack puts value k
+INLINE long at(long kind, long k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : k / 2; }  // bytes before value k
 
-static void even_odd(floats x, long n, float *out) {  // puts activations in the order that unpack gives weights in
-    for (long k = 0; k < n; k += 32)
-        for (int j = 0; j < 16; j++) out[k + j] = x[k + 2 * j], out[k + 16 + j] = x[k + 2 * j + 1];
-}
+typedef struct { bytes w, s; int64_t kind, k; } Rows;  // weight rows of k values, s: their MXFP4 scales
 
-INLINE long at(int kind, long k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : k / 2; }  // bytes before weight k
-
-typedef struct { bytes w, s; int kind; long k; } Rows;  // weight rows of k values, with their MXFP4 scales
-
-// Adds values from..to of R rows of x times COLS weight rows (the last of cols again in place of missing ones).
-INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, long hop, vf *acc,
+// Values from..to of R rows of x times COLS weight rows; the last of cols stands in for missing ones.
+INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, int every, vf *acc,
                  float *sums) {
+    const int step = kind == MXFP4 ? 32 : W, parts = kind == MXFP4 ? 32 / W : 1;
     vf a[ROWS * COLS] = {{0}};
     bytes w[COLS], s[COLS];
     long k = from;
-    UNROLL for (int c = 0; c < COLS; c++) {
-        w[c] = m.w + MIN(c, cols - 1) * at(kind, m.k);
-        if (kind == MXFP4) s[c] = m.s + MIN(c, cols - 1) * (m.k / 32);
-    }
+    UNROLL for (int c = 0; c < COLS; c++) w[c] = m.w + MIN(c, cols - 1) * at(kind, m.k), s[c] = m.s + MIN(c, cols - 1) * (m.k >> 5);
     if (from) UNROLL for (int i = 0; i < R * COLS; i++) a[i] = acc[i];
-    for (; k + (kind == MXFP4 ? 32 : W) <= to; k += kind == MXFP4 ? 32 : W) {
-        if (kind == F32 || !(k & (kind == MXFP4 ? 96 : W)))
+    for (int wait = 1; k + step <= to; k += step) {
+        if (!--wait) {
             UNROLL for (int c = 0; c < COLS; c++) __builtin_prefetch(w[c] + ahead, 0, 2);
-        ahead += hop;
+            ahead += 64, wait = every;
+        }
         UNROLL for (int c = 0; c < COLS; c++) {
             vf v[32 / W];
             if (kind == MXFP4) unpack(w[c] + (k >> 1), s[c][k >> 5], v);
             else *v = kind == F32 ? load((floats)(w[c] + 4 * k)) : widen(w[c] + 2 * k);
-            UNROLL for (int j = 0; j < (kind == MXFP4 ? 32 / W : 1); j++) {
+            UNROLL for (int j = 0; j < parts; j++) {
                 if (R > 1) HOLD(v[j]);
                 UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v[j] * load(x[r] + k + j * W);
             }
@@ -222,232 +182,199 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
 // sums[r * COLS + c] = x[r] . weight row c, for at most MOST rows of x and COLS of weights.
 static void block(const floats *x, int rows, const Rows *m, int cols, float *sums) {
     vf acc[MOST * COLS];
-    long chunk = rows > ROWS ? CHUNK : m->k, parts = (rows + ROWS - 1) / ROWS;  // several row tiles share weights in the first cache
-    for (long k = 0; k < m->k; k += chunk)
-        for (long i = 0; i < parts; i++) {          // each fetches its portion of the block after the next
-            long to = MIN(k + chunk, m->k), hop = at(m->kind, m->kind == MXFP4 ? 32 : W) / parts;
-            long ahead = 2 * COLS * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
-#define TILE(R, kind) tile(R, kind, x + i * ROWS, *m, cols, k, to, ahead, hop, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
+    long chunk = rows > ROWS ? CHUNK : m->k, parts = (rows + ROWS - 1) / ROWS;  // row tiles share weights in the first cache
+    for (long k = 0; k < m->k; k += chunk) for (long i = 0; i < parts; i++) {   // each fetches its portion of the block after the next
+        long to = MIN(k + chunk, m->k), every = 64 / at(m->kind, m->kind == MXFP4 ? 32 : W) * parts;
+        long ahead = 2 * COLS * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
+#define TILE(R, kind) tile(R, kind, x + i * ROWS, *m, cols, k, to, ahead, every, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
 #define TILES(kind) switch (rows - i * ROWS) { case 1: TILE(1, kind); case 2: TILE(2, kind); case 3: TILE(3, kind); default: TILE(4, kind); }
-            if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else TILES(MXFP4)
-        }
+        if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else TILES(MXFP4)
+    }
 }
 
-void linear(const float *x, const void *w, int kind, const void *bias, int bias_kind, const float *residual, float *y,
-            long M, long N, long K, int threads) {
-    long row = at(kind, K), some = MAX(1, 65536 / (COLS * row)) * COLS;
+typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind; floats residual; float *y; int64_t M, N, K, threads; } Linear;
+static void products(const Linear *o, long some, Share *shares, int threads) {
+    floats xs[MOST];
+    float sums[MOST * COLS + 2];
+    for (long item; (item = take(shares, threads)) >= 0;) for (long m = 0; m < o->M; m += MOST) {
+        int rows = MIN(MOST, o->M - m);
+        for (int r = 0; r < rows; r++) xs[r] = o->x + (m + r) * o->K;
+        for (long n = item * some; n < MIN(o->N, (item + 1) * some); n += COLS) {
+            int cols = MIN(COLS, o->N - n);
+            block(xs, rows, &(Rows){(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K}, cols, sums);
+            for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) {
+                long i = (m + r) * o->N + n + c;
+                float bias = o->bias ? get(o->bias, o->bias_kind, n + c) : 0, residual = o->residual ? o->residual[i] : 0;
+                o->y[i] = sums[r * COLS + c] + bias + residual;
+            }
+        }
+    }
+}
+void linear(const Linear *o) {
+    long some = MAX(1, 65536 / (COLS * at(o->kind, o->K))) * COLS;
+    int threads = team((double)o->N * o->K * (o->M + 3), 2e5, o->threads);
     Share shares[THREADS];
-    threads = team((double)N * K * (M + 3), 2e5, threads);
-    deal(shares, (N + some - 1) / some, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    for (long item; (item = take(shares, omp_get_thread_num(), threads)) >= 0;)
-        for (long m = 0; m < M; m += MOST) {
-            int rows = MIN(MOST, M - m);
-            floats xs[MOST];
-            float sums[MOST * COLS + 2];
-            for (int r = 0; r < rows; r++) xs[r] = x + (m + r) * K;
-            for (long n = item * some; n < MIN(N, (item + 1) * some); n += COLS) {
-                int cols = MIN(COLS, N - n);
-                block(xs, rows, &(Rows){(bytes)w + n * row, 0, kind, K}, cols, sums);
-                for (int r = 0; r < rows; r++)
-                    for (int c = 0; c < cols; c++) {
-                        long i = (m + r) * N + n + c;
-                        y[i] = sums[r * COLS + c] + (bias ? get(bias, bias_kind, n + c) : 0) + (residual ? residual[i] : 0);
-                    }
-            }
-        }
+    deal(shares, (o->N + some - 1) / some, threads);
+    TEAM(products(o, some, shares, threads));
 }
 
-// ---- rows --------------------------------------------------------------------------------------------------------------
-
-static void norm_row(floats x, const void *w, int kind, long n, float eps, float *y) {
+// ---- rows
+static void norm(floats x, any w, long kind, long n, float eps, float *y) {
     vf squares = {0};
-    long i = 0;
-    for (; i + W <= n; i += W) squares += load(x + i) * load(x + i);
-    if (i < n) squares += part(x + i, n - i) * part(x + i, n - i);
+    for (long i = 0; i < n; i += W) squares += part(x + i, n - i) * part(x + i, n - i);
     float scale = 1.0f / sqrtf(sum(squares) / n + eps);
-    for (i = 0; i < n; i++) y[i] = x[i] * scale * get(w, kind, i);
+    for (long i = 0; i < n; i++) y[i] = x[i] * scale * get(w, kind, i);
+}
+typedef struct { floats x; any w; int64_t kind; double eps; float *y; int64_t M, C, threads; } Norm;
+void rms_norm(const Norm *o) {
+    int threads = team((double)o->M * o->C, 65536, o->threads);
+    EACH_ROW(o->M, norm(o->x + m * o->C, o->w, o->kind, o->C, o->eps, o->y + m * o->C));
 }
 
-void rms_norm(const float *x, const void *w, int kind, float eps, float *y, long M, long C, int threads) {
-    threads = team((double)M * C, 65536, threads);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long m = 0; m < M; m++) norm_row(x + m * C, w, kind, C, eps, y + m * C);
-}
-
-void rope(float *x, const float *cosine, const float *sine, const void *q_norm, const void *k_norm, int q_kind, int k_kind,
-          float eps, long M, long H, long K, long D, int threads) {
-    long half = D / 2;
-    threads = team((double)M * (H + K) * D, 32768, threads);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long m = 0; m < M; m++)
-        for (long h = 0; h < H + K; h++) {
-            float *p = x + (m * (H + 2 * K) + h) * D;
-            floats c = cosine + m * half, s = sine + m * half;
-            const void *norm = h < H ? q_norm : k_norm;
-            if (norm) norm_row(p, norm, h < H ? q_kind : k_kind, D, eps, p);
-            for (long i = 0; i < half; i++) {
-                float a = p[i], b = p[half + i];
-                p[i] = a * c[i] - b * s[i];
-                p[half + i] = b * c[i] + a * s[i];
-            }
-        }
-}
-
-void silu_mul(const float *x, float *y, long M, long F, int threads) {
-    threads = team((double)M * F, 32768, threads);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long m = 0; m < M; m++) {
-        floats gate = x + 2 * m * F, up = gate + F;
-        for (long i = 0, n; n = MIN(W, F - i), i < F; i += W) {
-            vf g = part(gate + i, n);
-            put(y + m * F + i, g * sigmoid(g) * part(up + i, n), n);
+typedef struct { float *x; floats cos, sin; any norm[2]; int64_t kind[2]; double eps; int64_t M, H, K, D, threads; } Rope;
+static void turn(const Rope *o, long m) {
+    floats cosine = o->cos + m * (o->D / 2), sine = o->sin + m * (o->D / 2);
+    float *a = o->x + m * (o->H + 2 * o->K) * o->D;
+    for (long h = 0, k = o->H == 0; h < o->H + o->K; h++, a += o->D, k = h >= o->H) {
+        float *b = a + o->D / 2;
+        if (o->norm[k]) norm(a, o->norm[k], o->kind[k], o->D, o->eps, a);
+        for (long i = 0; i < o->D / 2; i++) {
+            float u = a[i], v = b[i];
+            a[i] = u * cosine[i] - v * sine[i], b[i] = v * cosine[i] + u * sine[i];
         }
     }
 }
-
-void unpack_mxfp4(const uint8_t *blocks, const uint8_t *scales, float *y, long count, int threads) {
-    threads = team(count * 32.0, 65536, threads);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long i = 0; i < count; i++) {
-        float v[32] __attribute__((aligned(64)));
-        unpack(blocks + 16 * i, scales[i], (vf *)v);
-        for (int j = 0; j < 16; j++) y[32 * i + 2 * j] = v[j], y[32 * i + 2 * j + 1] = v[16 + j];
-    }
+void rope(const Rope *o) {
+    int threads = team((double)o->M * (o->H + o->K) * o->D, 32768, o->threads);
+    EACH_ROW(o->M, turn(o, m));
 }
 
-// ---- experts -----------------------------------------------------------------------------------------------------------
+static void gate(floats x, float *y, long F) {
+    for (long i = 0; i < F; i += W) {
+        vf g = part(x + i, F - i), h = g * sigmoid(g) * part(x + F + i, F - i);
+        memcpy(y + i, &h, MIN(W, F - i) * sizeof(float));
+    }
+}
+typedef struct { floats x; float *y; int64_t M, F, threads; } Gate;
+void silu_mul(const Gate *o) {
+    int threads = team((double)o->M * o->F, 32768, o->threads);
+    EACH_ROW(o->M, gate(o->x + 2 * m * o->F, o->y + m * o->F, o->F));
+}
 
-// The k largest of E logits, descending, the lowest index first among equals; soft = softmax over all before choosing.
-void route(const float *x, const void *w, int kind, const void *bias, int bias_kind, int64_t *index, float *weight,
-           long M, long E, long C, long k, int soft, int renormalise, int threads) {
-    float *logits = scratch(M * (E + W));
-    linear(x, w, kind, bias, bias_kind, 0, logits, M, E, C, threads);
-    for (long m = 0; m < M; m++) {
-        float *p = logits + m * E, *chosen = weight + m * k, total = 0;
-        int64_t *at = index + m * k;
-        for (long i = 0; i < k; i++) {
+static void spread(bytes p, uint8_t scale, float *y) {
+    vf v[32 / W];
+    unpack(p, scale, v);
+    for (int j = 0; j < 16 / W; j++) store(y + 2 * W * j, LOW(v[j], v[j + 16 / W])), store(y + 2 * W * j + W, HIGH(v[j], v[j + 16 / W]));
+}
+typedef struct { bytes blocks, scales; float *y; int64_t count, threads; } Packed;
+void unpack_mxfp4(const Packed *o) {
+    int threads = team(o->count * 32.0, 65536, o->threads);
+    EACH_ROW(o->count, spread(o->blocks + 16 * m, o->scales[m], o->y + 32 * m));
+}
+
+// ---- experts
+typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind, *index; float *weight; int64_t M, E, C, k, soft, renormalise, threads; } Route;
+// The k largest logits, descending, the lowest index first among equals; soft: softmax over all of them, not over the chosen.
+void route(const Route *o) {
+    float *p = scratch(o->M * o->E), *weight = o->weight;
+    int64_t *index = o->index;
+    linear(&(Linear){o->x, o->w, o->kind, o->bias, o->bias_kind, 0, p, o->M, o->E, o->C, o->threads});
+    for (long m = 0; m < o->M; m++, p += o->E, weight += o->k, index += o->k) {
+        float top = -INFINITY, total = 0;
+        vf mass = {0};
+        for (long e = 0; e < o->E; e++) top = MAX(top, p[e]);
+        for (long e = 0; o->soft && e < o->E; e += W) mass += pick(PLACES < (int)(o->E - e), expv(part(p + e, o->E - e) - top), all(0));
+        for (long i = 0; i < o->k; i++) {
             long best = -1;
-            for (long e = 0; e < E; e++) {
-                int used = 0;
-                for (long j = 0; j < i; j++) used |= at[j] == e;
-                if (!used && (best < 0 || p[e] > p[best])) best = e;
-            }
-            at[i] = best;
-            chosen[i] = p[best];
+            for (long e = 0; e < o->E; e++) if (p[e] == p[e] && (best < 0 || p[e] > p[best])) best = e;
+            index[i] = MAX(best, 0);
+            total += weight[i] = expv(all(p[index[i]] - top))[0];
+            p[index[i]] = NAN;  // taken
         }
-        vf all = {0};
-        float high = chosen[0];
-        for (long e = 0; soft && e < E; e += W) {
-            vf v = (vf){0} - INFINITY;
-            memcpy(&v, p + e, MIN(W, E - e) * sizeof(float));
-            all += expv(v - high);
-        }
-        for (long i = 0; i < k; i++) chosen[i] = expv((vf){0} + (chosen[i] - high))[0], total += chosen[i];
-        if (soft) for (long i = 0; i < k; i++) chosen[i] /= sum(all);
-        if (soft && renormalise) { total = 0; for (long i = 0; i < k; i++) total += chosen[i]; }
-        if (!soft || renormalise) for (long i = 0; i < k; i++) chosen[i] /= total;
+        for (long i = 0; i < o->k; i++) weight[i] /= o->soft && !o->renormalise ? sum(mass) : total;
     }
 }
 
-typedef struct { Rows rows; const void *bias; int bias_kind; long n; } Experts;  // weights [E, n, k], bias [E, n]
+typedef struct { bytes w, s; int64_t kind; any bias; int64_t bias_kind; } Experts;  // weights [E, n, k], bias [E, n]
+static void expert(const Experts *o, long row, long k, int cols, const floats *x, int rows, float *sums) {
+    block(x, rows, &(Rows){o->w + row * at(o->kind, k), o->s + row * (k / 32), o->kind, k}, cols, sums);
+    if (o->bias) for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) sums[r * COLS + c] += get(o->bias, o->bias_kind, row + c);
+}
+typedef struct { floats x; const int64_t *index; floats weight; Experts up, down; float *y; int64_t M, C, F, E, k, clamped; double limit, alpha;
+                 int64_t threads; } Moe;
+typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; int threads; Share *ups, *downs; } Plan;
 
-static void expert(const Experts *m, long e, long n, int cols, const floats *x, int rows, float *sums) {
-    Rows part = m->rows;
-    part.w += (e * m->n + n) * at(part.kind, part.k), part.s += (e * m->n + n) * (part.k / 32);
-    block(x, rows, &part, cols, sums);
-    if (m->bias)
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < cols; c++) sums[r * COLS + c] += get(m->bias, m->bias_kind, e * m->n + n + c);
+static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of expert e, for all its rows
+    const Moe *o = p->o;
+    float sums[MOST * COLS + 2], raw[MOST][2 * UNITS], limit = o->limit;
+    floats xs[MOST];
+    for (long a = p->first[e]; a < p->first[e + 1]; a += MOST) {
+        int rows = MIN(MOST, p->first[e + 1] - a);
+        for (int r = 0; r < rows; r++) xs[r] = p->x + p->order[a + r] / o->k * o->C;
+        for (int n = 0, cols; n < 2 * units; n += cols) {    // pairs; or gates, then ups
+            long row = 2 * o->F * e + (o->clamped ? 2 * f0 + n : n < units ? f0 + n : o->F + f0 + n - units);
+            cols = MIN(COLS, (n < units ? units : 2 * units) - n);
+            expert(&o->up, row, o->C, cols, xs, rows, sums);
+            for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) raw[r][n + c] = sums[r * COLS + c];
+        }
+        for (int r = 0; r < rows; r++) {
+            float g[UNITS] = {0}, u[UNITS] = {0}, *to = p->h + p->order[a + r] * o->F;
+            for (int i = 0; i < units; i++) {
+                g[i] = o->clamped ? MIN(raw[r][2 * i], limit) : raw[r][i];
+                u[i] = o->clamped ? MAX(MIN(raw[r][2 * i + 1], limit), -limit) + 1.0f : raw[r][units + i];
+            }
+            for (int i = 0; i < units; i += W) store(g + i, load(g + i) * sigmoid(load(g + i) * (float)o->alpha) * load(u + i));
+            for (long i = 0; i < units; i++) to[o->down.kind == MXFP4 ? even_odd(f0 + i) : f0 + i] = g[i];
+        }
+    }
+}
+static void down(const Plan *p, long n, float *mine) {       // y[.., n..] of all experts
+    const Moe *o = p->o;
+    float sums[MOST * COLS + 2];
+    floats xs[MOST];
+    int cols = MIN(COLS, o->C - n);
+    for (long i = 0; i < p->distinct; i++) for (long e = p->used[i], a = p->first[e]; a < p->first[e + 1]; a += MOST) {
+        int rows = MIN(MOST, p->first[e + 1] - a);
+        for (int r = 0; r < rows; r++) xs[r] = p->h + p->order[a + r] * o->F;
+        expert(&o->down, o->C * e + n, o->F, cols, xs, rows, sums);
+        for (int r = 0; r < rows; r++) memcpy(mine + p->order[a + r] * COLS, sums + r * COLS, COLS * sizeof(float));
+    }
+    for (long m = 0; m < o->M; m++) for (int c = 0; c < cols; c++) {
+        float total = 0;
+        for (long i = m * o->k; i < (m + 1) * o->k; i++) total += o->weight[i] * mine[i * COLS + c];
+        o->y[m * o->C + n + c] = total;
+    }
+}
+static void both(const Plan *p) {
+    long groups = (p->o->F + UNITS - 1) / UNITS;
+    for (long item, f; f = (item = take(p->ups, p->threads)) % groups * UNITS, item >= 0;)
+        up(p, p->used[item / groups], f, MIN(UNITS, p->o->F - f));
+#pragma omp barrier
+    for (long item; (item = take(p->downs, p->threads)) >= 0;) down(p, item * COLS, p->parts + omp_get_thread_num() * p->A * COLS);
 }
 
 // y[m] = sum over i of weight[m, i] * (down . act(up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation, rows interleaved.
-void moe(const float *x, const int64_t *index, const float *weight, const void *up_w, const void *up_s, const void *up_bias,
-         int up_kind, int up_bias_kind, const void *down_w, const void *down_s, const void *down_bias, int down_kind,
-         int down_bias_kind, float *y, long M, long C, long F, long E, long k, int clamped, float limit, float alpha, int threads) {
-    enum { UNITS = 48 };                            // of the hidden layer, per item
-    Experts up = {{up_w, up_s, up_kind, C}, up_bias, up_bias_kind, 2 * F};
-    Experts down = {{down_w, down_s, down_kind, F}, down_bias, down_bias_kind, C};
-    long A = M * k, groups = (F + UNITS - 1) / UNITS, distinct = 0;
-    threads = team((double)A * C * F, 32768, threads);
+void moe(const Moe *o) {
+    long M = o->M, C = o->C, F = o->F, E = o->E, A = M * o->k;
+    int threads = team((double)A * C * F, 32768, o->threads);
     float *h = scratch(A * F + M * C + threads * A * COLS + 2 * (A + 2 * E + 2)), *mixed = h + A * F, *parts = mixed + M * C;
-    long *first = (long *)((uintptr_t)(parts + threads * A * COLS + 1) & ~7ul), *used = first + E + 1, *order = used + E;
-    memset(first, 0, (E + 1) * sizeof(long));       // order: the assignments of expert e are order[first[e]..first[e + 1]-1]
-    for (long a = 0; a < A; a++) first[index[a] + 1]++;
+    long *first = (long *)((uintptr_t)(parts + threads * A * COLS + 1) & ~7ul), *used = first + E + 1, *order = used + E, distinct = 0;
+    memset(first, 0, (E + 1) * sizeof(long));  // the assignments of expert e become order[first[e]..first[e + 1] - 1]
+    for (long a = 0; a < A; a++) first[o->index[a] + 1]++;
     for (long e = 0; e < E; e++) if (first[e + 1]) used[distinct++] = e;
     for (long e = 0; e < E; e++) first[e + 1] += first[e];
-    for (long a = 0; a < A; a++) order[first[index[a]]++] = a;
+    for (long a = 0; a < A; a++) order[first[o->index[a]]++] = a;
     memmove(first + 1, first, E * sizeof(long));
     first[0] = 0;
-    if (up_kind == MXFP4) for (long m = 0; m < M; m++) even_odd(x + m * C, C, mixed + m * C);
-    floats from = up_kind == MXFP4 ? mixed : x;
+    for (long m = 0; o->up.kind == MXFP4 && m < M; m++) for (long c = 0; c < C; c++) mixed[m * C + even_odd(c)] = o->x[m * C + c];
     Share ups[THREADS], downs[THREADS];
-    deal(ups, distinct * groups, threads);
+    deal(ups, distinct * ((F + UNITS - 1) / UNITS), threads);
     deal(downs, (C + COLS - 1) / COLS, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        int me = omp_get_thread_num();
-        float sums[MOST * COLS + 2], raw[MOST][2 * UNITS], *mine = parts + me * A * COLS;
-        floats xs[MOST];
-        for (long item; (item = take(ups, me, threads)) >= 0;) {
-            long e = used[item / groups], f0 = item % groups * UNITS, units = MIN(UNITS, F - f0);
-            for (long a = first[e]; a < first[e + 1]; a += MOST) {
-                int rows = MIN(MOST, first[e + 1] - a);
-                for (int r = 0; r < rows; r++) xs[r] = from + order[a + r] / k * C;
-                for (int half = 0; half < 2; half++) {  // interleaved: half of the pairs; else the gates, then the ups
-                    long n0 = clamped ? 2 * f0 + half * units : f0 + half * F;
-                    for (long n = 0; n < units; n += COLS) {
-                        int cols = MIN(COLS, units - n);
-                        expert(&up, e, n0 + n, cols, xs, rows, sums);
-                        for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) raw[r][half * units + n + c] = sums[r * COLS + c];
-                    }
-                }
-                for (int r = 0; r < rows; r++) {
-                    float gate[UNITS] = {0}, lift[UNITS] = {0}, *to = h + order[a + r] * F;
-                    for (int u = 0; u < units; u++) {
-                        gate[u] = clamped ? MIN(raw[r][2 * u], limit) : raw[r][u];
-                        lift[u] = clamped ? MAX(MIN(raw[r][2 * u + 1], limit), -limit) + 1.0f : raw[r][units + u];
-                    }
-                    for (int u = 0; u < units; u += W)
-                        store(gate + u, load(gate + u) * sigmoid(load(gate + u) * (clamped ? alpha : 1.0f)) * load(lift + u));
-                    for (long f = f0; f < f0 + units; f++)
-                        to[down_kind == MXFP4 ? f / 32 * 32 + f % 32 / 2 + f % 2 * 16 : f] = gate[f - f0];
-                }
-            }
-        }
-#pragma omp barrier
-        for (long item; (item = take(downs, me, threads)) >= 0;) {
-            int cols = MIN(COLS, C - item * COLS);
-            for (long i = 0; i < distinct; i++)
-                for (long e = used[i], a = first[e]; a < first[e + 1]; a += MOST) {
-                    int rows = MIN(MOST, first[e + 1] - a);
-                    for (int r = 0; r < rows; r++) xs[r] = h + order[a + r] * F;
-                    expert(&down, e, item * COLS, cols, xs, rows, sums);
-                    for (int r = 0; r < rows; r++) memcpy(mine + order[a + r] * COLS, sums + r * COLS, COLS * sizeof(float));
-                }
-            for (long m = 0; m < M; m++)
-                for (int c = 0; c < cols; c++) {
-                    float total = 0;
-                    for (long i = 0; i < k; i++) total += weight[m * k + i] * mine[(m * k + i) * COLS + c];
-                    y[m * C + item * COLS + c] = total;
-                }
-        }
-    }
+    Plan plan = {o, o->up.kind == MXFP4 ? mixed : o->x, h, parts, first, used, order, distinct, A, threads, ups, downs};
+    TEAM(both(&plan));
 }
 
-// ---- attention ---------------------------------------------------------------------------------------------------------
-
-INLINE void values(const int R, const int V, const floats *v, int n, floats p, long d, long D, float *o) {
-    vf a[ROWS * 4] = {{0}};
-    for (int j = 0; j < n; j++) {
-        UNROLL for (int i = 0; i < V; i++) {
-            vf x = load(v[j] + d + i * W);
-            UNROLL for (int r = 0; r < R; r++) a[r * 4 + i] += x * p[r * KEYS + j];
-        }
-    }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < V; i++) store(o + r * D + d + i * W, a[r * 4 + i]);
-}
-
+// ---- attention
 INLINE void scores(const int R, const floats *q, floats k, long D, float *p) {  // k [D, 2W] -> p [R, KEYS]
     vf a[8 * 2] = {{0}};
     for (long d = 0; d < D; d++) {
@@ -456,135 +383,139 @@ INLINE void scores(const int R, const floats *q, floats k, long D, float *p) {  
     }
     UNROLL for (int r = 0; r < R; r++) store(p + r * KEYS, a[2 * r]), store(p + r * KEYS + W, a[2 * r + 1]);
 }
+INLINE void values(const int R, const int V, const floats *v, int n, floats p, long d, long D, float *o) {
+    vf a[ROWS * 4] = {{0}};
+    for (int j = 0; j < n; j++) UNROLL for (int i = 0; i < V; i++) {
+        vf x = load(v[j] + d + i * W);
+        HOLD(x);
+        UNROLL for (int r = 0; r < R; r++) a[r * 4 + i] += x * p[r * KEYS + j];
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < V; i++) store(o + r * D + d + i * W, a[r * 4 + i]);
+}
 
-// One tile: the n keys at places from.. of it, of which query r sees the places lo[r]..hi[r]-1. Gives unscaled sums o, the highest
-// score and the mass: the caller merges tiles in their order.
+// One tile: the n keys at places from.. of it, of which query r sees places lo[r]..hi[r] - 1. Gives unscaled sums o, the highest
+// score and the mass; the caller merges tiles in their order.
 static void look(const floats *q, int rows, const floats *k, const floats *v, int from, int n, const int *lo, const int *hi,
                  long D, float scale, float *o, float *high, float *mass) {
     float p[MOST][KEYS], turned[(MOST_D + W) * 2 * W];
-    int v0 = from / W * W, v1 = v0;
-    for (; v1 < from + n; v1 += 2 * W) {            // lanes over keys, so that scores need no sum across lanes
-        if (v1 + 2 * W > KEYS) v1 = KEYS - 2 * W;   // overlap: computed twice, alike
-        for (int side = 0; side < 2; side++)
-            for (long d = 0; d < D; d += W) {
-                vf a[W];
-                UNROLL for (int i = 0; i < W; i++) {
-                    int j = MAX(0, MIN(v1 + side * W + i - from, n - 1));
-                    floats key = k[j] + d;
-                    __builtin_prefetch(key + 2 * W * D, 0, 2);
-                    __builtin_prefetch(v[j] + d, 0, 2);
-                    a[i] = part(key, D - d);
-                }
-                transpose(a);
-                UNROLL for (int i = 0; i < W; i++) store(turned + (d + i) * 2 * W + side * W, a[i]);
+    int v0 = from / W * W, v1 = v0, s;
+    for (; v1 < from + n; v1 += 2 * W) {  // lanes over keys, so that scores need no sum across lanes
+        v1 = MIN(v1, KEYS - 2 * W);       // overlap: computed twice, alike
+        for (int side = 0; side < 2; side++) for (long d = 0; d < D; d += W) {
+            vf a[W];
+            UNROLL for (int i = 0; i < W; i++) {
+                int j = MAX(0, MIN(v1 + side * W + i - from, n - 1));
+                a[i] = part(k[j] + d, D - d);
+                __builtin_prefetch(k[j] + d + 2 * W * D, 0, 2);
+                __builtin_prefetch(v[j] + d, 0, 2);
             }
-        for (int r = 0; r < rows; r += rows - r >= 8 ? 8 : rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1) {
-            if (rows - r >= 8) scores(8, q + r, turned, D, p[r] + v1);
-            else if (rows - r >= 4) scores(4, q + r, turned, D, p[r] + v1);
-            else if (rows - r >= 2) scores(2, q + r, turned, D, p[r] + v1);
-            else scores(1, q + r, turned, D, p[r] + v1);
+            transpose(a);
+            UNROLL for (int i = 0; i < W; i++) store(turned + (d + i) * 2 * W + side * W, a[i]);
         }
+#define SCORES(R) scores(s = R, q + r, turned, D, p[r] + v1)
+        for (int r = 0; r < rows; r += s) rows - r >= 8 ? SCORES(8) : rows - r >= 4 ? SCORES(4) : rows - r >= 2 ? SCORES(2) : SCORES(1);
     }
     for (int r = 0; r < rows; r++) {
-        vf m = (vf){0} - INFINITY, l = {0};
+        vf top = all(-INFINITY), total = {0};
+        high[r] = -1e30f;                 // not -inf: where nothing is seen the weights become 0
         for (int j = v0; j < v1; j += W) {
-            vf x = pick((PLACES + j >= MAX(lo[r], from)) & (PLACES + j < MIN(hi[r], from + n)), load(p[r] + j) * scale, (vf){0} - INFINITY);
+            vi seen = (PLACES + j >= MAX(lo[r], from)) & (PLACES + j < MIN(hi[r], from + n));
+            vf x = pick(seen, load(p[r] + j) * scale, all(-INFINITY));
             store(p[r] + j, x);
-            m = pick(x > m, x, m);
+            top = pick(x > top, x, top);
         }
-        high[r] = top(m);
+        UNROLL for (int i = 0; i < W; i++) high[r] = MAX(high[r], top[i]);
         for (int j = v0; j < v1; j += W) {
-            vf e = expv(load(p[r] + j) - MAX(high[r], -1e30f));  // nothing seen: every weight is 0
+            vf e = expv(load(p[r] + j) - high[r]);
             store(p[r] + j, e);
-            l += e;
+            total += e;
         }
-        mass[r] = sum(l);
+        mass[r] = sum(total);
     }
-    for (int r = 0; D < W && r < rows; r++)
-        for (int d = 0; d < D; d++) {
-            o[r * D + d] = 0;
-            for (int j = 0; j < n; j++) o[r * D + d] += v[j][d] * p[r][from + j];
-        }
-    for (int r = 0; D >= W && r < rows; r += rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1)
-        for (long d = 0; d < D; d += D - d >= 4 * W ? 4 * W : W) {
-            long at = MIN(d, D - W);  // the last vector overlaps: its lanes are computed twice, alike
-            float *to = o + r * D, *w = p[r] + from;
-            int wide = D - d >= 4 * W;
-            if (rows - r >= 4) wide ? values(4, 4, v, n, w, at, D, to) : values(4, 1, v, n, w, at, D, to);
-            else if (rows - r >= 2) wide ? values(2, 4, v, n, w, at, D, to) : values(2, 1, v, n, w, at, D, to);
-            else wide ? values(1, 4, v, n, w, at, D, to) : values(1, 1, v, n, w, at, D, to);
-        }
+    for (int r = 0; D < W && r < rows; r++) for (int d = 0; d < D; d++) {
+        o[r * D + d] = 0;
+        for (int j = 0; j < n; j++) o[r * D + d] += v[j][d] * p[r][from + j];
+    }
+#define VALUES(R, V) values(s = R, V, v, n, p[r] + from, MIN(d, D - W), D, o + r * D)  // the last vector may overlap, alike
+    for (long d = 0; D >= W && d < D; d += D - d >= 4 * W ? 4 * W : W) for (int r = 0; r < rows; r += s) {
+        if (D - d >= 4 * W) rows - r >= 4 ? VALUES(4, 4) : rows - r >= 2 ? VALUES(2, 4) : VALUES(1, 4);
+        else rows - r >= 4 ? VALUES(4, 1) : rows - r >= 2 ? VALUES(2, 1) : VALUES(1, 1);
+    }
 }
 
-// q [B, T, H, D] with strides, k and v [B, K, S, D] rings with strides. tree [B, T, T]: which new tokens a new token sees, else a chain.
-void attend(const float *q, const float *k, const float *v, const int64_t *start, const uint8_t *tree, const int64_t *depth,
-            const void *sinks, int sink_kind, float *y, long q_b, long q_t, long k_b, long k_h, long B, long T, long H, long K,
-            long D, long S, long window, float scale, int threads) {
-    long G = H / K, some = MAX(1, MOST / G), longest = 0;
-    for (long b = 0; b < B; b++) longest = MAX(longest, start[b] + T);
-    threads = team((double)B * T * H * D * (window ? MIN(window + T, longest) : longest), 1e5, threads);
-#define LOWEST(b, t) (window ? MAX(0, start[b] + (tree ? depth[(b) * T + (t)] : (t)) - window + 1) : 0)
+typedef struct { floats q, k, v; const int64_t *start; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; float *y;
+                 int64_t q_b, q_t, k_b, k_h, B, T, H, K, D, S, window; double scale; int64_t threads; } Attend;
+typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; int threads; Share *looks, *merges; } Scene;
+
+static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
+    return o->window ? MAX(0, o->start[b] + (o->tree ? o->depth[b * o->T + t] : t) - o->window + 1) : 0;
+}
+static void look_at(const Scene *c, long item) {       // one tile of keys of one kv head of one sequence
+    const Attend *o = c->o;
+    long T = o->T, D = o->D, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b];
+    long edge = (c->base[b] + item % c->tiles) * KEYS, end = c->t0 + c->steps;
+    floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->k_b + h * o->k_h, qs[MOST], ks[KEYS], vs[KEYS];
+    int lo[MOST], hi[MOST], alone = o->tree && edge + KEYS > s, n;  // alone: each new token has its own list of keys
+    for (long t = c->t0; t < end; t += alone ? 1 : c->steps) {
+        long from = MAX(edge, alone ? MIN(lowest(o, b, t), s) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : s + end);
+        long place = s, row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot = from % S * D;
+        for (n = 0; n < to - from; n++, slot = slot + D == S * D ? 0 : slot + D) ks[n] = k + slot, vs[n] = v + slot;
+        for (long u = 0; alone && u < T; u++) {        // a seen one takes the place it would have in plain decoding
+            if (!o->tree[(b * T + t) * T + u] || place++ < edge || place > edge + KEYS) continue;
+            ks[n] = k + (s + u) % S * D, vs[n++] = v + (s + u) % S * D;
+        }
+        for (long r = 0, new; r < count; r++) {
+            new = t + r / G;
+            qs[r] = o->q + b * o->q_b + new * o->q_t + (h * G + r % G) * D;
+            lo[r] = alone ? 0 : MAX(lowest(o, b, new) - edge, 0);
+            hi[r] = alone ? KEYS : MIN(o->tree ? s : s + new + 1, edge + KEYS) - edge;
+            c->mass[row + r] = 0;
+        }
+        if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, o->scale, c->sums + row * D, c->high + row, c->mass + row);
+    }
+}
+static void merge(const Scene *c, long item) {         // the tiles of one query
+    const Attend *o = c->o;
+    long D = o->D, bh = item / c->rows, r = item % c->rows, head = bh % o->K * c->G + r % c->G, row = bh * c->tiles * c->rows + r;
+    float *y = o->y + ((bh / o->K * o->T + c->t0 + r / c->G) * o->H + head) * D, total = 0, best = -INFINITY;
+    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) best = MAX(best, c->high[i]);
+    if (o->sinks) {
+        float sink = get(o->sinks, o->sink_kind, head);
+        best = MAX(best, sink);
+        total = expv(all(sink - best))[0];
+    }
+    memset(y, 0, D * sizeof(float));
+    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) {
+        float part = expv(all(c->high[i] - best))[0];
+        total += part * c->mass[i];
+        for (long d = 0; d < D; d++) y[d] += part * c->sums[i * D + d];
+    }
+    for (long d = 0; d < D; d++) y[d] /= total > 0 ? total : 1.0f;
+}
+static void show(const Scene *c) {
+    for (long item; (item = take(c->looks, c->threads)) >= 0;) look_at(c, item);
+#pragma omp barrier
+    for (long item; (item = take(c->merges, c->threads)) >= 0;) merge(c, item);
+}
+// q [B, T, H, D] and the rings k, v [B, K, S, D], with strides. tree [B, T, T]: which new tokens a new token sees; else a chain.
+void attend(const Attend *o) {
+    long B = o->B, T = o->T, G = o->H / o->K, some = MAX(1, MOST / G), longest = 0, base[B], low[B];
+    for (long b = 0; b < B; b++) longest = MAX(longest, o->start[b] + T);
+    int threads = team((double)B * T * o->H * o->D * (o->window ? MIN(o->window + T, longest) : longest), 4e4, o->threads);
     for (long t0 = 0; t0 < T; t0 += some) {
         long steps = MIN(some, T - t0), rows = steps * G, tiles = 0;
-        long base[B], low[B];
         for (long b = 0; b < B; b++) {
-            low[b] = start[b] + t0;
-            for (long t = t0; t < t0 + steps; t++) low[b] = MIN(low[b], LOWEST(b, t));
+            low[b] = o->start[b] + (o->tree ? 0 : t0);
+            for (long t = t0; t < t0 + steps; t++) low[b] = MIN(low[b], lowest(o, b, t));
             base[b] = low[b] / KEYS;
-            tiles = MAX(tiles, (start[b] + (tree ? T : t0 + steps) + KEYS - 1) / KEYS - base[b]);
+            tiles = MAX(tiles, (o->start[b] + (o->tree ? T : t0 + steps) + KEYS - 1) / KEYS - base[b]);
         }
-        float *o = scratch(B * K * tiles * rows * (D + 2)), *high = o + B * K * tiles * rows * D, *mass = high + B * K * tiles * rows;
+        long all_rows = B * o->K * tiles * rows;
+        float *sums = scratch(all_rows * (o->D + 2)), *high = sums + all_rows * o->D, *mass = high + all_rows;
         Share looks[THREADS], merges[THREADS];
-        deal(looks, B * K * tiles, threads);
-        deal(merges, B * K * rows, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-        {
-            int me = omp_get_thread_num();
-            for (long item; (item = take(looks, me, threads)) >= 0;) {
-                long b = item / tiles / K, h = item / tiles % K, edge = (base[b] + item % tiles) * KEYS, s = start[b];
-                floats kb = k + b * k_b + h * k_h, vb = v + b * k_b + h * k_h, qs[MOST], ks[KEYS], vs[KEYS];
-                int lo[MOST], hi[MOST], alone = tree && edge + KEYS > s;  // then each new token has its own list of keys
-                for (long t = t0; t < t0 + steps; t += alone ? 1 : steps) {
-                    int n = 0, count = alone ? G : rows;
-                    long from = MAX(edge, alone ? MIN(LOWEST(b, t), s) : low[b]), to = MIN(edge + KEYS, tree ? s : s + t0 + steps);
-                    for (long j = from, slot = from % S * D; j < to; j++, n++) {
-                        ks[n] = kb + slot, vs[n] = vb + slot;
-                        if ((slot += D) == S * D) slot = 0;
-                    }
-                    long place = s;                 // a seen proposal takes the place it would have in plain decoding
-                    for (long u = 0; alone && u < T; u++) {
-                        if (!tree[(b * T + t) * T + u]) continue;
-                        if (place >= edge && place < edge + KEYS) ks[n] = kb + (s + u) % S * D, vs[n++] = vb + (s + u) % S * D;
-                        place++;
-                    }
-                    for (int r = 0; r < count; r++) {
-                        long tr = t + r / G;
-                        qs[r] = q + b * q_b + tr * q_t + (h * G + r % G) * D;
-                        lo[r] = MAX(LOWEST(b, tr) - edge, 0) * !alone;
-                        hi[r] = alone ? KEYS : tree ? s - edge : s + tr + 1 - edge;
-                    }
-                    long at = item * rows + (t - t0) * G;
-                    if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, scale, o + at * D, high + at, mass + at);
-                    else for (int r = 0; r < count; r++) high[at + r] = -INFINITY;
-                }
-            }
-#pragma omp barrier
-            for (long item; (item = take(merges, me, threads)) >= 0;) {
-                long bh = item / rows, r = item % rows, head = bh % K * G + r % G;
-                float *to = y + ((bh / K * T + t0 + r / G) * H + head) * D, total = 0, best = -INFINITY, sink = sinks ? get(sinks, sink_kind, head) : 0;
-                if (sinks) best = sink;
-                for (long i = 0; i < tiles; i++) best = MAX(best, high[(bh * tiles + i) * rows + r]);
-                if (sinks) total = expv((vf){0} + (sink - best))[0];
-                memset(to, 0, D * sizeof(float));
-                for (long i = 0; i < tiles; i++) {
-                    long at = (bh * tiles + i) * rows + r;
-                    if (high[at] == -INFINITY) continue;
-                    float part = expv((vf){0} + (high[at] - best))[0];
-                    total += part * mass[at];
-                    for (long d = 0; d < D; d++) to[d] += part * o[at * D + d];
-                }
-                for (long d = 0; d < D; d++) to[d] /= total > 0 ? total : 1.0f;
-            }
-        }
+        deal(looks, B * o->K * tiles, threads);
+        deal(merges, B * o->K * rows, threads);
+        Scene scene = {o, t0, steps, G, rows, tiles, base, low, sums, high, mass, threads, looks, merges};
+        TEAM(show(&scene));
     }
 }

@@ -89,6 +89,7 @@ def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig
         raise ValueError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3, yarn)")
     theta = scaling.get("rope_theta", hf.get("rope_theta", default_theta))
     original = scaling.get("original_max_position_embeddings") or hf.get("max_position_embeddings", 0)
+    original = original if kind in ("llama3", "yarn") else 0
     return RopeConfig(
         theta=float(theta),
         kind=kind,

@@ -7,6 +7,8 @@ from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, r
 from outpace.models.decoder import Block, Decoder
 from outpace.models.names import Entry, trunk
 
+ALPHA = 1.702
+
 
 class GptOss(Decoder):
     def __init__(self, config: ModelConfig, packed: bool = False) -> None:
@@ -34,6 +36,8 @@ class GptOss(Decoder):
 
 def parse(hf: dict[str, Any]) -> ModelConfig:
     layers = need(hf, "num_hidden_layers")
+    if hf.get("swiglu_alpha", ALPHA) != ALPHA:
+        raise ValueError(f"config.json: swiglu_alpha {hf['swiglu_alpha']} is not supported, only {ALPHA}")
     return ModelConfig(
         architecture="GptOssForCausalLM",
         vocab_size=need(hf, "vocab_size"),

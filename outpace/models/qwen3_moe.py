@@ -4,7 +4,7 @@ from typing import Any
 
 from outpace.models import llama
 from outpace.models.blocks import MLP, Experts
-from outpace.models.config import ModelConfig, need, parse_rope, token_ids
+from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, token_ids
 from outpace.models.decoder import Block, Decoder
 from outpace.models.names import Entry, dense_mlp, trunk
 
@@ -33,6 +33,7 @@ def parse(hf: dict[str, Any]) -> ModelConfig:
     layers = need(hf, "num_hidden_layers")
     sparse_step = hf.get("decoder_sparse_step") or 1
     dense = set(hf.get("mlp_only_layers") or ())
+    windows = bool(hf.get("use_sliding_window") and hf.get("sliding_window"))
     return ModelConfig(
         architecture="Qwen3MoeForCausalLM",
         vocab_size=need(hf, "vocab_size"),
@@ -43,8 +44,8 @@ def parse(hf: dict[str, Any]) -> ModelConfig:
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         intermediate_size=need(hf, "intermediate_size"),
         rope=parse_rope(hf),
-        layer_types=llama.layer_types(hf, layers),
-        sliding_window=(hf.get("sliding_window") or 0) if hf.get("use_sliding_window") else 0,
+        layer_types=(WINDOW if windows else FULL,) * layers,  # unlike dense Qwen3, all or none
+        sliding_window=hf.get("sliding_window") or 0 if windows else 0,
         max_position_embeddings=hf.get("max_position_embeddings", 32768),
         rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
         attention_bias=hf.get("attention_bias", False),

@@ -25,7 +25,8 @@ def attend(
     K = k.shape[1]
     grouped = q.float().reshape(B, T, K, H // K, D)
     scores = torch.einsum("btkgd,bksd->bkgts", grouped, k.float()) * scale
-    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    # not -inf: a row of padding may see nothing at all, and its NaN would reach others as 0 * NaN
+    scores = scores.masked_fill(~allowed[:, None, None], torch.finfo(torch.float32).min)
     if sinks is not None:
         sink = sinks.float().reshape(1, K, H // K, 1, 1).expand(B, -1, -1, T, 1)
         weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]

@@ -41,7 +41,10 @@ def block_attend(
     """
     if q.device.type != "cpu":
         return reference_block_attend(q, k, v, context_k, context_v, parts, block, scale)
-    return _BlockFlash.apply(q, k, v, context_k, context_v, parts, block, scale)
+    out: Tensor = _BlockFlash.apply(  # type: ignore[no-untyped-call]
+        q, k, v, context_k, context_v, parts, block, scale
+    )
+    return out
 
 
 def dense_mask(parts: tuple[Part, ...], N: int, S: int, block: int, device: torch.device) -> Tensor:
@@ -83,7 +86,7 @@ class _BlockFlash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, context_k, context_v, parts, block, scale):  # type: ignore[override]
+    def forward(ctx, q, k, v, context_k, context_v, parts, block, scale):  # type: ignore[no-untyped-def]
         N, H, D = q.shape
         K = k.shape[1]
         G = H // K
@@ -102,36 +105,23 @@ class _BlockFlash(torch.autograd.Function):
         return _unfold(out, N).to(q.dtype).flatten(1)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, context_k, context_v, out, lse = ctx.saved_tensors
         parts, block, scale, dtype = ctx.settings
         K, S, D = context_k.shape
         N = k.shape[1]
         G = q.shape[1] // N
-        grad = _fold(grad.unflatten(1, (K * G, D)), K)
-        n = block * G
-        dq, dk, dv = _flash_backward(
-            _blocks(grad, n),
-            _blocks(q, n),
-            _blocks(k, block),
-            _blocks(v, block),
-            _blocks(out, n),
-            _blocks(lse[..., None], n)[..., 0],
-            None,
-            scale,
-        )
+        wide = _fold(grad.unflatten(1, (K * G, D)), K), q, out, lse[..., None]
+        own = _blocks(k, block), _blocks(v, block)
+        dq, dk, dv = _flash_backward([_blocks(x, block * G) for x in wide], *own, None, scale)
         dq = dq.transpose(0, 1).reshape(K, N * G, D)
-        dk, dv = (x.permute(0, 2, 1, 3).reshape(N, K, D).to(dtype) for x in (dk, dv))
+        dk, dv = (x.transpose(1, 2).reshape(N, K, D).to(dtype) for x in (dk, dv))
         d_context_k, d_context_v = torch.zeros(2, K, S, D)
         for part in parts:
             rows, keys = slice(part.first * G, part.last * G), slice(part.begin, part.end)
-            found = _flash_backward(
-                *(x[None, :, rows] for x in (grad, q)),
-                *(x[None, :, keys] for x in (context_k, context_v)),
-                *(x[None, :, rows] for x in (out, lse)),
-                _row_mask(part.mask, G),
-                scale,
-            )
+            theirs = context_k[None, :, keys], context_v[None, :, keys]
+            mask = _row_mask(part.mask, G)
+            found = _flash_backward([x[None, :, rows] for x in wide], *theirs, mask, scale)
             dq[:, rows] += found[0][0]
             d_context_k[:, keys] += found[1][0]
             d_context_v[:, keys] += found[2][0]
@@ -153,7 +143,8 @@ def _unfold(x: Tensor, N: int) -> Tensor:
 
 def _blocks(x: Tensor, rows: int) -> Tensor:
     """[K, A*rows, D] -> [A, K, rows, D], a view."""
-    return x.unflatten(1, (-1, rows)).transpose(0, 1)
+    K, n, D = x.shape
+    return x.view(K, n // rows, rows, D).transpose(0, 1)
 
 
 def _row_mask(mask: Tensor | None, G: int) -> Tensor | None:
@@ -176,11 +167,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
+    wide: list[Tensor], k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale
-        )
-    )
-    return found
+    """wide: grad, q and out [b,K,n,D], lse [b,K,n,1]; k and v [b,K,s,D] -> dq, dk, dv."""
+    grad, q, out, lse = wide
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = backward(grad, q, k, v, out, lse[..., 0], 0.0, False, attn_mask=mask, scale=scale)
+    return dq, dk, dv

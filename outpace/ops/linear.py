@@ -13,7 +13,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Through the kernel, each row's result does not depend on how many rows travel with it.
     """
     if few(x):
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         return cpu.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
     return reference_linear(x, weight, bias)
 

@@ -11,7 +11,7 @@ from outpace.ops.fast import few
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., C], weight [C] -> [..., C]; statistics in float32, result in x's dtype."""
     if few(x):
-        return cpu.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+        return cpu.rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), weight, eps).view(x.shape)
     return reference_rms_norm(x, weight, eps)
 
 
@@ -23,7 +23,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[..., 2F], gate in the first half -> [..., F]: silu(gate) * up."""
     if few(gate_up):
         width = gate_up.shape[-1]
-        return cpu.silu_mul(gate_up.reshape(-1, width)).view(*gate_up.shape[:-1], width // 2)
+        return cpu.silu_mul(gate_up.reshape(-1, width).contiguous()).view(*gate_up.shape[:-1], width // 2)
     return reference_silu_mul(gate_up)
 
 

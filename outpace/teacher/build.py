@@ -35,7 +35,7 @@ from outpace.teacher.store import (
     write_shard,
 )
 
-CAPTURE_TOKENS = 8192  # of one capturing pass, padding included
+CAPTURE_TOKENS = 2048  # of one capturing pass, padding included: longer ones pad more and miss the cache
 LENGTHS, PROMPT, RESPONSE = range(3)  # streams of random numbers
 
 
@@ -44,7 +44,8 @@ class TeacherRecipe:
     """How to build a teacher cache. Fields of recipes/teacher-*.toml.
 
     A cache holds samples x position_offsets: the same texts (generated at position 0), their hidden
-    states captured at every offset. Ranges include both ends; a response ends early at a stop token.
+    states captured at every offset, which may lie past the model's last position. Ranges include both
+    ends; a response ends early at a stop token.
     Raises ValueError for settings that no build can honour.
     """
 
@@ -121,8 +122,8 @@ def build(
     """Build, or go on with, the cache in `folder`; `stop_after` ends this call after that many shards.
 
     A shard depends on nothing but the recipe, its number, target, tokenizer and documents, so a killed
-    build that is run again ends in the same bytes (on the same machine with the same number of
-    threads); finished shards are not made again. One shard is held in memory, about three times.
+    build that is run again ends in the same bytes (on one machine, with one number of threads and the
+    same kernels); finished shards are not made again. One shard is held in memory, about three times.
     Raises ValueError where the recipe does not fit the target or the documents; StoreError where the
     folder holds another build or something else, where the disk is too small, or fills up.
     """
@@ -289,7 +290,8 @@ def _respond(
             request = Request(
                 max_new_tokens=longest[rows[-1]], sampling=Sampling(temperature=temperature), stop=stop
             )
-            rng = seeded(recipe.seed, RESPONSE, rows[0])
+            number = seeded(recipe.seed, RESPONSE, rows[0]).initial_seed()
+            rng = torch.Generator(target.device).manual_seed(number)
             made = plain.generate(target, [prompt[i] for i in rows], request, rng=rng)
             found |= {i: tokens[: longest[i]] for i, tokens in zip(rows, made.tokens, strict=True)}
     return found

@@ -194,7 +194,7 @@ class TeacherCache:
         if target_fingerprint not in (None, meta.target_fingerprint):
             raise StoreError(
                 f"{folder} belongs to another target: its fingerprint is {meta.target_fingerprint[:16]}.., "
-                f"this target's {str(target_fingerprint)[:16]}..; name that target or build a cache of this one"
+                f"this target's {str(target_fingerprint)[:16]}..; name that target, or build a cache of this"
             )
         if tokenizer not in (None, meta.tokenizer_sha256):
             raise StoreError(
@@ -219,6 +219,20 @@ class TeacherCache:
     def __len__(self) -> int:
         return self.meta.samples
 
+    def describe(self) -> dict[str, Any]:
+        """What a reader wants to know, ready for JSON."""
+        meta = self.meta
+        said = {k: v for k, v in asdict(meta).items() if k not in ("shards", "planned_samples", "recipe")}
+        return said | {
+            "samples": meta.samples,
+            "planned_samples": meta.planned_samples,
+            "tokens": meta.tokens,
+            "shards": len(meta.shards),
+            "nbytes": meta.nbytes,
+            "relative_error": max((s.relative_error for s in meta.shards), default=0.0),
+            "recipe": meta.recipe,
+        }
+
     def sample(self, i: int) -> Sample:
         """Reads the rows of that sample alone. Raises IndexError past the end."""
         if not 0 <= i < len(self):
@@ -227,7 +241,8 @@ class TeacherCache:
         return self._shard(at).sample(i - (self._ends[at - 1] if at else 0))
 
     def verify(self) -> int:
-        """Compares every shard with its sha256; -> bytes checked. Raises StoreError at the first that differs."""
+        """Compares every shard with its sha256; -> bytes checked. Raises StoreError at the first that
+        differs, is cut off or missing."""
         for shard in self.meta.shards:
             _check_size(self.folder, shard)
             path = self.folder / shard.file
@@ -262,7 +277,7 @@ class _OpenShard:
 
     def __init__(self, path: Path) -> None:
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
             self.begins: list[int] = file.get_tensor("begins").tolist()
             self.prompt_lengths: list[int] = file.get_tensor("prompt_lengths").tolist()
             self.offsets: list[int] = file.get_tensor("offsets").tolist()

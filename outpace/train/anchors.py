@@ -1,5 +1,6 @@
 """Anchors of a training step: drawn at random, sorted, and packed with their rows into one forward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +36,7 @@ class Packed:
     positions: Tensor  # [A, B] int64
     labels: Tensor  # [A, n] int64: the token at each MASK, 0 past the row's end
     valid: Tensor  # [A, n] bool: False past the row's end
-    aux: Tensor  # [features, S, C]
+    aux: Tensor  # [features, S, C], strided as [S, features, C]
     context_positions: Tensor  # [S] int64
     spans: tuple["Span", ...]  # one a row
     row_tokens: int  # of all rows, prompts included
@@ -91,44 +92,42 @@ def draw_anchors(prompt_length: int, length: int, count: int, rng: torch.Generat
     return (prompt_length + torch.randperm(room, generator=rng)[:count]).sort().values
 
 
-def pack(rows: list[Sample], block_size: int, count: int, cut: int | None, rng: torch.Generator) -> Packed:
+def pack(
+    rows: Sequence[Sample],
+    block_size: int,
+    count: int,
+    cut: int | None,
+    rng: torch.Generator,
+    features: Sequence[int] | None = None,
+) -> Packed:
     """Draw `count` anchors a row, from its first `cut` tokens, and pack what one step needs.
 
-    The context of a row ends before its last anchor: nothing sees more. Raises ValueError where no row
-    has two tokens of response.
+    The context of a row ends before its last anchor: nothing sees more. `features` are the indices into
+    aux that are wanted, None for all. Raises ValueError where no row has two tokens of response.
     """
-    B = block_size
-    step = torch.arange(B)
-    anchors, positions, labels, valid, aux, context, spans = ([] for _ in range(7))  # type: ignore[var-annotated]
+    within = torch.arange(block_size)
+    pieces: list[tuple[Tensor, ...]] = []
+    spans: list[Span] = []
     blocks, length = 0, 0
     for row in rows:
         tokens = row.tokens[:cut]
-        drawn = draw_anchors(row.prompt_length, len(tokens), count, rng)
-        if not len(drawn):
+        anchors = draw_anchors(row.prompt_length, len(tokens), count, rng)
+        if not len(anchors):
             continue
-        at = drawn[:, None] + step[1:]
-        inside = at < len(tokens)
-        end = int(drawn[-1])
-        spans.append(Span(blocks, length, drawn))
-        anchors.append(tokens[drawn])
-        positions.append(drawn[:, None] + step + row.offset)
-        labels.append(tokens[at.clamp(max=len(tokens) - 1)].masked_fill(~inside, 0))
-        valid.append(inside)
-        aux.append(row.aux[:, :end])
-        context.append(torch.arange(end) + row.offset)
-        blocks, length = blocks + len(drawn), length + end
+        end = int(anchors[-1])
+        at = anchors[:, None] + within
+        valid = at[:, 1:] < len(tokens)
+        labels = tokens[at[:, 1:].clamp(max=len(tokens) - 1)].masked_fill(~valid, 0)
+        aux = row.aux[:, :end] if features is None else row.aux[list(features), :end]
+        context = torch.arange(end) + row.offset
+        pieces.append((tokens[anchors], at + row.offset, labels, valid, aux.transpose(0, 1), context))
+        spans.append(Span(blocks, length, anchors))
+        blocks, length = blocks + len(anchors), length + end
     if not spans:
         raise ValueError(
             f"none of {len(rows)} cached rows has an anchor: that takes a response of at least two tokens"
             + (f" within row_tokens {cut}" if cut else "")
         )
-    return Packed(
-        torch.cat(anchors),
-        torch.cat(positions),
-        torch.cat(labels),
-        torch.cat(valid),
-        torch.cat(aux, dim=1),
-        torch.cat(context),
-        tuple(spans),
-        sum(len(row.tokens[:cut]) for row in rows),
-    )
+    tokens, positions, labels, valid, aux, context = (torch.cat(x) for x in zip(*pieces, strict=True))
+    size = sum(len(row.tokens[:cut]) for row in rows)
+    return Packed(tokens, positions, labels, valid, aux.transpose(0, 1), context, tuple(spans), size)

@@ -1,8 +1,10 @@
 """Train a DFlash draft from a teacher cache (arXiv 2602.06036, section 4.3; D-PACE, arXiv 2605.18810)."""
 
+import hashlib
+import json
 import subprocess
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,12 +156,11 @@ def block_states(
         return draft.denoise(x, cos, sin, attend).view(A, B, -1)
     for i, layer in enumerate(draft.layers):
         x = checkpoint(layer, x, cos, sin, i, attend, use_reentrant=False)
-    return draft.norm(x).view(A, B, -1)
+    states: Tensor = draft.norm(x)
+    return states.view(A, B, -1)
 
 
-def block_loss(
-    hidden: Tensor, head: Tensor, packed: Packed, recipe: DFlashRecipe
-) -> tuple[Tensor, Tensor]:
+def block_loss(hidden: Tensor, head: Tensor, packed: Packed, recipe: DFlashRecipe) -> tuple[Tensor, Tensor]:
     """hidden [A,B,C], head [V,C] -> loss, a weighted mean over the valid MASKs, and hits [A, B-1]: where
     the draft's first choice is the label."""
     labels, valid = packed.labels, packed.valid
@@ -172,8 +173,25 @@ def block_loss(
     return (weights * nll).sum() / weights.sum(), hits & valid
 
 
-def accept_len(draft: DFlash, target: Decoder, prompts: list[list[int]], new_tokens: int) -> float:
-    """tau of real decoding at temperature 0: tokens per forward of the target, bonus included."""
+def rows_of_step(step: int, recipe: DFlashRecipe, size: int) -> list[int]:
+    """The step's rows of an endless walk over a cache of `size`, shuffled anew every epoch."""
+    found = []
+    for n in range(step * recipe.rows, (step + 1) * recipe.rows):
+        epoch, i = divmod(n, size)
+        found.append(int(torch.randperm(size, generator=seeded(recipe.seed, 0, epoch))[i]))
+    return found
+
+
+def accuracy(hits: Tensor, valid: Tensor) -> dict[str, Any]:
+    """hits and valid [A, n]: the share right at each position, and the mean over blocks of the count of
+    leading right ones: the accept_len that these blocks would have had, labels being the target's."""
+    right = hits.sum(0) / valid.sum(0).clamp(min=1)
+    leading = hits.long().cumprod(1).sum(1).float().mean()
+    return {"accept_len": leading.item(), "accuracy": [round(x, 4) for x in right.tolist()]}
+
+
+def measure_tau(draft: DFlash, target: Decoder, prompts: list[list[int]], new_tokens: int) -> float:
+    """Real decoding at temperature 0: tokens per forward of the target, bonus included."""
     stop = frozenset(target.config.eos_token_ids)
     request = Request(max_new_tokens=new_tokens, stop=stop)
     return speculative.generate(target, draft.bind(target), prompts, request).trace.tau
@@ -200,7 +218,7 @@ def train_dflash(
     held = tuple(cache.meta.target_layer_ids)
     config = recipe.config(target, tokenizer, held) if init is None else init.config
     draft = init_dflash(config, recipe.seed) if init is None else init.float().requires_grad_(True)
-    picked = _picked(config, held, cache.meta.hidden_size)
+    features = _features(config, target, held, cache.meta.hidden_size)
     draft.bind(target)
     if config.block_size != recipe.block_size:
         recipe = replace(recipe, block_size=config.block_size)
@@ -214,14 +232,14 @@ def train_dflash(
 
     def update(step: int) -> dict[str, Any]:
         began = time.perf_counter()
-        rows = [_Picked(cache.sample(i), picked) for i in rows_of_step(step, recipe, len(cache))]
+        rows = [cache.sample(i) for i in rows_of_step(step, recipe, len(cache))]
         rng = seeded(recipe.seed, 1, step)
-        packed = pack(rows, config.block_size, recipe.anchors, recipe.row_tokens, rng)
+        packed = pack(rows, config.block_size, recipe.anchors, recipe.row_tokens, rng, features)
         for group in adam.param_groups:
             group["lr"] = recipe.lr * warmup_cosine(step, recipe.steps, warmup)
         hidden = block_states(draft, target, packed, dtype, recipe.recompute)
         loss, hits = block_loss(hidden, head, packed, recipe)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip)
         adam.step()
         adam.zero_grad(set_to_none=True)
@@ -229,7 +247,7 @@ def train_dflash(
         metrics["tokens_per_s"] = round(packed.row_tokens / (time.perf_counter() - began), 1)
         if held_out and ((step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps):
             prompts = held_out[: recipe.eval_prompts]
-            metrics["tau"] = accept_len(draft, target, prompts, recipe.eval_new_tokens)
+            metrics["tau"] = measure_tau(draft, target, prompts, recipe.eval_new_tokens)
         return metrics
 
     fit(
@@ -241,4 +259,59 @@ def train_dflash(
         title="dflash",
         stop_after=stop_after,
     )
-    return draft
+    if json.loads(_lines(folder)[-1])["step"] + 1 == recipe.steps:
+        save_dflash(draft, folder)
+        write_json(folder / "provenance.json", provenance(recipe, config, target, cache, folder))
+    return draft.requires_grad_(False)
+
+
+def _features(
+    config: DFlashConfig, target: Decoder, held: tuple[int, ...], hidden_size: int
+) -> list[int] | None:
+    """Indices of the draft's layers among those the cache holds; None where they are all, in order."""
+    if hidden_size != target.config.hidden_size:
+        raise ValueError(
+            f"the cache holds states of width {hidden_size}, this target's are {target.config.hidden_size} "
+            "wide: build a cache of this target"
+        )
+    missing = [i for i in config.target_layer_ids if i not in held]
+    if missing:
+        raise ValueError(
+            f"the cache holds the layers {list(held)}, the draft also reads {missing}: build a cache with "
+            f"target_layer_ids {list(config.target_layer_ids)}"
+        )
+    return None if config.target_layer_ids == held else [held.index(i) for i in config.target_layer_ids]
+
+
+def provenance(
+    recipe: DFlashRecipe, config: DFlashConfig, target: Decoder, cache: Teacher, folder: Path
+) -> dict[str, Any]:
+    """What provenance.json says: enough to make this draft again, and to know whose it is."""
+    lines = [json.loads(line) for line in _lines(folder)]
+    meta = asdict(cache.meta) if is_dataclass(cache.meta) else vars(cache.meta)
+    return {
+        "recipe": asdict(recipe),
+        "config": asdict(config),
+        "target_fingerprint": fingerprint(target),
+        "cache_sha256": hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest(),
+        "cache_samples": len(cache),
+        "seed": recipe.seed,
+        "steps": recipe.steps,
+        "git": _git_describe(),
+        "torch": torch.__version__,
+        "losses": [line["loss"] for line in lines[-20:]],
+        "tau": [[line["step"], line["tau"]] for line in lines if "tau" in line],
+    }
+
+
+def _lines(folder: Path) -> list[str]:
+    return (folder / "log.jsonl").read_text().splitlines()
+
+
+def _git_describe() -> str | None:
+    """Of the checkout this file lies in; None for an installed package."""
+    command = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

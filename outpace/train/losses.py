@@ -20,7 +20,7 @@ def chunked_nll_and_hits(
 ) -> tuple[Tensor, Tensor]:
     """chunked_nll, and whether no logit of the row exceeds the label's [n] bool."""
     chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
-    nll, hits = _ChunkedNLL.apply(hidden, head, labels, chunk)
+    nll, hits = _ChunkedNLL.apply(hidden, head, labels, chunk)  # type: ignore[no-untyped-call]
     return nll, hits
 
 
@@ -40,7 +40,7 @@ class _ChunkedNLL(torch.autograd.Function):
     product of logits there, because its gradient mixes the rows."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, chunk):  # type: ignore[override]
+    def forward(ctx, hidden, head, labels, chunk):  # type: ignore[no-untyped-def]
         head = head.to(hidden.dtype)
         nll = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
@@ -61,7 +61,7 @@ class _ChunkedNLL(torch.autograd.Function):
         return nll, hits
 
     @staticmethod
-    def backward(ctx, grad, _):  # type: ignore[override]
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         hidden, head, labels, rows = ctx.saved_tensors
         if rows is not None:
             return rows * grad[:, None].to(rows.dtype), None, None, None

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 from outpace.kernels import cpu
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
+# by the compiler, not by available(): a kernel that no longer compiles must fail here
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 DTYPES = [torch.float32, torch.bfloat16]
@@ -28,13 +30,17 @@ def close(ours, truth, tolerance=1e-5):
 
 
 def unpack(blocks, scales):
-    values = torch.stack([E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]], -1).flatten(-2)  # [..., G, 32]
+    values = torch.stack([E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]], -1).flatten(
+        -2
+    )  # [..., G, 32]
     return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
 
 
 def packed(*shape):
     *rest, k = shape
-    return torch.randint(0, 256, (*rest, k // 32, 16), dtype=torch.uint8), torch.randint(118, 126, (*rest, k // 32), dtype=torch.uint8)
+    return torch.randint(0, 256, (*rest, k // 32, 16), dtype=torch.uint8), torch.randint(
+        118, 126, (*rest, k // 32), dtype=torch.uint8
+    )
 
 
 # ---- linear and rows
@@ -54,7 +60,12 @@ def test_linear_is_a_matrix_product(dtype, n, k):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n, k", [(29, 72), (13, 1100), (301, 1056)])
 def test_linear_rows_do_not_depend_on_each_other(dtype, n, k):
-    w, bias, x, residual = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(40, k), torch.randn(40, n)
+    w, bias, x, residual = (
+        torch.randn(n, k).to(dtype),
+        torch.randn(n).to(dtype),
+        torch.randn(40, k),
+        torch.randn(40, n),
+    )
     alone = torch.cat([cpu.linear(x[i : i + 1], w, bias, residual[i : i + 1]) for i in range(40)])
     for m in [*range(1, 34), 40]:
         assert torch.equal(cpu.linear(x[:m], w, bias, residual[:m]), alone[:m])
@@ -95,7 +106,10 @@ def test_rope_turns_queries_and_keys_only(d, norms):
         a, b = x.chunk(2, -1)
         cos, sin = angle.double().cos()[:, None], angle.double().sin()[:, None]
         heads[:, part] = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    rows = [cpu.rope_(qkv[i : i + 1].clone(), angle[i : i + 1].cos(), angle[i : i + 1].sin(), h, k, d, *weights) for i in range(m)]
+    rows = [
+        cpu.rope_(qkv[i : i + 1].clone(), angle[i : i + 1].cos(), angle[i : i + 1].sin(), h, k, d, *weights)
+        for i in range(m)
+    ]
     assert cpu.rope_(qkv, angle.cos(), angle.sin(), h, k, d, *weights) is qkv
     close(qkv, heads.flatten(1))
     assert torch.equal(qkv, torch.cat(rows))
@@ -127,12 +141,25 @@ def reference(q, k, v, start, window, sinks, scale, tree=None, depth=None):
                 seen = list(range(low, first)) + [first + u for u in range(t) if tree[i, j, u]]
             slots = torch.tensor(seen) % s
             for head in range(h):
-                keys, values = k[i, head // (h // kv)][slots].double(), v[i, head // (h // kv)][slots].double()
+                keys, values = (x[i, head // (h // kv)][slots].double() for x in (k, v))
                 logits = keys @ q[i, j, head].double() * scale
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[head].double()[None]])
                 out[i, j, head] = logits.softmax(0)[: len(seen)] @ values
     return out.flatten(2)
+
+
+def same(*arguments, tolerance=1e-5):
+    close(cpu.attend(*arguments), reference(*arguments), tolerance)
+
+
+def family(parents):
+    """The tree mask [T, T] and the depths [T] of nodes with these parents."""
+    tree, depth = torch.eye(len(parents), dtype=torch.bool), torch.zeros(len(parents), dtype=torch.int64)
+    for i, parent in enumerate(parents[1:], 1):
+        tree[i] |= tree[parent]
+        depth[i] = depth[parent] + 1
+    return tree, depth
 
 
 def rings(b, kv, s, d, start, t):
@@ -150,28 +177,33 @@ def queries(b, t, h, kv, d):
 
 
 @pytest.mark.parametrize("d", [8, 24, 40, 64, 128])
-@pytest.mark.parametrize("t, window, starts, s", [(1, 0, (0, 300), 320), (5, 0, (131, 7), 150), (3, 20, (200, 5), 23), (9, 4, (126, 0), 17),
-                                                  (40, 0, (100, 250), 300), (2, 128, (1000, 63), 131)])
+@pytest.mark.parametrize(
+    "t, window, starts, s",
+    [
+        (1, 0, (0, 300), 320),
+        (5, 0, (131, 7), 150),
+        (3, 20, (200, 5), 23),
+        (9, 4, (126, 0), 17),
+        (40, 0, (100, 250), 300),
+        (2, 128, (1000, 63), 131),
+    ],
+)
 def test_attend_along_a_chain(d, t, window, starts, s):
     start, h, kv = torch.tensor(starts), 6, 2
     q, (k, v), sinks = queries(2, t, h, kv, d), rings(2, kv, s, d, start, t), torch.randn(h)
     for sink in (None, sinks, sinks.bfloat16()):
-        close(cpu.attend(q, k, v, start, window, sink, d**-0.5), reference(q, k, v, start, window, sink, d**-0.5))
+        same(q, k, v, start, window, sink, d**-0.5)
 
 
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("starts", [(0, 125), (300, 120), (64, 128)])
 def test_attend_over_a_tree(window, starts):
     b, t, h, kv, d, s = 2, 11, 6, 3, 24, 320
-    start, parents = torch.tensor(starts), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 3, 5, 8, 9])
-    tree, depth = torch.eye(t, dtype=torch.bool), torch.zeros(t, dtype=torch.int64)
-    for i in range(1, t):
-        tree[i] |= tree[parents[i]]
-        depth[i] = depth[parents[i]] + 1
-    tree, depth = tree.expand(b, t, t).clone(), depth.expand(b, t).clone()
+    start, (tree, depth) = torch.tensor(starts), family([-1, 0, 0, 1, 1, 2, 3, 3, 5, 8, 9])
+    tree, depth = tree.repeat(b, 1, 1), depth.repeat(b, 1)
     tree[1] = True  # a block in which all see all
     q, (k, v), sinks = queries(b, t, h, kv, d), rings(b, kv, s, d, start, t), torch.randn(h)
-    close(cpu.attend(q, k, v, start, window, sinks, 0.3, tree, depth), reference(q, k, v, start, window, sinks, 0.3, tree, depth))
+    same(q, k, v, start, window, sinks, 0.3, tree, depth)
 
 
 @pytest.mark.parametrize("window", [0, 33, 130])
@@ -198,15 +230,10 @@ def test_attend_rows_do_not_depend_on_length_batch_or_ring(window, g, d):
 
 def test_attend_gives_a_tree_path_the_bits_of_plain_decoding():
     t, h, kv, d, s = 7, 6, 2, 64, 160
-    start = torch.tensor([124])  # the path crosses the edge of a tile of keys, at other places than its storage
-    parents = [-1, 0, 0, 1, 2, 4, 5]
-    path = [0, 2, 4, 5, 6]
-    tree, depth = torch.eye(t, dtype=torch.bool), torch.zeros(1, t, dtype=torch.int64)
-    for i in range(1, t):
-        tree[i] |= tree[parents[i]]
-        depth[0, i] = depth[0, parents[i]] + 1
+    start = torch.tensor([124])  # the path crosses the edge of a tile of keys, not where its storage does
+    (tree, depth), path = family([-1, 0, 0, 1, 2, 4, 5]), [0, 2, 4, 5, 6]
     q, (k, v), sinks = queries(1, t, h, kv, d), rings(1, kv, s, d, start, t), torch.randn(h)
-    verified = cpu.attend(q, k, v, start, 0, sinks, 0.1, tree[None].contiguous(), depth)
+    verified = cpu.attend(q, k, v, start, 0, sinks, 0.1, tree[None], depth[None])
     slots = torch.tensor(path) + 124
     for x in (k, v):
         x[:, :, 124 : 124 + len(path)] = x[:, :, slots].clone()
@@ -216,9 +243,10 @@ def test_attend_gives_a_tree_path_the_bits_of_plain_decoding():
 
 
 def test_attend_survives_extreme_scores_and_sinks():
-    q, (k, v), start = queries(1, 2, 6, 2, 24), rings(1, 2, 200, 24, torch.tensor([150]), 2), torch.tensor([150])
+    start = torch.tensor([150])
+    q, (k, v) = queries(1, 2, 6, 2, 24), rings(1, 2, 200, 24, start, 2)
     for sinks in (torch.full((6,), 90.0), torch.full((6,), -1000.0), torch.zeros(6)):
-        close(cpu.attend(q * 50, k, v, start, 0, sinks, 1.0), reference(q * 50, k, v, start, 0, sinks, 1.0), 1e-4)
+        same(q * 50, k, v, start, 0, sinks, 1.0, tolerance=1e-4)
 
 
 # ---- experts
@@ -244,7 +272,8 @@ def test_route(softmax_first, renormalise):
 
 
 def test_route_takes_the_lowest_index_among_equals():
-    index, weight = cpu.route(torch.zeros(2, 8), torch.randn(7, 8), torch.tensor([0.0, 1, 0, 1, 1, 2, 0]), 4, False, False)
+    bias = torch.tensor([0.0, 1, 0, 1, 1, 2, 0])
+    index, weight = cpu.route(torch.zeros(2, 8), torch.randn(7, 8), bias, 4, False, False)
     assert index.tolist() == [[5, 1, 3, 4]] * 2
     close(weight[0], torch.tensor([2.0, 1, 1, 1]).softmax(0), 1e-6)
 
@@ -268,26 +297,32 @@ def moe_reference(x, index, weight, up, up_bias, down, down_bias, style):
             else:
                 gate, lift = h.chunk(2)
                 h = torch.nn.functional.silu(gate) * lift
-            out[m] += weight[m, i].double() * (down[e].double() @ h + (0 if down_bias is None else down_bias[e].double()))
+            y = down[e].double() @ h + (0 if down_bias is None else down_bias[e].double())
+            out[m] += weight[m, i].double() * y
     return out
 
 
 @pytest.mark.parametrize("style", ["gpt_oss", "silu"])
-@pytest.mark.parametrize("form, c, f", [(torch.float32, 72, 50), (torch.bfloat16, 96, 41), ("mxfp4", 96, 160), (torch.float32, 560, 97)])
+@pytest.mark.parametrize(
+    "form, c, f",
+    [(torch.float32, 72, 50), (torch.bfloat16, 96, 41), ("mxfp4", 96, 160), (torch.float32, 560, 97)],
+)
 def test_moe(form, c, f, style):
     e, k = 11, 3
     up, down, plain_up, plain_down = experts(form, e, f, c)
     biases = (torch.randn(e, 2 * f), torch.randn(e, c).bfloat16())
     for m in (1, 2, 7, 40, 67):
-        x, index, weight = torch.randn(m, c), torch.stack([torch.randperm(e)[:k] for _ in range(m)]), torch.rand(m, k)
+        x, index, weight = torch.randn(m, c), torch.rand(m, e).topk(k).indices, torch.rand(m, k)
         if m == 67:
             index[:, 0] = 4  # more rows for one expert than a block takes
             index[:, 1:] = torch.tensor([10, 0])
         for a, b in (biases, (None, None)):
             ours = cpu.moe(x, index, weight, up, a, down, b, style)
             close(ours, moe_reference(x, index, weight, plain_up, a, plain_down, b, style))
-        alone = [cpu.moe(x[i : i + 1], index[i : i + 1], weight[i : i + 1], up, None, down, None, style) for i in range(m)]
-        assert torch.equal(ours, torch.cat(alone))
+        for i in range(m):
+            row = slice(i, i + 1)
+            one = cpu.moe(x[row], index[row], weight[row], up, None, down, None, style)
+            assert torch.equal(one, ours[row])
 
 
 def test_mxfp4_golden_bytes():
@@ -304,7 +339,7 @@ def test_mxfp4_golden_bytes():
 
 
 def test_mxfp4_unpacks_every_byte_and_scale_exactly():
-    blocks, scales = torch.arange(256 * 16).view(256, 1, 16).to(torch.uint8), torch.arange(256).view(256, 1).to(torch.uint8)
+    blocks, scales = torch.arange(4096).byte().view(256, 1, 16), torch.arange(256).byte().view(256, 1)
     assert torch.equal(cpu.unpack_mxfp4(blocks[:255], scales[:255]), unpack(blocks, scales)[:255])
     blocks, scales = packed(5, 301, 1056)
     assert torch.equal(cpu.unpack_mxfp4(blocks, scales), unpack(blocks, scales))
@@ -318,14 +353,6 @@ def fresh():
     cpu._load.cache_clear()
     yield
     cpu._load.cache_clear()
-
-
-def test_only_one_openmp_runtime_is_loaded():
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("no /proc")
-    found = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.rsplit("/", 1)[-1] and ".so" in line}
-    assert len(found) <= 1, found
 
 
 def test_switched_off(fresh, monkeypatch):
@@ -344,7 +371,7 @@ def test_without_a_compiler(fresh, monkeypatch, tmp_path):
 
 def test_with_a_compiler_that_fails(fresh, monkeypatch, tmp_path):
     broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\nif [ $1 = --version ]; then echo 1; else echo no such thing >&2; exit 1; fi\n")
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] || { echo no such thing >&2; exit 1; }\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
@@ -352,10 +379,19 @@ def test_with_a_compiler_that_fails(fresh, monkeypatch, tmp_path):
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_two_processes_build_at_once(tmp_path):
-    code = "import torch; from outpace.kernels import cpu; print(cpu.linear(torch.ones(1, 3), torch.ones(2, 3)).tolist(), cpu.why_not())"
-    root = str(Path(cpu.__file__).parents[2])
-    env = {**os.environ, "OUTPACE_CACHE": str(tmp_path), "PYTHONPATH": root}
-    both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [one.communicate()[0].strip() for one in both] == ["[[3.0, 3.0]] None"] * 2
+SCRIPT = """
+import pathlib, torch
+from outpace.kernels.cpu import linear
+assert linear(torch.ones(9, 96), torch.ones(777, 96)).sum() == 9 * 96 * 777
+maps = pathlib.Path("/proc/self/maps")
+lines = maps.read_text().splitlines() if maps.exists() else []
+names = {line.split()[-1] for line in lines if "omp" in line.rsplit("/", 1)[-1] and ".so" in line}
+assert len(names) < 2, f"more than one OpenMP runtime: {names}"
+"""
+
+
+def test_two_processes_build_at_once_and_load_one_openmp(tmp_path):
+    env = {**os.environ, "OUTPACE_CACHE": str(tmp_path), "PYTHONPATH": str(Path(cpu.__file__).parents[2])}
+    both = [subprocess.Popen([sys.executable, "-c", SCRIPT], env=env) for _ in range(2)]
+    assert [one.wait() for one in both] == [0, 0]
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]

@@ -196,9 +196,8 @@ def test_other_qwen3_moes(changes, tmp_path):
         {"rope_parameters": tiny.GPT_OSS["rope_parameters"] | {"truncate": True}},
         {"rope_parameters": tiny.GPT_OSS["rope_parameters"] | {"attention_factor": 1.25}},
         {"layer_types": ["full_attention", "sliding_attention"] * 2, "swiglu_limit": 0.5},
-        {"swiglu_alpha": 1.0},
     ],
-    ids=["truncated yarn", "attention factor", "other layers, clamp that bites", "alpha"],
+    ids=["truncated yarn", "attention factor", "other layers, clamp that bites"],
 )
 def test_other_gpt_osses(changes, tmp_path):
     twin = tiny.save_twin("gpt_oss", tmp_path, **changes)

@@ -1,0 +1,279 @@
+"""A whole bench on a tiny target: the shape of the report, what its figures mean, and what it must notice."""
+
+import io
+import json
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from test_prompts import document
+
+from outpace.bench import results, speed, timed
+from outpace.bench.lossless import Check, compare, is_tie
+from outpace.bench.report import markdown, print_report, write_report
+from outpace.bench.speed import BenchSettings, demo_settings, lengths, run_bench
+from outpace.bench.timed import Timed
+from outpace.chat.tokenizer import train_bpe
+from outpace.decode import plain, speculative
+from outpace.decode.request import Request
+from outpace.decode.trace import Trace
+from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.models.load import build, named_tensors
+
+DOCUMENTS = [document(name, 80) for name in "abc"]
+OURS = ("plain", "ngram", "dflash")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([d.text for d in DOCUMENTS], 300)
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = build(tiny.config("gpt_oss", vocab_size=300))
+    tiny.randomise(named_tensors(model))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    c = target.config
+    made = DFlash(
+        DFlashConfig(
+            hidden_size=c.hidden_size,
+            num_layers=2,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=10,
+            intermediate_size=44,
+            vocab_size=c.vocab_size,
+            rope=c.rope,
+            rms_norm_eps=1e-5,
+            block_size=5,
+            target_layer_ids=(0, 2),
+            num_target_layers=c.num_layers,
+            mask_token_id=2,
+        )
+    ).eval()
+    tiny.randomise(named_tensors(made), seed=9)
+    return made
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=80)
+
+
+def tiny_settings(**changes):
+    said = {"methods": OURS, "regimes": ("11+19",), "batches": (1, 2), "repeats": 2, "prompts": 4}
+    return BenchSettings(**said | changes)
+
+
+@pytest.fixture(scope="module")
+def report(target, draft, tokenizer):
+    return run_bench(target, draft, tokenizer, DOCUMENTS, tiny_settings(), quiet())
+
+
+def test_the_report_has_the_promised_shape(report):
+    assert {"machine", "versions", "target", "results"} <= set(report)
+    assert {"torch", "python"} <= set(report["versions"])
+    assert len(report["target"]["fingerprint"]) == 64
+    assert [(r["method"], r["batch"]) for r in report["results"]] == [(m, b) for b in (1, 2) for m in OURS]
+    for r in report["results"]:
+        assert set(r) >= {"method", "regime", "batch", "temperature", "tokens_per_s", "speedup", "tau"}
+        assert set(r) >= {"accept_len", "accept_rate", "accept_by_position", "time", "lossless"}
+        assert set(r["accept_len"]) == {"mean", "p50", "p90"}
+        assert set(r["time"]) == {"draft", "verify", "rest"}
+        assert set(r["lossless"]) >= {"checked", "violations", "ties"}
+        assert r["prompts"] == 4
+        assert r["repeats"] == len(r["tokens_per_s_repeats"]) == 2
+        assert (r["prompt_tokens"], r["new_tokens"]) == (11, 19)
+        assert r["lossless"] == {"checked": 4 * 19, "violations": 0, "ties": 0, "unrepeated": 0}
+        assert r["end_to_end_tokens_per_s"] < r["tokens_per_s"] * 1.2
+        if r["method"] == "plain":
+            assert r["speedup"] == 1.0
+            assert r["tau"] == 1.0
+            assert r["accept_by_position"] == []
+            assert r["time"]["draft"] == 0
+        else:
+            assert len(r["accept_by_position"]) == 4 or r["method"] == "ngram"  # it may find nothing
+            assert r["tau"] == pytest.approx(1 + r["accept_len"]["mean"], abs=1e-3)
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
+    def run(decode_s, first_s=0.5):
+        trace = Trace([[3, 3]] * 4, [[0, 1], [2, 3], [1, -1], [3, -1]])
+        trace.seconds |= {"draft": decode_s / 4, "verify": decode_s / 2}
+        return Timed(tokens=[[7] * 9, [7] * 9], first_s=first_s, decode_s=decode_s, trace=trace)
+
+    cell = results.Cell("x", 2, 9, [[[1] * 6] * 2] * 2, {})
+    seconds = {0: (1.0, 3.0), 1: (2.0, 2.0), 2: (6.0, 2.0)}
+    cell.runs["plain"] = {(r, g): run(s[g]) for r, s in seconds.items() for g in (0, 1)}
+    cell.runs["dflash"] = {(r, g): run(s[g] / 2) for r, s in seconds.items() for g in (0, 1)}
+    cell.runs["transformers"] = {(0, 0): run(4.0)}
+    found = {m: results.result(None, cell, m, 1.0, None) for m in cell.runs}
+    assert found["plain"]["tokens_per_s_repeats"] == [8.0, 8.0, 4.0]  # 2 groups x 2 rows x 8 tokens
+    assert found["plain"]["tokens_per_s"] == 8.0
+    assert found["dflash"]["speedup"] == 2.0
+    assert found["transformers"]["tokens_per_s"] == 4.0
+    assert found["transformers"]["speedup"] == 0.25  # over plain's first group of its first repeat alone
+    assert found["dflash"]["accept_len"] == {"mean": 1.6667, "p50": 1, "p90": 3}
+    assert found["dflash"]["tau"] == 2.6667
+    assert found["dflash"]["accept_rate"] == round(10 / 18, 4)
+    assert found["dflash"]["accept_by_position"] == [0.8333, 0.5, 0.3333]
+    times = found["plain"]["time"]
+    assert times == {"draft": 0.6667, "verify": 1.3333, "rest": 0.6667}
+    assert found["plain"]["prefill"]["tokens_per_s"] == 24.0
+
+
+def test_a_method_that_changes_the_text_is_caught(target, draft, tokenizer, monkeypatch):
+    honest = speculative.generate
+
+    def wrong(*args, **kwargs):
+        out = honest(*args, **kwargs)
+        if len(out.tokens[0]) > 8:  # not the warm-up
+            out.tokens[0][7] = (out.tokens[0][7] + 1) % 300
+        return out
+
+    monkeypatch.setattr(timed.speculative, "generate", wrong)
+    found = run_bench(target, draft, tokenizer, DOCUMENTS, tiny_settings(batches=(1,)), quiet())
+    lossless = {r["method"]: r["lossless"] for r in found["results"]}
+    assert lossless["plain"]["violations"] == 0
+    assert lossless["dflash"] == {"checked": 4 * 8, "violations": 4, "ties": 0, "unrepeated": 0}
+    assert "4 / 32" in markdown(found)
+
+
+def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
+    honest, calls = plain.generate, []
+
+    def drifting(*args, **kwargs):
+        out = honest(*args, **kwargs)
+        calls.append(1)
+        if len(calls) > 5 + 4:  # warm-up, one repeat, warm-up of the second batch size ..
+            out.tokens[0][-1] = (out.tokens[0][-1] + 1) % 300
+        return out
+
+    monkeypatch.setattr(timed.plain, "generate", drifting)
+    found = run_bench(target, None, tokenizer, DOCUMENTS, tiny_settings(methods=("plain",)), quiet())
+    assert [r["lossless"]["unrepeated"] for r in found["results"]] == [0, 0]
+    assert found["results"][1]["lossless"]["violations"] == 2  # batch 2 against batch 1
+
+
+def test_only_a_tie_excuses(target):
+    prompt = tiny.tokens(9).tolist()
+    answer = plain.generate(target, [prompt], Request(max_new_tokens=6)).tokens[0]
+    wrong = [*answer[:3], (answer[3] + 1) % 300, *answer[4:]]
+    assert compare(target, prompt, answer, answer) == Check(checked=6)
+    assert compare(target, prompt, wrong, answer) == Check(checked=4, violations=1)
+    assert compare(target, prompt, answer[:5], answer) == Check(checked=5, violations=1)
+    twin = build(target.config)
+    twin.load_state_dict(target.state_dict())
+    with torch.no_grad():  # two tokens with one and the same row of the head: a tie wherever one wins
+        twin.lm_head.weight[wrong[3]] = twin.lm_head.weight[answer[3]]
+    assert is_tie(twin, [*prompt, *answer[:3]], wrong[3], answer[3])
+    assert not is_tie(twin, [*prompt, *answer[:3]], (answer[3] + 2) % 300, answer[3])
+    assert compare(twin, prompt, wrong, answer) == Check(checked=4, ties=1)
+
+
+def test_methods_take_turns(target, tokenizer):
+    settings = BenchSettings(regimes=("11+19",), batches=(1,), prompts=3, repeats=2, yardstick_prompts=2)
+    cell = results.Cell("11+19", 1, 19, [[[1]]] * 3, {})
+    methods = dict.fromkeys(("plain", "ngram", "transformers", "transformers-dflash"))
+    plan = speed._plan(cell, methods, settings)
+    ours = [(r, g, m) for r, g, m in plan if m in OURS]
+    assert len(ours) == 2 * 3 * 2
+    assert len({ours[i][2] for i in (0, 2, 4, 6)}) == 2  # the first of a turn changes
+    assert [(r, g) for r, g, m in plan if m == "transformers"] == [(0, 0), (0, 1)]
+    wide = results.Cell("11+19", 2, 19, [[[1]] * 2], {})
+    assert "transformers-dflash" not in {m for _, _, m in speed._plan(wide, methods, settings)}
+
+
+def test_a_budget_skips_repeats_and_says_so(target, tokenizer):
+    settings = tiny_settings(methods=("plain",), repeats=3, budget_s=1e-9)
+    found = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
+    assert [r["repeats"] for r in found["results"]] == [1, 1]
+    assert any("1 of 3 repeats" in line for line in found["said"])
+
+
+def test_what_cannot_run_is_left_out_with_one_line(target, tokenizer, monkeypatch):
+    monkeypatch.setattr(speed.yardstick, "installed", lambda: False)
+    settings = tiny_settings(methods=speed.METHODS, repeats=1)
+    found = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
+    assert {r["method"] for r in found["results"]} == {"plain", "ngram"}
+    assert sum("not installed" in line for line in found["said"]) == 1
+    assert sum("no draft" in line for line in found["said"]) == 1
+
+
+def test_sampling_is_measured_and_not_compared(target, draft, tokenizer):
+    settings = tiny_settings(methods=speed.METHODS, temperature=1.0, batches=(2,))
+    found = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet())
+    assert {r["method"] for r in found["results"]} == set(OURS)
+    assert all(r["lossless"]["checked"] == 0 for r in found["results"])
+    assert "not checked" in markdown(found)
+
+
+def test_with_transformers_beside(target, draft, tokenizer):
+    pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers >= 5.23")
+    settings = tiny_settings(methods=speed.METHODS, batches=(1, 2), repeats=1)
+    found = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet())
+    of = {(r["method"], r["batch"]): r for r in found["results"]}
+    assert set(of) == {(m, b) for m in speed.METHODS for b in (1, 2)} - {("transformers-dflash", 2)}
+    assert all(r["lossless"]["violations"] == 0 for r in of.values())
+    assert of["transformers", 1]["prompts"] == 2
+    assert found["agreement"][0]["prompts"] == 2
+    assert found["agreement"][0]["prompts_that_differ"] == 0
+    assert found["agreement"][0]["rounds_compared"] > 10
+    assert any("batch 1 only" in line for line in found["said"])
+
+
+def test_files_appear_whole_and_read_well(report, tmp_path):
+    write_report(report, tmp_path / "new")
+    names = {p.name for p in (tmp_path / "new").iterdir()}
+    assert {"report.json", "report.md"} <= names
+    assert not any(name.endswith(".tmp") for name in names)
+    assert json.loads((tmp_path / "new" / "report.json").read_text()) == report
+    text = (tmp_path / "new" / "report.md").read_text()
+    assert "Prompt 11, decode 19 tokens" in text
+    assert text.count("| dflash |") == 2
+    assert "**Machine**" in text
+    console = quiet()
+    print_report(report, console)
+    assert "dflash" in console.file.getvalue()
+    assert max(map(len, console.file.getvalue().splitlines())) <= 80
+
+
+def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    write_report(report, tmp_path)
+    for name in ("speed.png", "acceptance.png"):
+        data = (tmp_path / name).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert int.from_bytes(data[16:20], "big") == 1600
+    only_plain = report | {"results": [r for r in report["results"] if r["method"] == "plain"]}
+    write_report(only_plain, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": ("plain", "eagle")}, "no method 'eagle'; known: transformers, "),
+        ({"regimes": ("middle",)}, "no regime 'middle'; known: short, long, or"),
+        ({"regimes": ("4+1",)}, "decodes 1 token"),
+        ({"batches": (1, 9)}, r"must lie in 1..4"),
+        ({"batches": ()}, r"must lie in 1..4"),
+        ({"repeats": 0}, "repeats 0 must be at least 1"),
+        ({"methods": ()}, "at least one method"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        tiny_settings(**changes)
+
+
+def test_the_regimes_are_the_published_ones():
+    assert lengths("short") == (256, 256)
+    assert lengths("long") == (1024, 2048)
+    assert lengths("64+128") == (64, 128)
+    assert demo_settings().batches == (1, 2, 4, 8)

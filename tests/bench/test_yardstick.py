@@ -1,0 +1,103 @@
+"""transformers as the yardstick: same tokens, and its own DFlash accepts what ours accepts, in float32."""
+
+import pytest
+import tiny
+import torch
+
+from outpace.bench.lossless import compare
+from outpace.bench.timed import our_methods
+from outpace.bench.yardstick import open_yardstick
+from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.models.load import build, named_tensors
+
+pytest.importorskip("transformers", reason="the yardstick is transformers; it is not installed")
+pytest.importorskip(
+    "transformers.models.muse_glimmer_assistant", reason="transformers has DFlash from 5.23 on"
+)
+
+
+def draft_for(target, **changes):
+    config = target.config
+    said = {
+        "hidden_size": config.hidden_size,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "head_dim": 10,
+        "intermediate_size": 44,
+        "vocab_size": config.vocab_size,
+        "rope": config.rope,
+        "rms_norm_eps": 1e-5,
+        "block_size": 5,
+        "target_layer_ids": (0, 2),
+        "num_target_layers": config.num_layers,
+        "mask_token_id": 2,
+    }
+    draft = DFlash(DFlashConfig(**said | changes)).eval()
+    tiny.randomise(named_tensors(draft), seed=9)
+    return draft
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """A target fond of token 7, and a draft that leans towards it: right now and then."""
+    target = build(tiny.config("gpt_oss"))
+    tiny.randomise(named_tensors(target))
+    draft = draft_for(target)
+    with torch.no_grad():
+        target.lm_head.weight[7] *= 4
+        target.embed_tokens.weight[draft.config.mask_token_id] = target.lm_head.weight[7]
+        for layer in draft.layers:
+            layer.mlp.down_proj.weight *= 0.1
+    target, draft = target.eval(), draft.eval()
+    return target, draft, open_yardstick(target, draft, (1, 2))
+
+
+def test_greedy_emits_our_plain_tokens_in_a_batch_past_the_window(opened):
+    target, _, yardstick = opened
+    prompts = tiny.tokens(2, 11).tolist()
+    run = yardstick.methods()["transformers"](prompts, 23, 0)
+    plain = our_methods(target, None, 0.0, 4)["plain"](prompts, 23, 0)
+    for prompt, tokens, answer in zip(prompts, run.tokens, plain.tokens, strict=True):
+        assert len(tokens) == 23
+        check = compare(target, prompt, tokens, answer)
+        assert check.violations == 0
+    assert run.trace.tau == 1.0
+    assert run.trace.rounds == 2 * 22
+    assert run.first_s > 0
+    assert run.decode_s > 0
+    assert run.decoded == 2 * 22
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_their_dflash_emits_the_same_tokens_and_accepts_the_same_lengths(opened, seed):
+    target, draft, yardstick = opened
+    prompts = tiny.tokens(1, 13, seed=seed).tolist()
+    theirs = yardstick.methods()["transformers-dflash"](prompts, 41, 0)
+    ours = our_methods(target, draft, 0.0, 4)["dflash"](prompts, 41, 0)
+    assert theirs.tokens == ours.tokens
+    lens = theirs.trace.accept_lens
+    assert len(lens) > 8
+    assert lens.count(0) > 3
+    assert len(set(lens)) > 1
+    # ours counts the last round whole, theirs leaves it out where the end of the text cut it
+    assert ours.trace.accept_lens[: theirs.trace.rounds] == theirs.trace.accept_lens
+    assert ours.trace.rounds - theirs.trace.rounds <= 4
+
+
+def test_what_their_class_cannot_hold_is_left_out_with_the_reason():
+    target = tiny.target("gpt_oss")
+    yardstick = open_yardstick(target, draft_for(target, attention_bias=True), ())
+    assert list(yardstick.methods()) == ["transformers"]
+    assert any("attention biases" in line for line in yardstick.said)
+
+
+def test_the_fastest_implementation_is_named(opened):
+    _, _, yardstick = opened
+    assert set(yardstick.chosen) == {
+        ("transformers", 1),
+        ("transformers", 2),
+        ("transformers-dflash", 1),
+    }
+    assert sum("experts (the fastest of:" in line for line in yardstick.said) == 3
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,202 @@
+"""Every loop and draft gives plain decoding's tokens, past the window, on every family, ragged batches included."""
+
+import functools
+
+import pytest
+import tiny
+import torch
+from scripted import Scripted
+
+from outpace.decode import plain, speculative
+from outpace.decode.request import Request
+from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.ngram import NGram
+from outpace.models.load import named_tensors
+from outpace.ops.rope import RopeConfig
+from outpace.ops.sampling import Sampling
+
+PROMPTS = [tiny.tokens(n, seed=n).tolist() for n in (23, 5, 12)]
+NEW = 28
+
+
+def answers(family, window, batch):
+    return every_answer(family, window)[:batch]
+
+
+@functools.cache
+def every_answer(family, window):
+    """Greedy text one row at a time, each token by a forward over the whole text: no cache at all."""
+    model, found = tiny.target(family, window), []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            text = list(prompt)
+            for _ in range(NEW):
+                text.append(int(model.logits(model(torch.tensor([text])).hidden[:, -1]).argmax()))
+            found.append(text[len(prompt) :])
+    return found
+
+
+def random_dflash(model, block_size=4, seed=0, **changes):
+    c = model.config
+    said = {
+        "hidden_size": c.hidden_size, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
+        "intermediate_size": 28, "vocab_size": c.vocab_size, "rope": RopeConfig(theta=1000.0),
+        "rms_norm_eps": 1e-5, "block_size": block_size, "target_layer_ids": (0, 2),
+        "num_target_layers": c.num_layers, "mask_token_id": 2,
+    }  # fmt: skip
+    draft = DFlash(DFlashConfig(**(said | changes)))
+    tiny.randomise(named_tensors(draft), seed)
+    return draft.eval().bind(model)
+
+
+def half(row, position):
+    return (position * 7 + row * 3) % 11 < 4 or position % 13 in (6, 7)
+
+
+def drafts(name, model, known, prompts):
+    match name:
+        case "ngram":
+            return NGram(block_size=6)
+        case "dflash":
+            return random_dflash(model)
+        case "dflash, window":
+            types = ("sliding_attention", "full_attention")
+            return random_dflash(model, 6, layer_types=types, sliding_window=9)
+        case "gold":
+            return Scripted(known, prompts, lambda b, i: False)
+        case "wrong":
+            return Scripted(known, prompts, lambda b, i: True)
+        case "half":
+            return Scripted(known, prompts, half)
+        case "half, ragged":
+            return Scripted(known, prompts, half, ragged=True)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["dense", "window"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_plain_is_what_the_whole_text_says(family, window, batch):
+    model = tiny.target(family, window)
+    got = plain.generate(model, PROMPTS[:batch], Request(max_new_tokens=NEW, prefill_chunk=7))
+    assert got.tokens == answers(family, window, batch)
+    assert got.trace.tau == 1 and got.trace.rounds == batch * (NEW - 1)
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["dense", "window"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["ngram", "dflash", "dflash, window", "gold", "wrong", "half", "half, ragged"])
+def test_speculative_says_the_same(family, window, batch, name):
+    model, known, prompts = tiny.target(family, window), answers(family, window, batch), PROMPTS[:batch]
+    streamed = [[] for _ in prompts]
+    draft = drafts(name, model, known, prompts)
+    got = speculative.generate(
+        model, draft, prompts, Request(max_new_tokens=NEW), on_tokens=lambda b, ids: streamed[b].extend(ids)
+    )
+    assert got.tokens == known and streamed == known
+    trace, block = got.trace, draft.block_size
+    assert trace.rounds <= batch * (NEW - 1)
+    if name == "wrong":
+        assert trace.tau == 1 and trace.accept_rate == 0
+    if name == "gold":  # every round but the row's last takes all there is
+        assert all(a == block - 1 for a in trace.accept_lens[: -2 * batch])
+        assert trace.rounds == batch * -(-(NEW - 1) // block)
+    if name.startswith("half"):
+        assert 0.1 < trace.accept_rate < 0.9 and len(set(trace.accept_lens)) > 2
+    if name.startswith("dflash"):
+        assert trace.accept_rate < 0.5  # usually wrong: rewinds happen all the time
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 512])
+def test_chunks_of_the_prefill_change_nothing(chunk):
+    model = tiny.target("gpt_oss")
+    prompts = [tiny.tokens(n, seed=n).tolist() for n in (61, 8)]
+    request = Request(max_new_tokens=12, prefill_chunk=chunk)
+    whole = plain.generate(model, prompts, Request(max_new_tokens=12, prefill_chunk=64)).tokens
+    assert plain.generate(model, prompts, request).tokens == whole
+    draft = random_dflash(model)
+    wanted = speculative.generate(model, draft, prompts, Request(max_new_tokens=12, prefill_chunk=64))
+    got = speculative.generate(model, draft, prompts, request)
+    assert got.tokens == whole and got.trace.accepted == wanted.trace.accepted
+
+
+def loops(model, prompts, known, request):
+    yield plain.generate(model, prompts, request).tokens
+    for name in ("gold", "half", "dflash", "ngram"):
+        yield speculative.generate(model, drafts(name, model, known, prompts), prompts, request).tokens
+
+
+@pytest.mark.parametrize("new", [1, 2, 17])
+def test_max_new_tokens_is_exact(new):
+    model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
+    for got in loops(model, PROMPTS, known, Request(max_new_tokens=new)):
+        assert got == [k[:new] for k in known]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5, 9, 22])
+def test_a_stop_token_ends_its_row_wherever_it_stands_in_a_block(at):
+    model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
+    stop = known[1][at]
+    wanted = [k[: k.index(stop) + 1] if stop in k else k for k in known]
+    assert len({len(w) for w in wanted}) > 1
+    for got in loops(model, PROMPTS, known, Request(max_new_tokens=NEW, stop=frozenset({stop, 96}))):
+        assert got == [w[: w.index(96) + 1] if 96 in w else w for w in wanted]
+
+
+def test_positions_may_begin_far_out():
+    model = tiny.target("gpt_oss")
+    near, far = (
+        plain.generate(model, PROMPTS, Request(max_new_tokens=NEW, offset=offset)).tokens
+        for offset in (0, 131072)
+    )
+    assert near == far  # rotary positions are relative; float64 angles make it so out there
+    got = speculative.generate(
+        model, random_dflash(model), PROMPTS, Request(max_new_tokens=NEW, offset=131072)
+    )
+    assert got.tokens == far
+
+
+def test_rows_do_not_know_of_each_other():
+    model, known = tiny.target("qwen3"), answers("qwen3", True, 3)
+    draft = random_dflash(model)
+    alone = [speculative.generate(model, draft, [p], Request(max_new_tokens=NEW)) for p in PROMPTS]
+    together = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW))
+    assert [g.tokens[0] for g in alone] == together.tokens == known
+    for b, one in enumerate(alone):
+        assert one.trace.accept_lens == [r[b] for r in together.trace.accepted if r[b] >= 0]
+
+
+def test_the_same_seed_draws_the_same_text():
+    model = tiny.target("gpt_oss")
+    request = Request(max_new_tokens=20, sampling=Sampling(temperature=1.0))
+
+    def draw(seed):
+        return plain.generate(model, PROMPTS, request, rng=torch.Generator().manual_seed(seed)).tokens
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+BAD = [
+    ([], "at least one token"),
+    ([[5], []], "at least one token"),
+    ([[5, 97]], "token id 97 "),
+    ([[5, -1]], "token id -1 "),
+    ([[5] * 200], "positions end at"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "said"), BAD)
+def test_prompts_that_are_refused(prompts, said):
+    model = tiny.target("llama")
+    request = Request(max_new_tokens=4, offset=model.config.max_position_embeddings - 100)
+    with pytest.raises(ValueError, match=said):
+        plain.generate(model, prompts, request)
+    with pytest.raises(ValueError, match=said):
+        speculative.generate(model, NGram(), prompts, request)
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"max_new_tokens": 3, "prefill_chunk": 0}])
+def test_requests_that_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Request(**wrong)

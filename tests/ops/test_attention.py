@@ -1,0 +1,95 @@
+"""attend and causal_attend against a loop over single queries: groups, sinks, windows, gradients."""
+
+import pytest
+import torch
+
+from outpace.ops.attention import attend, causal, causal_attend
+
+B, T, S, H, K, D = 2, 5, 9, 6, 2, 8
+
+
+def loop(q, k, v, allowed, sinks, scale):
+    """One query and head at a time, in float64."""
+    out = torch.zeros(*q.shape[:3], D, dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            for h in range(H):
+                seen = allowed[b, t].nonzero()[:, 0]
+                kv = h // (H // K)
+                scores = [float(q[b, t, h].double() @ k[b, kv, s].double()) * scale for s in seen]
+                if sinks is not None:
+                    scores.append(float(sinks[h]))
+                if not scores:
+                    continue
+                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+                for weight, s in zip(weights, seen, strict=False):
+                    out[b, t, h] += weight * v[b, kv, s].double()
+    return out.flatten(2)
+
+
+def inputs(T=T, S=S):
+    return torch.randn(B, T, H, D), torch.randn(B, K, S, D), torch.randn(B, K, S, D)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attend_against_the_loop(sinks):
+    q, k, v = inputs()
+    allowed = torch.rand(B, T, S) < 0.5
+    allowed[..., 3] = True
+    sink = torch.randn(H) if sinks else None
+    got = attend(q, k, v, allowed, sink, 0.4)
+    assert got.shape == (B, T, H * D)
+    assert (got - loop(q, k, v, allowed, sink, 0.4)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_sees_nothing_is_finite(sinks):
+    """Padding. A NaN there would reach real rows through 0 * NaN."""
+    q, k, v = inputs()
+    allowed = torch.ones(B, T, S, dtype=torch.bool)
+    allowed[0, 2] = False
+    got = attend(q, k, v, allowed, torch.randn(H) if sinks else None, 0.4)
+    assert got.isfinite().all()
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs()
+    allowed = torch.ones(B, T, S, dtype=torch.bool)
+    got = attend(q * 100, k * 100, v, allowed, torch.full((H,), 50.0), 1.0)
+    assert got.isfinite().all()
+    assert (got - loop(q * 100, k * 100, v, allowed, torch.full((H,), 50.0), 1.0)).abs().max() < 1e-3
+
+
+def test_the_causal_mask_against_the_sentence():
+    """Row t sees the last `window` columns up to t, itself included."""
+    for window in (0, 1, 3, 50):
+        mask = causal(7, window, torch.device("cpu"))
+        for t in range(7):
+            for s in range(7):
+                assert mask[t, s] == (s <= t and (not window or t - s < window))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 6, 11, 12, 13, 40])
+def test_causal_attend_and_its_gradients(window, sinks):
+    """Around every border of the tiled form: T below, at and past one and two windows, and no multiple."""
+    for T in (1, 12, 13, 24, 25):
+        values, grads = [], []
+        torch.manual_seed(1)
+        start = (*inputs(T, T), torch.randn(H))
+        weights = torch.randn(B, T, H * D)
+        for way in ("reference", "flash"):
+            q, k, v, sink = (x.clone().requires_grad_() for x in start)
+            given = sink if sinks else None
+            if way == "reference":
+                allowed = causal(T, window, q.device).expand(B, -1, -1)
+                out = attend(q, k, v, allowed, given, 0.4)
+            else:
+                out = causal_attend(q, k, v, window, given, 0.4)
+            (out * weights).sum().backward()
+            values.append(out.detach())
+            grads.append([x.grad for x in (q, k, v, sink)[: 4 if sinks else 3]])
+        assert values[0].shape == values[1].shape
+        assert (values[0] - values[1]).abs().max() < 1e-5
+        for a, b in zip(*grads, strict=True):
+            assert (a - b).abs().max() < 2e-4 * (1 + a.abs().max())
