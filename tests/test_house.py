@@ -1,4 +1,4 @@
-"""The house rules, read from the source text: imports run down the floors, files stay small and say what they are."""
+"""The house rules, read from the source text: imports run down, files are small and say what they are."""
 
 import ast
 import re

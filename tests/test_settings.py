@@ -113,7 +113,7 @@ def test_refused_overrides():
 
 
 def test_a_recipe_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="nowhere.toml cannot be read"):
+    with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read"):
         load_settings(Recipe, tmp_path / "nowhere.toml", {})
 
 

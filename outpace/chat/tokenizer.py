@@ -59,5 +59,13 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(f"{path} is not a tokenizer.json that can be read: {error}") from error
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Raises ValueError where the tokenizer does not know the token."""
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer knows no {token}: it needs one that text never uses")
+    return found
+
+
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids

@@ -144,8 +144,9 @@ class DFlash(nn.Module):
     def embed_block(self, anchors: Tensor, target: Decoder) -> Tensor:
         """anchors [...] -> [..., block_size, C]: the anchor's embedding, then MASKs."""
         size = (*anchors.shape, self.block_size - 1)
+        mask_id = self.config.mask_token_id
         if self.mask_embedding is None:
-            mask_id = self.config.mask_token_id
+            assert mask_id is not None
             masks = torch.full(size, mask_id, dtype=anchors.dtype, device=anchors.device)
             return target.embed(torch.cat((anchors[..., None], masks), dim=-1))
         anchor = target.embed(anchors)[..., None, :]
@@ -196,9 +197,7 @@ class DFlashSession:
     """The context-only KV cache: rows of verified tokens alone. A block's own rows are written behind
     them while it is drafted and are never committed, so the next append overwrites them."""
 
-    def __init__(
-        self, draft: DFlash, target: Decoder, batch: int, length: int, offset: int
-    ) -> None:
+    def __init__(self, draft: DFlash, target: Decoder, batch: int, length: int, offset: int) -> None:
         config = draft.config
         self.draft, self.target = draft, target
         self.cache = Cache(
@@ -222,7 +221,9 @@ class DFlashSession:
         step = self.cache.begin(width, counts)
         cos, sin = self.draft.rope(step.storage + self.cache.offset)
         for layer, memory in zip(self.draft.layers, self.cache.layers, strict=True):
-            memory.append(*layer.context_kv(features, cos, sin), step)
+            assert isinstance(layer, DFlashLayer)
+            k, v = layer.context_kv(features, cos, sin)
+            memory.append(k, v, step)
         self.cache.advance(step)
 
     def propose(self, last: Tensor) -> Proposal:

@@ -1,5 +1,6 @@
 """A z-lab DFlash checkpoint folder -> a draft, and back."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def save_dflash(draft: DFlash, folder: Path | str, dtype: torch.dtype = torch.bf
     """z-lab's format: what SGLang and vLLM read. No embedding and no head: they are the target's."""
     tensors = dict(named_tensors(draft))
 
-    def parts():
+    def parts() -> Iterator[tuple[str, torch.Tensor]]:
         for entry in entries(draft.config):
             whole = tensors[entry.param].detach().to(dtype)
             yield from zip(entry.names, (t.contiguous() for t in entry.split(whole)), strict=True)

@@ -32,9 +32,7 @@ class NGramSession:
         ]
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
-        for row, seen, ids, count in zip(
-            self.history, self.seen, tokens.tolist(), counts, strict=True
-        ):
+        for row, seen, ids, count in zip(self.history, self.seen, tokens.tolist(), counts, strict=True):
             for token in ids[:count]:
                 for n, table in seen.items():
                     if len(row) >= n:
@@ -42,9 +40,7 @@ class NGramSession:
                 row.append(token)
 
     def propose(self, last: Tensor) -> Proposal:
-        guesses = [
-            [token, *self._continuation(b, token)] for b, token in enumerate(last.tolist())
-        ]
+        guesses = [[token, *self._continuation(b, token)] for b, token in enumerate(last.tolist())]
         counts = [len(g) for g in guesses]
         width = max(counts)
         padded = [g + [0] * (width - len(g)) for g in guesses]

@@ -46,6 +46,9 @@ class MLP(nn.Module):
 class ExpertMatrix(nn.Module):
     """[E, N, K] for all experts: dense, or MXFP4 blocks and scales (then `weight` is None)."""
 
+    blocks: Tensor
+    scales: Tensor
+
     def __init__(self, experts: int, rows: int, columns: int, bias: bool, packed: bool) -> None:
         super().__init__()
         self.weight = None if packed else nn.Parameter(torch.empty(experts, rows, columns))

@@ -10,7 +10,7 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder. Sizes: `hidden_size` C, `num_heads` H, `num_kv_heads` K, `head_dim` D (independent of C/H)."""
+    """One decoder. Sizes: `hidden_size` C, `num_heads` H, `num_kv_heads` K, `head_dim` D (not C/H)."""
 
     architecture: str
     vocab_size: int

@@ -48,9 +48,7 @@ def parse(hf: dict[str, Any]) -> ModelConfig:
         head_dim=hf.get("head_dim") or 64,
         intermediate_size=need(hf, "intermediate_size"),
         rope=parse_rope(hf, 150000.0),
-        layer_types=tuple(
-            hf.get("layer_types") or (WINDOW if i % 2 == 0 else FULL for i in range(layers))
-        ),
+        layer_types=tuple(hf.get("layer_types") or (WINDOW if i % 2 == 0 else FULL for i in range(layers))),
         sliding_window=hf.get("sliding_window") or 128,
         max_position_embeddings=hf.get("max_position_embeddings", 131072),
         rms_norm_eps=hf.get("rms_norm_eps", 1e-5),

@@ -89,6 +89,4 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def entries(config: ModelConfig, packed: bool) -> list[Entry]:
-    return trunk(config) + [
-        e for i in range(config.num_layers) for e in dense_mlp(config, i)
-    ]
+    return trunk(config) + [e for i in range(config.num_layers) for e in dense_mlp(config, i)]

@@ -43,9 +43,7 @@ class Comparison:
 def parse_config(hf: dict[str, Any]) -> ModelConfig:
     names = hf.get("architectures") or ["(none)"]
     if names[0] not in ARCHITECTURES:
-        raise LoadError(
-            f"config.json names the architecture {names[0]}; known: {', '.join(ARCHITECTURES)}"
-        )
+        raise LoadError(f"config.json names the architecture {names[0]}; known: {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[names[0]][0].parse(hf)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: q/k norm, softmax-first routing over many small experts, dense layers where the config says so."""
+"""Qwen3-MoE: q/k norm, softmax-first routing over small experts, dense layers where the config says so."""
 
 from typing import Any
 
@@ -55,9 +55,7 @@ def parse(hf: dict[str, Any]) -> ModelConfig:
         experts_per_token=need(hf, "num_experts_per_tok"),
         expert_size=need(hf, "moe_intermediate_size"),
         norm_topk_prob=hf.get("norm_topk_prob", False),
-        moe_layers=tuple(
-            i not in dense and (i + 1) % sparse_step == 0 for i in range(layers)
-        ),
+        moe_layers=tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(layers)),
         eos_token_ids=token_ids(hf.get("eos_token_id")),
         bos_token_id=hf.get("bos_token_id"),
         pad_token_id=hf.get("pad_token_id"),

@@ -13,9 +13,7 @@ from outpace.kernels import cpu
 from outpace.ops.fast import kernel
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
     """The reference. q [B,T,H,D], k and v [B,K,S,D], allowed [B,T,S] bool, sinks [H] -> [B,T,H*D].
 
     Query head h reads kv head h // (H/K). A sink is one more logit per query head, unscaled, in the
@@ -39,9 +37,7 @@ def attend(
 MOST_QUERIES = 64  # of one row: above, the flash kernel's blocked products win
 
 
-def attend_view(
-    q: Tensor, view: View, step: Step, window: int, sinks: Tensor | None, scale: float
-) -> Tensor:
+def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | None, scale: float) -> Tensor:
     """New tokens against what their layer remembers: q [B,T,H,D] -> [B,T,H*D]. The one place where a
     kernel is chosen for cached attention."""
     B, T, H, D = q.shape
@@ -64,9 +60,7 @@ def causal(T: int, window: int, device: torch.device) -> Tensor:
     return (behind >= 0) & (behind < window) if window else behind >= 0
 
 
-def causal_attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float
-) -> Tensor:
+def causal_attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float) -> Tensor:
     """Whole sequences without a cache: q [B,T,H,D], k and v [B,K,T,D] -> [B,T,H*D].
 
     On CPU through the flash kernel, which never forms [T, T] scores, with a band of two window-wide
@@ -87,9 +81,7 @@ def causal_attend(
     return out.transpose(1, 2).reshape(B, T, H * D)
 
 
-def _banded(
-    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float
-) -> Tensor:
+def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float) -> Tensor:
     """Tiles of `window` queries against their own and the previous tile of keys. All [B,H,T,D]."""
     B, H, T, D = q.shape
     n = -(-T // window)
@@ -126,7 +118,7 @@ class SinkFlash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, mask, scale):  # type: ignore[override]
+    def forward(ctx, q, k, v, sinks, mask, scale):  # type: ignore[no-untyped-def]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
         )
@@ -139,7 +131,7 @@ class SinkFlash(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale

@@ -54,7 +54,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> Tensor:
-    """0 where a dimension turns fast enough to be kept, 1 where it is fully interpolated (YaRN, eq. 18-20)."""
+    """0 where a dimension turns fast enough to be kept, 1 where it is wholly interpolated (YaRN, 18-20)."""
 
     def dimension(rotations: float) -> float:
         full_turns = rope.original_max_position / (rotations * 2 * math.pi)

@@ -52,4 +52,4 @@ def sample(logits: Tensor, how: Sampling, rng: torch.Generator | None) -> Tensor
     if how.temperature == 0:
         return logits.argmax(-1)
     p = probabilities(logits, how)
-    return torch.multinomial(p.flatten(0, -2), 1, generator=rng).reshape(logits.shape[:-1])
+    return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=rng).reshape(logits.shape[:-1])

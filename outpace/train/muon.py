@@ -1,5 +1,7 @@
 """Muon: momentum, orthogonalised by Newton-Schulz (Jordan et al. 2024), for stacks of matrices too."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,13 @@ class Muon(torch.optim.Optimizer):
     """For weights of two or more dimensions, the last two being the matrix. `torch.optim.Muon` takes
     matrices only; experts are [E, N, K]."""
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:

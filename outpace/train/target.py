@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from outpace.chat.tokenizer import END_OF_TEXT, encode
+from outpace.chat.tokenizer import END_OF_TEXT, encode, token_id
 from outpace.corpus import Document
 from outpace.models.blocks import ExpertMatrix
 from outpace.models.config import FULL, WINDOW, ModelConfig
@@ -106,7 +106,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
 def token_stream(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
     """All documents in one shuffled row of ids, each closed by <|endoftext|>; int32 [n]."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = token_id(tokenizer, END_OF_TEXT)
     order = torch.randperm(len(documents), generator=seeded(seed)).tolist()
     ids: list[int] = []
     for i in order:
@@ -151,7 +151,7 @@ def bits_per_byte(
     model: Decoder, tokenizer: Tokenizer, documents: list[Document], row_tokens: int = 2048
 ) -> float:
     """Held-out loss in bits per UTF-8 byte; every document by itself, cut into rows."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = token_id(tokenizer, END_OF_TEXT)
     nll, size = 0.0, 0
     with torch.inference_mode():
         for document in documents:
@@ -187,7 +187,7 @@ def train_target(
     stop_after: int | None = None,
 ) -> GptOss:
     """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense)."""
-    model = GptOss(recipe.config(tokenizer.token_to_id(END_OF_TEXT)))
+    model = GptOss(recipe.config(token_id(tokenizer, END_OF_TEXT)))
     init_weights(model, recipe.seed)
     model.dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
     muon, adam = optimizers(model, recipe)

@@ -66,9 +66,7 @@ def fit(
             record = {"step": step, **metrics, "seconds": round(time.perf_counter() - began, 4)}
             lines.write(json.dumps(record) + "\n")
             lines.flush()
-            said = "  ".join(
-                f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr"
-            )
+            said = "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr")
             bar.update(task, advance=1, said=said)
             if (step + 1) % save_every == 0 or step + 1 == last:
                 _save(checkpoint, step + 1, stateful)
@@ -84,9 +82,7 @@ def _resume(path: Path, log: Path, stateful: dict[str, Any]) -> int:
     try:
         saved = torch.load(path, weights_only=True)
     except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}): delete it to begin this run anew"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}): delete it to begin this run anew") from error
     for name, part in stateful.items():
         part.load_state_dict(saved[name])
     step: int = saved["step"]

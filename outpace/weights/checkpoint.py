@@ -1,4 +1,4 @@
-"""open_checkpoint(folder) -> config, names, shapes, get(name): HF safetensors, single or sharded, read lazily."""
+"""open_checkpoint(folder) -> config, names, shapes, get(name): HF safetensors, sharded or not, lazily."""
 
 import json
 from collections.abc import Iterator

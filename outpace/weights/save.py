@@ -53,7 +53,7 @@ def save_checkpoint(
     if len(shards) == 1:
         os.replace(shards[0][0], folder / "model.safetensors")
     else:
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, (temporary, names, _) in enumerate(shards):
             final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             os.replace(temporary, folder / final)

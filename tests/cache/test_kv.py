@@ -157,7 +157,7 @@ def assert_unchanged(cache, before):
         assert torch.equal(memory.k, k) and torch.equal(memory.v, v)
 
 
-@settings(max_examples=250)
+@settings(max_examples=200)
 @given(scripts())
 def test_against_a_list(script):
     windows, slack, batch, actions = script
@@ -191,7 +191,7 @@ def test_against_a_list(script):
                 call()
             assert_unchanged(cache, before)
         assert cache.lengths == [len(r.keys) for r in model.rows]
-    append(cache, model, [min(3, LENGTH - n) for n in cache.lengths], fresh, 3)  # and whatever was left is right
+    append(cache, model, [min(3, LENGTH - n) for n in cache.lengths], fresh, 3)  # whatever was left
 
 
 # ---- the same promises, one at a time ---------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_every_rewind_within_the_slack_holds_once_wrapped():
 def test_a_rewind_past_the_slack_raises_and_says_what_would_help():
     cache, model = one(window=5, slack=4)
     append(cache, model, [30], iter(range(100)))
-    with pytest.raises(ValueError, match=r"cannot be rewound from 30 to 24: .* layer 1 .* slack >= (\d+)") as e:
+    with pytest.raises(ValueError, match=r"from 30 to 24: .* layer 1 .* slack >= (\d+)") as e:
         cache.rewind([24])
     enough = int(str(e.value).rsplit(" ", 1)[1])
     for slack, fine in ((enough, True), (enough - 1, False)):
@@ -302,6 +302,6 @@ def test_both_ways_lets_a_block_see_all_of_itself():
                     seen = sorted(round(x) for x in view.k[b, 0, allowed[b, t].nonzero()[:, 0], 0].tolist())
                     end = held + t + 1
                     begin = max(0, end - window) if window else 0
-                    text = (model.rows[b].keys + [500.0, 501.0, 502.0, 503.0])[begin:]
+                    text = ([*model.rows[b].keys, 500.0, 501.0, 502.0, 503.0])[begin:]
                     assert seen == sorted(text)
     append(cache, model, [3, 1], iter(range(900, 999)))

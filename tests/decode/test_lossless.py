@@ -1,4 +1,4 @@
-"""Every loop and draft gives plain decoding's tokens, past the window, on every family, ragged batches included."""
+"""Every loop and draft gives plain decoding's tokens: every family, past the window, ragged batches."""
 
 import functools
 
@@ -16,7 +16,7 @@ from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import Sampling
 
 PROMPTS = [tiny.tokens(n, seed=n).tolist() for n in (23, 5, 12)]
-NEW = 28
+NEW = 24
 
 
 def answers(family, window, batch):
@@ -73,9 +73,11 @@ def drafts(name, model, known, prompts):
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("window", [False, True], ids=["dense", "window"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("batch", [1, 3])
+TARGETS = [(family, window) for family in tiny.FAMILIES for window in (False, True)]
+DRAFTS = ["ngram", "dflash", "dflash, window", "gold", "wrong", "half", "half, ragged"]
+
+
+@pytest.mark.parametrize(("family", "window", "batch"), [(*t, 3) for t in TARGETS] + [("gpt_oss", True, 1)])
 def test_plain_is_what_the_whole_text_says(family, window, batch):
     model = tiny.target(family, window)
     got = plain.generate(model, PROMPTS[:batch], Request(max_new_tokens=NEW, prefill_chunk=7))
@@ -83,10 +85,11 @@ def test_plain_is_what_the_whole_text_says(family, window, batch):
     assert got.trace.tau == 1 and got.trace.rounds == batch * (NEW - 1)
 
 
-@pytest.mark.parametrize("window", [False, True], ids=["dense", "window"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["ngram", "dflash", "dflash, window", "gold", "wrong", "half", "half, ragged"])
+@pytest.mark.parametrize(
+    ("family", "window", "batch", "name"),
+    [(*t, 3, name) for t in TARGETS for name in DRAFTS]
+    + [(family, True, 1, name) for family in tiny.FAMILIES for name in ("dflash, window", "gold", "half")],
+)
 def test_speculative_says_the_same(family, window, batch, name):
     model, known, prompts = tiny.target(family, window), answers(family, window, batch), PROMPTS[:batch]
     streamed = [[] for _ in prompts]
@@ -108,7 +111,7 @@ def test_speculative_says_the_same(family, window, batch, name):
         assert trace.accept_rate < 0.5  # usually wrong: rewinds happen all the time
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 50, 512])
+@pytest.mark.parametrize("chunk", [7, 50, 512])
 def test_chunks_of_the_prefill_change_nothing(chunk):
     model = tiny.target("gpt_oss")
     prompts = [tiny.tokens(n, seed=n).tolist() for n in (61, 8)]
@@ -129,14 +132,14 @@ def loops(model, prompts, known, request):
 
 @pytest.mark.parametrize("new", [1, 2, 17])
 def test_max_new_tokens_is_exact(new):
-    model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
+    model, known = tiny.target("qwen3"), answers("qwen3", True, 3)
     for got in loops(model, PROMPTS, known, Request(max_new_tokens=new)):
         assert got == [k[:new] for k in known]
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5, 9, 22])
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 9])
 def test_a_stop_token_ends_its_row_wherever_it_stands_in_a_block(at):
-    model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
+    model, known = tiny.target("qwen3"), answers("qwen3", True, 3)
     stop = known[1][at]
     wanted = [k[: k.index(stop) + 1] if stop in k else k for k in known]
     assert len({len(w) for w in wanted}) > 1

@@ -1,4 +1,4 @@
-"""The exact-match rule: bit-exact against plain Python, and the target's own distribution at any temperature."""
+"""The exact-match rule: bit-exact against plain Python, the target's own distribution at T > 0."""
 
 import dataclasses
 import functools
@@ -31,7 +31,8 @@ def twin(candidates, predict, counts):
 @st.composite
 def rounds(draw):
     batch, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    ids = st.lists(st.lists(st.integers(0, 2), min_size=width, max_size=width), min_size=batch, max_size=batch)
+    row = st.lists(st.integers(0, 2), min_size=width, max_size=width)
+    ids = st.lists(row, min_size=batch, max_size=batch)
     counts = draw(st.lists(st.integers(1, width), min_size=batch, max_size=batch))
     return draw(ids), draw(ids), counts
 
@@ -110,7 +111,7 @@ def surprise(draws, p):
     return ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
 
 
-def pairs(generate, how, rows=4000, seed=1):
+def pairs(generate, how, rows=3000, seed=1):
     rng = torch.Generator().manual_seed(seed)
     request = Request(max_new_tokens=3, sampling=how)
     got = generate([PROMPT] * rows, request, rng)
@@ -128,8 +129,7 @@ def by_habit(prompts, request, rng):
 
 WAYS = [
     Sampling(temperature=1.0),
-    Sampling(temperature=0.7),
-    Sampling(temperature=1.3, top_k=4),
+    Sampling(temperature=0.7, top_k=4),
     Sampling(temperature=1.0, top_p=0.8),
 ]
 

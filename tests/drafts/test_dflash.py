@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from outpace.drafts.dflash import DFlash, DFlashConfig, default_layer_ids
 from outpace.drafts.load import load_dflash, save_dflash
+from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.weights.checkpoint import LoadError
@@ -47,7 +48,7 @@ VARIANTS = {
     "plain": {},
     "biases": {"attention_bias": True},
     "mask embedding": {"mask_token_id": None},
-    "window": {"layer_types": ("sliding_attention", "full_attention") + ("sliding_attention",), "sliding_window": 5},
+    "window": {"layer_types": (WINDOW, FULL, WINDOW), "sliding_window": 5},
     "default rope": {"rope": RopeConfig(theta=700.0)},
 }
 
@@ -95,7 +96,8 @@ def oracle_block(draft, target, features, last, offset=0):
             values.append(row[(H + N) * D :].reshape(N, D))
         out = []
         for t in range(c.block_size):
-            q = turn(norm(rows[S + t][: H * D].reshape(H, D), w[at + "q_norm.weight"]), S + t + offset, c.rope, D)
+            q = norm(rows[S + t][: H * D].reshape(H, D), w[at + "q_norm.weight"])
+            q = turn(q, S + t + offset, c.rope, D)
             seen = [s for s in range(S + c.block_size) if not c.window(i) or s > S + t - c.window(i)]
             heads = []
             for head in range(H):
@@ -306,12 +308,12 @@ def edit_inner(folder, **changes):
 
 def test_names_on_disk_are_the_public_ones(folder):
     names = set(load_file(folder / "model.safetensors"))
-    layer = {
-        f"layers.1.{n}.weight"
-        for n in ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    } | {f"layers.1.self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    parts += [f"self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    layer = {f"layers.1.{n}.weight" for n in parts}
     assert {n for n in names if n.startswith("layers.1.")} == layer
-    assert {n for n in names if not n.startswith("layers.")} == {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert {n for n in names if "layers." not in n} == {"fc.weight", "hidden_norm.weight", "norm.weight"}
     said = json.loads((folder / "config.json").read_text())
     assert said["architectures"] == ["DFlashDraftModel"] and said["num_target_layers"] == 4
     assert said["dflash_config"] == {"target_layer_ids": [0, 2], "block_size": 4, "mask_token_id": 2}
@@ -367,7 +369,7 @@ def test_mask_by_token(folder):
     edit_inner(folder, mask_token="c")
     assert load_dflash(folder, words("c")).config.mask_token_id == 2
     for tokenizer in (None, words()):
-        with pytest.raises(LoadError, match="no mask_token_id.*'c'"):
+        with pytest.raises(LoadError, match=r"no mask_token_id.*'c'"):
             load_dflash(folder, tokenizer)
 
 

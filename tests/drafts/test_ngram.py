@@ -31,8 +31,9 @@ def test_against_search(rows, block, longest, shortest, chunk):
     texts = [row[:-1] for row in rows]
     for begin in range(0, max(map(len, texts)), chunk):
         parts = [t[begin : begin + chunk] for t in texts]
-        width = max(map(len, parts))
-        session.observe(torch.tensor([p + [9] * (width - len(p)) for p in parts]), None, list(map(len, parts)))
+        counts = [len(p) for p in parts]
+        width = max(counts)
+        session.observe(torch.tensor([p + [9] * (width - len(p)) for p in parts]), None, counts)
     proposal = session.propose(torch.tensor([row[-1] for row in rows]))
     for row, ids, count in zip(rows, proposal.tokens.tolist(), proposal.counts, strict=True):
         assert ids[:count] == [row[-1], *search(row, longest, shortest, block - 1)]

@@ -92,10 +92,11 @@ def test_rms_norm(dtype, c):
     assert torch.equal(ours, torch.cat([cpu.rms_norm(row[None], w, 1e-5) for row in x]))
 
 
+@pytest.mark.parametrize("h", [6, 0])  # 0: keys and values alone, as a draft's context
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("d", [8, 24, 64])
-def test_rope_turns_queries_and_keys_only(d, norms):
-    m, h, k = 40, 6, 2
+def test_rope_turns_queries_and_keys_only(h, d, norms):
+    m, k = 40, 2
     qkv, angle = torch.randn(m, (h + 2 * k) * d), torch.randn(m, d // 2)
     weights = (torch.randn(d), torch.randn(d).bfloat16()) if norms else (None, None)
     heads = qkv.double().view(m, h + 2 * k, d).clone()

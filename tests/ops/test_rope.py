@@ -1,4 +1,4 @@
-"""Rotary tables against the published formulas in float64 and against transformers, up to position 131,072."""
+"""Rotary tables against the published formulas in float64 and transformers', to position 131,072."""
 
 import math
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.ops.linear import linear
@@ -17,7 +17,8 @@ def test_rms_norm(dtype):
     with torch.inference_mode():
         got = rms_norm(x, weight, 1e-5)
     assert got.dtype == dtype
-    assert (got.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 0.03) * wanted.abs().max()
+    bar = 1e-5 if dtype == torch.float32 else 0.03
+    assert (got.double() - wanted).abs().max() < bar * wanted.abs().max()
 
 
 def test_rms_norm_of_zeros():
@@ -67,6 +68,7 @@ def brute_force(logits, how):
     return [p[i] / total if i in kept else 0.0 for i in range(len(p))]
 
 
+@settings(max_examples=40)
 @given(
     st.permutations(range(9)),
     st.sampled_from([0.3, 1.0, 2.5]),
@@ -98,7 +100,7 @@ def test_draws_follow_the_probabilities():
     logits = torch.randn(3, 5)
     how = Sampling(temperature=0.8, top_k=4)
     rng = torch.Generator().manual_seed(2)
-    draws = torch.stack([sample(logits, how, rng) for _ in range(3000)])
+    draws = sample(logits.expand(3000, 3, 5), how, rng)
     assert draws.shape == (3000, 3)
     share = torch.stack([(draws == v).double().mean(0) for v in range(5)], dim=-1)
     assert (share - probabilities(logits, how)).abs().max() < 0.04
@@ -118,5 +120,3 @@ def test_draws_take_any_shape_and_repeat_with_the_seed(shape):
 def test_settings_that_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
-
-

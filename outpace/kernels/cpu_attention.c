@@ -1,0 +1,145 @@
+// Part of cpu.c: attention over rings of keys and values, tile by tile, along chains and trees.
+INLINE void scores(const int R, const floats *q, floats k, long D, float *p) {  // k [D, 2W] -> p [R, KEYS]
+    vf a[8 * 2] = {{0}};
+    for (long d = 0; d < D; d++) {
+        vf k0 = load(k + d * 2 * W), k1 = load(k + d * 2 * W + W);
+        UNROLL for (int r = 0; r < R; r++) a[2 * r] += k0 * q[r][d], a[2 * r + 1] += k1 * q[r][d];
+    }
+    UNROLL for (int r = 0; r < R; r++) store(p + r * KEYS, a[2 * r]), store(p + r * KEYS + W, a[2 * r + 1]);
+}
+INLINE void values(const int R, const int V, const floats *v, int n, floats p, long d, long D, float *o) {
+    vf a[ROWS * 4] = {{0}};
+    for (int j = 0; j < n; j++) UNROLL for (int i = 0; i < V; i++) {
+        vf x = load(v[j] + d + i * W);
+        HOLD(x);
+        UNROLL for (int r = 0; r < R; r++) a[r * 4 + i] += x * p[r * KEYS + j];
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < V; i++) store(o + r * D + d + i * W, a[r * 4 + i]);
+}
+
+// One tile: the n keys at places from.. of it, of which query r sees places lo[r]..hi[r] - 1. Gives unscaled sums o, the highest
+// score and the mass; the caller merges tiles in their order.
+static void look(const floats *q, int rows, const floats *k, const floats *v, int from, int n, const int *lo, const int *hi,
+                 long D, float scale, float *o, float *high, float *mass) {
+    float p[MOST][KEYS], turned[(MOST_D + W) * 2 * W];
+    int v0 = from / W * W, v1 = v0, s;
+    for (; v1 < from + n; v1 += 2 * W) {  // lanes over keys, so that scores need no sum across lanes
+        v1 = MIN(v1, KEYS - 2 * W);       // overlap: computed twice, alike
+        for (int side = 0; side < 2; side++) for (long d = 0; d < D; d += W) {
+            vf a[W];
+            UNROLL for (int i = 0; i < W; i++) {
+                int j = MAX(0, MIN(v1 + side * W + i - from, n - 1));
+                a[i] = part(k[j] + d, D - d);
+                __builtin_prefetch(k[j] + d + 2 * W * D, 0, 2);
+                __builtin_prefetch(v[j] + d, 0, 2);
+            }
+            transpose(a);
+            UNROLL for (int i = 0; i < W; i++) store(turned + (d + i) * 2 * W + side * W, a[i]);
+        }
+#define SCORES(R) scores(s = R, q + r, turned, D, p[r] + v1)
+        for (int r = 0; r < rows; r += s) rows - r >= 8 ? SCORES(8) : rows - r >= 4 ? SCORES(4) : rows - r >= 2 ? SCORES(2) : SCORES(1);
+    }
+    for (int r = 0; r < rows; r++) {
+        vf top = all(-INFINITY), total = {0};
+        high[r] = -1e30f;                 // not -inf: where nothing is seen the weights become 0
+        for (int j = v0; j < v1; j += W) {
+            vi seen = (PLACES + j >= MAX(lo[r], from)) & (PLACES + j < MIN(hi[r], from + n));
+            vf x = pick(seen, load(p[r] + j) * scale, all(-INFINITY));
+            store(p[r] + j, x);
+            top = pick(x > top, x, top);
+        }
+        UNROLL for (int i = 0; i < W; i++) high[r] = MAX(high[r], top[i]);
+        for (int j = v0; j < v1; j += W) {
+            vf e = expv(load(p[r] + j) - high[r]);
+            store(p[r] + j, e);
+            total += e;
+        }
+        mass[r] = sum(total);
+    }
+    for (int r = 0; D < W && r < rows; r++) for (int d = 0; d < D; d++) {
+        o[r * D + d] = 0;
+        for (int j = 0; j < n; j++) o[r * D + d] += v[j][d] * p[r][from + j];
+    }
+#define VALUES(R, V) values(s = R, V, v, n, p[r] + from, MIN(d, D - W), D, o + r * D)  // the last vector may overlap, alike
+    for (long d = 0; D >= W && d < D; d += D - d >= 4 * W ? 4 * W : W) for (int r = 0; r < rows; r += s) {
+        if (D - d >= 4 * W) rows - r >= 4 ? VALUES(4, 4) : rows - r >= 2 ? VALUES(2, 4) : VALUES(1, 4);
+        else rows - r >= 4 ? VALUES(4, 1) : rows - r >= 2 ? VALUES(2, 1) : VALUES(1, 1);
+    }
+}
+
+typedef struct { floats q, k, v; const int64_t *start; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; float *y;
+                 int64_t q_b, q_t, k_b, k_h, B, T, H, K, D, S, window; double scale; int64_t threads; } Attend;
+typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; int threads; Share *looks, *merges; } Scene;
+
+static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
+    return o->window ? MAX(0, o->start[b] + (o->tree ? o->depth[b * o->T + t] : t) - o->window + 1) : 0;
+}
+static void look_at(const Scene *c, long item) {       // one tile of keys of one kv head of one sequence
+    const Attend *o = c->o;
+    long T = o->T, D = o->D, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b];
+    long edge = (c->base[b] + item % c->tiles) * KEYS, end = c->t0 + c->steps;
+    floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->k_b + h * o->k_h, qs[MOST], ks[KEYS], vs[KEYS];
+    int lo[MOST], hi[MOST], alone = o->tree && edge + KEYS > s, n;  // alone: each new token has its own list of keys
+    for (long t = c->t0; t < end; t += alone ? 1 : c->steps) {
+        long from = MAX(edge, alone ? MIN(lowest(o, b, t), s) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : s + end);
+        long place = s, row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot = from % S * D;
+        for (n = 0; n < to - from; n++, slot = slot + D == S * D ? 0 : slot + D) ks[n] = k + slot, vs[n] = v + slot;
+        for (long u = 0; alone && u < T; u++) {        // a seen one takes the place it would have in plain decoding
+            if (!o->tree[(b * T + t) * T + u] || place++ < edge || place > edge + KEYS) continue;
+            ks[n] = k + (s + u) % S * D, vs[n++] = v + (s + u) % S * D;
+        }
+        for (long r = 0, new; r < count; r++) {
+            new = t + r / G;
+            qs[r] = o->q + b * o->q_b + new * o->q_t + (h * G + r % G) * D;
+            lo[r] = alone ? 0 : MAX(lowest(o, b, new) - edge, 0);
+            hi[r] = alone ? KEYS : MIN(o->tree ? s : s + new + 1, edge + KEYS) - edge;
+            c->mass[row + r] = 0;
+        }
+        if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, o->scale, c->sums + row * D, c->high + row, c->mass + row);
+    }
+}
+static void merge(const Scene *c, long item) {         // the tiles of one query
+    const Attend *o = c->o;
+    long D = o->D, bh = item / c->rows, r = item % c->rows, head = bh % o->K * c->G + r % c->G, row = bh * c->tiles * c->rows + r;
+    float *y = o->y + ((bh / o->K * o->T + c->t0 + r / c->G) * o->H + head) * D, total = 0, best = -INFINITY;
+    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) best = MAX(best, c->high[i]);
+    if (o->sinks) {
+        float sink = get(o->sinks, o->sink_kind, head);
+        best = MAX(best, sink);
+        total = expv(all(sink - best))[0];
+    }
+    memset(y, 0, D * sizeof(float));
+    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) {
+        float part = expv(all(c->high[i] - best))[0];
+        total += part * c->mass[i];
+        for (long d = 0; d < D; d++) y[d] += part * c->sums[i * D + d];
+    }
+    for (long d = 0; d < D; d++) y[d] /= total > 0 ? total : 1.0f;
+}
+static void show(const Scene *c) {
+    for (long item; (item = take(c->looks, c->threads)) >= 0;) look_at(c, item);
+#pragma omp barrier
+    for (long item; (item = take(c->merges, c->threads)) >= 0;) merge(c, item);
+}
+// q [B, T, H, D] and the rings k, v [B, K, S, D], with strides. tree [B, T, T]: which new tokens a new token sees; else a chain.
+void attend(const Attend *o) {
+    long B = o->B, T = o->T, G = o->H / o->K, some = MAX(1, MOST / G), longest = 0, base[B], low[B];
+    for (long b = 0; b < B; b++) longest = MAX(longest, o->start[b] + T);
+    int threads = team((double)B * T * o->H * o->D * (o->window ? MIN(o->window + T, longest) : longest), 4e4, o->threads);
+    for (long t0 = 0; t0 < T; t0 += some) {
+        long steps = MIN(some, T - t0), rows = steps * G, tiles = 0;
+        for (long b = 0; b < B; b++) {
+            low[b] = o->start[b] + (o->tree ? 0 : t0);
+            for (long t = t0; t < t0 + steps; t++) low[b] = MIN(low[b], lowest(o, b, t));
+            base[b] = low[b] / KEYS;
+            tiles = MAX(tiles, (o->start[b] + (o->tree ? T : t0 + steps) + KEYS - 1) / KEYS - base[b]);
+        }
+        long all_rows = B * o->K * tiles * rows;
+        float *sums = scratch(all_rows * (o->D + 2)), *high = sums + all_rows * o->D, *mass = high + all_rows;
+        Share looks[THREADS], merges[THREADS];
+        deal(looks, B * o->K * tiles, threads);
+        deal(merges, B * o->K * rows, threads);
+        Scene scene = {o, t0, steps, G, rows, tiles, base, low, sums, high, mass, threads, looks, merges};
+        TEAM(show(&scene));
+    }
+}
