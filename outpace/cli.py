@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,13 +18,9 @@ console = Console()
 Target = Annotated[str, typer.Option(help="Checkpoint folder of the target, or 'default'.")]
 Draft = Annotated[str, typer.Option(help="Draft folder (z-lab DFlash), 'default', 'ngram' or 'none'.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Recipe = Annotated[Optional[Path], typer.Option(help="TOML recipe; without one, the defaults.")]
-Set = Annotated[
-    Optional[list[str]], typer.Option("--set", help="Override a recipe's field: --set steps=500.")
-]
-Corpus = Annotated[
-    Optional[Path], typer.Option(help="Folder of *.py files; default: the standard library.")
-]
+Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe's field: --set steps=500.")]
+Corpus = Annotated[Path | None, typer.Option(help="Folder of *.py files; default: the standard library.")]
 
 
 @app.callback()
@@ -34,8 +30,8 @@ def _about() -> None:
 
 @app.command()
 def generate(
-    prompt: Annotated[Optional[str], typer.Argument(help="The text to continue.")] = None,
-    prompt_file: Annotated[Optional[Path], typer.Option(help="Read the prompt from a file.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     target: Target = "default",
     draft: Draft = "default",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
@@ -142,7 +138,7 @@ def train_dflash(
     target: Target = "default",
     recipe: Recipe = None,
     set_: Set = None,
-    weights: Annotated[Optional[str], typer.Option(help="'decay' or 'dpace'.")] = None,
+    weights: Annotated[str | None, typer.Option(help="'decay' or 'dpace'.")] = None,
     corpus: Corpus = None,
 ) -> None:
     """Train a DFlash draft from a teacher cache. Resumes where it was stopped.
@@ -174,7 +170,7 @@ def teacher_build(
     recipe: Recipe = None,
     set_: Set = None,
     position_offsets: Annotated[
-        Optional[str], typer.Option(help="The same text at shifted positions: 0,4096,65536,131072.")
+        str | None, typer.Option(help="The same text at shifted positions: 0,4096,65536,131072.")
     ] = None,
     corpus: Corpus = None,
 ) -> None:
@@ -189,12 +185,14 @@ def teacher_build(
 
     overrides = _overrides(set_)
     if position_offsets is not None:
-        overrides["position_offsets"] = [_integer(x, "--position-offsets") for x in position_offsets.split(",")]
+        parts = position_offsets.split(",")
+        overrides["position_offsets"] = [_integer(x, "--position-offsets") for x in parts]
     settings = load_settings(build.TeacherRecipe, recipe, overrides)
     loaded, tokenizer = open_target(target)
     train, _ = split(read_corpus(corpus))
     built = build.build(loaded, tokenizer, train, out, settings)
-    console.print(f"{out}: {len(built)} samples, {built.meta.tokens:,} tokens, {built.meta.nbytes / 2**20:,.1f} MiB")
+    size = f"{built.meta.tokens:,} tokens, {built.meta.nbytes / 2**20:,.1f} MiB"
+    console.print(f"{out}: {len(built)} samples, {size}")
 
 
 @teacher_app.command("info")
@@ -211,7 +209,7 @@ def teacher_info(path: Path, as_json: AsJson = False) -> None:
 
 
 @teacher_app.command("verify")
-def teacher_verify(path: Path, target: Annotated[Optional[str], typer.Option()] = None) -> None:
+def teacher_verify(path: Path, target: Annotated[str | None, typer.Option()] = None) -> None:
     """Check every byte of a teacher cache against its checksums, and its target where one is named."""
     from outpace.load import open_target
     from outpace.models.load import fingerprint
@@ -226,7 +224,7 @@ def teacher_verify(path: Path, target: Annotated[Optional[str], typer.Option()] 
 def verify(
     target: Target = "default",
     draft: Draft = "default",
-    cache: Annotated[Optional[Path], typer.Option(help="Teacher cache folder.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Teacher cache folder.")] = None,
     prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 8,
     as_json: AsJson = False,
 ) -> None:

@@ -28,6 +28,7 @@ FLOORS = {
     "bench": 7,
     "export": 7,
     "stream": 7,
+    "show": 7,
     "cli": 8,
     "__main__": 9,
 }

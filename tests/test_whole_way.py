@@ -1,4 +1,4 @@
-"""The whole way in one process: raw text -> target -> teacher cache -> draft -> gates -> lossless decoding -> report."""
+"""The whole way in one process: raw text, target, teacher cache, draft, gates, lossless decoding, report."""
 
 import io
 import json

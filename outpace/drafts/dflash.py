@@ -21,11 +21,12 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def default_layer_ids(num_target_layers: int, features: int = 5) -> tuple[int, ...]:
-    """Spread from the 2nd to the 3rd-last target layer (paper, section 4.1); N//2 for a single one."""
-    if features == 1:
-        return (num_target_layers // 2,)
+    """Spread from the 2nd to the 3rd-last target layer (paper, section 4.1); N//2 for a single one.
+    A target with too few layers for that many gives each layer once."""
     span = num_target_layers - 3 - 1
-    return tuple(round(1 + i * span / (features - 1)) for i in range(features))
+    if features == 1 or span < 1:
+        return (num_target_layers // 2,)
+    return tuple(sorted({round(1 + i * span / (features - 1)) for i in range(features)}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: architecture, shapes, parameters (total and active), bytes, what is missing or left over."""
+"""What is in a checkpoint: architecture, shapes, parameters, bytes, what is missing or left over."""
 
 from dataclasses import dataclass
 from math import prod

@@ -20,7 +20,6 @@ from outpace.drafts.load import save_dflash
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.flash import Part, block_attend
-from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.train.anchors import Packed, Sample, pack
 from outpace.train.losses import chunked_nll_and_hits, decay_weights, default_gamma, dpace_weights
@@ -107,7 +106,7 @@ class DFlashRecipe:
             head_dim=self.head_dim,
             intermediate_size=self.intermediate_size,
             vocab_size=theirs.vocab_size,
-            rope=RopeConfig(theta=theirs.rope.theta),
+            rope=theirs.rope,
             rms_norm_eps=theirs.rms_norm_eps,
             block_size=self.block_size,
             target_layer_ids=self.target_layer_ids or tuple(held),
@@ -212,7 +211,7 @@ def train_dflash(
 
     `held_out`: prompts that the cache does not hold, for real acceptance every `eval_every` steps.
     `init`: a draft to start from; its own config then stands, not the recipe's sizes. When the last step
-    is done, folder holds the draft in z-lab's format and provenance.json. Raises ValueError where cache,
+    is done, folder/draft holds the draft in z-lab's format and provenance.json. Raises ValueError where cache,
     target and recipe do not fit.
     """
     held = tuple(cache.meta.target_layer_ids)
@@ -260,8 +259,8 @@ def train_dflash(
         stop_after=stop_after,
     )
     if json.loads(_lines(folder)[-1])["step"] + 1 == recipe.steps:
-        save_dflash(draft, folder)
-        write_json(folder / "provenance.json", provenance(recipe, config, target, cache, folder))
+        save_dflash(draft, folder / "draft")
+        write_json(folder / "draft" / "provenance.json", provenance(recipe, config, target, cache, folder))
     return draft.requires_grad_(False)
 
 

@@ -176,7 +176,7 @@ def test_what_a_run_leaves(target, cache, tmp_path):
     recipe = replace(RECIPE, bfloat16=True)
     draft = train_dflash(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path)
     assert all(p.dtype == torch.float32 for p in draft.parameters())
-    loaded = load_dflash(tmp_path)
+    loaded = load_dflash(tmp_path / "draft")
     assert to_hf(loaded.config) == to_hf(draft.config)
     for p, q in zip(draft.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(p.bfloat16(), q.bfloat16())
@@ -185,7 +185,7 @@ def test_what_a_run_leaves(target, cache, tmp_path):
     assert len(lines[0]["accuracy"]) == 4
     assert [x["step"] for x in lines if "tau" in x] == [3, 5]
     assert all(1 <= x["tau"] <= 5 for x in lines if "tau" in x)
-    said = json.loads((tmp_path / "provenance.json").read_text())
+    said = json.loads((tmp_path / "draft" / "provenance.json").read_text())
     assert said["recipe"]["weights"] == "dpace"
     assert said["losses"] == [x["loss"] for x in lines]
     assert len(said["target_fingerprint"]) == len(said["cache_sha256"]) == 64
