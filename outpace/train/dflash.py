@@ -211,8 +211,8 @@ def train_dflash(
 
     `held_out`: prompts that the cache does not hold, for real acceptance every `eval_every` steps.
     `init`: a draft to start from; its own config then stands, not the recipe's sizes. When the last step
-    is done, folder/draft holds the draft in z-lab's format and provenance.json. Raises ValueError where cache,
-    target and recipe do not fit.
+    is done, folder/draft holds the draft in z-lab's format and provenance.json. Raises ValueError where
+    cache, target and recipe do not fit.
     """
     held = tuple(cache.meta.target_layer_ids)
     config = recipe.config(target, tokenizer, held) if init is None else init.config
