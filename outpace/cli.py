@@ -102,6 +102,9 @@ def train_target(
     out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
     recipe: Recipe = None,
     set_: Set = None,
+    init: Annotated[
+        str | None, typer.Option(help="Go on from the weights and tokenizer of a folder, or 'default'.")
+    ] = None,
     corpus: Corpus = None,
 ) -> None:
     """Train a small gpt-oss from raw text and save it with MXFP4 experts. Resumes where it was stopped.
@@ -110,18 +113,20 @@ def train_target(
     """
     from outpace.chat.tokenizer import read_tokenizer, train_bpe
     from outpace.corpus import read_corpus, split
+    from outpace.load import open_target
     from outpace.settings import load_settings
     from outpace.train import publish, target
 
     settings = load_settings(target.TargetRecipe, recipe, _overrides(set_))
     train, held_out = split(read_corpus(corpus))
     out.mkdir(parents=True, exist_ok=True)
+    start, known = (None, None) if init is None else open_target(init)
     if not (out / "tokenizer.json").exists():
-        bpe = train_bpe((d.text for d in train), settings.vocab_size)
+        bpe = known or train_bpe((d.text for d in train), settings.vocab_size)
         bpe.save(str(out / "tokenizer.json.tmp"))
         (out / "tokenizer.json.tmp").replace(out / "tokenizer.json")
     tokenizer = read_tokenizer(out)
-    model = target.train_target(settings, tokenizer, train, held_out, out)
+    model = target.train_target(settings, tokenizer, train, held_out, out, init=start)
     with console.status("saving and judging what was saved"):
         said = publish.publish_target(model, tokenizer, settings, train, held_out, out, out / "model")
     console.print(

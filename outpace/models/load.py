@@ -144,7 +144,7 @@ def save_target(
     if pack and not packed:
         tensors = _pack_experts(tensors)
     if unpack and packed:
-        tensors = _unpack_experts(tensors)
+        tensors = dense_tensors(model)
     packed = (packed or pack) and not unpack
     module = ARCHITECTURES[model.config.architecture][0]
     stored = dtype or model.embed_tokens.weight.dtype
@@ -180,7 +180,9 @@ def _pack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _unpack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def dense_tensors(model: Decoder) -> dict[str, Tensor]:
+    """Every weight by our names, packed experts as float32 [E, N, K]: what `build(config)` would hold."""
+    tensors = dict(named_tensors(model))
     found = {}
     for name, tensor in tensors.items():
         if name.endswith(".blocks"):

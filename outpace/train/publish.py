@@ -49,6 +49,10 @@ def publish_target(
     temporary = folder / "tokenizer.json.tmp"
     tokenizer.save(str(temporary))
     temporary.replace(folder / "tokenizer.json")
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT},
+    )
     saved = load_target(folder)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     provenance = {

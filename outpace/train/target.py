@@ -16,6 +16,7 @@ from outpace.models.blocks import ExpertMatrix
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.gpt_oss import GptOss
+from outpace.models.load import dense_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
@@ -177,6 +178,16 @@ def optimizers(model: nn.Module, recipe: TargetRecipe) -> tuple[Muon, torch.opti
     return Muon(inner, recipe.muon_lr, weight_decay=recipe.weight_decay), adam
 
 
+def _take_weights(model: GptOss, init: Decoder) -> None:
+    ours, theirs = vars(model.config), vars(init.config)
+    differing = [name for name in ours if name != "extra" and ours[name] != theirs[name]]
+    if differing:
+        raise ValueError(f"the recipe and the model to start from differ in {', '.join(differing)}")
+    with torch.no_grad():
+        for name, tensor in dense_tensors(init).items():
+            model.get_parameter(name).copy_(tensor)
+
+
 def train_target(
     recipe: TargetRecipe,
     tokenizer: Tokenizer,
@@ -184,14 +195,20 @@ def train_target(
     held_out: list[Document],
     folder: Path,
     *,
+    init: Decoder | None = None,
     stop_after: int | None = None,
 ) -> GptOss:
-    """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense)."""
+    """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense).
+
+    `init`: a trained target whose weights are the start, with optimizers that remember nothing. Raises
+    ValueError where its config is not the recipe's.
+    """
     model = GptOss(recipe.config(token_id(tokenizer, END_OF_TEXT)))
     init_weights(model, recipe.seed)
+    if init is not None:
+        _take_weights(model, init)
     model.dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
     muon, adam = optimizers(model, recipe)
-    base = [(g, g["lr"]) for o in (muon, adam) for g in o.param_groups]
     stream = token_stream(tokenizer, train, recipe.seed)
     long_from = round(recipe.steps * (1 - recipe.long_share))
     quantize_from = round(recipe.steps * (1 - recipe.quantize_share))
@@ -204,8 +221,9 @@ def train_target(
             if isinstance(module, ExpertMatrix):
                 module.round_to_mxfp4 = step >= quantize_from
         factor = warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
-        for group, lr in base:
-            group["lr"] = lr * factor
+        for optimizer, lr in ((muon, recipe.muon_lr), (adam, recipe.adam_lr)):
+            for group in optimizer.param_groups:  # looked up anew: loading a checkpoint replaces them
+                group["lr"] = lr * factor
         out = model(inputs, routing=True)
         loss = chunked_nll(out.hidden.flatten(0, 1), model.head, labels.flatten()).mean()
         balance = balance_loss(out.routing, recipe.experts_per_token)

@@ -239,6 +239,23 @@ def test_beginning_anew_is_always_possible():
     append(cache, model, [20], fresh)
 
 
+def test_what_was_overwritten_stays_lost_after_a_rewind():
+    """The slots that a longer text took are not given back by rewinding it: slack is not renewed until
+    as much has been written again."""
+    fresh = iter(range(1000))
+    cache, model = one(window=5, slack=4)
+    append(cache, model, [30], fresh)
+    cache.rewind([26])
+    model.rewind(0, 26)
+    append(cache, model, [1], fresh)
+    assert not model.may_rewind(0, 24) and model.may_rewind(0, 25)
+    with pytest.raises(ValueError, match="from 27 to 24"):
+        cache.rewind([24])
+    cache.rewind([25])
+    model.rewind(0, 25)
+    append(cache, model, [8], fresh)
+
+
 def test_a_dense_cache_rewinds_anywhere():
     cache, model = one(window=0, slack=1)
     fresh = iter(range(1000))

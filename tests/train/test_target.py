@@ -1,0 +1,136 @@
+"""Training a target: resume to the last digit, a start from other weights, and the parts it is made of."""
+
+import json
+
+import pytest
+import torch
+
+from outpace.chat.tokenizer import train_bpe
+from outpace.corpus import Document
+from outpace.models.load import dense_tensors, load_target, save_target
+from outpace.train.muon import Muon, orthogonalise
+from outpace.train.publish import publish_target, repeated_ngrams
+from outpace.train.target import TargetRecipe, balance_loss, rows_of_step, token_stream, train_target
+
+RECIPE = TargetRecipe(
+    vocab_size=300,
+    hidden_size=96,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    expert_size=64,
+    num_experts=5,
+    experts_per_token=2,
+    sliding_window=7,
+    original_max_position=64,
+    rope_factor=16.0,
+    steps=6,
+    row_tokens=32,
+    long_row_tokens=64,
+    long_share=0.2,
+    step_tokens=128,
+    warmup=2,
+    quantize_share=0.4,
+    bfloat16=False,
+    save_every=2,
+    eval_every=3,
+)
+TEXTS = [
+    "".join(f"def f_{n}_{i}(x, y):\n    return x * {i} + y - {n}\n\n" for i in range(40)) for n in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    documents = [Document(f"{n}.py", text) for n, text in enumerate(TEXTS)]
+    return train_bpe(TEXTS, RECIPE.vocab_size), documents[:5], documents[5:]
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_is_the_unbroken_one_to_the_last_digit(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    whole = train_target(RECIPE, tokenizer, train, held_out, tmp_path / "whole")
+    train_target(RECIPE, tokenizer, train, held_out, tmp_path / "broken", stop_after=3)
+    with (tmp_path / "broken" / "log.jsonl").open("a") as log:  # a step past the checkpoint, as a kill leaves
+        log.write('{"step": 3, "loss": 99.0}\n')
+    resumed = train_target(RECIPE, tokenizer, train, held_out, tmp_path / "broken")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read"):
+        train_target(RECIPE, tokenizer, train, held_out, tmp_path)
+
+
+def test_what_is_published_is_what_is_judged_and_can_be_started_from(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    model = train_target(RECIPE, tokenizer, train, held_out, tmp_path)
+    said = publish_target(model, tokenizer, RECIPE, train, held_out, tmp_path, tmp_path / "model")
+    saved = load_target(tmp_path / "model")
+    assert said["steps"] == RECIPE.steps and said["held_out_bits_per_byte"] > 0
+    begun = train_target(RECIPE, tokenizer, train, held_out, tmp_path / "on", init=saved, stop_after=1)
+    moved = dict(begun.named_parameters())
+    for name, tensor in dense_tensors(saved).items():
+        step = (moved[name] - tensor.float()).abs().max()
+        assert step < 0.1, f"{name} moved by {step} in one warm-up step: not started from the saved weights"
+
+
+def test_a_start_of_another_shape_is_refused(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    other = RECIPE.__class__(**{**vars(RECIPE), "sliding_window": 9})
+    model = train_target(RECIPE, tokenizer, train, held_out, tmp_path / "a", stop_after=1)
+    save_target(model, tmp_path / "model")
+    with pytest.raises(ValueError, match="differ in sliding_window"):
+        train_target(other, tokenizer, train, held_out, tmp_path / "b", init=load_target(tmp_path / "model"))
+
+
+def test_every_window_of_an_epoch_is_seen_once(corpus):
+    tokenizer, train, _ = corpus
+    stream = token_stream(tokenizer, train, seed=1)
+    per_epoch = (len(stream) - 1) // 32 - 1
+    inputs, labels = rows_of_step(stream, 32, per_epoch, 0, seed=3)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    starts = sorted(
+        next(i for i in range(len(stream)) if stream[i : i + 32].tolist() == row) % 32
+        for row in inputs.tolist()
+    )
+    assert len(set(map(tuple, inputs.tolist()))) == per_epoch
+    assert len(set(starts)) == 1
+
+
+def test_a_corpus_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="too few for rows of 64"):
+        rows_of_step(torch.arange(100).numpy(), 64, 1, 0, seed=1)
+
+
+def test_muon_orthogonalises_stacks_of_either_shape():
+    for shape in ((3, 24, 40), (3, 40, 24)):
+        g = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        values = torch.linalg.svdvals(orthogonalise(g))
+        assert values.min() > 0.5 and values.max() < 1.4
+    p = torch.nn.Parameter(torch.zeros(4, 6))
+    p.grad = torch.ones(4, 6)
+    Muon([p], lr=0.1).step()
+    assert p.max() < 0  # against the gradient
+
+
+def test_balance_is_one_when_even_and_grows_when_one_expert_takes_all():
+    even = torch.eye(4).repeat(8, 1) * 1e-3
+    lopsided = torch.tensor([[9.0, 3.0, 0.0, 0.0]]).repeat(32, 1)
+    assert balance_loss([even], 1) == pytest.approx(1.0, abs=1e-3)
+    assert balance_loss([lopsided], 1) > 3
+
+
+def test_repeated_ngrams():
+    assert repeated_ngrams(list(range(20))) == 0
+    assert repeated_ngrams([1, 2] * 20) == 1
+    assert repeated_ngrams([1, 2, 3]) == 0
+    assert repeated_ngrams([*range(8), 99, *range(8)]) == pytest.approx(2 / 10)
