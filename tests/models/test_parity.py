@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 
+from outpace.kernels import cpu
 from outpace.models.load import load_target, save_target
 
 LIMIT = 2e-4
@@ -116,7 +117,8 @@ def test_layer_l_is_hidden_state_l_plus_1(both):
 
 @torch.inference_mode()
 def test_later_tokens_change_nothing_before(both):
-    """Slot 0 of a block is the same, bit for bit, whatever follows it."""
+    """Slot 0 of a block is the same whatever follows it: bit for bit with our kernels; without them
+    experts run other numbers of rows at once, which rounds differently."""
     model, _ = both
     prefix, block = tiny.tokens(2, 30, seed=8), tiny.tokens(2, 5, seed=9)
     other = torch.cat((block[:, :1], tiny.tokens(2, 4, seed=10)), dim=1)
@@ -125,7 +127,7 @@ def test_later_tokens_change_nothing_before(both):
         cache = model.make_cache(2, 40, slack=5)
         model(prefix, cache)
         seen.append(model(tokens, cache).hidden[:, 0])
-    assert torch.equal(*seen)
+    assert torch.equal(*seen) if cpu.available() else (seen[0] - seen[1]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
