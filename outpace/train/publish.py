@@ -42,8 +42,10 @@ def publish_target(
     held_out: list[Document],
     run: Path,
     folder: Path,
+    started_from: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Save to `folder` in HF format and judge what was saved, not what was trained; -> the provenance."""
+    """Save to `folder` in HF format and judge what was saved, not what was trained; -> the provenance.
+    `started_from`: the provenance of the weights that training began with."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     save_target(model, folder, pack=True, dtype=torch.bfloat16, eos_token_id=end)
     temporary = folder / "tokenizer.json.tmp"
@@ -69,9 +71,16 @@ def publish_target(
         "loss_curve": [[r["step"], round(r["loss"], 4)] for r in log[:: max(1, len(log) // 100)]],
         "fingerprint": fingerprint(saved),
         **judge_target(saved, tokenizer, held_out),
+        "started_from": started_from,
     }
     write_json(folder / "provenance.json", provenance)
     return provenance
+
+
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """What stands beside a published target; None where nothing does."""
+    path = folder / "provenance.json"
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]) -> dict[str, Any]:
