@@ -21,7 +21,6 @@ from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
-from outpace.train.repetition import line_starts, repeated_rows, repetition_loss
 from outpace.train.trainer import fit, warmup_linear
 
 
@@ -54,9 +53,6 @@ class TargetRecipe:
     weight_decay: float = 0.01
     balance: float = 0.01  # weight of the load-balancing loss
     quantize_share: float = 0.15  # experts see MXFP4 rounding for the last share of the steps
-    repetition_share: float = 0.0  # for this last share of the steps, also learn not to loop ..
-    repetition_rows: int = 4  # .. from this many rows of a repeated passage
-    repetition_tokens: int = 512
     seed: int = 1
     bfloat16: bool = True
     save_every: int = 100
@@ -216,8 +212,6 @@ def train_target(
     stream = token_stream(tokenizer, train, recipe.seed)
     long_from = round(recipe.steps * (1 - recipe.long_share))
     quantize_from = round(recipe.steps * (1 - recipe.quantize_share))
-    repeat_from = round(recipe.steps * (1 - recipe.repetition_share))
-    starts = line_starts(stream, tokenizer)
 
     def update(step: int) -> dict[str, Any]:
         length = recipe.long_row_tokens if step >= long_from else recipe.row_tokens
@@ -235,15 +229,6 @@ def train_target(
         balance = balance_loss(out.routing, recipe.experts_per_token)
         (loss + recipe.balance * balance).backward()
         metrics: dict[str, Any] = {"loss": loss.item(), "balance": balance.item()}
-        if step >= repeat_from:
-            rng = seeded(recipe.seed, step)
-            rows_of = (recipe.repetition_tokens, recipe.repetition_rows, rng)
-            tokens, periods = repeated_rows(stream, starts, *rows_of)
-            hidden = model(tokens[:, :-1]).hidden
-            nll = chunked_nll(hidden.flatten(0, 1), model.head, tokens[:, 1:].flatten())
-            repetition = repetition_loss(nll.view(len(tokens), -1), periods)
-            repetition.backward()
-            metrics["repetition"] = repetition.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in (muon, adam):
             optimizer.step()

@@ -10,7 +10,6 @@ from outpace.corpus import Document
 from outpace.models.load import dense_tensors, load_target, save_target
 from outpace.train.muon import Muon, orthogonalise
 from outpace.train.publish import publish_target, repeated_ngrams
-from outpace.train.repetition import line_starts, repeated_rows, repetition_loss
 from outpace.train.target import TargetRecipe, balance_loss, rows_of_step, token_stream, train_target
 
 RECIPE = TargetRecipe(
@@ -33,9 +32,6 @@ RECIPE = TargetRecipe(
     step_tokens=128,
     warmup=2,
     quantize_share=0.4,
-    repetition_share=0.5,
-    repetition_rows=2,
-    repetition_tokens=60,
     bfloat16=False,
     save_every=2,
     eval_every=3,
@@ -138,24 +134,3 @@ def test_repeated_ngrams():
     assert repeated_ngrams([1, 2] * 20) == 1
     assert repeated_ngrams([1, 2, 3]) == 0
     assert repeated_ngrams([*range(8), 99, *range(8)]) == pytest.approx(2 / 10)
-
-
-def test_a_repeated_row_repeats_whole_lines(corpus):
-    tokenizer, train, _ = corpus
-    stream = token_stream(tokenizer, train, seed=1)
-    starts = line_starts(stream, tokenizer)
-    tokens, periods = repeated_rows(stream, starts, 90, 5, torch.Generator().manual_seed(1))
-    assert tokens.shape == (5, 91)
-    for row, period in zip(tokens, periods.tolist(), strict=True):
-        assert torch.equal(row[period:], row[:-period])
-        assert tokenizer.decode(row[:period].tolist()).endswith("\n")
-
-
-def test_repetition_loss_by_hand():
-    p = torch.tensor([[0.5, 0.2, 0.9, 0.1]], requires_grad=True)
-    loss = repetition_loss(-p.log(), torch.tensor([2]))
-    wanted = -(torch.tensor([1 - abs(0.9 - 0.25), 1 - abs(0.1 - 0.1)]).log()).mean()
-    assert loss.item() == pytest.approx(wanted.item(), abs=1e-6)
-    (gradient,) = torch.autograd.grad(loss, p)
-    assert gradient[0, 2] > 0  # believed too much the second time: pushed down
-    assert gradient[0, :2].abs().max() == 0  # the earlier repetition is only a measure
