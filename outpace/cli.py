@@ -360,7 +360,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False)
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
 
 

@@ -1,0 +1,82 @@
+"""The commands as a user types them: JSON that parses, errors that name the thing and exit 2."""
+
+import json
+
+import pytest
+
+from outpace.cli import main
+
+
+def run(monkeypatch, capsys, *arguments):
+    """-> exit code, stdout, stderr."""
+    monkeypatch.setattr("sys.argv", ["outpace", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def test_generate_streams_the_same_text_that_json_holds(monkeypatch, capsys):
+    options = ("generate", "import os\n", "-n", 24, "--ignore-eos")
+    code, out, _ = run(monkeypatch, capsys, *options)
+    assert code == 0
+    code, said, _ = run(monkeypatch, capsys, *options, "--json")
+    assert code == 0
+    result = json.loads(said)
+    assert out == result["text"] + "\n"
+    assert len(result["tokens"]) == 24 and result["tau"] >= 1
+
+
+def test_every_draft_says_the_same(monkeypatch, capsys):
+    texts = set()
+    for draft in ("none", "ngram", "default"):
+        _, out, _ = run(monkeypatch, capsys, "generate", "def main():", "-n", 40, "--draft", draft)
+        texts.add(out)
+    assert len(texts) == 1
+
+
+def test_generate_from_a_file_with_stats(monkeypatch, capsys, tmp_path):
+    (tmp_path / "prompt.py").write_text("class Shape:\n    def area(self):\n")
+    code, out, _ = run(
+        monkeypatch, capsys, "generate", "--prompt-file", tmp_path / "prompt.py", "-n", 8, "--stats"
+    )
+    assert code == 0 and "tau" in out and "tokens/s" in out
+
+
+def test_inspect_default(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "inspect", "default", "--json")
+    said = json.loads(out)
+    assert code == 0 and said["architecture"] == "GptOssForCausalLM"
+    assert said["missing"] == said["left_over"] == []
+    assert 0 < said["active_parameters"] < said["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("inspect", "no/such/folder"), "no/such/folder is not a folder"),
+        (("generate", ""), "the prompt is empty"),
+        (("generate",), "give a prompt, or --prompt-file"),
+        (("generate", "x", "--draft", "no/such"), "no/such is not a folder"),
+        (("generate", "x", "--temperature", "-1"), "temperature -1.0 is below 0"),
+        (("generate", "x", "-n", "0"), "max_new_tokens 0"),
+        (("generate", "x", "-n", "200000"), "positions end at"),
+        (("bench", "--out", "x", "--set", "batchs=1"), "did you mean `batches`"),
+        (("bench", "--out", "x", "--set", "batches"), "write key=value"),
+        (("train", "dflash", "--cache", "no/cache", "--out", "x"), "no/cache"),
+        (("teacher", "verify", "no/cache"), "no/cache"),
+        (("teacher", "build", "--out", "x", "--position-offsets", "0,far"), "'far' is not a whole number"),
+    ],
+)
+def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_help_has_examples(monkeypatch, capsys):
+    for command in (("generate",), ("bench",), ("verify",), ("train", "dflash"), ("teacher", "build")):
+        code, out, _ = run(monkeypatch, capsys, *command, "--help")
+        assert code == 0 and "outpace " + " ".join(command) in " ".join(out.split())
