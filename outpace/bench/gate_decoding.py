@@ -24,12 +24,13 @@ class Gold:
     target_layer_ids: tuple[int, ...] = ()
 
     def begin(self, batch: int, length: int, offset: int = 0) -> "GoldSession":
-        return GoldSession(self, [0] * batch)
+        return GoldSession(self.texts, self.block_size, [0] * batch)
 
 
-@dataclass(frozen=True)
+@dataclass
 class GoldSession:
-    gold: Gold
+    texts: list[list[int]]
+    block_size: int
     seen: list[int]  # verified tokens per row, the last one (the next block's anchor) not among them
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
@@ -37,13 +38,17 @@ class GoldSession:
             self.seen[b] += count
 
     def propose(self, last: Tensor) -> Proposal:
-        N = self.gold.block_size
-        rows = [t[n + 1 : n + N] for t, n in zip(self.gold.texts, self.seen, strict=True)]
+        N = self.block_size
+        rows = [t[n + 1 : n + N] for t, n in zip(self.texts, self.seen, strict=True)]
         counts = [1 + len(row) for row in rows]
         padded = [
             [anchor, *row, *[0] * (N - 1 - len(row))] for anchor, row in zip(last.tolist(), rows, strict=True)
         ]
         return Proposal(torch.tensor(padded, device=last.device), counts)
+
+    def keep(self, rows: list[int]) -> None:
+        self.texts = [self.texts[b] for b in rows]
+        self.seen = [self.seen[b] for b in rows]
 
 
 def gold_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int) -> Gate:

@@ -80,7 +80,7 @@ class Yardstick:
         trace, done = Trace(), clock.widths[0]
         for width in clock.widths[1:]:
             if new_tokens - done > offered:
-                trace.add([offered], [width - 1])
+                trace.add(1, [0], [offered], [width - 1])
             done += width
         spent = seconds["target"] + seconds["draft"]
         trace.seconds |= {

@@ -133,6 +133,9 @@ class Memory:
         row = torch.arange(index.shape[0], device=x.device)[:, None]
         return x.transpose(1, 2)[row, index % self.size].transpose(1, 2)
 
+    def keep(self, rows: list[int]) -> None:
+        self.k, self.v = self.k[rows], self.v[rows]
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the entries at storage indices `source` [B, n] to `target` [B, n]; -1 is not copied."""
         slots = torch.where(source >= 0, target % self.size, self.size)
@@ -218,6 +221,14 @@ class Cache:
         self.lengths = [n + c for n, c in zip(step.start, step.counts, strict=True)]
         for size, kept in self.kept_from.items():
             self.kept_from[size] = [max(k, n - size) for k, n in zip(kept, self.lengths, strict=True)]
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order: the others are finished and cost nothing more."""
+        for memory in self.layers:
+            memory.keep(rows)
+        self.lengths = [self.lengths[b] for b in rows]
+        self.last_start = [self.last_start[b] for b in rows]
+        self.kept_from = {size: [kept[b] for b in rows] for size, kept in self.kept_from.items()}
 
     def rewind(self, lengths: list[int]) -> None:
         """Forget everything from `lengths[b]` on. Raises ValueError, and changes nothing, where a ring

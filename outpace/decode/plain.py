@@ -29,15 +29,17 @@ def generate(
     ids = last.tolist()
     for b, token in enumerate(ids):
         rows.emit(b, [token])
-    while not all(rows.done):
-        running = [not d for d in rows.done]
+    alive = list(range(len(prompts)))
+    while left := rows.still(alive):
+        if len(left) < len(alive):  # finished rows leave the batch
+            cache.keep(left)
+            last, alive = last[left], [alive[i] for i in left]
         with trace.timed("verify"):
-            out = target(last[:, None], cache, counts=[int(r) for r in running])
+            out = target(last[:, None], cache)
             last = sample(target.logits(out.hidden[:, 0]), request.sampling, rng)
             ids = last.tolist()
         with trace.timed("rest"):
-            for b, token in enumerate(ids):
-                if running[b]:
-                    rows.emit(b, [token])
-            trace.add([0] * len(ids), [0 if r else -1 for r in running])
+            for b, token in zip(alive, ids, strict=True):
+                rows.emit(b, [token])
+            trace.add(len(prompts), alive, [0] * len(ids), [0] * len(ids))
     return Generation(rows.emitted, trace)

@@ -46,6 +46,10 @@ class Rows:
         self.request = request
         self.on_tokens = on_tokens
 
+    def still(self, alive: list[int]) -> list[int]:
+        """Places in `alive` (row numbers) of the rows that are not done."""
+        return [i for i, b in enumerate(alive) if not self.done[b]]
+
     def emit(self, row: int, tokens: list[int]) -> int:
         """Append what of `tokens` still belongs to the row; -> how many did."""
         room = self.request.max_new_tokens - len(self.emitted[row])

@@ -38,25 +38,26 @@ def generate(
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
 
-    while not all(rows.done):
-        running = [not d for d in rows.done]
+    alive = list(range(B))
+    while left := rows.still(alive):
+        if len(left) < len(alive):  # finished rows leave the batch
+            cache.keep(left)
+            session.keep(left)
+            last, alive = last[left], [alive[i] for i in left]
         with trace.timed("draft"):
             proposal = session.propose(last)
         with trace.timed("verify"):
-            counts = [c if r else 0 for c, r in zip(proposal.counts, running, strict=True)]
-            out = target(proposal.tokens, cache, counts=counts, aux=wanted)
+            out = target(proposal.tokens, cache, counts=proposal.counts, aux=wanted)
             predict = sample(target.logits(out.hidden), request.sampling, rng)
             accept_len, last = exact_match(proposal.tokens, predict, proposal.counts)
             accepted = accept_len.tolist()  # the round's one wait for the device
         with trace.timed("rest"):
             ids = predict.tolist()
-            kept = [a + 1 if r else 0 for a, r in zip(accepted, running, strict=True)]
+            kept = [a + 1 for a in accepted]
             cache.commit([list(range(k)) for k in kept])
-            for b in range(B):
-                if running[b]:
-                    rows.emit(b, ids[b][: kept[b]])
-            offered = [c - 1 for c in proposal.counts]
-            trace.add(offered, [a if r else -1 for a, r in zip(accepted, running, strict=True)])
+            for i, b in enumerate(alive):
+                rows.emit(b, ids[i][: kept[i]])
+            trace.add(B, alive, [c - 1 for c in proposal.counts], accepted)
         with trace.timed("draft"):
             session.observe(proposal.tokens, out.aux, kept)
     return Generation(rows.emitted, trace)

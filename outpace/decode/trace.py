@@ -24,9 +24,13 @@ class Trace:
         finally:
             self.seconds[part] += time.perf_counter() - began
 
-    def add(self, proposed: list[int], accepted: list[int]) -> None:
-        self.proposed.append(proposed)
-        self.accepted.append(accepted)
+    def add(self, batch: int, alive: list[int], proposed: list[int], accepted: list[int]) -> None:
+        """One round of the rows `alive`, out of `batch`."""
+        offered, taken = [0] * batch, [-1] * batch
+        for b, p, a in zip(alive, proposed, accepted, strict=True):
+            offered[b], taken[b] = p, a
+        self.proposed.append(offered)
+        self.accepted.append(taken)
 
     @property
     def rounds(self) -> int:

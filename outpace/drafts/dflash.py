@@ -233,6 +233,9 @@ class DFlashSession:
         B, N = len(last), self.draft.block_size
         return Proposal(torch.cat((last[:, None], guesses), dim=1), [N] * B)
 
+    def keep(self, rows: list[int]) -> None:
+        self.cache.keep(rows)
+
     def block_hidden(self, last: Tensor) -> Tensor:
         """last [B] -> [B, block_size, C]."""
         x = self.draft.embed_block(last, self.target)

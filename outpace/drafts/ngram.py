@@ -46,6 +46,10 @@ class NGramSession:
         padded = [g + [0] * (width - len(g)) for g in guesses]
         return Proposal(torch.tensor(padded, device=last.device), counts)
 
+    def keep(self, rows: list[int]) -> None:
+        self.history = [self.history[b] for b in rows]
+        self.seen = [self.seen[b] for b in rows]
+
     def _continuation(self, b: int, last: int) -> list[int]:
         text = [*self.history[b][-self.draft.longest :], last]
         for n in sorted(self.seen[b], reverse=True):

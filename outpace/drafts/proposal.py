@@ -29,6 +29,10 @@ class Session(Protocol):
         """Guess what follows `last` [B], the verified token after all observed ones."""
         ...
 
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        ...
+
 
 class Draft(Protocol):
     """Weights, or none. `block_size` is the widest proposal, anchor included."""

@@ -237,6 +237,9 @@ class EchoSession:
         for row, new, count in zip(self.rows, tokens.tolist(), counts, strict=True):
             row += new[:count]
 
+    def keep(self, rows):
+        self.rows = [self.rows[b] for b in rows]
+
     def propose(self, last):
         found = []
         for row, anchor in zip(self.rows, last.tolist(), strict=True):

@@ -26,24 +26,28 @@ class Scripted:
 class ScriptedSession:
     def __init__(self, draft):
         self.draft = draft
+        self.rows = list(range(len(draft.prompts)))
         self.seen = [[] for _ in draft.prompts]
-        self.finished = [False] * len(draft.prompts)
         self.round = 0
 
     def observe(self, tokens, aux, counts):
         assert aux is None
-        for b, (ids, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+        for b, ids, count in zip(self.rows, tokens.tolist(), counts, strict=True):
+            assert count or not self.round  # a running row commits at least one
             self.seen[b] += ids[:count]
-            self.finished[b] = self.round > 0 and not count  # a running row commits at least one
+
+    def keep(self, rows):
+        self.rows = [self.rows[i] for i in rows]
 
     def propose(self, last):
         draft, rows, counts = self.draft, [], []
         self.round += 1
-        for b, (prompt, token) in enumerate(zip(draft.prompts, last.tolist(), strict=True)):
+        for b, token in zip(self.rows, last.tolist(), strict=True):
+            prompt = draft.prompts[b]
             said = [*self.seen[b][len(prompt) :], token]
             # what was observed is exactly the verified text, in order
             assert self.seen[b][: len(prompt)] == prompt
-            assert self.finished[b] or all(x == y for x, y in zip(said, draft.answers[b], strict=False))
+            assert all(x == y for x, y in zip(said, draft.answers[b], strict=False))
             ahead = draft.answers[b][len(said) :][: draft.block_size - 1]
             guesses = [(g + 1) % 97 if draft.wrong(b, len(said) + i) else g for i, g in enumerate(ahead)]
             guesses += [0] * (draft.block_size - 1 - len(guesses))

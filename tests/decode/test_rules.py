@@ -88,6 +88,9 @@ class Habit:
     def observe(self, tokens, aux, counts):
         pass
 
+    def keep(self, rows):
+        pass
+
     def propose(self, last):
         follower = torch.tensor([4, 0, 5, 1, 6, 2, 3])
         first = follower[last]
