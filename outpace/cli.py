@@ -346,7 +346,7 @@ def _overrides(pairs: list[str] | None) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set {pair}: write key=value")
         values = []
-        for part in text.split(","):
+        for part in text.removesuffix(",").split(","):  # "1," is a list of one
             try:
                 values.append(tomllib.loads(f"x = {part}")["x"])
             except tomllib.TOMLDecodeError:

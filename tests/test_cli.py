@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outpace.cli import main
+from outpace.cli import _overrides, main
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -80,3 +80,14 @@ def test_help_has_examples(monkeypatch, capsys):
     for command in (("generate",), ("bench",), ("verify",), ("train", "dflash"), ("teacher", "build")):
         code, out, _ = run(monkeypatch, capsys, *command, "--help")
         assert code == 0 and "outpace " + " ".join(command) in " ".join(out.split())
+
+
+def test_overrides_read_as_toml_reads_them():
+    said = _overrides(["steps=5", "lr=1e-3", "methods=plain,dflash", "batches=1,", "weights=dpace"])
+    assert said == {
+        "steps": 5,
+        "lr": 1e-3,
+        "methods": ["plain", "dflash"],
+        "batches": [1],
+        "weights": "dpace",
+    }
