@@ -41,11 +41,6 @@ class ModelConfig:
     mlp_bias: bool = False
     extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    @property
-    def groups(self) -> int:
-        """Query heads that share one kv head."""
-        return self.num_heads // self.num_kv_heads
-
     def window(self, layer: int) -> int:
         """The sliding window of a layer, current token included; 0 where it sees everything."""
         return self.sliding_window if self.layer_types[layer] == WINDOW else 0
