@@ -145,6 +145,9 @@ def train_dflash(
     recipe: Recipe = None,
     set_: Set = None,
     weights: Annotated[str | None, typer.Option(help="'decay' or 'dpace'.")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Go on from a draft's folder, or 'default'; its sizes then stand.")
+    ] = None,
     corpus: Corpus = None,
 ) -> None:
     """Train a DFlash draft from a teacher cache. Resumes where it was stopped.
@@ -153,7 +156,7 @@ def train_dflash(
     """
     from outpace.bench.prompts import held_out_prompts
     from outpace.corpus import read_corpus, split
-    from outpace.load import open_target
+    from outpace.load import open_dflash, open_target
     from outpace.models.load import fingerprint
     from outpace.settings import load_settings
     from outpace.teacher.store import TeacherCache
@@ -165,7 +168,8 @@ def train_dflash(
     teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
     _, held_out = split(read_corpus(corpus))
     prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
-    dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out)
+    start = None if init is None else open_dflash(init, tokenizer)
+    dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out, init=start)
     console.print(f"{out / 'draft'}: saved")
 
 

@@ -15,6 +15,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 from outpace.ops.linear import linear
 from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate_heads
+from outpace.ops.sampling import greedy
 
 # (layer, q [B,T,H,D], k [B,K,T,D], v [B,K,T,D]) of a block -> [B,T,H*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -229,7 +230,7 @@ class DFlashSession:
 
     def propose(self, last: Tensor) -> Proposal:
         hidden = self.block_hidden(last)
-        guesses = self.target.logits(hidden[:, 1:]).argmax(-1)
+        guesses = greedy(self.target.logits(hidden[:, 1:]))
         B, N = len(last), self.draft.block_size
         return Proposal(torch.cat((last[:, None], guesses), dim=1), [N] * B)
 

@@ -225,11 +225,6 @@ static void norm(floats x, any w, long kind, long n, float eps, float *y) {
     float scale = 1.0f / sqrtf(sum(squares) / n + eps);
     for (long i = 0; i < n; i++) y[i] = x[i] * scale * get(w, kind, i);
 }
-typedef struct { floats x; any w; int64_t kind; double eps; float *y; int64_t M, C, threads; } Norm;
-void rms_norm(const Norm *o) {
-    int threads = team((double)o->M * o->C, 65536, o->threads);
-    EACH_ROW(o->M, norm(o->x + m * o->C, o->w, o->kind, o->C, o->eps, o->y + m * o->C));
-}
 
 typedef struct { float *x; floats cos, sin; any norm[2]; int64_t kind[2]; double eps; int64_t M, H, K, D, threads; } Rope;
 static void turn(const Rope *o, long m) {
@@ -250,18 +245,6 @@ void rope(const Rope *o) {
     EACH_ROW(o->M, turn(o, m));
 }
 
-static void gate(floats x, float *y, long F) {
-    for (long i = 0; i < F; i += W) {
-        vf g = part(x + i, F - i), h = g * sigmoid(g) * part(x + F + i, F - i);
-        memcpy(y + i, &h, MIN(W, F - i) * sizeof(float));
-    }
-}
-typedef struct { floats x; float *y; int64_t M, F, threads; } Gate;
-void silu_mul(const Gate *o) {
-    int threads = team((double)o->M * o->F, 32768, o->threads);
-    EACH_ROW(o->M, gate(o->x + 2 * m * o->F, o->y + m * o->F, o->F));
-}
-
 static void spread(bytes p, uint8_t scale, float *y) {
     vf v[32 / W];
     unpack(p, scale, v);
@@ -273,5 +256,6 @@ void unpack_mxfp4(const Packed *o) {
     EACH_ROW(o->count, spread(o->blocks + 16 * m, o->scales[m], o->y + 32 * m));
 }
 
+#include "cpu_rows.c"
 #include "cpu_experts.c"
 #include "cpu_attention.c"

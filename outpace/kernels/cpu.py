@@ -10,8 +10,6 @@ import shutil
 import struct
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,20 @@ STYLES = ("gpt_oss", "silu")
 # Each C function takes the address of one struct, packed here: ctypes would spend 0.1 us on every argument.
 # The layouts are the structs of cpu.c in their order; q is an address or an int64, d a double.
 LINEAR = struct.Struct("11q").pack
-NORM = struct.Struct("3qd4q").pack
+NORM = struct.Struct("5qd3q").pack
+NORM_BACK = struct.Struct("6qd3q").pack
+GATES = struct.Struct("7q2dq").pack
 ROPE = struct.Struct("7qd5q").pack
 ATTEND = struct.Struct("20qdq").pack
 ROUTE = struct.Struct("14q").pack
 MOE = struct.Struct("20q2dq").pack
+ANGLES = struct.Struct("2qd4q").pack
+ARGMAX = struct.Struct("5q").pack
 PACKED = struct.Struct("5q").pack
-GATED = struct.Struct("5q").pack
-FUNCTIONS = ("linear", "rms_norm", "rope", "attend", "route", "moe", "unpack_mxfp4", "silu_mul")
+FUNCTIONS = (
+    *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
+    *("gated", "gated_backward", "angles", "argmax"),
+)
 
 
 def _openmp() -> str | None:
@@ -150,12 +154,23 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | 
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) * w over the last dimension of x [M, C]."""
+    """x * rsqrt(mean(x^2) + eps) * w over the last dimension of x [M, C], float32 or bfloat16."""
     m, c = x.shape
-    assert x.is_contiguous()
-    y = _empty(m, c)
-    _c.rms_norm(NORM(x.data_ptr(), w.data_ptr(), KIND[w.dtype], eps, y.data_ptr(), m, c, _threads()))
+    assert x.is_contiguous() and w.is_contiguous()
+    y = torch.empty_like(x)
+    kinds = KIND[x.dtype], KIND[w.dtype]
+    _c.rms_norm(NORM(x.data_ptr(), w.data_ptr(), y.data_ptr(), *kinds, eps, m, c, _threads()))
     return y
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of rms_norm: dy and x [M, C], w [C] float32 -> dx like x, dw [C] float32."""
+    m, c = x.shape
+    assert x.is_contiguous() and dy.is_contiguous() and dy.dtype == x.dtype and w.dtype == torch.float32
+    dx, dw = torch.empty_like(x), _empty(c)
+    tensors = (x.data_ptr(), w.data_ptr(), dy.data_ptr(), dx.data_ptr(), dw.data_ptr())
+    _c.rms_norm_backward(NORM_BACK(*tensors, KIND[x.dtype], eps, m, c, _threads()))
+    return dx, dw
 
 
 def rope_(
@@ -269,93 +284,46 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return y
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of gate_up [M, 2F] -> [M, F]."""
-    m, f2 = gate_up.shape
-    assert gate_up.is_contiguous()
-    y = _empty(m, f2 // 2)
-    _c.silu_mul(GATED(gate_up.data_ptr(), y.data_ptr(), m, f2 // 2, _threads()))
+def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
+    """gate_up [M, 2F], float32 or bfloat16 -> [M, F]: gate * sigmoid(alpha * gate) * up.
+
+    With a limit, gate and up stand in turn, are clamped, and up + 1 takes the place of up; without one
+    the gates are the first half.
+    """
+    y = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    _c.gated(_gates(gate_up, None, y, limit, alpha))
     return y
 
 
-MANY = (1, 2, 4, 8, 16)
+def gated_backward(dy: Tensor, gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
+    """Gradient of gated: dy [M, F], gate_up [M, 2F] -> [M, 2F]."""
+    assert dy.is_contiguous() and dy.dtype == gate_up.dtype
+    out = torch.empty_like(gate_up)
+    _c.gated_backward(_gates(gate_up, dy, out, limit, alpha))
+    return out
 
 
-def _measure(what: str, call: Callable[[int, int], object], copies: int, nbytes: float) -> None:
-    """Prints one line: call(rows, copy) over enough copies to leave the caches, the best of 5 rounds."""
-    times = []
-    for m in MANY:
-        rounds = []
-        for _ in range(6):
-            begin = time.perf_counter()
-            for copy in range(copies):
-                call(m, copy)
-            rounds.append((time.perf_counter() - begin) / copies)
-        times.append(min(rounds[1:]))
-    ratios = "".join(f"{t / times[0]:7.2f}" for t in times)
-    print(f"{what:34} {times[0] * 1e6:9.1f} us {nbytes / times[0] / 1e9:7.1f} GB/s {ratios}")
+def _gates(x: Tensor, dy: Tensor | None, out: Tensor, limit: float | None, alpha: float) -> bytes:
+    assert x.is_contiguous()
+    tensors = x.data_ptr(), 0 if dy is None else dy.data_ptr(), out.data_ptr(), KIND[x.dtype]
+    sizes = len(x), x.shape[1] // 2, limit is not None
+    return GATES(*tensors, *sizes, limit or 0.0, alpha, _threads())
 
 
-def _measure_linear(n: int, k: int, dtype: torch.dtype, copies: int) -> None:
-    w, x = [torch.randn(n, k).to(dtype) for _ in range(copies)], torch.randn(16, k)
-    name = f"linear {n} x {k} {str(dtype)[6:]}"
-    _measure(name, lambda m, i: linear(x[:m], w[i]), copies, n * k * dtype.itemsize)
+def angles(positions: Tensor, inv: Tensor, concentration: float) -> tuple[Tensor, Tensor]:
+    """positions [M] int64, inv [n] float64 -> cos and sin of their products [M, n], times concentration."""
+    assert positions.is_contiguous() and positions.dtype == torch.int64
+    assert inv.is_contiguous() and inv.dtype == torch.float64
+    m, half = len(positions), len(inv)
+    cos, sin = _empty(m, half), _empty(m, half)
+    tables = cos.data_ptr(), sin.data_ptr()
+    _c.angles(ANGLES(positions.data_ptr(), inv.data_ptr(), concentration, *tables, m, half))
+    return cos, sin
 
 
-def _measure_moe(c: int, f: int, e: int, k: int, dtype: torch.dtype, copies: int) -> None:
-    def weights(*shape: int) -> Tensor | Packed:
-        if dtype != torch.uint8:
-            return torch.randn(shape).to(dtype)
-        blocks = torch.randint(256, (*shape[:-1], shape[-1] // 32, 16), dtype=dtype)
-        return blocks, torch.full(blocks.shape[:-1], 120, dtype=dtype)
-
-    x, gate = torch.randn(16, c), torch.rand(16, k)
-    index = [torch.rand(16, e).topk(k).indices for _ in range(copies)]
-    up, down = [weights(e, 2 * f, c) for _ in index], [weights(e, c, f) for _ in index]
-    nbytes = 3 * k * c * f * (17 / 32 if dtype == torch.uint8 else dtype.itemsize)
-    name = f"moe {c}, {f}, {k} of {e} " + ("mxfp4" if dtype == torch.uint8 else str(dtype)[6:])
-
-    def call(m: int, i: int) -> Tensor:
-        return moe(x[:m], index[i][:m], gate[:m], up[i], None, down[i], None, "gpt_oss")
-
-    _measure(name, call, copies, nbytes)
-
-
-def _measure_attend(h: int, kv: int, d: int, length: int, window: int, copies: int) -> None:
-    q, start = torch.randn(1, 16, h, d), torch.tensor([length])
-    k, v = torch.randn(2, copies, kv, length + 16, d)
-    nbytes = 8 * kv * d * (window or length)
-    name = f"attend {h}/{kv} x {d}, {length} keys" + (f", window {window}" if window else "")
-    _measure(
-        name,
-        lambda m, i: attend(q[:, :m], k[i : i + 1], v[i : i + 1], start, window, None, 0.1),
-        copies,
-        nbytes,
-    )
-
-
-def _benchmark() -> None:
-    print(f"{_threads()} threads; time of n rows over one row, n =" + "".join(f"{m:7}" for m in MANY))
-    for dtype in (torch.float32, torch.bfloat16):
-        _measure_linear(2880, 2880, dtype, 6)
-        _measure_linear(1024, 512, dtype, 60)
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        _measure_moe(512, 512, 16, 4, dtype, 8)
-        _measure_moe(256, 128, 8, 2, dtype, 60)
-    _measure_attend(16, 2, 64, 1000, 0, 60)
-    _measure_attend(16, 2, 64, 1000, 128, 60)
-    _measure_attend(16, 8, 128, 4000, 0, 4)
-    x, w, up, angle = torch.randn(16, 512), torch.randn(512), torch.randn(16, 1024), torch.randn(16, 32)
-    router, qkv = torch.randn(16, 512), torch.randn(16, 20 * 64)
-    _measure("rms_norm 512", lambda m, i: rms_norm(x[:m], w, 1e-5), 200, 2048)
-    _measure(
-        "rope_ 16 + 2 heads of 64", lambda m, i: rope_(qkv[:m], angle[:m], angle[:m], 16, 2, 64), 200, 4608
-    )
-    _measure("silu_mul 512", lambda m, i: silu_mul(up[:m]), 200, 4096)
-    _measure("route 512, 4 of 16", lambda m, i: route(x[:m], router, None, 4, False, False), 200, 32768)
-    blocks, scales = torch.randint(256, (16, 64, 16, 16)).byte(), torch.full((16, 64, 16), 120).byte()
-    _measure("unpack_mxfp4 64n x 512", lambda m, i: unpack_mxfp4(blocks[:m], scales[:m]), 50, 64 * 16 * 17)
-
-
-if __name__ == "__main__":
-    _benchmark()
+def argmax(x: Tensor) -> Tensor:
+    """x [M, N] -> the place of each row's largest value, the first among equals, [M] int64."""
+    assert x.is_contiguous() and x.shape[1]
+    y = _empty(len(x), dtype=torch.int64)
+    _c.argmax(ARGMAX(x.data_ptr(), y.data_ptr(), *x.shape, _threads()))
+    return y

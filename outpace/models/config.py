@@ -1,6 +1,6 @@
 """ModelConfig: what a config.json says, in our terms."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from outpace.ops.rope import RopeConfig
@@ -39,7 +39,6 @@ class ModelConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     mlp_bias: bool = False
-    extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def window(self, layer: int) -> int:
         """The sliding window of a layer, current token included; 0 where it sees everything."""

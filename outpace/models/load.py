@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -193,9 +193,15 @@ def dense_tensors(model: Decoder) -> dict[str, Tensor]:
     return found
 
 
+def _said(config: Any) -> list[tuple[str, Any]]:
+    """What differs from a config's defaults, by name: a field that a later version adds changes nothing."""
+    values = [(f.name, f.default, getattr(config, f.name)) for f in fields(config)]
+    return sorted((name, _said(v) if is_dataclass(v) else v) for name, default, v in values if v != default)
+
+
 def fingerprint(model: Decoder) -> str:
     """sha256 over config and every weight as stored: what a teacher cache or a draft belongs to."""
-    digest = hashlib.sha256(repr(model.config).encode())
+    digest = hashlib.sha256(repr(_said(model.config)).encode())
     for name, tensor in sorted(named_tensors(model)):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -44,6 +44,9 @@ def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | 
     if view.modulus and T <= MOST_QUERIES and D % 8 == 0 and kernel(q):
         block = (step.all_pairs, step.depth) if step.both_ways else ()
         return cpu.attend(q, view.k, view.v, step.starts, window, sinks, scale, *block)
+    if T > MOST_QUERIES and not any(step.start) and not step.both_ways:  # nothing is remembered yet
+        k, v = (x[:, :, :T] if view.modulus else x[:, :, -T:] for x in (view.k, view.v))
+        return causal_attend(q, k, v, window, sinks, scale)
     allowed = view.allowed(step, window)
     if q.device.type != "cpu" or T <= MOST_QUERIES:
         return attend(q, view.k, view.v, allowed, sinks, scale)

@@ -1,4 +1,4 @@
-"""Where the C kernels stand in for the plain references: float32 rows on the CPU, outside of training."""
+"""Where the C kernels stand in for the plain references: on the CPU, in float32; some in training too."""
 
 import torch
 from torch import Tensor
@@ -21,3 +21,8 @@ def kernel(x: Tensor) -> bool:
 def few(x: Tensor) -> bool:
     """`kernel`, and few enough rows ([..., C] -> product of the leading sizes) for the row kernels."""
     return x.numel() <= MOST_ROWS * x.shape[-1] and kernel(x)
+
+
+def rows_kernel(x: Tensor) -> bool:
+    """True where the kernels that know their gradients can take `x` (float32 or bfloat16, CPU, built)."""
+    return x.dtype in (torch.float32, torch.bfloat16) and x.device.type == "cpu" and cpu.available()

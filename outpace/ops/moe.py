@@ -1,5 +1,7 @@
 """Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,18 +66,50 @@ def run_experts(
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
-    row = order // k
-    gathered = x[row]
     parts = []
-    start = 0
-    for e, n in enumerate(counts):
-        if n:
-            h = _expert_linear(gathered[start : start + n], up, up_bias, e)
+    for e, rows in enumerate(_Spread.apply(x, order, k).split(counts)):  # type: ignore[no-untyped-call]
+        if len(rows):
+            h = _expert_linear(rows, up, up_bias, e)
             h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
             parts.append(_expert_linear(h, down, down_bias, e))
-            start += n
     y = torch.cat(parts) * weights.flatten()[order, None].to(x.dtype)
-    return torch.zeros_like(x).index_add(0, row, y)
+    out: Tensor = _Gather.apply(y, order, k)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Spread(torch.autograd.Function):
+    """x [M,C] -> [M*k,C], a row of every (token, choice) in `order`; back, each token sums its k rows.
+    Every token stands there exactly k times: no scattered addition is needed either way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_choices(dy, ctx.saved_tensors[0], ctx.k), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The other way: y [M*k,C] in `order` -> the sum over each token's k rows [M,C]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return _sum_choices(y, order, k)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx.index_select(0, ctx.saved_tensors[0] // ctx.k), None, None
+
+
+def _sum_choices(y: Tensor, order: Tensor, k: int) -> Tensor:
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return y.index_select(0, back).view(-1, k, y.shape[-1]).sum(1)
 
 
 def _expert_count(weight: Tensor | Packed) -> int:

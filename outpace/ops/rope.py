@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels import cpu
-from outpace.ops.fast import few
+from outpace.ops.fast import MOST_ROWS, few
 from outpace.ops.norm import rms_norm
 
 
@@ -76,6 +76,9 @@ def rope_tables(positions: Tensor, inv: Tensor, concentration: float) -> tuple[T
     Angles are formed in float64: at position 131,072 a bfloat16 angle is noise and a float32 one is
     off by up to 0.008 rad.
     """
+    if positions.numel() <= MOST_ROWS and positions.device.type == "cpu" and cpu.available():
+        tables = cpu.angles(positions.reshape(-1).contiguous(), inv, concentration)
+        return tables[0].view(*positions.shape, -1), tables[1].view(*positions.shape, -1)
     angles = positions.to(torch.float64)[..., None] * inv
     return (angles.cos() * concentration).float(), (angles.sin() * concentration).float()
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.kernels import cpu
+from outpace.ops.fast import kernel
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -47,9 +50,16 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
     return p
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """[..., V] -> [...] int64: the first of the largest."""
+    if kernel(logits) and logits.is_contiguous():
+        return cpu.argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:-1])
+    return logits.argmax(-1)
+
+
 def sample(logits: Tensor, how: Sampling, rng: torch.Generator | None) -> Tensor:
     """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row."""
     if how.temperature == 0:
-        return logits.argmax(-1)
+        return greedy(logits)
     p = probabilities(logits, how)
     return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=rng).reshape(logits.shape[:-1])

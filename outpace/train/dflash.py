@@ -23,6 +23,7 @@ from outpace.ops.flash import Part, block_attend
 from outpace.ops.sampling import seeded
 from outpace.train.anchors import Packed, Sample, pack
 from outpace.train.losses import chunked_nll_and_hits, decay_weights, default_gamma, dpace_weights
+from outpace.train.muon import Muon
 from outpace.train.trainer import fit, warmup_cosine
 from outpace.weights.save import write_json
 
@@ -63,7 +64,8 @@ class DFlashRecipe:
     rows: int = 4  # of a step
     row_tokens: int | None = None  # rows are cut to this many tokens
     steps: int = 2000
-    lr: float = 6e-4
+    lr: float = 6e-4  # AdamW's
+    muon_lr: float = 0.0  # 0: AdamW alone; else the matrices learn by Muon at this rate
     warmup_share: float = 0.04
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -126,6 +128,19 @@ def init_dflash(config: DFlashConfig, seed: int) -> DFlash:
             elif not name.endswith("norm.weight"):
                 p.copy_(torch.randn(p.shape, generator=rng) * p.shape[-1] ** -0.5)
     return draft
+
+
+def optimizers(draft: DFlash, recipe: DFlashRecipe) -> dict[str, tuple[torch.optim.Optimizer, float]]:
+    """AdamW for everything, or for all but the matrices, which are Muon's then; each with its peak rate."""
+    matrices = [p for p in draft.parameters() if p.dim() == 2 and recipe.muon_lr]
+    known = {id(p) for p in matrices}
+    rest = [p for p in draft.parameters() if id(p) not in known]
+    how = {"betas": (0.9, 0.95), "weight_decay": recipe.weight_decay, "fused": True}
+    found: dict[str, tuple[torch.optim.Optimizer, float]] = {}
+    found["adam"] = torch.optim.AdamW(rest, lr=recipe.lr, **how), recipe.lr  # type: ignore[arg-type]
+    if matrices:
+        found["muon"] = Muon(matrices, recipe.muon_lr, weight_decay=recipe.weight_decay), recipe.muon_lr
+    return found
 
 
 def block_states(
@@ -224,9 +239,7 @@ def train_dflash(
     target.requires_grad_(False)
     dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
     head = target.head.to(dtype)
-    adam = torch.optim.AdamW(
-        draft.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
-    )
+    learners = optimizers(draft, recipe)
     warmup = max(1, round(recipe.steps * recipe.warmup_share))
 
     def update(step: int) -> dict[str, Any]:
@@ -234,15 +247,18 @@ def train_dflash(
         rows = [cache.sample(i) for i in rows_of_step(step, recipe, len(cache))]
         rng = seeded(recipe.seed, 1, step)
         packed = pack(rows, config.block_size, recipe.anchors, recipe.row_tokens, rng, features)
-        for group in adam.param_groups:
-            group["lr"] = recipe.lr * warmup_cosine(step, recipe.steps, warmup)
+        factor = warmup_cosine(step, recipe.steps, warmup)
+        for optimizer, lr in learners.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
         hidden = block_states(draft, target, packed, dtype, recipe.recompute)
         loss, hits = block_loss(hidden, head, packed, recipe)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        metrics = {"loss": loss.item(), **accuracy(hits, packed.valid), "lr": adam.param_groups[0]["lr"]}
+        for optimizer, _ in learners.values():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        metrics = {"loss": loss.item(), **accuracy(hits, packed.valid), "lr": recipe.lr * factor}
         metrics["tokens_per_s"] = round(packed.row_tokens / (time.perf_counter() - began), 1)
         if held_out and ((step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps):
             prompts = held_out[: recipe.eval_prompts]
@@ -253,14 +269,15 @@ def train_dflash(
         folder,
         recipe.steps,
         update,
-        {"draft": draft, "adam": adam},
+        {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}},
         save_every=recipe.save_every,
         title="dflash",
         stop_after=stop_after,
     )
     if json.loads(_lines(folder)[-1])["step"] + 1 == recipe.steps:
+        said = provenance(recipe, config, target, cache, folder) | {"warm_start": init is not None}
         save_dflash(draft, folder / "draft")
-        write_json(folder / "draft" / "provenance.json", provenance(recipe, config, target, cache, folder))
+        write_json(folder / "draft" / "provenance.json", said)
     return draft.requires_grad_(False)
 
 

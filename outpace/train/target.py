@@ -22,6 +22,7 @@ from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
 from outpace.train.trainer import fit, warmup_linear
+from outpace.train.unlikelihood import cut_prompts, unlikelihood_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,12 @@ class TargetRecipe:
     weight_decay: float = 0.01
     balance: float = 0.01  # weight of the load-balancing loss
     quantize_share: float = 0.15  # experts see MXFP4 rounding for the last share of the steps
+    unlikelihood: float = 0.0  # weight of the loss on loops in the model's own greedy text ..
+    unlikelihood_every: int = 3  # .. in every so many steps
+    unlikelihood_rows: int = 16
+    unlikelihood_prompt: int = 128
+    unlikelihood_tokens: int = 192
+    unlikelihood_ngram: int = 8
     seed: int = 1
     bfloat16: bool = True
     save_every: int = 100
@@ -180,12 +187,18 @@ def optimizers(model: nn.Module, recipe: TargetRecipe) -> tuple[Muon, torch.opti
 
 def _take_weights(model: GptOss, init: Decoder) -> None:
     ours, theirs = vars(model.config), vars(init.config)
-    differing = [name for name in ours if name != "extra" and ours[name] != theirs[name]]
+    differing = [name for name in ours if ours[name] != theirs[name]]
     if differing:
         raise ValueError(f"the recipe and the model to start from differ in {', '.join(differing)}")
     with torch.no_grad():
         for name, tensor in dense_tensors(init).items():
             model.get_parameter(name).copy_(tensor)
+
+
+def _round_experts(model: nn.Module, on: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, ExpertMatrix):
+            module.round_to_mxfp4 = on
 
 
 def train_target(
@@ -214,12 +227,19 @@ def train_target(
     quantize_from = round(recipe.steps * (1 - recipe.quantize_share))
 
     def update(step: int) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        _round_experts(model, False)
+        if recipe.unlikelihood and step % recipe.unlikelihood_every == 0:
+            cut = recipe.unlikelihood_rows, recipe.unlikelihood_prompt, recipe.seed, step
+            prompts = cut_prompts(stream, *cut)
+            how = recipe.unlikelihood_tokens, recipe.unlikelihood_ngram
+            unlikely, metrics["repeats"] = unlikelihood_loss(model, prompts, *how)
+            (recipe.unlikelihood * unlikely).backward()
+            metrics["unlikelihood"] = unlikely.item()
         length = recipe.long_row_tokens if step >= long_from else recipe.row_tokens
         rows = max(1, recipe.step_tokens // length)
         inputs, labels = rows_of_step(stream, length, rows, step * rows, recipe.seed)
-        for module in model.modules():
-            if isinstance(module, ExpertMatrix):
-                module.round_to_mxfp4 = step >= quantize_from
+        _round_experts(model, step >= quantize_from)
         factor = warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
         for optimizer, lr in ((muon, recipe.muon_lr), (adam, recipe.adam_lr)):
             for group in optimizer.param_groups:  # looked up anew: loading a checkpoint replaces them
@@ -228,7 +248,7 @@ def train_target(
         loss = chunked_nll(out.hidden.flatten(0, 1), model.head, labels.flatten()).mean()
         balance = balance_loss(out.routing, recipe.experts_per_token)
         (loss + recipe.balance * balance).backward()
-        metrics: dict[str, Any] = {"loss": loss.item(), "balance": balance.item()}
+        metrics |= {"loss": loss.item(), "balance": balance.item()}
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in (muon, adam):
             optimizer.step()

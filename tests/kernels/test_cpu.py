@@ -83,15 +83,6 @@ def test_linear_does_not_depend_on_the_number_of_threads():
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("c", [5, 72, 96, 2880])
-def test_rms_norm(dtype, c):
-    x, w = torch.randn(40, c), torch.randn(c).to(dtype)
-    ours = cpu.rms_norm(x, w, 1e-5)
-    close(ours, x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * w.double())
-    assert torch.equal(ours, torch.cat([cpu.rms_norm(row[None], w, 1e-5) for row in x]))
-
-
 @pytest.mark.parametrize("h", [6, 0])  # 0: keys and values alone, as a draft's context
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("d", [8, 24, 64])
@@ -114,14 +105,6 @@ def test_rope_turns_queries_and_keys_only(h, d, norms):
     assert cpu.rope_(qkv, angle.cos(), angle.sin(), h, k, d, *weights) is qkv
     close(qkv, heads.flatten(1))
     assert torch.equal(qkv, torch.cat(rows))
-
-
-def test_silu_mul():
-    for f in (3, 72, 96):
-        x = torch.randn(7, 2 * f) * 10
-        x[0, 0], x[1, 0], x[2, 0] = 200.0, -200.0, -88.0
-        close(cpu.silu_mul(x), torch.nn.functional.silu(x[:, :f].double()) * x[:, f:].double(), 1e-6)
-    assert cpu.silu_mul(torch.tensor([[math.nan, 1.0]])).isnan().all()
 
 
 # ---- attention
@@ -367,7 +350,7 @@ def test_without_a_compiler(fresh, monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "_c", cpu._Library())
     assert not cpu.available() and "no C compiler" in cpu.why_not()
     with pytest.raises(RuntimeError, match="no C compiler"):
-        cpu.silu_mul(torch.zeros(1, 2))
+        cpu.gated(torch.zeros(1, 2), None, 1.0)
 
 
 def test_with_a_compiler_that_fails(fresh, monkeypatch, tmp_path):

@@ -77,3 +77,26 @@ def test_gradients_reach_everything():
     experts, weights = route(x, router, None, TOP)
     run_experts(x, experts, weights, up, biases[0], down, biases[1], 7.0).pow(2).sum().backward()
     assert all(t.grad is not None and t.grad.abs().sum() > 0 for t in everything)
+
+
+@pytest.mark.parametrize("style", ["gpt-oss", "qwen3"])
+def test_gradients_are_those_of_single_tokens(style):
+    limit = 1.5 if style == "gpt-oss" else None
+    x, weights = torch.randn(M, C, requires_grad=True), torch.rand(M, TOP, requires_grad=True)
+    up, down = (
+        (torch.randn(E, 2 * F, C) * 0.2).requires_grad_(),
+        (torch.randn(E, C, F) * 0.2).requires_grad_(),
+    )
+    experts = torch.stack([torch.randperm(E - 1)[:TOP] for _ in range(M)])
+    leaves, dy = (x, weights, up, down), torch.randn(M, C)
+    ours = torch.autograd.grad(run_experts(x, experts, weights, up, None, down, None, limit), leaves, dy)
+    rows = [
+        sum(
+            weights[m, i].double() * one_token(x[m], up[e], None, down[e], None, limit)
+            for i, e in enumerate(experts[m].tolist())
+        )
+        for m in range(M)
+    ]
+    wanted = torch.autograd.grad(torch.stack(rows), leaves, dy.double())
+    for found, truth in zip(ours, wanted, strict=True):
+        assert (found - truth).abs().max() < 1e-4 * truth.abs().max()

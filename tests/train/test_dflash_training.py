@@ -150,11 +150,13 @@ def test_every_row_is_seen_once_an_epoch():
     assert seen[:7] != seen[7:14]
 
 
-def test_resumed_run_is_the_unbroken_run(target, cache, tmp_path):
-    whole = train_dflash(RECIPE, target, TOKENIZER, cache, PROMPTS, tmp_path / "a")
-    train_dflash(RECIPE, target, TOKENIZER, cache, PROMPTS, tmp_path / "b", stop_after=3)
+@pytest.mark.parametrize("muon_lr", [0.0, 0.02])
+def test_resumed_run_is_the_unbroken_run(target, cache, tmp_path, muon_lr):
+    recipe = replace(RECIPE, muon_lr=muon_lr)
+    whole = train_dflash(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "a")
+    train_dflash(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "b", stop_after=3)
     assert not (tmp_path / "b" / "config.json").exists()
-    resumed = train_dflash(RECIPE, target, TOKENIZER, cache, PROMPTS, tmp_path / "b")
+    resumed = train_dflash(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "b")
     assert len(losses(tmp_path / "a")) == 6
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
@@ -192,10 +194,11 @@ def test_what_a_run_leaves(target, cache, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["dpace", "decay"])
-@pytest.mark.parametrize("mask_token", ["<|MASK|>", None])
-def test_one_text_is_learnt(target, tmp_path, weights, mask_token):
+@pytest.mark.parametrize("mask_token, muon_lr", [("<|MASK|>", 0.0), (None, 0.0), ("<|MASK|>", 0.02)])
+def test_one_text_is_learnt(target, tmp_path, weights, mask_token, muon_lr):
     cache = Cache(target, [tiny.tokens(21, seed=8)])
     recipe = replace(RECIPE, steps=40, rows=1, anchors=17, lr=1e-2, weights=weights, mask_token=mask_token)
+    recipe = replace(recipe, muon_lr=muon_lr)
     recipe = replace(recipe, save_every=100, eval_every=100)
     train_dflash(recipe, target, TOKENIZER, cache, [], tmp_path)
     lines = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]

@@ -63,6 +63,21 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_digit(corpus, tmp_path):
         assert torch.equal(ours, theirs)
 
 
+def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
+    """The model's own text depends on nothing but the weights and the step."""
+    tokenizer, train, held_out = corpus
+    settings = {"unlikelihood": 1.0, "unlikelihood_every": 2, "unlikelihood_rows": 2}
+    sizes = {"unlikelihood_prompt": 9, "unlikelihood_tokens": 24, "unlikelihood_ngram": 2}
+    recipe = TargetRecipe(**{**vars(RECIPE), **settings, **sizes})
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "whole")
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken", stop_after=3)
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert ["unlikelihood" in line for line in lines] == [True, False] * 3
+    assert any(line.get("unlikelihood", 0) > 0 for line in lines)
+
+
 def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
     tokenizer, train, held_out = corpus
     (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
