@@ -34,12 +34,6 @@ def load_settings(cls: type[T], path: Path | None, overrides: dict[str, Any]) ->
     return _make(cls, _merge(recipe, override), f"{path}" if path else "the settings")
 
 
-def dump_settings(settings: Any) -> dict[str, Any]:
-    """A settings dataclass as plain JSON or TOML values; `load_settings` takes it back."""
-    dumped: dict[str, Any] = _plain(settings)
-    return dumped
-
-
 def _values(cls: type, found: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:
     """Checked values by field name; a nested dataclass stays a dict until everything is merged."""
     hints = get_type_hints(cls)
@@ -146,17 +140,3 @@ def _make(cls: type[T], values: dict[str, Any], source: str) -> T:
     if missing:
         raise ValueError(f"{source}: `{missing[0]}` is not set and has no default")
     return cls(**values)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
-    if isinstance(value, frozenset):
-        return sorted(_plain(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return value

@@ -1,14 +1,13 @@
 """Recipes and overrides: what is taken, and what each refusal says."""
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from outpace.settings import dump_settings, load_settings
+from outpace.settings import load_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +114,6 @@ def test_refused_overrides():
 def test_a_recipe_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read"):
         load_settings(Recipe, tmp_path / "nowhere.toml", {})
-
-
-def test_dump_is_plain_and_loads_back():
-    made = Recipe(steps=4, ids=(9,), out=Path("p/q"), inner=Inner(size=1), extra={"b": 2.0})
-    dumped = dump_settings(made)
-    assert json.loads(json.dumps(dumped)) == dumped
-    assert load_settings(Recipe, None, dumped) == made
 
 
 def test_recipes_of_this_repository_load():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from outpace.cache.kv import Cache
 from outpace.drafts.proposal import Proposal
@@ -155,11 +156,13 @@ class DFlash(nn.Module):
         masks = self.mask_embedding.to(anchor.dtype).expand(*size, -1)
         return torch.cat((anchor, masks), dim=-2)
 
-    def denoise(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def denoise(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
         """x [B,T,C], embedded blocks -> hidden [B,T,C]; the state at a MASK predicts that very position.
-        `attend` says how a block's queries meet the context's and the block's own keys."""
+        `attend` says how a block's queries meet the context's and the block's own keys. `recompute`: in
+        training, layers are run again in the backward."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, i, attend)
+            inputs = (x, cos, sin, i, attend)
+            x = checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
         return self.norm(x)
 
     def bind(self, target: Decoder) -> "BoundDFlash":

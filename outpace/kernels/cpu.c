@@ -192,7 +192,7 @@ static void block(const floats *x, int rows, const Rows *m, int cols, float *sum
     }
 }
 
-typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind; floats residual; float *y; int64_t M, N, K, threads; } Linear;
+typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind; float *y; int64_t M, N, K, threads; } Linear;
 static void products(const Linear *o, long some, Share *shares, int threads) {
     floats xs[MOST];
     float sums[MOST * COLS + 2];
@@ -203,9 +203,7 @@ static void products(const Linear *o, long some, Share *shares, int threads) {
             int cols = MIN(COLS, o->N - n);
             block(xs, rows, &(Rows){(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K}, cols, sums);
             for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) {
-                long i = (m + r) * o->N + n + c;
-                float bias = o->bias ? get(o->bias, o->bias_kind, n + c) : 0, residual = o->residual ? o->residual[i] : 0;
-                o->y[i] = sums[r * COLS + c] + bias + residual;
+                o->y[(m + r) * o->N + n + c] = sums[r * COLS + c] + (o->bias ? get(o->bias, o->bias_kind, n + c) : 0);
             }
         }
     }

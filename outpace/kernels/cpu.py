@@ -24,7 +24,7 @@ STYLES = ("gpt_oss", "silu")
 
 # Each C function takes the address of one struct, packed here: ctypes would spend 0.1 us on every argument.
 # The layouts are the structs of cpu.c in their order; q is an address or an int64, d a double.
-LINEAR = struct.Struct("11q").pack
+LINEAR = struct.Struct("10q").pack
 NORM = struct.Struct("5qd3q").pack
 NORM_BACK = struct.Struct("6qd3q").pack
 GATES = struct.Struct("7q2dq").pack
@@ -141,15 +141,14 @@ def _of(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), KIND[tensor.dtype])
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [M, K] @ w [N, K].T + bias [N] + residual [M, N] -> [M, N]."""
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] @ w [N, K].T + bias [N] -> [M, N]."""
     m, k = x.shape
     n = len(w)
     assert w.shape[1] == k and x.is_contiguous() and w.is_contiguous()
     y = _empty(m, n)
     b, b_kind = (0, 0) if bias is None else (bias.data_ptr(), KIND[bias.dtype])
-    r, out = 0 if residual is None else residual.data_ptr(), y.data_ptr()
-    _c.linear(LINEAR(x.data_ptr(), w.data_ptr(), KIND[w.dtype], b, b_kind, r, out, m, n, k, _threads()))
+    _c.linear(LINEAR(x.data_ptr(), w.data_ptr(), KIND[w.dtype], b, b_kind, y.data_ptr(), m, n, k, _threads()))
     return y
 
 

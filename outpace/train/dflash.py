@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from outpace.decode import speculative
 from outpace.decode.request import Request
@@ -166,12 +165,7 @@ def block_states(
         found = parts[config.window(i)]
         return block_attend(q[0], k, v, context_k, context_v, found, B, scale)[None]
 
-    if not recompute:
-        return draft.denoise(x, cos, sin, attend).view(A, B, -1)
-    for i, layer in enumerate(draft.layers):
-        x = checkpoint(layer, x, cos, sin, i, attend, use_reentrant=False)
-    states: Tensor = draft.norm(x)
-    return states.view(A, B, -1)
+    return draft.denoise(x, cos, sin, attend, recompute).view(A, B, -1)
 
 
 def block_loss(hidden: Tensor, head: Tensor, packed: Packed, recipe: DFlashRecipe) -> tuple[Tensor, Tensor]:
