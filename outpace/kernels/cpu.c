@@ -59,7 +59,11 @@ INLINE vf load(floats p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf v) { *(vfu *)p = v; }
 INLINE vf all(float x) { return (vf){0} + x; }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+#if W == 16  // the compiler would convert two halves and join them
+INLINE vf widen(bytes p) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16); }
+#else
 INLINE vf widen(bytes p) { return (vf)(__builtin_convertvector(*(const vh *)p, vi) << 16); }
+#endif
 INLINE vf part(floats p, long n) {  // the first n lanes, zeros after them
     vf v = {0};
     if (n >= W) return load(p);
@@ -80,6 +84,24 @@ INLINE f4 sum4(const vf *v) {  // of four vectors, each like sum
     f4 ab = MIX(i4, a, b, 0, 4, 1, 5) + MIX(i4, a, b, 2, 6, 3, 7), cd = MIX(i4, c, d, 0, 4, 1, 5) + MIX(i4, c, d, 2, 6, 3, 7);
     return MIX(i4, ab, cd, 0, 1, 4, 5) + MIX(i4, ab, cd, 2, 3, 6, 7);
 }
+#if W == 16
+#define HALVES(a, b, how) _mm512_shuffle_f32x4((__m512)(a), (__m512)(b), how)
+#define WITHIN(a, b, how) _mm512_shuffle_ps((__m512)(a), (__m512)(b), how)
+INLINE void sums_of(const vf *v, int n, float *out) {  // each like sum; out holds n rounded up to 16
+    for (int at = 0; at < n; at += 16) {
+        vf a[16], b[8], c[4], d[2];
+        UNROLL for (int i = 0; i < 16; i++) a[i] = at + i < n ? v[at + i] : (vf){0};
+        UNROLL for (int i = 0; i < 8; i++) b[i] = (vf)HALVES(a[i + i / 4 * 4], a[i + i / 4 * 4 + 4], 0x44) + (vf)HALVES(a[i + i / 4 * 4], a[i + i / 4 * 4 + 4], 0xee);
+        UNROLL for (int i = 0; i < 4; i++) c[i] = (vf)HALVES(b[i], b[i + 4], 0x88) + (vf)HALVES(b[i], b[i + 4], 0xdd);
+        UNROLL for (int i = 0; i < 2; i++) d[i] = (vf)WITHIN(c[2 * i], c[2 * i + 1], 0x44) + (vf)WITHIN(c[2 * i], c[2 * i + 1], 0xee);
+        store(out + at, (vf)WITHIN(d[0], d[1], 0x88) + (vf)WITHIN(d[0], d[1], 0xdd));
+    }
+}
+#else
+INLINE void sums_of(const vf *v, int n, float *out) {
+    for (int i = 0; i < n; i += 4) *(f4u *)(out + i) = sum4(v + i);
+}
+#endif
 INLINE void transpose(vf *a) {  // W x W: log2(W) perfect shuffles
     UNROLL for (int round = 1; round < W; round *= 2) {
         vf b[W];
@@ -176,7 +198,7 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
         UNROLL for (int i = 0; i < R * COLS; i++) a[i] += load(ws[i % COLS]) * load(xs[i / COLS]);
     }
     if (to < m.k) UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];
-    else UNROLL for (int i = 0; i < R * COLS; i += 4) *(f4u *)(sums + i) = sum4(a + i);
+    else sums_of(a, R * COLS, sums);
 }
 
 // sums[r * COLS + c] = x[r] . weight row c, for at most MOST rows of x and COLS of weights.
@@ -193,18 +215,26 @@ static void block(const floats *x, int rows, const Rows *m, int cols, float *sum
 }
 
 typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind; float *y; int64_t M, N, K, threads; } Linear;
+INLINE void add(any bias, long kind, long n, int cols, float *sums, int rows) {  // bias[n..] to every row
+    float b[COLS] = {0};
+    for (int c = 0; bias && c < cols; c++) b[c] = get(bias, kind, n + c);
+    for (int r = 0; bias && r < rows; r++) UNROLL for (int c = 0; c < COLS; c++) sums[r * COLS + c] += b[c];
+}
+INLINE void place(float *to, const float *sums, int cols) {
+    if (cols == COLS) memcpy(to, sums, COLS * sizeof(float));
+    else for (int c = 0; c < cols; c++) to[c] = sums[c];
+}
 static void products(const Linear *o, long some, Share *shares, int threads) {
     floats xs[MOST];
-    float sums[MOST * COLS + 2];
+    float sums[MOST * COLS + 16];
     for (long item; (item = take(shares, threads)) >= 0;) for (long m = 0; m < o->M; m += MOST) {
         int rows = MIN(MOST, o->M - m);
         for (int r = 0; r < rows; r++) xs[r] = o->x + (m + r) * o->K;
         for (long n = item * some; n < MIN(o->N, (item + 1) * some); n += COLS) {
             int cols = MIN(COLS, o->N - n);
             block(xs, rows, &(Rows){(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K}, cols, sums);
-            for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) {
-                o->y[(m + r) * o->N + n + c] = sums[r * COLS + c] + (o->bias ? get(o->bias, o->bias_kind, n + c) : 0);
-            }
+            add(o->bias, o->bias_kind, n, cols, sums, rows);
+            for (int r = 0; r < rows; r++) place(o->y + (m + r) * o->N + n, sums + r * COLS, cols);
         }
     }
 }

@@ -24,7 +24,7 @@ void route(const Route *o) {
 typedef struct { bytes w, s; int64_t kind; any bias; int64_t bias_kind; } Experts;  // weights [E, n, k], bias [E, n]
 static void expert(const Experts *o, long row, long k, int cols, const floats *x, int rows, float *sums) {
     block(x, rows, &(Rows){o->w + row * at(o->kind, k), o->s + row * (k / 32), o->kind, k}, cols, sums);
-    if (o->bias) for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) sums[r * COLS + c] += get(o->bias, o->bias_kind, row + c);
+    add(o->bias, o->bias_kind, row, cols, sums, rows);
 }
 typedef struct { floats x; const int64_t *index; floats weight; Experts up, down; float *y; int64_t M, C, F, E, k, clamped; double limit, alpha;
                  int64_t threads; } Moe;
@@ -32,7 +32,7 @@ typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *
 
 static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of expert e, for all its rows
     const Moe *o = p->o;
-    float sums[MOST * COLS + 2], raw[MOST][2 * UNITS], limit = o->limit;
+    float sums[MOST * COLS + 16], raw[MOST][2 * UNITS], limit = o->limit;
     floats xs[MOST];
     for (long a = p->first[e]; a < p->first[e + 1]; a += MOST) {
         int rows = MIN(MOST, p->first[e + 1] - a);
@@ -41,7 +41,7 @@ static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of e
             long row = 2 * o->F * e + (o->clamped ? 2 * f0 + n : n < units ? f0 + n : o->F + f0 + n - units);
             cols = MIN(COLS, (n < units ? units : 2 * units) - n);
             expert(&o->up, row, o->C, cols, xs, rows, sums);
-            for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) raw[r][n + c] = sums[r * COLS + c];
+            for (int r = 0; r < rows; r++) place(raw[r] + n, sums + r * COLS, cols);
         }
         for (int r = 0; r < rows; r++) {
             float g[UNITS] = {0}, u[UNITS] = {0}, *to = p->h + p->order[a + r] * o->F;
@@ -56,7 +56,7 @@ static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of e
 }
 static void down(const Plan *p, long n, float *mine) {       // y[.., n..] of all experts
     const Moe *o = p->o;
-    float sums[MOST * COLS + 2];
+    float sums[MOST * COLS + 16];
     floats xs[MOST];
     int cols = MIN(COLS, o->C - n);
     for (long i = 0; i < p->distinct; i++) for (long e = p->used[i], a = p->first[e]; a < p->first[e + 1]; a += MOST) {
