@@ -42,6 +42,25 @@ class Step:
         return self.starts[:, None] + torch.arange(self.T, device=self.device)
 
     @cached_property
+    def rows(self) -> Tensor:
+        """[B, 1] 0, 1, 2, .."""
+        return torch.arange(len(self.start), device=self.device)[:, None]
+
+    @cached_property
+    def _slots(self) -> dict[int, Tensor]:
+        return {}
+
+    def slots(self, size: int) -> Tensor:
+        """[B, T]: where each new token lies in a memory of `size` slots; `size` itself, the trash slot, for
+        padding and for what a ring would overwrite at once. Formed once for all layers of that size."""
+        if size not in self._slots:
+            column = torch.arange(self.T, device=self.device)
+            first = torch.tensor(self.counts, device=self.device)[:, None] - size
+            kept = self.real & (column >= first)
+            self._slots[size] = torch.where(kept, self.storage % size, size)
+        return self._slots[size]
+
+    @cached_property
     def real(self) -> Tensor:
         """[B, T] False at padding."""
         return torch.arange(self.T, device=self.device) < torch.tensor(
@@ -121,13 +140,9 @@ class Memory:
             self.k[:, :, slot : slot + T] = k
             self.v[:, :, slot : slot + T] = v
             return
-        counts = torch.tensor(step.counts, device=k.device)[:, None]
-        column = torch.arange(T, device=k.device)
-        kept = (column < counts) & (column >= counts - self.size)
-        slots = torch.where(kept, step.storage % self.size, self.size)
-        row = torch.arange(len(step.start), device=k.device)[:, None]
-        self.k.transpose(1, 2)[row, slots] = k.transpose(1, 2)
-        self.v.transpose(1, 2)[row, slots] = v.transpose(1, 2)
+        slots = step.slots(self.size)
+        self.k.transpose(1, 2)[step.rows, slots] = k.transpose(1, 2)
+        self.v.transpose(1, 2)[step.rows, slots] = v.transpose(1, 2)
 
     def _read(self, x: Tensor, index: Tensor) -> Tensor:
         row = torch.arange(index.shape[0], device=x.device)[:, None]

@@ -65,10 +65,10 @@ static void down(const Plan *p, long n, float *mine) {       // y[.., n..] of al
         expert(&o->down, o->C * e + n, o->F, cols, xs, rows, sums);
         for (int r = 0; r < rows; r++) memcpy(mine + p->order[a + r] * COLS, sums + r * COLS, COLS * sizeof(float));
     }
-    for (long m = 0; m < o->M; m++) for (int c = 0; c < cols; c++) {
-        float total = 0;
-        for (long i = m * o->k; i < (m + 1) * o->k; i++) total += o->weight[i] * mine[i * COLS + c];
-        o->y[m * o->C + n + c] = total;
+    for (long m = 0; m < o->M; m++) {
+        float total[COLS] = {0};
+        for (long i = m * o->k; i < (m + 1) * o->k; i++) UNROLL for (int c = 0; c < COLS; c++) total[c] += o->weight[i] * mine[i * COLS + c];
+        place(o->y + m * o->C + n, total, cols);
     }
 }
 static void both(const Plan *p) {
