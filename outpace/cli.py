@@ -169,6 +169,8 @@ def train_dflash(
     _, held_out = split(read_corpus(corpus))
     prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
     start = None if init is None else open_dflash(init, tokenizer)
+    if init is not None and start is None:
+        raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
     dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out, init=start)
     console.print(f"{out / 'draft'}: saved")
 

@@ -65,6 +65,13 @@ class TargetRecipe:
     save_every: int = 100
     eval_every: int = 250
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name not in ("seed", "warmup"):
+                raise ValueError(f"{name} {value}: it must be at least 1")
+            if type(value) is float and value < 0:
+                raise ValueError(f"{name} {value} is below 0")
+
     def config(self, end_of_text: int) -> ModelConfig:
         return ModelConfig(
             architecture="GptOssForCausalLM",

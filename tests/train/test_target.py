@@ -107,6 +107,12 @@ def test_a_start_of_another_shape_is_refused(corpus, tmp_path):
         train_target(other, tokenizer, train, held_out, tmp_path / "b", init=load_target(tmp_path / "model"))
 
 
+@pytest.mark.parametrize("name, value", [("unlikelihood_every", 0), ("steps", 0), ("unlikelihood", -1.0)])
+def test_a_recipe_that_cannot_be_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} {value}"):
+        TargetRecipe(**{name: value})
+
+
 def test_every_window_of_an_epoch_is_seen_once(corpus):
     tokenizer, train, _ = corpus
     stream = token_stream(tokenizer, train, seed=1)
