@@ -146,7 +146,10 @@ def train_dflash(
     set_: Set = None,
     weights: Annotated[str | None, typer.Option(help="'decay' or 'dpace'.")] = None,
     init: Annotated[
-        str | None, typer.Option(help="Go on from a draft's folder, or 'default'; its sizes then stand.")
+        str | None,
+        typer.Option(
+            help="Go on from a draft's folder, or 'default'; its sizes then stand, the block is the recipe's."
+        ),
     ] = None,
     corpus: Corpus = None,
 ) -> None:
@@ -156,22 +159,24 @@ def train_dflash(
     """
     from outpace.bench.prompts import held_out_prompts
     from outpace.corpus import read_corpus, split
-    from outpace.load import open_dflash, open_target
+    from outpace.load import draft_folder, open_dflash, open_target
     from outpace.models.load import fingerprint
     from outpace.settings import load_settings
     from outpace.teacher.store import TeacherCache
     from outpace.train import dflash
+    from outpace.train.publish import read_provenance
 
     overrides = _overrides(set_) | ({"weights": weights} if weights else {})
     settings = load_settings(dflash.DFlashRecipe, recipe, overrides)
+    if init in ("none", "ngram"):
+        raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
     loaded, tokenizer = open_target(target)
     teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
     _, held_out = split(read_corpus(corpus))
     prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
     start = None if init is None else open_dflash(init, tokenizer)
-    if init is not None and start is None:
-        raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
-    dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out, init=start)
+    before = None if init is None else read_provenance(draft_folder(init))
+    dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out, init=start, started_from=before)
     console.print(f"{out / 'draft'}: saved")
 
 

@@ -41,7 +41,11 @@ def open_dflash(path: str, tokenizer: Tokenizer) -> DFlash | None:
     """The draft by itself; None for the names that stand for no weights."""
     if path in ("none", "ngram"):
         return None
+    return load_dflash(draft_folder(path), tokenizer)
+
+
+def draft_folder(path: str) -> Path:
     folder = EMBEDDED / "dflash" if path == DEFAULT else Path(path)
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder: name a draft's, {DEFAULT!r}, 'ngram' or 'none'")
-    return load_dflash(folder, tokenizer)
+    return folder

@@ -64,6 +64,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("bench", "--out", "x", "--set", "batchs=1"), "did you mean `batches`"),
         (("bench", "--out", "x", "--set", "batches"), "write key=value"),
         (("train", "dflash", "--cache", "no/cache", "--out", "x"), "no/cache"),
+        (("train", "dflash", "--cache", "x", "--out", "x", "--init", "ngram"), "stands for no weights"),
         (("teacher", "verify", "no/cache"), "no/cache"),
         (("teacher", "build", "--out", "x", "--position-offsets", "0,far"), "'far' is not a whole number"),
     ],

@@ -214,22 +214,27 @@ def train_dflash(
     folder: Path,
     *,
     init: DFlash | None = None,
+    started_from: dict[str, Any] | None = None,
     stop_after: int | None = None,
 ) -> DFlash:
     """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
 
     `held_out`: prompts that the cache does not hold, for real acceptance every `eval_every` steps.
-    `init`: a draft to start from; its own config then stands, not the recipe's sizes. When the last step
-    is done, folder/draft holds the draft in z-lab's format and provenance.json. Raises ValueError where
-    cache, target and recipe do not fit.
+    `init`: a draft to start from; its own sizes then stand, not the recipe's, and only the length of the
+    block is the recipe's: no weight depends on it. `started_from`: that draft's provenance. When the last
+    step is done, folder/draft holds the draft in z-lab's format and provenance.json. Raises ValueError
+    where cache, target and recipe do not fit.
     """
     held = tuple(cache.meta.target_layer_ids)
-    config = recipe.config(target, tokenizer, held) if init is None else init.config
-    draft = init_dflash(config, recipe.seed) if init is None else init.float().requires_grad_(True)
+    if init is None:
+        config = recipe.config(target, tokenizer, held)
+        draft = init_dflash(config, recipe.seed)
+    else:
+        config = replace(init.config, block_size=recipe.block_size)
+        draft = DFlash(config)
+        draft.load_state_dict(init.state_dict())
     features = _features(config, target, held, cache.meta.hidden_size)
     draft.bind(target)
-    if config.block_size != recipe.block_size:
-        recipe = replace(recipe, block_size=config.block_size)
     target.requires_grad_(False)
     dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
     head = target.head.to(dtype)
@@ -269,7 +274,7 @@ def train_dflash(
         stop_after=stop_after,
     )
     if json.loads(_lines(folder)[-1])["step"] + 1 == recipe.steps:
-        said = provenance(recipe, config, target, cache, folder) | {"warm_start": init is not None}
+        said = provenance(recipe, config, target, cache, folder) | {"started_from": started_from}
         save_dflash(draft, folder / "draft")
         write_json(folder / "draft" / "provenance.json", said)
     return draft.requires_grad_(False)

@@ -212,6 +212,16 @@ def test_a_draft_is_trained_on(target, cache, tmp_path):
     trained = train_dflash(RECIPE, target, TOKENIZER, cache, [], tmp_path, init=init, stop_after=1)
     assert trained.config == init.config
     assert not any(torch.equal(p, q) for p, q in zip(before, trained.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(before, init.parameters(), strict=True))
+
+
+def test_a_start_keeps_its_sizes_and_takes_the_block_of_the_recipe(target, cache, tmp_path):
+    init, recipe = draft_of(target), replace(RECIPE, block_size=3, num_heads=2, steps=1)
+    begun = {"seed": 7}
+    trained = train_dflash(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=begun)
+    assert trained.config == replace(init.config, block_size=3)
+    assert load_dflash(tmp_path / "draft").config.block_size == 3
+    assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == begun
 
 
 @pytest.mark.parametrize(
