@@ -87,7 +87,7 @@ def demo_settings() -> BenchSettings:
         long_prompts=2,
         yardstick_regimes=("short",),
         yardstick_prompts=1,
-        budget_s=75.0,
+        budget_s=90.0,
     )
 
 
