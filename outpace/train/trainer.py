@@ -1,8 +1,10 @@
 """The loop around any training step: schedule, checkpoints, exact resume, log, progress bar."""
 
+import ctypes
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 def warmup_cosine(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
@@ -26,6 +30,15 @@ def warmup_linear(step: int, steps: int, warmup: int, decay: float, floor: float
         return (step + 1) / warmup
     left = (steps - step) / max(1, round(steps * decay))
     return floor + (1 - floor) * min(1.0, left)
+
+
+def keep_heap() -> None:
+    """Ask glibc to keep what is freed: by default large blocks go back to the system, and the faults of
+    taking them anew grow to a third of a CPU training step. Elsewhere, does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
+            mallopt(option, value)
 
 
 def fit(
@@ -45,6 +58,7 @@ def fit(
     that a killed run resumes from the last one and its log is cut back to the same step.
     `stop_after` ends this call early, with a checkpoint (for tests and time limits).
     """
+    keep_heap()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
     first = _resume(checkpoint, log, stateful) if checkpoint.exists() else 0
