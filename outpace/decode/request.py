@@ -19,6 +19,7 @@ OnTokens = Callable[[int, list[int]], None]  # row, its new tokens
 class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
+    limits: tuple[int, ...] = ()  # of each row, where some end before max_new_tokens
     stop: frozenset[int] = frozenset()  # a row ends with the first of these it emits
     prefill_chunk: int = 512
     offset: int = 0  # rotary positions begin here
@@ -27,6 +28,8 @@ class Request:
         for name in ("max_new_tokens", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        if self.limits and not 1 <= min(self.limits) <= max(self.limits) <= self.max_new_tokens:
+            raise ValueError(f"limits {list(self.limits)}: each must lie in 1..{self.max_new_tokens}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Rows:
         self.emitted: list[list[int]] = [[] for _ in range(batch)]
         self.done = [False] * batch
         self.request = request
+        self.limits = request.limits or (request.max_new_tokens,) * batch
         self.on_tokens = on_tokens
 
     def still(self, alive: list[int]) -> list[int]:
@@ -52,13 +56,13 @@ class Rows:
 
     def emit(self, row: int, tokens: list[int]) -> int:
         """Append what of `tokens` still belongs to the row; -> how many did."""
-        room = self.request.max_new_tokens - len(self.emitted[row])
+        room = self.limits[row] - len(self.emitted[row])
         kept = tokens[:room]
         stops = [i for i, t in enumerate(kept) if t in self.request.stop]
         if stops:
             kept = kept[: stops[0] + 1]
         self.emitted[row] += kept
-        self.done[row] = bool(stops) or len(self.emitted[row]) == self.request.max_new_tokens
+        self.done[row] = bool(stops) or len(self.emitted[row]) == self.limits[row]
         if kept and self.on_tokens is not None:
             self.on_tokens(row, kept)
         return len(kept)
@@ -68,6 +72,8 @@ def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Re
     config = target.config
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
+    if len(request.limits) not in (0, len(prompts)):
+        raise ValueError(f"{len(request.limits)} limits for {len(prompts)} prompts: give each row one")
     outside = [t for p in prompts for t in (max(p), min(p)) if not 0 <= t < config.vocab_size]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")

@@ -279,21 +279,21 @@ def _make_shard(
 def _respond(
     target: Decoder, prompt: dict[int, list[int]], longest: dict[int, int], recipe: TeacherRecipe
 ) -> dict[int, list[int]]:
-    """Batches of one temperature and of near lengths; each row is cut to its own."""
+    """Batches of one temperature and of near prompt lengths, which prefill pads; rows end on their own."""
     stop = frozenset(target.config.eos_token_ids)
     found: dict[int, list[int]] = {}
     for temperature in (0.0, 1.0):
         same = [i for i in prompt if recipe.temperature(i) == temperature]
-        same.sort(key=lambda i: longest[i])
+        same.sort(key=lambda i: len(prompt[i]))
         for n in range(0, len(same), recipe.batch):
             rows = same[n : n + recipe.batch]
-            request = Request(
-                max_new_tokens=longest[rows[-1]], sampling=Sampling(temperature=temperature), stop=stop
-            )
+            limits = tuple(longest[i] for i in rows)
+            sampling = Sampling(temperature=temperature)
+            request = Request(max_new_tokens=max(limits), limits=limits, sampling=sampling, stop=stop)
             number = seeded(recipe.seed, RESPONSE, rows[0]).initial_seed()
             rng = torch.Generator(target.device).manual_seed(number)
             made = plain.generate(target, [prompt[i] for i in rows], request, rng=rng)
-            found |= {i: tokens[: longest[i]] for i, tokens in zip(rows, made.tokens, strict=True)}
+            found |= dict(zip(rows, made.tokens, strict=True))
     return found
 
 

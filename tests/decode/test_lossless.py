@@ -147,6 +147,16 @@ def test_a_stop_token_ends_its_row_wherever_it_stands_in_a_block(at):
         assert got == [w[: w.index(96) + 1] if 96 in w else w for w in wanted]
 
 
+def test_rows_end_at_their_own_limits():
+    model, limits = tiny.target("gpt_oss", True), (NEW, 1, 7)
+    wanted = [row[:n] for row, n in zip(answers("gpt_oss", True, 3), limits, strict=True)]
+    request = Request(max_new_tokens=NEW, limits=limits)
+    assert plain.generate(model, PROMPTS, request).tokens == wanted
+    assert speculative.generate(model, NGram(block_size=6), PROMPTS, request).tokens == wanted
+    with pytest.raises(ValueError, match="3 limits for 2 prompts"):
+        plain.generate(model, PROMPTS[:2], request)
+
+
 def test_positions_may_begin_far_out():
     model = tiny.target("gpt_oss")
     near, far = (
