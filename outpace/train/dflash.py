@@ -76,6 +76,7 @@ class DFlashRecipe:
     seed: int = 1
     save_every: int = 100
     eval_every: int = 500
+    held_out_share: float = 0.02  # of the cache, never trained on: what is learnt by heart shows there
     eval_prompts: int = 8
     eval_new_tokens: int = 128
     mask_token: str | None = "<|MASK|>"  # None: a learned mask_embedding
@@ -86,6 +87,8 @@ class DFlashRecipe:
         for name in ("anchors", "rows", "steps", "save_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        if not 0 <= self.held_out_share < 1:
+            raise ValueError(f"held_out_share {self.held_out_share} is outside 0..1: some must be trained on")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha {self.alpha} is outside 0..1")
 
@@ -205,6 +208,24 @@ def measure_tau(draft: DFlash, target: Decoder, prompts: list[list[int]], new_to
     return speculative.generate(target, draft.bind(target), prompts, request).trace.tau
 
 
+@torch.no_grad()
+def unseen(
+    draft: DFlash, target: Decoder, samples: list[Sample], recipe: DFlashRecipe, features: list[int] | None
+) -> dict[str, Any]:
+    """`accuracy` on samples kept from training. Far below the training's, more steps will not help: it
+    takes more answers."""
+    found, valid = [], []
+    for i in range(0, len(samples), recipe.rows):
+        rng = seeded(recipe.seed, 2, i)
+        rows = samples[i : i + recipe.rows]
+        packed = pack(rows, recipe.block_size, recipe.anchors, recipe.row_tokens, rng, features)
+        dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
+        hidden = block_states(draft, target, packed, dtype)
+        found.append(block_loss(hidden, target.head.to(dtype), packed, recipe)[1])
+        valid.append(packed.valid)
+    return {f"unseen_{k}": v for k, v in accuracy(torch.cat(found), torch.cat(valid)).items()}
+
+
 def train_dflash(
     recipe: DFlashRecipe,
     target: Decoder,
@@ -240,10 +261,12 @@ def train_dflash(
     head = target.head.to(dtype)
     learners = optimizers(draft, recipe)
     warmup = max(1, round(recipe.steps * recipe.warmup_share))
+    trained = len(cache) - int(len(cache) * recipe.held_out_share)
+    kept = [cache.sample(i) for i in range(trained, len(cache))]
 
     def update(step: int) -> dict[str, Any]:
         began = time.perf_counter()
-        rows = [cache.sample(i) for i in rows_of_step(step, recipe, len(cache))]
+        rows = [cache.sample(i) for i in rows_of_step(step, recipe, trained)]
         rng = seeded(recipe.seed, 1, step)
         packed = pack(rows, config.block_size, recipe.anchors, recipe.row_tokens, rng, features)
         factor = warmup_cosine(step, recipe.steps, warmup)
@@ -259,7 +282,10 @@ def train_dflash(
             optimizer.zero_grad(set_to_none=True)
         metrics = {"loss": loss.item(), **accuracy(hits, packed.valid), "lr": recipe.lr * factor}
         metrics["tokens_per_s"] = round(packed.row_tokens / (time.perf_counter() - began), 1)
-        if held_out and ((step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps):
+        judged = (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps
+        if kept and judged:
+            metrics |= unseen(draft, target, kept, recipe, features)
+        if held_out and judged:
             prompts = held_out[: recipe.eval_prompts]
             metrics["tau"] = measure_tau(draft, target, prompts, recipe.eval_new_tokens)
         return metrics
@@ -316,6 +342,7 @@ def provenance(
         "torch": torch.__version__,
         "losses": [line["loss"] for line in lines[-20:]],
         "tau": [[line["step"], line["tau"]] for line in lines if "tau" in line],
+        "unseen": [[line["step"], line["unseen_accuracy"]] for line in lines if "unseen_accuracy" in line],
     }
 
 

@@ -239,6 +239,19 @@ def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, said):
         train_dflash(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
 
 
+def test_what_is_kept_from_training_is_judged_and_never_trained_on(target, tmp_path):
+    texts = [torch.arange(5 + i, 35 + i) % 90 for i in range(6)]
+    cache, asked = Cache(target, texts), []
+    plainly = cache.sample
+    cache.sample = lambda i: asked.append(i) or plainly(i)
+    recipe = replace(RECIPE, held_out_share=0.34, steps=8, eval_every=4)
+    train_dflash(recipe, target, TOKENIZER, cache, [], tmp_path)
+    assert asked[:2] == [4, 5] and set(asked[2:]) == {0, 1, 2, 3}
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [i for i, line in enumerate(lines) if "unseen_accept_len" in line] == [3, 7]
+    assert len(lines[7]["unseen_accuracy"]) == RECIPE.block_size - 1
+
+
 def test_another_targets_cache_is_refused(cache, tmp_path):
     with pytest.raises(ValueError, match="width 96"):
         train_dflash(RECIPE, tiny.target("llama"), TOKENIZER, cache, [], tmp_path)
