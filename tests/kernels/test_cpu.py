@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nearly import DTYPES, close
 
 from outpace.kernels import cpu
 
@@ -16,17 +17,11 @@ from outpace.kernels import cpu
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(7)
-
-
-def close(ours, truth, tolerance=1e-5):
-    assert ours.dtype == torch.float32 and ours.shape == truth.shape
-    assert (ours - truth).abs().max() <= tolerance * truth.abs().max().clamp(min=1)
 
 
 def unpack(blocks, scales):

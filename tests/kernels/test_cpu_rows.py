@@ -5,23 +5,17 @@ import shutil
 
 import pytest
 import torch
+from nearly import DTYPES, close
 
 from outpace.kernels import cpu
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 
-DTYPES = [torch.float32, torch.bfloat16]
-
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(7)
-
-
-def close(ours, truth, tolerance=1e-5):
-    assert ours.dtype == torch.float32 and ours.shape == truth.shape
-    assert (ours - truth).abs().max() <= tolerance * truth.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
