@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.drafts.dflash import DFlash, DFlashConfig
-from outpace.ops.flash import dense_mask
 from outpace.ops.rope import RopeConfig
 from outpace.train.anchors import Packed, pack
 from outpace.train.dflash import DFlashRecipe, block_loss, block_states, init_dflash
@@ -103,7 +102,8 @@ def plain_step(
     """The step as it is commonly written: dense [A*B, S + A*B] masked attention, full logits, decay."""
     A, B = packed.positions.shape
     S = len(row.tokens)
-    allowed = dense_mask(packed.parts(), A * B, S, B, torch.device("cpu"))
+    seen, own = packed.layout.grid().split((int(packed.layout.context[-1]), A * B), dim=1)
+    allowed = torch.cat((F.pad(seen, (0, S - seen.shape[1])), own), dim=1)
     features = draft.context(row.aux.to(dtype)[:, None])
     context_rope = draft.rope(torch.arange(S)[None])
     cos, sin = draft.rope(packed.positions.view(1, -1))

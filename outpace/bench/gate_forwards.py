@@ -49,7 +49,7 @@ def cached_targets(target: Decoder, cache: TeacherCache | None, block: int, samp
     for i in chosen:
         sample = cache.sample(i)
         aux, logits = _replay(target, sample, layers, block)
-        excess = _aux_excess(aux, sample.aux.to(aux.device), cache.meta.dtype, target.dtype)
+        excess = _aux_excess(aux, sample.aux.to(aux.device).float(), cache.meta.dtype, target.dtype)
         worst = max(worst, float(excess.max()))
         off_layers |= {layers[n] for n in range(len(layers)) if float(excess[n].max()) > 1}
         if sample.temperature == 0:

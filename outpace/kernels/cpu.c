@@ -287,3 +287,4 @@ void unpack_mxfp4(const Packed *o) {
 #include "cpu_rows.c"
 #include "cpu_experts.c"
 #include "cpu_attention.c"
+#include "cpu_blocks.c"

@@ -35,9 +35,10 @@ MOE = struct.Struct("20q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
 ARGMAX = struct.Struct("5q").pack
 PACKED = struct.Struct("5q").pack
+BLOCKS = struct.Struct("23qdq").pack
 FUNCTIONS = (
     *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
-    *("gated", "gated_backward", "angles", "argmax"),
+    *("gated", "gated_backward", "angles", "argmax", "blocks"),
 )
 
 
@@ -326,3 +327,52 @@ def argmax(x: Tensor) -> Tensor:
     y = _empty(len(x), dtype=torch.int64)
     _c.argmax(ARGMAX(x.data_ptr(), y.data_ptr(), *x.shape, _threads()))
     return y
+
+
+Inputs = tuple[Tensor, ...]  # q [N, H, D], k and v [N, K, D], context_k and context_v [S, K, D], of one dtype
+Ranges = tuple[Tensor, Tensor, Tensor]  # first [R+1], context [R+1], seen [A] of ops.blocks.Layout
+
+
+def blocks(inputs: Inputs, ranges: Ranges, block: int, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    """-> out [N, H * D] and the log-sum-exp of every query's scores [N, H], both float32; inputs float32 or
+    bfloat16."""
+    n, h, d = inputs[0].shape
+    out, lse = _empty(n, h * d), _empty(n, h)
+    _c.blocks(_blocks(inputs, ranges, block, window, scale, out, lse, ()))
+    return out, lse
+
+
+def blocks_backward(
+    inputs: Inputs,
+    ranges: Ranges,
+    block: int,
+    window: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, ...]:
+    """grad [N, H * D] of out -> the gradients of the inputs, each like its own."""
+    found = tuple(map(torch.empty_like, inputs))
+    _c.blocks(_blocks(inputs, ranges, block, window, scale, out, lse, (grad, *found)))
+    return found
+
+
+def _blocks(
+    inputs: Inputs,
+    ranges: Ranges,
+    block: int,
+    window: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    gradients: tuple[Tensor, ...],
+) -> bytes:
+    q, k, _, context_k, _ = inputs
+    first, context, seen = ranges
+    assert all(x.is_contiguous() and x.dtype == q.dtype for x in (*inputs, *gradients))
+    assert len(seen) * block == len(q) and int(first[-1]) == len(seen) and int(context[-1]) == len(context_k)
+    given = *(x.data_ptr() for x in inputs), KIND[q.dtype], *(x.data_ptr() for x in ranges)
+    made = [x.data_ptr() for x in (out, lse, *gradients)] + [0] * (0 if gradients else 6)
+    sizes = len(first) - 1, block, q.shape[1], k.shape[1], q.shape[2], window
+    return BLOCKS(*given, *made, *sizes, scale, _threads())

@@ -88,7 +88,7 @@ class Sample:
 
     tokens: Tensor  # [T] int64
     prompt_length: int
-    aux: Tensor  # [n, T, C] float32
+    aux: Tensor  # [n, T, C] bfloat16, or float32 where the cache is fp8
     offset: int
     temperature: float
 
@@ -290,11 +290,13 @@ class _OpenShard:
 
     def sample(self, s: int) -> Sample:
         rows = slice(self.begins[s], self.begins[s + 1])
-        scale = None if self.scale is None else self.scale[rows]
+        aux = self.aux[rows]
+        if self.scale is not None:
+            aux = decode_aux(aux, self.scale[rows])
         return Sample(
             self.tokens[rows].long(),
             self.prompt_lengths[s],
-            decode_aux(self.aux[rows], scale).transpose(0, 1),
+            aux.transpose(0, 1),
             self.offsets[s],
             self.temperatures[s],
         )

@@ -7,9 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.ops.flash import NEVER, Part
-
-PART_QUERIES = 256  # queries that share a part: fewer, and the products get small; more, and the edge wide
+from outpace.ops.blocks import Layout
 
 
 class Sample(Protocol):
@@ -38,51 +36,8 @@ class Packed:
     valid: Tensor  # [A, n] bool: False past the row's end
     aux: Tensor  # [features, S, C], strided as [S, features, C]
     context_positions: Tensor  # [S] int64
-    spans: tuple["Span", ...]  # one a row
+    layout: Layout
     row_tokens: int  # of all rows, prompts included
-
-    def parts(self, window: int = 0) -> tuple[Part, ...]:
-        """What the blocks see of the context in a layer with this window; 0 is no window."""
-        return tuple(part for span in self.spans for part in span.parts(self.positions.shape[1], window))
-
-
-@dataclass(frozen=True)
-class Span:
-    """One row's place in the pack: its first block, the start of its context, its anchors [A] ascending."""
-
-    block: int
-    context: int
-    anchors: Tensor
-
-    def parts(self, B: int, window: int) -> list[Part]:
-        """Block b sees context < anchor_b. Sorted anchors make runs of blocks that share everything
-        before their smallest anchor; between it and their largest lies the one ragged edge."""
-        found = []
-        step = max(1, PART_QUERIES // B)
-        for i in range(0, len(self.anchors), step):
-            run = self.anchors[i : i + step]
-            low, high = int(run[0]), int(run[-1])
-            first = (self.block + i) * B
-            last = first + len(run) * B
-            if not window:
-                cuts = [(0, low, None), (low, high, _edge(run, B, low, high, 0))]
-            else:
-                start = max(0, low + 1 - window)
-                cuts = [(start, high, _edge(run, B, start, high, window))]
-            for begin, end, mask in cuts:
-                if end > begin:
-                    found.append(Part(first, last, self.context + begin, self.context + end, mask))
-        return found
-
-
-def _edge(run: Tensor, B: int, begin: int, end: int, window: int) -> Tensor:
-    """[len(run) * B, end - begin] float32: 0 where key < anchor, and key > position - window."""
-    keys = torch.arange(begin, end, device=run.device)
-    seen = (keys < run[:, None, None]).expand(-1, B, -1)
-    if window:
-        position = run[:, None] + torch.arange(B, device=run.device)
-        seen = seen & (keys > position[..., None] - window)
-    return torch.where(seen, 0.0, NEVER).flatten(0, 1)
 
 
 def draw_anchors(prompt_length: int, length: int, count: int, rng: torch.Generator) -> Tensor:
@@ -107,8 +62,7 @@ def pack(
     """
     within = torch.arange(block_size)
     pieces: list[tuple[Tensor, ...]] = []
-    spans: list[Span] = []
-    blocks, length = 0, 0
+    first, starts = [0], [0]
     for row in rows:
         tokens = row.tokens[:cut]
         anchors = draw_anchors(row.prompt_length, len(tokens), count, rng)
@@ -120,14 +74,16 @@ def pack(
         labels = tokens[at[:, 1:].clamp(max=len(tokens) - 1)].masked_fill(~valid, 0)
         aux = row.aux[:, :end] if features is None else row.aux[list(features), :end]
         context = torch.arange(end) + row.offset
-        pieces.append((tokens[anchors], at + row.offset, labels, valid, aux.transpose(0, 1), context))
-        spans.append(Span(blocks, length, anchors))
-        blocks, length = blocks + len(anchors), length + end
-    if not spans:
+        seen = anchors  # a block sees what stands before its anchor
+        pieces.append((tokens[anchors], at + row.offset, labels, valid, aux.transpose(0, 1), context, seen))
+        first.append(first[-1] + len(anchors))
+        starts.append(starts[-1] + end)
+    if not pieces:
         raise ValueError(
             f"none of {len(rows)} cached rows has an anchor: that takes a response of at least two tokens"
             + (f" within row_tokens {cut}" if cut else "")
         )
-    tokens, positions, labels, valid, aux, context = (torch.cat(x) for x in zip(*pieces, strict=True))
+    tokens, positions, labels, valid, aux, context, seen = (torch.cat(x) for x in zip(*pieces, strict=True))
+    layout = Layout(torch.tensor(first), torch.tensor(starts), seen, block_size)
     size = sum(len(row.tokens[:cut]) for row in rows)
-    return Packed(tokens, positions, labels, valid, aux.transpose(0, 1), context, tuple(spans), size)
+    return Packed(tokens, positions, labels, valid, aux.transpose(0, 1), context, layout, size)

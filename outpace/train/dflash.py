@@ -18,7 +18,7 @@ from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.load import save_dflash
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
-from outpace.ops.flash import Part, block_attend
+from outpace.ops.blocks import block_attend
 from outpace.ops.sampling import seeded
 from outpace.train.anchors import Packed, Sample, pack
 from outpace.train.losses import chunked_nll_and_hits, decay_weights, default_gamma, dpace_weights
@@ -154,9 +154,6 @@ def block_states(
     """
     config, (A, B) = draft.config, packed.positions.shape
     scale = config.head_dim**-0.5
-    parts: dict[int, tuple[Part, ...]] = {
-        w: packed.parts(w) for w in {config.window(i) for i in range(config.num_layers)}
-    }
     features = draft.context(packed.aux.to(dtype)[:, None])
     context_rope = draft.rope(packed.context_positions[None])
     x = draft.embed_block(packed.anchors, target).to(dtype).view(1, A * B, -1)
@@ -165,8 +162,8 @@ def block_states(
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shared = draft.layers[i].context_kv(features, *context_rope)  # type: ignore[operator]
         k, v, context_k, context_v = (t[0].transpose(0, 1) for t in (k, v, *shared))
-        found = parts[config.window(i)]
-        return block_attend(q[0], k, v, context_k, context_v, found, B, scale)[None]
+        window = config.window(i)
+        return block_attend(q[0], k, v, context_k, context_v, packed.layout, window, scale)[None]
 
     return draft.denoise(x, cos, sin, attend, recompute).view(A, B, -1)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class TargetRecipe:
     long_row_tokens: int = 4096  # .. and of this one for the last `long_share` of the steps
     long_share: float = 0.1
     step_tokens: int = 16384
+    focus: tuple[str, ...] = ()  # globs of files ("asyncio/*") that ..
+    focus_share: float = 0.0  # .. this share of the rows is cut from; the rest from all files
     warmup: int = 40
     decay: float = 0.5
     muon_lr: float = 0.02
@@ -71,6 +74,11 @@ class TargetRecipe:
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")
+        if self.focus_share > 1 or bool(self.focus) != bool(self.focus_share):
+            raise ValueError(
+                f"focus {list(self.focus)} with focus_share {self.focus_share}: globs of files and the "
+                "share (up to 1) of the rows that they give go together"
+            )
 
     def config(self, end_of_text: int) -> ModelConfig:
         return ModelConfig(
@@ -149,6 +157,21 @@ def rows_of_step(
         found.append(stream[begin : begin + row_tokens + 1])
     tokens = torch.from_numpy(np.stack(found).astype(np.int64))
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def split_rows(rows: int, focus_share: float) -> tuple[int, int]:
+    """How many of a step's rows come from all files, and how many from those in focus."""
+    focused = round(rows * focus_share)
+    return rows - focused, focused
+
+
+def matching(documents: list[Document], globs: tuple[str, ...]) -> list[Document]:
+    """The documents whose name fits a glob. Raises ValueError for a glob that fits none."""
+    for glob in globs:
+        if not any(fnmatch(d.name, glob) for d in documents):
+            example = documents[0].name
+            raise ValueError(f"focus {glob!r} fits none of the {len(documents)} files, such as {example}")
+    return [d for d in documents if any(fnmatch(d.name, glob) for glob in globs)]
 
 
 def balance_loss(routing: list[Tensor], k: int) -> Tensor:
@@ -230,6 +253,9 @@ def train_target(
     model.dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
     muon, adam = optimizers(model, recipe)
     stream = token_stream(tokenizer, train, recipe.seed)
+    streams = [stream]
+    if recipe.focus:
+        streams.append(token_stream(tokenizer, matching(train, recipe.focus), recipe.seed))
     long_from = round(recipe.steps * (1 - recipe.long_share))
     quantize_from = round(recipe.steps * (1 - recipe.quantize_share))
 
@@ -237,15 +263,21 @@ def train_target(
         metrics: dict[str, Any] = {}
         _round_experts(model, False)
         if recipe.unlikelihood and step % recipe.unlikelihood_every == 0:
-            cut = recipe.unlikelihood_rows, recipe.unlikelihood_prompt, recipe.seed, step
-            prompts = cut_prompts(stream, *cut)
+            places = recipe.unlikelihood_rows, recipe.unlikelihood_prompt, recipe.seed, step
+            prompts = cut_prompts(stream, *places)
             how = recipe.unlikelihood_tokens, recipe.unlikelihood_ngram
             unlikely, metrics["repeats"] = unlikelihood_loss(model, prompts, *how)
             (recipe.unlikelihood * unlikely).backward()
             metrics["unlikelihood"] = unlikely.item()
         length = recipe.long_row_tokens if step >= long_from else recipe.row_tokens
         rows = max(1, recipe.step_tokens // length)
-        inputs, labels = rows_of_step(stream, length, rows, step * rows, recipe.seed)
+        shares = split_rows(rows, recipe.focus_share)
+        cut = [
+            rows_of_step(s, length, n, step * n, recipe.seed)
+            for s, n in zip(streams, shares, strict=False)
+            if n
+        ]
+        inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
         _round_experts(model, step >= quantize_from)
         factor = warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
         for optimizer, lr in ((muon, recipe.muon_lr), (adam, recipe.adam_lr)):

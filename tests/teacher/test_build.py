@@ -90,8 +90,8 @@ def test_aux_is_what_the_target_gives_for_each_text_alone(unbroken):
         assert sample.offset == OFFSETS[i % 3] and sample.tokens.dtype == torch.int64
         with torch.inference_mode():
             aux = target(sample.tokens[None], aux=LAYERS, offset=sample.offset).aux[:, 0]
-        assert sample.aux.shape == (3, len(sample.tokens), 96) and sample.aux.dtype == torch.float32
-        torch.testing.assert_close(sample.aux, aux, rtol=2.0**-8, atol=1e-4)  # bfloat16 keeps 8 bits
+        assert sample.aux.shape == (3, len(sample.tokens), 96) and sample.aux.dtype == torch.bfloat16
+        torch.testing.assert_close(sample.aux.float(), aux, rtol=2.0**-8, atol=1e-4)  # bfloat16 keeps 8 bits
 
 
 def test_offsets_share_one_text_and_move_its_hidden_states_little(unbroken):

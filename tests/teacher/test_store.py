@@ -75,7 +75,9 @@ def test_every_sample_reads_its_own_rows(tmp_path, dtype):
         assert (sample.prompt_length, sample.temperature) == (n // 2, n % 2)
         assert sample.offset == (0 if i < 3 else 4096)
         expected = i * 100 + torch.arange(N)[:, None] * 10 + torch.arange(n)
-        torch.testing.assert_close(sample.aux, expected[..., None].expand(N, n, C).float(), rtol=0.04, atol=0)
+        torch.testing.assert_close(
+            sample.aux.float(), expected[..., None].expand(N, n, C).float(), rtol=0.04, atol=0
+        )
     for i in (-1, 5):
         with pytest.raises(IndexError, match=f"sample {i} of a teacher cache of 5"):
             cache.sample(i)

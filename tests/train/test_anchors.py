@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outpace.ops.flash import block_attend, dense_mask, reference_block_attend
-from outpace.train.anchors import PART_QUERIES, draw_anchors, pack
+from outpace.ops.blocks import Layout, block_attend, reference_block_attend
+from outpace.train.anchors import draw_anchors, pack
 
 FEATURES, C, V = 3, 10, 97
 
@@ -41,14 +41,17 @@ def test_pack():
     packed = pack(rows, 5, 6, 25, rng())
     assert packed.anchors.shape == (12,)
     assert packed.row_tokens == 19 + 6 + 25
-    for span, row in zip(packed.spans, (rows[0], rows[2]), strict=True):
-        end = int(span.anchors[-1])
-        context = slice(span.context, span.context + end)
+    layout = packed.layout
+    assert layout.first.tolist() == [0, 6, 12] and layout.block == 5
+    for i, row in enumerate((rows[0], rows[2])):
+        anchors = layout.seen[layout.first[i] : layout.first[i + 1]]
+        end = int(anchors[-1])
+        context = slice(int(layout.context[i]), int(layout.context[i + 1]))
+        assert context.stop - context.start == end
         assert torch.equal(packed.aux[:, context], row.aux[:, :end])
         assert packed.context_positions[context].tolist() == [row.offset + i for i in range(end)]
         tokens = row.tokens[:25]
-        for i, a in enumerate(span.anchors.tolist()):
-            b = span.block + i
+        for b, a in enumerate(anchors.tolist(), int(layout.first[i])):
             assert packed.anchors[b] == tokens[a]
             assert packed.positions[b].tolist() == [row.offset + a + j for j in range(5)]
             for j in range(1, 5):
@@ -68,70 +71,92 @@ def test_rows_without_anchors_are_refused():
         pack([sample(6, 5)], 4, 3, None, rng())
 
 
-def brute_force(packed, B, window):
+def brute_force(rows, packed, B, window):
+    """[A*B, S + A*B] from the positions alone."""
     A, S = packed.anchors.shape[0], packed.context_positions.shape[0]
     grid = torch.zeros(A * B, S + A * B, dtype=torch.bool)
-    for n, span in enumerate(packed.spans):
-        ends = packed.spans[n + 1].context if n + 1 < len(packed.spans) else S
-        for i, anchor in enumerate(span.anchors.tolist()):
+    starts = packed.layout.context.tolist()
+    for row, start, end, first, last in zip(
+        rows, starts, starts[1:], packed.layout.first.tolist(), packed.layout.first.tolist()[1:], strict=False
+    ):
+        for b in range(first, last):
+            anchor = int(packed.positions[b, 0]) - row.offset
             for j in range(B):
-                row = (span.block + i) * B + j
-                for key in range(ends - span.context):
+                for key in range(end - start):
                     near = not window or key > anchor + j - window
-                    grid[row, span.context + key] = key < anchor and near
-                grid[row, S + (span.block + i) * B : S + (span.block + i + 1) * B] = True
+                    grid[b * B + j, start + key] = key < anchor and near
+            grid[b * B : b * B + B, S + b * B : S + b * B + B] = True
     return grid
 
 
 @pytest.mark.parametrize("window", [0, 7, 40])
 @pytest.mark.parametrize("prompt_length", [0, 11])
-def test_mask_is_the_brute_force_grid(window, prompt_length, monkeypatch):
-    monkeypatch.setattr("outpace.train.anchors.PART_QUERIES", 12)
+def test_mask_is_the_brute_force_grid(window, prompt_length):
     B = 5
-    rows = [sample(30, prompt_length, 1), sample(14, prompt_length, 2), sample(53, prompt_length, 3)]
+    rows = [
+        sample(30, prompt_length, 1),
+        sample(14, prompt_length, 2),
+        sample(53, prompt_length, 3, offset=70),
+    ]
     packed = pack(rows, B, 9, None, rng())
-    parts = packed.parts(window)
-    A, S = len(packed.anchors), len(packed.context_positions)
-    assert torch.equal(dense_mask(parts, A * B, S, B, torch.device("cpu")), brute_force(packed, B, window))
-    seen = torch.zeros(A * B, S)
-    for p in parts:  # no key twice, or the merge would count it twice
-        seen[p.first : p.last, p.begin : p.end] += 1
-    assert seen.max() == 1
+    assert torch.equal(packed.layout.grid(window), brute_force(rows, packed, B, window))
 
 
-def test_parts_follow_the_anchors():
-    """The ragged edge alone is masked: with many anchors the masks hold far less than the grid."""
-    packed = pack([sample(512, 8)], 8, 400, None, rng())
-    parts = packed.parts()
-    masked = sum(p.mask.numel() for p in parts if p.mask is not None)
-    assert masked < 0.1 * 3200 * 512
-    assert sum((p.last - p.first) * (p.end - p.begin) for p in parts) < 0.6 * 3200 * 512
-    assert max(p.last - p.first for p in parts) <= PART_QUERIES
+def dense(q, k, v, context_k, context_v, layout, window, scale):
+    """In float64 over the whole grid: the brute-force twin of both forms."""
+    G = q.shape[1] // k.shape[1]
+    keys, values = (
+        torch.cat(x).repeat_interleave(G, dim=1).double() for x in ((context_k, k), (context_v, v))
+    )
+    scores = torch.einsum("nhd,shd->hns", q.double(), keys) * scale
+    weights = scores.masked_fill(~layout.grid(window), -torch.inf).softmax(-1)
+    return torch.einsum("hns,shd->nhd", weights, values).flatten(1)
 
 
-@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("window", [0, 7, 90])
+@pytest.mark.parametrize("D", [8, 32, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_block_attention_and_its_gradients(window, dtype, monkeypatch):
-    monkeypatch.setattr("outpace.train.anchors.PART_QUERIES", 12)
-    B, H, K, D = 5, 6, 2, 8
-    packed = pack([sample(30, 0, 1), sample(53, 4, 2)], B, 9, None, rng())
+@pytest.mark.parametrize("attend", [block_attend, reference_block_attend])
+def test_block_attention_and_its_gradients(attend, dtype, D, window):
+    """Contexts past a tile of keys, rows that no tile divides, a window within and past a tile."""
+    B, H, K = 5, 6, 2
+    packed = pack([sample(30, 0, 1), sample(203, 4, 2), sample(14, 2, 3)], B, 9, None, rng())
     N, S = len(packed.anchors) * B, len(packed.context_positions)
     shapes = ((N, H, D), (N, K, D), (N, K, D), (S, K, D), (S, K, D))
-    inputs = [torch.randn(s, generator=rng(i)).to(dtype) for i, s in enumerate(shapes)]
+    inputs = [(2 * torch.randn(s, generator=rng(i))).to(dtype) for i, s in enumerate(shapes)]
     grad = torch.randn(N, H * D, generator=rng(9)).to(dtype)
     found = []
-    for f in (block_attend, reference_block_attend):
+    for f in (attend, dense):
         given = [x.clone().requires_grad_() for x in inputs]
-        out = f(*given, packed.parts(window), B, D**-0.5)
-        assert out.dtype == dtype
-        found.append((out.detach(), *torch.autograd.grad(out, given, grad)))
-    close = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, **close)
+        out = f(*given, packed.layout, window, D**-0.5)
+        found.append((out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))))
+    bar = 3e-6 if dtype == torch.float32 else 2**-7
+    for ours, truth in zip(*found, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - truth).abs().max() <= bar * truth.abs().max()
 
 
-def test_blocks_without_any_context():
+def test_an_anchor_that_sees_nothing():
+    """The first token of a text as anchor: its block has no context at all."""
     B, H, K, D = 4, 6, 2, 8
+    layout = Layout(torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0]), B)
     x = [torch.randn(s) for s in ((B, H, D), (B, K, D), (B, K, D), (0, K, D), (0, K, D))]
-    out = block_attend(*x, (), B, 1.0)
-    torch.testing.assert_close(out, reference_block_attend(*x, (), B, 1.0))
+    truth = dense(*x, layout, 0, 1.0)
+    for f in (block_attend, reference_block_attend):
+        torch.testing.assert_close(f(*x, layout, 0, 1.0).double(), truth, atol=1e-6, rtol=1e-6)
+
+
+def test_threads_do_not_change_the_gradients():
+    B, H, K, D = 3, 4, 2, 16
+    packed = pack([sample(90, 0, i) for i in range(5)], B, 20, None, rng())
+    N, S = len(packed.anchors) * B, len(packed.context_positions)
+    shapes = ((N, H, D), (N, K, D), (N, K, D), (S, K, D), (S, K, D))
+    inputs = [torch.randn(s, generator=rng(i)).requires_grad_() for i, s in enumerate(shapes)]
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        out = block_attend(*inputs, packed.layout, 0, 0.25)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

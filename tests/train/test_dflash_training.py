@@ -97,7 +97,7 @@ def test_trained_forward_is_the_served_forward(target, offset, window):
     packed = pack([sample], 5, 9, None, torch.Generator().manual_seed(0))
     with torch.no_grad():
         states = block_states(draft, target, packed, torch.float32)
-    for b, anchor in enumerate(packed.spans[0].anchors.tolist()):
+    for b, anchor in enumerate(packed.layout.seen.tolist()):
         session = draft.bind(target).begin(1, 40, offset)
         with torch.inference_mode():
             session.observe(text[None, :anchor], sample.aux[:, None, :anchor], [anchor])
