@@ -139,6 +139,7 @@ def config(family, *, window=True, **changes):
 
 
 @functools.cache
+@torch.inference_mode(False)  # the first test to ask may be inside it, a later one may train
 def target(family, window=True, seed=0):
     """A random target of ours, in float32. Shared between tests: do not change it."""
     model = build(config(family, window=window))

@@ -27,16 +27,6 @@ class Step:
         return torch.tensor(self.start, device=self.device)
 
     @cached_property
-    def all_pairs(self) -> Tensor:
-        """[B, T, T] bool, all True: who sees whom among new tokens that look both ways."""
-        return torch.ones(len(self.start), self.T, self.T, dtype=torch.bool, device=self.device)
-
-    @cached_property
-    def depth(self) -> Tensor:
-        """[B, T] int64: how far each new token stands behind `start`."""
-        return torch.arange(self.T, device=self.device).repeat(len(self.start), 1)
-
-    @cached_property
     def storage(self) -> Tensor:
         """[B, T] the index at which each new token is remembered."""
         return self.starts[:, None] + torch.arange(self.T, device=self.device)
@@ -86,11 +76,13 @@ class View:
         index = self.index if self.index is not None else self._ring_index(step)
         index = index[:, None]
         query = step.storage[:, :, None]
-        end = query
-        if step.both_ways:
-            end = (step.starts[:, None, None] + step.T - 1).expand_as(query)
+        start = step.starts[:, None, None]
+        end = (start + step.T - 1).expand_as(query) if step.both_ways else query
         seen = (index >= 0) & (index <= end)
-        return seen & (index > query - window) if window else seen
+        if not window:
+            return seen
+        near = index > query - window
+        return seen & (near | (index >= start) if step.both_ways else near)
 
     def _ring_index(self, step: Step) -> Tensor:
         slot = torch.arange(self.k.shape[2], device=self.k.device)

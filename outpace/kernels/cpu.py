@@ -29,7 +29,7 @@ NORM = struct.Struct("5qd3q").pack
 NORM_BACK = struct.Struct("6qd3q").pack
 GATES = struct.Struct("7q2dq").pack
 ROPE = struct.Struct("7qd5q").pack
-ATTEND = struct.Struct("20qdq").pack
+ATTEND = struct.Struct("21qdq").pack
 ROUTE = struct.Struct("14q").pack
 MOE = struct.Struct("20q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
@@ -203,12 +203,13 @@ def attend(
     scale: float,
     tree: Tensor | None = None,
     depth: Tensor | None = None,
+    both_ways: bool = False,
 ) -> Tensor:
     """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> [B, T, H * D].
 
     New token t stands at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
     them). With tree [B, T, T] and depth [B, T] it stands at start + depth and sees of the new tokens those
-    that tree names.
+    that tree names; with both_ways, all of them.
     """
     b, t, h, d = q.shape
     _, kv, s, _ = k.shape
@@ -220,7 +221,8 @@ def attend(
     sink, kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
     trees, depths = (0, 0) if tree is None or depth is None else (tree.data_ptr(), depth.data_ptr())
     first = q.data_ptr(), k.data_ptr(), v.data_ptr(), start.data_ptr(), trees, depths, sink, kind
-    _c.attend(ATTEND(*first, y.data_ptr(), q_b, q_t, k_b, k_h, b, t, h, kv, d, s, window, scale, _threads()))
+    sizes = q_b, q_t, k_b, k_h, b, t, h, kv, d, s, window, both_ways
+    _c.attend(ATTEND(*first, y.data_ptr(), *sizes, scale, _threads()))
     return y
 
 

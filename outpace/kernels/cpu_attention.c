@@ -68,12 +68,14 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
 }
 
 typedef struct { floats q, k, v; const int64_t *start; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; float *y;
-                 int64_t q_b, q_t, k_b, k_h, B, T, H, K, D, S, window; double scale; int64_t threads; } Attend;
+                 int64_t q_b, q_t, k_b, k_h, B, T, H, K, D, S, window, both_ways; double scale; int64_t threads; } Attend;
 typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; int threads; Share *looks, *merges; } Scene;
 
 static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
-    return o->window ? MAX(0, o->start[b] + (o->tree ? o->depth[b * o->T + t] : t) - o->window + 1) : 0;
+    long low = o->window ? MAX(0, o->start[b] + (o->tree ? o->depth[b * o->T + t] : t) - o->window + 1) : 0;
+    return o->both_ways ? MIN(low, o->start[b]) : low;
 }
+INLINE long last_of(const Attend *o, long s, long t) { return s + (o->both_ways ? o->T : t); }  // keys that t new tokens see
 static void look_at(const Scene *c, long item) {       // one tile of keys of one kv head of one sequence
     const Attend *o = c->o;
     long T = o->T, D = o->D, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b];
@@ -81,7 +83,7 @@ static void look_at(const Scene *c, long item) {       // one tile of keys of on
     floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->k_b + h * o->k_h, qs[MOST], ks[KEYS], vs[KEYS];
     int lo[MOST], hi[MOST], alone = o->tree && edge + KEYS > s, n;  // alone: each new token has its own list of keys
     for (long t = c->t0; t < end; t += alone ? 1 : c->steps) {
-        long from = MAX(edge, alone ? MIN(lowest(o, b, t), s) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : s + end);
+        long from = MAX(edge, alone ? MIN(lowest(o, b, t), s) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : last_of(o, s, end));
         long place = s, row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot = from % S * D;
         for (n = 0; n < to - from; n++, slot = slot + D == S * D ? 0 : slot + D) ks[n] = k + slot, vs[n] = v + slot;
         for (long u = 0; alone && u < T; u++) {        // a seen one takes the place it would have in plain decoding
@@ -92,7 +94,7 @@ static void look_at(const Scene *c, long item) {       // one tile of keys of on
             new = t + r / G;
             qs[r] = o->q + b * o->q_b + new * o->q_t + (h * G + r % G) * D;
             lo[r] = alone ? 0 : MAX(lowest(o, b, new) - edge, 0);
-            hi[r] = alone ? KEYS : MIN(o->tree ? s : s + new + 1, edge + KEYS) - edge;
+            hi[r] = alone ? KEYS : MIN(o->tree ? s : last_of(o, s, new + 1), edge + KEYS) - edge;
             c->mass[row + r] = 0;
         }
         if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, o->scale, c->sums + row * D, c->high + row, c->mass + row);
@@ -121,7 +123,8 @@ static void show(const Scene *c) {
 #pragma omp barrier
     for (long item; (item = take(c->merges, c->threads)) >= 0;) merge(c, item);
 }
-// q [B, T, H, D] and the rings k, v [B, K, S, D], with strides. tree [B, T, T]: which new tokens a new token sees; else a chain.
+// q [B, T, H, D] and the rings k, v [B, K, S, D], with strides. tree [B, T, T]: which new tokens a new token sees; else a chain, or
+// with both_ways all of them.
 void attend(const Attend *o) {
     long B = o->B, T = o->T, G = o->H / o->K, some = MAX(1, MOST / G), longest = 0, base[B], low[B];
     for (long b = 0; b < B; b++) longest = MAX(longest, o->start[b] + T);
@@ -132,7 +135,7 @@ void attend(const Attend *o) {
             low[b] = o->start[b] + (o->tree ? 0 : t0);
             for (long t = t0; t < t0 + steps; t++) low[b] = MIN(low[b], lowest(o, b, t));
             base[b] = low[b] / KEYS;
-            tiles = MAX(tiles, (o->start[b] + (o->tree ? T : t0 + steps) + KEYS - 1) / KEYS - base[b]);
+            tiles = MAX(tiles, (last_of(o, o->start[b], o->tree ? T : t0 + steps) + KEYS - 1) / KEYS - base[b]);
         }
         long all_rows = B * o->K * tiles * rows;
         float *sums = scratch(all_rows * (o->D + 2)), *high = sums + all_rows * o->D, *mass = high + all_rows;

@@ -42,8 +42,8 @@ def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | 
     kernel is chosen for cached attention."""
     B, T, H, D = q.shape
     if view.modulus and T <= MOST_QUERIES and D % 8 == 0 and kernel(q):
-        block = (step.all_pairs, step.depth) if step.both_ways else ()
-        return cpu.attend(q, view.k, view.v, step.starts, window, sinks, scale, *block)
+        remembered = view.k, view.v, step.starts
+        return cpu.attend(q, *remembered, window, sinks, scale, both_ways=step.both_ways)
     if T > MOST_QUERIES and not any(step.start) and not step.both_ways:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.modulus else x[:, :, -T:] for x in (view.k, view.v))
         return causal_attend(q, k, v, window, sinks, scale)

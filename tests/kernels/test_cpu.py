@@ -180,6 +180,17 @@ def test_attend_over_a_tree(window, starts):
     same(q, k, v, start, window, sinks, 0.3, tree, depth)
 
 
+@pytest.mark.parametrize("window", [0, 5, 50])
+@pytest.mark.parametrize("t", [4, 11, 40])
+def test_attend_both_ways(window, t):
+    """A block in which all see all, whatever the window; 40 tokens of 6 heads take two passes."""
+    b, h, kv, d, s = 2, 6, 3, 24, 360
+    start, depth = torch.tensor([300, 119]), torch.arange(t).repeat(b, 1)
+    q, (k, v), sinks = queries(b, t, h, kv, d), rings(b, kv, s, d, start, t), torch.randn(h)
+    truth = reference(q, k, v, start, window, sinks, 0.3, torch.ones(b, t, t, dtype=torch.bool), depth)
+    close(cpu.attend(q, k, v, start, window, sinks, 0.3, both_ways=True), truth)
+
+
 @pytest.mark.parametrize("window", [0, 33, 130])
 @pytest.mark.parametrize("g, d", [(1, 64), (3, 24), (8, 64), (5, 128)])
 def test_attend_rows_do_not_depend_on_length_batch_or_ring(window, g, d):

@@ -1,5 +1,6 @@
 """Training a target: resume to the last digit, a start from other weights, and the parts it is made of."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,16 @@ from outpace.corpus import Document
 from outpace.models.load import dense_tensors, load_target, save_target
 from outpace.train.muon import Muon, orthogonalise
 from outpace.train.publish import publish_target, repeated_ngrams
-from outpace.train.target import TargetRecipe, balance_loss, rows_of_step, token_stream, train_target
+from outpace.train.target import (
+    TargetRecipe,
+    balance_loss,
+    bits_per_byte,
+    matching,
+    rows_of_step,
+    split_rows,
+    token_stream,
+    train_target,
+)
 
 RECIPE = TargetRecipe(
     vocab_size=300,
@@ -76,6 +86,24 @@ def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert ["unlikelihood" in line for line in lines] == [True, False] * 3
     assert any(line.get("unlikelihood", 0) > 0 for line in lines)
+
+
+def test_files_in_focus_are_learnt_better_than_the_others(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    recipe = dataclasses.replace(RECIPE, steps=30, focus=("[01].py",), focus_share=1.0, quantize_share=0.0)
+    model = train_target(recipe, tokenizer, train, held_out, tmp_path)
+    near, far = (bits_per_byte(model, tokenizer, part) for part in (train[:2], train[2:]))
+    assert near < far
+    assert [d.name for d in matching(train, ("[01].py", "4*"))] == ["0.py", "1.py", "4.py"]
+    with pytest.raises(ValueError, match="fits none of the 5 files, such as 0"):
+        matching(train, ("0.py", "asyncio/*"))
+
+
+def test_rows_are_shared_between_all_files_and_those_in_focus():
+    assert [split_rows(8, s) for s in (0.0, 0.875, 1.0)] == [(8, 0), (1, 7), (0, 8)]
+    for share, globs in ((0.5, ()), (0.0, ("*",)), (1.5, ("*",))):
+        with pytest.raises(ValueError, match="focus_share"):
+            dataclasses.replace(RECIPE, focus=globs, focus_share=share)
 
 
 def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
