@@ -332,45 +332,29 @@ def argmax(x: Tensor) -> Tensor:
 
 
 Inputs = tuple[Tensor, ...]  # q [N, H, D], k and v [N, K, D], context_k and context_v [S, K, D], of one dtype
-Ranges = tuple[Tensor, Tensor, Tensor]  # first [R+1], context [R+1], seen [A] of ops.blocks.Layout
+# first [R+1], context [R+1] and seen [A] of ops.blocks.Layout; the length of a block, the window, the scale
+Blocks = tuple[tuple[Tensor, Tensor, Tensor], int, int, float]
 
 
-def blocks(inputs: Inputs, ranges: Ranges, block: int, window: int, scale: float) -> tuple[Tensor, Tensor]:
+def blocks(inputs: Inputs, how: Blocks) -> tuple[Tensor, Tensor]:
     """-> out [N, H * D] and the log-sum-exp of every query's scores [N, H], both float32; inputs float32 or
     bfloat16."""
     n, h, d = inputs[0].shape
     out, lse = _empty(n, h * d), _empty(n, h)
-    _c.blocks(_blocks(inputs, ranges, block, window, scale, out, lse, ()))
+    _c.blocks(_blocks(inputs, how, out, lse, ()))
     return out, lse
 
 
-def blocks_backward(
-    inputs: Inputs,
-    ranges: Ranges,
-    block: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, ...]:
+def blocks_backward(inputs: Inputs, how: Blocks, out: Tensor, lse: Tensor, grad: Tensor) -> Inputs:
     """grad [N, H * D] of out -> the gradients of the inputs, each like its own."""
     found = tuple(map(torch.empty_like, inputs))
-    _c.blocks(_blocks(inputs, ranges, block, window, scale, out, lse, (grad, *found)))
+    _c.blocks(_blocks(inputs, how, out, lse, (grad, *found)))
     return found
 
 
-def _blocks(
-    inputs: Inputs,
-    ranges: Ranges,
-    block: int,
-    window: int,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    gradients: tuple[Tensor, ...],
-) -> bytes:
+def _blocks(inputs: Inputs, how: Blocks, out: Tensor, lse: Tensor, gradients: Inputs) -> bytes:
     q, k, _, context_k, _ = inputs
+    ranges, block, window, scale = how
     first, context, seen = ranges
     assert all(x.is_contiguous() and x.dtype == q.dtype for x in (*inputs, *gradients))
     assert len(seen) * block == len(q) and int(first[-1]) == len(seen) and int(context[-1]) == len(context_k)

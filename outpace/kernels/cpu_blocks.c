@@ -67,7 +67,7 @@ static void forward_keys(const Desk *w, const Keys *m, long to, int context) {
         long n = strip(w, m, from, to);
         for (long r = 0; r < w->R; r++) {
             long low = context ? lowest_key(w, r, to) - from : 0;
-            float top = w->high[r], sum_ = 0;
+            float top = w->high[r];
             vf best = all(top), total = {0};
             for (long j = 0; j < n; j += W) {
                 vi seen = (PLACES + (int)j >= (int)low) & (PLACES + (int)j < (int)(to - from));
@@ -80,13 +80,12 @@ static void forward_keys(const Desk *w, const Keys *m, long to, int context) {
                 store(w->p + r * STRIP + j, e);
                 total += e;
             }
-            sum_ = sum(total);
             if (top > w->high[r]) {
                 float less = expv(all(w->high[r] - top))[0];
                 for (long d = 0; d < w->width; d += W) store(w->o_sum + r * w->width + d, load(w->o_sum + r * w->width + d) * less);
                 w->mass[r] *= less, w->high[r] = top;
             }
-            w->mass[r] += sum_;
+            w->mass[r] += sum(total);
         }
         times(w->R, w->width, n, w->p, STRIP, m->v + from * w->width, w->width, w->o_sum, w->width);
     }
@@ -148,7 +147,7 @@ static void one_block(Desk *w, const Keys *context, const Keys *own, long block,
     }
 }
 static Keys keys(float **memory, long n, long width, int back) {
-    Keys m = {.ld = UP(MAX(n, 1), STRIP)};
+    Keys m = {.ld = UP(MAX(n, 1), 2 * W)};
     float **wanted[] = {&m.k, &m.v, &m.k_turned, &m.v_turned, &m.dk, &m.dv};
     for (int i = 0; i < (back ? 6 : 3); i++) *wanted[i] = *memory, *memory += m.ld * width;
     return m;
@@ -156,7 +155,7 @@ static Keys keys(float **memory, long n, long width, int back) {
 static void one_row(const Blocks *o, long item) {  // the blocks of one row, for one kv head: nobody else writes their gradients
     long at_row = item / o->K, h = item % o->K, n = o->context[at_row + 1] - o->context[at_row], D = o->D;
     long R = UP(o->B * (o->H / o->K), TALL), width = UP(D, 2 * W), back = o->grad != 0, first = (o->context[at_row] * o->K + h) * D;
-    float *memory = scratch((UP(MAX(n, 1), STRIP) + UP(o->B, STRIP)) * width * 6 + R * (4 * width + 2 * STRIP + 3));
+    float *memory = scratch((UP(MAX(n, 1), 2 * W) + UP(o->B, 2 * W)) * width * 6 + R * (4 * width + 2 * STRIP + 3));
     Keys context = keys(&memory, n, width, back), own = keys(&memory, o->B, width, back);
     Desk w = {.o = o, .R = R, .width = width};
     float **wide[] = {&w.q, &w.o_sum, &w.grad, &w.dq}, **thin[] = {&w.high, &w.mass, &w.delta};

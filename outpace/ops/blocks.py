@@ -97,13 +97,12 @@ class _Blocks(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, layout, window, scale = args
         ctx.how = (layout.first, layout.context, layout.seen), layout.block, window, scale
-        out, lse = cpu.blocks(tuple(inputs), *ctx.how)
+        out, lse = cpu.blocks(tuple(inputs), ctx.how)
         ctx.save_for_backward(*inputs, out, lse)
         return out.to(inputs[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        ranges, block, window, scale = ctx.how
-        found = cpu.blocks_backward(tuple(inputs), ranges, block, window, scale, out, lse, grad.contiguous())
+        found = cpu.blocks_backward(tuple(inputs), ctx.how, out, lse, grad.contiguous())
         return *found, None, None, None
