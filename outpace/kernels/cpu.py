@@ -18,6 +18,8 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC"]
+# gcc for some CPUs leaves a lone chain of products and sums unfused: a row would then depend on its company
+FLAGS += ["--param=avoid-fma-max-bits=0"]
 KIND = {torch.float32: 0, torch.bfloat16: 1}
 MXFP4 = 2
 STYLES = ("gpt_oss", "silu")
@@ -72,14 +74,15 @@ def _run(*command: str) -> str:
 def _build(compiler: str, openmp: str | None) -> ctypes.CDLL:
     version = _run(compiler, "--version")
     sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.c"))]
-    parts = [*sources, version, _flags_of_this_cpu(), torch.__version__, str(openmp), *FLAGS]
+    flags = [*FLAGS, *os.environ.get("OUTPACE_CFLAGS", "").split()]
+    parts = [*sources, version, _flags_of_this_cpu(), torch.__version__, str(openmp), *flags]
     target = _cache() / f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         # under a temporary name, then renamed: no other process may load half a library
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             thing, library = Path(folder, "cpu.o"), Path(folder, "cpu.so")
-            _run(compiler, *FLAGS, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(thing))
+            _run(compiler, *flags, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(thing))
             # not -fopenmp here: it would add the compiler's own runtime
             _run(compiler, "-shared", str(thing), *([openmp] if openmp else []), "-lm", "-o", str(library))
             ctypes.CDLL(str(library))
