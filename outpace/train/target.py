@@ -22,8 +22,8 @@ from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
+from outpace.train.own_text import answers, cut_prompts, own_text_losses
 from outpace.train.trainer import fit, warmup_linear
-from outpace.train.unlikelihood import cut_prompts, unlikelihood_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,9 @@ class TargetRecipe:
     weight_decay: float = 0.01
     balance: float = 0.01  # weight of the load-balancing loss
     quantize_share: float = 0.15  # experts see MXFP4 rounding for the last share of the steps
-    unlikelihood: float = 0.0  # weight of the loss on loops in the model's own greedy text ..
+    text: float = 1.0  # weight of the loss on the rows
+    settle: float = 0.0  # weight of the loss on what the model's own greedy text says for the first time ..
+    unlikelihood: float = 0.0  # .. and of the loss on its loops ..
     unlikelihood_every: int = 3  # .. in every so many steps
     unlikelihood_rows: int = 16
     unlikelihood_prompt: int = 128
@@ -262,13 +264,16 @@ def train_target(
     def update(step: int) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         _round_experts(model, False)
-        if recipe.unlikelihood and step % recipe.unlikelihood_every == 0:
+        hears_itself = recipe.unlikelihood or recipe.settle
+        if hears_itself and step % recipe.unlikelihood_every == 0:
             places = recipe.unlikelihood_rows, recipe.unlikelihood_prompt, recipe.seed, step
             prompts = cut_prompts(stream, *places)
-            how = recipe.unlikelihood_tokens, recipe.unlikelihood_ngram
-            unlikely, metrics["repeats"] = unlikelihood_loss(model, prompts, *how)
-            (recipe.unlikelihood * unlikely).backward()
-            metrics["unlikelihood"] = unlikely.item()
+            said = answers(model, prompts, recipe.unlikelihood_tokens)
+            _round_experts(model, step >= quantize_from)
+            found = own_text_losses(model, prompts, said, recipe.unlikelihood_ngram)
+            unlikely, likely, metrics["repeats"] = found
+            (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()
+            metrics |= {"unlikelihood": unlikely.item(), "own": likely.item()}
         length = recipe.long_row_tokens if step >= long_from else recipe.row_tokens
         rows = max(1, recipe.step_tokens // length)
         shares = split_rows(rows, recipe.focus_share)
@@ -286,7 +291,7 @@ def train_target(
         out = model(inputs, routing=True)
         loss = chunked_nll(out.hidden.flatten(0, 1), model.head, labels.flatten()).mean()
         balance = balance_loss(out.routing, recipe.experts_per_token)
-        (loss + recipe.balance * balance).backward()
+        (recipe.text * loss + recipe.balance * balance).backward()
         metrics |= {"loss": loss.item(), "balance": balance.item()}
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in (muon, adam):

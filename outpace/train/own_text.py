@@ -1,4 +1,4 @@
-"""Sequence-level unlikelihood (Welleck et al. 2020, section 5.2): a target unlearns its own loops."""
+"""A target hears its own greedy text: it unlearns loops (arXiv 1908.04319, 5.2) and settles on the rest."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 
+SHORT = 4  # tokens of an n-gram too short to be a loop, whose repetition is still nothing to settle on
 SHARPEST = 1e-4  # nats: how sure of a repeated token the loss can tell apart; keeps log(1 - p) finite
 
 
@@ -33,24 +34,31 @@ def repeats(tokens: Sequence[int], n: int) -> list[bool]:
     return found
 
 
-def unlikelihood_loss(
-    model: Decoder, prompts: list[list[int]], new_tokens: int, n: int
-) -> tuple[Tensor, float]:
-    """-log(1 - p) of every token that closes a repeated n-gram in the model's own greedy answer, summed
-    and divided by the number of tokens said: as loops vanish, so does the pressure.
-
-    -> the loss, and the share of tokens that closed one. Prompts are of one length.
-    """
+def answers(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """What the model says greedily, in float32 as it will be decoded."""
     dtype, model.dtype = model.dtype, torch.float32
     said = plain.generate(model, prompts, Request(max_new_tokens=new_tokens)).tokens
     model.dtype = dtype
+    return said
+
+
+def own_text_losses(
+    model: Decoder, prompts: list[list[int]], said: list[list[int]], n: int
+) -> tuple[Tensor, Tensor, float]:
+    """Two losses [] over the model's own answers, sums over tokens divided by the number of all tokens: as
+    loops vanish, so does the pressure of the first.
+
+    -> unlikelihood, -log(1 - p) of every token that closes a repeated n-gram; likelihood, -log p of every
+    token that closes neither that nor a repeated SHORT-gram: what is said for the first time; and the share
+    of tokens that the first is taken of. Prompts are of one length.
+    """
     start, longest = len(prompts[0]), max(map(len, said))
     rows = [p + s + [0] * (longest - len(s)) for p, s in zip(prompts, said, strict=True)]
     again = [repeats(s, n) + [False] * (longest - len(s)) for s in said]
-    tokens, mask = torch.tensor(rows), torch.tensor(again)
+    short = [repeats(s, SHORT) + [True] * (longest - len(s)) for s in said]
+    tokens, looping, known = torch.tensor(rows), torch.tensor(again), torch.tensor(short)
     total = sum(map(len, said))
-    if not mask.any():
-        return torch.zeros((), requires_grad=True), 0.0
     hidden = model(tokens[:, :-1]).hidden[:, start - 1 :]
-    nll = chunked_nll(hidden[mask], model.head, tokens[:, start:][mask])
-    return -torch.log(-torch.expm1(-nll - SHARPEST)).sum() / total, mask.sum().item() / total
+    nll = chunked_nll(hidden.flatten(0, 1), model.head, tokens[:, start:].flatten()).view(looping.shape)
+    unlikely = -torch.log(-torch.expm1(-nll[looping] - SHARPEST)).sum() / total
+    return unlikely, nll[~looping & ~known].sum() / total, looping.sum().item() / total
