@@ -43,8 +43,7 @@ def result(
     decode = statistics.fmean(r.decode_s for r in runs.values())
     parts = {p: statistics.fmean(r.trace.seconds[p] for r in runs.values()) for p in ("draft", "verify")}
     first = statistics.median(r.first_s for r in runs.values())
-    prompt_tokens, tokens = len(cell.groups[0][0]), cell.new_tokens
-    whole = statistics.median(cell.batch * tokens / (r.first_s + r.decode_s) for r in runs.values())
+    prompt_tokens = len(cell.groups[0][0])
     return {
         "method": method,
         "regime": cell.regime,
@@ -67,11 +66,11 @@ def result(
         },
         "lossless": _lossless(target, cell, method, temperature, alone),
         "prompt_tokens": prompt_tokens,
-        "new_tokens": tokens,
+        "new_tokens": cell.new_tokens,
         "prompts": cell.batch * len({group for _, group in runs}),
         "repeats": len({repeat for repeat, _ in runs}),
         "tokens_per_s_repeats": [round(s, 2) for s in speeds],
-        "end_to_end_tokens_per_s": round(whole, 2),
+        "end_to_end_tokens_per_s": round(statistics.median(_speeds(runs, whole=True)), 2),
         "first_token_s": round(first, 4),
         "prefill": {
             "seconds": round(first, 4),
@@ -80,12 +79,13 @@ def result(
     }
 
 
-def _speeds(runs: Runs) -> list[float]:
-    """Tokens/s of every repeat, over all its groups."""
+def _speeds(runs: Runs, whole: bool = False) -> list[float]:
+    """Tokens/s of every repeat, over all its groups: decoding alone, or the `whole` with its prefill."""
     speeds = []
     for repeat in sorted({r for r, _ in runs}):
         of_repeat = [run for (r, _), run in runs.items() if r == repeat]
-        speeds.append(sum(x.decoded for x in of_repeat) / sum(x.decode_s for x in of_repeat))
+        tokens = sum(sum(map(len, x.tokens)) if whole else x.decoded for x in of_repeat)
+        speeds.append(tokens / sum(x.decode_s + whole * x.first_s for x in of_repeat))
     return speeds
 
 

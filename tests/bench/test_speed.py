@@ -90,7 +90,8 @@ def test_the_report_has_the_promised_shape(report):
         assert r["repeats"] == len(r["tokens_per_s_repeats"]) == 2
         assert (r["prompt_tokens"], r["new_tokens"]) == (11, 19)
         assert r["lossless"] == {"checked": 4 * 19, "violations": 0, "ties": 0, "unrepeated": 0}
-        assert r["end_to_end_tokens_per_s"] < r["tokens_per_s"] * 1.2
+        first = 19 / 18  # decoding is not credited with the token that prefill yields
+        assert r["end_to_end_tokens_per_s"] < r["tokens_per_s"] * first
         if r["method"] == "plain":
             assert r["speedup"] == 1.0
             assert r["tau"] == 1.0
@@ -126,6 +127,7 @@ def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
     times = found["plain"]["time"]
     assert times == {"draft": 0.6667, "verify": 1.3333, "rest": 0.6667}
     assert found["plain"]["prefill"]["tokens_per_s"] == 24.0
+    assert found["plain"]["end_to_end_tokens_per_s"] == 7.2  # 2 groups x 18 tokens / 5 s
 
 
 def test_a_method_that_changes_the_text_is_caught(target, draft, tokenizer, monkeypatch):
