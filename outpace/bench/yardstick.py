@@ -216,7 +216,8 @@ def _convert(draft: DFlash | None, device: torch.device) -> tuple[Any, str]:
         rope_parameters=rope_to_hf(c.rope)["rope_parameters"],
         max_position_embeddings=c.max_position_embeddings,
         layer_types=list(c.layer_types) or [FULL] * c.num_layers,
-        sliding_window=c.sliding_window or c.max_position_embeddings,
+        # it counts how far back a query sees, ours how much it sees, itself included
+        sliding_window=c.sliding_window - 1 if c.sliding_window else c.max_position_embeddings,
         block_size=c.block_size,
         mask_token_id=c.mask_token_id,
         target_layer_ids=list(c.target_layer_ids),

@@ -16,6 +16,7 @@ from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.load import save_dflash
+from outpace.models.config import FULL, WINDOW
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.blocks import block_attend
@@ -58,6 +59,7 @@ class DFlashRecipe:
     head_dim: int = 32
     intermediate_size: int = 512
     block_size: int = 8
+    sliding_window: int = 0  # of every layer; 0: they see all of the context
     target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; () is all of them
     anchors: int = 128  # of a row
     rows: int = 4  # of a step
@@ -87,6 +89,8 @@ class DFlashRecipe:
         for name in ("anchors", "rows", "steps", "save_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        if self.sliding_window < 0:
+            raise ValueError(f"sliding_window {self.sliding_window}: a count of tokens, or 0 for none")
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"held_out_share {self.held_out_share} is outside 0..1: some must be trained on")
         if not 0 <= self.alpha <= 1:
@@ -102,7 +106,7 @@ class DFlashRecipe:
                 f"the tokenizer knows no mask_token {self.mask_token!r}: name a token that text never "
                 "uses, or none for a learned embedding"
             )
-        return DFlashConfig(
+        config = DFlashConfig(
             hidden_size=theirs.hidden_size,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
@@ -117,6 +121,17 @@ class DFlashRecipe:
             num_target_layers=theirs.num_layers,
             mask_token_id=mask,
             max_position_embeddings=theirs.max_position_embeddings,
+        )
+        return self.served(config)
+
+    def served(self, config: DFlashConfig) -> DFlashConfig:
+        """A trained draft's config with this recipe's block and window: no weight depends on them."""
+        kind = WINDOW if self.sliding_window else FULL
+        return replace(
+            config,
+            block_size=self.block_size,
+            layer_types=(kind,) * config.num_layers,
+            sliding_window=self.sliding_window,
         )
 
 
@@ -238,8 +253,8 @@ def train_dflash(
     """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
 
     `held_out`: prompts that the cache does not hold, for real acceptance every `eval_every` steps.
-    `init`: a draft to start from; its own sizes then stand, not the recipe's, and only the length of the
-    block is the recipe's: no weight depends on it. `started_from`: that draft's provenance. When the last
+    `init`: a draft to start from; its own sizes then stand, not the recipe's, and only the block and the
+    window are the recipe's. `started_from`: that draft's provenance. When the last
     step is done, folder/draft holds the draft in z-lab's format and provenance.json. Raises ValueError
     where cache, target and recipe do not fit.
     """
@@ -248,7 +263,7 @@ def train_dflash(
         config = recipe.config(target, tokenizer, held)
         draft = init_dflash(config, recipe.seed)
     else:
-        config = replace(init.config, block_size=recipe.block_size)
+        config = recipe.served(init.config)
         draft = DFlash(config)
         draft.load_state_dict(init.state_dict())
     features = _features(config, target, held, cache.meta.hidden_size)

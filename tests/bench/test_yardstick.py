@@ -1,5 +1,7 @@
 """transformers as the yardstick: same tokens, and its own DFlash accepts what ours accepts, in float32."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -8,6 +10,7 @@ from outpace.bench.lossless import compare
 from outpace.bench.timed import our_methods
 from outpace.bench.yardstick import open_yardstick
 from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.models.config import WINDOW
 from outpace.models.load import build, named_tensors
 
 pytest.importorskip("transformers", reason="the yardstick is transformers; it is not installed")
@@ -72,6 +75,19 @@ def test_greedy_emits_our_plain_tokens_in_a_batch_past_the_window(opened):
 @pytest.mark.parametrize("seed", range(3))
 def test_their_dflash_emits_the_same_tokens_and_accepts_the_same_lengths(opened, seed):
     target, draft, yardstick = opened
+    same_lengths(target, draft, yardstick, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_with_a_window_accepts_the_same_lengths_too(opened, seed):
+    target, draft, _ = opened
+    config = replace(draft.config, layer_types=(WINDOW,) * draft.config.num_layers, sliding_window=7)
+    windowed = DFlash(config).eval()
+    windowed.load_state_dict(draft.state_dict())
+    same_lengths(target, windowed, open_yardstick(target, windowed, (1,)), seed)
+
+
+def same_lengths(target, draft, yardstick, seed):
     prompts = tiny.tokens(1, 13, seed=seed).tolist()
     theirs = yardstick.methods()["transformers-dflash"](prompts, 41, 0)
     ours = our_methods(target, draft, 0.0, 4)["dflash"](prompts, 41, 0)

@@ -215,12 +215,13 @@ def test_a_draft_is_trained_on(target, cache, tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(before, init.parameters(), strict=True))
 
 
-def test_a_start_keeps_its_sizes_and_takes_the_block_of_the_recipe(target, cache, tmp_path):
-    init, recipe = draft_of(target), replace(RECIPE, block_size=3, num_heads=2, steps=1)
+def test_a_start_keeps_its_sizes_and_takes_block_and_window_of_the_recipe(target, cache, tmp_path):
+    init, recipe = draft_of(target), replace(RECIPE, block_size=3, sliding_window=6, num_heads=2, steps=1)
     begun = {"seed": 7}
     trained = train_dflash(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=begun)
-    assert trained.config == replace(init.config, block_size=3)
-    assert load_dflash(tmp_path / "draft").config.block_size == 3
+    windows = {"layer_types": (WINDOW,) * RECIPE.num_layers, "sliding_window": 6}
+    assert trained.config == replace(init.config, block_size=3, **windows)
+    assert load_dflash(tmp_path / "draft").config == trained.config
     assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == begun
 
 
@@ -232,6 +233,7 @@ def test_a_start_keeps_its_sizes_and_takes_the_block_of_the_recipe(target, cache
         ({"weights": "linear"}, "weights"),
         ({"alpha": 1.5}, "alpha"),
         ({"anchors": 0}, "anchors"),
+        ({"sliding_window": -1}, "sliding_window"),
     ],
 )
 def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, said):
