@@ -148,7 +148,7 @@ def train_dflash(
     init: Annotated[
         str | None,
         typer.Option(
-            help="Go on from a draft's folder, or 'default': its sizes stand, block and window are the recipe's."
+            help="Go on from this draft or 'default': its sizes stand, block and window are the recipe's."
         ),
     ] = None,
     corpus: Corpus = None,
