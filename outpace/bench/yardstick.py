@@ -198,9 +198,13 @@ def _convert(draft: DFlash | None, device: torch.device) -> tuple[Any, str]:
     """Our draft as transformers' own DFlash class, or None and the reason."""
     if draft is None:
         return None, ""
-    if draft.config.attention_bias or draft.config.mask_token_id is None:
-        what = "attention biases" if draft.config.attention_bias else "a learned mask embedding"
-        return None, f"transformers-dflash left out: its class knows no {what}, which this draft has"
+    for what, has in (
+        ("attention biases", draft.config.attention_bias),
+        ("learned mask embedding", draft.config.mask_token_id is None),
+        ("causal windows", draft.config.causal),
+    ):
+        if has:
+            return None, f"transformers-dflash left out: its class knows no {what}, which this draft has"
     if importlib.util.find_spec("transformers.models.muse_glimmer_assistant") is None:
         return None, "transformers-dflash left out: this transformers has no DFlash (it came with 5.23)"
     theirs: Any = importlib.import_module("transformers")

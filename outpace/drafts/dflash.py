@@ -1,7 +1,7 @@
 """DFlash (arXiv 2602.06036): fill a masked block in one pass, conditioned on the target's hidden states."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class DFlashConfig:
     attention_bias: bool = False
     layer_types: tuple[str, ...] = ()
     sliding_window: int = 0
+    causal: bool = False  # in layers with a window, a slot sees none of its block behind it
     max_position_embeddings: int = 131072
 
     def __post_init__(self) -> None:
@@ -245,17 +246,21 @@ class DFlashSession:
         x = self.draft.embed_block(last, self.target)
         step = self.cache.begin(self.draft.block_size, both_ways=True)
         cos, sin = self.draft.rope(step.storage + self.cache.offset)
-        scale = self.draft.config.head_dim**-0.5
+        config = self.draft.config
+        scale, one_way = config.head_dim**-0.5, replace(step, both_ways=False)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            view = self.cache.layers[layer].append(k, v, step)
-            return attend_view(q, view, step, self.draft.config.window(layer), None, scale)
+            window = config.window(layer)
+            sees = one_way if window and config.causal else step
+            view = self.cache.layers[layer].append(k, v, sees)
+            return attend_view(q, view, sees, window, None, scale)
 
         return self.draft.denoise(x, cos, sin, attention)
 
 
 def parse(hf: dict[str, Any], mask_token_id: int | None) -> DFlashConfig:
-    """A z-lab config.json. `mask_token_id` is what the loader resolved (id, token or learned)."""
+    """A z-lab config.json. `mask_token_id` is what the loader resolved (id, token or learned). Windowed
+    layers are causal there unless `is_causal` says no."""
     inner = hf.get("dflash_config") or {}
     layers = need(hf, "num_hidden_layers")
     block_size = inner.get("block_size") or need(hf, "block_size")
@@ -278,6 +283,7 @@ def parse(hf: dict[str, Any], mask_token_id: int | None) -> DFlashConfig:
         attention_bias=hf.get("attention_bias", False),
         layer_types=types,
         sliding_window=hf.get("sliding_window") or 0,
+        causal=WINDOW in types and hf.get("is_causal") is not False,
         max_position_embeddings=hf.get("max_position_embeddings", 131072),
     )
 
@@ -312,7 +318,7 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
         "use_sliding_window": windows,
         "sliding_window": config.sliding_window if windows else None,
         "max_window_layers": config.num_layers,
-        "is_causal": False,
+        "is_causal": config.causal,
         "tie_word_embeddings": False,
         **rope_to_hf(config.rope),
     }

@@ -132,6 +132,7 @@ class DFlashRecipe:
             block_size=self.block_size,
             layer_types=(kind,) * config.num_layers,
             sliding_window=self.sliding_window,
+            causal=False,
         )
 
 

@@ -49,6 +49,7 @@ VARIANTS = {
     "biases": {"attention_bias": True},
     "mask embedding": {"mask_token_id": None},
     "window": {"layer_types": (WINDOW, FULL, WINDOW), "sliding_window": 5},
+    "causal window": {"layer_types": (WINDOW, FULL, WINDOW), "sliding_window": 5, "causal": True},
     "default rope": {"rope": RopeConfig(theta=700.0)},
 }
 
@@ -73,7 +74,8 @@ def oracle_block(draft, target, features, last, offset=0):
     """features [S, n*C] of the verified tokens, the anchor's id -> hidden [BLOCK, C], in float64.
 
     Straight from the paper: Q from the block, K and V from the context and the block; a key is seen
-    when it lies in the context or in the block, and within the window where the layer has one.
+    when it lies in the context or in the block, and within the window where the layer has one. A causal
+    window also hides the slots behind.
     """
     c = draft.config
     w = {name: t.detach().double() for name, t in named_tensors(draft)}
@@ -98,7 +100,8 @@ def oracle_block(draft, target, features, last, offset=0):
         for t in range(c.block_size):
             q = norm(rows[S + t][: H * D].reshape(H, D), w[at + "q_norm.weight"])
             q = turn(q, S + t + offset, c.rope, D)
-            seen = [s for s in range(S + c.block_size) if not c.window(i) or s > S + t - c.window(i)]
+            end = t + 1 if c.window(i) and c.causal else c.block_size
+            seen = [s for s in range(S + end) if not c.window(i) or s > S + t - c.window(i)]
             heads = []
             for head in range(H):
                 scores = torch.stack([q[head] @ keys[s][head // (H // N)] for s in seen]) / math.sqrt(D)
@@ -190,7 +193,7 @@ def test_the_anchor_has_no_feature_yet():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["plain", "window"])
+@pytest.mark.parametrize("name", ["plain", "window", "causal window"])
 def test_noise_rows_are_never_remembered(name):
     """A session after many rounds of ragged acceptance equals a fresh one that is fed the same text."""
     target, draft = tiny.target("gpt_oss"), random_draft(**VARIANTS[name])
@@ -328,6 +331,13 @@ def test_a_prefix_of_model_is_taken(folder):
 def test_older_files_have_the_block_size_at_the_top(folder):
     edit_inner(folder, block_size=None)
     assert load_dflash(folder).block_size == 4
+
+
+@pytest.mark.parametrize(("said", "causal"), [(None, True), (True, True), (False, False)])
+def test_a_window_is_causal_unless_the_config_says_no(tmp_path, said, causal):
+    save_dflash(random_draft(**VARIANTS["window"]), tmp_path, torch.float32)
+    tiny.write_config(tmp_path, is_causal=said)
+    assert load_dflash(tmp_path).config.causal is causal
 
 
 def test_fc_that_does_not_fit_the_layers(folder):
