@@ -227,10 +227,50 @@ def _take_weights(model: GptOss, init: Decoder) -> None:
             model.get_parameter(name).copy_(tensor)
 
 
-def _round_experts(model: nn.Module, on: bool) -> None:
-    for module in model.modules():
-        if isinstance(module, ExpertMatrix):
-            module.round_to_mxfp4 = on
+def _round_experts(model: nn.Module, on: bool) -> bool:
+    """Switch the rounding that packing will bring; -> whether it was on."""
+    matrices = [m for m in model.modules() if isinstance(m, ExpertMatrix)]
+    before = any(m.round_to_mxfp4 for m in matrices)
+    for m in matrices:
+        m.round_to_mxfp4 = on
+    return before
+
+
+def _text_rows(streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> tuple[Tensor, Tensor]:
+    """The step's inputs and labels [rows, length]: of all files, then of those in focus."""
+    long = step >= round(recipe.steps * (1 - recipe.long_share))
+    length = recipe.long_row_tokens if long else recipe.row_tokens
+    shares = split_rows(max(1, recipe.step_tokens // length), recipe.focus_share)
+    cut = [
+        rows_of_step(stream, length, n, step * n, recipe.seed)
+        for stream, n in zip(streams, shares, strict=False)
+        if n
+    ]
+    inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
+    return inputs, labels
+
+
+def _learn_text(model: GptOss, streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> dict[str, Any]:
+    """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
+    inputs, labels = _text_rows(streams, recipe, step)
+    out = model(inputs, routing=True)
+    loss = chunked_nll(out.hidden.flatten(0, 1), model.head, labels.flatten()).mean()
+    balance = balance_loss(out.routing, recipe.experts_per_token)
+    (recipe.text * loss + recipe.balance * balance).backward()
+    return {"loss": loss.item(), "balance": balance.item()}
+
+
+def _learn_own_text(model: GptOss, stream: np.ndarray, recipe: TargetRecipe, step: int) -> dict[str, Any]:
+    """Gradients of the losses on what the model itself says, added to what is there; -> metrics."""
+    if not (recipe.unlikelihood or recipe.settle) or step % recipe.unlikelihood_every:
+        return {}
+    prompts = cut_prompts(stream, recipe.unlikelihood_rows, recipe.unlikelihood_prompt, recipe.seed, step)
+    rounded = _round_experts(model, False)  # decoding through the rounding is ten times slower
+    said = answers(model, prompts, recipe.unlikelihood_tokens)
+    _round_experts(model, rounded)
+    unlikely, likely, repeats = own_text_losses(model, prompts, said, recipe.unlikelihood_ngram)
+    (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()
+    return {"repeats": repeats, "unlikelihood": unlikely.item(), "own": likely.item()}
 
 
 def train_target(
@@ -254,45 +294,18 @@ def train_target(
         _take_weights(model, init)
     model.dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
     muon, adam = optimizers(model, recipe)
-    stream = token_stream(tokenizer, train, recipe.seed)
-    streams = [stream]
+    streams = [token_stream(tokenizer, train, recipe.seed)]
     if recipe.focus:
         streams.append(token_stream(tokenizer, matching(train, recipe.focus), recipe.seed))
-    long_from = round(recipe.steps * (1 - recipe.long_share))
     quantize_from = round(recipe.steps * (1 - recipe.quantize_share))
 
     def update(step: int) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        _round_experts(model, False)
-        hears_itself = recipe.unlikelihood or recipe.settle
-        if hears_itself and step % recipe.unlikelihood_every == 0:
-            places = recipe.unlikelihood_rows, recipe.unlikelihood_prompt, recipe.seed, step
-            prompts = cut_prompts(stream, *places)
-            said = answers(model, prompts, recipe.unlikelihood_tokens)
-            _round_experts(model, step >= quantize_from)
-            found = own_text_losses(model, prompts, said, recipe.unlikelihood_ngram)
-            unlikely, likely, metrics["repeats"] = found
-            (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()
-            metrics |= {"unlikelihood": unlikely.item(), "own": likely.item()}
-        length = recipe.long_row_tokens if step >= long_from else recipe.row_tokens
-        rows = max(1, recipe.step_tokens // length)
-        shares = split_rows(rows, recipe.focus_share)
-        cut = [
-            rows_of_step(s, length, n, step * n, recipe.seed)
-            for s, n in zip(streams, shares, strict=False)
-            if n
-        ]
-        inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
         _round_experts(model, step >= quantize_from)
         factor = warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
         for optimizer, lr in ((muon, recipe.muon_lr), (adam, recipe.adam_lr)):
             for group in optimizer.param_groups:  # looked up anew: loading a checkpoint replaces them
                 group["lr"] = lr * factor
-        out = model(inputs, routing=True)
-        loss = chunked_nll(out.hidden.flatten(0, 1), model.head, labels.flatten()).mean()
-        balance = balance_loss(out.routing, recipe.experts_per_token)
-        (recipe.text * loss + recipe.balance * balance).backward()
-        metrics |= {"loss": loss.item(), "balance": balance.item()}
+        metrics = _learn_own_text(model, streams[0], recipe, step) | _learn_text(model, streams, recipe, step)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in (muon, adam):
             optimizer.step()
