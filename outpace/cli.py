@@ -133,7 +133,8 @@ def train_target(
     console.print(
         f"{out / 'model'}: held-out {said['held_out_bits_per_byte']} bits per byte, "
         f"{said['repeated_8gram_share']:.1%} repeated 8-grams in greedy text "
-        f"({said['repeated_8gram_share_of_real_text']:.1%} in real text)"
+        f"({said['repeated_8gram_share_of_real_text']:.1%} in real text), "
+        f"its tokens at a mean probability of {said['greedy_probability']:.2f}"
     )
 
 

@@ -84,7 +84,8 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
 
 
 def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]) -> dict[str, Any]:
-    """Held-out bits per byte, the share of repeated 8-grams in greedy continuations, three samples."""
+    """Held-out bits per byte; of greedy continuations the share of repeated 8-grams and the mean probability
+    of a token; three samples."""
     prompts = []
     for document in held_out:
         ids = encode(tokenizer, document.text)
@@ -102,8 +103,19 @@ def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]
         "repeated_8gram_share": round(sum(map(repeated_ngrams, said)) / len(said), 4),
         "repeated_8gram_prompts": len(said),
         "repeated_8gram_share_of_real_text": round(_real_repeats(tokenizer, held_out), 4),
+        "greedy_probability": round(sureness(target, prompts, said), 4),
         "greedy_samples": samples,
     }
+
+
+@torch.inference_mode()
+def sureness(target: Decoder, prompts: list[list[int]], said: list[list[int]]) -> float:
+    """Mean probability of the target's own greedy tokens: what it is not sure of, no draft can guess."""
+    likely = []
+    for prompt, tokens in zip(prompts, said, strict=True):
+        hidden = target(torch.tensor([prompt + tokens[:-1]])).hidden[0, len(prompt) - 1 :]
+        likely.append(target.logits(hidden).softmax(-1).gather(1, torch.tensor(tokens)[:, None]))
+    return torch.cat(likely).mean().item()
 
 
 def _real_repeats(tokenizer: Tokenizer, held_out: list[Document]) -> float:

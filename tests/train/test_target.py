@@ -4,13 +4,14 @@ import dataclasses
 import json
 
 import pytest
+import tiny
 import torch
 
 from outpace.chat.tokenizer import train_bpe
 from outpace.corpus import Document
 from outpace.models.load import dense_tensors, load_target, save_target
 from outpace.train.muon import Muon, orthogonalise
-from outpace.train.publish import publish_target, repeated_ngrams
+from outpace.train.publish import publish_target, repeated_ngrams, sureness
 from outpace.train.target import (
     TargetRecipe,
     balance_loss,
@@ -124,6 +125,17 @@ def test_what_is_published_is_what_is_judged_and_can_be_started_from(corpus, tmp
     for name, tensor in dense_tensors(saved).items():
         step = (moved[name] - tensor.float()).abs().max()
         assert step < 0.1, f"{name} moved by {step} in one warm-up step: not started from the saved weights"
+
+
+def test_sureness_is_the_mean_probability_of_what_was_said():
+    target = tiny.target("gpt_oss")
+    prompts, said = tiny.tokens(2, 7).tolist(), [[5, 9, 3], [11, 2, 60]]
+    one_by_one = []
+    for prompt, tokens in zip(prompts, said, strict=True):
+        for i, token in enumerate(tokens):
+            out = target(torch.tensor([prompt + tokens[:i]]))
+            one_by_one.append(target.logits(out.hidden[0, -1:]).softmax(-1)[0, token].item())
+    assert sureness(target, prompts, said) == pytest.approx(sum(one_by_one) / 6, rel=1e-4)
 
 
 def test_a_start_of_another_shape_is_refused(corpus, tmp_path):
