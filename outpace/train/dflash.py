@@ -253,20 +253,15 @@ def train_dflash(
 ) -> DFlash:
     """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
 
-    `held_out`: prompts that the cache does not hold, for real acceptance every `eval_every` steps.
-    `init`: a draft to start from; its own sizes then stand, not the recipe's, and only the block and the
-    window are the recipe's. `started_from`: that draft's provenance. When the last
+    `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
+    every `eval_every` steps. `init`: a draft to start from; its own sizes then stand, not the recipe's, and
+    only the block and the window are the recipe's. `started_from`: that draft's provenance. When the last
     step is done, folder/draft holds the draft in z-lab's format and provenance.json. Raises ValueError
     where cache, target and recipe do not fit.
     """
     held = tuple(cache.meta.target_layer_ids)
-    if init is None:
-        config = recipe.config(target, tokenizer, held)
-        draft = init_dflash(config, recipe.seed)
-    else:
-        config = recipe.served(init.config)
-        draft = DFlash(config)
-        draft.load_state_dict(init.state_dict())
+    draft = _begin(recipe, target, tokenizer, held, init)
+    config = draft.config
     features = _features(config, target, held, cache.meta.hidden_size)
     draft.bind(target)
     target.requires_grad_(False)
@@ -295,28 +290,44 @@ def train_dflash(
             optimizer.zero_grad(set_to_none=True)
         metrics = {"loss": loss.item(), **accuracy(hits, packed.valid), "lr": recipe.lr * factor}
         metrics["tokens_per_s"] = round(packed.row_tokens / (time.perf_counter() - began), 1)
-        judged = (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps
-        if kept and judged:
-            metrics |= unseen(draft, target, kept, recipe, features)
-        if held_out and judged:
-            prompts = held_out[: recipe.eval_prompts]
-            metrics["tau"] = measure_tau(draft, target, prompts, recipe.eval_new_tokens)
+        if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
+            metrics |= _judge(draft, target, kept, held_out, recipe, features)
         return metrics
 
-    fit(
-        folder,
-        recipe.steps,
-        update,
-        {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}},
-        save_every=recipe.save_every,
-        title="dflash",
-        stop_after=stop_after,
-    )
+    parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}}
+    every = recipe.save_every
+    fit(folder, recipe.steps, update, parts, save_every=every, title="dflash", stop_after=stop_after)
     if json.loads(_lines(folder)[-1])["step"] + 1 == recipe.steps:
         said = provenance(recipe, config, target, cache, folder) | {"started_from": started_from}
         save_dflash(draft, folder / "draft")
         write_json(folder / "draft" / "provenance.json", said)
     return draft.requires_grad_(False)
+
+
+def _begin(
+    recipe: DFlashRecipe, target: Decoder, tokenizer: Tokenizer, held: tuple[int, ...], init: DFlash | None
+) -> DFlash:
+    if init is None:
+        return init_dflash(recipe.config(target, tokenizer, held), recipe.seed)
+    draft = DFlash(recipe.served(init.config))
+    draft.load_state_dict(init.state_dict())
+    return draft
+
+
+def _judge(
+    draft: DFlash,
+    target: Decoder,
+    kept: list[Sample],
+    held_out: list[list[int]],
+    recipe: DFlashRecipe,
+    features: list[int] | None,
+) -> dict[str, Any]:
+    """What the log says every `eval_every` steps, of whichever there is to judge on."""
+    metrics = unseen(draft, target, kept, recipe, features) if kept else {}
+    if held_out:
+        prompts = held_out[: recipe.eval_prompts]
+        metrics["tau"] = measure_tau(draft, target, prompts, recipe.eval_new_tokens)
+    return metrics
 
 
 def _features(
