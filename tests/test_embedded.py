@@ -51,4 +51,4 @@ def test_speculative_decoding_of_held_out_text_is_lossless(embedded):
     said = plain.generate(target, prompts, request)
     drafted = speculative.generate(target, draft, prompts, request)
     assert drafted.tokens == said.tokens
-    assert drafted.trace.tau > 1.3  # it did learn something
+    assert drafted.trace.tau > 1.6  # it did learn something
