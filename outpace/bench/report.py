@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -69,8 +70,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     """The table at 80 columns; report.md has all of it."""
     for regime in dict.fromkeys(r["regime"] for r in report["results"]):
         of = [r for r in report["results"] if r["regime"] == regime]
-        table = Table(title=f"{regime_name(of[0])} tokens")
-        for name in ("method", "batch", "tokens/s", "speedup", "tau", "accepted", "differences"):
+        title = f"{regime_name(of[0])} tokens"
+        table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for name in ("method", "batch", "tokens/s", "speedup", "tau", "accept", "differ", "ties"):
             table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         for r in of:
             table.add_row(
@@ -80,15 +82,26 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 f"{r['speedup']:.2f}x",
                 f"{r['tau']:.2f}",
                 f"{r['accept_rate']:.2f}" if r["accept_by_position"] else "-",
-                _differences(r),
+                *_differ_and_ties(r["lossless"]),
             )
         console.print(table)
     for line in remarks(report):
         console.print(f"- {line}", highlight=False, markup=False)
 
 
+def _differ_and_ties(lossless: dict[str, int]) -> tuple[str, str]:
+    if not lossless["checked"]:
+        return "unchecked", "-"
+    return f"{lossless['violations']} / {lossless['checked']}", str(lossless["ties"])
+
+
 def remarks(report: dict[str, Any]) -> list[str]:
-    return [*report["said"], *(_agreed(a) for a in report["agreement"])]
+    unrepeated = [
+        f"{r['method']}, {r['regime']}, batch {r['batch']}: {rows} rows of later repeats differ from the first"
+        for r in report["results"]
+        if (rows := r["lossless"]["unrepeated"])
+    ]
+    return [*report["said"], *(_agreed(a) for a in report["agreement"]), *unrepeated]
 
 
 def _header(report: dict[str, Any]) -> list[str]:

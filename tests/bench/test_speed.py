@@ -240,10 +240,29 @@ def test_files_appear_whole_and_read_well(report, tmp_path):
     assert "Prompt 11, decode 19 tokens" in text
     assert text.count("| dflash |") == 2
     assert "**Machine**" in text
+
+
+def test_the_printed_table_is_whole_at_80_columns(report):
+    longest = {"method": "transformers-dflash", "tokens_per_s": 12345.6, "tau": 10.25, "speedup": 10.25}
+    longest |= {"lossless": {"checked": 16384, "violations": 10, "ties": 2, "unrepeated": 0}}
     console = quiet()
-    print_report(report, console)
-    assert "dflash" in console.file.getvalue()
-    assert max(map(len, console.file.getvalue().splitlines())) <= 80
+    print_report(report | {"results": [*report["results"], report["results"][-1] | longest]}, console)
+    said = console.file.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert "transformers-dflash" in said and "12345.6" in said and "10 / 16384" in said
+    assert "…" not in said
+
+
+def test_what_was_not_checked_or_does_not_repeat_is_printed_so(report):
+    sampled = report["results"][-1] | {"temperature": 1.0, "batch": 4}
+    sampled["lossless"] = {"checked": 0, "violations": 0, "ties": 0, "unrepeated": 0}
+    drifting = report["results"][-1] | {"batch": 8}
+    drifting["lossless"] = {"checked": 70, "violations": 0, "ties": 1, "unrepeated": 3}
+    console = quiet()
+    print_report(report | {"results": [sampled, drifting]}, console)
+    said = " ".join(console.file.getvalue().split())
+    assert "unchecked" in said and "0 / 70" in said
+    assert "batch 8: 3 rows of later repeats differ from the first" in said
 
 
 def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
