@@ -97,7 +97,7 @@ def _differ_and_ties(lossless: dict[str, int]) -> tuple[str, str]:
 
 def remarks(report: dict[str, Any]) -> list[str]:
     unrepeated = [
-        f"{r['method']}, {r['regime']}, batch {r['batch']}: {rows} rows of later repeats differ from the first"
+        f"{r['method']}, {r['regime']}, batch {r['batch']}: {rows} rows of repeats differ from the first"
         for r in report["results"]
         if (rows := r["lossless"]["unrepeated"])
     ]

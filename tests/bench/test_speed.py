@@ -262,7 +262,7 @@ def test_what_was_not_checked_or_does_not_repeat_is_printed_so(report):
     print_report(report | {"results": [sampled, drifting]}, console)
     said = " ".join(console.file.getvalue().split())
     assert "unchecked" in said and "0 / 70" in said
-    assert "batch 8: 3 rows of later repeats differ from the first" in said
+    assert "batch 8: 3 rows of repeats differ from the first" in said
 
 
 def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
