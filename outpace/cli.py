@@ -3,10 +3,11 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 train_app = typer.Typer(no_args_is_help=True, help="Train a target, or a draft from a teacher cache.")
@@ -114,10 +115,10 @@ def train_target(
     from outpace.chat.tokenizer import read_tokenizer, train_bpe
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target, target_folder
-    from outpace.settings import load_settings
+    from outpace.settings import load_settings, parse_overrides
     from outpace.train import publish, target
 
-    settings = load_settings(target.TargetRecipe, recipe, _overrides(set_))
+    settings = load_settings(target.TargetRecipe, recipe, parse_overrides(target.TargetRecipe, set_ or []))
     train, held_out = split(read_corpus(corpus))
     out.mkdir(parents=True, exist_ok=True)
     start, known = (None, None) if init is None else open_target(init)
@@ -162,12 +163,12 @@ def train_dflash(
     from outpace.corpus import read_corpus, split
     from outpace.load import draft_folder, open_dflash, open_target
     from outpace.models.load import fingerprint
-    from outpace.settings import load_settings
+    from outpace.settings import load_settings, parse_overrides
     from outpace.teacher.store import TeacherCache
     from outpace.train import dflash
     from outpace.train.publish import read_provenance
 
-    overrides = _overrides(set_) | ({"weights": weights} if weights else {})
+    overrides = parse_overrides(dflash.DFlashRecipe, set_ or []) | ({"weights": weights} if weights else {})
     settings = load_settings(dflash.DFlashRecipe, recipe, overrides)
     if init in ("none", "ngram"):
         raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
@@ -198,10 +199,10 @@ def teacher_build(
     """
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target
-    from outpace.settings import load_settings
+    from outpace.settings import load_settings, parse_overrides
     from outpace.teacher import build
 
-    overrides = _overrides(set_)
+    overrides = parse_overrides(build.TeacherRecipe, set_ or [])
     if position_offsets is not None:
         parts = position_offsets.split(",")
         overrides["position_offsets"] = [_integer(x, "--position-offsets") for x in parts]
@@ -287,9 +288,9 @@ def bench(
     from outpace.bench.speed import BenchSettings, run_bench
     from outpace.corpus import read_corpus, split
     from outpace.load import open_dflash, open_target
-    from outpace.settings import load_settings
+    from outpace.settings import load_settings, parse_overrides
 
-    settings = load_settings(BenchSettings, recipe, _overrides(set_))
+    settings = load_settings(BenchSettings, recipe, parse_overrides(BenchSettings, set_ or []))
     loaded, tokenizer = open_target(target)
     held_out = split(read_corpus())[1]
     shown = Console(stderr=True) if as_json else console
@@ -348,31 +349,14 @@ def _integer(text: str, where: str) -> int:
         raise ValueError(f"{where}: {text!r} is not a whole number") from None
 
 
-def _overrides(pairs: list[str] | None) -> dict[str, Any]:
-    """--set key=value, the value as TOML reads it; a,b,c is a list, a bare word a string."""
-    import tomllib
-
-    found: dict[str, Any] = {}
-    for pair in pairs or []:
-        key, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"--set {pair}: write key=value")
-        values = []
-        for part in text.removesuffix(",").split(","):  # "1," is a list of one
-            try:
-                values.append(tomllib.loads(f"x = {part}")["x"])
-            except tomllib.TOMLDecodeError:
-                values.append(part)
-        found[key] = values if "," in text else values[0]
-    return found
-
-
 def main() -> None:
     """The console script: errors meant for people end in one line, not in a traceback."""
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         raise SystemExit(2) from None
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import tomllib
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -32,6 +33,38 @@ def load_settings(cls: type[T], path: Path | None, overrides: dict[str, Any]) ->
     recipe = _values(cls, found, str(path), "")
     override = _values(cls, overrides, "an override", "")
     return _make(cls, _merge(recipe, override), f"{path}" if path else "the settings")
+
+
+def parse_overrides(cls: type, pairs: Sequence[str]) -> dict[str, Any]:
+    """key=value pairs of a command line, each value as TOML reads it, for `load_settings`.
+
+    `a,b` is a list too, a word needs no quotes, and a field of `cls` that holds many takes one alone.
+    Raises ValueError for a pair without `=`.
+    """
+    hints = get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair}: write key=value")
+        value = _read(text)
+        found[key] = [value] if _holds_many(hints.get(key)) and not isinstance(value, list) else value
+    return found
+
+
+def _read(text: str) -> Any:
+    for toml in (text, f"[{text}]") if "," in text else (text,):
+        try:
+            return tomllib.loads(f"x = {toml}")["x"]
+        except tomllib.TOMLDecodeError:
+            pass
+    return [_read(part) for part in text.removesuffix(",").split(",")] if "," in text else text
+
+
+def _holds_many(hint: Any) -> bool:
+    if get_origin(hint) in UNIONS:
+        return any(map(_holds_many, get_args(hint)))
+    return get_origin(hint) in (tuple, list, frozenset)
 
 
 def _values(cls: type, found: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:

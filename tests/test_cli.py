@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outpace.cli import _overrides, main
+from outpace.cli import main
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -63,6 +63,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("generate", "x", "-n", "200000"), "positions end at"),
         (("bench", "--out", "x", "--set", "batchs=1"), "did you mean `batches`"),
         (("bench", "--out", "x", "--set", "batches"), "write key=value"),
+        (("bench", "--out", "x", "--set", "batches=a"), "`batches` wants tuple[int, ...], not ['a']"),
         (("train", "dflash", "--cache", "no/cache", "--out", "x"), "no/cache"),
         (("train", "dflash", "--cache", "x", "--out", "x", "--init", "ngram"), "stands for no weights"),
         (("teacher", "verify", "no/cache"), "no/cache"),
@@ -81,14 +82,3 @@ def test_help_has_examples(monkeypatch, capsys):
     for command in (("generate",), ("bench",), ("verify",), ("train", "dflash"), ("teacher", "build")):
         code, out, _ = run(monkeypatch, capsys, *command, "--help")
         assert code == 0 and "outpace " + " ".join(command) in " ".join(out.split())
-
-
-def test_overrides_read_as_toml_reads_them():
-    said = _overrides(["steps=5", "lr=1e-3", "methods=plain,dflash", "batches=1,", "weights=dpace"])
-    assert said == {
-        "steps": 5,
-        "lr": 1e-3,
-        "methods": ["plain", "dflash"],
-        "batches": [1],
-        "weights": "dpace",
-    }

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from outpace.settings import load_settings
+from outpace.settings import load_settings, parse_overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,27 @@ def test_refusals(recipe, text, said):
         load_settings(Recipe, recipe(text), {})
     for part in said:
         assert part in str(error.value)
+
+
+def test_pairs_of_a_command_line_read_as_toml_or_as_words():
+    pairs = ["steps=5", "learning_rate=1e-3", "words=plain,dflash", "ids=8", "pair=[1, 2.5]", "kind=dpace"]
+    said = parse_overrides(Recipe, [*pairs, "name=11+7", "limit=3"])
+    assert said == {
+        "steps": 5,
+        "learning_rate": 1e-3,
+        "words": ["plain", "dflash"],
+        "ids": [8],
+        "pair": [1, 2.5],
+        "kind": "dpace",
+        "name": "11+7",
+        "limit": 3,
+    }
+    assert load_settings(Recipe, None, said).ids == (8,)
+    for row in ("ids=8,", "ids=[8]"):
+        assert parse_overrides(Recipe, [row]) == {"ids": [8]}
+    assert parse_overrides(Recipe, ["words=a", "name="]) == {"words": ["a"], "name": ""}
+    with pytest.raises(ValueError, match="write key=value"):
+        parse_overrides(Recipe, ["steps"])
 
 
 def test_refused_overrides():
