@@ -3,11 +3,13 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 train_app = typer.Typer(no_args_is_help=True, help="Train a target, or a draft from a teacher cache.")
@@ -115,10 +117,9 @@ def train_target(
     from outpace.chat.tokenizer import read_tokenizer, train_bpe
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target, target_folder
-    from outpace.settings import load_settings, parse_overrides
     from outpace.train import publish, target
 
-    settings = load_settings(target.TargetRecipe, recipe, parse_overrides(target.TargetRecipe, set_ or []))
+    settings = _settings(target.TargetRecipe, recipe, set_)
     train, held_out = split(read_corpus(corpus))
     out.mkdir(parents=True, exist_ok=True)
     start, known = (None, None) if init is None else open_target(init)
@@ -163,13 +164,11 @@ def train_dflash(
     from outpace.corpus import read_corpus, split
     from outpace.load import draft_folder, open_dflash, open_target
     from outpace.models.load import fingerprint
-    from outpace.settings import load_settings, parse_overrides
     from outpace.teacher.store import TeacherCache
     from outpace.train import dflash
     from outpace.train.publish import read_provenance
 
-    overrides = parse_overrides(dflash.DFlashRecipe, set_ or []) | ({"weights": weights} if weights else {})
-    settings = load_settings(dflash.DFlashRecipe, recipe, overrides)
+    settings = _settings(dflash.DFlashRecipe, recipe, set_, **({"weights": weights} if weights else {}))
     if init in ("none", "ngram"):
         raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
     loaded, tokenizer = open_target(target)
@@ -199,14 +198,13 @@ def teacher_build(
     """
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target
-    from outpace.settings import load_settings, parse_overrides
     from outpace.teacher import build
 
-    overrides = parse_overrides(build.TeacherRecipe, set_ or [])
+    more = {}
     if position_offsets is not None:
         parts = position_offsets.split(",")
-        overrides["position_offsets"] = [_integer(x, "--position-offsets") for x in parts]
-    settings = load_settings(build.TeacherRecipe, recipe, overrides)
+        more["position_offsets"] = [_integer(x, "--position-offsets") for x in parts]
+    settings = _settings(build.TeacherRecipe, recipe, set_, **more)
     loaded, tokenizer = open_target(target)
     train, _ = split(read_corpus(corpus))
     built = build.build(loaded, tokenizer, train, out, settings)
@@ -288,9 +286,8 @@ def bench(
     from outpace.bench.speed import BenchSettings, run_bench
     from outpace.corpus import read_corpus, split
     from outpace.load import open_dflash, open_target
-    from outpace.settings import load_settings, parse_overrides
 
-    settings = load_settings(BenchSettings, recipe, parse_overrides(BenchSettings, set_ or []))
+    settings = _settings(BenchSettings, recipe, set_)
     loaded, tokenizer = open_target(target)
     held_out = split(read_corpus())[1]
     shown = Console(stderr=True) if as_json else console
@@ -347,6 +344,13 @@ def _integer(text: str, where: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{where}: {text!r} is not a whole number") from None
+
+
+def _settings(cls: type[T], recipe: Path | None, pairs: list[str] | None, **more: Any) -> T:
+    """The recipe, what --set says on top, and what options of their own say (`more`) over both."""
+    from outpace.settings import load_settings, parse_overrides
+
+    return load_settings(cls, recipe, parse_overrides(cls, pairs or []) | more)
 
 
 def main() -> None:

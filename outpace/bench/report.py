@@ -91,7 +91,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def _differ_and_ties(lossless: dict[str, int]) -> tuple[str, str]:
     if not lossless["checked"]:
-        return "unchecked", "-"
+        return "not checked", "-"
     return f"{lossless['violations']} / {lossless['checked']}", str(lossless["ties"])
 
 
@@ -148,15 +148,8 @@ def _row(r: dict[str, Any]) -> list[str]:
 
 
 def _differences(r: dict[str, Any]) -> str:
-    lossless = r["lossless"]
-    if not lossless["checked"]:
-        return "not checked"
-    said = f"{lossless['violations']} / {lossless['checked']}"
-    if lossless["ties"]:
-        said += f", {lossless['ties']} ties"
-    if lossless["unrepeated"]:
-        said += f", {lossless['unrepeated']} rows not repeatable"
-    return said
+    differ, ties = _differ_and_ties(r["lossless"])
+    return f"{differ}, {ties} ties" if r["lossless"]["ties"] else differ
 
 
 def _agreed(a: dict[str, Any]) -> str:

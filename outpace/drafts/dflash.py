@@ -247,11 +247,12 @@ class DFlashSession:
         step = self.cache.begin(self.draft.block_size, both_ways=True)
         cos, sin = self.draft.rope(step.storage + self.cache.offset)
         config = self.draft.config
-        scale, one_way = config.head_dim**-0.5, replace(step, both_ways=False)
+        scale = config.head_dim**-0.5
+        windowed = replace(step, both_ways=False) if config.causal else step
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             window = config.window(layer)
-            sees = one_way if window and config.causal else step
+            sees = windowed if window else step
             view = self.cache.layers[layer].append(k, v, sees)
             return attend_view(q, view, sees, window, None, scale)
 

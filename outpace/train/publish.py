@@ -17,6 +17,7 @@ from outpace.decode import plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint, load_target, save_target
+from outpace.train.losses import chunked_nll
 from outpace.train.target import TargetRecipe, bits_per_byte
 from outpace.weights.save import write_json
 
@@ -114,7 +115,7 @@ def sureness(target: Decoder, prompts: list[list[int]], said: list[list[int]]) -
     likely = []
     for prompt, tokens in zip(prompts, said, strict=True):
         hidden = target(torch.tensor([prompt + tokens[:-1]])).hidden[0, len(prompt) - 1 :]
-        likely.append(target.logits(hidden).softmax(-1).gather(1, torch.tensor(tokens)[:, None]))
+        likely.append(torch.exp(-chunked_nll(hidden, target.head, torch.tensor(tokens))))
     return torch.cat(likely).mean().item()
 
 

@@ -261,7 +261,7 @@ def test_what_was_not_checked_or_does_not_repeat_is_printed_so(report):
     console = quiet()
     print_report(report | {"results": [sampled, drifting]}, console)
     said = " ".join(console.file.getvalue().split())
-    assert "unchecked" in said and "0 / 70" in said
+    assert "not checked" in said and "0 / 70" in said
     assert "batch 8: 3 rows of repeats differ from the first" in said
 
 
