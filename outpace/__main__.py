@@ -1,5 +1,5 @@
 """python -m outpace."""
 
-from outpace.cli import main
+from outpace.cli.main import main
 
 main()

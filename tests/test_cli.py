@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outpace.cli import main
+from outpace.cli.main import main
 
 
 def run(monkeypatch, capsys, *arguments):

@@ -1,0 +1,42 @@
+"""The command line's frame: the app, its groups, options that commands share."""
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+train_app = typer.Typer(no_args_is_help=True, help="Train a target, or a draft from a teacher cache.")
+teacher_app = typer.Typer(no_args_is_help=True, help="Build, describe and check a teacher cache.")
+app.add_typer(train_app, name="train")
+app.add_typer(teacher_app, name="teacher")
+console = Console()
+
+Target = Annotated[str, typer.Option(help="Checkpoint folder of the target, or 'default'.")]
+Draft = Annotated[str, typer.Option(help="Draft folder (z-lab DFlash), 'default', 'ngram' or 'none'.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe's field: --set steps=500.")]
+Corpus = Annotated[Path | None, typer.Option(help="Folder of *.py files; default: the standard library.")]
+
+
+@app.callback()
+def _about() -> None:
+    """Lossless speculative decoding for GPT-OSS, Qwen3 and Llama: train drafts, decode, prove, measure."""
+
+
+def integer(text: str, where: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{where}: {text!r} is not a whole number") from None
+
+
+def recipe_settings(cls: type[T], recipe: Path | None, pairs: list[str] | None, **more: Any) -> T:
+    """The recipe, what --set says on top, and what options of their own say (`more`) over both."""
+    from outpace.settings import load_settings, parse_overrides
+
+    return load_settings(cls, recipe, parse_overrides(cls, pairs or []) | more)

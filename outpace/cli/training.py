@@ -1,0 +1,157 @@
+"""Commands that train, and the teacher cache they train from."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli.app import (
+    AsJson,
+    Corpus,
+    Recipe,
+    Set,
+    Target,
+    console,
+    integer,
+    recipe_settings,
+    teacher_app,
+    train_app,
+)
+
+
+@train_app.command("target")
+def train_target(
+    out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
+    recipe: Recipe = None,
+    set_: Set = None,
+    init: Annotated[
+        str | None, typer.Option(help="Go on from the weights and tokenizer of a folder, or 'default'.")
+    ] = None,
+    corpus: Corpus = None,
+) -> None:
+    """Train a small gpt-oss from raw text and save it with MXFP4 experts. Resumes where it was stopped.
+
+    [bold]Example[/bold]: outpace train target --recipe recipes/target-micro.toml --out work/micro
+    """
+    from outpace.chat.tokenizer import read_tokenizer, train_bpe
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_target, target_folder
+    from outpace.train import publish, target
+
+    settings = recipe_settings(target.TargetRecipe, recipe, set_)
+    train, held_out = split(read_corpus(corpus))
+    out.mkdir(parents=True, exist_ok=True)
+    start, known = (None, None) if init is None else open_target(init)
+    if not (out / "tokenizer.json").exists():
+        bpe = known or train_bpe((d.text for d in train), settings.vocab_size)
+        bpe.save(str(out / "tokenizer.json.tmp"))
+        (out / "tokenizer.json.tmp").replace(out / "tokenizer.json")
+    tokenizer = read_tokenizer(out)
+    model = target.train_target(settings, tokenizer, train, held_out, out, init=start)
+    with console.status("saving and judging what was saved"):
+        before = None if init is None else publish.read_provenance(target_folder(init))
+        said = publish.publish_target(model, tokenizer, settings, train, held_out, out, out / "model", before)
+    console.print(
+        f"{out / 'model'}: held-out {said['held_out_bits_per_byte']} bits per byte, "
+        f"{said['repeated_8gram_share']:.1%} repeated 8-grams in greedy text "
+        f"({said['repeated_8gram_share_of_real_text']:.1%} in real text), "
+        f"its tokens at a mean probability of {said['greedy_probability']:.2f}"
+    )
+
+
+@train_app.command("dflash")
+def train_dflash(
+    cache: Annotated[Path, typer.Option(help="Teacher cache folder (outpace teacher build).")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the draft is out/draft.")],
+    target: Target = "default",
+    recipe: Recipe = None,
+    set_: Set = None,
+    weights: Annotated[str | None, typer.Option(help="'decay' or 'dpace'.")] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on from this draft or 'default': its sizes stand, block and window are the recipe's."
+        ),
+    ] = None,
+    corpus: Corpus = None,
+) -> None:
+    """Train a DFlash draft from a teacher cache. Resumes where it was stopped.
+
+    [bold]Example[/bold]: outpace train dflash --cache work/cache --out work/dflash --weights dpace
+    """
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.corpus import read_corpus, split
+    from outpace.load import draft_folder, open_dflash, open_target
+    from outpace.models.load import fingerprint
+    from outpace.teacher.store import TeacherCache
+    from outpace.train import dflash
+    from outpace.train.publish import read_provenance
+
+    settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **({"weights": weights} if weights else {}))
+    if init in ("none", "ngram"):
+        raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
+    loaded, tokenizer = open_target(target)
+    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
+    _, held_out = split(read_corpus(corpus))
+    prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
+    start = None if init is None else open_dflash(init, tokenizer)
+    before = None if init is None else read_provenance(draft_folder(init))
+    dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out, init=start, started_from=before)
+    console.print(f"{out / 'draft'}: saved")
+
+
+@teacher_app.command("build")
+def teacher_build(
+    out: Annotated[Path, typer.Option(help="Folder of the cache.")],
+    target: Target = "default",
+    recipe: Recipe = None,
+    set_: Set = None,
+    position_offsets: Annotated[
+        str | None, typer.Option(help="The same text at shifted positions: 0,4096,65536,131072.")
+    ] = None,
+    corpus: Corpus = None,
+) -> None:
+    """Let the target answer prompts of the corpus and keep its hidden states. Resumes after a kill.
+
+    [bold]Example[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
+    """
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_target
+    from outpace.teacher import build
+
+    more = {}
+    if position_offsets is not None:
+        parts = position_offsets.split(",")
+        more["position_offsets"] = [integer(x, "--position-offsets") for x in parts]
+    settings = recipe_settings(build.TeacherRecipe, recipe, set_, **more)
+    loaded, tokenizer = open_target(target)
+    train, _ = split(read_corpus(corpus))
+    built = build.build(loaded, tokenizer, train, out, settings)
+    size = f"{built.meta.tokens:,} tokens, {built.meta.nbytes / 2**20:,.1f} MiB"
+    console.print(f"{out}: {len(built)} samples, {size}")
+
+
+@teacher_app.command("info")
+def teacher_info(path: Path, as_json: AsJson = False) -> None:
+    """Say what a teacher cache holds and which target it belongs to."""
+    from outpace.teacher.store import TeacherCache
+
+    said = TeacherCache.open(path, unfinished=True).describe()
+    if as_json:
+        print(json.dumps(said, indent=2))
+    else:
+        for key, value in said.items():
+            console.print(f"{key:>20}  {value}", highlight=False)
+
+
+@teacher_app.command("verify")
+def teacher_verify(path: Path, target: Annotated[str | None, typer.Option()] = None) -> None:
+    """Check every byte of a teacher cache against its checksums, and its target where one is named."""
+    from outpace.load import open_target
+    from outpace.models.load import fingerprint
+    from outpace.teacher.store import TeacherCache
+
+    wanted = None if target is None else fingerprint(open_target(target)[0])
+    checked = TeacherCache.open(path, target_fingerprint=wanted, unfinished=True).verify()
+    console.print(f"{path}: {checked:,} bytes agree with their checksums")
