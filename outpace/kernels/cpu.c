@@ -49,10 +49,10 @@ typedef float f4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef const uint8_t *bytes;
 typedef const float *floats;
 typedef const void *any;  // float32 or bfloat16, as the kind beside it says
-enum { F32, BF16, MXFP4 };
+enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K };  // of weights; MXFP4: as in safetensors
 enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of a block; k values kept in the first cache
 enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
-enum { UNITS = 48 };                                  // of a hidden layer, per item
+enum { UNITS = 48, SPREAD = 512 };                    // of a hidden layer, per item; values unpacked at a time
 
 // ---- vectors
 INLINE vf load(floats p) { return *(const vfu *)p; }
@@ -163,18 +163,22 @@ INLINE void unpack(bytes p, uint8_t scale, vf *out) {  // 16 bytes: the 16 value
 #endif
 }
 INLINE long even_odd(long k) { return k / 32 * 32 + k % 32 / 2 + k % 2 * 16; }                    // where unpack puts value k
-INLINE long at(long kind, long k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : k / 2; }  // bytes before value k
+INLINE long at(long kind, long k) {  // bytes before value k
+    static const int size[] = {4, 2, 16, 2, 17, 34, 18, 144, 176, 210}, values[] = {1, 1, 32, 1, 32, 32, 32, 256, 256, 256};
+    return k / values[kind] * size[kind];
+}
+#include "cpu_formats.c"
 
-typedef struct { bytes w, s; int64_t kind, k; } Rows;  // weight rows of k values, s: their MXFP4 scales
+typedef struct { bytes w, s; int64_t kind, k, apart; } Rows;  // weight rows of k values, `apart` values between them, s: MXFP4 scales
 
 // Values from..to of R rows of x times COLS weight rows; the last of cols stands in for missing ones.
 INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, int every, vf *acc,
                  float *sums) {
-    const int step = kind == MXFP4 ? 32 : W, parts = kind == MXFP4 ? 32 / W : 1;
+    const int fours = kind == MXFP4 || kind == GGML_MXFP4, step = fours ? 32 : W, parts = fours ? 32 / W : 1;
     vf a[ROWS * COLS] = {{0}};
     bytes w[COLS], s[COLS];
     long k = from;
-    UNROLL for (int c = 0; c < COLS; c++) w[c] = m.w + MIN(c, cols - 1) * at(kind, m.k), s[c] = m.s + MIN(c, cols - 1) * (m.k >> 5);
+    UNROLL for (int c = 0; c < COLS; c++) w[c] = m.w + MIN(c, cols - 1) * at(kind, m.apart), s[c] = m.s + MIN(c, cols - 1) * (m.apart >> 5);
     if (from) UNROLL for (int i = 0; i < R * COLS; i++) a[i] = acc[i];
     for (int wait = 1; k + step <= to; k += step) {
         if (!--wait) {
@@ -184,6 +188,7 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
         UNROLL for (int c = 0; c < COLS; c++) {
             vf v[32 / W];
             if (kind == MXFP4) unpack(w[c] + (k >> 1), s[c][k >> 5], v);
+            else if (kind == GGML_MXFP4) unpack(w[c] + (k >> 5) * 17 + 1, w[c][(k >> 5) * 17], v);
             else *v = kind == F32 ? load((floats)(w[c] + 4 * k)) : widen(w[c] + 2 * k);
             UNROLL for (int j = 0; j < parts; j++) {
                 if (R > 1) HOLD(v[j]);
@@ -201,16 +206,35 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
     else sums_of(a, R * COLS, sums);
 }
 
+// Weight rows in a format the tile does not read: SPREAD values of each are unpacked into the first cache, for all rows of x.
+static void unpacked(const floats *x, int rows, const Rows *m, int cols, float *sums) {
+    vf acc[MOST * COLS];
+    float w[COLS * SPREAD] __attribute__((aligned(64)));
+    for (long k = 0; k < m->k; k += SPREAD) {
+        long to = MIN(k + SPREAD, m->k);
+        for (int c = 0; c < cols; c++) expand(m->w + c * at(m->kind, m->k), m->kind, k, to, w + c * SPREAD);
+        Rows these = {(bytes)w - 4 * k, 0, F32, m->k, SPREAD};
+        for (int i = 0; i < rows; i += ROWS) {
+            const floats *xs = x + i;
+            vf *a = acc + i * COLS;
+            float *y = sums + i * COLS;
+#define SPREADS(R) tile(R, F32, xs, these, cols, k, to, 0, INT32_MAX, a, y); break
+            switch (rows - i) { case 1: SPREADS(1); case 2: SPREADS(2); case 3: SPREADS(3); default: SPREADS(4); }
+        }
+    }
+}
+
 // sums[r * COLS + c] = x[r] . weight row c, for at most MOST rows of x and COLS of weights.
 static void block(const floats *x, int rows, const Rows *m, int cols, float *sums) {
     vf acc[MOST * COLS];
+    if (m->kind > GGML_MXFP4 || m->kind == F16) return unpacked(x, rows, m, cols, sums);
     long chunk = rows > ROWS ? CHUNK : m->k, parts = (rows + ROWS - 1) / ROWS;  // row tiles share weights in the first cache
     for (long k = 0; k < m->k; k += chunk) for (long i = 0; i < parts; i++) {   // each fetches its portion of the block after the next
-        long to = MIN(k + chunk, m->k), every = 64 / at(m->kind, m->kind == MXFP4 ? 32 : W) * parts;
+        long to = MIN(k + chunk, m->k), every = 64 / at(m->kind, m->kind == F32 || m->kind == BF16 ? W : 32) * parts;
         long ahead = 2 * COLS * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
 #define TILE(R, kind) tile(R, kind, x + i * ROWS, *m, cols, k, to, ahead, every, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
 #define TILES(kind) switch (rows - i * ROWS) { case 1: TILE(1, kind); case 2: TILE(2, kind); case 3: TILE(3, kind); default: TILE(4, kind); }
-        if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else TILES(MXFP4)
+        if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else if (m->kind == MXFP4) TILES(MXFP4) else TILES(GGML_MXFP4)
     }
 }
 
@@ -232,7 +256,7 @@ static void products(const Linear *o, long some, Share *shares, int threads) {
         for (int r = 0; r < rows; r++) xs[r] = o->x + (m + r) * o->K;
         for (long n = item * some; n < MIN(o->N, (item + 1) * some); n += COLS) {
             int cols = MIN(COLS, o->N - n);
-            block(xs, rows, &(Rows){(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K}, cols, sums);
+            block(xs, rows, &(Rows){(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K, o->K}, cols, sums);
             add(o->bias, o->bias_kind, n, cols, sums, rows);
             for (int r = 0; r < rows; r++) place(o->y + (m + r) * o->N + n, sums + r * COLS, cols);
         }
@@ -277,6 +301,11 @@ static void spread(bytes p, uint8_t scale, float *y) {
     vf v[32 / W];
     unpack(p, scale, v);
     for (int j = 0; j < 16 / W; j++) store(y + 2 * W * j, LOW(v[j], v[j + 16 / W])), store(y + 2 * W * j + W, HIGH(v[j], v[j + 16 / W]));
+}
+typedef struct { bytes w; float *y; int64_t kind, M, K, threads; } Expand;
+void expand_rows(const Expand *o) {
+    int threads = team((double)o->M * o->K, 65536, o->threads);
+    EACH_ROW(o->M, expand(o->w + m * at(o->kind, o->K), o->kind, 0, o->K, o->y + m * o->K));
 }
 typedef struct { bytes blocks, scales; float *y; int64_t count, threads; } Packed;
 void unpack_mxfp4(const Packed *o) {

@@ -1,27 +1,18 @@
 """ctypes wrappers of the CPU kernels in cpu.c, built by a C compiler at first use into a per-user cache."""
 
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import re
-import shutil
 import struct
-import subprocess
-import tempfile
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("cpu.c")
-FLAGS = ["-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC"]
-# gcc for some CPUs leaves a lone chain of products and sums unfused: a row would then depend on its company
-FLAGS += ["--param=avoid-fma-max-bits=0"]
-KIND = {torch.float32: 0, torch.bfloat16: 1}
+from outpace.kernels.build import FUNCTIONS, load
+from outpace.kernels.build import available as available
+from outpace.kernels.build import why_not as why_not
+
+KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 3}
 MXFP4 = 2
+BLOCKS_KIND = {"MXFP4": 4, "Q8_0": 5, "Q4_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}  # as GGUF files hold them
 STYLES = ("gpt_oss", "silu")
 
 # Each C function takes the address of one struct, packed here: ctypes would spend 0.1 us on every argument.
@@ -33,101 +24,19 @@ GATES = struct.Struct("7q2dq").pack
 ROPE = struct.Struct("7qd5q").pack
 ATTEND = struct.Struct("21qdq").pack
 ROUTE = struct.Struct("14q").pack
-MOE = struct.Struct("20q2dq").pack
+MOE = struct.Struct("27q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
 ARGMAX = struct.Struct("5q").pack
 PACKED = struct.Struct("5q").pack
+EXPAND = struct.Struct("6q").pack
 BLOCKS = struct.Struct("23qdq").pack
-FUNCTIONS = (
-    *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
-    *("gated", "gated_backward", "angles", "argmax", "blocks"),
-)
-
-
-def _openmp() -> str | None:
-    """The OpenMP runtime that torch has loaded: a second one would bring a second pool of threads."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    mapped = re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*", maps)
-    return min(mapped, key=lambda path: "torch" not in path, default=None)
-
-
-def _flags_of_this_cpu() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    return next(lines, platform.machine())
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("OUTPACE_CACHE") or Path.home() / ".cache" / "outpace")
-
-
-def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def _build(compiler: str, openmp: str | None) -> ctypes.CDLL:
-    version = _run(compiler, "--version")
-    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.c"))]
-    flags = [*FLAGS, *os.environ.get("OUTPACE_CFLAGS", "").split()]
-    parts = [*sources, version, _flags_of_this_cpu(), torch.__version__, str(openmp), *flags]
-    target = _cache() / f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # under a temporary name, then renamed: no other process may load half a library
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            thing, library = Path(folder, "cpu.o"), Path(folder, "cpu.so")
-            _run(compiler, *flags, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(thing))
-            # not -fopenmp here: it would add the compiler's own runtime
-            _run(compiler, "-shared", str(thing), *([openmp] if openmp else []), "-lm", "-o", str(library))
-            ctypes.CDLL(str(library))
-            library.replace(target)
-    return ctypes.CDLL(str(target))
-
-
-@functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    if os.environ.get("OUTPACE_KERNELS") == "0":
-        return None, "switched off by OUTPACE_KERNELS=0"
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return None, "no C compiler (cc, gcc or clang) on the PATH"
-    why = ""
-    # without OpenMP if the compiler and torch's runtime do not fit: one thread is better than none
-    for openmp in dict.fromkeys([_openmp(), None]):
-        try:
-            library = _build(compiler, openmp)
-        except subprocess.CalledProcessError as error:
-            why = f"{' '.join(error.cmd)} failed: {error.stderr[:500]}"
-        except (OSError, RuntimeError) as error:  # no place to write to; no home
-            why = str(error)
-        else:
-            for name in FUNCTIONS:
-                getattr(library, name).argtypes = [ctypes.c_char_p]
-                getattr(library, name).restype = None
-            return library, None
-    return None, why
-
-
-def available() -> bool:
-    return _load()[0] is not None
-
-
-def why_not() -> str | None:
-    """Why the kernels are not available; None if they are."""
-    return _load()[1]
 
 
 class _Library:
     """Holds the C functions; the first one asked for loads them all, later ones are plain attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        library, why = _load()
+        library, why = load()
         if library is None:
             raise RuntimeError(f"CPU kernels are not available: {why}")
         for each in FUNCTIONS:
@@ -145,14 +54,45 @@ def _of(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), KIND[tensor.dtype])
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+class Quantised(Protocol):
+    """Rows in a format of BLOCKS_KIND: `data` uint8 [..., N, bytes of a row], `shape` [..., N, K]."""
+
+    data: Tensor
+    format: str
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Matrix = Tensor | Quantised
+
+
+def _matrix(w: Matrix) -> tuple[int, int]:
+    """Address and kind of a weight."""
+    if isinstance(w, Tensor):
+        assert w.is_contiguous()
+        return w.data_ptr(), KIND[w.dtype]
+    assert w.data.is_contiguous()
+    return w.data.data_ptr(), BLOCKS_KIND[w.format]
+
+
+def linear(x: Tensor, w: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] @ w [N, K].T + bias [N] -> [M, N]."""
     m, k = x.shape
-    n = len(w)
-    assert w.shape[1] == k and x.is_contiguous() and w.is_contiguous()
+    n = w.shape[0]
+    assert w.shape[1] == k and x.is_contiguous()
     y = _empty(m, n)
     b, b_kind = (0, 0) if bias is None else (bias.data_ptr(), KIND[bias.dtype])
-    _c.linear(LINEAR(x.data_ptr(), w.data_ptr(), KIND[w.dtype], b, b_kind, y.data_ptr(), m, n, k, _threads()))
+    _c.linear(LINEAR(x.data_ptr(), *_matrix(w), b, b_kind, y.data_ptr(), m, n, k, _threads()))
+    return y
+
+
+def expand(w: Quantised) -> Tensor:
+    """Blocks [..., N, K] -> float32 of that shape, exactly what their format means."""
+    *_, k = w.shape
+    y = _empty(*w.shape)
+    data, kind = _matrix(w)
+    _c.expand_rows(EXPAND(data, y.data_ptr(), kind, y.numel() // k, k, _threads()))
     return y
 
 
@@ -243,41 +183,55 @@ def route(
     return index, weight
 
 
-Packed = tuple[Tensor, Tensor]  # MXFP4: blocks uint8 [..., G, 16], scales uint8 [..., G]
+Packed = tuple[Tensor, Tensor]  # MXFP4 of safetensors: blocks uint8 [..., G, 16], scales uint8 [..., G]
+Experts = Matrix | Packed  # [E, N, K]
 
 
-def _experts(w: Tensor | Packed, bias: Tensor | None) -> tuple[int, int, int, int, int]:
-    b, kind = (0, 0) if bias is None else (bias.data_ptr(), KIND[bias.dtype])
-    if isinstance(w, Tensor):
-        return w.data_ptr(), 0, KIND[w.dtype], b, kind
-    return w[0].data_ptr(), w[1].data_ptr(), MXFP4, b, kind
+def _experts(w: Experts, bias: Tensor | None, first: int = 0) -> tuple[int, int, int, int, int]:
+    """Weights from row `first` of the first expert on."""
+    b, kind = (0, 0) if bias is None else (bias.data_ptr() + first * bias.element_size(), KIND[bias.dtype])
+    if isinstance(w, tuple):
+        assert w[0].is_contiguous() and w[1].is_contiguous()
+        row = w[1].shape[-1]
+        return w[0].data_ptr() + 16 * first * row, w[1].data_ptr() + first * row, MXFP4, b, kind
+    data, format = _matrix(w)
+    row = w.shape[-1] * w.element_size() if isinstance(w, Tensor) else w.data.shape[-1]
+    return data + first * row, 0, format, b, kind
 
 
 def moe(
     x: Tensor,
     idx: Tensor,
     weight: Tensor,
-    up: Tensor | Packed,
+    up: Experts,
     up_bias: Tensor | None,
-    down: Tensor | Packed,
+    down: Experts,
     down_bias: Tensor | None,
     style: str,
     limit: float = 7.0,
     alpha: float = 1.702,
+    gate: Experts | None = None,
+    gate_bias: Tensor | None = None,
 ) -> Tensor:
     """x [M, C] through its experts idx [M, k], weighed and summed -> [M, C].
 
-    up [E, 2F, C] and down [E, C, F] are float32, bfloat16 or MXFP4 pairs. style "gpt_oss": rows of up are
-    gate and up in turn, clamped; "silu": all gates, then all ups.
+    up [E, 2F, C] and down [E, C, F] are float32, bfloat16, float16, MXFP4 pairs or GGUF blocks. style
+    "gpt_oss": rows of up are gate and up in turn, clamped; "silu": all gates, then all ups. Where `gate` is
+    given, it holds the gates and up the ups, both [E, F, C].
     """
     m, c = x.shape
-    e, f2 = (up if isinstance(up, Tensor) else up[0]).shape[:2]
+    e, _, f = (down[0].shape[0], 0, down[1].shape[-1] * 32) if isinstance(down, tuple) else down.shape
     assert x.is_contiguous() and idx.is_contiguous() and weight.is_contiguous() and style in STYLES
     y = _empty(m, c)
-    experts = *_experts(up, up_bias), *_experts(down, down_bias)
     clamped = style == "gpt_oss"
-    sizes = y.data_ptr(), m, c, f2 // 2, e, idx.shape[1], clamped, limit, alpha if clamped else 1.0
-    _c.moe(MOE(x.data_ptr(), idx.data_ptr(), weight.data_ptr(), *experts, *sizes, _threads()))
+    interleaved = clamped and gate is None
+    gates = _experts(up, up_bias) if gate is None else _experts(gate, gate_bias)
+    ups = _experts(up, up_bias, f if gate is None and not interleaved else 0)
+    apart = f if gate is not None else 2 * f
+    experts = *gates, *ups, *_experts(down, down_bias)
+    sizes = y.data_ptr(), m, c, f, e, idx.shape[1], apart, interleaved, clamped
+    scales = limit, alpha if clamped else 1.0
+    _c.moe(MOE(x.data_ptr(), idx.data_ptr(), weight.data_ptr(), *experts, *sizes, *scales, _threads()))
     return y
 
 

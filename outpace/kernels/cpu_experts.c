@@ -23,11 +23,12 @@ void route(const Route *o) {
 
 typedef struct { bytes w, s; int64_t kind; any bias; int64_t bias_kind; } Experts;  // weights [E, n, k], bias [E, n]
 static void expert(const Experts *o, long row, long k, int cols, const floats *x, int rows, float *sums) {
-    block(x, rows, &(Rows){o->w + row * at(o->kind, k), o->s + row * (k / 32), o->kind, k}, cols, sums);
+    block(x, rows, &(Rows){o->w + row * at(o->kind, k), o->s + row * (k / 32), o->kind, k, k}, cols, sums);
     add(o->bias, o->bias_kind, row, cols, sums, rows);
 }
-typedef struct { floats x; const int64_t *index; floats weight; Experts up, down; float *y; int64_t M, C, F, E, k, clamped; double limit, alpha;
-                 int64_t threads; } Moe;
+// Expert e's gates and ups begin `apart` * e rows into theirs; interleaved, they stand in turn in one matrix, which both name.
+typedef struct { floats x; const int64_t *index; floats weight; Experts gate, up, down; float *y; int64_t M, C, F, E, k, apart, interleaved, clamped;
+                 double limit, alpha; int64_t threads; } Moe;
 typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; int threads; Share *ups, *downs; } Plan;
 
 static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of expert e, for all its rows
@@ -38,16 +39,16 @@ static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of e
         int rows = MIN(MOST, p->first[e + 1] - a);
         for (int r = 0; r < rows; r++) xs[r] = p->x + p->order[a + r] / o->k * o->C;
         for (int n = 0, cols; n < 2 * units; n += cols) {    // pairs; or gates, then ups
-            long row = 2 * o->F * e + (o->clamped ? 2 * f0 + n : n < units ? f0 + n : o->F + f0 + n - units);
+            long row = o->apart * e + (o->interleaved ? 2 * f0 + n : f0 + n % units);
             cols = MIN(COLS, (n < units ? units : 2 * units) - n);
-            expert(&o->up, row, o->C, cols, xs, rows, sums);
+            expert(n < units ? &o->gate : &o->up, row, o->C, cols, xs, rows, sums);
             for (int r = 0; r < rows; r++) place(raw[r] + n, sums + r * COLS, cols);
         }
         for (int r = 0; r < rows; r++) {
             float g[UNITS] = {0}, u[UNITS] = {0}, *to = p->h + p->order[a + r] * o->F;
             for (int i = 0; i < units; i++) {
-                g[i] = o->clamped ? MIN(raw[r][2 * i], limit) : raw[r][i];
-                u[i] = o->clamped ? MAX(MIN(raw[r][2 * i + 1], limit), -limit) + 1.0f : raw[r][units + i];
+                g[i] = raw[r][o->interleaved ? 2 * i : i], u[i] = raw[r][o->interleaved ? 2 * i + 1 : units + i];
+                if (o->clamped) g[i] = MIN(g[i], limit), u[i] = MAX(MIN(u[i], limit), -limit) + 1.0f;
             }
             for (int i = 0; i < units; i += W) store(g + i, load(g + i) * sigmoid(load(g + i) * (float)o->alpha) * load(u + i));
             for (long i = 0; i < units; i++) to[o->down.kind == MXFP4 ? even_odd(f0 + i) : f0 + i] = g[i];
@@ -79,7 +80,7 @@ static void both(const Plan *p) {
     for (long item; (item = take(p->downs, p->threads)) >= 0;) down(p, item * COLS, p->parts + omp_get_thread_num() * p->A * COLS);
 }
 
-// y[m] = sum over i of weight[m, i] * (down . act(up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation, rows interleaved.
+// y[m] = sum over i of weight[m, i] * (down . act(gate . x[m], up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation.
 void moe(const Moe *o) {
     long M = o->M, C = o->C, F = o->F, E = o->E, A = M * o->k;
     int threads = team((double)A * C * F, 32768, o->threads);

@@ -10,18 +10,20 @@ from outpace.kernels import cpu
 from outpace.ops import mxfp4
 from outpace.ops.fast import few
 from outpace.ops.norm import clamped_swiglu, silu_mul
+from outpace.ops.quant import Quant, Weight, dense
 
-Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales
+Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
+Experts = Tensor | Packed | Quant  # [E, N, K]
 
 
-def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def router_logits(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [M,C], weight [E,C] -> [M,E] float32."""
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return F.linear(x.float(), dense(weight), None if bias is None else bias.float())
 
 
 def route(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     k: int,
     *,
@@ -33,7 +35,7 @@ def route(
     gpt-oss takes the top k logits first and softmaxes those; Qwen3-MoE softmaxes all, then takes
     the top k and, with `norm_topk_prob`, renormalises.
     """
-    if few(x):
+    if few(x) and isinstance(weight, Tensor):
         return cpu.route(x, weight, bias, k, softmax_first, renormalise)
     logits = router_logits(x, weight, bias)
     if not softmax_first:
@@ -49,20 +51,23 @@ def run_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    up: Tensor | Packed,
+    up: Experts,
     up_bias: Tensor | None,
-    down: Tensor | Packed,
+    down: Experts,
     down_bias: Tensor | None,
     limit: float | None,
+    gate: Experts | None = None,
+    gate_bias: Tensor | None = None,
 ) -> Tensor:
     """x [M,C], experts and weights [M,k], up [E,2F,C], down [E,C,F] (dense or packed) -> [M,C].
 
-    `limit` set: gpt-oss's clamped SwiGLU over interleaved rows; None: silu(gate) * up over halves.
+    `limit` set: gpt-oss's clamped SwiGLU over interleaved rows; None: silu(gate) * up over halves. Where
+    `gate` is given (GGUF), gates and ups are two matrices [E,F,C].
     """
     if few(x):
         style = "silu" if limit is None else "gpt_oss"
         weigh = (up, up_bias, down, down_bias, style, limit or 0.0)
-        return cpu.moe(x, experts, weights, *weigh)
+        return cpu.moe(x, experts, weights, *weigh, gate=gate, gate_bias=gate_bias)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
@@ -70,6 +75,9 @@ def run_experts(
     for e, rows in enumerate(_Spread.apply(x, order, k).split(counts)):  # type: ignore[no-untyped-call]
         if len(rows):
             h = _expert_linear(rows, up, up_bias, e)
+            if gate is not None:  # as one matrix would have given them: in turn, or gates first
+                gates = _expert_linear(rows, gate, gate_bias, e)
+                h = torch.cat((gates, h), -1) if limit is None else torch.stack((gates, h), -1).flatten(-2)
             h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
             parts.append(_expert_linear(h, down, down_bias, e))
     y = torch.cat(parts) * weights.flatten()[order, None].to(x.dtype)
@@ -112,13 +120,13 @@ def _sum_choices(y: Tensor, order: Tensor, k: int) -> Tensor:
     return y.index_select(0, back).view(-1, k, y.shape[-1]).sum(1)
 
 
-def _expert_count(weight: Tensor | Packed) -> int:
-    return (weight if isinstance(weight, Tensor) else weight[0]).shape[0]
+def _expert_count(weight: Experts) -> int:
+    return (weight[0] if isinstance(weight, tuple) else weight).shape[0]
 
 
-def _expert_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, e: int) -> Tensor:
-    if isinstance(weight, Tensor):
-        w = weight[e].to(x.dtype)
-    else:
+def _expert_linear(x: Tensor, weight: Experts, bias: Tensor | None, e: int) -> Tensor:
+    if isinstance(weight, tuple):
         w = mxfp4.unpack(weight[0][e], weight[1][e], x.dtype)
+    else:
+        w = dense(weight[e], x.dtype)
     return F.linear(x, w, None if bias is None else bias[e].to(x.dtype))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from nearly import DTYPES, close
 
-from outpace.kernels import cpu
+from outpace.kernels import build, cpu
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -335,9 +335,9 @@ def test_mxfp4_unpacks_every_byte_and_scale_exactly():
 
 @pytest.fixture
 def fresh():
-    cpu._load.cache_clear()
+    build.load.cache_clear()
     yield
-    cpu._load.cache_clear()
+    build.load.cache_clear()
 
 
 def test_switched_off(fresh, monkeypatch):

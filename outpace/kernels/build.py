@@ -1,0 +1,102 @@
+"""Builds the C kernels of cpu.c with the machine's compiler at first use, and loads them."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu.c")
+FLAGS = ["-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC"]
+# gcc for some CPUs leaves a lone chain of products and sums unfused: a row would then depend on its company
+FLAGS += ["--param=avoid-fma-max-bits=0"]
+FUNCTIONS = (
+    *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
+    *("gated", "gated_backward", "angles", "argmax", "blocks", "expand_rows"),
+)
+
+
+def _openmp() -> str | None:
+    """The OpenMP runtime that torch has loaded: a second one would bring a second pool of threads."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    mapped = re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*", maps)
+    return min(mapped, key=lambda path: "torch" not in path, default=None)
+
+
+def _flags_of_this_cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return next(lines, platform.machine())
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("OUTPACE_CACHE") or Path.home() / ".cache" / "outpace")
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _build(compiler: str, openmp: str | None) -> ctypes.CDLL:
+    version = _run(compiler, "--version")
+    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.c"))]
+    flags = [*FLAGS, *os.environ.get("OUTPACE_CFLAGS", "").split()]
+    parts = [*sources, version, _flags_of_this_cpu(), torch.__version__, str(openmp), *flags]
+    target = _cache() / f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # under a temporary name, then renamed: no other process may load half a library
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            thing, library = Path(folder, "cpu.o"), Path(folder, "cpu.so")
+            _run(compiler, *flags, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(thing))
+            # not -fopenmp here: it would add the compiler's own runtime
+            _run(compiler, "-shared", str(thing), *([openmp] if openmp else []), "-lm", "-o", str(library))
+            ctypes.CDLL(str(library))
+            library.replace(target)
+    return ctypes.CDLL(str(target))
+
+
+@functools.cache
+def load() -> tuple[ctypes.CDLL | None, str | None]:
+    if os.environ.get("OUTPACE_KERNELS") == "0":
+        return None, "switched off by OUTPACE_KERNELS=0"
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None, "no C compiler (cc, gcc or clang) on the PATH"
+    why = ""
+    # without OpenMP if the compiler and torch's runtime do not fit: one thread is better than none
+    for openmp in dict.fromkeys([_openmp(), None]):
+        try:
+            library = _build(compiler, openmp)
+        except subprocess.CalledProcessError as error:
+            why = f"{' '.join(error.cmd)} failed: {error.stderr[:500]}"
+        except (OSError, RuntimeError) as error:  # no place to write to; no home
+            why = str(error)
+        else:
+            for name in FUNCTIONS:
+                getattr(library, name).argtypes = [ctypes.c_char_p]
+                getattr(library, name).restype = None
+            return library, None
+    return None, why
+
+
+def available() -> bool:
+    return load()[0] is not None
+
+
+def why_not() -> str | None:
+    """Why the kernels are not available; None if they are."""
+    return load()[1]
