@@ -60,8 +60,13 @@ class ModelConfig:
             raise ValueError(f"config: layer_types holds {sorted(unknown)}; known: {FULL}, {WINDOW}")
         if WINDOW in self.layer_types and self.sliding_window < 1:
             raise ValueError("config: sliding_attention layers need a sliding_window of at least 1")
-        if self.head_dim % 2:
-            raise ValueError(f"config: head_dim {self.head_dim} is odd; rotary halves need an even one")
+        if self.head_dim % 2 or self.head_dim < 2:
+            fault = "odd" if self.head_dim % 2 else "below 2"
+            raise ValueError(f"config: head_dim {self.head_dim} is {fault}; rotary halves need an even one")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"config: {self.experts_per_token} experts per token of {self.num_experts} experts"
+            )
 
 
 def need(hf: dict[str, Any], key: str) -> Any:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.config import ModelConfig
+from outpace.models.config_values import check_values
 from outpace.models.decoder import Decoder
 from outpace.models.names import Entry
 from outpace.ops import mxfp4
@@ -25,6 +26,8 @@ ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {
     "Qwen3MoeForCausalLM": (qwen3_moe, qwen3_moe.Qwen3Moe),
 }
 PACKED_SUFFIX = "_blocks"
+# dtypes that no weight by itself is stored in: an 8-bit float means something only with its scales
+NO_WEIGHTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,16 @@ class Comparison:
     missing: list[str]
     left_over: list[str]
     wrong_shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, wanted, found
+    wrong_dtype: list[tuple[str, str, str]] = field(default_factory=list)  # name, wanted, found
 
     @property
     def clean(self) -> bool:
-        return not (self.missing or self.left_over or self.wrong_shape)
+        return not (self.missing or self.left_over or self.wrong_shape or self.wrong_dtype)
 
 
 def parse_config(hf: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError naming the key and what it should be; LoadError for an unknown architecture."""
+    check_values(hf)
     names = hf.get("architectures") or ["(none)"]
     if names[0] not in ARCHITECTURES:
         raise LoadError(f"config.json names the architecture {names[0]}; known: {', '.join(ARCHITECTURES)}")
@@ -57,24 +63,32 @@ def entries(config: ModelConfig, packed: bool) -> list[Entry]:
     return found
 
 
-def is_packed(names: list[str]) -> bool:
-    return any(name.endswith(PACKED_SUFFIX) for name in names)
+def is_packed(names: list[str], config: ModelConfig) -> bool:
+    """True where experts are MXFP4; only gpt-oss can hold them so, elsewhere such names are left over."""
+    gpt_oss_alone = config.architecture == "GptOssForCausalLM"
+    return gpt_oss_alone and any(name.endswith(PACKED_SUFFIX) for name in names)
 
 
 def compare(checkpoint: Checkpoint, config: ModelConfig) -> Comparison:
-    packed = is_packed(checkpoint.names())
+    """Names, shapes and dtypes, from headers alone."""
+    packed = is_packed(checkpoint.names(), config)
     with torch.device("meta"):
         model = build(config, packed)
     parts = dict(named_tensors(model))
-    shapes = {name: shape for name, shape, _ in checkpoint.specs()}
+    held = {name: (shape, dtype) for name, shape, dtype in checkpoint.specs()}
     wanted: dict[str, tuple[int, ...]] = {}
+    shapes, dtypes = [], []
     for entry in entries(config, packed):
         for name, part in zip(entry.names, entry.split(parts[entry.param]), strict=True):
             wanted[name] = tuple(part.shape)
-    wrong = [(n, w, shapes[n]) for n, w in wanted.items() if n in shapes and shapes[n] != w]
-    held = set(shapes)
+            shape, dtype = held.get(name, (wanted[name], ""))
+            if shape != wanted[name]:
+                shapes.append((name, wanted[name], shape))
+            bytes_wanted = part.dtype == torch.uint8
+            if dtype and (dtype != "U8" if bytes_wanted else dtype in NO_WEIGHTS):
+                dtypes.append((name, "U8" if bytes_wanted else "a floating-point dtype", dtype))
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    return Comparison(sorted(set(wanted) - held), sorted(held - set(wanted) - tied), wrong)
+    return Comparison(sorted(wanted.keys() - held), sorted(held.keys() - wanted - tied), shapes, dtypes)
 
 
 def load_target(
@@ -84,13 +98,16 @@ def load_target(
     device: torch.device | str = "cpu",
 ) -> Decoder:
     """Weights stay in the precision they are stored in (MXFP4 packed, bfloat16, float32); activations
-    are `dtype`. Raises LoadError when a tensor is missing, left over or of another shape."""
+    are `dtype`. Raises LoadError when a tensor is missing, left over, or of another shape or dtype."""
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)
     difference = compare(checkpoint, config)
     if not difference.clean:
-        raise LoadError(f"{folder} is not what its config.json describes:\n{explain(difference)}")
-    packed = is_packed(checkpoint.names())
+        raise LoadError(
+            f"{folder} is not what its config.json describes:\n{explain(difference)}\n"
+            f"`outpace inspect {folder}` says what to do"
+        )
+    packed = is_packed(checkpoint.names(), config)
     with torch.device("meta"):
         model = build(config, packed)
     shapes = {name: t.shape for name, t in named_tensors(model)}
@@ -110,6 +127,10 @@ def explain(difference: Comparison) -> str:
     lines += [
         f"  {name}: shape {found}, the config wants {wanted}"
         for name, wanted, found in difference.wrong_shape[:6]
+    ]
+    lines += [
+        f"  {name}: dtype {found}, where {wanted} belongs"
+        for name, wanted, found in difference.wrong_dtype[:6]
     ]
     return "\n".join(lines)
 

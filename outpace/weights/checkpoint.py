@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from outpace.weights.contract import Checkpoint, LoadError
+from outpace.weights.foreign import foreign_file, foreign_folder, openai_layout, openai_names
 from outpace.weights.hf import open_folder
 
 __all__ = ["Checkpoint", "LoadError", "dtype_bytes", "open_checkpoint", "to_compute"]
@@ -17,7 +18,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     if is_gguf(path):
         raise LoadError(f"{path} is a GGUF file, which is not read yet")
-    return open_folder(path)
+    if path.is_file():
+        raise foreign_file(path)
+    try:
+        found = open_folder(path)
+    except LoadError as error:
+        if error.kind in ("no_config", "no_weights"):
+            raise foreign_folder(path) or error from None
+        raise
+    if openai_names(found.names()):
+        raise openai_layout(path)
+    return found
 
 
 def is_gguf(path: Path) -> bool:

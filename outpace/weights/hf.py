@@ -61,10 +61,7 @@ def open_folder(folder: Path) -> HFCheckpoint:
     if index.is_file():
         return _sharded(folder, config, index)
     if not single.is_file():
-        raise LoadError(
-            f"{folder} holds neither {SINGLE} nor {INDEX}: fetch the safetensors files of this model",
-            "no_weights",
-        )
+        raise LoadError(f"{folder} holds neither {SINGLE} nor {INDEX}: fetch them", "no_weights")
     file = open_file(single)
     return HFCheckpoint(folder=folder, config=config, files=(file,), file_of=dict.fromkeys(file.slots, file))
 
