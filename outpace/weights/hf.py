@@ -40,6 +40,10 @@ class HFCheckpoint:
             for name, slot in file.slots.items():
                 yield name, slot.shape, slot.dtype
 
+    def release(self, name: str) -> None:
+        """Give a tensor's pages back to the system, for walks over files larger than memory."""
+        self._file(name).release(name)
+
     def _file(self, name: str) -> File:
         if name not in self.file_of:
             raise LoadError(f"{self.folder} holds no tensor {name}")

@@ -41,6 +41,7 @@ DTYPES = {
 }
 LARGEST = 2**62  # no axis and no offset is longer
 MOST_AXES = 16
+POINTER = b"version "  # how the text that Git LFS leaves in place of a large file begins
 # A private writable mapping is charged against the memory of the machine unless it says it will not be
 # written to much: without this, a file larger than memory cannot be mapped. Linux only; 3.13 names it.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -78,6 +79,15 @@ class File:
         count = slot.nbytes // dtype.itemsize
         return torch.frombuffer(self.data, dtype=dtype, count=count, offset=slot.begin).view(slot.shape)
 
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system, which reads them again when they are wanted.
+        Throws away what was written to it."""
+        slot = self.slots[name]
+        first = -(-slot.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (slot.begin + slot.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED, first, last - first)
+
 
 def open_file(path: Path) -> File:
     """Raises LoadError for anything but a whole, consistent safetensors file. Reads the header alone."""
@@ -106,7 +116,10 @@ def _header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int,
     """-> the header, where the tensors begin, where the file ends."""
     if size < 8:
         raise damaged(path, f"it has {size} bytes, less than the length of a header")
-    (length,) = struct.unpack("<Q", file.read(8))
+    start = file.read(8)
+    if start == POINTER:
+        raise LoadError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull`", "lfs_pointer")
+    (length,) = struct.unpack("<Q", start)
     if length > MOST_BYTES:
         raise damaged(path, f"its header would have {length:,} bytes, and the limit is {MOST_BYTES:,}")
     if length > size - 8:
