@@ -19,7 +19,8 @@ import torch
 from outpace.decode import plain
 from outpace.decode.request import Request
 from outpace.models.gpt_oss import GptOss
-from outpace.models.load import load_target, save_target
+from outpace.models.load import load_target
+from outpace.models.save import save_target
 from outpace.train.target import TargetRecipe, init_weights
 
 SHAPE = TargetRecipe(

@@ -20,7 +20,8 @@ from outpace.drafts.dflash import DFlash
 from outpace.drafts.load import entries
 from outpace.models.config import FULL, rope_to_hf
 from outpace.models.decoder import Decoder
-from outpace.models.load import named_tensors, save_target
+from outpace.models.load import named_tensors
+from outpace.models.save import save_target
 
 EXPERTS = ("batched_mm", "grouped_mm", "eager")
 ATTENTION = ("sdpa", "eager")

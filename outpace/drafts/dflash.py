@@ -102,8 +102,9 @@ class DFlashLayer(nn.Module):
     def context_kv(self, features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """features [B,T,C] -> k, v [B,K,T,D], ready to be remembered."""
         first = self.heads * self.head_dim
-        bias = self.qkv_proj.bias
-        kv = linear(features, self.qkv_proj.weight[first:], None if bias is None else bias[first:])
+        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+        assert isinstance(weight, Tensor), "a draft's weights are plain tensors"
+        kv = linear(features, weight[first:], None if bias is None else bias[first:])
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         _, k, v = rotate_heads(kv, cos, sin, 0, self.kv_heads, norms)
         return k.transpose(1, 2), v.transpose(1, 2)

@@ -11,7 +11,7 @@ from outpace.drafts import dflash
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.models.load import Comparison, assign, explain, named_tensors
 from outpace.models.names import Entry
-from outpace.weights.checkpoint import LoadError, open_checkpoint, to_compute
+from outpace.weights.checkpoint import LoadError, open_checkpoint, to_tensor
 from outpace.weights.save import save_checkpoint
 
 DEFAULT_MASK = "<|MASK|>"
@@ -68,7 +68,7 @@ def load_dflash(folder: Path | str, tokenizer: Tokenizer | None = None) -> DFlas
             hint = f"\n  fc.in_features must be {n} (target_layer_ids) x {config.hidden_size}"
         raise LoadError(f"{folder} is not what its config.json describes:\n{explain(difference)}{hint}")
     for entry in entries(config):
-        tensor = entry.join([to_compute(checkpoint.get(held[name])) for name in entry.names])
+        tensor = entry.join([to_tensor(checkpoint.get(held[name])) for name in entry.names])
         assign(draft, entry.param, tensor)
     return draft.eval()
 

@@ -1,5 +1,7 @@
 """Linear, RMSNorm, MLP and experts: the parts every architecture is made of."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -7,10 +9,15 @@ from outpace.ops import mxfp4
 from outpace.ops.linear import linear
 from outpace.ops.moe import Packed, route, router_logits, run_experts
 from outpace.ops.norm import rms_norm, silu_mul
+from outpace.ops.quant import Quant, Weight, rows
+
+Layout = Literal["dense", "mxfp4", "split"]  # of experts; split: gates and ups apart, as in GGUF files
 
 
 class Linear(nn.Module):
     """weight [N, C] kept in the checkpoint's precision; the product is formed in x's."""
+
+    weight: Weight
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -19,6 +26,18 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    weight: Weight
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """tokens [..] -> [.., C] in `dtype`."""
+        return rows(self.weight, tokens, dtype)
 
 
 class RMSNorm(nn.Module):
@@ -44,8 +63,9 @@ class MLP(nn.Module):
 
 
 class ExpertMatrix(nn.Module):
-    """[E, N, K] for all experts: dense, or MXFP4 blocks and scales (then `weight` is None)."""
+    """[E, N, K] of all experts: dense or GGUF's blocks, or MXFP4 blocks and scales (`weight` is None then)."""
 
+    weight: Tensor | Quant | None
     blocks: Tensor
     scales: Tensor
 
@@ -61,15 +81,18 @@ class ExpertMatrix(nn.Module):
         self.round_to_mxfp4 = False  # in training: feel the rounding that packing will bring
 
     @property
-    def data(self) -> Tensor | Packed:
+    def data(self) -> Tensor | Quant | Packed:
         if self.weight is None:
             return self.blocks, self.scales
-        return mxfp4.fake_quantize(self.weight) if self.round_to_mxfp4 else self.weight
+        if self.round_to_mxfp4 and isinstance(self.weight, Tensor):
+            return mxfp4.fake_quantize(self.weight)
+        return self.weight
 
 
 class Experts(nn.Module):
-    """Router and experts. gpt-oss: biases, clamped SwiGLU over interleaved rows (`limit`), softmax of
-    the top k. Qwen3-MoE: no biases, silu over halves, softmax before the top k."""
+    """Router and experts. gpt-oss: biases, clamped SwiGLU (`limit`) over gate and up rows in turn, softmax of
+    the top k. Qwen3-MoE: no biases, silu over halves, softmax before the top k. Layout "split": gates are a
+    matrix of their own, and `up` holds the ups alone."""
 
     def __init__(
         self,
@@ -81,11 +104,13 @@ class Experts(nn.Module):
         limit: float | None,
         bias: bool,
         renormalise: bool = True,
-        packed: bool = False,
+        layout: Layout = "dense",
     ) -> None:
         super().__init__()
+        packed, split = layout == "mxfp4", layout == "split"
         self.router = Linear(hidden, experts, bias)
-        self.up = ExpertMatrix(experts, 2 * size, hidden, bias, packed)
+        self.gate = ExpertMatrix(experts, size, hidden, bias, False) if split else None
+        self.up = ExpertMatrix(experts, size if split else 2 * size, hidden, bias, packed)
         self.down = ExpertMatrix(experts, hidden, size, bias, packed)
         self.per_token = per_token
         self.limit = limit
@@ -104,6 +129,7 @@ class Experts(nn.Module):
             softmax_first=self.limit is None,
             renormalise=self.renormalise,
         )
-        up, down = self.up, self.down
-        out = run_experts(flat, chosen, weights, up.data, up.bias, down.data, down.bias, self.limit)
-        return out.reshape(x.shape)
+        gate, up, down = self.gate, self.up, self.down
+        gates = (None, None) if gate is None else (gate.data, gate.bias)
+        weigh = (up.data, up.bias, down.data, down.bias, self.limit)
+        return run_experts(flat, chosen, weights, *weigh, *gates).reshape(x.shape)

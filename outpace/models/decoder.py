@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from outpace.cache.kv import Cache, Memory, Step
 from outpace.models.attention import Attention
-from outpace.models.blocks import MLP, Experts, Linear, RMSNorm
+from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.ops.linear import linear
+from outpace.ops.quant import Weight, dense
 from outpace.ops.rope import inverse_frequencies, rope_tables
 
 
@@ -53,7 +54,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, blocks: list[Block]) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
@@ -62,12 +63,17 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
+        return self.norm.weight.device
 
     @property
-    def head(self) -> Tensor:
-        """[V, C]"""
+    def head(self) -> Weight:
+        """[V, C], as the checkpoint holds it."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def dense_head(self) -> Tensor:
+        """[V, C] as one tensor, for losses; GGUF's blocks are unpacked anew at every call."""
+        return self.head if isinstance(self.head, Tensor) else dense(self.head)
 
     def make_cache(self, batch: int, length: int, slack: int = 1, offset: int = 0) -> Cache:
         """Room for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound."""
@@ -86,7 +92,8 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B,T] -> [B,T,C] in the compute dtype."""
-        return self.embed_tokens(tokens).to(self.dtype)
+        embedded: Tensor = self.embed_tokens(tokens, self.dtype)
+        return embedded
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B,T] -> cos, sin [B,T,D/2] float32."""

@@ -2,17 +2,16 @@
 
 from typing import Any
 
-from outpace.models.blocks import Experts
+from outpace.models.blocks import Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, rope_to_hf, token_ids
 from outpace.models.decoder import Block, Decoder
-from outpace.models.names import Entry, trunk
+from outpace.models.names import Entry, split_experts, trunk
 
 ALPHA = 1.702
 
 
 class GptOss(Decoder):
-    def __init__(self, config: ModelConfig, packed: bool = False) -> None:
-        """`packed`: experts as MXFP4 blocks and scales; else dense."""
+    def __init__(self, config: ModelConfig, layout: Layout = "dense") -> None:
         super().__init__(
             config,
             [
@@ -26,7 +25,7 @@ class GptOss(Decoder):
                         config.experts_per_token,
                         limit=config.swiglu_limit,
                         bias=True,
-                        packed=packed,
+                        layout=layout,
                     ),
                 )
                 for i in range(config.num_layers)
@@ -98,16 +97,19 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def entries(config: ModelConfig, packed: bool) -> list[Entry]:
+def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
     found = trunk(config)
     for i in range(config.num_layers):
         here, there = f"layers.{i}.mlp.", f"model.layers.{i}.mlp."
         for kind in ("weight", "bias"):
             found.append(Entry(f"{here}router.{kind}", (f"{there}router.{kind}",)))
+        if layout == "split":
+            found += split_experts(i, bias=True)
+            continue
         for ours, theirs in (("up", "gate_up_proj"), ("down", "down_proj")):
             name = f"{there}experts.{theirs}"
             found.append(Entry(f"{here}{ours}.bias", (f"{name}_bias",)))
-            if packed:
+            if layout == "mxfp4":
                 found.append(Entry(f"{here}{ours}.blocks", (f"{name}_blocks",)))
                 found.append(Entry(f"{here}{ours}.scales", (f"{name}_scales",)))
             else:

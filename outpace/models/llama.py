@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from outpace.models.blocks import MLP
+from outpace.models.blocks import MLP, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, rope_to_hf, token_ids
 from outpace.models.decoder import Block, Decoder
 from outpace.models.names import Entry, dense_mlp, trunk
 
 
 class Llama(Decoder):
-    def __init__(self, config: ModelConfig, packed: bool = False) -> None:
-        assert not packed, "only gpt-oss experts come packed"
+    def __init__(self, config: ModelConfig, layout: Layout = "dense") -> None:
         C, F = config.hidden_size, config.intermediate_size
         super().__init__(
             config,
@@ -88,5 +87,5 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def entries(config: ModelConfig, packed: bool) -> list[Entry]:
+def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
     return trunk(config) + [e for i in range(config.num_layers) for e in dense_mlp(config, i)]

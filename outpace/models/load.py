@@ -1,8 +1,8 @@
-"""A folder -> a target with its weights, and back; a name left over on either side is an error."""
+"""A checkpoint -> a target with its weights; a name left over on either side is an error."""
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from outpace.models import gpt_oss, llama, qwen3_moe
+from outpace.models.blocks import Layout
 from outpace.models.config import ModelConfig
 from outpace.models.config_values import check_values
 from outpace.models.decoder import Decoder
 from outpace.models.names import Entry
-from outpace.ops import mxfp4
+from outpace.ops.quant import Weight
 from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint, to_compute
-from outpace.weights.save import save_checkpoint
 
 ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {
     "GptOssForCausalLM": (gpt_oss, gpt_oss.GptOss),
@@ -25,7 +25,6 @@ ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {
     "Qwen3ForCausalLM": (llama, llama.Llama),
     "Qwen3MoeForCausalLM": (qwen3_moe, qwen3_moe.Qwen3Moe),
 }
-PACKED_SUFFIX = "_blocks"
 # dtypes that no weight by itself is stored in: an 8-bit float means something only with its scales
 NO_WEIGHTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
@@ -53,69 +52,89 @@ def parse_config(hf: dict[str, Any]) -> ModelConfig:
     return ARCHITECTURES[names[0]][0].parse(hf)
 
 
-def build(config: ModelConfig, packed: bool = False) -> Decoder:
+def build(config: ModelConfig, layout: Layout = "dense") -> Decoder:
     """An empty model on the current default device (`with torch.device("meta")` allocates nothing)."""
-    return ARCHITECTURES[config.architecture][1](config, packed)  # type: ignore[arg-type,call-arg]
+    return ARCHITECTURES[config.architecture][1](config, layout)  # type: ignore[arg-type,call-arg]
 
 
-def entries(config: ModelConfig, packed: bool) -> list[Entry]:
-    found: list[Entry] = ARCHITECTURES[config.architecture][0].entries(config, packed)
+def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
+    found: list[Entry] = ARCHITECTURES[config.architecture][0].entries(config, layout)
     return found
 
 
-def is_packed(names: list[str], config: ModelConfig) -> bool:
-    """True where experts are MXFP4; only gpt-oss can hold them so, elsewhere such names are left over."""
-    gpt_oss_alone = config.architecture == "GptOssForCausalLM"
-    return gpt_oss_alone and any(name.endswith(PACKED_SUFFIX) for name in names)
+def layout_of(names: list[str], config: ModelConfig) -> Layout:
+    """How a checkpoint holds its experts. Only gpt-oss's can be MXFP4; elsewhere such names are left over."""
+    if config.architecture == "GptOssForCausalLM" and any(name.endswith("_blocks") for name in names):
+        return "mxfp4"
+    return "split" if any(".experts.gate_proj." in name for name in names) else "dense"
+
+
+def wanted_tensors(config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+    """Checkpoint name -> an empty tensor on the meta device, of the shape it must have; uint8 for MXFP4."""
+    with torch.device("meta"):
+        model = build(config, layout)
+    parts = dict(named_tensors(model))
+    found: dict[str, Tensor] = {}
+    for entry in entries(config, layout):
+        found |= zip(entry.names, entry.split(parts[entry.param]), strict=True)
+    return found
 
 
 def compare(checkpoint: Checkpoint, config: ModelConfig) -> Comparison:
     """Names, shapes and dtypes, from headers alone."""
-    packed = is_packed(checkpoint.names(), config)
-    with torch.device("meta"):
-        model = build(config, packed)
-    parts = dict(named_tensors(model))
+    wanted = wanted_tensors(config, layout_of(checkpoint.names(), config))
     held = {name: (shape, dtype) for name, shape, dtype in checkpoint.specs()}
-    wanted: dict[str, tuple[int, ...]] = {}
     shapes, dtypes = [], []
-    for entry in entries(config, packed):
-        for name, part in zip(entry.names, entry.split(parts[entry.param]), strict=True):
-            wanted[name] = tuple(part.shape)
-            shape, dtype = held.get(name, (wanted[name], ""))
-            if shape != wanted[name]:
-                shapes.append((name, wanted[name], shape))
-            bytes_wanted = part.dtype == torch.uint8
-            if dtype and (dtype != "U8" if bytes_wanted else dtype in NO_WEIGHTS):
-                dtypes.append((name, "U8" if bytes_wanted else "a floating-point dtype", dtype))
+    for name in wanted.keys() & held:
+        (shape, dtype), right = held[name], tuple(wanted[name].shape)
+        if shape != right:
+            shapes.append((name, right, shape))
+        bytes_wanted = wanted[name].dtype == torch.uint8
+        if dtype != "U8" if bytes_wanted else dtype in NO_WEIGHTS:
+            dtypes.append((name, "U8" if bytes_wanted else "a floating-point dtype", dtype))
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    return Comparison(sorted(wanted.keys() - held), sorted(held.keys() - wanted - tied), shapes, dtypes)
+    missing, left_over = sorted(wanted.keys() - held), sorted(held.keys() - wanted - tied)
+    return Comparison(missing, left_over, sorted(shapes), sorted(dtypes))
 
 
 def load_target(
-    folder: Path | str,
+    source: Checkpoint | Path | str,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    layers: int | None = None,
 ) -> Decoder:
-    """Weights stay in the precision they are stored in (MXFP4 packed, bfloat16, float32); activations
-    are `dtype`. Raises LoadError when a tensor is missing, left over, or of another shape or dtype."""
-    checkpoint = open_checkpoint(folder)
+    """Weights stay in the precision they are stored in (MXFP4 and GGUF's blocks packed, bfloat16, float16,
+    float32), large ones in the mapped file; activations are `dtype`. `layers`: only the first so many.
+
+    Raises LoadError when a tensor is missing, left over or of another shape.
+    """
+    checkpoint = open_checkpoint(source) if isinstance(source, Path | str) else source
     config = parse_config(checkpoint.config)
     difference = compare(checkpoint, config)
     if not difference.clean:
-        raise LoadError(
-            f"{folder} is not what its config.json describes:\n{explain(difference)}\n"
-            f"`outpace inspect {folder}` says what to do"
-        )
-    packed = is_packed(checkpoint.names(), config)
+        raise LoadError(f"{checkpoint.folder} is not what its config describes:\n{explain(difference)}")
+    if layers is not None:
+        config = first_layers(config, layers)
+    layout = layout_of(checkpoint.names(), config)
     with torch.device("meta"):
-        model = build(config, packed)
+        model = build(config, layout)
     shapes = {name: t.shape for name, t in named_tensors(model)}
-    for entry in entries(config, packed):
-        tensor = entry.join([to_compute(checkpoint.get(name)) for name in entry.names])
-        assign(model, entry.param, tensor.reshape(shapes[entry.param]).to(device))
+    for entry in entries(config, layout):
+        weight = entry.gather([to_compute(checkpoint.get(name)) for name in entry.names])
+        if isinstance(weight, Tensor):
+            weight = weight.reshape(shapes[entry.param])
+        assign(model, entry.param, weight.to(device))
     model.dtype = dtype
     return model.eval()
+
+
+def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The same model cut off after `layers` blocks: for debugging."""
+    if not 1 <= layers <= config.num_layers:
+        raise ValueError(f"layers {layers}: give 1 to {config.num_layers}, which is what this model has")
+    kept = {"layer_types": config.layer_types[:layers], "moe_layers": config.moe_layers[:layers]}
+    return replace(config, num_layers=layers, **kept)  # type: ignore[arg-type]
 
 
 def explain(difference: Comparison) -> str:
@@ -140,77 +159,21 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+def assign(model: nn.Module, name: str, weight: Weight) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
+    if not isinstance(weight, Tensor):
+        delattr(module, leaf)  # a parameter's name takes no module
+        setattr(module, leaf, weight)
+    elif leaf in module._buffers:
+        module._buffers[leaf] = weight
     else:
-        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+        setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
 
 
-def save_target(
-    model: Decoder,
-    folder: Path | str,
-    *,
-    pack: bool = False,
-    unpack: bool = False,
-    dtype: torch.dtype | None = None,
-    **config: Any,
-) -> None:
-    """HF safetensors. `pack` writes dense gpt-oss experts as MXFP4, `unpack` packed ones densely; `dtype`
-    converts everything that is not packed. `config` adds or replaces keys of config.json."""
-    packed = any(name.endswith(".blocks") for name, _ in named_tensors(model))
-    tensors = dict(named_tensors(model))
-    if pack and not packed:
-        tensors = _pack_experts(tensors)
-    if unpack and packed:
-        tensors = dense_tensors(model)
-    packed = (packed or pack) and not unpack
-    module = ARCHITECTURES[model.config.architecture][0]
-    stored = dtype or model.embed_tokens.weight.dtype
-    said = {
-        **module.to_hf(model.config),
-        "eos_token_id": list(model.config.eos_token_ids) or None,
-        "bos_token_id": model.config.bos_token_id,
-        "pad_token_id": model.config.pad_token_id,
-        "dtype": str(stored).removeprefix("torch."),
-    }
-    if packed:
-        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-        said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-
-    def parts() -> Iterator[tuple[str, Tensor]]:
-        for entry in entries(model.config, packed):
-            tensor = tensors[entry.param].detach()
-            if dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            yield from zip(entry.names, (t.contiguous() for t in entry.split(tensor)), strict=True)
-
-    save_checkpoint(Path(folder), said | config, parts())
-
-
-def _pack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        if name.endswith(("mlp.up.weight", "mlp.down.weight")):
-            stem = name.removesuffix("weight")
-            found[stem + "blocks"], found[stem + "scales"] = mxfp4.pack(tensor.detach())
-        else:
-            found[name] = tensor
-    return found
-
-
-def dense_tensors(model: Decoder) -> dict[str, Tensor]:
-    """Every weight by our names, packed experts as float32 [E, N, K]: what `build(config)` would hold."""
-    tensors = dict(named_tensors(model))
-    found = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".blocks"):
-            stem = name.removesuffix("blocks")
-            found[stem + "weight"] = mxfp4.unpack(tensor, tensors[stem + "scales"])
-        elif not name.endswith(".scales"):
-            found[name] = tensor
+def weight_of(model: nn.Module, name: str) -> Weight:
+    path, _, leaf = name.rpartition(".")
+    found: Weight = getattr(model.get_submodule(path), leaf)
     return found
 
 

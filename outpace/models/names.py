@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from outpace.models.config import ModelConfig
+from outpace.ops.quant import Joined, Quant, Weight
+
+COPIED = 16 * 2**20  # bytes: below, q, k and v become one matrix; above, a call costs less than the copy
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,16 @@ class Entry:
     def join(self, parts: list[Tensor]) -> Tensor:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.mT.contiguous() if self.swapped else whole
+
+    def gather(self, parts: list[Tensor | Quant]) -> Weight:
+        """`join` for a few small tensors, which saves calls; large and packed ones stay where they lie, as
+        the rows of one `Joined`."""
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        if len(plain) < len(parts):
+            return parts[0] if len(parts) == 1 else Joined(parts)
+        if 1 < len(parts) < 4 and sum(part.nbytes for part in plain) > COPIED:
+            return Joined(parts)
+        return self.join(plain)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         if self.swapped:
@@ -69,3 +82,13 @@ def dense_mlp(config: ModelConfig, layer: int) -> list[Entry]:
         entries.append(Entry(f"{here}gate_up_proj.{kind}", names, rows))
         entries.append(Entry(f"{here}down_proj.{kind}", (f"{there}down_proj.{kind}",)))
     return entries
+
+
+def split_experts(layer: int, bias: bool) -> list[Entry]:
+    """Experts whose gates and ups are two tensors [E, F, C]: GGUF."""
+    here, there = f"layers.{layer}.mlp.", f"model.layers.{layer}.mlp.experts."
+    return [
+        Entry(f"{here}{name}.{kind}", (f"{there}{name}_proj.{kind}",))
+        for name in ("gate", "up", "down")
+        for kind in (("weight", "bias") if bias else ("weight",))
+    ]

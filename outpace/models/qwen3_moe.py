@@ -3,15 +3,14 @@
 from typing import Any
 
 from outpace.models import llama
-from outpace.models.blocks import MLP, Experts
+from outpace.models.blocks import MLP, Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, token_ids
 from outpace.models.decoder import Block, Decoder
-from outpace.models.names import Entry, dense_mlp, trunk
+from outpace.models.names import Entry, dense_mlp, split_experts, trunk
 
 
 class Qwen3Moe(Decoder):
-    def __init__(self, config: ModelConfig, packed: bool = False) -> None:
-        assert not packed, "only gpt-oss experts come packed"
+    def __init__(self, config: ModelConfig, layout: Layout = "dense") -> None:
         blocks = []
         for i in range(config.num_layers):
             mlp: MLP | Experts = MLP(config.hidden_size, config.intermediate_size)
@@ -24,6 +23,7 @@ class Qwen3Moe(Decoder):
                     limit=None,
                     bias=False,
                     renormalise=config.norm_topk_prob,
+                    layout=layout,
                 )
             blocks.append(Block(config, i, mlp))
         super().__init__(config, blocks)
@@ -77,7 +77,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def entries(config: ModelConfig, packed: bool) -> list[Entry]:
+def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
     found = trunk(config)
     F = config.expert_size
     for i, moe in enumerate(config.moe_layers):
@@ -85,6 +85,9 @@ def entries(config: ModelConfig, packed: bool) -> list[Entry]:
             found += dense_mlp(config, i)
             continue
         here, there = f"layers.{i}.mlp.", f"model.layers.{i}.mlp."
+        if layout == "split":
+            found += [Entry(f"{here}router.weight", (f"{there}gate.weight",)), *split_experts(i, bias=False)]
+            continue
         each = [f"{there}experts.{e}." for e in range(config.num_experts)]
         gate_up = tuple(f"{e}{x}_proj.weight" for e in each for x in ("gate", "up"))
         down = tuple(f"{e}down_proj.weight" for e in each)

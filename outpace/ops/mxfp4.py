@@ -43,6 +43,24 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     return blocks, (exponent + SCALE_BIAS).to(torch.uint8)
 
 
+def from_ggml(data: Tensor) -> tuple[Tensor, Tensor]:
+    """GGUF's MXFP4 rows, uint8 [..., G*17] -> (blocks [..., G, 16], scales [..., G]) of safetensors.
+
+    A GGUF block is its scale and 16 bytes whose low nibbles are values 0..15 and whose high ones 16..31.
+    The scale byte is the same: ggml's table is doubled and its bias is 128.
+    """
+    groups = data.unflatten(-1, (-1, BLOCK // 2 + 1))
+    codes = torch.cat((groups[..., 1:] & 15, groups[..., 1:] >> 4), dim=-1)  # in the order of the values
+    return codes[..., ::2] | (codes[..., 1::2] << 4), groups[..., 0].contiguous()
+
+
+def to_ggml(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The other way."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., G, 32]
+    halves = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
+    return torch.cat((scales[..., None], halves), dim=-1).flatten(-2)
+
+
 def fake_quantize(weight: Tensor) -> Tensor:
     """What `unpack(*pack(weight))` gives, with the gradient passed straight through."""
     with torch.no_grad():

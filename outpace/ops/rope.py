@@ -13,7 +13,8 @@ from outpace.ops.norm import rms_norm
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """The rope part of a config.json, in our terms. `kind` is "default", "linear", "llama3" or "yarn"."""
+    """The rope part of a config.json, in our terms. `kind` is "default", "linear", "llama3", "yarn", or
+    "factors" (GGUF's form of llama3: what each frequency is divided by)."""
 
     theta: float
     kind: str = "default"
@@ -25,6 +26,7 @@ class RopeConfig:
     attention_factor: float | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    factors: tuple[float, ...] = ()
 
     @property
     def concentration(self) -> float:
@@ -42,6 +44,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     inv = rope.theta**-exponent
     if rope.kind == "linear":
         return inv / rope.factor
+    if rope.kind == "factors":
+        return inv / torch.tensor(rope.factors, dtype=torch.float64, device="cpu")
     if rope.kind == "yarn":
         keep = 1 - _yarn_ramp(rope, head_dim)
         return inv / rope.factor * (1 - keep) + inv * keep

@@ -234,7 +234,7 @@ def unseen(
         packed = pack(rows, recipe.block_size, recipe.anchors, recipe.row_tokens, rng, features)
         dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
         hidden = block_states(draft, target, packed, dtype)
-        found.append(block_loss(hidden, target.head.to(dtype), packed, recipe)[1])
+        found.append(block_loss(hidden, target.dense_head.to(dtype), packed, recipe)[1])
         valid.append(packed.valid)
     return {f"unseen_{k}": v for k, v in accuracy(torch.cat(found), torch.cat(valid)).items()}
 
@@ -266,7 +266,7 @@ def train_dflash(
     draft.bind(target)
     target.requires_grad_(False)
     dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
-    head = target.head.to(dtype)
+    head = target.dense_head.to(dtype)
     learners = optimizers(draft, recipe)
     warmup = max(1, round(recipe.steps * recipe.warmup_share))
     trained = len(cache) - int(len(cache) * recipe.held_out_share)

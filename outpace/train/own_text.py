@@ -59,6 +59,6 @@ def own_text_losses(
     tokens, looping, known = torch.tensor(rows), torch.tensor(again), torch.tensor(short)
     total = sum(map(len, said))
     hidden = model(tokens[:, :-1]).hidden[:, start - 1 :]
-    nll = chunked_nll(hidden.flatten(0, 1), model.head, tokens[:, start:].flatten()).view(looping.shape)
+    nll = chunked_nll(hidden.flatten(0, 1), model.dense_head, tokens[:, start:].flatten()).view(looping.shape)
     unlikely = -torch.log(-torch.expm1(-nll[looping] - SHARPEST)).sum() / total
     return unlikely, nll[~looping & ~known].sum() / total, looping.sum().item() / total

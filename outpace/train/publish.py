@@ -16,7 +16,8 @@ from outpace.corpus import Document, corpus_hash
 from outpace.decode import plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
-from outpace.models.load import fingerprint, load_target, save_target
+from outpace.models.load import fingerprint, load_target
+from outpace.models.save import save_target
 from outpace.train.losses import chunked_nll
 from outpace.train.target import TargetRecipe, bits_per_byte
 from outpace.weights.save import write_json
@@ -115,7 +116,7 @@ def sureness(target: Decoder, prompts: list[list[int]], said: list[list[int]]) -
     likely = []
     for prompt, tokens in zip(prompts, said, strict=True):
         hidden = target(torch.tensor([prompt + tokens[:-1]])).hidden[0, len(prompt) - 1 :]
-        likely.append(torch.exp(-chunked_nll(hidden, target.head, torch.tensor(tokens))))
+        likely.append(torch.exp(-chunked_nll(hidden, target.dense_head, torch.tensor(tokens))))
     return torch.cat(likely).mean().item()
 
 

@@ -17,7 +17,7 @@ from outpace.models.blocks import ExpertMatrix
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.gpt_oss import GptOss
-from outpace.models.load import dense_tensors
+from outpace.models.save import dense_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
@@ -200,7 +200,7 @@ def bits_per_byte(
             for i in range(0, len(ids) - 1, row_tokens):
                 part = torch.tensor(ids[i : i + row_tokens + 1])[None]
                 hidden = model(part[:, :-1]).hidden[0]
-                nll += float(chunked_nll(hidden, model.head, part[0, 1:]).sum())
+                nll += float(chunked_nll(hidden, model.dense_head, part[0, 1:]).sum())
     return nll / math.log(2) / size
 
 
@@ -254,7 +254,7 @@ def _learn_text(model: GptOss, streams: list[np.ndarray], recipe: TargetRecipe, 
     """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
     inputs, labels = _text_rows(streams, recipe, step)
     out = model(inputs, routing=True)
-    loss = chunked_nll(out.hidden.flatten(0, 1), model.head, labels.flatten()).mean()
+    loss = chunked_nll(out.hidden.flatten(0, 1), model.dense_head, labels.flatten()).mean()
     balance = balance_loss(out.routing, recipe.experts_per_token)
     (recipe.text * loss + recipe.balance * balance).backward()
     return {"loss": loss.item(), "balance": balance.item()}

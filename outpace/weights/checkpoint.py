@@ -5,19 +5,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outpace.ops.quant import Quant, dense
 from outpace.weights.contract import Checkpoint, LoadError
 from outpace.weights.foreign import foreign_file, foreign_folder, openai_layout, openai_names
+from outpace.weights.gguf import open_gguf
 from outpace.weights.hf import open_folder
 
-__all__ = ["Checkpoint", "LoadError", "dtype_bytes", "open_checkpoint", "to_compute"]
+__all__ = ["Checkpoint", "LoadError", "dtype_bytes", "open_checkpoint", "to_compute", "to_tensor"]
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """A folder of HF safetensors. Raises LoadError, naming the file and the mend, for what is missing,
-    damaged or of another format."""
+    """A folder of HF safetensors, or a GGUF file. Raises LoadError, naming the file and the mend, for
+    what is missing, damaged or of another format."""
     path = Path(path)
     if is_gguf(path):
-        raise LoadError(f"{path} is a GGUF file, which is not read yet")
+        return open_gguf(path)
     if path.is_file():
         raise foreign_file(path)
     try:
@@ -44,6 +46,16 @@ def dtype_bytes(name: str) -> float:
     return sizes.get(name, 1 if name.startswith("F8") else 2)
 
 
-def to_compute(tensor: Tensor) -> Tensor:
-    """Weights stay as stored where arithmetic has a path for them; float16 and float64 become float32."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.float64) else tensor
+def to_compute(tensor: Tensor | Quant) -> Tensor | Quant:
+    """Weights stay as stored where arithmetic has a path for them: float64 becomes float32, float16 too where
+    it is no matrix."""
+    if isinstance(tensor, Quant):
+        return tensor
+    narrow = tensor.dtype == torch.float16 and tensor.dim() < 2
+    return tensor.float() if narrow or tensor.dtype == torch.float64 else tensor
+
+
+def to_tensor(weight: Tensor | Quant) -> Tensor:
+    """`to_compute` for those who need one plain tensor: blocks are unpacked to float32."""
+    plain = to_compute(weight)
+    return plain if isinstance(plain, Tensor) else dense(plain)

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from outpace.ops.quant import Quant
+
 
 class LoadError(ValueError):
     """A checkpoint that is not what it should be; the message names the file, the tensor and the mend.
@@ -36,9 +38,9 @@ class Checkpoint(Protocol):
     def names(self) -> list[str]:
         """Sorted."""
 
-    def get(self, name: str) -> Tensor:
-        """One tensor in the precision it is stored in. May be a view of a private mapping of the file:
-        written to, it changes in memory alone; replaced by a rename, the file leaves it as it is.
+    def get(self, name: str) -> Tensor | Quant:
+        """One tensor, or GGUF's blocks, in the precision it is stored in. May be a view of a private
+        mapping of the file: written to, it changes in memory alone; replaced by a rename, the file leaves it as it is.
         Raises LoadError for a name that is not held."""
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ import tiny
 import torch
 
 from outpace.kernels import cpu
-from outpace.models.load import load_target, save_target
+from outpace.models.load import load_target
+from outpace.models.save import save_target
 
 LIMIT = 2e-4
 LONG = 150  # past the window of 7 and the original length of 32

@@ -9,7 +9,8 @@ import torch
 
 from outpace.chat.tokenizer import train_bpe
 from outpace.corpus import Document
-from outpace.models.load import dense_tensors, load_target, save_target
+from outpace.models.load import load_target
+from outpace.models.save import dense_tensors, save_target
 from outpace.train.muon import Muon, orthogonalise
 from outpace.train.publish import publish_target, repeated_ngrams, sureness
 from outpace.train.target import (

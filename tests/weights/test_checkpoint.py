@@ -8,7 +8,8 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from outpace.models.load import fingerprint, load_target, named_tensors, parse_config, save_target
+from outpace.models.load import fingerprint, load_target, named_tensors, parse_config
+from outpace.models.save import save_target
 from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint, write_atomically, write_json
 
