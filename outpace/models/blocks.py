@@ -63,7 +63,7 @@ class MLP(nn.Module):
 
 
 class ExpertMatrix(nn.Module):
-    """[E, N, K] of all experts: dense or GGUF's blocks, or MXFP4 blocks and scales (`weight` is None then)."""
+    """[E, N, K] of all experts: dense or GGUF's blocks, or MXFP4 blocks and scales (no `weight`)."""
 
     weight: Tensor | Quant | None
     blocks: Tensor

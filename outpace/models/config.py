@@ -63,6 +63,11 @@ class ModelConfig:
         if self.head_dim % 2 or self.head_dim < 2:
             fault = "odd" if self.head_dim % 2 else "below 2"
             raise ValueError(f"config: head_dim {self.head_dim} is {fault}; rotary halves need an even one")
+        if self.rope.kind == "factors" and len(self.rope.factors) != self.head_dim // 2:
+            raise ValueError(
+                f"config: {len(self.rope.factors)} rope factors for a head_dim of {self.head_dim}: "
+                "half as many are wanted"
+            )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"config: {self.experts_per_token} experts per token of {self.num_experts} experts"
@@ -84,7 +89,7 @@ def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig
     said = hf.get("rope_parameters") or {}
     scaling = {**(hf.get("rope_scaling") or {}), **said}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "factors"):
         raise ValueError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3, yarn)")
     theta = scaling.get("rope_theta", hf.get("rope_theta", default_theta))
     original = scaling.get("original_max_position_embeddings") or hf.get("max_position_embeddings", 0)
@@ -100,11 +105,17 @@ def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig
         attention_factor=scaling.get("attention_factor"),
         low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
         high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        factors=tuple(scaling.get("factors") or ()),
     )
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     """Both forms, since readers differ."""
+    if rope.kind == "factors":
+        raise ValueError(
+            "this rope came from a GGUF file as one factor per frequency, which config.json cannot say: "
+            "start from the safetensors the file was made of"
+        )
     said: dict[str, Any] = {"rope_type": rope.kind}
     if rope.kind != "default":
         said["factor"] = rope.factor

@@ -44,7 +44,7 @@ INTERLEAVED = "llama"  # the architecture whose q and k rows are stored for pair
 
 @dataclass(frozen=True)
 class GGUFCheckpoint:
-    """See weights.contract.Checkpoint. `metadata` is the first file's; `held` HF's names -> file and place."""
+    """See weights.contract.Checkpoint. `metadata` is the first file's; `held`: HF's name -> file, place."""
 
     folder: Path
     config: dict[str, Any]
@@ -107,9 +107,6 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
                 raise LoadError(f"{header.path}: {name} stands in two of the files")
             held[theirs] = header, info
     factors = first.tensors.get(ROPE_FACTORS)
-    turns = (
-        None if factors is None else np.frombuffer(first.data, np.float32, factors.shape[0], factors.start)
-    )
     embedding = held.get("model.embed_tokens.weight")
     if embedding is None or len(embedding[1].shape) != 2:
         raise LoadError(f"{path} holds no token_embd.weight [vocabulary, width]: it is no language model")
@@ -120,9 +117,31 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         tied="lm_head.weight" not in held,
         biased="model.layers.0.self_attn.q_proj.bias" in held,
         mlp_biased="model.layers.0.mlp.gate_proj.bias" in held,
-        rope_factors=None if turns is None else turns.tolist(),
+        rope_factors=None if factors is None else _floats(first, factors),
     )
     return GGUFCheckpoint(path, config, first.metadata, held)
+
+
+def _floats(header: Header, info: TensorInfo) -> list[float]:
+    if info.format != "F32":
+        raise LoadError(f"{header.path}: {ROPE_FACTORS} is {info.format}, not F32")
+    found: list[float] = np.frombuffer(header.data, np.float32, info.shape[0], info.start).tolist()
+    return found
+
+
+def gguf_name(name: str, architecture: str) -> str:
+    """HF's name -> GGUF's."""
+    stem, _, kind = name.rpartition(".")
+    if kind == "sinks":
+        stem, kind = name, "weight"
+    for ours, theirs in WHOLE.items():
+        if stem == theirs:
+            return f"{ours}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    norm = "post_attention_norm" if architecture == "gpt-oss" else "ffn_norm"
+    table = {theirs: ours for ours, theirs in OF_LAYER.items()}
+    table |= {"post_attention_layernorm": norm, ROUTER.get(architecture, ""): "ffn_gate_inp"}
+    return f"blk.{layer}.{table[rest]}.{kind}"
 
 
 def hf_name(name: str, architecture: str) -> str:
@@ -164,7 +183,7 @@ def _unpacked(where: str, flat: "np.ndarray[Any, Any]", info: TensorInfo) -> Ten
         values = gguf.quants.dequantize(flat.reshape(-1, info.nbytes), GGMLQuantizationType[info.format])
     except NotImplementedError:
         raise LoadError(
-            f"{where} is stored as {info.format}, which is not read; llama-quantize makes Q8_0 or Q4_K_M of it"
+            f"{where} is stored as {info.format}, which is not read; llama-quantize can make Q8_0 of it"
         ) from None
     return torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(info.shape)
 

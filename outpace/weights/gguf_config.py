@@ -116,11 +116,9 @@ def _rope(fields: _Fields, factors: list[float] | None) -> dict[str, Any]:
         rope = {"rope_type": "default" if kind == "none" or factor == 1 else "linear", "factor": factor}
         return rope | {"rope_theta": theta}
     if kind != "yarn":
-        raise LoadError(
-            f"{fields.path}: rope scaling {str(kind)[:40]!r} is not read: none, linear and yarn are"
-        )
+        raise LoadError(f"{fields.path}: rope scaling {str(kind)[:40]!r} is none of: none, linear, yarn")
     truncate = fields.metadata.get(f"{fields.architecture}.rope.scaling.truncate", not gpt_oss)
-    rope = {
+    return {
         "rope_type": "yarn",
         "rope_theta": theta,
         "factor": factor,
@@ -129,7 +127,6 @@ def _rope(fields: _Fields, factors: list[float] | None) -> dict[str, Any]:
         "beta_slow": float(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
         "truncate": bool(truncate),
     }
-    return rope
 
 
 def _stops(metadata: Mapping[str, Any]) -> list[int]:

@@ -7,6 +7,7 @@ and trusts every count it meets; its constants and number formats are used all t
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def _tensor_table(cursor: "_Cursor", count: int, metadata: dict[str, Any]) -> di
         tensors[name] = TensorInfo(shape=shape[::-1], format=kind.name, start=start, nbytes=nbytes)
         spans.append((start, start + nbytes, name))
     spans.sort()
-    for (_, end, one), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end:
             raise LoadError(f"{path}: the tensors {one!r} and {other!r} overlap: the file is damaged")
     return tensors
