@@ -1,9 +1,20 @@
-"""Commands on checkpoints: inspect."""
+"""Commands on checkpoints: inspect, synth."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from outpace.cli.app import AsJson, app, console
 
@@ -19,14 +30,64 @@ def inspect(
 
     [bold]Example[/bold]: outpace inspect default --json
     """
-    from outpace.load import target_folder
+    from outpace.load import target_path
     from outpace.models.inspect import inspect_target
     from outpace.show import show_inspection
 
-    found = inspect_target(target_folder(path))
+    found = inspect_target(target_path(path))
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
         show_inspection(found, console)
     if not found.comparison.clean:
         raise typer.Exit(1)
+
+
+@app.command()
+def synth(
+    path: Annotated[Path, typer.Argument(help="A new folder.")],
+    like: Annotated[str, typer.Option(help="gpt-oss-20b, gpt-oss-120b, qwen3-8b, llama-3.1-8b, ..")],
+    layers: Annotated[int | None, typer.Option(help="Only the first so many, for a smaller disk.")] = None,
+    seed: int = 0,
+    dtype: Annotated[str, typer.Option(help="Of all but MXFP4: bfloat16, float16, float32.")] = "bfloat16",
+    overwrite: Annotated[bool, typer.Option(help="Replace the weights that the folder holds.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write random weights in the shape and the format of a published model.
+
+    For measuring load time, memory and speed without a download. What it says makes no sense:
+    the tokenizer is the embedded one, and the head favours its 4,096 ids.
+    A run that was stopped goes on with the shards it lacks.
+
+    [bold]Examples[/bold]: outpace synth big --like gpt-oss-20b  (13.8 GB)
+    outpace synth small --like gpt-oss-120b --layers 2 --seed 7
+    """
+    from outpace import synth as make
+
+    plan = make.plan(like, layers=layers, seed=seed, dtype=dtype)
+    with _bytes_bar() as bar:
+        task = bar.add_task(f"{like}, {plan.parameters / 1e9:.2f} billion parameters", total=plan.nbytes)
+        written = make.synthesise(path, plan, overwrite=overwrite, on_bytes=lambda n: bar.advance(task, n))
+    if as_json:
+        print(json.dumps(asdict(written)))
+    else:
+        kept = f" ({written.kept_shards} kept from an earlier run)" if written.kept_shards else ""
+        files = f"{written.nbytes:,} bytes, shards: {written.shards}{kept}, {written.seconds:.1f} s"
+        console.print(
+            f"{written.folder}: {files}; `outpace inspect {written.folder}` looks into it",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _bytes_bar() -> Progress:
+    """On stderr, and gone when it is done: stdout is for the result."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -99,7 +99,7 @@ def _write_shard(folder: Path, n: int, held: dict[str, Tensor]) -> tuple[Path, l
 
 
 def stream_file(
-    path: Path, specs: Sequence[tuple[str, str, tuple[int, ...]]], chunks: Iterable[bytes]
+    path: Path, specs: Sequence[tuple[str, str, tuple[int, ...]]], chunks: Iterable[bytes | memoryview]
 ) -> None:
     """One safetensors file from pieces that are never in memory together.
 
