@@ -1,12 +1,14 @@
 """Text <-> token ids, through a tokenizer.json; and the training of a byte-level BPE."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|MASK|>"
+MOST_BYTES = 256 * 2**20  # of a tokenizer.json; the largest published ones have 40 MiB
 SPECIAL = (
     "<|startoftext|>",
     END_OF_TEXT,
@@ -49,14 +51,51 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The `tokenizer.json` of a checkpoint folder."""
+    """The `tokenizer.json` of a checkpoint folder. Raises ValueError where it is missing or damaged."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no tokenizer.json: copy the target's beside its weights")
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(
+            f"{path} has {path.stat().st_size / 2**20:.0f} MiB, the limit is {MOST_BYTES >> 20}: "
+            "it is no tokenizer; fetch it again"
+        )
+    return parse_tokenizer(path.read_bytes(), str(path))
+
+
+def parse_tokenizer(text: bytes | str, where: str) -> Tokenizer:
+    """A tokenizer.json's text; `where` is what a ValueError calls it.
+
+    Truncation and padding that the file asks for are switched off: a prompt is never cut in silence.
+    """
+    with plain_errors(f"{where} is not a tokenizer.json that can be read"):
+        tokenizer = Tokenizer.from_str(text if isinstance(text, str) else text.decode("utf-8"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
+
+
+@contextmanager
+def plain_errors(what: str) -> Iterator[None]:
+    """ValueErrors out of a library that raises bare Exceptions, and panics, which are not even Exceptions."""
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{path} is not a tokenizer.json that can be read: {error}") from error
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Every id that the tokenizer can give must have a row of the embedding [vocab_size, C]; rows that
+    no token uses are common. Raises ValueError, naming the first token that has none."""
+    beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocab_size]
+    if beyond:
+        first, token = min(beyond)
+        raise ValueError(
+            f"the tokenizer gives {token!r} the id {first} ({len(beyond)} tokens are past the end), the model"
+            f" has a vocab_size of {vocab_size}: they are not of one model; copy the target's own tokenizer"
+        )
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
@@ -68,4 +107,21 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The text's own tokens, nothing put around them. A special token written out is read as that token."""
     return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Like `encode`, after what the tokenizer puts before a text: Llama's begin-of-text token, unless the
+    text begins with it. What some put behind a text is left out: it would end the answer."""
+    ids, (before, _) = encode(tokenizer, text), surroundings(tokenizer)
+    return ids if ids[: len(before)] == before else before + ids
+
+
+def surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts before a text, and behind it."""
+    ids = encode(tokenizer, "a")
+    whole = tokenizer.encode("a").ids
+    room = range(len(whole) - len(ids) + 1)
+    before = next((n for n in room if whole[n : n + len(ids)] == ids), 0)
+    return whole[:before], whole[before + len(ids) :]
