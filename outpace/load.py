@@ -5,28 +5,38 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outpace.chat.tokenizer import read_tokenizer
+from outpace.chat.vocabulary import tokenizer_from_gguf
 from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.load import load_dflash
 from outpace.drafts.ngram import NGram
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
-from outpace.weights.checkpoint import LoadError
+from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
+from outpace.weights.gguf import GGUFCheckpoint
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DEFAULT = "default"
 
 
-def target_folder(path: str) -> Path:
-    """A folder, or the embedded one for "default". Raises LoadError where there is none."""
-    folder = EMBEDDED / "target" if path == DEFAULT else Path(path)
-    if not folder.is_dir():
-        raise LoadError(f"{folder} is not a folder: name a checkpoint's, or {DEFAULT!r}")
-    return folder
+def target_path(path: str) -> Path:
+    """A folder or a GGUF file; the embedded folder for "default". Raises LoadError where there is none."""
+    found = EMBEDDED / "target" if path == DEFAULT else Path(path)
+    if not found.exists():
+        raise LoadError(f"{found} is not there: name a checkpoint's folder, a GGUF file, or {DEFAULT!r}")
+    return found
 
 
-def open_target(path: str) -> tuple[Decoder, Tokenizer]:
-    folder = target_folder(path)
-    return load_target(folder), read_tokenizer(folder)
+def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenizer]:
+    """`layers`: only the first so many, for debugging."""
+    checkpoint = open_checkpoint(target_path(path))
+    return load_target(checkpoint, layers=layers), open_tokenizer(checkpoint)
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """A GGUF file's own vocabulary; else the tokenizer.json beside the weights."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return tokenizer_from_gguf(checkpoint.metadata)
+    return read_tokenizer(checkpoint.folder)
 
 
 def open_draft(path: str, target: Decoder, tokenizer: Tokenizer) -> BoundDFlash | NGram | None:

@@ -36,7 +36,7 @@ def train_target(
     """
     from outpace.chat.tokenizer import read_tokenizer, train_bpe
     from outpace.corpus import read_corpus, split
-    from outpace.load import open_target, target_folder
+    from outpace.load import open_target, target_path
     from outpace.train import publish, target
 
     settings = recipe_settings(target.TargetRecipe, recipe, set_)
@@ -50,7 +50,7 @@ def train_target(
     tokenizer = read_tokenizer(out)
     model = target.train_target(settings, tokenizer, train, held_out, out, init=start)
     with console.status("saving and judging what was saved"):
-        before = None if init is None else publish.read_provenance(target_folder(init))
+        before = None if init is None else publish.read_provenance(target_path(init))
         said = publish.publish_target(model, tokenizer, settings, train, held_out, out, out / "model", before)
     console.print(
         f"{out / 'model'}: held-out {said['held_out_bits_per_byte']} bits per byte, "

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outpace.chat.vocabulary import special_ids
 from outpace.weights.contract import LoadError
 
 ARCHITECTURES = {
@@ -12,8 +13,6 @@ ARCHITECTURES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "llama": ("LlamaForCausalLM", "llama"),
 }
-STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
-STOP_TEXTS = ("<|return|>", "<|call|>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 
 
 class _Fields:
@@ -75,9 +74,7 @@ def config_from(
         "tie_word_embeddings": tied,
         "attention_bias": biased,
         "mlp_bias": mlp_biased,
-        "eos_token_id": _stops(metadata),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        **_ids(path, metadata),
         "rope_parameters": _rope(fields, rope_factors),
     }
     if architecture == "llama" and metadata.get("llama.expert_count"):
@@ -129,12 +126,11 @@ def _rope(fields: _Fields, factors: list[float] | None) -> dict[str, Any]:
     }
 
 
-def _stops(metadata: Mapping[str, Any]) -> list[int]:
-    """What ends a turn: the ids that the file names, and the tokens that always do."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    tokens = tokens if isinstance(tokens, list) else []
-    named = [metadata.get(f"tokenizer.ggml.{key}") for key in STOPS]
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    control = {i for i, kind in enumerate(kinds) if kind == 3} if isinstance(kinds, list) else set()
-    texts = [i for i, token in enumerate(tokens) if token in STOP_TEXTS and i in control]
-    return sorted({i for i in (*named, *texts) if isinstance(i, int)})
+def _ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    if "tokenizer.ggml.tokens" not in metadata:
+        return {}
+    try:
+        ids = special_ids(metadata)
+    except ValueError as error:
+        raise LoadError(f"{path}: {error}") from error
+    return {"eos_token_id": list(ids.stop), "bos_token_id": ids.bos, "pad_token_id": ids.pad}
