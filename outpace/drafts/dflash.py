@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from outpace.cache.kv import Cache
 from outpace.drafts.proposal import Proposal
 from outpace.models.blocks import MLP, Linear, RMSNorm
-from outpace.models.config import FULL, WINDOW, need, parse_rope, rope_to_hf
+from outpace.models.config import FULL, WINDOW
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 from outpace.ops.linear import linear
@@ -258,69 +257,3 @@ class DFlashSession:
             return attend_view(q, view, sees, window, None, scale)
 
         return self.draft.denoise(x, cos, sin, attention)
-
-
-def parse(hf: dict[str, Any], mask_token_id: int | None) -> DFlashConfig:
-    """A z-lab config.json. `mask_token_id` is what the loader resolved (id, token or learned). Windowed
-    layers are causal there unless `is_causal` says no."""
-    inner = hf.get("dflash_config") or {}
-    layers = need(hf, "num_hidden_layers")
-    block_size = inner.get("block_size") or need(hf, "block_size")
-    types = tuple(hf.get("layer_types") or (FULL,) * layers)
-    heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
-    return DFlashConfig(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hidden // heads,
-        intermediate_size=need(hf, "intermediate_size"),
-        vocab_size=need(hf, "vocab_size"),
-        rope=parse_rope(hf),
-        rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-        block_size=block_size,
-        target_layer_ids=tuple(need(inner or hf, "target_layer_ids")),
-        num_target_layers=need(hf, "num_target_layers"),
-        mask_token_id=mask_token_id,
-        attention_bias=hf.get("attention_bias", False),
-        layer_types=types,
-        sliding_window=hf.get("sliding_window") or 0,
-        causal=WINDOW in types and hf.get("is_causal") is not False,
-        max_position_embeddings=hf.get("max_position_embeddings", 131072),
-    )
-
-
-def to_hf(config: DFlashConfig) -> dict[str, Any]:
-    windows = WINDOW in config.layer_types
-    inner: dict[str, Any] = {
-        "target_layer_ids": list(config.target_layer_ids),
-        "block_size": config.block_size,
-    }
-    if config.mask_token_id is not None:
-        inner["mask_token_id"] = config.mask_token_id
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "model_type": "qwen3",
-        "block_size": config.block_size,
-        "num_target_layers": config.num_target_layers,
-        "dflash_config": inner,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": config.attention_bias,
-        "layer_types": list(config.layer_types) or [FULL] * config.num_layers,
-        "use_sliding_window": windows,
-        "sliding_window": config.sliding_window if windows else None,
-        "max_window_layers": config.num_layers,
-        "is_causal": config.causal,
-        "tie_word_embeddings": False,
-        **rope_to_hf(config.rope),
-    }

@@ -1,22 +1,25 @@
-"""DFlash in z-lab's format: what z-lab's own code, SGLang and vLLM load. Ours to train, keep and serve from."""
+"""DFlash in z-lab's format: what z-lab's code, SGLang and vLLM load, and what we train, keep and serve."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.drafts import dflash
 from outpace.drafts.dflash import DFlashConfig
 from outpace.drafts.format_keys import (
-    ROPE_PLACES,
+    BODY,
+    body_fields,
+    body_to_hf,
+    inner_object,
     once,
     read_layer_types,
     read_rope,
     refuse_meaning,
     unknown_keys,
+    whole,
+    whole_numbers,
+    words,
 )
 from outpace.drafts.formats import (
-    EMBEDDING,
-    HEAD,
     DFlashDraft,
     Remark,
     TargetFiles,
@@ -24,34 +27,32 @@ from outpace.drafts.formats import (
     check_shapes,
     dflash_shapes,
     main_dtype,
+    shared_copies,
     stored,
 )
-from outpace.models.config import FULL, WINDOW
+from outpace.models.config import FULL, WINDOW, need
 from outpace.models.config_values import check_values
-from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
+from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
 ARCHITECTURE = "DFlashDraftModel"
 DEFAULT_MASK = "<|MASK|>"
-KEYS = frozenset(
-    "block_size dflash_config num_target_layers hidden_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim intermediate_size rms_norm_eps vocab_size max_position_embeddings "
-    "attention_bias layer_types use_sliding_window sliding_window is_causal target_layer_ids mask_token "
-    "mask_token_id eagle_aux_hidden_state_layer_ids draft_vocab_size target_hidden_size".split()
+KEYS = BODY | words(
+    "block_size dflash_config num_target_layers is_causal target_layer_ids mask_token mask_token_id "
+    "eagle_aux_hidden_state_layer_ids draft_vocab_size target_hidden_size"
 )
-INNER_KEYS = frozenset(
-    "target_layer_ids block_size mask_token mask_token_id causal use_swa swa_window_size "
-    "num_target_layers".split()
+INNER_KEYS = words(
+    "target_layer_ids block_size mask_token mask_token_id causal use_swa swa_window_size num_target_layers"
 )
 TokenId = Callable[[str], int | None]
 
 
 def read(
-    folder: Path | str, token_id: TokenId | None = None, target: TargetFiles | None = None
+    folder: Path | str, target: TargetFiles | None = None, token_id: TokenId | None = None
 ) -> tuple[DFlashDraft, list[str]]:
-    """`token_id` finds the MASK in a vocabulary where the config names it by its text.
+    """`token_id` finds the MASK where the config names it by its text.
 
-    Raises LoadError where tensors are missing, left over or misshapen, where the config says something
+    Raises LoadError where tensors are missing, left over or misshapen, and where the config says something
     twice and differently, or asks for what we do not do.
     """
     checkpoint = open_checkpoint(folder)
@@ -59,62 +60,187 @@ def read(
     if len(held) < len(checkpoint.names()):
         raise LoadError(f"{folder} holds some tensors with the prefix `model.` and again without it")
     config, notes = parse(checkpoint.config, str(folder), "mask_embedding" in held, token_id)
-    copies = shared_copies(str(folder), checkpoint, held, target)
-    shapes = {name: checkpoint.shape(theirs) for name, theirs in held.items() if name not in copies}
-    check_shapes(folder, dflash_shapes(config), shapes)
+    notes += shared_copies(str(folder), checkpoint, held, target)
+    check_shapes(folder, dflash_shapes(config), {n: checkpoint.shape(theirs) for n, theirs in held.items()})
     tensors = {name: stored(checkpoint, held[name]) for name in dflash_shapes(config)}
-    return DFlashDraft(config=config, tensors=tensors), notes + list(copies.values())
+    return DFlashDraft(config=config, tensors=tensors), notes
 
 
 def parse(
-    hf: dict[str, Any], where: str, learned_mask: bool, token_id: TokenId | None
+    hf: dict[str, Any], where: str, learned_mask: bool = False, token_id: TokenId | None = None
 ) -> tuple[DFlashConfig, list[str]]:
-    """A z-lab config.json, read as SGLang, vLLM and z-lab's code read it. Raises LoadError or ValueError."""
+    """A z-lab config.json, as z-lab's code, SGLang and vLLM read it. Raises LoadError or ValueError."""
     if (hf.get("architectures") or [""])[0] != ARCHITECTURE:
         raise LoadError(f"{where}: architectures {hf.get('architectures')} is not [{ARCHITECTURE}]")
     check_values(hf)
-    inner = hf.get("dflash_config") or {}
-    if not isinstance(inner, dict):
-        raise LoadError(f"{where}: dflash_config is a {type(inner).__name__}, not an object")
+    inner = inner_object(where, hf, "dflash_config")
     refuse_meaning(where, hf)
     refuse_meaning(where, inner, "dflash_config.")
     rope, notes = read_rope(where, hf, default_theta=None)
-    types, window, windows_noted = _windows(where, hf, inner)
-    config = dflash.parse(
-        {
-            **hf,
-            **{key: None for key in ROPE_PLACES},
-            "rope_theta": rope.theta,
-            "layer_types": list(types),
-            "sliding_window": window,
-            "num_target_layers": once(
-                where,
-                "num_target_layers",
-                {
-                    "dflash_config.num_target_layers (SGLang)": inner.get("num_target_layers"),
-                    "num_target_layers (outpace)": hf.get("num_target_layers"),
-                },
-            ),
-            "block_size": once(
-                where,
-                "block_size",
-                {
-                    "dflash_config.block_size (SGLang, z-lab, llama.cpp's converter)": inner.get(
-                        "block_size"
-                    ),
-                    "block_size (older readers)": hf.get("block_size"),
-                },
-            ),
-            "is_causal": _causal(where, hf, inner, types),
-            "dflash_config": {"target_layer_ids": _layer_ids(where, hf, inner)},
-        },
-        None if learned_mask else _mask_token_id(where, hf, inner, token_id),
+    layers = need(hf, "num_hidden_layers")
+    types, window = _windows(where, hf, inner, layers)
+    block_places = {
+        "dflash_config.block_size (SGLang, z-lab)": inner.get("block_size"),
+        "block_size (older readers)": hf.get("block_size"),
+    }
+    target_places = {
+        "dflash_config.num_target_layers": inner.get("num_target_layers"),
+        "num_target_layers": hf.get("num_target_layers"),
+    }
+    body = body_fields(hf, head_dim=128)
+    _same_sizes(where, hf, body)
+    config = DFlashConfig(
+        **body,
+        num_layers=layers,
+        rope=rope,
+        block_size=whole(where, "block_size", once(where, "block_size", block_places), 2, 4096),
+        target_layer_ids=tuple(_layer_ids(where, hf, inner)),
+        num_target_layers=whole(
+            where, "num_target_layers", once(where, "num_target_layers", target_places), 1
+        ),
+        mask_token_id=None if learned_mask else _mask_token_id(where, hf, inner, token_id),
+        attention_bias=hf.get("attention_bias") or False,
+        layer_types=types,
+        sliding_window=window,
+        causal=_causal(where, hf, inner, types),
     )
-    _same_vocabulary(where, hf, config)
-    notes += windows_noted + unknown_keys(hf, KEYS | ROPE_PLACES)
-    notes += unknown_keys(inner, INNER_KEYS, "dflash_config.")
-    return canonical(_with_rope(config, rope)), notes
+    notes += unknown_keys(hf, KEYS) + unknown_keys(inner, INNER_KEYS, "dflash_config.")
+    return canonical(config), notes
 
 
-def _with_rope(config: DFlashConfig, rope: Any) -> DFlashConfig:
-    return dflash.replace(config, rope=rope)
+def _layer_ids(where: str, hf: dict[str, Any], inner: dict[str, Any]) -> list[int]:
+    """In z-lab's places, id k is hidden_states[k+1], our layer k; vLLM's own key counts hidden_states."""
+    nested = whole_numbers(where, "dflash_config.target_layer_ids", inner.get("target_layer_ids"))
+    top = whole_numbers(where, "target_layer_ids", hf.get("target_layer_ids"))
+    key = "eagle_aux_hidden_state_layer_ids"
+    vllm = whole_numbers(where, key, hf.get(key))
+    states = {
+        "dflash_config.target_layer_ids (SGLang, z-lab, llama.cpp)": nested and [k + 1 for k in nested],
+        "target_layer_ids": top and [k + 1 for k in top],
+        f"{key} (vLLM, which takes it as it is)": vllm,
+    }
+    found = once(where, "the hidden_states to read", states)
+    if not found or (nested is None and top is None):
+        raise LoadError(
+            f"{where}: dflash_config.target_layer_ids is missing; SGLang would guess layers"
+            + (f". vLLM reads {key} {vllm}: write those less one" if vllm else "")
+        )
+    return [k - 1 for k in found]
+
+
+def _windows(
+    where: str, hf: dict[str, Any], inner: dict[str, Any], layers: int
+) -> tuple[tuple[str, ...], int]:
+    """z-lab and SGLang read layer_types and sliding_window; vLLM and llama.cpp's converter use_swa too."""
+    types, window = read_layer_types(where, hf, layers)
+    swa = whole(where, "swa_window_size", inner.get("swa_window_size") or 0)
+    wide = bool(inner.get("use_swa")) and WINDOW not in types
+    if wide or (swa and WINDOW in types and swa != window):
+        raise LoadError(
+            f"{where}: vLLM reads dflash_config's use_swa {inner.get('use_swa')} and swa_window_size "
+            f"{swa or None}, SGLang and z-lab layer_types {list(types)} and sliding_window {window or None}. "
+            "Make them agree"
+        )
+    return types, window
+
+
+def _causal(where: str, hf: dict[str, Any], inner: dict[str, Any], types: tuple[str, ...]) -> bool:
+    """Whether windowed layers hide the slots behind. An explicit `is_causal` counts for every layer; without
+    one, windows are causal and full layers are not."""
+    said, nested = hf.get("is_causal"), inner.get("causal")
+    for key, value in (("is_causal", said), ("dflash_config.causal", nested)):
+        if not isinstance(value, bool | None):
+            raise LoadError(f"{where}: {key} is {str(value)[:60]!r}, not true or false")
+    windows = WINDOW in types
+    everywhere = said if said is not None else nested
+    if everywhere and FULL in types:
+        raise LoadError(
+            f"{where}: is_causal true makes full_attention layers causal too, which is not supported; "
+            "where only the windows are causal, leave the key out"
+        )
+    if said is None and nested is False and windows:
+        raise LoadError(
+            f"{where}: dflash_config.causal false is read by vLLM and llama.cpp's converter; SGLang and "
+            "z-lab read is_causal, and without it take windows as causal. Write is_causal: false"
+        )
+    return windows if said is None else bool(said) and windows
+
+
+def _mask_token_id(
+    where: str, hf: dict[str, Any], inner: dict[str, Any], token_id: TokenId | None
+) -> int | None:
+    places = {
+        "dflash_config.mask_token_id": inner.get("mask_token_id"),
+        "mask_token_id (z-lab and SGLang alone read it there)": hf.get("mask_token_id"),
+    }
+    said = once(where, "mask_token_id", places)
+    if said is not None:
+        return whole(where, "mask_token_id", said)
+    token = inner.get("mask_token") or hf.get("mask_token") or DEFAULT_MASK
+    found = token_id(str(token)) if token_id is not None else None
+    if found is None:
+        raise LoadError(
+            f"{where}: dflash_config has no mask_token_id, and the tokenizer knows no {token!r}: "
+            "write the id of a token that text never uses"
+        )
+    return found
+
+
+def _same_sizes(where: str, hf: dict[str, Any], body: dict[str, Any]) -> None:
+    for key, ours in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
+        if hf.get(key) not in (None, body[ours]):
+            raise LoadError(
+                f"{where}: {key} {hf[key]} is not {ours} {body[ours]}; such a DFlash is not supported"
+            )
+
+
+def to_hf(config: DFlashConfig) -> dict[str, Any]:
+    """config.json, every fact in all the places where an engine looks for it."""
+    config = canonical(config)
+    inner: dict[str, Any] = {
+        "target_layer_ids": list(config.target_layer_ids),
+        "block_size": config.block_size,
+    }
+    if config.mask_token_id is not None:
+        inner["mask_token_id"] = config.mask_token_id
+    body = body_to_hf(
+        config, layers=config.num_layers, layer_types=config.layer_types, window=config.sliding_window
+    )
+    # where only windows are causal, silence says so; true would reach the full layers too
+    causal = {} if config.causal and FULL in config.layer_types else {"is_causal": config.causal}
+    return {
+        "architectures": [ARCHITECTURE],
+        "auto_map": {"AutoModel": f"dflash.{ARCHITECTURE}"},
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "dflash_config": inner,
+        "eagle_aux_hidden_state_layer_ids": [k + 1 for k in config.target_layer_ids],
+        **body,
+        "attention_bias": config.attention_bias,
+        **causal,
+    }
+
+
+def remarks(draft: DFlashDraft) -> list[Remark]:
+    """What the engines that load this format would not take as it is meant."""
+    config, found = draft.config, []
+    for engine in ("SGLang", "vLLM"):
+        if config.mask_token_id is None:
+            said = "knows no learned mask_embedding"
+            found.append(Remark(check="mask token", engine=engine, said=said, fatal=True))
+        found += narrow_window(config, engine)
+    return found
+
+
+def narrow_window(config: DFlashConfig, engine: str) -> list[Remark]:
+    """Engines whose windows look both ways measure them to both sides; ours, and llama.cpp's, to the left."""
+    if WINDOW not in config.layer_types or config.causal or config.sliding_window >= config.block_size:
+        return []
+    said = f"a window of {config.sliding_window} also hides the far end of a block of {config.block_size}"
+    return [Remark(check="window", engine=engine, said=said, fatal=True)]
+
+
+def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:
+    config = to_hf(draft.config) | {"dtype": main_dtype(draft.tensors)}
+    save_checkpoint(folder, config, draft.tensors.items())

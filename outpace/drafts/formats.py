@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,6 +211,39 @@ def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool)
     if mapped:
         found |= {"d2t": (c.draft_vocab_size,), "t2d": (c.vocab_size,)}
     return found
+
+
+def shared_copies(
+    where: str, checkpoint: Checkpoint, held: dict[str, str], target: TargetFiles | None
+) -> list[str]:
+    """Take embedding and head out of `held` (our name -> the file's): a DFlash uses the target's, and some
+    formats carry copies. Says so; raises LoadError where they are known to be something else."""
+    notes = []
+    for name in (EMBEDDING, HEAD):
+        if name not in held:
+            continue
+        copy = stored(checkpoint, held.pop(name))
+        if target is None:
+            notes.append(f"{name} left out, the target's serves; name the target to have the two compared")
+            continue
+        same = target.embedding() if name == EMBEDDING else target.head()
+        if not torch.equal(copy, same.to(copy.dtype)):
+            raise LoadError(
+                f"{where} holds a {name} that is not the target's ({target.path}). vLLM would use it, SGLang "
+                "the target's; a DFlash with its own is not supported"
+            )
+    return notes
+
+
+def target_layers(where: str, said: Mapping[str, Any], target: TargetFiles | None) -> int:
+    """How many layers the target has: what we left in the files under "outpace", or the target's own.
+    Raises LoadError without either."""
+    layers = said.get("num_target_layers")
+    if type(layers) is int and layers > 0:
+        return layers
+    if target is None:
+        raise LoadError(f"{where} does not say how many layers its target has: name the target (--target)")
+    return target.config.num_layers
 
 
 def check_shapes(where: Path | str, wanted: Mapping[str, Shape], held: Mapping[str, Shape]) -> None:

@@ -1,20 +1,16 @@
-"""A z-lab DFlash checkpoint folder -> a draft, and back."""
+"""A z-lab DFlash folder -> a draft that runs, and back."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from outpace.drafts import dflash
+from outpace.drafts import format_zlab
 from outpace.drafts.dflash import DFlash, DFlashConfig
-from outpace.models.load import Comparison, assign, explain, named_tensors
+from outpace.drafts.formats import DFlashDraft, canonical, converted
+from outpace.models.load import assign, named_tensors
 from outpace.models.names import Entry
-from outpace.weights.checkpoint import LoadError, open_checkpoint, to_tensor
-from outpace.weights.save import save_checkpoint
-
-DEFAULT_MASK = "<|MASK|>"
+from outpace.weights.checkpoint import to_tensor
 
 
 def entries(config: DFlashConfig) -> list[Entry]:
@@ -43,62 +39,33 @@ def entries(config: DFlashConfig) -> list[Entry]:
 
 def load_dflash(folder: Path | str, tokenizer: Tokenizer | None = None) -> DFlash:
     """Raises LoadError where tensors are missing, left over or misshapen (`fc` is checked against the
-    number of target_layer_ids), or where the MASK token cannot be resolved."""
-    checkpoint = open_checkpoint(folder)
-    hf = checkpoint.config
-    if (hf.get("architectures") or [""])[0] != "DFlashDraftModel":
-        raise LoadError(f"{folder}: architectures {hf.get('architectures')} is not [DFlashDraftModel]")
-    held = {name.removeprefix("model."): name for name in checkpoint.names()}
-    config = dflash.parse(hf, _mask_token_id(hf, held, tokenizer, folder))
+    number of target_layer_ids), where config.json contradicts itself, or where the MASK token cannot be
+    resolved."""
+    found, _ = format_zlab.read(folder, token_id=None if tokenizer is None else tokenizer.token_to_id)
+    return build_dflash(found)
+
+
+def build_dflash(found: DFlashDraft) -> DFlash:
+    """What a file of any format describes -> the module."""
     with torch.device("meta"):
-        draft = DFlash(config)
-    shapes = {name: t.shape for name, t in named_tensors(draft)}
-    wanted, wrong = set(), []
-    for entry in entries(config):
-        empty = torch.empty(shapes[entry.param], device="meta")
-        for name, part in zip(entry.names, entry.split(empty), strict=True):
-            wanted.add(name)
-            if name in held and checkpoint.shape(held[name]) != tuple(part.shape):
-                wrong.append((name, tuple(part.shape), checkpoint.shape(held[name])))
-    difference = Comparison(sorted(wanted - set(held)), sorted(set(held) - wanted), wrong)
-    if not difference.clean:
-        hint = ""
-        if any(name == "fc.weight" for name, _, _ in wrong):
-            n = len(config.target_layer_ids)
-            hint = f"\n  fc.in_features must be {n} (target_layer_ids) x {config.hidden_size}"
-        raise LoadError(f"{folder} is not what its config.json describes:\n{explain(difference)}{hint}")
-    for entry in entries(config):
-        tensor = entry.join([to_tensor(checkpoint.get(held[name])) for name in entry.names])
+        draft = DFlash(found.config)
+    for entry in entries(found.config):
+        tensor = entry.join([to_tensor(found.tensors[name]) for name in entry.names])
         assign(draft, entry.param, tensor)
     return draft.eval()
 
 
-def _mask_token_id(
-    hf: dict[str, Any], held: dict[str, str], tokenizer: Tokenizer | None, folder: Path | str
-) -> int | None:
-    if "mask_embedding" in held:
-        return None
-    inner = hf.get("dflash_config") or {}
-    if inner.get("mask_token_id") is not None:
-        return int(inner["mask_token_id"])
-    token = inner.get("mask_token") or DEFAULT_MASK
-    found = tokenizer.token_to_id(token) if tokenizer is not None else None
-    if found is None:
-        raise LoadError(
-            f"{folder}: dflash_config has no mask_token_id, and the tokenizer knows no {token!r}: "
-            "write the id of a token that text never uses"
-        )
-    return int(found)
+def describe_dflash(draft: DFlash, dtype: torch.dtype | None = None) -> DFlashDraft:
+    """The module -> what any format can be written from; `dtype` None keeps each tensor's precision."""
+    ours = dict(named_tensors(draft))
+    tensors = {
+        name: part.contiguous()
+        for entry in entries(draft.config)
+        for name, part in zip(entry.names, entry.split(ours[entry.param].detach()), strict=True)
+    }
+    return DFlashDraft(config=canonical(draft.config), tensors=converted(tensors, dtype))
 
 
 def save_dflash(draft: DFlash, folder: Path | str, dtype: torch.dtype = torch.bfloat16) -> None:
     """z-lab's format: what SGLang and vLLM read. No embedding and no head: they are the target's."""
-    tensors = dict(named_tensors(draft))
-
-    def parts() -> Iterator[tuple[str, torch.Tensor]]:
-        for entry in entries(draft.config):
-            whole = tensors[entry.param].detach().to(dtype)
-            yield from zip(entry.names, (t.contiguous() for t in entry.split(whole)), strict=True)
-
-    config = dflash.to_hf(draft.config) | {"dtype": str(dtype).removeprefix("torch.")}
-    save_checkpoint(Path(folder), config, parts())
+    format_zlab.write(describe_dflash(draft, dtype), Path(folder))

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from outpace.drafts.dflash import to_hf
+from outpace.drafts.format_zlab import to_hf
 from outpace.drafts.load import load_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.train.anchors import pack

@@ -1,0 +1,113 @@
+"""EAGLE-3 in speculators' format: what vLLM and speculators' own code load."""
+
+from pathlib import Path
+from typing import Any
+
+from outpace.drafts.format_keys import inner_object, whole_numbers, words
+from outpace.drafts.format_sglang_eagle3 import (
+    IDS,
+    NORMS,
+    assemble,
+    default_ids,
+    eagle3_config,
+    layer_to_hf,
+    our_name,
+)
+from outpace.drafts.format_speculators import (
+    ENVELOPE,
+    OWN_WINDOW,
+    copies,
+    open_envelope,
+    seal_envelope,
+    window_notes,
+)
+from outpace.drafts.formats import (
+    EMBEDDING,
+    HEAD,
+    Eagle3Config,
+    Eagle3Draft,
+    Remark,
+    TargetFiles,
+    main_dtype,
+)
+from outpace.models.config import WINDOW
+from outpace.weights.checkpoint import LoadError, open_checkpoint
+from outpace.weights.save import save_checkpoint
+
+TYPE = "eagle3"
+KEYS = ENVELOPE | words(f"{IDS} embed_requires_grad enable_sp_ulysses {' '.join(NORMS)}")
+# transformer_layer_config is written as the difference from these
+LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+STEPS = 3  # proposed tokens a round, where nobody says otherwise
+
+
+def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3Draft, list[str]]:
+    """Raises LoadError, for the reasons that SGLang's format has."""
+    checkpoint = open_checkpoint(folder)
+    config, notes = parse(checkpoint.config, str(folder), target)
+    held = {our_name(name): name for name in checkpoint.names()}
+    if len(held) < len(checkpoint.names()):
+        raise LoadError(f"{folder} holds a tensor twice, with and without a prefix")
+    said = inner_object(str(folder), checkpoint.config, "outpace").get("copied_from_target") or []
+    copied = tuple(name for name in (EMBEDDING, HEAD) if name in said)
+    return assemble(str(folder), config, checkpoint, held, notes, target, copied)
+
+
+def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[Eagle3Config, list[str]]:
+    layer, notes = open_envelope(where, hf, TYPE, "llama", LLAMA, KEYS)
+    if hf.get("norm_before_residual") is None:
+        raise LoadError(
+            f"{where}: norm_before_residual is missing; vLLM takes true, speculators' code and llama.cpp's "
+            "converter false. Write which"
+        )
+    states = whole_numbers(where, IDS, hf.get(IDS))
+    if states:
+        layer_ids = [k - 1 for k in states]
+    else:
+        layer_ids, noted = default_ids(where, target)
+        notes += noted
+    config, more = eagle3_config(where, hf, layer, layer_ids, {key: hf.get(key) for key in NORMS})
+    return config, notes + more + window_notes((WINDOW,) if config.sliding_window else ())
+
+
+def to_hf(draft: Eagle3Draft, target: TargetFiles | None) -> dict[str, Any]:
+    c = draft.config
+    layer = {"model_type": "llama", **layer_to_hf(c)}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        **seal_envelope(TYPE, "Eagle3SpeculatorConfig", layer, STEPS, target),
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": None if c.target_hidden_size == c.hidden_size else c.target_hidden_size,
+        IDS: [k + 1 for k in c.layer_ids],
+        **{key: getattr(c, key) for key in NORMS},
+        "embed_requires_grad": draft.own_embedding,
+        "outpace": {
+            "copied_from_target": [name for name in (EMBEDDING, HEAD) if name not in draft.tensors],
+        },
+    }
+
+
+def remarks(draft: Eagle3Draft) -> list[Remark]:
+    c = draft.config
+    faults = (
+        ("hidden sizes", "wants a draft as wide as its target", c.hidden_size != c.target_hidden_size),
+        ("layer ids", "joins three states", len(c.layer_ids) != 3),
+        ("window", OWN_WINDOW, c.sliding_window > 0),
+    )
+    return [Remark(check=check, engine="speculators", said=said) for check, said, has in faults if has]
+
+
+def write(draft: Eagle3Draft, folder: Path, target: TargetFiles | None = None) -> None:
+    config = to_hf(draft, target)
+    assert target is not None
+    tensors = {**draft.tensors, **copies(draft.tensors, target)}
+    named = ((name.replace("midlayer.", "layers.0."), t) for name, t in tensors.items())
+    save_checkpoint(folder, config | {"dtype": main_dtype(draft.tensors)}, named)
