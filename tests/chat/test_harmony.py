@@ -205,8 +205,15 @@ TYPES = [
                 "unit": {"type": "string", "enum": ["m", "km"], "default": "m", "nullable": True},
             },
         },
-        "(_: {\n// Where.\nat:     // Where.\n{\n    x?: number, // default: 1.5\n"
-        '    tags?: "a" | "b"[],\n    },\nunit?: "m" | "km" | null, // default: m\n})',
+        """(_: {
+// Where.
+at:     // Where.
+{
+    x?: number, // default: 1.5
+    tags?: "a" | "b"[],
+    },
+unit?: "m" | "km" | null, // default: m
+})""",
     ),
     (
         {

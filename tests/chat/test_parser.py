@@ -282,7 +282,8 @@ def test_nothing_was_said(text):
 def test_output_cut_anywhere(cut):
     """A cut never loses text, never invents a channel, and is always marked."""
     ids = ids_of(
-        "<|channel|>analysis<|message|>thinking of it<|end|><|start|>assistant<|channel|>final<|message|>2 + 2 = 4<|return|>"
+        "<|channel|>analysis<|message|>thinking of it<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>2 + 2 = 4<|return|>"
     )
     parsed = parse(ids[:cut], "assistant")
     whole = parse(ids, "assistant")

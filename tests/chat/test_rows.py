@@ -43,17 +43,21 @@ def test_a_row_for_every_turn():
     assert told(first) == [
         "<|channel|>analysis<|message|>first<|end|><|start|>assistant<|channel|>final<|message|>1<|return|>"
     ]
-    assert told(second) == [
+    calling, answering = told(second)
+    assert calling == (
         "<|channel|>analysis<|message|>need it<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
-        '<|start|>assistant to=functions.x<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
-        "<|channel|>analysis<|message|>have it<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>",
-    ]
+        '<|start|>assistant to=functions.x<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    assert answering == (
+        "<|channel|>analysis<|message|>have it<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>"
+    )
     # the first turn is history now: no thoughts, and <|end|> where it once stopped
     assert "first" not in text_of(second.ids)
     assert "<|start|>assistant<|channel|>final<|message|>1<|end|><|start|>user" in told(second, False)[0]
     assert told(second, False)[1] == (
-        "<|start|>functions.x to=assistant<|channel|>commentary<|message|>7 <|return|><|end|><|start|>assistant"
+        "<|start|>functions.x to=assistant<|channel|>commentary<|message|>7 <|return|><|end|>"
+        "<|start|>assistant"
     )
 
 
@@ -185,7 +189,7 @@ def test_whole_surrogate_pairs_are_characters(tmp_path):
 def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "talks.jsonl"
     path.write_bytes(b'[{"role": "user", "content": "\xff"}]')
-    with pytest.raises(ValueError, match="line 1: .* can't decode byte 0xff"):
+    with pytest.raises(ValueError, match=r"line 1: .* can't decode byte 0xff"):
         list(read_conversations(path))
 
 
