@@ -1,0 +1,65 @@
+"""The doctor: why does this model talk nonsense?"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from outpace.cli.app import AsJson, app, console
+
+MARKS = {
+    "pass": "[green]pass[/green]",
+    "warn": "[yellow]warn[/yellow]",
+    "fail": "[bold red]FAIL[/bold red]",
+    "skipped": "[dim]----[/dim]",
+}
+
+
+@app.command()
+def doctor(
+    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")] = "default",
+    other: Annotated[str | None, typer.Argument(help="What --reference hf or gguf reads.")] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="'hf' (transformers, on PATH or OTHER), 'gguf' (the file OTHER), or a path."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Only the first so many layers, of both sides.")] = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens of text the layers are shown.")] = 192,
+    text: Annotated[Path | None, typer.Option(help="A text file instead of the doctor's own text.")] = None,
+    thorough: Annotated[
+        bool, typer.Option(help="Try every known mistake on the text, however long it takes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Why does this model talk nonsense? Staged checks, each with a verdict.
+
+    Tokenizer, embedding, number format, attention, RoPE, router, and what the model says. With a reference,
+    layer by layer, and where one departs, the known mistake that explains it. Exits 1 where a check fails.
+
+    [bold]Examples[/bold]: outpace doctor default
+    outpace doctor my-folder --reference hf
+    outpace doctor my-folder --reference gguf model.gguf --layers 4
+    """
+    from outpace.doctor.examine import Examination, examine
+
+    what = Examination(
+        path=path,
+        reference=reference,
+        other=other,
+        layers=layers,
+        tokens=tokens,
+        text=text,
+        thorough=thorough,
+    )
+    found = []
+    for check in examine(what):
+        found.append(check)
+        if not as_json:
+            line = f"{MARKS[check.verdict]}  {check.name}: [dim]{escape(check.said)}[/dim]"
+            console.print(line, highlight=False)
+    if as_json:
+        print(json.dumps([check.as_json() for check in found], indent=2))
+    if any(check.verdict == "fail" for check in found):
+        raise typer.Exit(1)

@@ -1,0 +1,220 @@
+"""What a comparison with a reference comes to: configs, embedding, layers, what explains them, logits."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.doctor.check import Check
+from outpace.doctor.compare import HALVES, Finding, Half, LayerApart, Reference, apart
+from outpace.doctor.search import EXACT
+from outpace.doctor.sides import Walk
+from outpace.doctor.weights import relative
+from outpace.models.config import ModelConfig
+from outpace.models.decoder import Decoder
+from outpace.ops.linear import linear
+from outpace.ops.quant import Weight
+
+# What two files of one model may say differently without meaning anything else.
+UNREAD = {"eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings"}
+SIZES = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_experts")
+CLEARLY = 0.5  # nats a token: by so much the right side predicts the text better
+
+
+def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
+    """Field by field. Other sizes end the comparison; other choices are what the layers will show."""
+    name = "configs"
+    a, b = asdict(ours), asdict(theirs)
+    apart = {k: [a[k], b[k]] for k in a if k not in UNREAD and a[k] != b[k]}
+    if "rope" in apart:
+        fields = {k: [a["rope"][k], b["rope"][k]] for k in a["rope"] if a["rope"][k] != b["rope"][k]}
+        apart = {k: v for k, v in apart.items() if k != "rope"} | {f"rope.{k}": v for k, v in fields.items()}
+    if not apart:
+        return Check(name=name, verdict="pass", said="both sides are configured alike")
+    said = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(apart.items())[:6])
+    fatal = [k for k in SIZES if k in apart]
+    if fatal:
+        said = f"two different models: {said}"
+    return Check(name=name, verdict="fail" if fatal else "warn", said=said, evidence=apart)
+
+
+def check_embedded(ours: Walk, theirs: Walk, tokens: list[int]) -> Check:
+    name = "embedding against the reference"
+    found = apart(ours.embedded, theirs.embedded)
+    rows = (ours.embedded - theirs.embedded).norm(dim=-1) / theirs.embedded.norm(dim=-1).clamp(min=1e-30)
+    evidence = asdict(found)
+    if found.error <= EXACT:
+        return Check(name=name, verdict="pass", said=f"cosine {found.cosine:.6f}", evidence=evidence)
+    most = float(rows.max())
+    if most <= 0.1:
+        said = f"cosine {found.cosine:.6f}, rows differ by {most:.1%} at most: another number format"
+        return Check(name=name, verdict="pass", said=said, evidence=evidence)
+    odd = sorted({t for t, off in zip(tokens, (rows > 0.1).tolist(), strict=True) if off})
+    said = f"{len(odd)} of {len(set(tokens))} tokens have other rows, such as {odd[:5]}"
+    size = float(ours.embedded.norm() / theirs.embedded.norm())
+    if relative(ours.embedded / size, theirs.embedded) < EXACT:
+        said = f"the rows are {size:.4g} times as long"
+    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+
+
+def check_layers(layers: list[LayerApart]) -> Check:
+    """Where ours departs, each half fed with what the reference's got."""
+    name = "layers against the reference"
+    evidence = {str(one.layer): _row(one) for one in layers}
+    departing = [one for one in layers if one.departs]
+    if not departing:
+        worst = max(one.so_far.error for one in layers)
+        cosine = min(min(one.attention.cosine, one.mlp.cosine) for one in layers)
+        said = f"{len(layers)} layers agree: cosine {cosine:.6f} or more, error from end to end {worst:.1e}"
+        if max(max(one.limits.values()) for one in layers) > EXACT:
+            said += " (within what two number formats differ by)"
+        return Check(name=name, verdict="pass", said=said, evidence=evidence)
+    first = departing[0]
+    half = first.departs[0]
+    figures = first.attention if half == "attention" else first.mlp
+    said = (
+        f"layer {first.layer} is the first that departs: after {_spoken(half)} cosine {figures.cosine:.4f}, "
+        f"largest difference {figures.largest:.2g}, relative error {figures.error:.1e}"
+    )
+    for other in HALVES:
+        count = sum(other in one.departs for one in layers)
+        said += f"; {_spoken(other)} departs in {count} of {len(layers)}"
+    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+
+
+def _row(one: LayerApart) -> dict[str, Any]:
+    return {
+        "attention": asdict(one.attention),
+        "mlp": asdict(one.mlp),
+        "so_far": asdict(one.so_far),
+        "routed_alike": one.routed_alike,
+        "window": one.window,
+        "departs": list(one.departs),
+    }
+
+
+Explanation = tuple[Half, tuple[str, ...], tuple[str, ...]]  # half, mistakes of ours, mistakes of theirs
+
+
+def explanations(layers: list[LayerApart], judged: str) -> Iterator[Check]:
+    """One check per half and set of mistakes, over all layers that they explain. `judged`: which side the
+    text speaks for."""
+    groups: dict[Explanation, list[tuple[LayerApart, list[Finding]]]] = {}
+    for one in layers:
+        for half in one.departs:
+            found = [f for f in one.findings if f.half == half]
+            names = {f.whose: f.names for f in found}
+            key: Explanation = (half, names.get("ours", ()), names.get("theirs", ()))
+            groups.setdefault(key, []).append((one, found))
+    for (half, ours, theirs), members in groups.items():
+        where = _layers([one.layer for one, _ in members])
+        found = members[0][1]
+        said = _explained(ours, theirs, found) if ours or theirs else _unexplained(half, found)
+        tensors = sorted({t for _, fs in members for f in fs for t in f.tensors})
+        if tensors and set(tensors) != {"sinks"}:
+            said += f". Tensors that differ between the two files: {', '.join(tensors)}"
+        evidence = {
+            "half": half,
+            "layers": [one.layer for one, _ in members],
+            "ours": list(ours),
+            "theirs": list(theirs),
+            "findings": [asdict(f) for f in found],
+        }
+        name = f"why {_spoken(half)} departs"
+        said = f"{where}: {said}" + (f". {judged}" if judged and (ours or theirs) else "")
+        yield Check(name=name, verdict="fail", said=said, evidence=evidence)
+
+
+def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], found: list[Finding]) -> str:
+    best = next(f for f in found if f.names)
+    figures = f"(error {best.error:.0e}, {best.before:.1e} without)"
+    if ours and theirs and set(ours) & set(theirs):
+        return f"the two sides differ by: {_any(ours)} {figures}"
+    if ours:
+        return f"read with {_any(ours)}, our weights say what the reference says {figures}"
+    return f"read with {_any(theirs)}, the reference's weights say what ours say {figures}"
+
+
+def _unexplained(half: Half, found: list[Finding]) -> str:
+    said = "none of the known mistakes explains it, nor any two of them"
+    near = [f for f in found if f.nearest is not None]
+    if near:
+        best = min(near, key=lambda f: f.error)
+        said += f"; nearest comes {best.nearest} (error {best.error:.2g}, {best.before:.2g} without)"
+    return said
+
+
+def _any(names: tuple[str, ...]) -> str:
+    """Several that explain equally well cannot be told apart by this text."""
+    return names[0] if len(names) == 1 else " or ".join(names) + " (this text does not tell them apart)"
+
+
+def _layers(found: list[int]) -> str:
+    if len(found) == 1:
+        return f"layer {found[0]}"
+    steps = {b - a for a, b in pairwise(found)}
+    if steps == {1}:
+        return f"layers {found[0]} to {found[-1]}"
+    return "layers " + ", ".join(map(str, found))
+
+
+def _spoken(half: Half) -> str:
+    return "the MLP" if half == "mlp" else "attention"
+
+
+def judge(ours: float, theirs: float) -> str:
+    """Losses of the text on both sides, in nats a token -> which of them speaks."""
+    said = f"The text costs {ours:.2f} nats a token here and {theirs:.2f} there: "
+    if ours < theirs - CLEARLY:
+        return said + "the reference is the one that is wrong"
+    if theirs < ours - CLEARLY or ours != ours:
+        return said + "ours is the one that is wrong"
+    return said + "that does not tell which side is wrong"
+
+
+@torch.inference_mode()
+def check_logits(model: Decoder, ours: Walk, reference: Reference, limit: float) -> Check:
+    """End to end, and final norm and head by themselves, fed with what the reference's last layer said."""
+    name = "logits against the reference"
+    theirs = reference.walk
+    whole = apart(ours.logits, theirs.logits)
+    last = theirs.layers[-1].out.to(model.device, model.dtype)
+    alone = relative(model.logits(model.norm(last)).float().cpu(), theirs.logits)
+    same = (ours.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean()
+    evidence = asdict(whole) | {"head_alone": alone, "same_top_1": float(same)}
+    said = f"cosine {whole.cosine:.6f}, largest difference {whole.largest:.2g}, top-1 alike {float(same):.1%}"
+    if alone <= limit and whole.error <= max(limit * 10, 1e-3):
+        return Check(name=name, verdict="pass", said=said, evidence=evidence)
+    if alone <= limit:
+        said += "; final norm and head agree, the layers before them do not"
+        return Check(name=name, verdict="fail", said=said, evidence=evidence)
+    errors = _head_mistakes(model, last, theirs.logits)
+    best = min(errors, key=lambda k: errors[k])
+    evidence["head_mistakes"] = errors
+    said += f"; final norm and head by themselves are off by {alone:.2g}"
+    said += (
+        f": explained by {best} (error {errors[best]:.0e})"
+        if errors[best] <= limit
+        else ", which none of the known mistakes explains"
+    )
+    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+
+
+def _head_mistakes(model: Decoder, last: Tensor, wanted: Tensor) -> dict[str, float]:
+    """Name -> relative error of the logits under that mistake."""
+    normed = model.norm(last)
+    weightless = normed / model.norm.weight
+    tried: dict[str, tuple[Tensor, Weight]] = {
+        "no final norm": (last, model.head),
+        "final norm without its weights": (weightless, model.head),
+        "tied head (the embedding used as the head)": (normed, model.embed_tokens.weight),
+    }
+    found = {k: relative(linear(x, w).float().cpu(), wanted) for k, (x, w) in tried.items()}
+    for eps in (1e-5, 1e-6):
+        size = (last.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        x = (last * size * model.norm.weight).to(last.dtype)
+        found[f"RMSNorm eps {eps:g}"] = relative(linear(x, model.head).float().cpu(), wanted)
+    return found

@@ -1,0 +1,206 @@
+"""One layer of gpt-oss, Llama or Qwen3 in plain torch, float32, every step kept: slow, and made to be read.
+
+It shares no arithmetic with the engine: the rotary frequencies are formed anew from the published
+formulas, attention and experts are loops and einsums. The letters are those of `ops/attention.py`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.doctor.reading import Reading
+from outpace.doctor.weights import AttentionWeights, Expert, Matrix, MlpWeights
+from outpace.ops.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSteps:
+    normed: Tensor  # [T, C]
+    q: Tensor  # [T, H, D], after norm and rotation
+    k: Tensor  # [T, K, D]
+    v: Tensor  # [T, K, D]
+    weights: Tensor  # [H, T, T] over the keys
+    sink: Tensor | None  # [H, T] what the sink takes
+    out: Tensor  # [T, C], what attention adds to the residual stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSteps:
+    normed: Tensor  # [T, C]
+    logits: Tensor | None  # [T, E] of the router
+    chosen: Tensor  # [T, k] experts, largest first
+    weights: Tensor  # [T, k]
+    out: Tensor  # [T, C], what the MLP adds
+
+
+def read_attention(x: Tensor, w: AttentionWeights, r: Reading) -> AttentionSteps:
+    """x [T, C] float32 at positions 0 .. T-1."""
+    T, H, K, D = len(x), r.heads, r.kv_heads, r.head_dim
+    normed = rms_norm(x, w.norm if r.norm_weights else None, r.eps)
+    q = _product(normed, _in_order(w.q, r), "q" in r.biases).view(T, H, D)
+    k = _product(normed, _in_order(w.k, r), "k" in r.biases).view(T, K, D)
+    v = _product(normed, w.v, "v" in r.biases).view(T, K, D)
+    if r.qk_norm in ("before rope", "without weights"):
+        q, k = _norm_heads(q, k, w, r)
+    if r.rope is not None:
+        q, k = (rotate(heads, r.rope, r.pairs) for heads in (q, k))
+    if r.qk_norm == "after rope":
+        q, k = _norm_heads(q, k, w, r)
+    head = torch.arange(H)
+    read = head // (H // K) if r.groups == "blocked" else head % K
+    scores = torch.einsum("thd,shd->hts", q, k[:, read]) * r.scale
+    scores = scores.masked_fill(~visible(T, r.window, r.causal), -torch.inf)
+    sink = None
+    if r.sinks == "none" or w.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        by = {"in the denominator": 1.0, "scaled": r.scale, "zero": 0.0}[r.sinks]
+        beside = (w.sinks * by)[:, None, None].expand(H, T, 1)
+        weights, last = torch.cat((scores, beside), dim=-1).softmax(-1).split((T, 1), dim=-1)
+        sink = last[..., 0]
+    heads = torch.einsum("hts,shd->thd", weights, v[:, read])
+    out = _product(heads.reshape(T, H * D), w.o, "o" in r.biases)
+    return AttentionSteps(normed=normed, q=q, k=k, v=v, weights=weights, sink=sink, out=out)
+
+
+def read_mlp(x: Tensor, w: MlpWeights, r: Reading) -> MlpSteps:
+    """x [T, C] float32. Rows do not know each other: any choice of rows gives those rows' results."""
+    normed = rms_norm(x, w.norm if r.norm_weights else None, r.eps)
+    logits, chosen, weights = choose_experts(normed, w, r)
+    out = torch.zeros_like(x)
+    for e in chosen.unique().tolist():
+        row, place = (chosen == e).nonzero(as_tuple=True)
+        out[row] += weights[row, place, None] * _through(normed[row], w.expert(e), r)
+    return MlpSteps(normed=normed, logits=logits, chosen=chosen, weights=weights, out=out)
+
+
+def choose_experts(normed: Tensor, w: MlpWeights, r: Reading) -> tuple[Tensor | None, Tensor, Tensor]:
+    """normed [T, C] -> router logits [T, E] or None, experts [T, k], their weights [T, k].
+
+    Softmax over the chosen logits is softmax over all of them, renormalised over the chosen.
+    """
+    if w.router is None:
+        only = torch.zeros(len(normed), 1, dtype=torch.int64)
+        return None, only, torch.ones(len(normed), 1)
+    logits = _product(normed, w.router, "router" in r.biases)
+    top, chosen = logits.softmax(-1).topk(r.experts_per_token, dim=-1)
+    return logits, chosen, top / top.sum(-1, keepdim=True) if r.renormalise else top
+
+
+def _through(x: Tensor, expert: Expert, r: Reading) -> Tensor:
+    """x [n, C] through one expert -> [n, C]."""
+    both = _product(x, _ordered(expert.gate_up, r), "gate_up" in r.biases)
+    gate, up = (both[:, ::2], both[:, 1::2]) if r.gate_up == "interleaved" else both.chunk(2, dim=-1)
+    if not r.gate_first:
+        gate, up = up, gate
+    if r.limit is not None:
+        gate, up = gate.clamp(max=r.limit), up.clamp(-r.limit, r.limit)
+    hidden = gate * torch.sigmoid(r.alpha * gate) * (up + r.one)
+    down = _ordered(expert.down, r)
+    if r.down_transposed:
+        down = Matrix(weight=down.weight.mT, bias=down.bias)
+    return _product(hidden, down, "down" in r.biases)
+
+
+def _ordered(matrix: Matrix, r: Reading) -> Matrix:
+    """An expert's matrix under another number format."""
+    return Matrix(weight=reordered(matrix.weight * r.expert_scale, r.nibbles), bias=matrix.bias)
+
+
+def reordered(x: Tensor, nibbles: str) -> Tensor:
+    """[..., K], the values of each block of 32 in another order. "from split": byte j of a block holds the
+    values j and 16 + j, and was read as holding 2j and 2j + 1; "to split" is the way back."""
+    if nibbles == "as stored":
+        return x
+    shape = (16, 2) if nibbles == "from split" else (2, 16)
+    return x.unflatten(-1, (-1, *shape)).mT.flatten(-3)
+
+
+def _in_order(matrix: Matrix, r: Reading) -> Matrix:
+    """q or k rows in another order within each head. "from neighbours": row 2i holds what should be row i,
+    row 2i + 1 what should be row i + D/2 (GGUF files of some Llama models are written so)."""
+    if r.qk_rows == "as stored":
+        return matrix
+    half = r.head_dim // 2
+    shape = (half, 2) if r.qk_rows == "from neighbours" else (2, half)
+    order = torch.arange(r.head_dim).view(shape).mT.flatten()
+    rows = (torch.arange(len(matrix.weight) // r.head_dim)[:, None] * r.head_dim + order).flatten()
+    return Matrix(weight=matrix.weight[rows], bias=None if matrix.bias is None else matrix.bias[rows])
+
+
+def _product(x: Tensor, matrix: Matrix, biased: bool) -> Tensor:
+    y = x @ matrix.weight.mT
+    return y + matrix.bias if biased and matrix.bias is not None else y
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return y if weight is None else y * weight
+
+
+def _norm_heads(q: Tensor, k: Tensor, w: AttentionWeights, r: Reading) -> tuple[Tensor, Tensor]:
+    if r.qk_norm == "without weights":
+        return rms_norm(q, None, r.eps), rms_norm(k, None, r.eps)
+    return rms_norm(q, w.q_norm, r.eps), rms_norm(k, w.k_norm, r.eps)
+
+
+def visible(T: int, window: int, causal: bool = True) -> Tensor:
+    """[T, T] bool: may query t see key s? A window counts the query's own key."""
+    behind = torch.arange(T)[:, None] - torch.arange(T)
+    seen = behind >= 0 if causal else torch.ones(T, T, dtype=torch.bool)
+    return seen & (behind < window) if window else seen
+
+
+def rotate(x: Tensor, rope: RopeConfig, pairs: str = "halves", first: int = 0) -> Tensor:
+    """x [T, heads, D] at positions first .. first + T - 1; angles, cos and sin in float64."""
+    positions = torch.arange(first, first + len(x), dtype=torch.float64)
+    angles = positions[:, None, None] * frequencies(rope, x.shape[-1])  # [T, 1, D/2]
+    cos, sin = angles.cos() * concentration(rope), angles.sin() * concentration(rope)
+    if pairs == "halves":
+        a, b = x.double().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).float()
+    a, b = x.double()[..., ::2], x.double()[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).float()
+
+
+def concentration(rope: RopeConfig) -> float:
+    """What YaRN multiplies cos and sin by: 0.1 ln(factor) + 1, or what the config sets instead."""
+    if rope.kind != "yarn":
+        return 1.0
+    return rope.attention_factor or 0.1 * math.log(rope.factor) + 1
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[D/2] float64, radians per position, one dimension at a time.
+
+    YaRN: Peng et al. 2023, eq. 17-23; llama3: the rule of Llama 3.1's config. `truncate` rounds YaRN's
+    range outwards to whole dimensions; gpt-oss's config says not to.
+    """
+    theta, span = rope.theta, rope.original_max_position
+    found = []
+    for i in range(head_dim // 2):
+        turn = theta ** (-2 * i / head_dim)
+        slow = turn / rope.factor
+        if rope.kind == "linear":
+            turn = slow
+        elif rope.kind == "factors":
+            turn /= rope.factors[i]
+        elif rope.kind == "llama3":
+            turns = span * turn / (2 * math.pi)  # over the original context
+            kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+            kept = min(max(kept, 0.0), 1.0)
+            turn = kept * turn + (1 - kept) * slow
+        elif rope.kind == "yarn":
+            low, high = (
+                head_dim * math.log(span / (beta * 2 * math.pi)) / (2 * math.log(theta))
+                for beta in (rope.beta_fast, rope.beta_slow)
+            )
+            if rope.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            ramp = min(max((i - low) / ((high - low) or 0.001), 0.0), 1.0)
+            turn = ramp * slow + (1 - ramp) * turn
+        found.append(turn)
+    return torch.tensor(found, dtype=torch.float64)

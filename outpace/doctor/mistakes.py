@@ -1,0 +1,143 @@
+"""The known mistakes: what engines and converters really got wrong, each as a change of a Reading."""
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from outpace.doctor.reading import ALL_BIASES, Reading
+from outpace.models.config import ModelConfig
+from outpace.ops.rope import RopeConfig
+
+COMMON_EPS = (1e-5, 1e-6)
+COMMON_THETA = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """`change` holds the fields of the Reading that the mistake gets wrong."""
+
+    name: str
+    change: dict[str, Any]
+
+    def apply(self, reading: Reading) -> Reading:
+        return replace(reading, **self.change)
+
+    def with_(self, other: "Mistake") -> "Mistake":
+        return Mistake(name=f"{self.name} + {other.name}", change=self.change | other.change)
+
+
+def pairs(mistakes: list[Mistake]) -> list[Mistake]:
+    """Every two that do not get the same field wrong."""
+    return [a.with_(b) for a, b in combinations(mistakes, 2) if not a.change.keys() & b.change.keys()]
+
+
+def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
+    """Those that would change what this layer's attention says."""
+    found: dict[str, dict[str, Any]] = {
+        "no causal mask": {"causal": False},
+        "no attention scale": {"scale": 1.0},
+        "input norm without its weights": {"norm_weights": False},
+        **_eps(r),
+        **_rope(r.rope),
+    }
+    if 1 < r.kv_heads < r.heads:
+        found["cyclic GQA mapping (query head h reads kv head h % K)"] = {"groups": "cyclic"}
+    if config.hidden_size != r.heads * r.head_dim:
+        found["attention scale from hidden_size / heads"] = {"scale": (config.hidden_size / r.heads) ** -0.5}
+    if r.rope is not None:
+        found["interleaved RoPE pairs (2i, 2i + 1)"] = {"pairs": "neighbours"}
+        found["q/k rows stored for halves where pairs are meant"] = {"qk_rows": "to neighbours"}
+        if r.qk_norm != "none":  # without one, it is the same as rotating neighbours
+            found["q/k rows stored for interleaved pairs"] = {"qk_rows": "from neighbours"}
+    if r.sinks != "none":
+        found["missing sinks"] = {"sinks": "none"}
+        found["sinks of zero"] = {"sinks": "zero"}
+        found["sinks scaled like the scores"] = {"sinks": "scaled"}
+    if r.qk_norm != "none":
+        found["missing q/k norm"] = {"qk_norm": "none"}
+        found["q/k norm after RoPE"] = {"qk_norm": "after rope"}
+        found["q/k norm without its weights"] = {"qk_norm": "without weights"}
+    found |= _window(r, config)
+    if config.attention_bias:
+        found["missing q, k and v biases"] = {"biases": ALL_BIASES - {"q", "k", "v"}}
+        found["missing o bias"] = {"biases": ALL_BIASES - {"o"}}
+        found["missing attention biases"] = {"biases": ALL_BIASES - {"q", "k", "v", "o"}}
+    return [Mistake(name=name, change=change) for name, change in found.items()]
+
+
+def mlp_mistakes(r: Reading, config: ModelConfig, *, experts: bool) -> list[Mistake]:
+    """Those that would change what this layer's MLP says; `experts` False for a dense one."""
+    found: dict[str, dict[str, Any]] = {
+        "post-attention norm without its weights": {"norm_weights": False},
+        "gate and up swapped": {"gate_first": not r.gate_first},
+        **_eps(r),
+    }
+    if r.gate_up == "interleaved":
+        found["gate and up rows read as halves, not interleaved"] = {"gate_up": "halves"}
+    else:
+        found["gate and up rows read as interleaved, not halves"] = {"gate_up": "interleaved"}
+    if r.limit is not None:
+        found["unclamped SwiGLU"] = {"limit": None}
+    if r.one:
+        found["missing +1 on the up branch"] = {"one": 0.0}
+    if r.alpha != 1.0:
+        found["plain SiLU (alpha 1)"] = {"alpha": 1.0}
+    width = config.expert_size if experts else config.intermediate_size
+    if width == config.hidden_size:
+        found["down matrices transposed"] = {"down_transposed": True}
+    if experts:
+        found |= _experts(r, config)
+    return [Mistake(name=name, change=change) for name, change in found.items()]
+
+
+def _experts(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {
+        "expert scale off by one: doubled": {"expert_scale": 2.0},
+        "expert scale off by one: halved": {"expert_scale": 0.5},
+    }
+    if r.renormalise:
+        found["softmax before top-k"] = {"renormalise": False}
+    else:
+        found["top-k weights renormalised"] = {"renormalise": True}
+    if config.hidden_size % 32 == 0 and config.expert_size % 32 == 0:
+        found["split nibbles (GGML's order)"] = {"nibbles": "from split"}
+        found["interleaved nibbles, read as split"] = {"nibbles": "to split"}
+    if r.limit is not None:  # gpt-oss, whose experts have biases
+        found["missing router bias"] = {"biases": ALL_BIASES - {"router"}}
+        found["missing gate and up biases"] = {"biases": ALL_BIASES - {"gate_up"}}
+        found["missing down biases"] = {"biases": ALL_BIASES - {"down"}}
+        found["missing expert biases"] = {"biases": ALL_BIASES - {"gate_up", "down"}}
+    return found
+
+
+def _rope(rope: RopeConfig | None) -> dict[str, dict[str, Any]]:
+    if rope is None:
+        return {}
+    found: dict[str, dict[str, Any]] = {"no RoPE": {"rope": None}}
+    if rope.theta != COMMON_THETA:
+        found["RoPE base 10,000"] = {"rope": replace(rope, theta=COMMON_THETA)}
+    if rope.kind != "default":
+        found["no RoPE scaling at all"] = {"rope": RopeConfig(theta=rope.theta)}
+    if rope.kind == "yarn":
+        found["missing YaRN factor on cos and sin"] = {"rope": replace(rope, attention_factor=1.0)}
+        other = "not truncated" if rope.truncate else "truncated"
+        found[f"YaRN's range {other}"] = {"rope": replace(rope, truncate=not rope.truncate)}
+        found["linear scaling instead of YaRN"] = {"rope": replace(rope, kind="linear")}
+    return found
+
+
+def _window(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
+    if not config.sliding_window:
+        return {}
+    found: dict[str, dict[str, Any]] = {
+        "wrong window parity": {"window": 0 if r.window else config.sliding_window}
+    }
+    if r.window:
+        found["window one key too long"] = {"window": r.window + 1}
+    if r.window > 1:
+        found["window one key too short"] = {"window": r.window - 1}
+    return found
+
+
+def _eps(r: Reading) -> dict[str, dict[str, Any]]:
+    return {f"RMSNorm eps {eps:g}": {"eps": eps} for eps in COMMON_EPS if eps != r.eps}

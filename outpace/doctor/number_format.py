@@ -1,0 +1,224 @@
+"""Are the experts' numbers read in the right format? Statistics of the weights alone.
+
+Training leaves marks that tie an expert's columns to things whose order no number format touches:
+
+- A neuron that reads strongly also writes strongly. So the norms of `down`'s columns follow the norms of
+  the gate and up rows of the same neurons - if `down`'s columns lie in the right order.
+- The tokens that a router row calls are those the expert learns from. So the mean of an expert's gate rows
+  points the way of its router row - if the columns of gate and up lie in the right order.
+- Gate and up rows of one neuron are about equally long - if they are paired rightly.
+
+All three are taken within blocks of 32 columns, since another nibble order moves nothing further, and are
+correlations of many independent pairs: their error is 1 / sqrt(pairs), and an order counts as known when it
+leads the next best by DECIDED errors. Random weights have no such marks, and then nothing is said.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outpace.doctor.check import Check
+from outpace.doctor.forward import reordered
+from outpace.doctor.weights import Matrix, MlpWeights, mlp_weights
+from outpace.models.blocks import Experts
+from outpace.models.decoder import Block, Decoder
+
+DECIDED = 5.0
+MOST_EXPERTS = 8  # of a layer that are looked at
+BLOCK = 32
+ORDERS = ("as stored", "from split", "to split")
+ORDER_SAYS = {
+    "as stored": "as stored",
+    "from split": "the bytes hold split nibbles (GGML's order) that are read as interleaved ones",
+    "to split": "the bytes hold interleaved nibbles that are read as split ones",
+}
+
+
+@dataclass
+class Evidence:
+    """Correlations of one statistic under several hypotheses, gathered over layers (Fisher's z)."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+
+    def add(self, correlations: dict[str, float], pairs: int) -> None:
+        for name, r in correlations.items():
+            self.sums[name] = self.sums.get(name, 0.0) + pairs * math.atanh(max(min(r, 0.999999), -0.999999))
+        self.weight += pairs
+
+    def correlation(self, name: str) -> float:
+        return math.tanh(self.sums[name] / self.weight)
+
+    def ranked(self) -> tuple[str, float]:
+        """The best hypothesis, and by how many errors it leads the next best."""
+        order = sorted(self.sums, key=lambda name: -self.sums[name])
+        lead = (self.sums[order[0]] - self.sums[order[1]]) / self.weight
+        return order[0], lead / math.sqrt(2 / self.weight)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    a, b = a.flatten().double(), b.flatten().double()
+    size = float(a.norm() * b.norm())
+    return float(a @ b) / size if size else 0.0
+
+
+def within_blocks(x: Tensor) -> Tensor:
+    """[..., K] -> what is left when each block of 32 loses its mean."""
+    blocks = x.unflatten(-1, (-1, BLOCK))
+    return (blocks - blocks.mean(-1, keepdim=True)).flatten(-2)
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """[N, C] -> log of each row's mean square, [N]."""
+    return weight.square().mean(-1).clamp(min=1e-30).log()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neurons:
+    """One expert: log norms of what each neuron reads and writes, [F]; its mean gate row, [C]."""
+
+    gate: Tensor
+    up: Tensor
+    down: dict[str, Tensor]  # by order of `down`'s columns
+    mean_gate: Tensor
+
+
+def neurons(w: MlpWeights, e: int, *, interleaved: bool) -> Neurons:
+    expert = w.expert(e)
+    gate, up = parts(expert.gate_up.weight, interleaved)
+    columns = row_norms(expert.down.weight.mT)
+    down = {order: reordered(columns, order) for order in ORDERS} if _blocked(columns) else {}
+    return Neurons(gate=row_norms(gate), up=row_norms(up), down=down, mean_gate=gate.mean(0))
+
+
+def parts(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """[2F, ...] -> gate and up, [F, ...] each."""
+    if interleaved:
+        return gate_up[::2], gate_up[1::2]
+    gate, up = gate_up.chunk(2)
+    return gate, up
+
+
+def _blocked(x: Tensor) -> bool:
+    return x.shape[-1] % BLOCK == 0
+
+
+def sampled(count: int) -> list[int]:
+    """Experts spread over all of them."""
+    step = max(count / MOST_EXPERTS, 1.0)
+    return [int(i * step) for i in range(min(count, MOST_EXPERTS))]
+
+
+@dataclass
+class Marks:
+    """The three statistics, gathered layer by layer."""
+
+    down: Evidence = field(default_factory=Evidence)
+    gate_up: Evidence = field(default_factory=Evidence)
+    pairing: Evidence = field(default_factory=Evidence)
+
+    def add(self, w: MlpWeights, *, interleaved: bool) -> None:
+        chosen = sampled(w.count)
+        found = [neurons(w, e, interleaved=interleaved) for e in chosen]
+        reads = torch.stack([n.gate + n.up for n in found])
+        F = reads.shape[-1]
+        if found[0].down:
+            columns = {o: torch.stack([n.down[o] for n in found]) for o in ORDERS}
+            r = {o: correlation(within_blocks(reads), within_blocks(c)) for o, c in columns.items()}
+            self.down.add(r, reads.numel() * (BLOCK - 1) // BLOCK)
+        self.pairing.add(self._pairings(found, F, interleaved), reads.numel())
+        if w.router is not None and len(chosen) > 1 and _blocked(w.norm):
+            self._add_directions(w, torch.stack([n.mean_gate for n in found]), w.router, chosen)
+
+    def _pairings(self, found: Sequence[Neurons], F: int, interleaved: bool) -> dict[str, float]:
+        """Gate with up as the family pairs them, and as the other family would."""
+        right = [(n.gate - n.gate.mean(), n.up - n.up.mean()) for n in found]
+        rows = [_as_stored(n.gate, n.up, interleaved) for n in found]
+        other = [(a - a.mean(), b - b.mean()) for a, b in (parts(r, not interleaved) for r in rows)]
+        names = ("interleaved", "halves") if interleaved else ("halves", "interleaved")
+        return {
+            name: correlation(torch.cat([a for a, _ in both]), torch.cat([b for _, b in both]))
+            for name, both in zip(names, (right, other), strict=True)
+        }
+
+    def _add_directions(self, w: MlpWeights, gates: Tensor, router: Matrix, chosen: list[int]) -> None:
+        calls = router.weight[chosen] * w.norm
+        calls = calls / calls.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        calls = within_blocks(calls - calls.mean(0))
+        r = {}
+        for order in ORDERS:
+            gate = reordered(gates, order) * w.norm
+            gate = gate / gate.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+            r[order] = correlation(within_blocks(gate - gate.mean(0)), calls)
+        free = (len(chosen) - 1) * len(w.norm) * (BLOCK - 1) // BLOCK
+        self.gate_up.add(r, free)
+
+
+def _as_stored(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((gate, up), dim=1).flatten() if interleaved else torch.cat((gate, up))
+
+
+def gather_marks(model: Decoder) -> Marks | None:
+    """Over all layers with experts; None for a model without any."""
+    marks = Marks()
+    blocks = [b for b in model.layers if isinstance(b, Block) and isinstance(b.mlp, Experts)]
+    with torch.inference_mode():
+        for block in blocks:
+            marks.add(mlp_weights(block), interleaved=model.config.swiglu_limit is not None)
+    return marks if blocks else None
+
+
+def check_orders(marks: Marks | None) -> Iterable[Check]:
+    """Column order of down, of gate and up, and the pairing of gate with up."""
+    if marks is None:
+        yield Check(name="column order", verdict="skipped", said="the model has no experts")
+        return
+    yield _order_check("column order of down", marks.down, "down's columns with the rows of their neurons")
+    said = "mean gate rows with the router's rows"
+    yield _order_check("column order of gate and up", marks.gate_up, said)
+    yield _pairing_check(marks.pairing)
+
+
+def _order_check(name: str, evidence: Evidence, what: str) -> Check:
+    if not evidence.weight:
+        reason = f"its columns do not come in blocks of {BLOCK}, or there is one expert only"
+        return Check(name=name, verdict="skipped", said=reason)
+    best, lead = evidence.ranked()
+    figures = _figures(evidence, lead)
+    said = f"correlation of {what}: {_list(evidence)} ({lead:.0f} standard errors ahead)"
+    if lead < DECIDED or evidence.correlation(best) < 0:
+        return Check(
+            name=name,
+            verdict="skipped",
+            said=f"undecided, the statistics do not separate (z = {lead:.1f}); {_list(evidence)}",
+            evidence=figures,
+        )
+    if best == ORDERS[0]:
+        return Check(name=name, verdict="pass", said=said, evidence=figures)
+    return Check(name=name, verdict="fail", said=f"{ORDER_SAYS[best]}: {said}", evidence=figures)
+
+
+def _pairing_check(evidence: Evidence) -> Check:
+    name = "pairing of gate and up rows"
+    right, other = evidence.sums
+    best, lead = evidence.ranked()
+    figures = _figures(evidence, lead)
+    said = f"correlation of their norms: {_list(evidence)} ({lead:.0f} standard errors ahead)"
+    if lead < DECIDED or evidence.correlation(best) < 0:
+        reason = f"undecided, the statistics do not separate (z = {lead:.1f}); {_list(evidence)}"
+        return Check(name=name, verdict="skipped", said=reason, evidence=figures)
+    if best == right:
+        return Check(name=name, verdict="pass", said=said, evidence=figures)
+    wrong = f"the rows lie as {other} where the format wants {right}: {said}"
+    return Check(name=name, verdict="fail", said=wrong, evidence=figures)
+
+
+def _list(evidence: Evidence) -> str:
+    return ", ".join(f"{evidence.correlation(name):.2f} {name}" for name in evidence.sums)
+
+
+def _figures(evidence: Evidence, lead: float) -> dict[str, float]:
+    return {name: round(evidence.correlation(name), 4) for name in evidence.sums} | {"z": round(lead, 2)}

@@ -1,0 +1,183 @@
+"""The tokenizer: does text survive it, does it fit the model, are special tokens where the config says?"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from outpace.chat.conversation import Conversation, Message, System
+from outpace.chat.harmony import HarmonyTokens, Mark, prompt_ids, render, speaks_harmony
+from outpace.doctor.check import Check, Verdict
+from outpace.models.config import ModelConfig
+
+NASTY = {
+    "plain": "Hello, world! It's 3.14159 and 1,000,000.",
+    "spaces": "  two  before,   three between, trailing   ",
+    "lines": "a\n\n\nb\r\nc\rd\n\te\n",
+    "code": "def f(x):\n    return {k: v**2 for k, v in x.items()}  # done\n",
+    "accents": "na\u00efve caf\u00e9 \u2014 \u201cquotes\u201d \u00dc\u00df",
+    "combining": "e\u0301 o\u0308 is not \u00e9 \u00f6",
+    "scripts": "日本語 한국어 العربية עברית हिन्दी",
+    "emoji": "👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽",
+    "rare": "\U0001d518\U0001d52b\U0001d526 \U00013000 \u200b\ufeff\u2028|",
+    "control": "nul \x00 bell \x07 escape \x1b delete \x7f",
+    "long": "a" * 200 + " " * 40 + "1" * 50,
+    "no token": "<|start |><|im_start><s ></s >",
+}
+# OpenAI's vocabulary of 201,088 ids.
+PUBLISHED_VOCABULARY = 201088
+PUBLISHED = {
+    "<|return|>": 200002,
+    "<|constrain|>": 200003,
+    "<|channel|>": 200005,
+    "<|start|>": 200006,
+    "<|end|>": 200007,
+    "<|message|>": 200008,
+    "<|call|>": 200012,
+    "<|startoftext|>": 199998,
+    "<|endoftext|>": 199999,
+}
+
+
+def check_round_trip(tokenizer: Tokenizer) -> Check:
+    """text -> ids -> text, for texts that break tokenizers. What the tokenizer's own normaliser changes
+    (Qwen composes accents) is no fault."""
+    name = "tokenizer round trip"
+    lost, outer = {}, []
+    for kind, text in NASTY.items():
+        wanted = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        found = tokenizer.decode(ids, skip_special_tokens=False)
+        if found.strip(" ") != wanted.strip(" "):
+            lost[kind] = [wanted, found]
+        elif found != wanted:
+            outer.append(kind)
+    evidence = {"texts": len(NASTY), "lost": lost, "outer_spaces": outer}
+    if lost:
+        kind, (wanted, found) = next(iter(lost.items()))
+        which = ", ".join(lost)
+        said = f"{len(lost)} of {len(NASTY)} texts come back changed ({which}): {wanted!r} as {found!r}"
+        return Check(name=name, verdict="fail", said=said, evidence=evidence)
+    if outer:
+        said = f"outer spaces are lost or added in {len(outer)} of {len(NASTY)} texts; all else comes back"
+        return Check(name=name, verdict="warn", said=said, evidence=evidence)
+    return Check(name=name, verdict="pass", said=f"{len(NASTY)} texts come back unchanged", evidence=evidence)
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Check:
+    name = "vocabulary size"
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    highest, rows = max(ids, default=-1), config.vocab_size
+    evidence = {"tokens": len(ids), "highest_id": highest, "rows": rows}
+    if highest >= rows:
+        said = f"ids go to {highest:,}, the embedding has {rows:,} rows: not this model's tokenizer"
+        return Check(name=name, verdict="fail", said=said, evidence=evidence)
+    if highest < rows * 0.9:
+        said = f"ids end at {highest:,}, the embedding has {rows:,} rows: another model's tokenizer?"
+        return Check(name=name, verdict="warn", said=said, evidence=evidence)
+    spare = rows - highest - 1
+    said = f"{len(ids):,} tokens, {rows:,} rows" + (f" ({spare:,} of them padding)" if spare else "")
+    return Check(name=name, verdict="pass", said=said, evidence=evidence)
+
+
+def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Check:
+    """Stop, begin and padding ids are tokens, special ones, and the ones that the tokenizer's files name."""
+    name = "special tokens"
+    faults, remarks = [], []
+    added = tokenizer.get_added_tokens_decoder()
+    stops = set(config.eos_token_ids)
+    said = read_json(folder / "generation_config.json").get("eos_token_id")
+    stops |= {said} if isinstance(said, int) else set(said or ())
+    ids = {"eos": sorted(stops), "bos": _some(config.bos_token_id), "pad": _some(config.pad_token_id)}
+    for kind, found in ids.items():
+        for id in found:
+            if tokenizer.id_to_token(id) is None:
+                faults.append(f"{kind} id {id} is no token of this tokenizer")
+            elif kind == "eos" and not (id in added and added[id].special):
+                faults.append(f"eos id {id} is {tokenizer.id_to_token(id)!r}, an ordinary token")
+    if not stops:
+        remarks.append("no stop token: generation ends at its limit only")
+    named = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+    if named is not None and stops and tokenizer.token_to_id(named) not in stops:
+        remarks.append(f"tokenizer_config.json's eos_token {named!r} is none of the stop ids {sorted(stops)}")
+    if config.vocab_size == PUBLISHED_VOCABULARY and config.sinks:
+        moved = [t for t, id in PUBLISHED.items() if tokenizer.token_to_id(t) != id]
+        faults += [f"{t} is {tokenizer.token_to_id(t)}, in gpt-oss it is {PUBLISHED[t]}" for t in moved]
+        late = [t for t in ("<|return|>", "<|call|>") if PUBLISHED[t] not in stops]
+        remarks += [f"{t} is not a stop id: the model would talk on after it" for t in late]
+    evidence = {**ids, "harmony": speaks_harmony(tokenizer)}
+    if faults or remarks:
+        verdict: Verdict = "fail" if faults else "warn"
+        return Check(name=name, verdict=verdict, said="; ".join(faults + remarks), evidence=evidence)
+    shown = ", ".join(f"{kind} {' '.join(map(str, found))}" for kind, found in ids.items() if found)
+    return Check(name=name, verdict="pass", said=shown, evidence=evidence)
+
+
+def check_prompt(tokenizer: Tokenizer, config: ModelConfig) -> Check:
+    """What a chat prompt begins and ends with."""
+    name = "prompt format"
+    twice = _begins_twice(tokenizer, config)
+    if twice:
+        return Check(name=name, verdict="fail", said=twice)
+    if not config.sinks:
+        began = tokenizer.encode("Hello").ids[0] == config.bos_token_id
+        said = "the tokenizer puts the begin token in front" if began else "no begin token is put in front"
+        return Check(name=name, verdict="pass", said=said, evidence={"bos_added": began})
+    if not speaks_harmony(tokenizer):
+        missing = [str(m) for m in Mark if tokenizer.token_to_id(m) is None]
+        said = f"a gpt-oss whose tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
+        return Check(name=name, verdict="warn", said=said)
+    return _check_harmony(name, tokenizer)
+
+
+def _check_harmony(name: str, tokenizer: Tokenizer) -> Check:
+    """Special tokens are one id each, nothing stands between the system message and the user's, and the
+    answer's channel is left to the model."""
+    talk = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
+    ids, text = prompt_ids(talk, tokenizer), render(talk)
+    marks = HarmonyTokens(tokenizer).ids
+    faults = []
+    for mark, id in marks.items():
+        if tokenizer.encode(str(mark), add_special_tokens=False).ids != [id]:
+            faults.append(f"{mark} in a rendered prompt is not encoded as the one id {id}")
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        faults.append("the prompt's ids do not decode to the prompt")
+    starts = [i for i, id in enumerate(ids) if id == marks[Mark.START]]
+    if len(starts) != 3:
+        faults.append(f"{len(starts)} messages, not three: system, user and the answer's beginning")
+    if marks[Mark.CHANNEL] in ids[starts[-1] :]:
+        faults.append("the answer's channel is already open")
+    if faults:
+        return Check(name=name, verdict="fail", said="; ".join(faults))
+    said = "Harmony: special tokens are single ids, no developer block is added, the answer's channel is shut"
+    return Check(name=name, verdict="pass", said=said, evidence={"prompt": text})
+
+
+def _begins_twice(tokenizer: Tokenizer, config: ModelConfig) -> str:
+    bos = config.bos_token_id
+    token = None if bos is None else tokenizer.id_to_token(bos)
+    if token is None:
+        return ""
+    if tokenizer.encode("Hello").ids[:2] == [bos, bos]:
+        return f"the tokenizer puts two begin tokens ({token}) in front of a text"
+    return ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """{} where there is no such file, or it holds no object: these files are hints."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def token_text(said: Any) -> str | None:
+    """tokenizer_config.json writes a token as its text, or as an object around it."""
+    found = said.get("content") if isinstance(said, dict) else said
+    return found if isinstance(found, str) else None
+
+
+def _some(id: int | None) -> list[int]:
+    return [] if id is None else [id]
