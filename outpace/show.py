@@ -4,10 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from outpace.models.inspect import Inspection
-from outpace.models.load import explain
+from outpace.models.inspect import Inspection, Report
 
 
 def show_inspection(found: Inspection, console: Console) -> None:
@@ -35,11 +35,20 @@ def show_inspection(found: Inspection, console: Console) -> None:
         f"KV cache grows by {found.kv_bytes_per_token:,} bytes a token (float32)",
         highlight=False,
     )
-    if found.comparison.clean:
-        console.print("nothing missing, nothing left over", style="green")
-    else:
-        console.print("does not fit its config.json:", style="bold red")
-        console.print(explain(found.comparison), style="red", highlight=False)
+
+
+def show_report(report: Report, console: Console) -> None:
+    """Gate A: what is in the checkpoint, then each finding with what to do about it."""
+    if report.inspection is not None:
+        show_inspection(report.inspection, console)
+    for finding in report.findings:
+        style = "red" if finding.fault else "yellow"
+        console.print(f"[bold {style}]{finding.name}[/bold {style}]: {escape(finding.said)}", highlight=False)
+        if finding.mend:
+            console.print(f"  -> {escape(finding.mend)}", highlight=False)
+    if report.passed:
+        looked = "every value looked at" if report.deep else "from headers alone; --deep looks at every value"
+        console.print(f"names, shapes and dtypes are what config.json describes ({looked})", style="green")
 
 
 def show_gate(gate: Any, console: Console) -> None:

@@ -54,7 +54,7 @@ def test_inspect_default(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("inspect", "no/such/folder"), "no/such/folder is not a folder"),
+        (("inspect", "no/such/folder"), "no/such/folder is not there"),
         (("generate", ""), "the prompt is empty"),
         (("generate",), "give a prompt, or --prompt-file"),
         (("generate", "x", "--draft", "no/such"), "no/such is not a folder"),

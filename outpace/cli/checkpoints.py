@@ -21,25 +21,32 @@ from outpace.cli.app import AsJson, app, console
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder, or 'default'.")] = "default",
+    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")] = "default",
+    deep: Annotated[bool, typer.Option(help="Read every value: NaN, Inf, zeros, absurd sizes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a checkpoint holds: architecture, shapes, parameters, bytes, what is missing or left over.
+    """Gate A: what a checkpoint holds, and whether it is what its config.json describes.
 
-    Exits 1 where the tensors are not what config.json describes.
+    Compares names, shapes and dtypes, and says what is wrong and what to do about it.
+    Exits 1 where something is.
 
-    [bold]Example[/bold]: outpace inspect default --json
+    [bold]Examples[/bold]: outpace inspect default --json
+    outpace inspect FOLDER --deep
     """
     from outpace.load import target_path
-    from outpace.models.inspect import inspect_target
-    from outpace.show import show_inspection
+    from outpace.models.inspect import gate
+    from outpace.show import show_report
 
-    found = inspect_target(target_path(path))
+    with _bytes_bar() as bar:
+        task = bar.add_task("values", visible=deep, total=None)
+        report = gate(
+            target_path(path), deep=deep, on_bytes=lambda n, total: bar.update(task, advance=n, total=total)
+        )
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(report.as_json(), indent=2))
     else:
-        show_inspection(found, console)
-    if not found.comparison.clean:
+        show_report(report, console)
+    if not report.passed:
         raise typer.Exit(1)
 
 

@@ -1,13 +1,16 @@
 """What is in a checkpoint: architecture, shapes, parameters, bytes, what is missing or left over."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from outpace.models.config import ModelConfig
+from outpace.models.deep import deep_findings
+from outpace.models.gate import Evidence, Finding, config_findings, tensor_findings
 from outpace.models.load import Comparison, compare, parse_config
-from outpace.weights.checkpoint import Checkpoint, dtype_bytes, open_checkpoint
+from outpace.weights.checkpoint import Checkpoint, LoadError, dtype_bytes, open_checkpoint
 
 VALUES_PER_BYTE = {"_blocks": 2, "_scales": 0}  # MXFP4: scales are overhead, not parameters
 
@@ -44,22 +47,78 @@ class Inspection:
             "missing": self.comparison.missing,
             "left_over": self.comparison.left_over,
             "wrong_shape": [list(map(str, row)) for row in self.comparison.wrong_shape],
+            "wrong_dtype": [list(row) for row in self.comparison.wrong_dtype],
         }
 
 
-def inspect_target(folder: Path | str) -> Inspection:
-    """Reads headers only. Raises LoadError where there is no checkpoint to read."""
-    checkpoint = open_checkpoint(folder)
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Gate A. `inspection` is None where the path cannot be opened or its config not parsed."""
+
+    path: str
+    inspection: Inspection | None
+    findings: tuple[Finding, ...]
+    deep: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return not any(finding.fault for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        said = {"folder": self.path} if self.inspection is None else self.inspection.as_json()
+        findings = [asdict(finding) for finding in self.findings]
+        return said | {"passed": self.passed, "deep": self.deep, "findings": findings}
+
+
+def gate(
+    path: Path | str, *, deep: bool = False, on_bytes: Callable[[int, int], None] = lambda n, total: None
+) -> Report:
+    """What is in a checkpoint and what is wrong with it, from headers alone; `deep` reads every value, and
+    tells `on_bytes` how many bytes it has just read and how many there are. Raises nothing that a checkpoint
+    can cause."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except LoadError as error:
+        return Report(path=str(path), inspection=None, findings=(Finding(name=error.kind, said=str(error)),))
+    findings, found = config_findings(checkpoint), None
+    try:
+        found = inspect_target(checkpoint)
+    except ValueError as error:
+        findings.append(_unparsed(error, checkpoint.config))
+    if found is not None:
+        specs = {name: (shape, dtype) for name, shape, dtype in checkpoint.specs()}
+        findings += tensor_findings(Evidence(checkpoint, found.config, found.comparison, specs))
+    if deep:
+        total = sum(b for _, b in _count(checkpoint)[0].values())
+        findings += deep_findings(checkpoint, lambda n: on_bytes(n, total))
+    return Report(path=str(path), inspection=found, findings=tuple(findings), deep=deep)
+
+
+def _unparsed(error: ValueError, hf: dict[str, Any]) -> Finding:
+    """The finding of a config that no parser takes."""
+    if not isinstance(error, LoadError):
+        return Finding(name="config", said=str(error), mend="fetch the config.json of this model")
+    mend = "GPT-OSS, Llama, Qwen3 and Qwen3-MoE are read"
+    if any(word in str(hf.get("architectures")).lower() for word in ("draft", "eagle")):
+        mend = "this is a draft, not a target: name it with --draft"
+    return Finding(name="architecture", said=str(error), mend=mend)
+
+
+def inspect_target(source: Checkpoint | Path | str) -> Inspection:
+    """Reads headers only. Raises LoadError where there is no checkpoint to read, ValueError where its config
+    cannot be parsed."""
+    checkpoint = open_checkpoint(source) if isinstance(source, Path | str) else source
     config = parse_config(checkpoint.config)
     parts, dtypes = _count(checkpoint)
     total = sum(p for p, _ in parts.values())
     experts = parts.get("experts", (0, 0))[0]
-    idle = experts * (1 - config.experts_per_token / config.num_experts) if experts else 0
+    used = config.experts_per_token / config.num_experts if config.num_experts else 1.0
+    idle = experts * (1 - used)
     embedding = config.vocab_size * config.hidden_size
     unread = 0 if config.tie_word_embeddings else embedding - config.hidden_size
     growing = sum(not config.window(i) for i in range(config.num_layers))
     return Inspection(
-        folder=str(folder),
+        folder=str(checkpoint.folder),
         config=config,
         parameters=total,
         active_parameters=round(total - idle - unread),

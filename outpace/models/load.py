@@ -113,7 +113,10 @@ def load_target(
     config = parse_config(checkpoint.config)
     difference = compare(checkpoint, config)
     if not difference.clean:
-        raise LoadError(f"{checkpoint.folder} is not what its config describes:\n{explain(difference)}")
+        raise LoadError(
+            f"{checkpoint.folder} is not what its config describes:\n{explain(difference)}\n"
+            f"`outpace inspect {checkpoint.folder}` says what to do"
+        )
     if layers is not None:
         config = first_layers(config, layers)
     layout = layout_of(checkpoint.names(), config)

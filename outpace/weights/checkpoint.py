@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from outpace.ops.quant import Quant, dense
@@ -10,6 +11,7 @@ from outpace.weights.contract import Checkpoint, LoadError
 from outpace.weights.foreign import foreign_file, foreign_folder, openai_layout, openai_names
 from outpace.weights.gguf import open_gguf
 from outpace.weights.hf import open_folder
+from outpace.weights.safetensors import DTYPES
 
 __all__ = ["Checkpoint", "LoadError", "dtype_bytes", "open_checkpoint", "to_compute", "to_tensor"]
 
@@ -41,9 +43,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def dtype_bytes(name: str) -> float:
-    """Bytes per element of a safetensors dtype name."""
-    sizes = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BOOL": 1, "U8": 1, "I8": 1}
-    return sizes.get(name, 1 if name.startswith("F8") else 2)
+    """Bytes per element of a dtype as safetensors or GGUF names it."""
+    if name in DTYPES:
+        return DTYPES[name].itemsize
+    values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    return nbytes / values
 
 
 def to_compute(tensor: Tensor | Quant) -> Tensor | Quant:
