@@ -9,8 +9,10 @@ int omp_get_thread_num(void);
 #else
 #define omp_get_thread_num() 0
 #endif
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
+#endif
+#ifdef __AVX512F__
 #define W 16
 #define HOLD(v) __asm__("" : "+v"(v))  // in a register: the compiler would load it again for every row
 #define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
@@ -212,7 +214,11 @@ static void unpacked(const floats *x, int rows, const Rows *m, int cols, float *
     float w[COLS * SPREAD] __attribute__((aligned(64)));
     for (long k = 0; k < m->k; k += SPREAD) {
         long to = MIN(k + SPREAD, m->k);
-        for (int c = 0; c < cols; c++) expand(m->w + c * at(m->kind, m->k), m->kind, k, to, w + c * SPREAD);
+        for (int c = 0; c < cols; c++) {
+            bytes row = m->w + c * at(m->kind, m->k), later = row + 2 * COLS * at(m->kind, m->k);
+            for (long b = at(m->kind, k); b < at(m->kind, to); b += 64) __builtin_prefetch(later + b, 0, 2);
+            expand(row, m->kind, k, to, w + c * SPREAD);
+        }
         Rows these = {(bytes)w - 4 * k, 0, F32, m->k, SPREAD};
         for (int i = 0; i < rows; i += ROWS) {
             const floats *xs = x + i;

@@ -1,69 +1,88 @@
 // Part of cpu.c: the block formats of GGUF files, unpacked to float32 exactly as their definition says.
-// A product that is followed by a difference must not be fused with it, or the values would differ in the last bit.
-#ifdef __clang__
-#define EXACT static
-#define UNFUSED _Pragma("clang fp contract(off)")
+#if W == 16
+#define ALONE(v) HOLD(v)  // a product that may not be fused with what follows: the last bit would differ
+INLINE vi unsigneds(bytes p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vi signeds(bytes p) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf real(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
+#elif defined __AVX2__
+#define ALONE(v) __asm__("" : "+x"(v))
+INLINE vi unsigneds(bytes p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE vi signeds(bytes p) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE vf real(vi v) { return (vf)_mm256_cvtepi32_ps((__m256i)v); }
 #else
-#define EXACT __attribute__((optimize("fp-contract=off"))) static
-#define UNFUSED
+#define ALONE(v) __asm__("" : "+m"(v))
+typedef int8_t vs __attribute__((vector_size(W), aligned(1), may_alias));
+INLINE vi unsigneds(bytes p) { return __builtin_convertvector(*(const vb *)p, vi); }
+INLINE vi signeds(bytes p) { return __builtin_convertvector(*(const vs *)p, vi); }
+INLINE vf real(vi v) { return __builtin_convertvector(v, vf); }
 #endif
+INLINE vf halves(bytes p) {  // W float16
+    vu h = (vu)widen(p), rest = h >> 3 & 0x0fffe000;
+    vf v = (vf)rest * 0x1p112f;  // the difference of the two biases: exact, for subnormal halves too
+    return (vf)((vu)v | (h & 0x80000000) | (0x7f800000 & (vu)(rest >= 0x0f800000)));
+}
 INLINE float half(bytes p) {
-    uint32_t h = p[0] | p[1] << 8, sign = (h & 0x8000) << 16, rest = h & 0x7fff;
-    union { uint32_t bits; float f; } u = {rest << 13}, power = {0x77800000};  // 2^112: of the two biases
-    u.f *= power.f;                                                            // exact, subnormal halves too
-    if (rest >= 0x7c00) u.bits |= 0x7f800000;
-    u.bits |= sign;
+    uint16_t h;
+    memcpy(&h, p, 2);
+#ifdef __F16C__
+    return _cvtsh_ss(h);
+#else
+    union { uint32_t bits; float f; } u = {(uint32_t)(h & 0x7fff) << 13};
+    u.f *= 0x1p112f;
+    u.bits |= (uint32_t)(h & 0x8000) << 16 | ((h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0);
     return u.f;
+#endif
 }
 static void f16(bytes p, long n, float *y) {
-    for (long i = 0; i < n; i++) y[i] = half(p + 2 * i);
+    long i = 0;
+    for (; i + W <= n; i += W) store(y + i, halves(p + 2 * i));
+    for (; i < n; i++) y[i] = half(p + 2 * i);
 }
+#define FOR(i, n) UNROLL for (int i = 0; i < n; i += W)
 static void ggml_mxfp4(bytes p, float *y) {  // a scale, then 16 bytes: values 0..15 in their low nibbles, 16..31 in the high ones
-    for (int i = 0; i < 16; i++) y[i] = E2M1[p[0]][p[1 + i] & 15], y[i + 16] = E2M1[p[0]][p[1 + i] >> 4];
+    vf v[32 / W];
+    unpack(p + 1, p[0], v);
+    FOR(i, 32) store(y + i, v[i / W]);
 }
 static void q8_0(bytes p, float *y) {
     float d = half(p);
-    for (int i = 0; i < 32; i++) y[i] = d * (int8_t)p[2 + i];
+    FOR(i, 32) store(y + i, real(signeds(p + 2 + i)) * d);
 }
 static void q4_0(bytes p, float *y) {  // nibbles as in ggml_mxfp4
     float d = half(p);
-    for (int i = 0; i < 16; i++) y[i] = d * ((p[2 + i] & 15) - 8), y[i + 16] = d * ((p[2 + i] >> 4) - 8);
+    FOR(i, 16) {
+        vi b = unsigneds(p + 2 + i);
+        store(y + i, real((b & 15) - 8) * d), store(y + 16 + i, real((b >> 4) - 8) * d);
+    }
 }
 typedef struct { int scale, least; } Sixes;
 INLINE Sixes sixes(bytes q, int j) {  // the j-th of eight pairs of 6-bit numbers in 12 bytes
     if (j < 4) return (Sixes){q[j] & 63, q[j + 4] & 63};
     return (Sixes){(q[j + 4] & 15) | q[j - 4] >> 6 << 4, q[j + 4] >> 4 | q[j] >> 6 << 4};
 }
-EXACT void q4_k(bytes p, float *y) {  // two halves, eight 6-bit scales and minima, 128 bytes of nibbles
-    UNFUSED
+INLINE void k_block(bytes p, bytes fifth, bytes q, float *y) {  // two halves, eight scales and minima, then bits as said
     float d = half(p), least = half(p + 2);
-    for (int j = 0; j < 8; j++, y += 32) {
+    UNROLL for (int j = 0; j < 8; j++, y += 32) {
         Sixes s = sixes(p + 4, j);
         float scale = d * s.scale, below = least * s.least;
-        bytes q = p + 16 + j / 2 * 32;
-        int shift = j % 2 * 4;
-        for (int i = 0; i < 32; i++) y[i] = scale * (q[i] >> shift & 15) - below;
+        FOR(i, 32) {
+            vi b = unsigneds(q + j / 2 * 32 + i) >> (j % 2 * 4) & 15;
+            if (fifth) b |= (unsigneds(fifth + i) >> j & 1) << 4;
+            vf v = real(b) * scale;
+            ALONE(v);
+            store(y + i, v - below);
+        }
     }
 }
-EXACT void q5_k(bytes p, float *y) {  // the same with 32 bytes of fifth bits before the nibbles
-    UNFUSED
-    float d = half(p), least = half(p + 2);
-    for (int j = 0; j < 8; j++, y += 32) {
-        Sixes s = sixes(p + 4, j);
-        float scale = d * s.scale, below = least * s.least;
-        bytes fifth = p + 16, q = p + 48 + j / 2 * 32;
-        int shift = j % 2 * 4;
-        for (int i = 0; i < 32; i++) y[i] = scale * ((q[i] >> shift & 15) | (fifth[i] >> j & 1) << 4) - below;
-    }
-}
+static void q4_k(bytes p, float *y) { k_block(p, 0, p + 16, y); }
+static void q5_k(bytes p, float *y) { k_block(p, p + 16, p + 48, y); }
 static void q6_k(bytes p, float *y) {  // 128 bytes of nibbles, 64 of upper bits, sixteen int8 scales, a half
     float d = half(p + 208);
-    for (int j = 0; j < 8; j++, y += 32) {
-        bytes q = p + j / 4 * 64 + j % 2 * 32, upper = p + 128 + j / 4 * 32;
-        int shift = j % 4 / 2 * 4, shift2 = j % 4 * 2;
-        for (int h = 0; h < 32; h += 16) {
-            float scale = d * (int8_t)p[192 + 2 * j + h / 16];
-            for (int i = h; i < h + 16; i++) y[i] = scale * (((q[i] >> shift & 15) | (upper[i] >> shift2 & 3) << 4) - 32);
+    UNROLL for (int j = 0; j < 8; j++, y += 32) {
+        bytes q = p + j / 4 * 64 + j % 2 * 32, upper = p + 128 + j / 4 * 32, scales = p + 192 + 2 * j;
+        FOR(i, 32) {
+            vi b = (unsigneds(q + i) >> (j % 4 / 2 * 4) & 15) | (unsigneds(upper + i) >> (j % 4 * 2) & 3) << 4;
+            store(y + i, real(b - 32) * (d * (int8_t)scales[i / 16]));
         }
     }
 }
