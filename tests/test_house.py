@@ -27,6 +27,7 @@ FLOORS = {
     "train": 7,
     "serve": 7,
     "bench": 7,
+    "converse": 7,
     "doctor": 7,
     "export": 7,
     "stream": 7,

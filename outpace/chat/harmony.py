@@ -50,15 +50,16 @@ def render(
 
 def prompt_ids(
     conversation: Conversation,
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer | HarmonyTokens",
     *,
     drop_analysis: bool = True,
     generation_prompt: bool = True,
     recipient_in: RecipientIn = "role",
 ) -> list[int]:
-    """`render`, as token ids. Raises ValueError where the tokenizer lacks Harmony's special tokens."""
-    pieces = _pieces(conversation, drop_analysis, generation_prompt, recipient_in)
-    return HarmonyTokens(tokenizer).encode(pieces)
+    """`render`, as token ids of the checkpoint's own tokenizer. Raises ValueError where it lacks Harmony's
+    special tokens."""
+    tokens = tokenizer if isinstance(tokenizer, HarmonyTokens) else HarmonyTokens(tokenizer)
+    return tokens.encode(_pieces(conversation, drop_analysis, generation_prompt, recipient_in))
 
 
 def kept(messages: Sequence[Message], *, answering: bool = True) -> list[Message]:

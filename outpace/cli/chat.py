@@ -1,0 +1,255 @@
+"""Commands on conversations: chat, rows."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from outpace.cli.app import Target, app, console
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from outpace.chat.rows import Row
+    from outpace.chat.talk import Part, Talk
+    from outpace.converse import Screen, Session
+
+BLOCK = '"""'  # a line of it begins and ends a message of several lines
+
+
+@app.command()
+def chat(
+    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file, or 'default'.")] = "default",
+    message: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--message", "-m", help="Say this instead of asking; again for the next. - : all of stdin."
+        ),
+    ] = None,
+    instructions: Annotated[
+        str | None, typer.Option("--system", "--developer", help="Instructions for the model.")
+    ] = None,
+    reasoning: Annotated[str, typer.Option(help="How much to think: low, medium or high.")] = "medium",
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON file: a list of functions that the model may call.")
+    ] = None,
+    date: Annotated[
+        str | None, typer.Option(help="The current date that the model is told; default: today's.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Of one answer.")] = 2048,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token. gpt-oss: 1.")] = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    raw: Annotated[bool, typer.Option(help="Show the answer's tokens as they are, tags and all.")] = False,
+    stats: Annotated[bool, typer.Option(help="Say how each answer went: tokens, speed, tau.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+) -> None:
+    """Talk with a model: thoughts are dimmed, calls are shown as calls, the answer as text.
+
+    Every line is a message (between two lines of \"\"\" several are one); piped lines are taken one by
+    one. /reset begins anew, /tool TEXT gives a call its result, /quit ends, Ctrl-C stops an answer. Where
+    the output is no terminal, it gets the answers alone.
+
+    [bold]Examples[/bold]: outpace chat gpt-oss-20b --draft ngram --reasoning high
+    outpace chat gpt-oss-20b -m "What is 2 + 2?" --json
+    git diff | outpace chat gpt-oss-20b --system "Review this." -m - > review.md
+    """
+    import torch
+
+    from outpace.converse import Screen, Session, run
+    from outpace.decode.request import Request
+    from outpace.load import open_draft, open_target
+    from outpace.ops.sampling import Sampling
+
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+    )
+    functions = None if tools is None else _json_file(tools)
+    target, tokenizer = open_target(path)
+    talk = _talk(
+        path, tokenizer, frozenset(target.config.eos_token_ids), instructions, reasoning, functions, date
+    )
+    bound = open_draft(draft or ("default" if path == "default" else "none"), target, tokenizer)
+    session = Session(target, bound, talk, request, torch.Generator().manual_seed(seed))
+    screen = Screen(console, Console(stderr=True))
+    typed = not message and sys.stdin.isatty()
+    run(
+        session,
+        _said(message) if message else _typed() if typed else (line.rstrip("\n") for line in sys.stdin),
+        _speaker(screen, tokenizer, raw=raw, stats=stats, as_json=as_json),
+        screen,
+        forgiving=typed,
+    )
+
+
+def _talk(
+    path: str,
+    tokenizer: "Tokenizer",
+    stop: frozenset[int],
+    instructions: str | None,
+    reasoning: str,
+    functions: list[dict[str, Any]] | None,
+    date: str | None,
+) -> "Talk":
+    """Harmony where the tokenizer speaks it, else the checkpoint's chat template."""
+    import datetime
+
+    from outpace.chat.conversation import Developer, System
+    from outpace.chat.conversation_json import parse_tools
+    from outpace.chat.harmony import speaks_harmony
+    from outpace.chat.harmony_talk import HarmonyTalk
+    from outpace.chat.template import folder_template, gguf_template
+    from outpace.chat.template_talk import TemplateTalk
+    from outpace.load import target_path
+    from outpace.weights.checkpoint import open_checkpoint
+    from outpace.weights.gguf import GGUFCheckpoint
+
+    tools = parse_tools(functions, "--tools") if functions else ()
+    if speaks_harmony(tokenizer):
+        system = System(reasoning=reasoning, current_date=date or f"{datetime.date.today():%Y-%m-%d}")
+        return HarmonyTalk(tokenizer, system, Developer(instructions=instructions, tools=tools))
+    checkpoint = open_checkpoint(target_path(path))
+    if isinstance(checkpoint, GGUFCheckpoint):
+        template = gguf_template(checkpoint.metadata)
+    else:
+        template = folder_template(checkpoint.folder)
+    if template is None:
+        raise ValueError(f"{path} has neither Harmony's tokens nor a chat template: try outpace generate")
+    wrapped = [f if "function" in f else {"type": "function", "function": f} for f in functions or []]
+    return TemplateTalk(
+        tokenizer,
+        template,
+        stop,
+        instructions=instructions,
+        tools=wrapped or None,
+        reasoning_effort=reasoning,
+    )
+
+
+def _said(messages: list[str]) -> Iterator[str]:
+    """Nothing in them is a command."""
+    for message in messages:
+        text = sys.stdin.read() if message == "-" else message
+        if not text.strip():
+            raise ValueError("--message: it is empty")
+        yield f"/{text}" if text.startswith("/") else text
+
+
+def _typed() -> Iterator[str]:
+    """Lines, or blocks of them, until the input ends or Ctrl-C at the prompt."""
+    import contextlib
+
+    with contextlib.suppress(ImportError):  # arrow keys and a history, where Python has it
+        import readline  # noqa: F401
+    try:
+        while True:
+            line = input("> ")
+            if line.strip() == BLOCK:
+                lines = []
+                while (line := input(". ")).strip() != BLOCK:
+                    lines.append(line)
+                line = "\n".join(lines)
+            yield line
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+
+
+def _speaker(
+    screen: "Screen", tokenizer: "Tokenizer", *, raw: bool, stats: bool, as_json: bool
+) -> "Callable[[Session], None]":
+    """Lets the model answer, and shows it in the way that was asked for."""
+    from tokenizers.decoders import DecodeStream
+
+    def nothing(part: "Part") -> None:
+        pass
+
+    def speak(session: "Session") -> None:
+        if as_json:
+            print(json.dumps(session.answer(nothing).as_json()), flush=True)
+            return
+        if raw:
+            decoder = DecodeStream(skip_special_tokens=False)
+            turn = session.answer(nothing, lambda token: screen.raw(decoder.step(tokenizer, token) or ""))
+        else:
+            turn = session.answer(screen.part)
+        screen.line_end()
+        if turn.note:
+            screen.note(turn.note)
+        if stats:
+            screen.note(turn.summary())
+
+    return speak
+
+
+@app.command()
+def rows(
+    file: Annotated[Path, typer.Argument(help='JSONL: {"messages": [..], "tools": [..]} on every line.')],
+    target: Target = "default",
+    reasoning: Annotated[str, typer.Option(help="Of conversations that do not say it.")] = "medium",
+    date: Annotated[
+        str | None, typer.Option(help="The current date in those; default: none is told.")
+    ] = None,
+    show: Annotated[int | None, typer.Option(help="How many rows to print.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per row: ids and mask.")
+    ] = False,
+) -> None:
+    """Turn conversations into training rows for gpt-oss, and show which tokens are supervised.
+
+    [bold]Examples[/bold]: outpace rows talks.jsonl --show 3
+    outpace rows talks.jsonl --target gpt-oss-20b --json > rows.jsonl
+    """
+    from outpace.chat.conversation import System
+    from outpace.chat.harmony import HarmonyTokens
+    from outpace.chat.rows import read_rows
+    from outpace.load import open_tokenizer, target_path
+    from outpace.weights.checkpoint import open_checkpoint
+
+    tokens = HarmonyTokens(open_tokenizer(open_checkpoint(target_path(target))))
+    count, total, supervised, longest, lines = 0, 0, 0, 0, 0
+    wanted = show if show is not None else (sys.maxsize if as_json else 1)
+    last = 0
+    for row in read_rows(file, tokens, system=System(reasoning=reasoning, current_date=date)):
+        if count < wanted and as_json:
+            print(json.dumps(row.as_json()))
+        elif count < wanted:
+            console.rule(f"line {row.line}, turn {row.turn}", style="dim")
+            console.print(_picture(row, tokens.tokenizer), highlight=False, soft_wrap=True)
+        count, total, supervised = count + 1, total + len(row.ids), supervised + sum(row.mask)
+        longest, lines, last = max(longest, len(row.ids)), lines + (row.line != last), row.line
+    if as_json:
+        return
+    share = f", {supervised / total:.1%} of them supervised; the longest row has {longest:,}" if total else ""
+    console.print(f"{lines:,} conversations, {count:,} rows, {total:,} tokens{share}", highlight=False)
+
+
+def _picture(row: "Row", tokenizer: "Tokenizer") -> Text:
+    """What the model is given, dimmed, and what it learns to say, in green, or in brackets where there are
+    no colours."""
+    picture = Text()
+    for supervised, ids in row.spans():
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        marked = f"\u27e6{text}\u27e7" if supervised and not console.color_system else text
+        picture.append(marked, style="green" if supervised else "dim")
+    return picture
+
+
+def _json_file(path: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, list):
+        raise ValueError(f"{path}: a list of functions is wanted")
+    return found

@@ -1,0 +1,321 @@
+"""The chat loop, with a target that says what it is told to, with real small ones, and as a user types it."""
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+import outpace
+from outpace.chat.conversation import System
+from outpace.chat.harmony_talk import HarmonyTalk
+from outpace.chat.tokenizer import encode, read_tokenizer, train_bpe
+from outpace.cli.main import main
+from outpace.converse import Screen, Session, run
+from outpace.decode.request import Request
+from outpace.drafts.ngram import NGram
+from outpace.load import open_target
+from outpace.models.decoder import Output
+from outpace.models.load import build, named_tensors
+from outpace.models.save import save_target
+
+TOKENIZER = read_tokenizer(Path(outpace.__file__).parent / "embedded" / "target")
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+FIRST = THOUGHT + "<|channel|>final<|message|>größe 🙂<|return|>"
+SECOND = "<|channel|>final<|message|>two<|return|>"
+CALL = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a": 1}<|call|>'
+
+
+class Scripted:
+    """A target whose next tokens stand written, one text for every generation; keeps the prompts it saw.
+    After `interrupt` tokens of an answer, someone presses Ctrl-C."""
+
+    def __init__(self, *answers, interrupt=None, positions=4096):
+        self.answers = [encode(TOKENIZER, answer) for answer in answers]
+        self.prompts = []
+        self.interrupt = interrupt
+        self.config = SimpleNamespace(
+            vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=positions
+        )
+        self.device = torch.device("cpu")
+
+    def make_cache(self, batch, length, **more):
+        self.prompts.append([])
+        self.said = 0
+        return SimpleNamespace()
+
+    def __call__(self, tokens, cache, *, counts=None, aux=()):
+        if self.said == 0:
+            self.prompts[-1] += tokens[0, : counts[0]].tolist()
+        return Output(torch.zeros(*tokens.shape, 1), None, [])
+
+    def logits(self, hidden):
+        if self.said == self.interrupt:
+            self.interrupt = None
+            raise KeyboardInterrupt
+        answer = self.answers[len(self.prompts) - 1]
+        logits = torch.zeros(len(hidden), self.config.vocab_size)
+        logits[:, answer[self.said]] = 1
+        self.said += 1
+        return logits
+
+
+def session(target, **request):
+    talk = HarmonyTalk(TOKENIZER, System(reasoning="low"))
+    wanted = Request(**({"max_new_tokens": 100} | request))
+    return Session(target, None, talk, wanted, torch.Generator())
+
+
+def chat(target, *lines, forgiving=True, terminal=False, **request):
+    """-> what a person reads on standard output, and beside it; the turns; the session."""
+    texts = io.StringIO(), io.StringIO()
+    out, aside = (Console(file=text, width=200, force_terminal=terminal, no_color=True) for text in texts)
+    screen, turns, held = Screen(out, aside), [], session(target, **request)
+
+    def speak(of):
+        turns.append(of.answer(screen.part))
+        screen.line_end()
+        if turns[-1].note:
+            screen.note(turns[-1].note)
+
+    run(held, lines, speak, screen, forgiving=forgiving)
+    return texts[0].getvalue(), texts[1].getvalue(), turns, held
+
+
+def shown(prompt):
+    return TOKENIZER.decode(prompt, skip_special_tokens=False)
+
+
+def test_two_turns():
+    target = Scripted(FIRST, SECOND)
+    out, aside, turns, _ = chat(target, "one", "", "two?")
+    assert out == "größe 🙂\ntwo\n" and aside == "hm\n"
+    assert [turn.answer for turn in turns] == ["größe 🙂", "two"]
+    assert all(turn.ended and not turn.stopped and turn.note is None for turn in turns)
+    assert shown(target.prompts[0]).endswith("<|start|>user<|message|>one<|end|><|start|>assistant")
+    assert shown(target.prompts[1]).endswith(
+        "<|start|>user<|message|>one<|end|><|start|>assistant<|channel|>final<|message|>größe 🙂<|end|>"
+        "<|start|>user<|message|>two?<|end|><|start|>assistant"
+    )
+
+
+def test_a_terminal_gets_everything():
+    out, aside, _, _ = chat(Scripted(FIRST), "one", terminal=True)
+    dimmed, answer = out.splitlines()
+    assert aside == "" and dimmed == "\x1b[2mh\x1b[0m\x1b[2mm\x1b[0m" and answer == "größe 🙂"
+
+
+def test_a_call_and_its_result():
+    target = Scripted(CALL, SECOND)
+    out, aside, turns, _ = chat(target, "one", "/tool 7 degrees")
+    assert out == "two\n"
+    assert aside.splitlines() == [
+        '-> functions.x {"a": 1}',
+        "(functions.x is called: /tool TEXT gives it the result)",
+    ]
+    assert turns[0].calls == ["functions.x"]
+    assert "to=assistant<|channel|>commentary<|message|>7 degrees<|end|>" in shown(target.prompts[1])
+
+
+def test_commands():
+    target = Scripted(FIRST, SECOND)
+    out, aside, turns, _ = chat(
+        target, "one", "/reset", "/help", "/nothing", "/tool 7", "//slash", "/quit", "never"
+    )
+    assert len(turns) == 2 and out == "größe 🙂\ntwo\n"
+    assert "one" not in shown(target.prompts[1]) and "<|message|>/slash<|end|>" in shown(target.prompts[1])
+    assert "begins anew" in aside and "/reset begins anew" in aside
+    assert "/nothing is no command" in aside and "no call waits for a result" in aside
+    with pytest.raises(ValueError, match="/nothing is no command"):
+        chat(Scripted(), "/nothing", forgiving=False)
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
+    target = Scripted(FIRST, SECOND, interrupt=9)
+    out, aside, turns, _ = chat(target, "one", "two?")
+    assert turns[0].stopped and turns[0].trace is None and not turns[0].ended
+    assert "(stopped)" in aside and out.endswith("two\n")
+    assert "tau" not in turns[0].as_json() and "tau" not in turns[0].summary()
+    assert "one" in shown(target.prompts[1])
+    stopped = Scripted(FIRST, interrupt=0)
+    assert chat(stopped, "one")[2][0].tokens == []
+
+
+def test_answers_that_are_cut_off_say_so():
+    _, aside, turns, _ = chat(Scripted(FIRST), "one", max_new_tokens=4)
+    assert aside.endswith("(no answer, cut off after 4 tokens: allow more with --max-new-tokens)\n")
+    assert not turns[0].ended
+    length = len(encode(TOKENIZER, FIRST))
+    out, aside, _, _ = chat(Scripted(FIRST), "one", max_new_tokens=length - 1)
+    assert out == "größe 🙂\n" and f"(cut off after {length - 1} tokens" in aside
+
+
+def test_answers_without_the_format_are_shown_but_are_no_answers():
+    out, aside, turns, _ = chat(Scripted("plain words<|return|>"), "one")
+    assert out == "" and turns[0].answer == ""
+    assert aside == "plain words\n(no answer: what came does not follow the model's format)\n"
+
+
+def test_a_chat_that_outgrows_the_model():
+    prompt = len(session(Scripted()).talk.prompt())
+    _, aside, turns, held = chat(
+        Scripted(SECOND, positions=prompt + 20), "one", "x " * 100, max_new_tokens=100
+    )
+    assert [turn.answer for turn in turns] == ["two"]
+    assert "this model's positions end at" in aside and "(/reset)" in aside
+    assert (
+        held.talk.conversation.messages[-1].content == "two"
+    )  # the question that could not be asked is gone
+
+
+def test_with_a_real_target():
+    """The embedded model does not speak Harmony; it is still decoded as told, with a draft or without."""
+    target, tokenizer = open_target("default")
+    answers = []
+    for draft in (None, NGram()):
+        talk = HarmonyTalk(tokenizer, System())
+        held = Session(target, draft, talk, Request(max_new_tokens=12), torch.Generator().manual_seed(0))
+        talk.say("def main():")
+        parts = []
+        turn = held.answer(parts.append)
+        assert len(turn.tokens) == 12 and not turn.ended
+        assert [part.kind for part in parts] == ["other"] and parts == turn.parts
+        answers.append(turn.tokens)
+    assert answers[0] == answers[1]
+
+
+def command(monkeypatch, capsys, *arguments, stdin=""):
+    monkeypatch.setattr("sys.argv", ["outpace", *map(str, arguments)])
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def test_chat_as_json(monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, "chat", "-m", "hi", "-m", "/ho", "-n", 6, "--json")
+    turns = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and len(turns) == 2
+    assert all(len(turn["tokens"]) == 6 and turn["answer"] == "" for turn in turns)
+    again = command(
+        monkeypatch, capsys, "chat", "-n", 6, "--json", "--draft", "none", stdin="hi\n//ho\n/quit\n"
+    )[1]
+    assert [json.loads(line)["tokens"] for line in again.splitlines()] == [turn["tokens"] for turn in turns]
+
+
+def test_chat_in_the_raw_and_with_everything_said(monkeypatch, capsys, tmp_path):
+    (tmp_path / "tools.json").write_text('[{"name": "get"}]')
+    options = ("--system", "Be brief.", "--tools", tmp_path / "tools.json", "--date", "2025-06-28", "--stats")
+    code, out, err = command(
+        monkeypatch,
+        capsys,
+        "chat",
+        "-m",
+        "-",
+        "-n",
+        6,
+        "--raw",
+        "--reasoning",
+        "high",
+        *options,
+        stdin="a\nb\n",
+    )
+    assert code == 0 and out.strip() and "tokens/s" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("no/such",), "no/such is not there"),
+        (("-m", " "), "--message: it is empty"),
+        (("-m", "x", "--reasoning", "hard"), "reasoning 'hard': known are low, medium, high"),
+        (("-m", "x", "-n", 0), "max_new_tokens 0"),
+        (("-m", "x", "--tools", "none.json"), "none.json"),
+    ],
+)
+def test_errors_of_chat(monkeypatch, capsys, arguments, said):
+    code, _, err = command(monkeypatch, capsys, "chat", *arguments)
+    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+
+
+def test_typed_lines_and_blocks(monkeypatch):
+    from outpace.cli.chat import _typed
+
+    typed = iter(["one", '"""', "two", "", "three", '"""', "four"])
+
+    def read(prompt):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert list(_typed()) == ["one", "two\n\nthree", "four"]
+
+
+@pytest.fixture
+def talks(tmp_path):
+    path = tmp_path / "talks.jsonl"
+    said = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
+    path.write_text(json.dumps(said) + "\n" + json.dumps(said | {"reasoning": "high"}) + "\n")
+    return path
+
+
+def test_rows_are_shown(monkeypatch, capsys, talks):
+    code, out, _ = command(monkeypatch, capsys, "rows", talks)
+    assert code == 0 and "line 1, turn 0" in out and "line 2" not in out
+    assert "<|start|>assistant\u27e6<|channel|>final<|message|>4<|return|>\u27e7" in out
+    assert "2 conversations, 2 rows" in out
+
+
+def test_rows_as_json(monkeypatch, capsys, talks):
+    _, out, _ = command(monkeypatch, capsys, "rows", talks, "--json", "--date", "2025-06-28")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["line"] for row in found] == [1, 2]
+    assert all(len(row["ids"]) == len(row["mask"]) and set(row["mask"]) == {0, 1} for row in found)
+    assert "Reasoning: high" in TOKENIZER.decode(found[1]["ids"]) and "2025-06-28" in TOKENIZER.decode(
+        found[0]["ids"]
+    )
+    _, out, _ = command(monkeypatch, capsys, "rows", talks, "--json", "--show", 1)
+    assert len(out.splitlines()) == 1
+
+
+def test_errors_of_rows(monkeypatch, capsys, tmp_path):
+    code, _, err = command(monkeypatch, capsys, "rows", tmp_path / "no.jsonl")
+    assert code == 2 and "no.jsonl" in err
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}')
+    code, _, err = command(monkeypatch, capsys, "rows", tmp_path / "bad.jsonl")
+    assert code == 2 and "bad.jsonl, line 1: messages[0].content" in " ".join(err.split())
+
+
+def test_help_has_examples(monkeypatch, capsys):
+    for name in ("chat", "rows"):
+        code, out, _ = command(monkeypatch, capsys, name, "--help")
+        assert code == 0 and f"outpace {name}" in " ".join(out.split())
+
+
+def test_a_model_with_a_chat_template(monkeypatch, capsys, tmp_path):
+    """A small random Qwen3: its answer is noise, its prompt is its template's."""
+    tokenizer = train_bpe(["some words of a chat " * 9], 280)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    model = build(tiny.config("qwen3", vocab_size=tokenizer.get_vocab_size()))
+    tiny.randomise(named_tensors(model))
+    save_target(model, tmp_path)
+    without_harmony = json.loads(tokenizer.to_str().replace("<|channel|>", "<|other|>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(without_harmony))
+    options = ("chat", tmp_path, "-m", "hi", "-n", 7, "--system", "Be brief.", "--json")
+    code, _, err = command(monkeypatch, capsys, *options)
+    assert code == 2 and "neither Harmony's tokens nor a chat template" in " ".join(err.split())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    )
+    code, out, _ = command(monkeypatch, capsys, *options)
+    said = json.loads(out)
+    asked = "<|im_start|>system Be brief.<|im_end|><|im_start|>user hi<|im_end|><|im_start|>"
+    assert code == 0 and said["prompt_tokens"] == len(encode(tokenizer, asked))
+    assert len(said["tokens"]) <= 7 and all(part["kind"] == "final" for part in said["parts"])
