@@ -1,5 +1,6 @@
 """The door of config.json: every value that a parser reads has the type and the range it should have."""
 
+from reprlib import repr  # short, however long or deep the value
 from typing import Any
 
 FAR = 2**24  # larger than any axis of a model that fits a disk
@@ -109,7 +110,9 @@ def _number(said: dict[str, Any], key: str, above: float, most: float, prefix: s
 
 def _strings(hf: dict[str, Any], key: str) -> None:
     value = hf.get(key)
-    if value is not None and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+    if value is None:
+        return
+    if not isinstance(value, list) or not all(isinstance(v, str) and v.isprintable() for v in value):
         raise _wrong(key, value, "a list of strings")
 
 
@@ -125,9 +128,8 @@ def _only(said: dict[str, Any], key: str, known: tuple[Any, ...], prefix: str = 
     value = said.get(key)
     if value is not None and value not in known:
         only = f"only {known[0]}" if known else "no value of it"
-        raise ValueError(f"config.json: {prefix}{key} {str(value)[:60]} is not supported, {only}")
+        raise ValueError(f"config.json: {prefix}{key} {repr(value)} is not supported, {only}")
 
 
 def _wrong(key: str, value: Any, wanted: str) -> ValueError:
-    shown = f"{type(value).__name__} {str(value)[:60]!r}"
-    return ValueError(f"config.json: `{key}` is the {shown}; it should be {wanted}")
+    return ValueError(f"config.json: `{key}` is {repr(value)}; it should be {wanted}")

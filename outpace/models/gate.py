@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from reprlib import repr  # short, however long or deep the value
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def _latent_attention(hf: dict[str, Any], names: list[str]) -> Iterator[Finding]
     keys = [key for key in MLA if hf.get(key)]
     tensors = [name for name in names if re.search(r"\.(kv_a_proj_with_mqa|kv_b_proj|q_a_proj)\.", name)]
     if keys or tensors:
-        shown = ", ".join([f"`{key}` {str(hf[key])[:20]}" for key in keys] + tensors[:1])
+        shown = ", ".join([f"`{key}` {repr(hf[key])}" for key in keys] + tensors[:1])
         yield Finding(
             name="latent_attention",
             said=f"multi-head latent attention (as DeepSeek's) is not read: {shown}",
@@ -106,12 +107,13 @@ def _quantised(hf: dict[str, Any], names: list[str]) -> Iterator[Finding]:
     method = None
     if isinstance(said, dict):
         method = said.get("quant_method", "mlx" if "bits" in said else "an unnamed method")
+        method = method if isinstance(method, str) else repr(method)
     packed = any(name.endswith("_blocks") for name in names)
     dense = any(re.search(r"\.experts\.(gate_up|down)_proj$", name) for name in names)
     if method is not None and method != "mxfp4":
         yield Finding(
             name="quantised",
-            said=f"config.json says that the weights are quantised by {str(method)[:40]}, which is not read",
+            said=f"config.json says that the weights are quantised by {method[:40]}, which is not read",
             mend="fetch the model in bfloat16 (or, of gpt-oss, as published in MXFP4), or as GGUF",
         )
     if method == "mxfp4" and dense and not packed:
@@ -145,7 +147,7 @@ def _index_total(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     held = sum(slot.nbytes for file in checkpoint.files for slot in file.slots.values())
     if checkpoint.total_size != held:
-        said = f"the index says {str(checkpoint.total_size)[:40]} bytes in all, the shards hold {held:,}"
+        said = f"the index says {repr(checkpoint.total_size)} bytes in all, the shards hold {held:,}"
         mend = "every tensor the index names is there and whole; a shard of another version may be among them"
         yield Finding(name="index_total", said=said, mend=mend, fault=False)
 

@@ -46,6 +46,7 @@ class Comparison:
 def parse_config(hf: dict[str, Any]) -> ModelConfig:
     """Raises ValueError naming the key and what it should be; LoadError for an unknown architecture."""
     check_values(hf)
+    hf = {key: value for key, value in hf.items() if value is not None}  # null means: the default
     names = hf.get("architectures") or ["(none)"]
     if names[0] not in ARCHITECTURES:
         raise LoadError(f"config.json names the architecture {names[0]}; known: {', '.join(ARCHITECTURES)}")

@@ -1,18 +1,21 @@
 """A folder as HF writes it: config.json beside model.safetensors, or beside shards and their index."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr  # short, however long or deep the value
 from typing import Any
 
 from torch import Tensor
 
 from outpace.weights.contract import LoadError
 from outpace.weights.safetensors import File, open_file
-from outpace.weights.strict_json import read_object
+from outpace.weights.strict_json import check_name, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"(?!\.)[\w.+=@ -]{1,240}\.safetensors")  # one file of this folder, whatever the system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +97,11 @@ def _sharded(folder: Path, config: dict[str, Any], index: Path) -> HFCheckpoint:
     absent = sorted(shard_of.keys() - file_of.keys())
     if absent:
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-        raise LoadError(f"{index} promises {absent[0][:200]}{more}, which no shard holds", "index")
+        raise LoadError(f"{index} promises {absent[0]}{more}, which no shard holds", "index")
     for name, shard in shard_of.items():
         if file_of[name] is not files[shard]:
             there = file_of[name].path.name
-            raise LoadError(f"{index} says that {name[:200]} is in {shard}, and {there} holds it", "index")
+            raise LoadError(f"{index} says that {name} is in {shard}, and {there} holds it", "index")
     metadata = said.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return HFCheckpoint(
@@ -113,12 +116,10 @@ def _weight_map(said: dict[str, Any], index: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise LoadError(f"{index} is not a safetensors index: it has no weight_map with tensors", "index")
     for name, shard in found.items():
-        if not isinstance(shard, str):
-            kind = type(shard).__name__
-            raise LoadError(f"{index}: weight_map gives {name[:200]!r} a {kind}, not a file's name", "index")
-        if not shard.endswith(".safetensors") or any(c in shard for c in "/\\\0:"):
+        check_name(name, str(index))
+        if not isinstance(shard, str) or not SHARD.fullmatch(shard):
             raise LoadError(
-                f"{index}: weight_map sends {name[:200]!r} to {shard[:200]!r}; "
+                f"{index}: weight_map sends {name} to {repr(shard)}; "
                 "shards are *.safetensors files in the same folder",
                 "index",
             )

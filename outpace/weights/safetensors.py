@@ -13,13 +13,14 @@ import sys
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from reprlib import repr  # short, however long or deep the value
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from outpace.weights.contract import LoadError
-from outpace.weights.strict_json import MOST_BYTES, parse_object
+from outpace.weights.strict_json import MOST_BYTES, check_name, parse_object
 
 DTYPES = {
     "F64": torch.float64,
@@ -129,14 +130,16 @@ def _header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int,
 
 def _slots(header: dict[str, Any], start: int, size: int, path: Path) -> dict[str, Slot]:
     """Every tensor's place, once it is proved that they fill the file: no gap, no overlap, no remainder."""
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not _texts(metadata):
+        raise damaged(path, f"its header's __metadata__ is {repr(metadata)}, not an object of strings")
     slots = {name: _slot(name, said, start, path) for name, said in header.items()}
     end, before = start, "the header"
     for name, slot in sorted(slots.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if slot.begin != end:
             fault = "overlaps" if slot.begin < end else "leaves a gap after"
-            raise damaged(path, f"{name[:200]} {fault} {before}")
-        end, before = slot.begin + slot.nbytes, name[:200]
+            raise damaged(path, f"{name} {fault} {before}")
+        end, before = slot.begin + slot.nbytes, name
     if end != size:
         fault = "is cut off" if end > size else "goes on past its last tensor"
         raise damaged(path, f"its tensors end at byte {end:,}, the file has {size:,}: it {fault}")
@@ -145,22 +148,27 @@ def _slots(header: dict[str, Any], start: int, size: int, path: Path) -> dict[st
 
 def _slot(name: str, said: Any, start: int, path: Path) -> Slot:
     """One entry of the header: {"dtype": str, "shape": [int], "data_offsets": [begin, end]}."""
-    where = f"its header's entry {name[:200]!r}"
+    check_name(name, f"the header of {path}")
+    where = f"its header's entry {name!r}"
     if not isinstance(said, dict) or not said.keys() >= {"dtype", "shape", "data_offsets"}:
         raise damaged(path, f"{where} is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise LoadError(f"{path}: {name[:200]} is of dtype {str(dtype)[:40]!r}; known: {known}")
+        raise LoadError(f"{path}: {name} is of dtype {repr(dtype)}; known: {known}")
     if not _counts(shape) or len(shape) > MOST_AXES:
-        raise damaged(path, f"{where} has the shape {str(shape)[:80]}")
+        raise damaged(path, f"{where} has the shape {repr(shape)}")
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise damaged(path, f"{where} has the data_offsets {str(offsets)[:80]}")
+        raise damaged(path, f"{where} has the data_offsets {repr(offsets)}")
     nbytes = prod(shape) * DTYPES[dtype].itemsize
     if nbytes != offsets[1] - offsets[0]:
         spans = f"{offsets[1] - offsets[0]:,} bytes, but {dtype} {tuple(shape)} takes {nbytes:,}"
         raise damaged(path, f"{where} spans {spans}")
     return Slot(dtype, tuple(shape), start + offsets[0], nbytes)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _counts(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outpace.cli.main import main
 from outpace.models.inspect import gate
+from outpace.models.load import load_target
 from outpace.models.save import save_target
 from outpace.weights.save import save_checkpoint
 
@@ -307,6 +309,61 @@ def test_shards(tmp_path, saved):
     only(tmp_path, "unreadable", said="goes on past its last tensor")
     shard.unlink()
     assert shard.name in only(tmp_path, "missing_shards", said="fetch").said
+
+
+# ---- any fault ------------------------------------------------------------------------------------
+
+NAMES = (
+    "model.layers.0.mlp.experts.gate_proj.weight",
+    "model.layers.0.mlp.experts.gate_up_proj_blocks",
+    "model.layers.0.mlp.experts.0.gate_proj.weight",
+    "model.layers.99999999999999999999.mlp.gate_proj.weight",
+    "model.layers.0.self_attn.q_norm.weight",
+    "layers.0.input_layernorm.weight",
+    "lm_head.weight",
+    "x",
+)
+
+
+def mutate(tensors, config, rng):
+    """One random change of the tensors or of the config."""
+    name = rng.choice(sorted(tensors))
+    match rng.randrange(7):
+        case 0:
+            del tensors[name]
+        case 1:
+            tensors[rng.choice(NAMES)] = tensors.pop(name)
+        case 2:
+            tensors[rng.choice(NAMES)] = torch.ones([rng.randrange(3) for _ in range(rng.randrange(4))])
+        case 3:
+            tensors[name] = tensors[name][:-1]
+        case 4:
+            tensors[name] = tensors[name].mT if tensors[name].dim() > 1 else tensors[name][None]
+        case 5:
+            tensors[name] = tensors[name].to(rng.choice([torch.int8, torch.float8_e5m2, torch.uint8]))
+        case 6:
+            key = rng.choice([k for k, v in config.items() if type(v) in (int, bool, list)])
+            config[key] = rng.choice([1, 2, 5, 8, 64, True, False, [], ["LlamaForCausalLM"], None])
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_gate_passes_what_can_be_loaded_and_nothing_else(saved, tmp_path, seed):
+    rng = random.Random(seed)
+    source = saved / rng.choice(sorted(p.name for p in saved.iterdir()))
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    mutate(tensors, config, rng)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = gate(tmp_path, deep=True)
+    try:
+        load_target(tmp_path)
+        loaded = True
+    except ValueError as error:
+        loaded = False
+        assert str(tmp_path) in str(error) or "config" in str(error)
+    shallow = [f.name for f in report.findings if f.fault and f.name not in ("zero", "tied_head_differs")]
+    assert loaded is not bool(shallow), report.findings
 
 
 # ---- values ---------------------------------------------------------------------------------------

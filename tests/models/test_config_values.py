@@ -1,0 +1,150 @@
+"""The door of config.json: every key, with every kind of wrong value, gives an error that names the key."""
+
+import copy
+import json
+import time
+
+import pytest
+import tiny
+
+from outpace.models import config_values
+from outpace.models.inspect import gate
+from outpace.models.load import parse_config
+from outpace.models.published import PUBLISHED
+from outpace.models.save import save_target
+
+WRONG = ("4", "", -3, 0, 1.5, [], [4], {}, True, 1e30, 10**30, float("nan"), float("inf"))
+FINE = {  # keys for which some of these are values like any other
+    "rms_norm_eps": (),
+    "rope_theta": (1.5,),
+    "swiglu_limit": (1.5,),
+    "eos_token_id": (0, [], [4]),
+    "bos_token_id": (0,),
+    "pad_token_id": (0,),
+    "sliding_window": (0,),
+    "max_window_layers": (0,),
+    "layer_types": ([],),
+    "mlp_only_layers": ([], [4]),
+    "architectures": ([],),
+}
+KEYS = (
+    *config_values.COUNTS,
+    *config_values.LENGTHS,
+    "rms_norm_eps",
+    "rope_theta",
+    "swiglu_limit",
+    *config_values.IDS,
+    "architectures",
+    "layer_types",
+    "mlp_only_layers",
+)
+CASES = [(k, v) for k in KEYS for v in WRONG if repr(v) not in map(repr, FINE.get(k, ()))]
+FLAGS = [(key, v) for key in config_values.FLAGS for v in ("true", 1, 0, [], {})]
+BASE = tiny.QWEN3_MOE | {"layer_types": None, "swiglu_limit": None}
+
+
+def refused(hf, key):
+    with pytest.raises(ValueError) as caught:
+        parse_config(hf)
+    said = str(caught.value)
+    assert f"`{key}` is " in said and "it should be " in said and len(said) < 300 and said.isprintable()
+
+
+@pytest.mark.parametrize(("key", "value"), CASES, ids=lambda v: ascii(v)[:24])
+def test_wrong_values(key, value):
+    refused(BASE | {key: value}, key)
+
+
+@pytest.mark.parametrize(("key", "value"), FLAGS, ids=str)
+def test_wrong_flags(key, value):
+    refused(BASE | {key: value}, key)
+
+
+@pytest.mark.parametrize("value", [v for v in WRONG if v not in ({},)], ids=str)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_a_rope_that_is_no_object(key, value):
+    refused(BASE | {key: value}, key)
+
+
+ROPE = [(k, v) for k in config_values.ROPE_NUMBERS for v in WRONG if v != 1.5]
+ROPE += [("original_max_position_embeddings", v) for v in WRONG]
+ROPE += [("rope_type", 4), ("rope_type", ["yarn"]), ("truncate", 1), ("truncate", "no")]
+
+
+@pytest.mark.parametrize(("key", "value"), ROPE, ids=lambda v: ascii(v)[:24])
+def test_wrong_values_of_rope(key, value):
+    hf = copy.deepcopy(tiny.GPT_OSS)
+    hf["rope_parameters"][key] = value
+    refused(hf, f"rope_parameters.{key}")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "num_experts",
+    ],
+)
+@pytest.mark.parametrize("null", [True, False])
+def test_keys_that_must_be_there(key, null):
+    hf = {k: v for k, v in BASE.items() if k != key} | ({key: None} if null else {})
+    with pytest.raises(ValueError, match="num_local_experts" if key == "num_experts" else key):
+        parse_config(hf)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"num_experts_per_tok": 6}, "6 experts per token of 5"),
+        ({"hidden_size": 4, "head_dim": None}, "head_dim 0 is below 2"),
+        ({"num_experts": 4096, "num_hidden_layers": 1024}, "4096 experts in each layer"),
+        ({"architectures": ["\u001b[2J"]}, "`architectures`"),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0}}, "rope_parameters.mscale"),
+        ({"rope_parameters": {"low_freq_factor": 4, "high_freq_factor": 4}}, "not below high_freq_factor"),
+    ],
+)
+def test_values_that_do_not_go_together(changes, said):
+    with pytest.raises(ValueError) as caught:
+        parse_config(BASE | changes)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_pass(name):
+    assert parse_config(PUBLISHED[name]).num_layers == PUBLISHED[name]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_null_is_the_default(family):
+    """Writers differ in which keys they leave out and which they set to null."""
+    hf = tiny.HF[family]
+    for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "bos_token_id", "sliding_window"):
+        without = {k: v for k, v in hf.items() if k != key}
+        try:
+            parsed = parse_config(without)
+        except ValueError:
+            continue  # a key it needs
+        assert parse_config(without | {key: None}) == parsed, key
+
+
+def test_the_largest_that_is_let_through_is_compared_in_time(tmp_path):
+    """A config may promise anything: nothing of it is allocated, and nothing takes long."""
+    save_target(tiny.target("qwen3_moe", window=False), tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said |= {"num_hidden_layers": 1024, "layer_types": None, "num_experts": 64, "vocab_size": 2**24}
+    said |= {
+        "intermediate_size": 2**24,
+        "moe_intermediate_size": 2**24,
+        "head_dim": 2**16,
+        "mlp_only_layers": [],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    started = time.perf_counter()
+    assert {f.name for f in gate(tmp_path).findings} >= {"num_hidden_layers", "vocab_size"}
+    assert time.perf_counter() - started < 20
