@@ -1,4 +1,4 @@
-"""A target -> a GGUF file that llama.cpp, and this package, read."""
+"""A target in one format -> the same in another: GGUF that llama.cpp reads, or HF safetensors."""
 
 import os
 from collections.abc import Callable
@@ -6,26 +6,30 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from outpace.chat.vocabulary import gguf_vocabulary
+from outpace.load import open_template, open_tokenizer, target_path
 from outpace.models.blocks import ExpertMatrix, Experts
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
-from outpace.models.load import build, entries, weight_of
-from outpace.models.save import fused
+from outpace.models.load import build, entries, load_target, weight_of
+from outpace.models.save import fused, save_target
 from outpace.ops import mxfp4
 from outpace.ops.quant import Quant
 from outpace.ops.rope import inverse_frequencies
+from outpace.weights.checkpoint import open_checkpoint
 from outpace.weights.gguf import INTERLEAVED, ROPE_FACTORS, gguf_name
 from outpace.weights.gguf_config import ARCHITECTURES
+from outpace.weights.save import write_atomically
 
-Type = Literal["f32", "f16", "bf16", "q8_0"]
 TYPES: dict[str, GGMLQuantizationType] = {
     "f32": GGMLQuantizationType.F32,
     "f16": GGMLQuantizationType.F16,
@@ -34,6 +38,7 @@ TYPES: dict[str, GGMLQuantizationType] = {
 }
 ARCHITECTURE_OF = {theirs: ours for ours, (theirs, _) in ARCHITECTURES.items()}
 NO_VOCABULARY = {"tokenizer.ggml.model": "none"}
+OnBytes = Callable[[int, int], None]  # bytes just written, bytes in all
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,18 @@ class Item:
 
 
 def write_gguf(
-    model: Decoder, path: Path, vocabulary: dict[str, Any] | None = None, type: Type = "bf16"
+    model: Decoder,
+    path: Path,
+    vocabulary: dict[str, Any] | None = None,
+    type: str = "bf16",
+    on_bytes: OnBytes = lambda done, total: None,
 ) -> None:
     """`type` is that of the matrices; MXFP4 experts stay as they are, norms, biases and routers are F32.
     `vocabulary`: the tokenizer's metadata (chat.vocabulary.gguf_vocabulary), or none. One tensor is in memory
     at a time, and the file gets its name when it is whole. Raises ValueError where GGUF cannot say it."""
     _check(model.config)
+    if type not in TYPES:
+        raise ValueError(f"type {type!r} is none of: {', '.join(TYPES)}")
     architecture = ARCHITECTURE_OF[model.config.architecture]
     temporary = path.with_name(path.name + ".tmp")
     writer = gguf.GGUFWriter(temporary, architecture)
@@ -72,13 +83,55 @@ def write_gguf(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    total = sum(item.nbytes for item in items)
     for item in items:
         writer.write_tensor_data(_bytes(item.make(), item.kind))
+        on_bytes(item.nbytes, total)
     writer.close()
     os.replace(temporary, path)
 
 
-def plan(model: Decoder, type: Type) -> list[Item]:
+def convert_target(
+    source: str,
+    out: Path,
+    type: str,
+    *,
+    overwrite: bool = False,
+    on_bytes: OnBytes = lambda done, total: None,
+) -> None:
+    """`source`: a folder, a GGUF file or "default"; `out`: a .gguf name, or a folder. Raises ValueError where
+    something is there already, and where the format cannot say what the model is."""
+    if out.exists() and not overwrite and (out.is_file() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already: name another place, or give --overwrite")
+    checkpoint = open_checkpoint(target_path(source))
+    model, tokenizer = load_target(checkpoint), open_tokenizer(checkpoint)
+    template = open_template(checkpoint)
+    if out.suffix == ".gguf":
+        write_gguf(model, out, vocabulary_of(model, tokenizer, template), type, on_bytes)
+        return
+    dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    if type not in dtypes:
+        raise ValueError(f"type {type!r} of safetensors is none of: {', '.join(dtypes)}")
+    save_target(model, out, dtype=dtypes[type])
+    write_atomically(out / "tokenizer.json", tokenizer.to_str().encode())
+    if template is not None:
+        write_atomically(out / "chat_template.jinja", template.encode())
+
+
+def vocabulary_of(model: Decoder, tokenizer: Tokenizer, template: str | None) -> dict[str, Any]:
+    """The tokenizer, the ids that begin and end a text, and the chat template, as GGUF metadata."""
+    config = model.config
+    said = gguf_vocabulary(tokenizer, config.vocab_size)
+    if config.eos_token_ids:
+        said["tokenizer.ggml.eos_token_id"] = config.eos_token_ids[0]
+    if config.bos_token_id is not None:
+        said["tokenizer.ggml.bos_token_id"] = config.bos_token_id
+    if template is not None:
+        said["tokenizer.chat_template"] = template
+    return said
+
+
+def plan(model: Decoder, type: str) -> list[Item]:
     """Every tensor of the file, in its order."""
     config = model.config
     architecture = ARCHITECTURE_OF[config.architecture]
@@ -92,7 +145,9 @@ def plan(model: Decoder, type: Type) -> list[Item]:
         meta = weight_of(empty, entry.param)
         assert isinstance(meta, Tensor)
         for i, (name, part) in enumerate(zip(entry.names, entry.split(meta), strict=True)):
-            make: Callable[[], Tensor | Quant] = partial(_part, model, entry.param, partial(_pick, entry.split, i))
+            make: Callable[[], Tensor | Quant] = partial(
+                _part, model, entry.param, partial(_pick, entry.split, i)
+            )
             if heads := _interleaved(name, config) if architecture == INTERLEAVED else 0:
                 make = partial(_pairs, make, heads)
             kind = _kind(model, entry.param, name, tuple(part.shape), TYPES[type])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from outpace.chat.template import read_template
 from outpace.chat.tokenizer import read_tokenizer
 from outpace.chat.vocabulary import tokenizer_from_gguf
 from outpace.drafts.dflash import BoundDFlash, DFlash
@@ -37,6 +38,14 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if isinstance(checkpoint, GGUFCheckpoint):
         return tokenizer_from_gguf(checkpoint.metadata)
     return read_tokenizer(checkpoint.folder)
+
+
+def open_template(checkpoint: Checkpoint) -> str | None:
+    """The chat template that a GGUF file, or a folder, holds."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        found = checkpoint.metadata.get("tokenizer.chat_template")
+        return found if isinstance(found, str) else None
+    return read_template(checkpoint.folder)
 
 
 def open_draft(path: str, target: Decoder, tokenizer: Tokenizer) -> BoundDFlash | NGram | None:

@@ -22,7 +22,7 @@ FLOORS = {
     "retrofit": 4,
     "decode": 5,
     "load": 5,
-    "convert": 5,
+    "convert": 6,
     "teacher": 6,
     "train": 7,
     "serve": 7,
