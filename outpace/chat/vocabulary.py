@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from outpace.chat.pieces import NAMED, Pieces, pieces_named, pieces_of
 from outpace.chat.tokenizer import PIECES, check_vocabulary, parse_tokenizer, plain_errors, surroundings
@@ -17,6 +17,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.
 # `llama-bpe` differs only where an apostrophe that follows a letter, a digit or nothing opens a word that
 # begins like a contraction: r'test' is cut r|'test here, r|'t|est there.
 NEAREST: dict[tuple[str, ...], str] = {(PIECES,): "llama-bpe"}
+LONGEST = 512  # characters of a SentencePiece token: every place to cut it is tried
 # Control tokens that end a turn, named by the file or not.
 ENDS = {
     *("<|return|>", "<|call|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"),
@@ -35,33 +36,29 @@ class SpecialIds:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's `tokenizer.ggml.*` describes (values as Python's own types):
-    byte-level BPE, called "gpt2", with a pre-tokenizer by name.
+    """The tokenizer that a GGUF file's `tokenizer.ggml.*` (values as Python's own types) describes:
+    byte-level BPE, called "gpt2", with a pre-tokenizer by name, or SentencePiece BPE, called "llama".
 
     A `tokenizer.huggingface.json` in the metadata is taken instead, after a check that its ids are the
     file's. Raises ValueError for other kinds of vocabulary, pre-tokenizers that are not known, and lists
     that do not fit each other.
     """
     model = metadata.get(f"{KEY}model")
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         raise ValueError(
-            f"{KEY}model is {model!r}; of GGUF vocabularies only byte-level BPE ('gpt2') is read: use the "
-            "model's safetensors folder, with its tokenizer.json"
+            f"{KEY}model is {str(model)[:40]!r}; of GGUF vocabularies byte-level BPE ('gpt2') and "
+            "SentencePiece BPE ('llama') are read: use the safetensors folder, with its tokenizer.json"
         )
     tokens, types = _tokens(metadata)
     if metadata.get(WHOLE) is not None:
         return _whole(metadata[WHOLE], tokens, types)
-    pieces = pieces_named(_typed(metadata, "pre", str, "default"))
-    vocab = {t: i for i, t in enumerate(tokens) if types[i] != UNUSED or t != unused(i)}
-    with plain_errors("the GGUF vocabulary makes no BPE"):
-        bpe = models.BPE(vocab=vocab, merges=_merges(metadata), ignore_merges=pieces.ignore_merges)
-        tokenizer = Tokenizer(bpe)
-        pieces.install(tokenizer)
-        tokenizer.decoder = decoders.ByteLevel()
+    with plain_errors("the GGUF vocabulary cannot be read"):
+        build = _byte_level if model == "gpt2" else _sentencepiece
+        tokenizer = build(metadata, tokens, types)
         added = [(AddedToken(t, normalized=False), types[i]) for i, t in enumerate(tokens)]
         tokenizer.add_special_tokens([t for t, kind in added if kind in (CONTROL, UNKNOWN)])
         tokenizer.add_tokens([t for t, kind in added if kind == USER_DEFINED])
-        _surround(tokenizer, metadata, tokens, pieces)
+        _surround(tokenizer, metadata, tokens)
     return tokenizer
 
 
@@ -141,7 +138,9 @@ def _typed(metadata: Mapping[str, Any], key: str, kind: type, default: Any) -> A
     if value is None:
         return default
     if not isinstance(value, kind):
-        raise ValueError(f"{KEY}{key} is {value!r:.80}, not of type {kind.__name__}: the file is damaged")
+        raise ValueError(
+            f"{KEY}{key} is {str(value)[:40]!r}, not of type {kind.__name__}: the file is damaged"
+        )
     return value
 
 
@@ -173,16 +172,58 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     for i, merge in enumerate(merges):
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
         if not (left and space and right):
-            raise ValueError(f"{KEY}merges[{i}] is {merge!r:.80}, not two tokens with a space between")
+            raise ValueError(f"{KEY}merges[{i}] is {str(merge)[:40]!r}, not two tokens with a space between")
         pairs.append((left, right))
     return pairs
 
 
-def _surround(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], pieces: Pieces) -> None:
-    """Put the begin and end tokens around a text, where the file (or the pre-tokenizer's name) says so."""
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    pieces = pieces_named(_typed(metadata, "pre", str, "default"))
+    vocab = {t: i for i, t in enumerate(tokens) if types[i] != UNUSED or t != unused(i)}
+    bpe = models.BPE(vocab=vocab, merges=_merges(metadata), ignore_merges=pieces.ignore_merges)
+    tokenizer = Tokenizer(bpe)
+    pieces.install(tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """SentencePiece merges any two neighbours that make a token, the best score first; here, every such
+    pair becomes a merge. A space is U+2581; one is put before a text and after each special token."""
+    scores = _typed(metadata, "scores", list, None)
+    if scores is None or len(scores) != len(tokens) or not all(isinstance(x, float | int) for x in scores):
+        raise ValueError(f"{KEY}scores must be a number for each of the {len(tokens)} tokens")
+    if (longest := max(map(len, tokens))) > LONGEST:
+        raise ValueError(f"{KEY}tokens holds one of {longest:,} characters: the file is damaged")
+    vocab = {t: i for i, t in enumerate(tokens)}
+    splits = (
+        (-scores[i], vocab[t[:k]], vocab[t[k:]], (t[:k], t[k:]))
+        for t, i in vocab.items()
+        if types[i] in (NORMAL, USER_DEFINED)
+        for k in range(1, len(t))
+        if t[:k] in vocab and t[k:] in vocab
+    )
+    merges = [pair for *_, pair in sorted(splits)]
+    unknown = next((t for i, t in enumerate(tokens) if types[i] == UNKNOWN), None)
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    first = [normalizers.Prepend("\u2581")] if _typed(metadata, "add_space_prefix", bool, True) else []
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "\u2581")])
+    strip = [decoders.Strip(" ", 1, 0)] if first else []
+    spaces = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
+
+
+def _surround(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Put the begin and end tokens around a text, where the file says so. Where it says nothing, kinds of
+    vocabulary that were always used with a begin token get one."""
     ids = special_ids(metadata)
+    name = _typed(metadata, "pre", str, "default")
+    usual = metadata[f"{KEY}model"] == "llama" or (name in NAMED and NAMED[name].bos)
     parts, used = ["$A"], []
-    if _typed(metadata, "add_bos_token", bool, pieces.bos) and ids.bos is not None:
+    if _typed(metadata, "add_bos_token", bool, usual) and ids.bos is not None:
         parts, used = [tokens[ids.bos], *parts], [(tokens[ids.bos], ids.bos)]
     if _typed(metadata, "add_eos_token", bool, False) and ids.eos is not None:
         parts, used = [*parts, tokens[ids.eos]], [*used, (tokens[ids.eos], ids.eos)]
