@@ -11,13 +11,14 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 WHEELS := --only-binary :all: --constraint requirements-dev.txt
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install oracle demo test lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     the gates and the measured table on the embedded model -> demo-report/"
 	@echo "make test     style, types and tests"
 	@echo "make install  only the set-up: .venv with pinned packages"
+	@echo "make oracle   compiles llama.cpp (four minutes on two cores): the tests that compare with it run then"
 	@echo "make lint     style and types;  make format  rewrite the style"
 	@echo "make clean    remove everything that was built, .venv included"
 
@@ -32,6 +33,12 @@ $(STAMP): pyproject.toml requirements-torch.txt requirements-dev.txt
 	$(PIP) install --quiet $(WHEELS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements-torch.txt
 	$(PIP) install --quiet $(WHEELS) -r requirements-dev.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+oracle: $(VENV)/.oracle
+
+$(VENV)/.oracle: $(STAMP) requirements-oracle.txt
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(CMAKE_ARGS)" $(PIP) install --quiet -r requirements-oracle.txt
 	@touch $@
 
 demo: $(STAMP)

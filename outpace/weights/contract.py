@@ -40,7 +40,8 @@ class Checkpoint(Protocol):
 
     def get(self, name: str) -> Tensor | Quant:
         """One tensor, or GGUF's blocks, in the precision it is stored in. May be a view of a private
-        mapping of the file: written to, it changes in memory alone; replaced by a rename, the file leaves it as it is.
+        mapping of the file: written to, it changes in memory alone; replaced by a rename, the file leaves it
+        as it is.
         Raises LoadError for a name that is not held."""
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outpace.ops.quant import PACKED, Quant
 from outpace.weights.contract import LoadError
-from outpace.weights.gguf_config import config_from
+from outpace.weights.gguf_config import architecture_of, config_from
 from outpace.weights.gguf_header import Header, TensorInfo, read_header
 
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -96,13 +96,13 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     """One file, or the first of `-00001-of-0000N` ones: the others are opened beside it. Raises LoadError."""
     first = read_header(path)
     headers = [first, *(read_header(part) for part in _other_parts(first))]
-    architecture = first.metadata.get("general.architecture")
+    architecture = architecture_of(path, first.metadata)
     held: dict[str, tuple[Header, TensorInfo]] = {}
     for header in headers:
         for name, info in header.tensors.items():
             if name == ROPE_FACTORS:
                 continue
-            theirs = hf_name(name, str(architecture))
+            theirs = hf_name(name, architecture)
             if theirs in held:
                 raise LoadError(f"{header.path}: {name} stands in two of the files")
             held[theirs] = header, info

@@ -39,6 +39,15 @@ class _Fields:
         return found
 
 
+def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
+    """Raises LoadError for one that is not read."""
+    found = metadata.get("general.architecture")
+    if not isinstance(found, str) or found not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise LoadError(f"{path}: general.architecture is {str(found)[:60]!r}; read are {known}")
+    return found
+
+
 def config_from(
     path: Path,
     metadata: Mapping[str, Any],
@@ -53,10 +62,7 @@ def config_from(
 
     Raises LoadError for an architecture that is not read and for keys that are missing or no numbers.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise LoadError(f"{path}: general.architecture is {str(architecture)[:60]!r}; read are {known}")
+    architecture = architecture_of(path, metadata)
     fields = _Fields(path, metadata, architecture)
     name, model_type = ARCHITECTURES[architecture]
     hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")

@@ -19,6 +19,7 @@ from outpace.weights.contract import LoadError
 
 MOST_FIELDS, MOST_TENSORS, MOST_ITEMS = 16_384, 65_536, 4_000_000
 MOST_VALUES = 2**46  # of a tensor
+MOST_NAME = 256  # characters
 NUMBERS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -75,7 +76,7 @@ def read_header(path: Path) -> Header:
         )
     metadata: dict[str, Any] = {}
     for _ in range(fields):
-        key = cursor.text("a metadata key")
+        key = cursor.name("a metadata key")
         if key in metadata:
             raise LoadError(f"{path}: the metadata key {key!r} stands twice")
         metadata[key] = cursor.value(f"metadata {key!r}")
@@ -86,7 +87,7 @@ def _tensor_table(cursor: "_Cursor", count: int, metadata: dict[str, Any]) -> di
     path = cursor.path
     found: dict[str, tuple[tuple[int, ...], GGMLQuantizationType, int]] = {}
     for _ in range(count):
-        name = cursor.text("a tensor's name")
+        name = cursor.name("a tensor's name")
         (dims,) = cursor.take("<I")
         if name in found:
             raise LoadError(f"{path}: the tensor {name!r} stands twice")
@@ -152,6 +153,12 @@ class _Cursor:
         found = self.data[self.at : self.at + size]
         self.at += size
         return found.decode("utf-8", errors="replace")
+
+    def name(self, what: str) -> str:
+        found = self.text(what)
+        if len(found) > MOST_NAME:
+            raise LoadError(f"{self.path}: {what} of {len(found):,} characters; it is damaged")
+        return found
 
     def value(self, what: str) -> Any:
         kind = self.kind(what)
