@@ -113,7 +113,7 @@ def _targets_own(
             )
         if name in copied or same:
             del held[name]
-            notes.append(f"{name} left out: it is the target's")
+            notes += [] if name in copied else [f"{name} left out: it is the target's"]
         elif name == EMBEDDING and same is None:
             notes.append(f"{name} is taken as the draft's own; name the target to have the two compared")
     return notes

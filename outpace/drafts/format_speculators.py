@@ -41,6 +41,7 @@ from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
 TYPE = "dflash"
+COPIED = "copied_from_target"
 ENVELOPE = words(
     "speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size "
     "target_hidden_size has_no_defaults_at_init"
@@ -69,10 +70,17 @@ def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[DFlashD
     checkpoint = open_checkpoint(folder)
     config, notes = parse(checkpoint.config, str(folder), target)
     held = {name: name for name in checkpoint.names()}
-    notes += shared_copies(str(folder), checkpoint, held, target)
+    copied = copied_names(str(folder), checkpoint.config)
+    notes += shared_copies(str(folder), checkpoint, held, target, copied)
     check_shapes(folder, dflash_shapes(config), {n: checkpoint.shape(theirs) for n, theirs in held.items()})
     tensors = {name: stored(checkpoint, name) for name in dflash_shapes(config)}
     return DFlashDraft(config=config, tensors=tensors), notes
+
+
+def copied_names(where: str, hf: dict[str, Any]) -> tuple[str, ...]:
+    """Which tensors we wrote as copies of the target's; of files of others, none."""
+    said = inner_object(where, hf, "outpace").get(COPIED)
+    return tuple(name for name in (EMBEDDING, HEAD) if isinstance(said, list) and name in said)
 
 
 def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[DFlashConfig, list[str]]:
@@ -210,7 +218,7 @@ def to_hf(config: DFlashConfig, target: TargetFiles | None) -> dict[str, Any]:
         # true even where no layer has a window: older vLLM reads false as "every layer is causal"
         "sliding_window_non_causal": not config.causal,
         "sample_from_anchor": False,
-        "outpace": {"num_target_layers": config.num_target_layers},
+        "outpace": {"num_target_layers": config.num_target_layers, COPIED: [EMBEDDING, HEAD]},
     }
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from outpace.drafts.format_keys import inner_object, whole_numbers, words
+from outpace.drafts.format_keys import whole_numbers, words
 from outpace.drafts.format_sglang_eagle3 import (
     IDS,
     NORMS,
@@ -14,12 +14,12 @@ from outpace.drafts.format_sglang_eagle3 import (
     our_name,
 )
 from outpace.drafts.format_speculators import (
+    COPIED,
     ENVELOPE,
-    OWN_WINDOW,
+    copied_names,
     copies,
     open_envelope,
     seal_envelope,
-    window_notes,
 )
 from outpace.drafts.formats import (
     EMBEDDING,
@@ -30,7 +30,6 @@ from outpace.drafts.formats import (
     TargetFiles,
     main_dtype,
 )
-from outpace.models.config import WINDOW
 from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
@@ -56,8 +55,7 @@ def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3D
     held = {our_name(name): name for name in checkpoint.names()}
     if len(held) < len(checkpoint.names()):
         raise LoadError(f"{folder} holds a tensor twice, with and without a prefix")
-    said = inner_object(str(folder), checkpoint.config, "outpace").get("copied_from_target") or []
-    copied = tuple(name for name in (EMBEDDING, HEAD) if name in said)
+    copied = copied_names(str(folder), checkpoint.config)
     return assemble(str(folder), config, checkpoint, held, notes, target, copied)
 
 
@@ -75,7 +73,7 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[E
         layer_ids, noted = default_ids(where, target)
         notes += noted
     config, more = eagle3_config(where, hf, layer, layer_ids, {key: hf.get(key) for key in NORMS})
-    return config, notes + more + window_notes((WINDOW,) if config.sliding_window else ())
+    return config, notes + more
 
 
 def to_hf(draft: Eagle3Draft, target: TargetFiles | None) -> dict[str, Any]:
@@ -89,9 +87,7 @@ def to_hf(draft: Eagle3Draft, target: TargetFiles | None) -> dict[str, Any]:
         IDS: [k + 1 for k in c.layer_ids],
         **{key: getattr(c, key) for key in NORMS},
         "embed_requires_grad": draft.own_embedding,
-        "outpace": {
-            "copied_from_target": [name for name in (EMBEDDING, HEAD) if name not in draft.tensors],
-        },
+        "outpace": {COPIED: [name for name in (EMBEDDING, HEAD) if name not in draft.tensors]},
     }
 
 
@@ -100,7 +96,6 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
     faults = (
         ("hidden sizes", "wants a draft as wide as its target", c.hidden_size != c.target_hidden_size),
         ("layer ids", "joins three states", len(c.layer_ids) != 3),
-        ("window", OWN_WINDOW, c.sliding_window > 0),
     )
     return [Remark(check=check, engine="speculators", said=said) for check, said, has in faults if has]
 

@@ -1,11 +1,12 @@
 """A draft as files hold it, whichever engine they were written for: one description per kind."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.drafts.dflash import DFlashConfig
@@ -54,6 +55,8 @@ class TargetFiles:
     path: str
     config: ModelConfig
     checkpoint: Checkpoint
+    tokenizer: Callable[[], Tokenizer]
+    vocabulary: Callable[[], dict[str, Any]]  # as GGUF's tokenizer.* metadata
 
     def embedding(self) -> Tensor:
         """[V, C], as stored."""
@@ -152,7 +155,13 @@ class Eagle3Draft:
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        assert self.config.rope == canonical_rope(self.config.rope)
+        c = self.config
+        assert c.rope == canonical_rope(c.rope)
+        if c.hidden_size != c.target_hidden_size and not (self.own_embedding and self.own_head):
+            raise ValueError(
+                f"an EAGLE-3 of width {c.hidden_size} for a target of {c.target_hidden_size} needs an embedding "
+                "and a head of its own"
+            )
 
     @property
     def own_embedding(self) -> bool:
@@ -214,17 +223,23 @@ def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool)
 
 
 def shared_copies(
-    where: str, checkpoint: Checkpoint, held: dict[str, str], target: TargetFiles | None
+    where: str,
+    checkpoint: Checkpoint,
+    held: dict[str, str],
+    target: TargetFiles | None,
+    copied: tuple[str, ...] = (),
 ) -> list[str]:
     """Take embedding and head out of `held` (our name -> the file's): a DFlash uses the target's, and some
-    formats carry copies. Says so; raises LoadError where they are known to be something else."""
+    formats carry copies. Says so, where they are not `copied` by us; raises LoadError where they are known to
+    be something else."""
     notes = []
     for name in (EMBEDDING, HEAD):
         if name not in held:
             continue
         copy = stored(checkpoint, held.pop(name))
         if target is None:
-            notes.append(f"{name} left out, the target's serves; name the target to have the two compared")
+            if name not in copied:
+                notes.append(f"{name} left out, the target's serves; name the target to have them compared")
             continue
         same = target.embedding() if name == EMBEDDING else target.head()
         if not torch.equal(copy, same.to(copy.dtype)):

@@ -305,8 +305,7 @@ def edit(folder, change):
 
 
 def edit_inner(folder, **changes):
-    """Layers are said twice: the other place is cleared, so that they do not contradict each other."""
-    if "target_layer_ids" in changes:
+    if "target_layer_ids" in changes:  # they stand in two places
         tiny.write_config(folder, eagle_aux_hidden_state_layer_ids=None)
     said = json.loads((folder / "config.json").read_text())["dflash_config"] | changes
     tiny.write_config(folder, dflash_config={k: v for k, v in said.items() if v is not None})
@@ -345,7 +344,7 @@ def test_a_window_is_causal_unless_the_config_says_no(tmp_path, said, causal):
 
 
 def test_causal_full_layers_are_refused(tmp_path):
-    """`is_causal` counts for every layer in z-lab's code, SGLang and vLLM; ours knows causal windows alone."""
+    """`is_causal` counts for every layer in z-lab's code, SGLang and vLLM; ours has causal windows alone."""
     save_dflash(random_draft(**VARIANTS["window"]), tmp_path, torch.float32)
     tiny.write_config(tmp_path, is_causal=True)
     with pytest.raises(LoadError, match="makes full_attention layers causal too"):

@@ -1,0 +1,216 @@
+"""Drafts as files: read(write(x)) is x, chains come back, every engine takes the same from what we write."""
+
+import dataclasses
+import itertools
+import json
+
+import draft_samples as samples
+import pytest
+import readers
+import readers_eagle3 as eagle3
+import tiny
+import torch
+
+from outpace.drafts.load import build_dflash
+from outpace.export import DFLASH, EAGLE3, FORMATS, detect, export_draft, read_draft
+
+LAST = 77
+OF_DFLASH = [name for name, f in FORMATS.items() if f.kind == DFLASH]
+OF_EAGLE3 = [name for name, f in FORMATS.items() if f.kind == EAGLE3]
+# what a format cannot hold, and says so; everything else must come back
+REFUSED = {
+    "biases": ("gguf", "transformers"),
+    "causal window": ("transformers",),
+    "some causal windows": ("gguf", "transformers"),
+    "norm per state": ("gguf-eagle3",),
+    "two states": ("gguf-eagle3",),
+    "window": ("gguf-eagle3",),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return samples.target_files(tmp_path_factory.mktemp("target"))
+
+
+def written(draft, name, folder, target):
+    """The draft in a format, or None where it must be refused."""
+    out = folder / (f"{name}.gguf" if name.startswith("gguf") else name)
+    export_draft(draft, name, out, target)
+    assert detect(out) == name
+    return out
+
+
+def formats(variant, names):
+    return [name for name in names if name not in REFUSED.get(variant, ())]
+
+
+@pytest.mark.parametrize("variant", samples.DFLASHES)
+def test_a_dflash_comes_back_from_every_format(variant, target, tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        draft = samples.dflash(dtype, **samples.DFLASHES[variant])
+        comes_back(draft, formats(variant, OF_DFLASH), target, tmp_path)
+
+
+@pytest.mark.parametrize("variant", samples.EAGLE3S)
+def test_an_eagle3_comes_back_from_every_format(variant, target, tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        draft = samples.eagle3(dtype, **samples.EAGLE3S[variant])
+        comes_back(draft, formats(variant, OF_EAGLE3), target, tmp_path)
+
+
+def comes_back(draft, names, target, folder):
+    """From each format, with the target named and without."""
+    for name in names:
+        out = written(draft, name, folder, target)
+        for known in (target, None):
+            samples.same(draft, read_draft(out, known)[1])
+
+
+@pytest.mark.parametrize("variant", ["yarn", "some windows", "one state", "normed residual", "target's head"])
+def test_chains_of_formats_come_back(variant, target, tmp_path):
+    of_dflash = variant in samples.DFLASHES
+    make, names = (samples.dflash, OF_DFLASH) if of_dflash else (samples.eagle3, OF_EAGLE3)
+    draft = make(torch.bfloat16, **(samples.DFLASHES if of_dflash else samples.EAGLE3S)[variant])
+    for one, other in itertools.combinations(names, 2):
+        there = written(read_draft(written(draft, one, tmp_path, target))[1], other, tmp_path, target)
+        samples.same(draft, read_draft(written(read_draft(there)[1], one, tmp_path, target))[1])
+
+
+@pytest.mark.parametrize(("variant", "names"), REFUSED.items())
+def test_what_a_format_cannot_hold_is_refused_by_name(variant, names, target, tmp_path):
+    for name in names:
+        changes = samples.DFLASHES if FORMATS[name].kind == DFLASH else samples.EAGLE3S
+        make = samples.dflash if FORMATS[name].kind == DFLASH else samples.eagle3
+        with pytest.raises(ValueError, match=f"{name} cannot hold this draft: (llama.cpp|transformers)"):
+            written(make(**changes[variant]), name, tmp_path, target)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_precisions_may_be_mixed(target, tmp_path):
+    draft = samples.dflash(torch.bfloat16)
+    mixed = {n: t.float() if t.dim() == 1 else t for n, t in draft.tensors.items()}
+    comes_back(dataclasses.replace(draft, tensors=mixed), OF_DFLASH, target, tmp_path)
+
+
+# ---- every engine, by its own rules, from what we write -----------------------------------------------
+
+
+@torch.inference_mode()
+def our_block(draft, hs):
+    bound = build_dflash(draft).bind(samples.target())
+    session = bound.begin(1, 64)
+    aux = torch.stack([hs[k + 1] for k in draft.config.target_layer_ids])[:, None]
+    session.observe(torch.zeros(1, len(hs[0]), dtype=torch.long), aux, [len(hs[0])])
+    return session.block_hidden(torch.tensor([LAST]))[0]
+
+
+DFLASH_READERS = [
+    ("zlab", readers.sglang_dflash),
+    ("zlab", readers.vllm_dflash),
+    ("speculators", readers.vllm_dflash),
+    ("speculators", readers.speculators_dflash),
+    ("gguf", readers.llama_cpp_dflash),
+]
+
+
+@pytest.mark.parametrize("variant", samples.DFLASHES)
+@pytest.mark.parametrize(("name", "reader"), DFLASH_READERS, ids=lambda x: getattr(x, "__name__", x))
+def test_every_engine_takes_the_same_dflash(variant, name, reader, target, tmp_path):
+    """The same states and the same hidden rows as ours, past the window."""
+    if name in REFUSED.get(variant, ()):
+        pytest.skip("the format refuses this draft, which another test shows")
+    draft, hs = samples.dflash(**samples.DFLASHES[variant]), samples.hidden_states(13)
+    found = reader(written(draft, name, tmp_path, target), hs, samples.embedding(), LAST)
+    wanted = torch.cat([hs[k + 1] for k in draft.config.target_layer_ids], -1)
+    assert torch.equal(found.states.float(), wanted)
+    difference = (found.hidden - our_block(draft, hs)).abs().max()
+    if "window" in variant and reader is readers.speculators_dflash:
+        assert difference > 1e-2  # anchored at the block's start, one longer: it cannot say ours
+    else:
+        assert difference < 1e-3
+
+
+def our_chain(draft, hs):
+    """By the description alone: the layers are ours, hs[l + 1]."""
+    c = draft.config
+    w = {n.replace("midlayer.", "layers.0."): t for n, t in draft.tensors.items()}
+    w = {n: t.double() if t.is_floating_point() else t for n, t in w.items()}
+    rope = {f.name: getattr(c.rope, f.name) for f in dataclasses.fields(c.rope)}
+    rope |= {"rope_type": c.rope.kind, "rope_theta": c.rope.theta}
+    rope |= {"original_max_position_embeddings": c.rope.original_max_position}
+    rules = eagle3.Rules(
+        eps=c.rms_norm_eps,
+        dim=c.head_dim,
+        rope=readers.hf_rope(rope, c.head_dim),
+        normed_residual=c.norm_before_residual,
+        norm_before_fc=c.norm_before_fc,
+        fc_norm=c.fc_norm,
+        norm_output=c.norm_output,
+        window=c.sliding_window,
+    )
+    states = torch.cat([hs[k + 1].double() for k in c.layer_ids], -1)
+    embedding = w.get("embed_tokens.weight", samples.embedding())
+    head = w.get("lm_head.weight", samples.head())
+    ids = torch.arange(len(head)) + w.get("d2t", 0)
+    tokens = tiny.tokens(1, len(hs[0]))[0].tolist()
+    return eagle3.run_chain(w, rules, states, len(c.layer_ids), embedding, tokens, LAST, head, ids)
+
+
+EAGLE3_READERS = [
+    ("sglang-eagle3", eagle3.sglang_eagle3),
+    ("sglang-eagle3", eagle3.vllm_eagle3),
+    ("speculators-eagle3", eagle3.vllm_eagle3),
+    ("speculators-eagle3", eagle3.speculators_eagle3),
+    ("gguf-eagle3", eagle3.llama_cpp_eagle3),
+]
+# (engine, variant) that its remark names: SGLang has no such norm, and its own embedding
+MISREAD = {"normed residual", "norm before fc", "own embedding"}
+
+
+@pytest.mark.parametrize("variant", samples.EAGLE3S)
+@pytest.mark.parametrize(("name", "reader"), EAGLE3_READERS, ids=lambda x: getattr(x, "__name__", x))
+def test_every_engine_takes_the_same_eagle3(variant, name, reader, target, tmp_path):
+    """The same states, the same logits of three guesses, the same tokens."""
+    if name in REFUSED.get(variant, ()):
+        pytest.skip("the format refuses this draft, which another test shows")
+    if variant == "narrow" and reader is eagle3.sglang_eagle3:
+        pytest.skip("SGLang takes the target's embedding, which is too wide: its remark says so")
+    draft, hs = samples.eagle3(**samples.EAGLE3S[variant]), samples.hidden_states(9)
+    out = written(draft, name, tmp_path, target)
+    tokens = tiny.tokens(1, 9)[0].tolist()
+    more = {"window": 6} if variant == "window" and reader is eagle3.sglang_eagle3 else {}
+    found = reader(out, hs, samples.embedding(), samples.head(), tokens, LAST, **more)
+    wanted = our_chain(draft, hs)
+    assert torch.equal(found.states, wanted.states)
+    same = found.tokens == wanted.tokens and all(
+        torch.allclose(a, b, atol=1e-4) for a, b in zip(found.logits, wanted.logits, strict=True)
+    )
+    assert same is not (reader is eagle3.sglang_eagle3 and variant in MISREAD)
+
+
+def test_what_engines_will_misread_is_remarked(target, tmp_path):
+    def told(draft, name):
+        return {(r.engine, r.check) for r in export_draft(draft, name, tmp_path / name, target)}
+
+    for variant in MISREAD:
+        check = "embedding, head" if variant == "own embedding" else "norms"
+        assert told(samples.eagle3(**samples.EAGLE3S[variant]), "sglang-eagle3") == {("SGLang", check)}
+    window = samples.dflash(**samples.WINDOWS)
+    assert told(window, "speculators") == {("speculators", "window")}
+    assert told(window, "zlab") == set()
+    mixed = samples.dflash(**samples.DFLASHES["some causal windows"])
+    assert told(mixed, "speculators") == {("speculators", "window"), ("vLLM", "block sees")}
+
+
+def test_layer_ids_stand_in_every_place(target, tmp_path):
+    """The worked case of a 24-layer target: SGLang's nested k, vLLM's and llama.cpp's k + 1."""
+    draft = samples.eagle3(layer_ids=(1, 2, 4))
+    said = json.loads((written(draft, "sglang-eagle3", tmp_path, target) / "config.json").read_text())
+    key = "eagle_aux_hidden_state_layer_ids"
+    assert (said["eagle_config"][key], said[key]) == ([1, 2, 4], [2, 3, 5])
+    dflash = samples.dflash()
+    said = json.loads((written(dflash, "zlab", tmp_path, target) / "config.json").read_text())
+    assert (said["dflash_config"]["target_layer_ids"], said[key]) == ([0, 2, 4], [1, 3, 5])
+    said = json.loads((written(dflash, "speculators", tmp_path, target) / "config.json").read_text())
+    assert said["aux_hidden_state_layer_ids"] == [1, 3, 5]
