@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from outpace.kernels import cpu
+from outpace.ops.quant import Quant
 
 MANY = (1, 2, 4, 8, 16)
 
@@ -30,6 +32,13 @@ def _measure_linear(n: int, k: int, dtype: torch.dtype, copies: int) -> None:
     w, x = [torch.randn(n, k).to(dtype) for _ in range(copies)], torch.randn(16, k)
     name = f"linear {n} x {k} {str(dtype)[6:]}"
     _measure(name, lambda m, i: cpu.linear(x[:m], w[i]), copies, n * k * dtype.itemsize)
+
+
+def _measure_blocks(n: int, k: int, format: str, copies: int) -> None:
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
+    w = [Quant(torch.randint(0, 100, (n, k // values * size)).byte(), format) for _ in range(copies)]
+    x = torch.randn(16, k)
+    _measure(f"linear {n} x {k} {format}", lambda m, i: cpu.linear(x[:m], w[i]), copies, w[0].data.nbytes)
 
 
 def _measure_moe(c: int, f: int, e: int, k: int, dtype: torch.dtype, copies: int) -> None:
@@ -72,6 +81,9 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         _measure_linear(2880, 2880, dtype, 6)
         _measure_linear(1024, 512, dtype, 60)
+    _measure_linear(4096, 4096, torch.float16, 3)
+    for format in cpu.BLOCKS_KIND:
+        _measure_blocks(4096, 4096, format, 6)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         _measure_moe(512, 512, 16, 4, dtype, 8)
         _measure_moe(256, 128, 8, 2, dtype, 60)

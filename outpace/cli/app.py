@@ -15,7 +15,7 @@ app.add_typer(train_app, name="train")
 app.add_typer(teacher_app, name="teacher")
 console = Console()
 
-Target = Annotated[str, typer.Option(help="Checkpoint folder of the target, or 'default'.")]
+Target = Annotated[str, typer.Option(help="The target: a checkpoint folder, a GGUF file, or 'default'.")]
 Draft = Annotated[str, typer.Option(help="Draft folder (z-lab DFlash), 'default', 'ngram' or 'none'.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
