@@ -48,7 +48,7 @@ def show_report(report: Report, console: Console) -> None:
             console.print(f"  -> {escape(finding.mend)}", highlight=False)
     if report.passed:
         looked = "every value looked at" if report.deep else "from headers alone; --deep looks at every value"
-        console.print(f"names, shapes and dtypes are what config.json describes ({looked})", style="green")
+        console.print(f"names, shapes and dtypes are what the config describes ({looked})", style="green")
 
 
 def show_gate(gate: Any, console: Console) -> None:

@@ -268,7 +268,7 @@ def _vocabulary(evidence: Evidence) -> Iterator[Explained]:
         return
     said = f"`vocab_size` is {size}; " + ", ".join(f"{name} has {n} rows" for name, n in rows.items())
     if len(set(rows.values())) == 1:
-        mend = f"set `vocab_size` to {rows[EMBEDDING]}: rows that pad the vocabulary count"
+        mend = f"set `vocab_size` to {rows[EMBEDDING]}, padding rows included"
     else:
         mend = "embedding and head must have as many rows: save again after `resize_token_embeddings`"
     yield Finding(name="vocab_size", said=said, mend=mend), set(rows)

@@ -41,6 +41,10 @@ def foreign_folder(folder: Path) -> LoadError | None:
                 "repository, `huggingface-cli download REPOSITORY --exclude 'original/*' --local-dir FOLDER`",
                 "original",
             )
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        several = f" and {len(files) - 1} more GGUF files" if len(files) > 1 else ", a GGUF file"
+        return LoadError(f"{folder} holds {files[0].name}{several}: name the file itself", "gguf_folder")
     if (folder / "original").is_dir() and any((folder / "original").glob("*.safetensors")):
         return openai_layout(folder / "original")
     return None

@@ -92,6 +92,8 @@ def _write_shard(folder: Path, n: int, held: dict[str, Tensor]) -> tuple[Path, l
     temporary = folder / f"shard-{n}.safetensors.tmp"
     try:
         save_file(held, temporary, metadata={"format": "pt"})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -98,6 +98,13 @@ def test_files(tmp_path, name, data, kind, said):
     assert found == kind and any(part in message for part in said.split("|"))
 
 
+def test_a_folder_of_gguf_files(tmp_path):
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    kind, said = refusal(tmp_path)
+    assert kind == "gguf_folder" and "a.gguf and 1 more" in said
+
+
 def test_git_lfs(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4792272488\n"

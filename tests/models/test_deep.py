@@ -1,0 +1,126 @@
+"""`inspect --deep`, and random faults: the gate passes what can be loaded and nothing else."""
+
+import json
+import math
+import random
+
+import planting
+import pytest
+import torch
+from planting import GPT_OSS_EXPERTS, findings, only, plant
+from safetensors.torch import load_file, save_file
+
+from outpace.models.inspect import gate
+from outpace.models.load import load_target
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return planting.save_all(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return lambda family, *change, **config: plant(saved / family, tmp_path / "copy", *change, **config)
+
+
+# ---- any fault ------------------------------------------------------------------------------------
+
+NAMES = (
+    "model.layers.0.mlp.experts.gate_proj.weight",
+    "model.layers.0.mlp.experts.gate_up_proj_blocks",
+    "model.layers.0.mlp.experts.0.gate_proj.weight",
+    "model.layers.99999999999999999999.mlp.gate_proj.weight",
+    "model.layers.0.self_attn.q_norm.weight",
+    "layers.0.input_layernorm.weight",
+    "lm_head.weight",
+    "x",
+)
+
+
+def mutate(tensors, config, rng):
+    """One random change of the tensors or of the config."""
+    name = rng.choice(sorted(tensors))
+    match rng.randrange(7):
+        case 0:
+            del tensors[name]
+        case 1:
+            tensors[rng.choice(NAMES)] = tensors.pop(name)
+        case 2:
+            tensors[rng.choice(NAMES)] = torch.ones([rng.randrange(3) for _ in range(rng.randrange(4))])
+        case 3:
+            tensors[name] = tensors[name][:-1]
+        case 4:
+            tensors[name] = tensors[name].mT if tensors[name].dim() > 1 else tensors[name][None]
+        case 5:
+            tensors[name] = tensors[name].to(rng.choice([torch.int8, torch.float8_e5m2, torch.uint8]))
+        case 6:
+            key = rng.choice([k for k, v in config.items() if type(v) in (int, bool, list)])
+            config[key] = rng.choice([1, 2, 5, 8, 64, True, False, [], ["LlamaForCausalLM"], None])
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_gate_passes_what_can_be_loaded_and_nothing_else(saved, tmp_path, seed):
+    rng = random.Random(seed)
+    source = saved / rng.choice(sorted(p.name for p in saved.iterdir()))
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    mutate(tensors, config, rng)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = gate(tmp_path, deep=True)
+    try:
+        load_target(tmp_path)
+        loaded = True
+    except ValueError as error:
+        loaded = False
+        assert str(tmp_path) in str(error) or "config" in str(error)
+    shallow = [f.name for f in report.findings if f.fault and f.name not in ("zero", "tied_head_differs")]
+    assert loaded is not bool(shallow), report.findings
+
+
+# ---- values ---------------------------------------------------------------------------------------
+
+
+def zeroed(name):
+    return lambda tensors: tensors | {name: torch.zeros_like(tensors[name])}
+
+
+def spoiled(name, value, index=0):
+    def change(tensors):
+        tensors[name].view(-1)[index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "said"),
+    [
+        (spoiled("model.norm.weight", math.nan, 3), "not_finite", "model.norm.weight (1 values)"),
+        (spoiled("lm_head.weight", -math.inf, -1), "not_finite", "lm_head.weight (1 values)"),
+        (spoiled("lm_head.weight", 3e38, -1), "absurd", "lm_head.weight (up to 3e+38)"),
+        (spoiled(f"{GPT_OSS_EXPERTS}gate_up_proj_scales", 255, 5), "nan_scales", "scales (1 scales)"),
+        (spoiled(f"{GPT_OSS_EXPERTS}gate_up_proj_scales", 200, 5), "absurd", "gate_up_proj_scales"),
+        (zeroed("model.layers.1.self_attn.k_proj.weight"), "zero", "k_proj.weight"),
+        (zeroed(f"{GPT_OSS_EXPERTS}down_proj_blocks"), "zero", "down_proj_blocks"),
+    ],
+)
+def test_values(copy, change, name, said):
+    folder = copy("gpt_oss", change)
+    assert gate(folder).findings == ()
+    only(folder, name, said=said, deep=True)
+
+
+def test_a_bias_may_be_zero(copy):
+    folder = copy("gpt_oss", zeroed("model.layers.1.self_attn.k_proj.bias"))
+    assert gate(folder, deep=True).findings == ()
+
+
+def test_many_faults_are_counted(copy):
+    def change(tensors):
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                tensor.view(-1)[0] = math.nan
+
+    said = findings(copy("llama", change), deep=True)["not_finite"].said
+    assert said.count("model.") < 6 and "tensors)" in said
