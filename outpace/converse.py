@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
+from rich.segment import Segment, Segments
 
 from outpace.chat.conversation import ANALYSIS, COMMENTARY, FINAL
 from outpace.chat.talk import CALL, OTHER, Part, Talk
@@ -18,6 +18,12 @@ from outpace.drafts.proposal import Draft
 from outpace.models.decoder import Decoder
 
 STYLES = {FINAL: "", COMMENTARY: "italic", ANALYSIS: "dim", CALL: "cyan", OTHER: "dim red"}
+# a model may say anything, and a terminal obeys control characters: they are shown, not sent
+VISIBLE = (
+    {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}
+    | {127: 0x2421}
+    | dict.fromkeys(range(128, 160), 0xFFFD)
+)
 HELP = "/reset begins anew, /tool TEXT gives a call its result, /quit ends; Ctrl-C stops an answer"
 
 
@@ -58,10 +64,21 @@ class Turn:
             )
         return None if self.ended else cut
 
+    @property
+    def tokens_per_s(self) -> float:
+        """After the first token, which the prefill gave."""
+        rest = self.seconds - self.first_token_seconds
+        return max(len(self.tokens) - 1, 0) / rest if rest > 0 else 0.0
+
     def as_json(self) -> dict[str, Any]:
-        measured = (
-            {} if self.trace is None else {"tau": round(self.trace.tau, 4), "rounds": self.trace.rounds}
-        )
+        measured = {}
+        if self.trace is not None:
+            parts = {part: round(seconds, 5) for part, seconds in self.trace.seconds.items()}
+            measured = {
+                "tau": round(self.trace.tau, 4),
+                "rounds": self.trace.rounds,
+                "seconds_by_part": parts,
+            }
         return {
             "answer": self.answer,
             "parts": [part.as_json() for part in self.parts],
@@ -70,16 +87,19 @@ class Turn:
             "tokens": self.tokens,
             "first_token_seconds": round(self.first_token_seconds, 5),
             "seconds": round(self.seconds, 5),
+            "tokens_per_s": round(self.tokens_per_s, 2),
             **measured,
         }
 
-    def summary(self) -> str:
-        rest = self.seconds - self.first_token_seconds
-        speed = (len(self.tokens) - 1) / rest if rest > 0 else 0.0
-        tau = "" if self.trace is None else f", tau {self.trace.tau:.2f} over {self.trace.rounds} rounds"
+    def timing(self) -> str:
+        rounds = ""
+        if self.trace is not None and self.trace.rounds:
+            decode = sum(seconds for part, seconds in self.trace.seconds.items() if part != "prefill")
+            each = decode / self.trace.rounds
+            rounds = f"; {self.trace.rounds} rounds of {each * 1e3:.1f} ms, tau {self.trace.tau:.2f}"
         return (
-            f"{self.prompt_tokens} + {len(self.tokens)} tokens, first after "
-            f"{self.first_token_seconds * 1e3:.0f} ms, then {speed:.0f} tokens/s{tau}"
+            f"{self.prompt_tokens} tokens read, first said after {self.first_token_seconds * 1e3:.0f} ms; "
+            f"{len(self.tokens)} said, {self.tokens_per_s:.0f} tokens/s{rounds}"
         )
 
 
@@ -183,7 +203,10 @@ class Screen:
 
     @staticmethod
     def _write(console: Console, text: str, style: str) -> None:
-        console.print(Text(text, style=style), end="", soft_wrap=True, highlight=False)
+        shown = text.translate(VISIBLE) if console.is_terminal else text
+        # a Segment is printed as it is: rich's texts turn tabs into spaces
+        segments = Segments([Segment(shown, console.get_style(style or "none"))])
+        console.print(segments, end="", soft_wrap=True)
 
 
 def run(

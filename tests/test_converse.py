@@ -109,6 +109,14 @@ def test_a_terminal_gets_everything():
     assert aside == "" and dimmed == "\x1b[2mh\x1b[0m\x1b[2mm\x1b[0m" and answer == "größe 🙂"
 
 
+def test_control_characters_do_not_reach_a_terminal():
+    said = "<|channel|>final<|message|>a\x1b[2Jb\x07\x9bc\td<|return|>"
+    out, _, turns, _ = chat(Scripted(said), "one", terminal=True)
+    assert out == "a\u241b[2Jb\u2407\ufffdc\td\n" and turns[0].answer == "a\x1b[2Jb\x07\x9bc\td"
+    out, _, _, _ = chat(Scripted(said), "one")  # a file gets what was said
+    assert out == "a\x1b[2Jb\x07\x9bc\td\n"
+
+
 def test_a_call_and_its_result():
     target = Scripted(CALL, SECOND)
     out, aside, turns, _ = chat(target, "one", "/tool 7 degrees")
@@ -139,7 +147,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
     out, aside, turns, _ = chat(target, "one", "two?")
     assert turns[0].stopped and turns[0].trace is None and not turns[0].ended
     assert "(stopped)" in aside and out.endswith("two\n")
-    assert "tau" not in turns[0].as_json() and "tau" not in turns[0].summary()
+    assert "tau" not in turns[0].as_json() and "tau" not in turns[0].timing()
     assert "one" in shown(target.prompts[1])
     stopped = Scripted(FIRST, interrupt=0)
     assert chat(stopped, "one")[2][0].tokens == []
@@ -210,7 +218,15 @@ def test_chat_as_json(monkeypatch, capsys):
 
 def test_chat_in_the_raw_and_with_everything_said(monkeypatch, capsys, tmp_path):
     (tmp_path / "tools.json").write_text('[{"name": "get"}]')
-    options = ("--system", "Be brief.", "--tools", tmp_path / "tools.json", "--date", "2025-06-28", "--stats")
+    options = (
+        "--system",
+        "Be brief.",
+        "--tools",
+        tmp_path / "tools.json",
+        "--date",
+        "2025-06-28",
+        "--timing",
+    )
     code, out, err = command(
         monkeypatch,
         capsys,
@@ -225,7 +241,16 @@ def test_chat_in_the_raw_and_with_everything_said(monkeypatch, capsys, tmp_path)
         *options,
         stdin="a\nb\n",
     )
-    assert code == 0 and out.strip() and "tokens/s" in err
+    assert code == 0 and out.strip() and "loaded in" in err and "tokens/s; " in err
+
+
+def test_a_part_of_the_model(monkeypatch, capsys):
+    options = ("chat", "-m", "hi", "-n", 6, "--json", "--draft", "none")
+    whole, part = (
+        json.loads(command(monkeypatch, capsys, *options, *more)[1])["tokens"]
+        for more in ((), ("--layers", 2))
+    )
+    assert whole != part
 
 
 @pytest.mark.parametrize(
@@ -246,13 +271,13 @@ def test_errors_of_chat(monkeypatch, capsys, arguments, said):
 def test_typed_lines_and_blocks(monkeypatch):
     from outpace.cli.chat import _typed
 
-    typed = iter(["one", '"""', "two", "", "three", '"""', "four"])
+    typed = iter(["one", KeyboardInterrupt, '"""', "two", "", "three", '"""', "four", EOFError])
 
     def read(prompt):
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
+        line = next(typed)
+        if not isinstance(line, str):
+            raise line
+        return line
 
     monkeypatch.setattr("builtins.input", read)
     assert list(_typed()) == ["one", "two\n\nthree", "four"]

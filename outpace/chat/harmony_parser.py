@@ -34,13 +34,13 @@ class Delta:
 
 @dataclass
 class _Open:
-    """A message whose content is being read. Bytes of a character that has not all come yet wait in `bytes`;
-    what can be no character becomes U+FFFD."""
+    """A message whose content is being read. Bytes of a character that has not all come yet wait in
+    `decoder`; what can be no character becomes U+FFFD."""
 
     header: Message
     faults: list[str]
     pieces: list[str] = field(default_factory=list)
-    bytes: codecs.IncrementalDecoder = field(
+    decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
@@ -134,7 +134,7 @@ class HarmonyParser:
         if self._open is None:
             self._begin_header().text(text)
             return None
-        return self._said(self._open.bytes.decode(text))
+        return self._said(self._open.decoder.decode(text))
 
     def _said(self, text: str) -> Delta | None:
         if not text or self._open is None:
@@ -157,7 +157,7 @@ class HarmonyParser:
             return None
         if fault:
             self._fault(fault)
-        delta = self._said(self._open.bytes.decode(b"", final=True))
+        delta = self._said(self._open.decoder.decode(b"", final=True))
         self._keep(end)
         return delta
 

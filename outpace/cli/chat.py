@@ -50,8 +50,15 @@ def chat(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    raw: Annotated[bool, typer.Option(help="Show the answer's tokens as they are, tags and all.")] = False,
-    stats: Annotated[bool, typer.Option(help="Say how each answer went: tokens, speed, tau.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Show the answer's tokens as they are, tags and all.")
+    ] = False,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Say what loading and each answer took, and how fast it was.")
+    ] = False,
+    layers: Annotated[
+        int | None, typer.Option(help="Run the first so many layers alone, for debugging.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
 ) -> None:
     """Talk with a model: thoughts are dimmed, calls are shown as calls, the answer as text.
@@ -64,6 +71,8 @@ def chat(
     outpace chat gpt-oss-20b -m "What is 2 + 2?" --json
     git diff | outpace chat gpt-oss-20b --system "Review this." -m - > review.md
     """
+    import time
+
     import torch
 
     from outpace.converse import Screen, Session, run
@@ -76,18 +85,20 @@ def chat(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
     )
     functions = None if tools is None else _json_file(tools)
-    target, tokenizer = open_target(path)
-    talk = _talk(
-        path, tokenizer, frozenset(target.config.eos_token_ids), instructions, reasoning, functions, date
-    )
+    screen = Screen(console, Console(stderr=True))
+    began = time.perf_counter()
+    target, tokenizer = open_target(path, layers)
+    stop = frozenset(target.config.eos_token_ids)
+    talk = _talk(path, tokenizer, stop, instructions, reasoning, functions, date)
     bound = open_draft(draft or ("default" if path == "default" else "none"), target, tokenizer)
     session = Session(target, bound, talk, request, torch.Generator().manual_seed(seed))
-    screen = Screen(console, Console(stderr=True))
+    if timing:
+        screen.note(f"loaded in {time.perf_counter() - began:.2f} s")
     typed = not message and sys.stdin.isatty()
     run(
         session,
         _said(message) if message else _typed() if typed else (line.rstrip("\n") for line in sys.stdin),
-        _speaker(screen, tokenizer, raw=raw, stats=stats, as_json=as_json),
+        _speaker(screen, tokenizer, raw=raw, timing=timing, as_json=as_json),
         screen,
         forgiving=typed,
     )
@@ -147,26 +158,30 @@ def _said(messages: list[str]) -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """Lines, or blocks of them, until the input ends or Ctrl-C at the prompt."""
+    """Lines, or blocks of them, until the input ends."""
     import contextlib
 
     with contextlib.suppress(ImportError):  # arrow keys and a history, where Python has it
         import readline  # noqa: F401
-    try:
-        while True:
+    while True:
+        try:
             line = input("> ")
             if line.strip() == BLOCK:
                 lines = []
                 while (line := input(". ")).strip() != BLOCK:
                     lines.append(line)
                 line = "\n".join(lines)
-            yield line
-    except (EOFError, KeyboardInterrupt):
-        console.print()
+        except KeyboardInterrupt:  # perhaps meant for an answer that was over already
+            console.print("\n(Ctrl-D or /quit ends the chat)", style="dim", highlight=False)
+            continue
+        except EOFError:
+            console.print()
+            return
+        yield line
 
 
 def _speaker(
-    screen: "Screen", tokenizer: "Tokenizer", *, raw: bool, stats: bool, as_json: bool
+    screen: "Screen", tokenizer: "Tokenizer", *, raw: bool, timing: bool, as_json: bool
 ) -> "Callable[[Session], None]":
     """Lets the model answer, and shows it in the way that was asked for."""
     from tokenizers.decoders import DecodeStream
@@ -186,8 +201,8 @@ def _speaker(
         screen.line_end()
         if turn.note:
             screen.note(turn.note)
-        if stats:
-            screen.note(turn.summary())
+        if timing:
+            screen.note(turn.timing())
 
     return speak
 
