@@ -60,6 +60,7 @@ class Examination:
 
 def examine(what: Examination) -> Iterator[Check]:
     """Raises ValueError for what cannot be opened: `outpace inspect` says why."""
+    other = _other(what)  # a wrong path is said at once, not after the rest
     checkpoint = open_checkpoint(target_path(what.path))
     model = load_target(checkpoint, layers=what.layers)
     whole = model.config.num_layers == parse_config(checkpoint.config).num_layers
@@ -74,8 +75,17 @@ def examine(what: Examination) -> Iterator[Check]:
     ours = walk(model, ids)
     yield from _about_layers(model, ours)
     yield from _about_speech(model, ours, ids, tokenizer, whole, what.thorough)
-    if what.reference is not None:
-        yield from _against(what, model, ours, ids, judged=whole and tokenizer is not None)
+    if other is not None:
+        yield from _against(what, other, model, ours, ids, judged=whole and tokenizer is not None)
+
+
+def _other(what: Examination) -> Path | None:
+    """Where the reference lies; None where there is none."""
+    if what.reference is None:
+        return None
+    if what.reference in (HF, GGUF):
+        return target_path(what.path if what.other is None else what.other)
+    return target_path(what.reference)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
@@ -119,11 +129,10 @@ def _about_speech(
     yield from try_readings(model, ids, float("inf") if thorough else SECONDS)
 
 
-def _against(what: Examination, model: Decoder, ours: Walk, ids: list[int], judged: bool) -> Iterator[Check]:
+def _against(
+    what: Examination, other: Path, model: Decoder, ours: Walk, ids: list[int], judged: bool
+) -> Iterator[Check]:
     """`judged`: the text means something to both sides, so that its loss tells which is wrong."""
-    other = target_path(what.path if what.other is None else what.other)
-    if what.reference not in (HF, GGUF):
-        other = target_path(what.reference or "")
     same = other == target_path(what.path)
     its = None if same else load_target(other, layers=what.layers)
     if its is not None:

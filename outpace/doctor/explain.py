@@ -1,5 +1,6 @@
 """What a comparison with a reference comes to: configs, embedding, layers, what explains them, logits."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import pairwise
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from outpace.doctor.check import Check
 from outpace.doctor.compare import HALVES, Finding, Half, LayerApart, Reference, apart
+from outpace.doctor.forward import concentration, frequencies
 from outpace.doctor.search import EXACT
 from outpace.doctor.sides import Walk
 from outpace.doctor.weights import relative
@@ -28,10 +30,10 @@ def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
     """Field by field. Other sizes end the comparison; other choices are what the layers will show."""
     name = "configs"
     a, b = asdict(ours), asdict(theirs)
-    apart = {k: [a[k], b[k]] for k in a if k not in UNREAD and a[k] != b[k]}
-    if "rope" in apart:
-        fields = {k: [a["rope"][k], b["rope"][k]] for k in a["rope"] if a["rope"][k] != b["rope"][k]}
-        apart = {k: v for k, v in apart.items() if k != "rope"} | {f"rope.{k}": v for k, v in fields.items()}
+    rope_a, rope_b = a.pop("rope"), b.pop("rope")
+    apart = {k: [a[k], b[k]] for k in a if k not in UNREAD and not _alike(a[k], b[k])}
+    if "head_dim" not in apart and not _turn_alike(ours, theirs):
+        apart |= {f"rope.{k}": [rope_a[k], rope_b[k]] for k in rope_a if not _alike(rope_a[k], rope_b[k])}
     if not apart:
         return Check(name=name, verdict="pass", said="both sides are configured alike")
     said = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(apart.items())[:6])
@@ -39,6 +41,20 @@ def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
     if fatal:
         said = f"two different models: {said}"
     return Check(name=name, verdict="fail" if fatal else "warn", said=said, evidence=apart)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal; a number that one side keeps in float32 counts as equal."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _turn_alike(ours: ModelConfig, theirs: ModelConfig) -> bool:
+    """The same angles, however they are said: GGUF writes llama3's rule as a table."""
+    a, b = (frequencies(c.rope, c.head_dim) for c in (ours, theirs))
+    factors = concentration(ours.rope), concentration(theirs.rope)
+    return torch.allclose(a, b, rtol=1e-5, atol=0.0) and math.isclose(*factors, rel_tol=1e-5)
 
 
 def check_embedded(ours: Walk, theirs: Walk, tokens: list[int]) -> Check:
@@ -134,7 +150,8 @@ def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], found: list[Findi
     if ours and theirs and set(ours) & set(theirs):
         return f"the two sides differ by: {_any(ours)} {figures}"
     if ours:
-        return f"read with {_any(ours)}, our weights say what the reference says {figures}"
+        said = f"read with {_any(ours)}, our weights say what the reference says {figures}"
+        return said + (f"; the other way round it is {_any(theirs)}" if theirs else "")
     return f"read with {_any(theirs)}, the reference's weights say what ours say {figures}"
 
 

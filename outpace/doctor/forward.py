@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.doctor.reading import Reading
+from outpace.doctor.reading import Nibbles, Reading
 from outpace.doctor.weights import AttentionWeights, Expert, Matrix, MlpWeights
 from outpace.ops.rope import RopeConfig
 
@@ -91,25 +91,26 @@ def choose_experts(normed: Tensor, w: MlpWeights, r: Reading) -> tuple[Tensor | 
 
 def _through(x: Tensor, expert: Expert, r: Reading) -> Tensor:
     """x [n, C] through one expert -> [n, C]."""
-    both = _product(x, _ordered(expert.gate_up, r), "gate_up" in r.biases)
+    both = _product(x, _decoded(expert.gate_up, r.gate_up_nibbles, r), "gate_up" in r.biases)
     gate, up = (both[:, ::2], both[:, 1::2]) if r.gate_up == "interleaved" else both.chunk(2, dim=-1)
     if not r.gate_first:
         gate, up = up, gate
     if r.limit is not None:
         gate, up = gate.clamp(max=r.limit), up.clamp(-r.limit, r.limit)
     hidden = gate * torch.sigmoid(r.alpha * gate) * (up + r.one)
-    down = _ordered(expert.down, r)
+    down = _decoded(expert.down, r.down_nibbles, r)
     if r.down_transposed:
         down = Matrix(weight=down.weight.mT, bias=down.bias)
     return _product(hidden, down, "down" in r.biases)
 
 
-def _ordered(matrix: Matrix, r: Reading) -> Matrix:
+def _decoded(matrix: Matrix, nibbles: Nibbles, r: Reading) -> Matrix:
     """An expert's matrix under another number format."""
-    return Matrix(weight=reordered(matrix.weight * r.expert_scale, r.nibbles), bias=matrix.bias)
+    weight = matrix.weight if r.expert_scale == 1 else matrix.weight * r.expert_scale
+    return Matrix(weight=reordered(weight, nibbles), bias=matrix.bias)
 
 
-def reordered(x: Tensor, nibbles: str) -> Tensor:
+def reordered(x: Tensor, nibbles: Nibbles) -> Tensor:
     """[..., K], the values of each block of 32 in another order. "from split": byte j of a block holds the
     values j and 16 + j, and was read as holding 2j and 2j + 1; "to split" is the way back."""
     if nibbles == "as stored":

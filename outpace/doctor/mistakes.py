@@ -9,7 +9,11 @@ from outpace.models.config import ModelConfig
 from outpace.ops.rope import RopeConfig
 
 COMMON_EPS = (1e-5, 1e-6)
-COMMON_THETA = 10000.0
+COMMON_THETAS = (1e4, 1.5e5, 5e5, 1e6)  # Llama 2, gpt-oss, Llama 3, Qwen3
+NIBBLES = {
+    "split nibbles (GGML's order)": "from split",
+    "split nibbles undone (interleaved order)": "to split",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,9 @@ def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
         found["attention scale from hidden_size / heads"] = {"scale": (config.hidden_size / r.heads) ** -0.5}
     if r.rope is not None:
         found["interleaved RoPE pairs (2i, 2i + 1)"] = {"pairs": "neighbours"}
-        found["q/k rows stored for halves where pairs are meant"] = {"qk_rows": "to neighbours"}
+        found["q/k rows permuted, halves to pairs"] = {"qk_rows": "to neighbours"}
         if r.qk_norm != "none":  # without one, it is the same as rotating neighbours
-            found["q/k rows stored for interleaved pairs"] = {"qk_rows": "from neighbours"}
+            found["q/k rows permuted, pairs to halves"] = {"qk_rows": "from neighbours"}
     if r.sinks != "none":
         found["missing sinks"] = {"sinks": "none"}
         found["sinks of zero"] = {"sinks": "zero"}
@@ -100,8 +104,10 @@ def _experts(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
     else:
         found["top-k weights renormalised"] = {"renormalise": True}
     if config.hidden_size % 32 == 0 and config.expert_size % 32 == 0:
-        found["split nibbles (GGML's order)"] = {"nibbles": "from split"}
-        found["interleaved nibbles, read as split"] = {"nibbles": "to split"}
+        for name, order in NIBBLES.items():
+            found[name] = {"gate_up_nibbles": order, "down_nibbles": order}
+            found[f"{name} of gate and up alone"] = {"gate_up_nibbles": order}
+            found[f"{name} of down alone"] = {"down_nibbles": order}
     if r.limit is not None:  # gpt-oss, whose experts have biases
         found["missing router bias"] = {"biases": ALL_BIASES - {"router"}}
         found["missing gate and up biases"] = {"biases": ALL_BIASES - {"gate_up"}}
@@ -114,8 +120,9 @@ def _rope(rope: RopeConfig | None) -> dict[str, dict[str, Any]]:
     if rope is None:
         return {}
     found: dict[str, dict[str, Any]] = {"no RoPE": {"rope": None}}
-    if rope.theta != COMMON_THETA:
-        found["RoPE base 10,000"] = {"rope": replace(rope, theta=COMMON_THETA)}
+    for theta in COMMON_THETAS:
+        if theta != rope.theta:
+            found[f"RoPE base {theta:,.0f}"] = {"rope": replace(rope, theta=theta)}
     if rope.kind != "default":
         found["no RoPE scaling at all"] = {"rope": RopeConfig(theta=rope.theta)}
     if rope.kind == "yarn":

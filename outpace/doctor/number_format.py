@@ -14,7 +14,7 @@ leads the next best by DECIDED errors. Random weights have no such marks, and th
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from outpace.doctor.check import Check
 from outpace.doctor.forward import reordered
+from outpace.doctor.reading import Nibbles
 from outpace.doctor.weights import Matrix, MlpWeights, mlp_weights
 from outpace.models.blocks import Experts
 from outpace.models.decoder import Block, Decoder
@@ -29,7 +30,7 @@ from outpace.models.decoder import Block, Decoder
 DECIDED = 5.0
 MOST_EXPERTS = 8  # of a layer that are looked at
 BLOCK = 32
-ORDERS = ("as stored", "from split", "to split")
+ORDERS: tuple[Nibbles, ...] = ("as stored", "from split", "to split")
 ORDER_SAYS = {
     "as stored": "as stored",
     "from split": "the bytes hold split nibbles (GGML's order) that are read as interleaved ones",
@@ -44,7 +45,7 @@ class Evidence:
     sums: dict[str, float] = field(default_factory=dict)
     weight: float = 0.0
 
-    def add(self, correlations: dict[str, float], pairs: int) -> None:
+    def add(self, correlations: Mapping[str, float], pairs: int) -> None:
         for name, r in correlations.items():
             self.sums[name] = self.sums.get(name, 0.0) + pairs * math.atanh(max(min(r, 0.999999), -0.999999))
         self.weight += pairs
@@ -82,7 +83,7 @@ class Neurons:
 
     gate: Tensor
     up: Tensor
-    down: dict[str, Tensor]  # by order of `down`'s columns
+    down: dict[Nibbles, Tensor]  # by order of `down`'s columns
     mean_gate: Tensor
 
 
@@ -127,7 +128,9 @@ class Marks:
         F = reads.shape[-1]
         if found[0].down:
             columns = {o: torch.stack([n.down[o] for n in found]) for o in ORDERS}
-            r = {o: correlation(within_blocks(reads), within_blocks(c)) for o, c in columns.items()}
+            r: dict[str, float] = {
+                o: correlation(within_blocks(reads), within_blocks(c)) for o, c in columns.items()
+            }
             self.down.add(r, reads.numel() * (BLOCK - 1) // BLOCK)
         self.pairing.add(self._pairings(found, F, interleaved), reads.numel())
         if w.router is not None and len(chosen) > 1 and _blocked(w.norm):
@@ -148,7 +151,7 @@ class Marks:
         calls = router.weight[chosen] * w.norm
         calls = calls / calls.norm(dim=-1, keepdim=True).clamp(min=1e-30)
         calls = within_blocks(calls - calls.mean(0))
-        r = {}
+        r: dict[str, float] = {}
         for order in ORDERS:
             gate = reordered(gates, order) * w.norm
             gate = gate / gate.norm(dim=-1, keepdim=True).clamp(min=1e-30)

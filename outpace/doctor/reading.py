@@ -11,6 +11,7 @@ from outpace.models.config import ModelConfig
 from outpace.ops.norm import ALPHA
 from outpace.ops.rope import RopeConfig
 
+Nibbles = Literal["as stored", "from split", "to split"]
 ALL_BIASES = frozenset({"q", "k", "v", "o", "router", "gate_up", "down"})
 
 
@@ -40,7 +41,8 @@ class Reading:
     qk_rows: Literal["as stored", "from neighbours", "to neighbours"] = "as stored"
     norm_weights: bool = True
     biases: frozenset[str] = ALL_BIASES
-    nibbles: Literal["as stored", "from split", "to split"] = "as stored"  # columns within blocks of 32
+    gate_up_nibbles: Nibbles = "as stored"  # the columns within blocks of 32
+    down_nibbles: Nibbles = "as stored"
     expert_scale: float = 1.0
     gate_first: bool = True
     down_transposed: bool = False

@@ -1,0 +1,261 @@
+"""The small checks, each on something that is wrong in just its way."""
+
+import dataclasses
+import json
+import math
+
+import planted
+import pytest
+import tiny
+import torch
+from planted import each, plant
+
+from outpace.doctor.blocks import asymmetry, by_the_book, check_codes, check_decoding
+from outpace.doctor.check import Check
+from outpace.doctor.embedding import check_embedding, check_head
+from outpace.doctor.forward import read_attention, reordered, visible
+from outpace.doctor.mechanics import check_engine, check_rope, check_router, check_rows, examine_layers
+from outpace.doctor.mistakes import attention_mistakes, pairs
+from outpace.doctor.reading import right_reading
+from outpace.doctor.search import EXACT, search
+from outpace.doctor.sides import walk
+from outpace.doctor.speech import check_growth, check_speech, check_text, shortest_loop, speak
+from outpace.doctor.text import SAMPLE, sample_tokens
+from outpace.doctor.weights import attention_weights
+from outpace.load import open_tokenizer, target_path
+from outpace.models.decoder import Decoder
+from outpace.models.load import build, load_target, named_tensors
+from outpace.ops import mxfp4
+from outpace.weights.checkpoint import open_checkpoint
+
+DEFAULT = target_path("default")
+IDS = tiny.tokens(1, 40)[0].tolist()
+
+
+def fresh(family):
+    """A target that a test may change."""
+    model = build(tiny.config(family))
+    tiny.randomise(named_tensors(model))
+    return model.eval()
+
+
+# -- blocks
+
+
+def test_blocks_by_the_book_equal_the_reference():
+    blocks = torch.randint(256, (3, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 2), dtype=torch.uint8)
+    assert torch.equal(by_the_book(blocks, scales), mxfp4.reference_unpack(blocks, scales))
+
+
+def test_an_engine_that_decodes_wrongly_is_caught(monkeypatch):
+    model = load_target(DEFAULT)
+    assert check_decoding(model).verdict == "pass"
+    monkeypatch.setattr("outpace.ops.mxfp4.unpack", lambda b, s: 2 * mxfp4.reference_unpack(b, s))
+    assert check_decoding(model).verdict == "fail"
+
+
+def test_four_bit_integers_are_no_mxfp4(tmp_path):
+    """The same values, rounded to steps of one: as two's complement, and around 8."""
+    signed = torch.randn(2**16).mul(2).round().clamp(-8, 7).long()
+    for code, name in ((signed % 16, "two's complement"), (signed + 8, "an offset of 8")):
+        found = asymmetry(torch.bincount(code, minlength=16))
+        assert min(found, key=found.get) == name and found["sign and magnitude"] > 0.2
+    values = signed[: 16 * 8].view(-1, 2) % 16
+
+    def integers(x, config):
+        n = x.numel()
+        pair = values.repeat(-(-n // len(values)), 1)[:n]
+        return (pair[:, 0] | (pair[:, 1] << 4)).to(torch.uint8).view_as(x)
+
+    found = check_codes(load_target(plant(DEFAULT, tmp_path / "wrong", each("_blocks", integers))))
+    assert found.verdict == "fail" and "two's complement" in found.said
+
+
+def test_damaged_and_misfit_scales(tmp_path):
+    nan = plant(
+        DEFAULT, tmp_path / "nan", each("_scales", lambda x, config: x.index_fill(0, torch.tensor(0), 255))
+    )
+    assert "means NaN" in check_codes(load_target(nan)).said
+    small = plant(DEFAULT, tmp_path / "small", each("_blocks", lambda x, config: x & 0x99))  # 0 and 0.5 alone
+    assert "scaled for another format" in check_codes(load_target(small)).said
+    assert check_codes(tiny.target("gpt_oss")).verdict == "skipped"
+
+
+def test_orders_undo_each_other():
+    x = torch.arange(64.0)
+    assert torch.equal(reordered(reordered(x, "from split"), "to split"), x)
+    assert reordered(x, "from split")[:3].tolist() == [0, 2, 4]
+
+
+# -- embedding and head
+
+
+def test_embedding_rows(twins, tmp_path):
+    folder, _ = twins("llama")
+    model, checkpoint = load_target(folder), open_checkpoint(folder)
+    assert check_embedding(model, checkpoint, IDS).verdict == "pass"
+    model.embed_tokens.weight.data = model.embed_tokens.weight.data.roll(1, 0)
+    assert "differs from the file's rows" in check_embedding(model, checkpoint, IDS).said
+    dead = plant(folder, tmp_path / "dead", each("embed_tokens.weight", _without_row(IDS[3])))
+    found = check_embedding(load_target(dead), open_checkpoint(dead), IDS)
+    assert found.verdict == "warn" and found.evidence["odd"] == [IDS[3]]
+    nan = plant(folder, tmp_path / "nan", each("embed_tokens.weight", lambda x, config: x * math.nan))
+    assert "NaN" in check_embedding(load_target(nan), open_checkpoint(nan), IDS).said
+
+
+def _without_row(row):
+    def change(x, config):
+        x[row] = 0
+        return x
+
+    return change
+
+
+def test_heads(twins, tmp_path):
+    folder, _ = twins("llama")
+    tied = plant(folder, tmp_path / "tied", tie_word_embeddings=True)
+    found = check_head(load_target(tied), open_checkpoint(tied))
+    assert found.verdict == "fail" and "another head, which nobody reads" in found.said
+    copied = plant(folder, tmp_path / "copied", planted.copy_head)
+    assert check_head(load_target(copied), open_checkpoint(copied)).verdict == "warn"
+    right = plant(folder, tmp_path / "right", planted.copy_head, tie_word_embeddings=True)
+    assert check_head(load_target(right), open_checkpoint(right)).verdict == "pass"
+
+
+# -- what must hold in any model
+
+
+def test_an_engine_without_sinks_is_caught(monkeypatch):
+    """Both by the layer's output, which a known mistake explains, and by the rows' sums."""
+    from outpace.models import attention
+
+    model, causal = fresh("gpt_oss"), attention.causal_attend
+
+    def without(q, k, v, window, sinks, scale):
+        return causal(q, k, v, window, None, scale)
+
+    monkeypatch.setattr(attention, "causal_attend", without)
+    monkeypatch.setattr("outpace.doctor.mechanics.causal_attend", without)
+    exams = list(examine_layers(model, walk(model, IDS)))
+    found = check_engine(exams)
+    assert found.verdict == "fail" and "as if by: missing sinks" in found.said
+    assert check_rows(exams).verdict == "fail"
+    assert check_router(exams, 5).verdict == "pass"
+
+
+def test_an_engine_that_routes_elsewhere_is_caught(monkeypatch):
+    from outpace.models import blocks
+
+    model, route = fresh("gpt_oss"), blocks.route
+    monkeypatch.setattr(blocks, "router_logits", lambda x, w, b: -(x @ w.mT + b))
+    monkeypatch.setattr(blocks, "route", lambda x, w, b, k, **how: route(x, -w, -b, k, **how))
+    exams = list(examine_layers(model, walk(model, IDS)))
+    assert check_router(exams, 5).verdict == check_engine(exams).verdict == "fail"
+    assert "no known mistake" in check_engine(exams).said
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    (lambda inv: inv.bfloat16().double(), "cos and sin are off"),
+    (lambda inv: inv.roll(1), "cos and sin are off"),
+])  # fmt: skip
+def test_angles_that_do_not_hold_are_caught(wrong, said):
+    model = fresh("llama")
+    assert check_rope(model).verdict == "pass"
+    model.inv = wrong(model.inv)
+    assert said in check_rope(model).said
+
+
+def test_positions_that_begin_elsewhere_are_caught(monkeypatch):
+    model, rope = fresh("qwen3"), Decoder.rope
+    monkeypatch.setattr(Decoder, "rope", lambda self, positions: rope(self, positions + 1))
+    assert "position 0 changes a head" in check_rope(model).said
+
+
+def test_windows_and_masks():
+    assert visible(4, 2).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert visible(2, 0, causal=False).all()
+
+
+def test_the_plain_forward_reads_a_layer_in_every_known_way():
+    """Every mistake runs, and changes what is said; so does any two that can be made together."""
+    model = tiny.target("qwen3")
+    weights, reading = attention_weights(model.layers[0]), right_reading(model.config, 0)
+    x = torch.randn(40, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    known = [m for m in attention_mistakes(reading, model.config) if "eps" not in m.name]
+    said = {m.name: read_attention(x, weights, m.apply(reading)).out for m in known}
+    right = read_attention(x, weights, reading).out
+    assert all((out - right).norm() > 1e-2 * right.norm() for out in said.values())
+    both = pairs(known)
+    assert len({m.name for m in both}) == len(both) > len(known)
+    wanted = read_attention(x, weights, both[7].apply(reading)).out
+    found = search(known, reading, lambda r: read_attention(x, weights, r).out, wanted, EXACT)
+    assert both[7].name in [t.mistake.name for t in found.found]
+
+
+# -- what it says
+
+
+def test_growth_and_nan():
+    ours = walk(tiny.target("llama"), IDS)
+    assert check_growth(ours).verdict == "pass"
+    layers = list(ours.layers)
+    layers[1] = dataclasses.replace(layers[1], out=layers[1].out * 1e6)
+    assert "it grows" in check_growth(dataclasses.replace(ours, layers=layers)).said
+    layers[1] = dataclasses.replace(layers[1], out=layers[1].out * math.nan)
+    found = check_growth(dataclasses.replace(ours, layers=layers))
+    assert found.verdict == "fail" and "first out of layer 1" in found.said
+    json.loads(json.dumps(found.as_json(), allow_nan=False))
+    layers[1] = dataclasses.replace(layers[1], mlp=torch.zeros_like(layers[1].mlp))
+    still = dataclasses.replace(
+        ours, layers=[ours.layers[0], dataclasses.replace(layers[1], out=layers[0].out)]
+    )
+    assert "layer 1 adds nothing" in check_growth(still).said
+
+
+def test_chance_is_a_failure():
+    logits = torch.zeros(20, 50)
+    tokens = list(range(20))
+    assert check_text(logits, tokens).verdict == "fail"
+    logits[torch.arange(19), torch.tensor(tokens[1:])] = 9.0
+    found = check_text(logits, tokens)
+    assert found.verdict == "pass" and found.evidence["top_1"] == 1
+    assert check_text(logits * math.nan, tokens).verdict == "fail"
+
+
+@pytest.mark.parametrize(("tokens", "period"), [
+    ([1, 2, 3, 4, 5, 6, 7, 8], 0), ([9] + [4] * 8, 1), ([3, 5] * 4, 2), ([1, 2, 3] * 3, 3),
+    ([4] * 7 + [5], 0),
+])  # fmt: skip
+def test_loops(tokens, period):
+    assert shortest_loop(tokens) == period
+
+
+def test_a_cache_that_forgets_is_caught(monkeypatch):
+    model = fresh("llama")
+    found = speak(model, IDS)
+    assert len(found.tokens) == 32 and check_speech(found, "text", 97).verdict != "fail"
+    forward = Decoder.forward
+
+    def forgetful(self, tokens, cache=None, **how):
+        return forward(self, tokens, None if cache is not None and tokens.shape[1] == 1 else cache, **how)
+
+    monkeypatch.setattr(Decoder, "forward", forgetful)
+    found = check_speech(speak(model, IDS), "text", 97)
+    assert found.verdict == "fail" and "through the cache" in found.said
+
+
+def test_the_text(tmp_path):
+    assert compile(SAMPLE, "sample", "exec") and len(SAMPLE) > 1400
+    assert len(sample_tokens(None, 97, 12, None)) == 12
+    tokenizer = open_tokenizer(open_checkpoint(DEFAULT))
+    (tmp_path / "short.txt").write_text("")
+    with pytest.raises(ValueError, match="less than two tokens"):
+        sample_tokens(tokenizer, 4096, 12, tmp_path / "short.txt")
+
+
+def test_checks_are_plain_json():
+    check = Check(name="a", verdict="pass", said="b", evidence={"x": [float("inf"), (1.0, math.nan)]})
+    assert json.loads(json.dumps(check.as_json(), allow_nan=False))["evidence"] == {
+        "x": ["inf", [1.0, "nan"]]
+    }

@@ -1,0 +1,67 @@
+"""The command: exit codes, JSON, options, and errors in one line."""
+
+import json
+
+import planted
+import pytest
+from planted import each, plant
+
+from outpace.cli.main import main
+from outpace.load import target_path
+
+
+def run(monkeypatch, capsys, *arguments):
+    """-> exit code, stdout, stderr."""
+    monkeypatch.setattr("sys.argv", ["outpace", "doctor", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def test_the_default_passes(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "default", "--tokens", 16, "--layers", 2)
+    assert code == 0
+    assert "pass  tokenizer round trip" in out and "----  prediction of a text" in out
+    assert "FAIL" not in out
+
+
+def test_a_failure_exits_1_and_json_says_what(monkeypatch, capsys, tmp_path):
+    wrong = plant(target_path("default"), tmp_path / "wrong", each("_blocks", planted.split))
+    options = ("--reference", target_path("default"), "--layers", 2, "--tokens", 48, "--json")
+    code, out, _ = run(monkeypatch, capsys, wrong, *options)
+    assert code == 1
+    found = {check["name"]: check for check in json.loads(out)}
+    assert found["why the MLP departs"]["evidence"]["ours"] == ["split nibbles (GGML's order)"]
+    assert found["layers against the reference"]["evidence"]["0"]["departs"] == ["mlp"]
+    assert found["column order of down"]["verdict"] == "fail"
+    assert {check["verdict"] for check in found.values()} <= {"pass", "warn", "fail", "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("no/such/model",), "no/such/model is not there"),
+        (("default", "--reference", "gguf"), "--reference gguf needs a file"),
+        (("default", "other"), "a second path belongs to --reference"),
+        (("default", "--tokens", 1), "at least 2"),
+        (("default", "--layers", 9), "give 1 to 8"),
+        (("default", "--reference", "hf", "no/such"), "no/such is not there"),
+        (("default", "--text", "no/such.txt"), "no/such.txt"),
+    ],
+)
+def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+
+
+def test_transformers_is_not_started_where_it_would_not_fit(monkeypatch, capsys):
+    monkeypatch.setattr("outpace.doctor.transformers_side._free_bytes", lambda: 2**20)
+    code, _, err = run(monkeypatch, capsys, "default", "--reference", "hf", "--tokens", 8, "--layers", 1)
+    assert code == 2 and "--layers 4" in err
+
+
+def test_help_has_examples(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "--help")
+    assert code == 0 and "outpace doctor my-folder --reference hf" in " ".join(out.split())

@@ -1,0 +1,122 @@
+"""Tokenizers that lose text, do not fit the model, or have their special tokens elsewhere."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+from outpace.chat.tokenizer import SPECIAL, train_bpe
+from outpace.doctor.text import SAMPLE
+from outpace.doctor.tokens import (
+    NASTY,
+    PUBLISHED,
+    PUBLISHED_VOCABULARY,
+    check_prompt,
+    check_round_trip,
+    check_special,
+    check_vocabulary,
+)
+
+CONFIG = tiny.config("gpt_oss", vocab_size=300, eos_token_ids=(3,), pad_token_id=None)
+
+
+@pytest.fixture
+def tokenizer():
+    return train_bpe([SAMPLE], 290)
+
+
+def test_a_healthy_one(tokenizer, tmp_path):
+    assert check_round_trip(tokenizer).verdict == "pass"
+    assert check_vocabulary(tokenizer, CONFIG).said == "290 tokens, 300 rows (10 of them padding)"
+    assert check_special(tokenizer, CONFIG, tmp_path).verdict == "pass"
+    assert check_prompt(tokenizer, CONFIG).verdict == "pass"
+
+
+def test_text_that_comes_back_changed(tokenizer):
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\r", "")])
+    check = check_round_trip(tokenizer)
+    assert check.verdict == "fail" and list(check.evidence["lost"]) == ["lines"]
+
+
+def test_what_the_normaliser_changes_is_no_fault(tokenizer):
+    tokenizer.normalizer = normalizers.NFC()
+    check = check_round_trip(tokenizer)
+    assert (
+        check.verdict == "pass" and normalizers.NFC().normalize_str(NASTY["combining"]) != NASTY["combining"]
+    )
+
+
+def test_lost_outer_spaces_are_a_remark(tokenizer):
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    check = check_round_trip(tokenizer)
+    assert check.verdict == "warn" and check.evidence["outer_spaces"] == ["spaces"]
+
+
+@pytest.mark.parametrize(("rows", "verdict"), [(289, "fail"), (290, "pass"), (2000, "warn")])
+def test_ids_and_rows(tokenizer, rows, verdict):
+    config = dataclasses.replace(CONFIG, vocab_size=rows)
+    assert check_vocabulary(tokenizer, config).verdict == verdict
+
+
+def test_stop_ids_that_are_no_special_tokens(tokenizer, tmp_path):
+    text = tokenizer.encode("return").ids[0]
+    found = check_special(tokenizer, dataclasses.replace(CONFIG, eos_token_ids=(text, 299)), tmp_path)
+    assert found.verdict == "fail"
+    assert "an ordinary token" in found.said and "299 is no token" in found.said
+    none = check_special(tokenizer, dataclasses.replace(CONFIG, eos_token_ids=()), tmp_path)
+    assert none.verdict == "warn" and "no stop token" in none.said
+
+
+def test_files_beside_the_weights_have_their_say(tokenizer, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 299]}))
+    assert "299 is no token" in check_special(tokenizer, CONFIG, tmp_path).said
+    (tmp_path / "generation_config.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    found = check_special(tokenizer, CONFIG, tmp_path)
+    assert found.verdict == "warn" and "'<|end|>' is none of the stop ids [3]" in found.said
+
+
+def published():
+    """A vocabulary of OpenAI's size, as far as its special tokens go."""
+    names = {id: token for token, id in PUBLISHED.items()}
+    vocab = {names.get(id, f"x{id}"): id for id in range(200013)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="x0"))
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in PUBLISHED])
+    return tokenizer
+
+
+def test_the_published_ids_of_gpt_oss(tmp_path):
+    config = dataclasses.replace(CONFIG, vocab_size=PUBLISHED_VOCABULARY, eos_token_ids=(200002,))
+    found = check_special(published(), config, tmp_path)
+    assert found.verdict == "warn" and found.said.startswith("<|call|> is not a stop id")
+    whole = dataclasses.replace(config, eos_token_ids=(200002, 200012))
+    assert check_special(published(), whole, tmp_path).verdict == "pass"
+    moved = train_bpe([SAMPLE], 290)
+    assert "<|start|> is 6, in gpt-oss it is 200006" in check_special(moved, whole, tmp_path).said
+
+
+def test_a_gpt_oss_that_cannot_speak_harmony():
+    bare = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    check = check_prompt(bare, CONFIG)
+    assert check.verdict == "warn" and "<|channel|>" in check.said
+
+
+def test_a_mark_that_is_split_into_pieces(tokenizer):
+    """Added, but not as a token of its own: encoded, it is text."""
+    said = json.loads(tokenizer.to_str())
+    said["added_tokens"] = [t for t in said["added_tokens"] if t["content"] != "<|channel|>"]
+    check = check_prompt(Tokenizer.from_str(json.dumps(said)), CONFIG)
+    assert check.verdict == "fail" and "<|channel|>" in check.said
+
+
+def test_begin_tokens(tokenizer):
+    llama = dataclasses.replace(CONFIG, sinks=False, bos_token_id=0)
+    assert "no begin token" in check_prompt(tokenizer, llama).said
+    for count, verdict in ((1, "pass"), (2, "fail")):
+        single = " ".join([SPECIAL[0]] * count + ["$A"])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[(SPECIAL[0], 0)]
+        )
+        assert check_prompt(tokenizer, llama).verdict == verdict

@@ -1,0 +1,120 @@
+"""The embedded model with a mistake planted, and no reference: its weights and its text tell."""
+
+import json
+import math
+
+import planted
+import pytest
+import tiny
+from planted import both, each, plant
+
+from outpace.doctor.number_format import check_orders, gather_marks
+from outpace.doctor.text import sample_tokens
+from outpace.doctor.try_readings import (
+    AS_IS,
+    SCALES,
+    check_readings,
+    check_scale,
+    known_fields,
+    read_with,
+    try_readings,
+)
+from outpace.load import open_tokenizer, target_path
+from outpace.models.load import load_target
+from outpace.weights.checkpoint import open_checkpoint
+
+DEFAULT = target_path("default")
+ROPE = json.loads((DEFAULT / "config.json").read_text())["rope_parameters"]
+SPLIT = each("_blocks", planted.split)
+HALVES = both(*(each(f"gate_up_proj_{part}", planted.halves) for part in ("blocks", "scales", "bias")))
+DOWN, GATE_UP, PAIRING = "column order of down", "column order of gate and up", "pairing of gate and up rows"
+
+
+def scales(by):
+    return each("_scales", lambda x, config: x + by)
+
+
+def text(length):
+    return sample_tokens(open_tokenizer(open_checkpoint(DEFAULT)), 4096, length, None)
+
+
+def each_alone(model, length):
+    names = [AS_IS, *((name,) for name in known_fields(model))]
+    return check_readings(read_with(model, text(length), names), model.config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("edit", "wrong", "words"),
+    [
+        (SPLIT, {DOWN, GATE_UP}, "hold split nibbles"),
+        (each("down_proj_blocks", planted.split), {DOWN}, "hold split nibbles"),
+        (each("_blocks", planted.joined), {DOWN, GATE_UP}, "hold interleaved nibbles that are read as split"),
+        (HALVES, {PAIRING}, "lie as halves where the format wants interleaved"),
+    ],
+    ids=["split", "split down", "undone", "halves"],
+)
+def test_weights_alone_tell_their_order(edit, wrong, words, tmp_path):
+    model = load_target(plant(DEFAULT, tmp_path / "wrong", edit))
+    found = {c.name: c for c in check_orders(gather_marks(model))}
+    assert {name for name, c in found.items() if c.verdict == "fail"} == wrong
+    assert all(words in found[name].said and found[name].evidence["z"] > 10 for name in wrong)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_random_weights_tell_nothing(family):
+    for check in check_orders(gather_marks(tiny.target(family))):
+        assert check.verdict == "skipped", check.said
+
+
+@pytest.mark.parametrize(
+    ("edit", "said", "length", "named"),
+    [
+        (HALVES, {}, 48, "gate and up rows read as halves, not interleaved, the"),
+        (planted.on_q_and_k(planted.to_neighbours), {}, 96, "interleaved RoPE pairs (2i, 2i + 1), the"),
+        (planted.cyclic_heads, {}, 192, "cyclic GQA mapping (query head h reads kv head h % K), the"),
+    ],
+    ids=["halves", "pairs", "cyclic"],
+)
+def test_a_text_tells_how_the_weights_want_to_be_read(edit, said, length, named, tmp_path):
+    check = each_alone(load_target(plant(DEFAULT, tmp_path / "wrong", edit, **said)), length)
+    assert check.verdict == "fail"
+    assert check.said.startswith("read with " + named)
+
+
+def test_explanations_that_are_as_good_are_all_named(tmp_path):
+    """A base of 10,000 is wrong; some hundred tokens do not say which larger one is right."""
+    wrong = plant(DEFAULT, tmp_path / "wrong", rope_parameters=ROPE | {"rope_theta": 1e4})
+    check = each_alone(load_target(wrong), 96)
+    assert check.verdict == "fail" and "does not tell them apart" in check.said
+    assert all(f"RoPE base {base}" in check.said for base in ("150,000", "500,000", "1,000,000"))
+
+
+def test_two_mistakes_at_once(tmp_path):
+    model = load_target(plant(DEFAULT, tmp_path / "wrong", both(SPLIT, scales(1))))
+    found = {c.name: c for c in try_readings(model, text(48), math.inf)}
+    named = "split nibbles (GGML's order) and expert scale off by one: halved, the"
+    assert found["known mistakes"].said.startswith("read with " + named)
+    assert found["scale of the experts"].verdict == "skipped"  # no scale alone makes the text predictable
+
+
+@pytest.mark.parametrize(("by", "best"), [(0, None), (1, "halved"), (-1, "doubled")])
+def test_scale_bias_127_or_128(by, best, tmp_path):
+    model = load_target(plant(DEFAULT, tmp_path / "wrong", scales(by)))
+    check = check_scale(read_with(model, text(96), [AS_IS, *((name,) for name in SCALES)]), 4096)
+    assert check.verdict == ("fail" if best else "pass")
+    assert best is None or check.said.startswith(f"expert scale off by one: {best}")
+
+
+def test_what_cannot_be_told_is_not_guessed(tmp_path):
+    """Rows of the embedding in another order: nothing is predicted, under any reading."""
+    rows = each("embed_tokens.weight", lambda x, config: x.flip(0))
+    model = load_target(plant(DEFAULT, tmp_path / "wrong", rows))
+    found = read_with(model, text(64), [AS_IS, *((name,) for name in SCALES)])
+    for check in (check_scale(found, 4096), check_readings(found, 4096)):
+        assert check.verdict == "skipped" and check.said.startswith("undecided")
+
+
+def test_a_large_model_is_not_made_to_wait():
+    model = load_target(DEFAULT)
+    found = {c.name: c for c in try_readings(model, text(16), 1e-9)}
+    assert found["known mistakes"].verdict == "skipped" and "--thorough" in found["known mistakes"].said
