@@ -176,7 +176,7 @@ typedef struct { bytes w, s; int64_t kind, k, apart; } Rows;  // weight rows of 
 // Values from..to of R rows of x times COLS weight rows; the last of cols stands in for missing ones.
 INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, int every, vf *acc,
                  float *sums) {
-    const int fours = kind == MXFP4 || kind == GGML_MXFP4, step = fours ? 32 : W, parts = fours ? 32 / W : 1;
+    const int blocks = kind == MXFP4 || kind == GGML_MXFP4 || kind == Q8_0, step = blocks ? 32 : W, parts = step / W;
     vf a[ROWS * COLS] = {{0}};
     bytes w[COLS], s[COLS];
     long k = from;
@@ -191,7 +191,8 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
             vf v[32 / W];
             if (kind == MXFP4) unpack(w[c] + (k >> 1), s[c][k >> 5], v);
             else if (kind == GGML_MXFP4) unpack(w[c] + (k >> 5) * 17 + 1, w[c][(k >> 5) * 17], v);
-            else *v = kind == F32 ? load((floats)(w[c] + 4 * k)) : widen(w[c] + 2 * k);
+            else if (kind == Q8_0) UNROLL for (int j = 0; j < parts; j++) v[j] = q8_part(w[c] + (k >> 5) * 34, j * W);
+            else *v = kind == F32 ? load((floats)(w[c] + 4 * k)) : kind == F16 ? halves(w[c] + 2 * k) : widen(w[c] + 2 * k);
             UNROLL for (int j = 0; j < parts; j++) {
                 if (R > 1) HOLD(v[j]);
                 UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v[j] * load(x[r] + k + j * W);
@@ -201,7 +202,7 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
     if (k < to) {
         float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
         for (int r = 0; r < R; r++) for (long i = k; i < to; i++) xs[r][i - k] = x[r][i];
-        for (int c = 0; c < COLS; c++) for (long i = k; i < to; i++) ws[c][i - k] = get(w[c], kind, i);
+        for (int c = 0; c < COLS; c++) for (long i = k; i < to; i++) ws[c][i - k] = kind == F16 ? half(w[c] + 2 * i) : get(w[c], kind, i);
         UNROLL for (int i = 0; i < R * COLS; i++) a[i] += load(ws[i % COLS]) * load(xs[i / COLS]);
     }
     if (to < m.k) UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];
@@ -233,14 +234,15 @@ static void unpacked(const floats *x, int rows, const Rows *m, int cols, float *
 // sums[r * COLS + c] = x[r] . weight row c, for at most MOST rows of x and COLS of weights.
 static void block(const floats *x, int rows, const Rows *m, int cols, float *sums) {
     vf acc[MOST * COLS];
-    if (m->kind > GGML_MXFP4 || m->kind == F16) return unpacked(x, rows, m, cols, sums);
+    if (m->kind > Q8_0) return unpacked(x, rows, m, cols, sums);
     long chunk = rows > ROWS ? CHUNK : m->k, parts = (rows + ROWS - 1) / ROWS;  // row tiles share weights in the first cache
     for (long k = 0; k < m->k; k += chunk) for (long i = 0; i < parts; i++) {   // each fetches its portion of the block after the next
-        long to = MIN(k + chunk, m->k), every = 64 / at(m->kind, m->kind == F32 || m->kind == BF16 ? W : 32) * parts;
+        long to = MIN(k + chunk, m->k), every = 64 / at(m->kind, m->kind == F32 || m->kind == BF16 || m->kind == F16 ? W : 32) * parts;
         long ahead = 2 * COLS * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
 #define TILE(R, kind) tile(R, kind, x + i * ROWS, *m, cols, k, to, ahead, every, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
 #define TILES(kind) switch (rows - i * ROWS) { case 1: TILE(1, kind); case 2: TILE(2, kind); case 3: TILE(3, kind); default: TILE(4, kind); }
-        if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else if (m->kind == MXFP4) TILES(MXFP4) else TILES(GGML_MXFP4)
+        if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else if (m->kind == MXFP4) TILES(MXFP4)
+        else if (m->kind == F16) TILES(F16) else if (m->kind == Q8_0) TILES(Q8_0) else TILES(GGML_MXFP4)
     }
 }
 

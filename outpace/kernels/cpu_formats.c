@@ -17,9 +17,15 @@ INLINE vi signeds(bytes p) { return __builtin_convertvector(*(const vs *)p, vi);
 INLINE vf real(vi v) { return __builtin_convertvector(v, vf); }
 #endif
 INLINE vf halves(bytes p) {  // W float16
+#if W == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined __F16C__
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
     vu h = (vu)widen(p), rest = h >> 3 & 0x0fffe000;
     vf v = (vf)rest * 0x1p112f;  // the difference of the two biases: exact, for subnormal halves too
     return (vf)((vu)v | (h & 0x80000000) | (0x7f800000 & (vu)(rest >= 0x0f800000)));
+#endif
 }
 INLINE float half(bytes p) {
     uint16_t h;
@@ -44,9 +50,9 @@ static void ggml_mxfp4(bytes p, float *y) {  // a scale, then 16 bytes: values 0
     unpack(p + 1, p[0], v);
     FOR(i, 32) store(y + i, v[i / W]);
 }
+INLINE vf q8_part(bytes p, int i) { return real(signeds(p + 2 + i)) * half(p); }
 static void q8_0(bytes p, float *y) {
-    float d = half(p);
-    FOR(i, 32) store(y + i, real(signeds(p + 2 + i)) * d);
+    FOR(i, 32) store(y + i, q8_part(p, i));
 }
 static void q4_0(bytes p, float *y) {  // nibbles as in ggml_mxfp4
     float d = half(p);
