@@ -8,7 +8,6 @@ from itertools import groupby
 from math import floor, log2, prod, sqrt
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -85,11 +84,13 @@ def plan(
     shard_bytes: int = SHARD_BYTES,
 ) -> Plan:
     """`like` is a name in models.published. Raises ValueError for another, for layers that the model does
-    not have, and for an unknown dtype."""
+    not have, for an unknown dtype and a negative seed."""
     if like not in PUBLISHED:
         raise ValueError(f"--like {like}: known models are {', '.join(PUBLISHED)}")
     if dtype not in STORED:
         raise ValueError(f"--dtype {dtype}: choose {', '.join(STORED)}")
+    if seed < 0:
+        raise ValueError(f"--seed {seed} is below 0")
     config = PUBLISHED[like] if layers is None else first_layers(PUBLISHED[like], layers)
     recipe = {"made_by": "outpace synth", "like": like, "layers": config["num_hidden_layers"]}
     recipe |= {"seed": seed, "dtype": dtype, "shard_bytes": shard_bytes}
@@ -128,20 +129,24 @@ def synthesise(
     """Writes the checkpoint, a tokenizer.json (the embedded one, of 4,096 ids: enough to run text through,
     not the model's own), generation_config.json and synth.json, which says how it was made.
 
-    Memory stays below 200 MB whatever the size. Each tensor depends on the seed and its name alone. A run
+    It adds less than 200 MB to memory, whatever the size. Each tensor depends on the seed and its name alone. A run
     that was stopped goes on with the shards it lacks; config.json comes last. `on_bytes` hears of every
     chunk. Raises ValueError for a folder that holds anything else (unless `overwrite`, which removes the
     weights in it) and for a disk with too little room.
     """
     started = time.perf_counter()
-    kept = _prepare(folder, plan, overwrite)
+    kept = _kept(folder, plan, overwrite)
+    replaced = [path for path in folder.glob("model*.safetensors") if path.name not in kept]
     missing = sum(size(specs) for shard, specs in plan.shards.items() if shard not in kept)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + sum(path.stat().st_size for path in replaced)
     if missing + MARGIN > free:
         raise ValueError(
             f"{folder} needs {missing / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free: "
             "give fewer --layers or another disk"
         )
+    if not kept:
+        (folder / "config.json").unlink(missing_ok=True)
+    remove_weights(folder, kept)
     write_json(folder / RECIPE, plan.recipe)
     for shard, specs in plan.shards.items():
         if shard in kept:
@@ -163,8 +168,8 @@ def synthesise(
     )
 
 
-def _prepare(folder: Path, plan: Plan, overwrite: bool) -> set[str]:
-    """-> the shards that an earlier run of the same plan finished."""
+def _kept(folder: Path, plan: Plan, overwrite: bool) -> set[str]:
+    """The shards that an earlier run of the same plan finished. ValueError where something else is."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,8 +180,6 @@ def _prepare(folder: Path, plan: Plan, overwrite: bool) -> set[str]:
         raise ValueError(
             f"{folder} is not empty: name a new folder, or give --overwrite to replace its weights"
         )
-    remove_weights(folder)
-    (folder / "config.json").unlink(missing_ok=True)
     return set()
 
 
@@ -199,7 +202,7 @@ def _chunks(specs: list[Spec], plan: Plan, on_bytes: Callable[[int], None]) -> I
 def _tensor(spec: Spec, plan: Plan) -> Iterator[Tensor]:
     """The tensor's values in order, flat, a few million at a time."""
     name, dtype, shape = spec
-    source = np.random.SFC64(np.random.SeedSequence([plan.recipe["seed"], crc32(name.encode())]))
+    source = np.random.SFC64(np.random.SeedSequence([plan.recipe["seed"], *name.encode()]))
     count, columns = prod(shape), shape[-1]
     step = CHUNK // columns * columns or columns  # whole rows
     for begin in range(0, count, step):
@@ -211,7 +214,7 @@ def _tensor(spec: Spec, plan: Plan) -> Iterator[Tensor]:
         else:
             centre, spread = _distribution(name, shape, plan.config)
             noise = _bits(source, values, torch.int16).float().mul_(sqrt(3) * spread / 2**15)
-            if is_head(name, plan.config) and begin + values > PRINTABLE * columns:
+            if _is_head(name, plan.config) and begin + values > PRINTABLE * columns:
                 noise[max(PRINTABLE * columns - begin, 0) :] *= HUSHED
             yield noise.add_(centre).to(DTYPES[dtype])
 
@@ -232,7 +235,7 @@ def _scales(source: np.random.SFC64, values: int, groups: int) -> Tensor:
     return (_bits(source, values, torch.uint8) < 256 * upper).to(torch.uint8).add_(SCALE_BIAS + exponent)
 
 
-def is_head(name: str, config: dict[str, Any]) -> bool:
+def _is_head(name: str, config: dict[str, Any]) -> bool:
     return name == ("model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight")
 
 
@@ -241,7 +244,7 @@ def _distribution(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> 
     grow as the root of the number of layers and no more."""
     if name.endswith("norm.weight"):
         return 1.0, 0.1
-    if is_head(name, config):
+    if _is_head(name, config):
         return 0.0, LOGITS / sqrt(shape[-1])
     if "embed_tokens" in name or name.endswith("sinks"):
         return 0.0, 1.0

@@ -191,6 +191,12 @@ def test_a_disk_that_is_too_small(narrow, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="GB free"):
         synthesise(tmp_path, made)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1e9, 1e9, made.nbytes))
+    with pytest.raises(ValueError, match="GB free"):
+        synthesise(tmp_path, made, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +206,7 @@ def test_a_disk_that_is_too_small(narrow, tmp_path, monkeypatch):
         ({"like": "qwen3-8b", "layers": 0}, "give 1 to 36"),
         ({"like": "qwen3-8b", "layers": 37}, "give 1 to 36"),
         ({"like": "qwen3-8b", "dtype": "int8"}, "choose bfloat16"),
+        ({"like": "qwen3-8b", "seed": -1}, "--seed -1"),
     ],
 )
 def test_wrong_plans(given, said):

@@ -1,7 +1,7 @@
 """Gate A: what is wrong between a checkpoint and its config.json, by name, and what to do about it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from reprlib import repr  # short, however long or deep the value
 from typing import Any
@@ -191,8 +191,9 @@ def _experts(evidence: Evidence) -> Iterator[Explained]:
         )
     if under:
         mend = "config.json belongs to another model: its `architectures` should name a dense one"
-        if len(under) < evidence.config.num_layers:
-            mend = f"set `mlp_only_layers` to {under}"
+        dense_layers = {*under, *(i for i, moe in enumerate(evidence.config.moe_layers) if not moe)}
+        if len(dense_layers) < evidence.config.num_layers:
+            mend = f"set `mlp_only_layers` to {sorted(dense_layers)}"
         yield (
             Finding(
                 name="experts_over_dense_mlp",
@@ -220,11 +221,12 @@ def _number_of_experts(evidence: Evidence) -> Iterator[Explained]:
 
 def _layers(evidence: Evidence) -> Iterator[Explained]:
     held, wanted = _layers_of(evidence.specs, ""), evidence.config.num_layers
-    beyond, absent = sorted(held - set(range(wanted))), sorted(set(range(wanted)) - held)
-    every = (*evidence.comparison.missing, *evidence.comparison.left_over)
-    if not beyond and not absent:
+    absent = sorted(set(range(wanted)) - held)
+    wrong = {*absent, *held} - (held & set(range(wanted)))
+    if not wrong:
         return
-    names = _of_layers([*beyond, *absent], every, "")
+    every = (*evidence.comparison.missing, *evidence.comparison.left_over)
+    names = _of_layers(wrong, every, "")
     count = max(held, default=-1) + 1
     if held == set(range(count)) and count:
         mend = f"set `num_hidden_layers` to {count}, and cut or lengthen `layer_types`"
@@ -233,7 +235,8 @@ def _layers(evidence: Evidence) -> Iterator[Explained]:
         said = f"config.json has {wanted} layers, the checkpoint {count}"
         yield Finding(name="num_hidden_layers", said=said, mend=mend), names
     else:
-        said = f"no tensor of layers {_some(absent)} is there"
+        holes = sorted(set(range(max(count, wanted))) - held)
+        said = f"no tensor of layers {_some(holes)} is there; config.json has {wanted} layers"
         yield Finding(name="missing_layers", said=said, mend="fetch the checkpoint again"), names
 
 
@@ -268,7 +271,7 @@ def _vocabulary(evidence: Evidence) -> Iterator[Explained]:
         return
     said = f"`vocab_size` is {size}; " + ", ".join(f"{name} has {n} rows" for name, n in rows.items())
     if len(set(rows.values())) == 1:
-        mend = f"set `vocab_size` to {rows[EMBEDDING]}, padding rows included"
+        mend = f"set `vocab_size` to {next(iter(rows.values()))}, padding rows included"
     else:
         mend = "embedding and head must have as many rows: save again after `resize_token_embeddings`"
     yield Finding(name="vocab_size", said=said, mend=mend), set(rows)
@@ -341,13 +344,14 @@ def _rest(comparison: Comparison) -> Iterator[Finding]:
         yield Finding(name="dtype", said=said, mend="fetch the model in bfloat16, or as published")
 
 
-def _layers_of(names: Iterator[str] | Any, pattern: str) -> set[int]:
+def _layers_of(names: Iterable[str], pattern: str) -> set[int]:
     found = (re.match(r"model\.layers\.(\d{1,6})" + (pattern or r"\."), name) for name in names)
     return {int(match[1]) for match in found if match}
 
 
-def _of_layers(layers: list[int], names: Any, pattern: str) -> set[str]:
-    return {name for name in names if _layers_of([name], pattern) & set(layers)}
+def _of_layers(layers: Iterable[int], names: Iterable[str], pattern: str) -> set[str]:
+    wanted = set(layers)
+    return {name for name in names if _layers_of([name], pattern) & wanted}
 
 
 def _some(layers: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 import struct
 from pathlib import Path
+from reprlib import repr  # short, however long or deep the value
 
 from outpace.weights.contract import LoadError
 from outpace.weights.strict_json import read_object
@@ -38,7 +39,7 @@ def foreign_folder(folder: Path) -> LoadError | None:
         if any(inner.glob("consolidated.*.pth")):
             return LoadError(
                 f"{inner} holds Meta's own files (consolidated.*.pth): fetch the safetensors of the same "
-                "repository, `huggingface-cli download REPOSITORY --exclude 'original/*' --local-dir FOLDER`",
+                "repository, `hf download REPOSITORY --exclude 'original/*' --local-dir FOLDER`",
                 "original",
             )
     files = sorted(folder.glob("*.gguf"))
@@ -85,8 +86,8 @@ def openai_layout(folder: Path) -> LoadError:
 
 def _fetch(repository: str | None) -> str:
     name = repository or " or ".join(PUBLISHED.values())
-    command = f"huggingface-cli download {repository or 'openai/gpt-oss-20b'} --local-dir FOLDER"
-    return f"fetch {name} as safetensors, `{command} --exclude 'original/*' 'metal/*'`"
+    command = f"hf download {repository or 'openai/gpt-oss-20b'} --local-dir FOLDER"
+    return f"fetch {name} as safetensors, `{command} --exclude 'original/*' --exclude 'metal/*'`"
 
 
 def _pickle(path: Path) -> LoadError:
@@ -100,8 +101,9 @@ def _pickle(path: Path) -> LoadError:
 
 def _adapter(folder: Path) -> LoadError:
     base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
+    of = repr(base) if base else "another model"
     return LoadError(
-        f"{folder} holds an adapter (LoRA) of {base or 'another model'}, not a model; merge the two: "
+        f"{folder} holds an adapter (LoRA) of {of}, not a model; merge the two: "
         '`python -c "from peft import AutoPeftModelForCausalLM as M; '
         f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('OUT')\"`",
         "adapter",

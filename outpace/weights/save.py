@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,12 @@ def save_checkpoint(
     write_json(folder / "config.json", config)
 
 
-def remove_weights(folder: Path) -> None:
-    """Unlink a checkpoint's files. Who has them mapped keeps what he has: nothing is cut short in place."""
+def remove_weights(folder: Path, kept: Container[str] = ()) -> None:
+    """Unlink a checkpoint's files but the `kept`. Who has them mapped keeps what he has: nothing is cut short
+    in place."""
     for old in folder.glob("model*.safetensors"):
-        old.unlink()
+        if old.name not in kept:
+            old.unlink()
     (folder / INDEX).unlink(missing_ok=True)
 
 

@@ -90,7 +90,10 @@ def test_experts_over_a_dense_checkpoint(copy, saved):
 
 
 def test_some_dense_layers_that_the_config_forgot(copy):
-    only(copy("qwen3_moe", mlp_only_layers=[]), "experts_over_dense_mlp", "set `mlp_only_layers` to [1]")
+    folder = copy("qwen3_moe", mlp_only_layers=[])
+    only(folder, "experts_over_dense_mlp", "set `mlp_only_layers` to [1]")
+    tiny.write_config(folder, mlp_only_layers=[3])
+    assert set(findings(folder)) == {"dense_mlp_over_experts", "experts_over_dense_mlp"}
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gpt_oss_dense", "qwen3_moe"])
@@ -109,6 +112,21 @@ def test_another_number_of_layers(copy, layers, mend):
 
 def test_a_layer_that_is_not_there(copy):
     only(copy("llama", without("layers.1.")), "missing_layers", said="layers 1")
+
+
+def test_layers_with_a_hole(copy):
+    far = {"model.layers.7.input_layernorm.weight": torch.ones(42)}
+    only(copy("llama", lambda t: t | far), "missing_layers", said="layers 3-6 is there; config.json has 3")
+
+
+def test_no_layers_at_all(copy):
+    folder = copy("llama", without("layers."))
+    only(folder, "missing_layers", said="layers 0-2 is there")
+
+
+def test_a_vocabulary_without_its_embedding(copy):
+    folder = copy("gpt_oss", without("embed_tokens"), vocab_size=50)
+    assert "set `vocab_size` to 97" in findings(folder)["vocab_size"].mend
 
 
 def test_latent_attention(copy):

@@ -29,7 +29,7 @@ def test_metal(tmp_path, where, layers):
     for given in (path, path.parent, tmp_path) if where != "weights.dat" else (path,):
         kind, said = refusal(given)
         assert kind == "metal" and str(path) in said
-        assert f"huggingface-cli download {name}" in said
+        assert f"hf download {name}" in said
 
 
 def test_a_metal_file_beside_safetensors_does_not_matter(tmp_path):
