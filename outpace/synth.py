@@ -129,9 +129,9 @@ def synthesise(
     """Writes the checkpoint, a tokenizer.json (the embedded one, of 4,096 ids: enough to run text through,
     not the model's own), generation_config.json and synth.json, which says how it was made.
 
-    It adds less than 200 MB to memory, whatever the size. Each tensor depends on the seed and its name alone. A run
-    that was stopped goes on with the shards it lacks; config.json comes last. `on_bytes` hears of every
-    chunk. Raises ValueError for a folder that holds anything else (unless `overwrite`, which removes the
+    It adds less than 200 MB to memory, whatever the size. Each tensor depends on the seed and its name
+    alone. A run that was stopped goes on with the shards it lacks; config.json comes last. `on_bytes` hears
+    of every chunk. Raises ValueError for a folder that holds anything else (unless `overwrite`, which removes the
     weights in it) and for a disk with too little room.
     """
     started = time.perf_counter()
