@@ -46,8 +46,8 @@ class _Open:
 
 
 class HarmonyParser:
-    """Reads what a model says after a prompt that ended with `<|start|>assistant`, or, with role None, a
-    text from its first `<|start|>` on.
+    """Reads what a model says after a prompt that ended with `<|start|>assistant` (where the prompt said
+    more of the message than that, feed it first), or, with role None, a text from its `<|start|>` on.
 
     Whatever comes, nothing raises, no special token gets into a text, and no text gets lost: what is
     out of place is kept as a message with `faults` and, unless a header said otherwise, no channel, so
