@@ -131,8 +131,8 @@ def synthesise(
 
     It adds less than 200 MB to memory, whatever the size. Each tensor depends on the seed and its name
     alone. A run that was stopped goes on with the shards it lacks; config.json comes last. `on_bytes` hears
-    of every chunk. Raises ValueError for a folder that holds anything else (unless `overwrite`, which removes the
-    weights in it) and for a disk with too little room.
+    of every chunk. Raises ValueError for a folder that holds anything else (unless `overwrite`, which
+    removes the weights in it) and for a disk with too little room.
     """
     started = time.perf_counter()
     kept = _kept(folder, plan, overwrite)
