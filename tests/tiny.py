@@ -118,16 +118,26 @@ def randomise(named, seed=0):
                 p.copy_(noise * (1.0 if "embed" in name else 0.17))
 
 
-def save_twin(family, folder, **changes):
-    """A random `transformers` model of the family, saved to `folder` in float32."""
+def save_twin(family, folder, stored=torch.float32, **changes):
+    """A random `transformers` model of the family in float32, saved to `folder` in `stored`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     said = {k: v for k, v in (HF[family] | changes).items() if k != "architectures"}
     config = AutoConfig.for_model(**said)
     twin = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     randomise(twin.named_parameters())
+    if stored != torch.float32:
+        twin = twin.to(stored)
     twin.save_pretrained(folder)
     return twin
+
+
+def read_twin(folder):
+    """What transformers makes of a folder, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    how = {"attn_implementation": "eager", "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
 
 def config(family, *, window=True, **changes):

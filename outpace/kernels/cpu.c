@@ -50,7 +50,7 @@ typedef int32_t i4 __attribute__((vector_size(16)));
 typedef float f4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef const uint8_t *bytes;
 typedef const float *floats;
-typedef const void *any;  // float32 or bfloat16, as the kind beside it says
+typedef const void *any;  // float32, bfloat16 or float16, as the kind beside it says
 enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K };  // of weights; MXFP4: as in safetensors
 enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of a block; k values kept in the first cache
 enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
@@ -72,7 +72,20 @@ INLINE vf part(floats p, long n) {  // the first n lanes, zeros after them
     memcpy(&v, p, n * sizeof(float));
     return v;
 }
+INLINE float half(bytes p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+#ifdef __F16C__
+    return _cvtsh_ss(h);
+#else
+    union { uint32_t bits; float f; } u = {(uint32_t)(h & 0x7fff) << 13};
+    u.f *= 0x1p112f;
+    u.bits |= (uint32_t)(h & 0x8000) << 16 | ((h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0);
+    return u.f;
+#endif
+}
 INLINE float get(any p, long kind, long i) {
+    if (kind == F16) return half((bytes)p + 2 * i);
     union { uint32_t bits; float f; } u = {kind == F32 ? 0 : (uint32_t)((const uint16_t *)p)[i] << 16};
     return kind == F32 ? ((floats)p)[i] : u.f;
 }
@@ -202,7 +215,7 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
     if (k < to) {
         float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
         for (int r = 0; r < R; r++) for (long i = k; i < to; i++) xs[r][i - k] = x[r][i];
-        for (int c = 0; c < COLS; c++) for (long i = k; i < to; i++) ws[c][i - k] = kind == F16 ? half(w[c] + 2 * i) : get(w[c], kind, i);
+        for (int c = 0; c < COLS; c++) for (long i = k; i < to; i++) ws[c][i - k] = get(w[c], kind, i);
         UNROLL for (int i = 0; i < R * COLS; i++) a[i] += load(ws[i % COLS]) * load(xs[i / COLS]);
     }
     if (to < m.k) UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];

@@ -27,18 +27,6 @@ INLINE vf halves(bytes p) {  // W float16
     return (vf)((vu)v | (h & 0x80000000) | (0x7f800000 & (vu)(rest >= 0x0f800000)));
 #endif
 }
-INLINE float half(bytes p) {
-    uint16_t h;
-    memcpy(&h, p, 2);
-#ifdef __F16C__
-    return _cvtsh_ss(h);
-#else
-    union { uint32_t bits; float f; } u = {(uint32_t)(h & 0x7fff) << 13};
-    u.f *= 0x1p112f;
-    u.bits |= (uint32_t)(h & 0x8000) << 16 | ((h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0);
-    return u.f;
-#endif
-}
 static void f16(bytes p, long n, float *y) {
     long i = 0;
     for (; i + W <= n; i += W) store(y + i, halves(p + 2 * i));
