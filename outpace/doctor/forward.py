@@ -5,6 +5,7 @@ formulas, attention and experts are loops and einsums. The letters are those of 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,12 @@ from torch import Tensor
 from outpace.doctor.reading import Nibbles, Reading
 from outpace.doctor.weights import AttentionWeights, Expert, Matrix, MlpWeights
 from outpace.ops.rope import RopeConfig
+
+BACK: dict[Nibbles, Nibbles] = {
+    "as stored": "as stored",
+    "from split": "to split",
+    "to split": "from split",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +74,25 @@ def read_attention(x: Tensor, w: AttentionWeights, r: Reading) -> AttentionSteps
 
 def read_mlp(x: Tensor, w: MlpWeights, r: Reading) -> MlpSteps:
     """x [T, C] float32. Rows do not know each other: any choice of rows gives those rows' results."""
+    return read_mlps([x], w, [r])[0]
+
+
+def read_mlps(xs: Sequence[Tensor], w: MlpWeights, readings: Sequence[Reading]) -> list[MlpSteps]:
+    """Several readings of one layer, each of its own x: an expert is decoded once for all of them."""
+    found = [_routed(x, w, r) for x, r in zip(xs, readings, strict=True)]
+    for e in torch.cat([steps.chosen.flatten() for steps in found]).unique().tolist():
+        expert = w.expert(e)
+        for steps, r in zip(found, readings, strict=True):
+            row, place = (steps.chosen == e).nonzero(as_tuple=True)
+            steps.out[row] += steps.weights[row, place, None] * _through(steps.normed[row], expert, r)
+    return found
+
+
+def _routed(x: Tensor, w: MlpWeights, r: Reading) -> MlpSteps:
+    """Everything but what the experts say: `out` is still 0."""
     normed = rms_norm(x, w.norm if r.norm_weights else None, r.eps)
     logits, chosen, weights = choose_experts(normed, w, r)
-    out = torch.zeros_like(x)
-    for e in chosen.unique().tolist():
-        row, place = (chosen == e).nonzero(as_tuple=True)
-        out[row] += weights[row, place, None] * _through(normed[row], w.expert(e), r)
-    return MlpSteps(normed=normed, logits=logits, chosen=chosen, weights=weights, out=out)
+    return MlpSteps(normed=normed, logits=logits, chosen=chosen, weights=weights, out=torch.zeros_like(x))
 
 
 def choose_experts(normed: Tensor, w: MlpWeights, r: Reading) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -91,23 +110,23 @@ def choose_experts(normed: Tensor, w: MlpWeights, r: Reading) -> tuple[Tensor | 
 
 def _through(x: Tensor, expert: Expert, r: Reading) -> Tensor:
     """x [n, C] through one expert -> [n, C]."""
-    both = _product(x, _decoded(expert.gate_up, r.gate_up_nibbles, r), "gate_up" in r.biases)
+    both = _expert_product(x, expert.gate_up, r.gate_up_nibbles, r.expert_scale, "gate_up" in r.biases)
     gate, up = (both[:, ::2], both[:, 1::2]) if r.gate_up == "interleaved" else both.chunk(2, dim=-1)
     if not r.gate_first:
         gate, up = up, gate
     if r.limit is not None:
         gate, up = gate.clamp(max=r.limit), up.clamp(-r.limit, r.limit)
     hidden = gate * torch.sigmoid(r.alpha * gate) * (up + r.one)
-    down = _decoded(expert.down, r.down_nibbles, r)
+    down, nibbles = expert.down, r.down_nibbles
     if r.down_transposed:
-        down = Matrix(weight=down.weight.mT, bias=down.bias)
-    return _product(hidden, down, "down" in r.biases)
+        down, nibbles = Matrix(weight=reordered(down.weight, nibbles).mT, bias=down.bias), "as stored"
+    return _expert_product(hidden, down, nibbles, r.expert_scale, "down" in r.biases)
 
 
-def _decoded(matrix: Matrix, nibbles: Nibbles, r: Reading) -> Matrix:
-    """An expert's matrix under another number format."""
-    weight = matrix.weight if r.expert_scale == 1 else matrix.weight * r.expert_scale
-    return Matrix(weight=reordered(weight, nibbles), bias=matrix.bias)
+def _expert_product(x: Tensor, matrix: Matrix, nibbles: Nibbles, scale: float, biased: bool) -> Tensor:
+    """Under another number format a matrix has its columns in another order, and another power of two on
+    all of them: the way back on x gives the same products, and x is small."""
+    return _product(reordered(x, BACK[nibbles]) * scale, matrix, biased)
 
 
 def reordered(x: Tensor, nibbles: Nibbles) -> Tensor:

@@ -4,17 +4,16 @@ A checkpoint that was written with a mistake is read right by the same mistake. 
 text: its own reading is the best there is, every other costs it. One that knows nothing tells nothing.
 """
 
-import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outpace.doctor.check import Check
-from outpace.doctor.forward import read_attention, read_mlp
+from outpace.doctor.forward import read_attention, read_mlps
 from outpace.doctor.mistakes import Mistake, attention_mistakes, mlp_mistakes
 from outpace.doctor.reading import Reading, right_reading
 from outpace.doctor.speech import CHANCE, token_losses
@@ -100,19 +99,21 @@ def known_fields(model: Decoder) -> dict[str, set[str]]:
 def read_with(model: Decoder, tokens: list[int], readings: Sequence[Names]) -> dict[Names, Tensor]:
     """Mistakes -> [T-1] losses of the text when they are made in every layer that they apply to.
 
-    Layer by layer, all readings at once: an expert is decoded once for all of them, and one layer's
-    decoded experts are all that is held beside the model.
+    Layer by layer, all readings at once, so that an expert is decoded once for all of them.
     """
     start = model.embed(torch.tensor([tokens], device=model.device))[0].float().cpu()
-    states = dict.fromkeys(readings, start)
+    states = [start] * len(readings)
     for i, block in enumerate(model.layers):
         assert isinstance(block, Block)
-        known, attention, mlp = layer_readings(model, i), attention_weights(block), mlp_weights(block)
-        mlp = replace(mlp, expert=functools.cache(mlp.expert))
-        for names, x in states.items():
-            x = x + read_attention(x, attention, known.attention_with(names)).out
-            states[names] = x + read_mlp(x, mlp, known.mlp_with(names)).out
-    return {names: token_losses(_logits(model, x), tokens) for names, x in states.items()}
+        known, attention = layer_readings(model, i), attention_weights(block)
+        states = [
+            x + read_attention(x, attention, known.attention_with(names)).out
+            for x, names in zip(states, readings, strict=True)
+        ]
+        steps = read_mlps(states, mlp_weights(block), [known.mlp_with(names) for names in readings])
+        states = [x + its.out for x, its in zip(states, steps, strict=True)]
+    losses = (token_losses(_logits(model, x), tokens) for x in states)
+    return dict(zip(readings, losses, strict=True))
 
 
 def _logits(model: Decoder, x: Tensor) -> Tensor:

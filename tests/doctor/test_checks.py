@@ -177,6 +177,7 @@ def test_windows_and_masks():
     assert visible(2, 0, causal=False).all()
 
 
+@torch.inference_mode()
 def test_the_plain_forward_reads_a_layer_in_every_known_way():
     """Every mistake runs, and changes what is said; so does any two that can be made together."""
     model = tiny.target("qwen3")
