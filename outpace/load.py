@@ -1,11 +1,12 @@
 """Two paths -> target, draft, tokenizer; the name "default" is the model that ships in the package."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from outpace.chat.template import read_template
-from outpace.chat.tokenizer import read_tokenizer
+from outpace.chat.tokenizer import check_vocabulary, read_tokenizer
 from outpace.chat.vocabulary import tokenizer_from_gguf
 from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.load import load_dflash
@@ -14,6 +15,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
 from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
 from outpace.weights.gguf import GGUFCheckpoint
+from outpace.weights.stops import generation_stops
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DEFAULT = "default"
@@ -28,9 +30,16 @@ def target_path(path: str) -> Path:
 
 
 def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenizer]:
-    """`layers`: only the first so many, for debugging."""
+    """`layers`: only the first so many, for debugging. Stop tokens of generation_config.json are added.
+
+    Raises ValueError where the tokenizer has ids that the model has no rows for.
+    """
     checkpoint = open_checkpoint(target_path(path))
-    return load_target(checkpoint, layers=layers), open_tokenizer(checkpoint)
+    target, tokenizer = load_target(checkpoint, layers=layers), open_tokenizer(checkpoint)
+    check_vocabulary(tokenizer, target.config.vocab_size)
+    stops = (*target.config.eos_token_ids, *generation_stops(checkpoint.folder))
+    target.config = replace(target.config, eos_token_ids=tuple(dict.fromkeys(stops)))
+    return target, tokenizer
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

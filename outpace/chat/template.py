@@ -54,7 +54,7 @@ def render(
     sandbox = Sandbox()
     sandbox.filters["tojson"] = sandbox.bounded("tojson", _tojson)
     sandbox.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    said = [_with_thoughts(_plain(m, f"messages[{i}]")) for i, m in enumerate(messages)]
+    said = [_with_thoughts(_plain(m, f"messages[{i}]"), i) for i, m in enumerate(messages)]
     given = {"messages": said, "tools": _plain(list(tools), "tools") if tools is not None else None}
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     given |= {key: token for key, token in tokens.items() if token is not None}
@@ -175,8 +175,10 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _with_thoughts(message: Any) -> Any:
+def _with_thoughts(message: Any, i: int) -> dict[str, Any]:
     """Thoughts under the two names that templates read, whichever they came by."""
+    if not isinstance(message, dict):
+        raise ValueError(f"messages[{i}] is a {type(message).__name__}, not an object with role and content")
     thoughts = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 

@@ -99,7 +99,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
         rule = pieces_of(said)
     except ValueError as error:
         raise ValueError(f"the tokenizer cannot be written into a GGUF file: {error}") from error
-    exact = _names(rule, said["model"])
+    exact = _names(rule, said)
     name = pre or (exact[0] if exact else NEAREST.get(rule.splits))
     if name is None:
         raise ValueError(
@@ -246,18 +246,21 @@ def _whole(text: Any, tokens: list[str], types: list[int]) -> Tokenizer:
     return tokenizer
 
 
-def _names(rule: Pieces, model: dict[str, Any]) -> list[str]:
+def _names(rule: Pieces, said: dict[str, Any]) -> list[str]:
     """The pre-tokenizers that cut and normalise alike, and treat whole-word tokens alike: by the same
     rule, or because the merges lead to every token anyway."""
     same = [n for n, p in NAMED.items() if (p.splits, p.nfc) == (rule.splits, rule.nfc)]
     exact = [n for n in same if NAMED[n].ignore_merges == rule.ignore_merges]
-    return exact or (same if same and _merges_reach_all(model) else [])
+    return exact or (same if same and _merges_reach_all(said) else [])
 
 
-def _merges_reach_all(model: dict[str, Any]) -> bool:
-    pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    bpe = models.BPE(vocab=model["vocab"], merges=[(left, right) for left, right in pairs])
-    return all(len(bpe.tokenize(token)) == 1 for token in model["vocab"])
+def _merges_reach_all(said: dict[str, Any]) -> bool:
+    """All but added tokens, which are found before anything is merged."""
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in said["model"]["merges"]]
+    vocab = said["model"]["vocab"]
+    bpe = models.BPE(vocab=vocab, merges=[(left, right) for left, right in pairs])
+    merged = vocab.keys() - {t["content"] for t in said["added_tokens"]}
+    return all(len(bpe.tokenize(token)) == 1 for token in merged)
 
 
 def _can_say(said: dict[str, Any]) -> bool:
