@@ -1,5 +1,6 @@
 """Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,12 +9,13 @@ from torch import Tensor
 
 from outpace.kernels import cpu
 from outpace.ops import mxfp4
-from outpace.ops.fast import few
+from outpace.ops.fast import few, kernel
 from outpace.ops.norm import clamped_swiglu, silu_mul
 from outpace.ops.quant import Quant, Weight, dense
 
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
 Experts = Tensor | Packed | Quant  # [E, N, K]
+SOME = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
 
 
 def router_logits(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -64,10 +66,13 @@ def run_experts(
     `limit` set: gpt-oss's clamped SwiGLU over interleaved rows; None: silu(gate) * up over halves. Where
     `gate` is given (GGUF), gates and ups are two matrices [E,F,C].
     """
-    if few(x):
+    if kernel(x):
         style = "silu" if limit is None else "gpt_oss"
-        weigh = (up, up_bias, down, down_bias, style, limit or 0.0)
-        return cpu.moe(x, experts, weights, *weigh, gate=gate, gate_bias=gate_bias)
+        weigh = partial(cpu.moe, up=up, up_bias=up_bias, down=down, down_bias=down_bias, style=style)
+        weigh = partial(weigh, limit=limit or 0.0, gate=gate, gate_bias=gate_bias)
+        some = zip(x.split(SOME), experts.split(SOME), weights.split(SOME), strict=True)
+        parts = [weigh(*part) for part in some]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
