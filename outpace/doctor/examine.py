@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from outpace.chat.template import ChatTemplate, folder_template, gguf_template
 from outpace.doctor.blocks import check_codes, check_decoding
 from outpace.doctor.check import Check
 from outpace.doctor.compare import Reference, compare_layers
@@ -20,17 +21,19 @@ from outpace.doctor.explain import (
 )
 from outpace.doctor.mechanics import check_engine, check_rope, check_router, check_rows, examine_layers
 from outpace.doctor.number_format import check_orders, gather_marks
+from outpace.doctor.prompt import check_beginning, check_harmony, check_template
 from outpace.doctor.search import EXACT
 from outpace.doctor.sides import Walk, walk
 from outpace.doctor.speech import check_growth, check_speech, check_text, speak, token_losses
 from outpace.doctor.text import sample_tokens
-from outpace.doctor.tokens import check_prompt, check_round_trip, check_special, check_vocabulary
+from outpace.doctor.tokens import check_round_trip, check_special, check_vocabulary, stop_ids
 from outpace.doctor.transformers_side import open_transformers, walk_transformers
 from outpace.doctor.try_readings import try_readings
 from outpace.load import open_tokenizer, target_path
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target, parse_config
 from outpace.weights.checkpoint import Checkpoint, open_checkpoint
+from outpace.weights.gguf import GGUFCheckpoint
 
 HF, GGUF = "hf", "gguf"
 SECONDS = 30.0  # that trying readings may take unless asked for
@@ -104,7 +107,16 @@ def _about_tokens(
     yield check_round_trip(tokenizer)
     yield check_vocabulary(tokenizer, model.config)
     yield check_special(tokenizer, model.config, checkpoint.folder)
-    yield check_prompt(tokenizer, model.config)
+    yield check_beginning(tokenizer, model.config)
+    yield check_harmony(tokenizer, model.config)
+    stops = stop_ids(model.config, checkpoint.folder)
+    yield check_template(tokenizer, model.config, _template(checkpoint), stops)
+
+
+def _template(checkpoint: Checkpoint) -> ChatTemplate | None:
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return gguf_template(checkpoint.metadata)
+    return folder_template(checkpoint.folder)
 
 
 def _about_layers(model: Decoder, ours: Walk) -> Iterator[Check]:

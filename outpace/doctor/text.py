@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from outpace.chat.tokenizer import encode_prompt
+
 SAMPLE = '''"""Count the words of a text file and print the most common ones."""
 
 import argparse
@@ -53,7 +55,7 @@ def sample_tokens(tokenizer: Tokenizer | None, vocab_size: int, most: int, file:
     if tokenizer is None:
         rng = torch.Generator().manual_seed(0)
         return torch.randint(vocab_size, (most,), generator=rng).tolist()
-    ids = tokenizer.encode(SAMPLE if file is None else file.read_text(encoding="utf-8")).ids[:most]
+    ids = encode_prompt(tokenizer, SAMPLE if file is None else file.read_text(encoding="utf-8"))[:most]
     if len(ids) < 2:
         raise ValueError(f"{file} holds less than two tokens: nothing can be predicted from it")
     return [i for i in ids if i < vocab_size]

@@ -6,10 +6,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outpace.chat.conversation import Conversation, Message, System
-from outpace.chat.harmony import HarmonyTokens, Mark, prompt_ids, render, speaks_harmony
+from outpace.chat.harmony import speaks_harmony
 from outpace.doctor.check import Check, Verdict
 from outpace.models.config import ModelConfig
+from outpace.weights.stops import generation_stops
 
 NASTY = {
     "plain": "Hello, world! It's 3.14159 and 1,000,000.",
@@ -86,9 +86,7 @@ def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Ch
     name = "special tokens"
     faults, remarks = [], []
     added = tokenizer.get_added_tokens_decoder()
-    stops = set(config.eos_token_ids)
-    said = read_json(folder / "generation_config.json").get("eos_token_id")
-    stops |= {said} if isinstance(said, int) else set(said or ())
+    stops = stop_ids(config, folder)
     ids = {"eos": sorted(stops), "bos": _some(config.bos_token_id), "pad": _some(config.pad_token_id)}
     for kind, found in ids.items():
         for id in found:
@@ -114,54 +112,9 @@ def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Ch
     return Check(name=name, verdict="pass", said=shown, evidence=evidence)
 
 
-def check_prompt(tokenizer: Tokenizer, config: ModelConfig) -> Check:
-    """What a chat prompt begins and ends with."""
-    name = "prompt format"
-    twice = _begins_twice(tokenizer, config)
-    if twice:
-        return Check(name=name, verdict="fail", said=twice)
-    if not config.sinks:
-        began = tokenizer.encode("Hello").ids[0] == config.bos_token_id
-        said = "the tokenizer puts the begin token in front" if began else "no begin token is put in front"
-        return Check(name=name, verdict="pass", said=said, evidence={"bos_added": began})
-    if not speaks_harmony(tokenizer):
-        missing = [str(m) for m in Mark if tokenizer.token_to_id(m) is None]
-        said = f"a gpt-oss whose tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
-        return Check(name=name, verdict="warn", said=said)
-    return _check_harmony(name, tokenizer)
-
-
-def _check_harmony(name: str, tokenizer: Tokenizer) -> Check:
-    """Special tokens are one id each, nothing stands between the system message and the user's, and the
-    answer's channel is left to the model."""
-    talk = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
-    ids, text = prompt_ids(talk, tokenizer), render(talk)
-    marks = HarmonyTokens(tokenizer).ids
-    faults = []
-    for mark, id in marks.items():
-        if tokenizer.encode(str(mark), add_special_tokens=False).ids != [id]:
-            faults.append(f"{mark} in a rendered prompt is not encoded as the one id {id}")
-    if tokenizer.decode(ids, skip_special_tokens=False) != text:
-        faults.append("the prompt's ids do not decode to the prompt")
-    starts = [i for i, id in enumerate(ids) if id == marks[Mark.START]]
-    if len(starts) != 3:
-        faults.append(f"{len(starts)} messages, not three: system, user and the answer's beginning")
-    if marks[Mark.CHANNEL] in ids[starts[-1] :]:
-        faults.append("the answer's channel is already open")
-    if faults:
-        return Check(name=name, verdict="fail", said="; ".join(faults))
-    said = "Harmony: special tokens are single ids, no developer block is added, the answer's channel is shut"
-    return Check(name=name, verdict="pass", said=said, evidence={"prompt": text})
-
-
-def _begins_twice(tokenizer: Tokenizer, config: ModelConfig) -> str:
-    bos = config.bos_token_id
-    token = None if bos is None else tokenizer.id_to_token(bos)
-    if token is None:
-        return ""
-    if tokenizer.encode("Hello").ids[:2] == [bos, bos]:
-        return f"the tokenizer puts two begin tokens ({token}) in front of a text"
-    return ""
+def stop_ids(config: ModelConfig, folder: Path) -> set[int]:
+    """config.json's and generation_config.json's. Raises ValueError where the latter is damaged."""
+    return {*config.eos_token_ids, *generation_stops(folder)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def test_every_family_against_its_gguf(family, type, tmp_path):
 
 def test_the_default_without_a_reference():
     found = {c.name: c for c in examine(Examination(path="default"))}
-    assert {c.verdict for c in found.values()} == {"pass"}, [c.said for c in found.values()]
+    other = {name: c.verdict for name, c in found.items() if c.verdict != "pass"}
+    assert other == {"chat template": "skipped"}
     assert len(found) >= 20
     for name in ("column order of down", "column order of gate and up", "pairing of gate and up rows"):
         assert found[name].evidence["z"] > 10

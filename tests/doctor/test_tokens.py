@@ -5,15 +5,14 @@ import json
 
 import pytest
 import tiny
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from outpace.chat.tokenizer import SPECIAL, train_bpe
+from outpace.chat.tokenizer import train_bpe
 from outpace.doctor.text import SAMPLE
 from outpace.doctor.tokens import (
     NASTY,
     PUBLISHED,
     PUBLISHED_VOCABULARY,
-    check_prompt,
     check_round_trip,
     check_special,
     check_vocabulary,
@@ -31,7 +30,6 @@ def test_a_healthy_one(tokenizer, tmp_path):
     assert check_round_trip(tokenizer).verdict == "pass"
     assert check_vocabulary(tokenizer, CONFIG).said == "290 tokens, 300 rows (10 of them padding)"
     assert check_special(tokenizer, CONFIG, tmp_path).verdict == "pass"
-    assert check_prompt(tokenizer, CONFIG).verdict == "pass"
 
 
 def test_text_that_comes_back_changed(tokenizer):
@@ -72,7 +70,7 @@ def test_stop_ids_that_are_no_special_tokens(tokenizer, tmp_path):
 def test_files_beside_the_weights_have_their_say(tokenizer, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 299]}))
     assert "299 is no token" in check_special(tokenizer, CONFIG, tmp_path).said
-    (tmp_path / "generation_config.json").write_text("{")
+    (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
     found = check_special(tokenizer, CONFIG, tmp_path)
     assert found.verdict == "warn" and "'<|end|>' is none of the stop ids [3]" in found.said
@@ -95,28 +93,3 @@ def test_the_published_ids_of_gpt_oss(tmp_path):
     assert check_special(published(), whole, tmp_path).verdict == "pass"
     moved = train_bpe([SAMPLE], 290)
     assert "<|start|> is 6, in gpt-oss it is 200006" in check_special(moved, whole, tmp_path).said
-
-
-def test_a_gpt_oss_that_cannot_speak_harmony():
-    bare = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    check = check_prompt(bare, CONFIG)
-    assert check.verdict == "warn" and "<|channel|>" in check.said
-
-
-def test_a_mark_that_is_split_into_pieces(tokenizer):
-    """Added, but not as a token of its own: encoded, it is text."""
-    said = json.loads(tokenizer.to_str())
-    said["added_tokens"] = [t for t in said["added_tokens"] if t["content"] != "<|channel|>"]
-    check = check_prompt(Tokenizer.from_str(json.dumps(said)), CONFIG)
-    assert check.verdict == "fail" and "<|channel|>" in check.said
-
-
-def test_begin_tokens(tokenizer):
-    llama = dataclasses.replace(CONFIG, sinks=False, bos_token_id=0)
-    assert "no begin token" in check_prompt(tokenizer, llama).said
-    for count, verdict in ((1, "pass"), (2, "fail")):
-        single = " ".join([SPECIAL[0]] * count + ["$A"])
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, special_tokens=[(SPECIAL[0], 0)]
-        )
-        assert check_prompt(tokenizer, llama).verdict == verdict

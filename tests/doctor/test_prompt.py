@@ -1,0 +1,89 @@
+"""Prompts that a model was not trained on: begin tokens twice, empty blocks, open channels, split marks."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny
+from tokenizers import Tokenizer, models, processors
+
+from outpace.chat.template import ChatTemplate
+from outpace.chat.tokenizer import SPECIAL, train_bpe
+from outpace.doctor.prompt import check_beginning, check_harmony, check_template
+from outpace.doctor.text import SAMPLE
+
+CONFIG = tiny.config("gpt_oss", vocab_size=300, eos_token_ids=(3,), pad_token_id=None)
+PLAIN = dataclasses.replace(CONFIG, sinks=False, bos_token_id=0)
+TURNS = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+SYSTEM = "<|start|>system<|message|>Reasoning: low<|end|>"
+ASK = "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([SAMPLE], 290)
+
+
+def begun(tokenizer, count):
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    single = " ".join([SPECIAL[0]] * count + ["$A"])
+    copy.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(SPECIAL[0], 0)])
+    return copy
+
+
+def test_beginnings(tokenizer):
+    assert "nothing in front" in check_beginning(tokenizer, PLAIN).said
+    assert check_beginning(begun(tokenizer, 1), PLAIN).verdict == "pass"
+    assert check_beginning(begun(tokenizer, 2), PLAIN).verdict == "fail"
+    other = dataclasses.replace(PLAIN, bos_token_id=5)
+    assert check_beginning(begun(tokenizer, 1), other).verdict == "warn"
+
+
+def test_harmony(tokenizer):
+    assert check_harmony(tokenizer, CONFIG).verdict == "pass"
+    assert check_harmony(tokenizer, PLAIN).verdict == "skipped"
+    bare = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    check = check_harmony(bare, CONFIG)
+    assert check.verdict == "warn" and "<|channel|>" in check.said
+
+
+def test_a_mark_that_is_split_into_pieces(tokenizer):
+    """In the vocabulary, but not added as a token of its own: a prompt's text is not read as it."""
+    said = json.loads(tokenizer.to_str())
+    said["added_tokens"] = [t for t in said["added_tokens"] if t["content"] != "<|channel|>"]
+    check = check_harmony(Tokenizer.from_str(json.dumps(said)), CONFIG)
+    assert check.verdict == "fail" and "<|channel|> is" in check.said
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (SYSTEM + TURNS + ASK, None),
+        (SYSTEM + "<|start|>developer<|message|><|end|>" + TURNS + ASK, "a developer block although"),
+        (SYSTEM + TURNS + ASK + "<|channel|>final<|message|>", "channel is already open"),
+        (SYSTEM + TURNS + ASK + "<|message|>", "has already begun"),
+        (TURNS + ASK, "2 messages, not three"),
+        (SYSTEM + TURNS + ASK + "<|im_start|>", "<|im_start|> is"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{% for %}", "not valid in line 1"),
+    ],
+)
+def test_templates_of_gpt_oss(source, said, tokenizer):
+    check = check_template(tokenizer, CONFIG, ChatTemplate(source=source), {3})
+    assert check.verdict == ("pass" if said is None else "fail"), check.said
+    assert said is None or said in check.said
+
+
+def test_templates_of_others(tokenizer):
+    """What ends an answer must be a stop token, and somebody must ask for the answer."""
+    turns = TURNS.replace("<|end|>", "<|return|>")
+    assert check_template(tokenizer, PLAIN, None, {3}).verdict == "skipped"
+    assert check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {3}).verdict == "pass"
+    found = check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {1})
+    assert found.verdict == "warn" and "ends with <|return|>, which is no stop token" in found.said
+    found = check_template(tokenizer, PLAIN, ChatTemplate(source=turns), {3})
+    assert found.verdict == "warn" and "add_generation_prompt adds nothing" in found.said
+    begins = ChatTemplate(source="{{ bos_token }}" + turns + ASK, bos_token=SPECIAL[0])
+    assert (
+        "do not let the tokenizer add another" in check_template(begun(tokenizer, 1), PLAIN, begins, {3}).said
+    )
