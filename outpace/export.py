@@ -1,7 +1,6 @@
-"""Drafts in and out: a file or folder of any known format -> its description, and that into any other."""
+"""Drafts out and in: a description into any format, and any format into ours."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,61 +8,14 @@ from typing import Any
 import torch
 
 from outpace.chat.vocabulary import gguf_vocabulary
-from outpace.drafts import (
-    format_gguf_dflash,
-    format_gguf_eagle3,
-    format_sglang_eagle3,
-    format_speculators,
-    format_speculators_eagle3,
-    format_transformers,
-    format_zlab,
-)
-from outpace.drafts.formats import Description, DFlashDraft, Read, Remark, TargetFiles, converted
+from outpace.drafts.files import CANONICAL, EAGLE3, FORMATS, detect, kind_of, read_draft
+from outpace.drafts.formats import Description, DFlashDraft, Remark, TargetFiles, converted
 from outpace.load import EMBEDDED, open_tokenizer, target_path
 from outpace.models.load import parse_config
-from outpace.weights.checkpoint import Checkpoint, LoadError, is_gguf, open_checkpoint
+from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
 from outpace.weights.gguf import GGUFCheckpoint
-from outpace.weights.gguf_header import read_header
-from outpace.weights.hf import read_config
 
-DFLASH, EAGLE3 = "DFlash", "EAGLE-3"
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Format:
-    """`write(draft, path, target)`: a folder, or a file for GGUF. `remarks(draft)`: what it cannot hold."""
-
-    kind: str
-    read: Callable[..., Read]
-    write: Callable[..., None]
-    remarks: Callable[..., list[Remark]]
-    engines: tuple[str, ...]  # that load it as it is
-
-
-def _format(kind: str, module: Any, *engines: str) -> Format:
-    return Format(kind=kind, read=module.read, write=module.write, remarks=module.remarks, engines=engines)
-
-
-FORMATS = {
-    "zlab": _format(DFLASH, format_zlab, "SGLang", "vLLM"),
-    "speculators": _format(DFLASH, format_speculators, "vLLM", "speculators"),
-    "gguf": _format(DFLASH, format_gguf_dflash, "llama.cpp"),
-    "transformers": _format(DFLASH, format_transformers, "transformers", "vLLM"),
-    "sglang-eagle3": _format(EAGLE3, format_sglang_eagle3, "SGLang", "vLLM"),
-    "speculators-eagle3": _format(EAGLE3, format_speculators_eagle3, "vLLM", "speculators"),
-    "gguf-eagle3": _format(EAGLE3, format_gguf_eagle3, "llama.cpp"),
-}
-CANONICAL = {DFLASH: "zlab", EAGLE3: "sglang-eagle3"}
-# drafts of other kinds, which look much like these
-OTHERS = {
-    "DFlash2DraftModel": "a DFlash 2 (convolutions and a selector)",
-    "DSparkDraftModel": "a DSpark (Markov head)",
-    "Qwen3DSparkModel": "a DSpark (Markov head)",
-    "Eagle3Qwen3ForCausalLM": "an EAGLE-3 with q/k norms",
-    "EagleLlamaForCausalLM": "an EAGLE-1",
-    "LlamaForCausalLMEagle": "an EAGLE-1",
-}
 
 
 def draft_path(path: str) -> Path:
@@ -72,34 +24,6 @@ def draft_path(path: str) -> Path:
     if not found.exists():
         raise LoadError(f"{found} is not there: name a draft's folder, a GGUF file, or 'default'")
     return found
-
-
-def detect(path: Path) -> str:
-    """The name of the format of a draft's files. Raises LoadError for what is none of them."""
-    if is_gguf(path):
-        architecture = read_header(path).metadata.get("general.architecture")
-        names = {"dflash": "gguf", "eagle3": "gguf-eagle3"}
-        if architecture not in names:
-            raise LoadError(f"{path} is a GGUF of a {str(architecture)[:60]!r}, not of a dflash or an eagle3")
-        return names[architecture]
-    if path.is_file():
-        raise LoadError(f"{path} is a file: name the folder that holds config.json, or a GGUF file")
-    hf = read_config(path)
-    kind = hf.get("speculators_model_type")
-    if kind is not None:
-        names = {"dflash": "speculators", "eagle3": "speculators-eagle3"}
-        if kind not in names:
-            raise LoadError(f"{path}: speculators' {str(kind)[:60]!r} is neither a DFlash nor an EAGLE-3")
-        return names[kind]
-    if hf.get("model_type") == format_transformers.MODEL_TYPE:
-        return "transformers"
-    architecture = str((hf.get("architectures") or [""])[0])
-    if architecture == format_zlab.ARCHITECTURE:
-        return "zlab"
-    if architecture in format_sglang_eagle3.ARCHITECTURES:
-        return "sglang-eagle3"
-    said = OTHERS.get(architecture, f"of the architecture {architecture[:60]!r}")
-    raise LoadError(f"{path} is {said}; known are DFlash and EAGLE-3, in the formats {', '.join(FORMATS)}")
 
 
 def open_target_files(path: str) -> TargetFiles:
@@ -119,20 +43,6 @@ def _vocabulary(checkpoint: Checkpoint, vocab_size: int) -> dict[str, Any]:
     if isinstance(checkpoint, GGUFCheckpoint):
         return {k: v for k, v in checkpoint.metadata.items() if k.startswith("tokenizer.")}
     return gguf_vocabulary(open_tokenizer(checkpoint), vocab_size)
-
-
-def read_draft(path: Path, target: TargetFiles | None = None) -> tuple[str, Description, list[str]]:
-    """(format, draft, what a person should know about these files). Raises LoadError or ValueError."""
-    name = detect(path)
-    if name == "zlab" and target is not None:
-        draft, notes = format_zlab.read(path, target, lambda token: target.tokenizer().token_to_id(token))
-        return name, draft, notes
-    read = FORMATS[name].read(path, target)
-    return name, read[0], read[1]
-
-
-def kind_of(draft: Description) -> str:
-    return DFLASH if isinstance(draft, DFlashDraft) else EAGLE3
 
 
 def export_draft(

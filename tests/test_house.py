@@ -30,6 +30,7 @@ FLOORS = {
     "converse": 7,
     "doctor": 7,
     "export": 7,
+    "preflight": 7,
     "stream": 7,
     "synth": 7,
     "show": 7,

@@ -31,6 +31,7 @@ from outpace.drafts.formats import (
     canonical,
     check_shapes,
     dflash_shapes,
+    is_targets,
     target_layers,
 )
 from outpace.models.config import FULL, WINDOW
@@ -71,11 +72,8 @@ def read(path: Path | str, target: TargetFiles | None = None) -> tuple[DFlashDra
         if theirs is None:
             continue
         notes.append(f"{theirs} left out: a DFlash uses the target's")
-        if target is not None:
-            same = target.embedding() if name == EMBEDDING else target.head()
-            copy = tensor_of(header, theirs)
-            if not bool((copy == same.to(copy.dtype)).all()):
-                raise LoadError(f"{path}: {theirs} is not the target's ({target.path}); not supported")
+        if target is not None and not is_targets(name, tensor_of(header, theirs), target):
+            raise LoadError(f"{path}: {theirs} is not the target's ({target.path}); not supported")
     check_shapes(path, dflash_shapes(config), {n: header.tensors[theirs].shape for n, theirs in held.items()})
     tensors = {n: narrowed(tensor_of(header, held[n]), widened.get(held[n])) for n in dflash_shapes(config)}
     return DFlashDraft(config=config, tensors=tensors), notes

@@ -61,7 +61,7 @@ def read(path: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3Dra
         tensors["d2t"] = tensors["d2t"] - torch.arange(len(tensors["d2t"]))
     for name in _rotated(config):
         tensors[name] = halves(tensors[name], _rotated(config)[name])
-    vocabulary_map(path, config, tensors)
+    vocabulary_map(path, config.draft_vocab_size, config.vocab_size, tensors)
     return Eagle3Draft(config=config, tensors=tensors), notes
 
 

@@ -28,6 +28,7 @@ from outpace.drafts.formats import (
     canonical_rope,
     check_shapes,
     eagle3_shapes,
+    is_targets,
     main_dtype,
     stored,
     vocabulary_map,
@@ -86,7 +87,7 @@ def assemble(
         del wanted["t2d"]
     check_shapes(where, wanted, {name: checkpoint.shape(theirs) for name, theirs in held.items()})
     tensors = {name: stored(checkpoint, held[name]) for name in wanted}
-    notes += vocabulary_map(where, config, tensors)
+    notes += vocabulary_map(where, config.draft_vocab_size, config.vocab_size, tensors)
     return Eagle3Draft(config=config, tensors=tensors), notes
 
 
@@ -102,11 +103,7 @@ def _targets_own(
     for name in (EMBEDDING, HEAD):
         if name not in held or (name == HEAD and "d2t" in held):
             continue
-        same = None
-        if target is not None:
-            theirs = target.embedding() if name == EMBEDDING else target.head()
-            copy = stored(checkpoint, held[name])
-            same = theirs.shape == copy.shape and bool((copy == theirs.to(copy.dtype)).all())
+        same = None if target is None else is_targets(name, stored(checkpoint, held[name]), target)
         if name in copied and target is not None and not same:
             raise LoadError(
                 f"{where}: {name} should be a copy of the target's, and is not that of {target.path}"

@@ -159,14 +159,12 @@ def _causal(where: str, hf: Mapping[str, Any], types: tuple[str, ...]) -> tuple[
     return said is False, [older] if said is False and FULL in types else []
 
 
+OWN_WINDOW = "anchors it at the block's start and does not count the token itself"
+
+
 def window_notes(types: tuple[str, ...]) -> list[str]:
-    return [f"window: speculators' own code {OWN_WINDOW}"] if WINDOW in types else []
-
-
-OWN_WINDOW = (
-    "anchors it at the block's start and does not count the token itself; it is read here as vLLM reads it, "
-    "by slot and with the token itself"
-)
+    read = "it is read here as vLLM reads it, by slot and with the token itself"
+    return [f"window: speculators' own code {OWN_WINDOW}; {read}"] if WINDOW in types else []
 
 
 def seal_envelope(

@@ -1,7 +1,7 @@
 """A draft as files hold it, whichever engine they were written for: one description per kind."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,8 @@ class Eagle3Draft:
         assert c.rope == canonical_rope(c.rope)
         if c.hidden_size != c.target_hidden_size and not (self.own_embedding and self.own_head):
             raise ValueError(
-                f"an EAGLE-3 of width {c.hidden_size} for a target of {c.target_hidden_size} needs an embedding "
-                "and a head of its own"
+                f"an EAGLE-3 of width {c.hidden_size} for a target of {c.target_hidden_size} needs an "
+                "embedding and a head of its own"
             )
 
     @property
@@ -241,13 +241,18 @@ def shared_copies(
             if name not in copied:
                 notes.append(f"{name} left out, the target's serves; name the target to have them compared")
             continue
-        same = target.embedding() if name == EMBEDDING else target.head()
-        if not torch.equal(copy, same.to(copy.dtype)):
+        if not is_targets(name, copy, target):
             raise LoadError(
                 f"{where} holds a {name} that is not the target's ({target.path}). vLLM would use it, SGLang "
                 "the target's; a DFlash with its own is not supported"
             )
     return notes
+
+
+def is_targets(name: str, copy: Tensor, target: TargetFiles) -> bool:
+    """Whether an embedding or a head is the target's, in the precision of the copy."""
+    theirs = target.embedding() if name == EMBEDDING else target.head()
+    return torch.equal(copy, theirs.to(copy.dtype))
 
 
 def target_layers(where: str, said: Mapping[str, Any], target: TargetFiles | None) -> int:
@@ -277,14 +282,15 @@ def check_shapes(where: Path | str, wanted: Mapping[str, Shape], held: Mapping[s
     raise LoadError(f"{where} is not what its config describes:\n{explain(difference)}{hint}")
 
 
-def vocabulary_map(where: Path | str, config: Eagle3Config, tensors: dict[str, Tensor]) -> list[str]:
-    """Check `d2t` and `t2d` against each other, make a missing `t2d`, and say so. Raises LoadError."""
+def vocabulary_map(where: Path | str, rows: int, vocab_size: int, tensors: dict[str, Tensor]) -> list[str]:
+    """Check `d2t` and `t2d` of a head of `rows` rows against each other, make a missing `t2d`, and say so.
+    Raises LoadError."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None:
-        if config.draft_vocab_size != config.vocab_size:
+        if rows != vocab_size:
             raise LoadError(
-                f"{where}: a head of {config.draft_vocab_size} rows for a vocabulary of {config.vocab_size} "
-                "needs d2t, which says what target token each row is"
+                f"{where}: a head of {rows} rows for a vocabulary of {vocab_size} needs d2t, which says what "
+                "target token each row is"
             )
         if t2d is not None:
             raise LoadError(f"{where} holds t2d without d2t")
@@ -294,18 +300,18 @@ def vocabulary_map(where: Path | str, config: Eagle3Config, tensors: dict[str, T
             f"{where}: d2t must be int64 and t2d bool, they are {d2t.dtype} and {getattr(t2d, 'dtype', None)}"
         )
     ids = d2t + torch.arange(len(d2t))
-    if not _is_map(ids, config.vocab_size, t2d):
-        if _is_map(d2t, config.vocab_size, t2d):
+    if not _is_map(ids, vocab_size, t2d):
+        if _is_map(d2t, vocab_size, t2d):
             raise LoadError(
                 f"{where}: d2t holds target ids, and every engine adds the row's number to them: "
                 "write offsets, d2t[i] = target id - i"
             )
         raise LoadError(
-            f"{where}: i + d2t[i] does not give {len(ids)} different tokens in 0..{config.vocab_size - 1}"
+            f"{where}: i + d2t[i] does not give {len(ids)} different tokens in 0..{vocab_size - 1}"
             + ("" if t2d is None else f", or not those that t2d marks ({int(t2d.sum())})")
         )
     if t2d is None:
-        tensors["t2d"] = marks(ids, config.vocab_size)
+        tensors["t2d"] = marks(ids, vocab_size)
         return ["t2d is not in the files: made from d2t"]
     return []
 
@@ -338,7 +344,18 @@ def main_dtype(tensors: Mapping[str, Tensor]) -> str:
 
 def rope_in_words(rope: RopeConfig) -> str:
     """Equal words for equal ropes."""
-    rope = canonical_rope(rope)
-    values = [(f.name, getattr(rope, f.name)) for f in fields(rope) if f.name in ROPE_FIELDS[rope.kind]]
-    said = ", ".join(f"{n} {v:g}" if isinstance(v, float) else f"{n} {v}" for n, v in values if v is not None)
-    return f"{rope.kind}, {said}"
+    said = f"theta {rope.theta:g}"
+    match rope.kind:
+        case "linear":
+            said += f", linear /{rope.factor:g}"
+        case "llama3":
+            ends = f"{rope.low_freq_factor:g}..{rope.high_freq_factor:g}"
+            said += f", llama3 x{rope.factor:g} of {rope.original_max_position}, {ends}"
+        case "yarn":
+            said += f", yarn x{rope.factor:g} of {rope.original_max_position}"
+            said += f", betas {rope.beta_fast:g}/{rope.beta_slow:g}"
+            said += ", rounded range" if rope.truncate else ", exact range"
+            said += "" if rope.attention_factor is None else f", cos x{rope.attention_factor:g}"
+        case "factors":
+            said += f", by {len(rope.factors)} factors ({sum(rope.factors):g})"
+    return said

@@ -1,4 +1,4 @@
-"""A z-lab DFlash folder -> a draft that runs, and back."""
+"""A DFlash on disk -> a draft that runs, and back into z-lab's format."""
 
 from pathlib import Path
 
@@ -7,10 +7,11 @@ from tokenizers import Tokenizer
 
 from outpace.drafts import format_zlab
 from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.files import read_draft
 from outpace.drafts.formats import DFlashDraft, canonical, converted
 from outpace.models.load import assign, named_tensors
 from outpace.models.names import Entry
-from outpace.weights.checkpoint import to_tensor
+from outpace.weights.checkpoint import LoadError, to_tensor
 
 
 def entries(config: DFlashConfig) -> list[Entry]:
@@ -37,11 +38,13 @@ def entries(config: DFlashConfig) -> list[Entry]:
     return found
 
 
-def load_dflash(folder: Path | str, tokenizer: Tokenizer | None = None) -> DFlash:
-    """Raises LoadError where tensors are missing, left over or misshapen (`fc` is checked against the
-    number of target_layer_ids), where config.json contradicts itself, or where the MASK token cannot be
-    resolved."""
-    found, _ = format_zlab.read(folder, token_id=None if tokenizer is None else tokenizer.token_to_id)
+def load_dflash(path: Path | str, tokenizer: Tokenizer | None = None) -> DFlash:
+    """A DFlash in any format. Raises LoadError where tensors are missing, left over or misshapen (`fc` is
+    checked against the number of layers it reads), where the config contradicts itself, and where the MASK
+    token cannot be resolved."""
+    found = read_draft(Path(path), token_id=None if tokenizer is None else tokenizer.token_to_id)[1]
+    if not isinstance(found, DFlashDraft):
+        raise LoadError(f"{path} is an EAGLE-3, which is read and written here, and not yet run")
     return build_dflash(found)
 
 

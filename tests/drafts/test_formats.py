@@ -11,8 +11,9 @@ import readers_eagle3 as eagle3
 import tiny
 import torch
 
+from outpace.drafts.files import DFLASH, EAGLE3, FORMATS, detect, read_draft
 from outpace.drafts.load import build_dflash
-from outpace.export import DFLASH, EAGLE3, FORMATS, detect, export_draft, read_draft
+from outpace.export import export_draft
 
 LAST = 77
 OF_DFLASH = [name for name, f in FORMATS.items() if f.kind == DFLASH]

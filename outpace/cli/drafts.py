@@ -1,0 +1,114 @@
+"""Commands on drafts as files: export, import, preflight."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli.app import AsJson, app, console
+
+DraftPath = Annotated[
+    str, typer.Argument(help="A draft's folder or GGUF file, of any known format, or 'default'.")
+]
+
+
+@app.command()
+def export(
+    draft: DraftPath,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="zlab, speculators, transformers or gguf for a DFlash; sglang-eagle3, speculators-eagle3 "
+            "or gguf for an EAGLE-3."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write; for gguf, a file.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The target's checkpoint, or 'default'. Needed for speculators and gguf."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, f32 or f16; as stored without it.")] = None,
+) -> None:
+    """Write a draft in an engine's own format, every fact in all the places where an engine looks.
+
+    What the format cannot hold is refused by name. speculators' files name their target and carry copies of
+    its embedding and head; GGUF carries its vocabulary: both need --target.
+
+    [bold]Examples[/bold]: outpace export run/draft --to zlab --out draft
+    outpace export default --to gguf --target default --out dflash-draft.gguf
+    """
+    from outpace.drafts.files import read_draft
+    from outpace.export import DTYPES, draft_path, export_draft, open_target_files
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
+    files = None if target is None else open_target_files(target)
+    path = draft_path(draft)
+    if out.exists() and out.resolve() == path.resolve():
+        raise ValueError(f"{out} is the draft itself: choose another place")
+    found, description, notes = read_draft(path, files)
+    remarks = export_draft(description, to, out, files, None if dtype is None else DTYPES[dtype])
+    for note in notes:
+        console.print(f"[dim]note: {note}[/dim]", highlight=False)
+    for remark in remarks:
+        console.print(
+            f"[yellow]{remark.check}:[/yellow] {remark.engine} {remark.said}", highlight=False, soft_wrap=True
+        )
+    console.print(f"{out}: written as {to} (from {found})", highlight=False)
+
+
+@app.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(help="A draft's folder or GGUF file; its format is found out.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The target's checkpoint: some formats do not say what it was made for."),
+    ] = None,
+) -> None:
+    """Read a draft of any known format and write it in ours: z-lab's for DFlash, SGLang's for EAGLE-3.
+
+    Contradictions, left-over tensors and keys that mean something else are errors.
+
+    [bold]Example[/bold]: outpace import downloads/dflash --target checkpoints/gpt-oss-20b --out draft
+    """
+    from outpace.export import import_draft, open_target_files
+
+    if not path.exists():
+        raise ValueError(f"{path} is not there: name a draft's folder or GGUF file")
+    files = None if target is None else open_target_files(target)
+    found, written, notes = import_draft(path, out, files)
+    for note in notes:
+        console.print(f"[dim]note: {note}[/dim]", highlight=False, soft_wrap=True)
+    console.print(f"{out}: {written}, read from {found}", highlight=False)
+
+
+@app.command()
+def preflight(
+    draft: DraftPath,
+    target: Annotated[str, typer.Option(help="The target's checkpoint, or 'default'.")] = "default",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one: outpace, SGLang, vLLM, speculators, llama.cpp, transformers."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What every engine would take from a draft's files, where they part, and the mend. Nothing is run.
+
+    Exits 1 where an engine would take something otherwise than it is meant.
+
+    [bold]Examples[/bold]: outpace preflight run/draft --target checkpoints/gpt-oss-20b
+    outpace preflight draft --target default --engine SGLang --engine vLLM
+    """
+    from outpace.export import draft_path, open_target_files
+    from outpace.preflight import ENGINES, show_preflight
+    from outpace.preflight import preflight as look
+
+    found = look(draft_path(draft), open_target_files(target), tuple(engine) if engine else ENGINES)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        show_preflight(found, console)
+    if not found.clean:
+        raise typer.Exit(1)

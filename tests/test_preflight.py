@@ -1,0 +1,386 @@
+"""Preflight: each known slip is planted in files that were right, and seen with the name of who misreads."""
+
+import json
+
+import draft_samples as samples
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outpace.export import EMBEDDED, export_draft, open_target_files
+from outpace.preflight import CHECKS, ENGINES, preflight, show_preflight
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return samples.target_files(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def planted(target, tmp_path):
+    """planted(draft, format, edit) -> what preflight finds after `edit(config, tensors)`."""
+
+    def plant(draft, name, edit=None, engines=ENGINES):
+        folder = tmp_path / name
+        export_draft(draft, name, folder, target)
+        config = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+        if edit is not None:
+            edit(config, tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+        return preflight(folder, target, engines)
+
+    return plant
+
+
+def row(found, check):
+    return next(r for r in found.rows if r.check == check)
+
+
+def apart(found, check):
+    """Who differs, and what each takes."""
+    return {engine: c.said for engine, c in row(found, check).cells.items() if c.state == "differs"}
+
+
+def faults(found):
+    return {r.check: r.fault for r in found.rows if r.fault}
+
+
+PLAIN = {"rope": samples.ROPES["rounded yarn"]}  # what every engine can say
+
+
+@pytest.mark.parametrize("name", ["zlab", "transformers", "gguf"])
+def test_a_plain_dflash_is_clean_everywhere(name, target, tmp_path):
+    out = tmp_path / ("d.gguf" if name == "gguf" else name)
+    export_draft(samples.dflash(**PLAIN), name, out, target)
+    found = preflight(out, target)
+    assert found.clean and not found.refused
+    assert [r.check for r in found.rows] == list(CHECKS["DFlash"])
+    states = {c.state for r in found.rows for c in r.cells.values()}
+    assert states <= {"same", "export", "refuses", ""} and "same" in states and "export" in states
+
+
+@pytest.mark.parametrize("name", ["sglang-eagle3", "speculators-eagle3", "gguf-eagle3"])
+def test_a_plain_eagle3_is_clean_everywhere(name, target, tmp_path):
+    out = tmp_path / ("e.gguf" if name.startswith("gguf") else name)
+    export_draft(samples.eagle3(), name, out, target)
+    assert preflight(out, target).clean
+
+
+# ---- layers ------------------------------------------------------------------------------------------
+
+
+def test_nested_layer_ids_only(planted):
+    """The worked case of gpt-oss-20b: SGLang reads what was trained, vLLM and llama.cpp their defaults."""
+    found = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
+    assert row(found, "layer ids").said == "hs 2, 3, 5"
+    assert apart(found, "layer ids") == {"vLLM": "hs 2, 3, 3", "llama.cpp": "hs 2, 3, 3"}
+    assert "every place" in row(found, "layer ids").mend and not found.clean
+
+
+def test_layer_ids_on_top_only(planted):
+    found = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: c["eagle_config"].pop(IDS))
+    assert apart(found, "layer ids") == {"SGLang": "hs 2, 3, 3"}
+
+
+def test_layer_ids_off_by_one_for_vllm(planted):
+    """The top-level key counts hidden_states: the layer ids written there are one too low."""
+    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update({IDS: [0, 2, 4]}))
+    assert apart(found, "layer ids") == {"vLLM": "hs 0, 2, 4"}
+    assert "hidden_states to read twice, and differently" in found.refused and not found.clean
+
+
+def test_layers_beyond_the_target(planted):
+    def edit(config, tensors):
+        config["eagle_config"][IDS], config[IDS] = [1, 2, 7], [2, 3, 8]
+
+    assert "hs 8 is no output" in faults(planted(samples.eagle3(), "sglang-eagle3", edit))["layer ids"]
+
+
+def test_fc_of_another_width(planted):
+    def edit(config, tensors):
+        config["dflash_config"]["target_layer_ids"], config[IDS] = [0, 2], [1, 3]
+
+    said = faults(planted(samples.dflash(), "zlab", edit))["hidden sizes"]
+    assert "fc takes 288 columns, and 2 states of 96 are 192" in said
+
+
+# ---- rope, window, who sees whom -----------------------------------------------------------------------
+
+
+def without_rope(config, tensors):
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        config.pop(key)
+
+
+def test_no_rope_in_a_dflash(planted):
+    found = planted(samples.dflash(), "zlab", without_rope)
+    assert "no rope_theta" in found.refused
+    assert row(found, "rope").cells["SGLang"].said == "theta 1e+06"
+    assert apart(found, "rope") == {"llama.cpp": "theta 10000"}
+
+
+def test_no_rope_in_an_eagle3_is_read_alike_but_noted(planted):
+    """SpecForge's gpt-oss config: no rope, 4,096 positions, for a target of 135,168 with YaRN."""
+    found = planted(samples.eagle3(), "sglang-eagle3", without_rope)
+    assert found.clean
+    assert "the target has 15,000" in row(found, "rope").note
+    assert "135,168" in row(found, "positions").note
+
+
+def test_the_rope_said_twice(planted):
+    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(rope_scaling=None))
+    assert "gives the rope twice, and differently" in found.refused
+    assert set(apart(found, "rope")) == {"vLLM", "llama.cpp"}
+
+
+def test_yarn_that_llama_cpp_would_round(planted):
+    found = planted(samples.dflash(), "zlab")
+    assert set(apart(found, "rope")) == {"llama.cpp"}
+    assert "export --to gguf" in row(found, "rope").mend
+
+
+def test_the_export_to_gguf_does_not_round_it(target, tmp_path):
+    export_draft(samples.dflash(), "gguf", tmp_path / "d.gguf", target)
+    assert preflight(tmp_path / "d.gguf", target).clean
+
+
+def test_a_window_off_by_one(planted):
+    """vLLM prefers swa_window_size, SGLang and z-lab read sliding_window."""
+    draft = samples.dflash(**PLAIN, **samples.WINDOWS)
+    found = planted(draft, "zlab", lambda c, t: c["dflash_config"].update(swa_window_size=6))
+    assert apart(found, "window") == {"vLLM": "6 in layers 0, 1, 2", "llama.cpp": "6 in layers 0, 1, 2"}
+    assert "swa_window_size 6" in found.refused
+
+
+def test_a_window_that_nobody_reads(planted):
+    draft = samples.dflash(**PLAIN, **samples.WINDOWS)
+    found = planted(draft, "zlab", lambda c, t: c.update(use_sliding_window=False))
+    assert row(found, "window").cells["SGLang"].state == "refuses"
+    assert apart(found, "window") == {"llama.cpp": "none"}
+    assert "Set use_sliding_window to true" in found.refused
+
+
+def test_a_window_in_speculators_own_code(planted):
+    found = planted(samples.dflash(**PLAIN, **samples.WINDOWS), "speculators")
+    assert "anchors it at the block's start" in apart(found, "window")["speculators"]
+    assert found.refused == ""
+
+
+@pytest.mark.parametrize(
+    ("edit", "differs"),
+    [
+        (lambda c, t: c.pop("is_causal"), {"llama.cpp": "both ways"}),
+        (
+            lambda c, t: (c.pop("is_causal"), c["dflash_config"].update(causal=False)),
+            {"vLLM": "both ways", "llama.cpp": "both ways"},
+        ),
+    ],
+    ids=["silence", "where only vLLM looks"],
+)
+def test_windows_without_is_causal(planted, edit, differs):
+    """Trained both ways, the file silent: SGLang and z-lab's code take windows as causal."""
+    draft = samples.dflash(**PLAIN, **samples.WINDOWS)
+    found = planted(draft, "zlab", edit)
+    assert row(found, "block sees").cells["SGLang"].said == "back only"
+    assert apart(found, "block sees") == differs
+
+
+def test_speculators_silence_about_causality(planted):
+    draft = samples.dflash(**PLAIN, **samples.WINDOWS)
+    found = planted(draft, "speculators", lambda c, t: c.pop("sliding_window_non_causal"))
+    assert "without sliding_window_non_causal" in found.refused
+    assert apart(found, "block sees") == {"speculators": "back only"}
+
+
+def test_a_false_that_older_vllm_applies_to_full_layers(planted):
+    found = planted(
+        samples.dflash(**PLAIN), "speculators", lambda c, t: c.update(sliding_window_non_causal=False)
+    )
+    assert apart(found, "block sees") == {"vLLM": "back only"}
+
+
+# ---- tokens --------------------------------------------------------------------------------------------
+
+
+def test_a_mask_that_text_is_made_of(planted, target):
+    word = target.tokenizer().encode("for").ids[0]
+    found = planted(
+        samples.dflash(**PLAIN), "zlab", lambda c, t: c["dflash_config"].update(mask_token_id=word)
+    )
+    assert "which text is made of" in faults(found)["mask token"]
+    assert {c.state for c in row(found, "mask token").cells.values()} <= {"wrong", "export", ""}
+
+
+def test_a_mask_beyond_the_vocabulary(planted):
+    found = planted(samples.dflash(), "zlab", lambda c, t: c["dflash_config"].update(mask_token_id=290))
+    assert "290 is outside the target's vocabulary" in faults(found)["mask token"] and found.refused
+
+
+def test_a_mask_where_llama_cpp_does_not_look(planted):
+    def edit(config, tensors):
+        config["mask_token_id"] = config["dflash_config"].pop("mask_token_id")
+
+    assert apart(planted(samples.dflash(**PLAIN), "zlab", edit), "mask token") == {"llama.cpp": "none"}
+
+
+@pytest.mark.parametrize("key", ["sample_from_anchor", "shift_label"])
+def test_another_anchor_slot(planted, key):
+    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c["dflash_config"].update({key: True}))
+    assert "guesses from another slot" in faults(found)["anchor slot"] and key in found.refused
+
+
+def test_block_sizes_that_differ(planted):
+    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(block_size=8))
+    assert "block_size twice, and differently" in found.refused
+    assert row(found, "block size").cells["SGLang"].said == "5"
+
+
+def test_d2t_that_is_absolute(planted):
+    def edit(config, tensors):
+        tensors["d2t"] += torch.arange(37)
+
+    found = planted(samples.eagle3(), "sglang-eagle3", edit)
+    assert "write offsets" in faults(found)["vocabulary"] and "write offsets" in found.refused
+
+
+def test_t2d_that_marks_other_tokens(planted):
+    found = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: t.update(t2d=t["t2d"].roll(1)))
+    assert "not those that t2d marks" in faults(found)["vocabulary"]
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------
+
+
+def test_biases_in_an_eagle3(planted):
+    def edit(config, tensors):
+        tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(24)
+
+    found = planted(samples.eagle3(), "sglang-eagle3", edit)
+    assert "q_proj.bias" in faults(found)["attention bias"]
+    assert "SGLang would drop" in found.refused
+
+
+def test_biases_that_the_config_promises(planted):
+    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(attention_bias=True))
+    assert "hold no biases" in faults(found)["attention bias"] and "missing" in found.refused
+
+
+def test_a_biased_draft_is_only_refused_by_llama_cpp_and_transformers(planted):
+    """z-lab's gpt-oss-20b draft: fine in SGLang and vLLM; the others say no, nobody misreads it."""
+    found = planted(samples.dflash(**PLAIN, attention_bias=True), "zlab")
+    cells = row(found, "attention bias").cells
+    assert found.clean and {e for e, c in cells.items() if c.state == "refuses"} == {
+        "llama.cpp",
+        "transformers",
+    }
+
+
+def test_an_embedding_of_its_own(planted):
+    def edit(config, tensors):
+        tensors["embed_tokens.weight"] = torch.ones(samples.VOCAB, 96)
+
+    found = planted(samples.dflash(**PLAIN), "zlab", edit)
+    assert set(apart(found, "embedding, head")) == {"vLLM", "llama.cpp"}
+    assert "that is not the target's" in found.refused
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_precision_that_is_not_the_tensors(planted, dtype):
+    draft = samples.dflash(torch.bfloat16, **PLAIN)
+    found = planted(draft, "zlab", lambda c, t: c.update(dtype=dtype))
+    assert found.clean and f"config.json says {dtype}" in row(found, "dtype").note
+
+
+# ---- norms -----------------------------------------------------------------------------------------------
+
+
+def test_norms_that_sglang_does_not_have(planted):
+    found = planted(samples.eagle3(norm_before_residual=True, norm_before_fc=True), "sglang-eagle3")
+    assert apart(found, "norms") == {"SGLang": "eps 1e-05, raw residual"}
+
+
+def test_a_norm_that_speculators_and_vllm_default_differently(planted):
+    found = planted(samples.eagle3(), "speculators-eagle3", lambda c, t: c.pop("norm_before_residual"))
+    assert "norm_before_residual is missing" in found.refused
+    assert row(found, "norms").cells["vLLM"].said == "eps 1e-05, normed residual"
+    assert apart(found, "norms") == {
+        "speculators": "eps 1e-05, raw residual",
+        "llama.cpp": "eps 1e-05, raw residual",
+    }
+
+
+def test_eagle_3_1_in_llama_cpp(planted):
+    found = planted(samples.eagle3(norm_output=True), "sglang-eagle3")
+    assert set(apart(found, "norms")) == {"llama.cpp"}
+
+
+# ---- another target; one engine; what is shown ------------------------------------------------------------
+
+
+def test_the_draft_of_another_target(planted):
+    def edit(config, tensors):
+        config["num_target_layers"] = 12
+
+    assert "target of 12 layers" in faults(planted(samples.dflash(**PLAIN), "zlab", edit))["hidden sizes"]
+    assert (
+        "vocabulary of 97"
+        in faults(planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(vocab_size=97)))[
+            "vocabulary"
+        ]
+    )
+
+
+def test_one_engine_at_a_time(planted):
+    def edit(config, tensors):
+        config.pop(IDS)
+
+    draft = samples.eagle3(layer_ids=(1, 2, 4))
+    assert planted(draft, "sglang-eagle3", edit, ("SGLang",)).clean
+    assert not planted(draft, "sglang-eagle3", edit, ("SGLang", "vLLM")).clean
+    with pytest.raises(ValueError, match="unknown engine TGI"):
+        planted(draft, "sglang-eagle3", None, ("TGI",))
+
+
+def test_the_embedded_draft():
+    """Read alike by the engines that load its format; llama.cpp's converter would round its YaRN, and
+    speculators' code knows no such window."""
+    found = preflight(EMBEDDED / "dflash", open_target_files("default"))
+    assert found.refused == "" and not any(r.fault or r.note for r in found.rows)
+    differs = {(r.check, e) for r in found.rows for e, c in r.cells.items() if c.state == "differs"}
+    assert differs == {("rope", "llama.cpp"), ("window", "speculators")}
+
+
+def test_what_is_shown_names_the_slip(planted, capsys):
+    from rich.console import Console
+
+    found = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
+    show_preflight(found, Console(width=80))
+    out = capsys.readouterr().out
+    assert "layer ids: vLLM: takes hs 2, 3, 3" in out or "layer ids: vLLM: hs 2, 3, 3" in out
+    assert "mend: " in out and "differently" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_target_may_be_gguf(target, tmp_path):
+    from outpace.convert import write_gguf
+
+    write_gguf(samples.target(), tmp_path / "t.gguf", target.vocabulary(), "f32")
+    files = open_target_files(str(tmp_path / "t.gguf"))
+    export_draft(samples.dflash(**PLAIN), "gguf", tmp_path / "d.gguf", files)
+    assert preflight(tmp_path / "d.gguf", files).clean
+
+
+def test_a_gguf_that_was_edited_after_it_was_written(target, tmp_path):
+    """Its record and the keys that llama.cpp reads no longer agree."""
+    import gguf
+
+    export_draft(samples.dflash(**PLAIN), "gguf", tmp_path / "d.gguf", target)
+    reader = gguf.GGUFReader(tmp_path / "d.gguf", "r+")
+    reader.fields["dflash.block_size"].parts[-1][0] = 9
+    del reader
+    found = preflight(tmp_path / "d.gguf", target)
+    assert "dflash.block_size is 9" in found.refused and not found.clean
