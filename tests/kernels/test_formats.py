@@ -65,7 +65,7 @@ def test_float16_is_read_as_torch_reads_it(seed, count):
 def test_product(format, columns):
     weight = blocks(format, 13, columns)
     bias = torch.randn(13)
-    for m in (1, 2, 3, 5, 9, 64):
+    for m in (1, 2, 3, 5, 9, 64, 300):
         x = torch.randn(m, columns)
         y = linear(x, weight, bias)
         exact = torch.nn.functional.linear(x.double(), weight.dense().double(), bias.double())
