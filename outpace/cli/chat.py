@@ -89,7 +89,7 @@ def chat(
     began = time.perf_counter()
     target, tokenizer = open_target(path, layers)
     stop = frozenset(target.config.eos_token_ids)
-    talk = _talk(path, tokenizer, stop, instructions, reasoning, functions, date)
+    talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
     bound = open_draft(draft or ("default" if path == "default" else "none"), target, tokenizer)
     session = Session(target, bound, talk, request, torch.Generator().manual_seed(seed))
     if timing:
@@ -104,7 +104,7 @@ def chat(
     )
 
 
-def _talk(
+def open_talk(
     path: str,
     tokenizer: "Tokenizer",
     stop: frozenset[int],

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli.app import AsJson, Draft, Target, app, console
+from outpace.cli.app import AsJson, Target, app, console
+from outpace.cli.chat import open_talk
 
 
 @app.command()
@@ -15,44 +16,98 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     target: Target = "default",
-    draft: Draft = "default",
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="The prompt is a message to the model; its answer is printed, no thoughts."
+        ),
+    ] = False,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward.")] = 512,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the stop tokens.")] = False,
     stats: Annotated[bool, typer.Option(help="Say how it went: tau, tokens/s, time by part.")] = False,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            "--timing", help="Generate twice, and compare the first run's times with the warm one's."
+        ),
+    ] = False,
+    layers: Annotated[
+        int | None, typer.Option(help="Run the first so many layers alone, for debugging.")
+    ] = None,
+    top_logits: Annotated[
+        int | None, typer.Option(help="Show the so many largest logits behind every token, for debugging.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text, streaming it.
+    """Continue a text, streaming it; with --chat, answer a message.
 
     [bold]Examples[/bold]: outpace generate "def fibonacci(n):" --stats
     outpace generate --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
+    outpace generate "What is 2 + 2?" --chat --target gpt-oss-20b
+    outpace generate "import os" --timing; outpace generate "import os" -n 4 --layers 2 --top-logits 3
     """
+    import time
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from outpace.chat.tokenizer import encode_prompt
     from outpace.decode.request import Request
     from outpace.load import open_draft, open_target
     from outpace.ops.sampling import Sampling
-    from outpace.stream import run
+    from outpace.stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
 
     text = _prompt_text(prompt, prompt_file)
-    loaded, tokenizer = open_target(target)
     request = Request(
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-        stop=frozenset() if ignore_eos else frozenset(loaded.config.eos_token_ids),
         prefill_chunk=prefill_chunk,
     )
-    write = (lambda piece: None) if as_json else _write
-    bound = open_draft(draft, loaded, tokenizer)
-    result = run(loaded, bound, tokenizer, text, request, seed, write)
-    if as_json:
-        print(json.dumps(result.as_json()))
+    began = time.perf_counter()
+    loaded, tokenizer = open_target(target, layers)
+    own = "default" if target == "default" and layers is None else "none"
+    bound = open_draft(draft or own, loaded, tokenizer)
+    load_seconds = time.perf_counter() - began
+    largest = None if top_logits is None else Largest(top_logits, tokenizer)
+    stop = frozenset(loaded.config.eos_token_ids)
+    talk = open_talk(target, tokenizer, stop, None, "medium", None, None) if chat else None
+    if talk is None:
+        ids = encode_prompt(tokenizer, text)
+        read = reader(tokenizer, ids)
     else:
+        talk.say(text)
+        ids, stop, read = talk.prompt(), talk.stop, answer_reader(talk)
+    request = replace(request, stop=frozenset() if ignore_eos else stop)
+    write = (lambda piece: None) if as_json else _write
+    result = run(loaded, bound, ids, read, request, seed, write, largest)
+    said = result.as_json()
+    if not as_json:
         _write("\n")
-        if stats:
-            console.print(result.summary(), style="dim", highlight=False)
+    if talk is not None:
+        parts = talk.end()
+        said |= {"parts": [part.as_json() for part in parts], "note": no_answer(parts, len(result.tokens))}
+        if said["note"] and not as_json:
+            Console(stderr=True).print(said["note"], style="dim", highlight=False)
+    if top_logits is not None and not as_json:
+        console.print(top_lines(result), highlight=False, markup=False, soft_wrap=True)
+    if timing:
+        warm = run(loaded, bound, ids, reader(tokenizer, ids), request, seed, lambda piece: None)
+        said["timing"] = {"load": round(load_seconds, 6), "first": result.timing(), "warm": warm.timing()}
+        if not as_json:
+            console.print(timing_table(load_seconds, result, warm))
+    if as_json:
+        print(json.dumps(said))
+    elif stats:
+        console.print(result.summary(), style="dim", highlight=False)
 
 
 def _write(piece: str) -> None:

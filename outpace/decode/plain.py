@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outpace.decode.request import Generation, OnTokens, Request, Rows, check_prompts, prefill
+from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import sample
@@ -18,6 +18,7 @@ def generate(
     *,
     rng: torch.Generator | None = None,
     on_tokens: OnTokens | None = None,
+    on_logits: OnLogits | None = None,
 ) -> Generation:
     """prompts: token ids per row, lengths may differ. Raises ValueError for prompts the model cannot take."""
     check_prompts(target, prompts, request)
@@ -25,7 +26,7 @@ def generate(
     cache = target.make_cache(len(prompts), longest, offset=request.offset)
     trace, rows = Trace(), Rows(len(prompts), request, on_tokens)
     with trace.timed("prefill"):
-        last = prefill(target, cache, prompts, request, rng)
+        last = prefill(target, cache, prompts, request, rng, on_logits=on_logits)
     ids = last.tolist()
     for b, token in enumerate(ids):
         rows.emit(b, [token])
@@ -36,9 +37,13 @@ def generate(
             last, alive = last[left], [alive[i] for i in left]
         with trace.timed("verify"):
             out = target(last[:, None], cache)
-            last = sample(target.logits(out.hidden[:, 0]), request.sampling, rng)
+            logits = target.logits(out.hidden[:, 0])
+            last = sample(logits, request.sampling, rng)
             ids = last.tolist()
         with trace.timed("rest"):
+            if on_logits is not None:
+                for i, b in enumerate(alive):
+                    on_logits(b, logits[i : i + 1])
             for b, token in zip(alive, ids, strict=True):
                 rows.emit(b, [token])
             trace.add(len(prompts), alive, [0] * len(ids), [0] * len(ids))

@@ -13,6 +13,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, sample
 
 OnTokens = Callable[[int, list[int]], None]  # row, its new tokens
+OnLogits = Callable[[int, Tensor], None]  # row, logits [n, V] of its next n tokens; the last may not be kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ def prefill(
     rng: torch.Generator | None,
     session: Session | None = None,
     aux: Sequence[int] = (),
+    on_logits: OnLogits | None = None,
 ) -> Tensor:
     """Run the prompts through the target in chunks; -> the first token of every row [B].
 
@@ -111,4 +113,8 @@ def prefill(
         for b, (n, c) in enumerate(zip(lengths, counts, strict=True)):
             if c and begin + c == n:
                 last_hidden[b] = out.hidden[b, c - 1]
-    return sample(target.logits(torch.stack(last_hidden)), request.sampling, rng)
+    logits = target.logits(torch.stack(last_hidden))
+    if on_logits is not None:
+        for b in range(len(prompts)):
+            on_logits(b, logits[b : b + 1])
+    return sample(logits, request.sampling, rng)

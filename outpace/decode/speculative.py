@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outpace.decode.request import Generation, OnTokens, Request, Rows, check_prompts, prefill
+from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
 from outpace.decode.rules import exact_match
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft
@@ -21,6 +21,7 @@ def generate(
     *,
     rng: torch.Generator | None = None,
     on_tokens: OnTokens | None = None,
+    on_logits: OnLogits | None = None,
 ) -> Generation:
     """The tokens `plain.generate` would emit (temperature 0), or draws from the same distribution, in
     fewer forwards of the target. Rows accept different lengths and end on their own.
@@ -34,7 +35,7 @@ def generate(
     session = draft.begin(B, longest, request.offset)
     trace, rows = Trace(), Rows(B, request, on_tokens)
     with trace.timed("prefill"):
-        last = prefill(target, cache, prompts, request, rng, session, wanted)
+        last = prefill(target, cache, prompts, request, rng, session, wanted, on_logits)
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
 
@@ -48,7 +49,8 @@ def generate(
             proposal = session.propose(last)
         with trace.timed("verify"):
             out = target(proposal.tokens, cache, counts=proposal.counts, aux=wanted)
-            predict = sample(target.logits(out.hidden), request.sampling, rng)
+            logits = target.logits(out.hidden)
+            predict = sample(logits, request.sampling, rng)
             accept_len, last = exact_match(proposal.tokens, predict, proposal.counts)
             accepted = accept_len.tolist()  # the round's one wait for the device
         with trace.timed("rest"):
@@ -56,6 +58,8 @@ def generate(
             kept = [a + 1 for a in accepted]
             cache.commit([list(range(k)) for k in kept])
             for i, b in enumerate(alive):
+                if on_logits is not None:
+                    on_logits(b, logits[i, : kept[i]])
                 rows.emit(b, ids[i][: kept[i]])
             trace.add(B, alive, [c - 1 for c in proposal.counts], accepted)
         with trace.timed("draft"):
