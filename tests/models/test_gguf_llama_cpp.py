@@ -1,7 +1,7 @@
 """Our forward of a GGUF file against llama.cpp's of the same file: an engine that shares no code with us.
 
 llama.cpp's answers for the plain files are kept in golden/llama_cpp.json, so that they are compared where it
-is not installed, too. `python tests/models/test_llama_cpp.py` writes them anew.
+is not installed, too. `python tests/models/test_gguf_llama_cpp.py` writes them anew.
 """
 
 import dataclasses
