@@ -107,6 +107,9 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
             f"nearest, pre= one of {', '.join(sorted(NAMED))}"
         )
     pieces_named(name)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in said["model"]["merges"]]
+    if any(merge.count(" ") != 1 for merge in merges):
+        raise ValueError("the tokenizer merges tokens with spaces in them: it is no byte-level BPE")
     kinds = {t["id"]: CONTROL if t["special"] else USER_DEFINED for t in said["added_tokens"]}
     held = {i: token for token, i in tokenizer.get_vocab().items()}
     before, after = surroundings(tokenizer)
@@ -115,7 +118,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
         f"{KEY}pre": name,
         f"{KEY}tokens": [held.get(i, unused(i)) for i in range(vocab_size)],
         f"{KEY}token_type": [kinds.get(i, NORMAL if i in held else UNUSED) for i in range(vocab_size)],
-        f"{KEY}merges": [m if isinstance(m, str) else " ".join(m) for m in said["model"]["merges"]],
+        f"{KEY}merges": merges,
         f"{KEY}add_bos_token": bool(before),
         f"{KEY}add_eos_token": bool(after),
     }
@@ -265,7 +268,7 @@ def _merges_reach_all(said: dict[str, Any]) -> bool:
 
 def _can_say(said: dict[str, Any]) -> bool:
     """False for what a tokenizer.json says and `tokenizer.ggml.*` has no words for."""
-    kinds = ("lstrip", "rstrip", "single_word", "normalized")
+    kinds = ["lstrip", "rstrip", "single_word"] + (["normalized"] if said["normalizer"] else [])
     odd_model = ("unk_token", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     return not (
         any(t[kind] for t in said["added_tokens"] for kind in kinds)

@@ -18,8 +18,9 @@ import nasty
 from vocabularies import KEY, RULES, cut_by, sentencepiece
 
 from outpace.chat.pieces import NAMED
-from outpace.chat.tokenizer import encode
-from outpace.chat.vocabulary import tokenizer_from_gguf
+from outpace.chat.tokenizer import encode, read_tokenizer
+from outpace.chat.vocabulary import gguf_vocabulary, tokenizer_from_gguf
+from outpace.load import EMBEDDED
 
 try:
     import llama_cpp
@@ -96,6 +97,14 @@ def test_every_name_is_one_that_llama_cpp_knows(name, tmp_path):
     theirs = their_tokens(tmp_path, cut_by(name), nasty.TEXTS)
     same = next(n for n in RULES if NAMED[n] == NAMED[name])
     assert theirs == golden()[same]
+
+
+@live
+def test_llama_cpp_cuts_the_embedded_vocabulary_by_the_nearest_rule(tmp_path):
+    ours = read_tokenizer(EMBEDDED / "target")
+    theirs = their_tokens(tmp_path, gguf_vocabulary(ours, 4096), nasty.TEXTS)
+    differ = [text for text, ids in zip(nasty.TEXTS, theirs, strict=True) if encode(ours, text) != ids]
+    assert differ == [nasty.QUOTES]
 
 
 @live
