@@ -27,34 +27,10 @@ MOST_SECONDS = 10.0
 LEFT_OUT = ("center", "wordwrap", "urlize", "xmlattr", "pprint")
 # Filters that hand elements on; all others may turn what they get into text.
 ELEMENTWISE = {
-    *(
-        "list",
-        "length",
-        "count",
-        "first",
-        "last",
-        "map",
-        "select",
-        "reject",
-        "selectattr",
-        "rejectattr",
-        "sort",
-    ),
-    *(
-        "unique",
-        "min",
-        "max",
-        "batch",
-        "slice",
-        "groupby",
-        "items",
-        "dictsort",
-        "reverse",
-        "random",
-        "default",
-    ),
-    *("d", "attr", "abs", "round", "int", "float", "sum"),
-}
+    "list", "length", "count", "first", "last", "map", "select", "reject", "selectattr", "rejectattr", "sort",
+    "unique", "min", "max", "batch", "slice", "groupby", "items", "dictsort", "reverse", "random", "default",
+    "d", "attr", "abs", "round", "int", "float", "sum",
+}  # fmt: skip
 WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0-9.]*?(\*|\d{5})|\{[^{}]*(\{|\d{5})")  # five digits, or an argument
 
 

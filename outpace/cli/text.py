@@ -87,27 +87,31 @@ def generate(
         talk.say(text)
         ids, stop, read = talk.prompt(), talk.stop, answer_reader(talk)
     request = replace(request, stop=frozenset() if ignore_eos else stop)
-    write = (lambda piece: None) if as_json else _write
-    result = run(loaded, bound, ids, read, request, seed, write, largest)
-    said = result.as_json()
+    result = run(loaded, bound, ids, read, request, seed, _hide if as_json else _write, largest)
+    said, warm = result.as_json(), None
     if not as_json:
         _write("\n")
     if talk is not None:
         parts = talk.end()
         said |= {"parts": [part.as_json() for part in parts], "note": no_answer(parts, len(result.tokens))}
-        if said["note"] and not as_json:
-            Console(stderr=True).print(said["note"], style="dim", highlight=False)
-    if top_logits is not None and not as_json:
-        console.print(top_lines(result), highlight=False, markup=False, soft_wrap=True)
     if timing:
-        warm = run(loaded, bound, ids, reader(tokenizer, ids), request, seed, lambda piece: None)
+        warm = run(loaded, bound, ids, reader(tokenizer, ids), request, seed, _hide)
         said["timing"] = {"load": round(load_seconds, 6), "first": result.timing(), "warm": warm.timing()}
-        if not as_json:
-            console.print(timing_table(load_seconds, result, warm))
     if as_json:
         print(json.dumps(said))
-    elif stats:
+        return
+    if said.get("note"):
+        Console(stderr=True).print(said["note"], style="dim", highlight=False)
+    if largest is not None:
+        console.print(top_lines(result), highlight=False, markup=False, soft_wrap=True)
+    if warm is not None:
+        console.print(timing_table(load_seconds, result, warm))
+    if stats:
         console.print(result.summary(), style="dim", highlight=False)
+
+
+def _hide(piece: str) -> None:
+    pass
 
 
 def _write(piece: str) -> None:
