@@ -1,36 +1,21 @@
 """Ours against a reference, layer by layer; where a half of a layer departs, the mistake that explains it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from outpace.doctor.forward import read_attention, read_mlp
-from outpace.doctor.mistakes import Mistake, attention_mistakes, mlp_mistakes
-from outpace.doctor.reading import Reading, right_reading
-from outpace.doctor.search import EXACT, Search, search
-from outpace.doctor.sides import LayerSteps, Walk, engine_attention, engine_mlp
-from outpace.doctor.weights import (
-    attention_weights,
-    mlp_different,
-    mlp_weights,
-    most_different,
-    relative,
-)
-from outpace.models.blocks import Experts
+from outpace.doctor.search import EXACT
+from outpace.doctor.sides import LayerSteps, Walk, engine_attention, engine_mlp, layer_of
+from outpace.doctor.trial import HALVES, Finding, Half, Memory, trial
+from outpace.doctor.weights import attention_weights, mlp_different, mlp_weights, most_different, relative
 from outpace.models.decoder import Block, Decoder
-
-Half = Literal["attention", "mlp"]
-Whose = Literal["ours", "theirs"]
-HALVES: tuple[Half, ...] = ("attention", "mlp")
 
 # Two files of one model in different number formats: what each half adds may differ by this many times
 # the largest relative difference of its tensors. A tensor that differs by more than DIFFERENT is another
 # tensor, not a rounded one.
 NOISE_FACTOR, MOST_NOISE, DIFFERENT = 10.0, 0.5, 0.25
-ROWS = 8  # of the MLP, where mistakes are tried: its rows do not know each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +47,6 @@ def apart(ours: Tensor, theirs: Tensor) -> Apart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A half of a layer that departs. `whose`: whose weights, read with the mistake, say what the other
-    side says. `names`: mistakes that explain it equally well; () where none does."""
-
-    half: Half
-    whose: Whose
-    names: tuple[str, ...]
-    error: float  # with the mistake
-    before: float  # without
-    nearest: str | None  # the best of those that do not explain it
-    tensors: tuple[str, ...]  # those that differ between the two files
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerApart:
     """attention and mlp are fed with what the reference's got; `so_far` is ours from the embedding on."""
 
@@ -86,6 +57,7 @@ class LayerApart:
     so_far: Apart
     routed_alike: float | None  # share of the text's tokens that go to the same experts
     limits: dict[Half, float]
+    tensors: dict[Half, tuple[str, ...]]  # those that differ by more than two number formats do
     findings: tuple[Finding, ...]
 
     @property
@@ -94,110 +66,51 @@ class LayerApart:
 
 
 def compare_layers(model: Decoder, ours: Walk, reference: Reference) -> Iterator[LayerApart]:
-    """One after the other; what explained a layer is tried first on the next."""
-    known: dict[tuple[Half, Whose], list[Mistake]] = {}
+    """One after the other."""
+    memory = Memory()
     for i, theirs in enumerate(reference.walk.layers[: len(ours.layers)]):
-        yield _compare_layer(model, i, ours.layers[i], theirs, reference, known)
+        yield _compare_layer(model, i, ours.layers[i], theirs, reference, memory)
 
 
 def _compare_layer(
-    model: Decoder,
-    i: int,
-    ours: LayerSteps,
-    theirs: LayerSteps,
-    reference: Reference,
-    known: dict[tuple[Half, Whose], list[Mistake]],
+    model: Decoder, i: int, ours: LayerSteps, theirs: LayerSteps, reference: Reference, memory: Memory
 ) -> LayerApart:
-    block = model.get_submodule(f"layers.{i}")
-    assert isinstance(block, Block)
-    other = None if reference.model is None else reference.model.get_submodule(f"layers.{i}")
-    assert other is None or isinstance(other, Block)
-    said = engine_attention(model, block, theirs.x).float().cpu()
+    block = layer_of(model, i)
     mlp, chosen = engine_mlp(block, theirs.middle)
-    mlp = mlp.float().cpu()
-    different = _different(block, other)
-    noise = {h: max((e for e in different[h].values() if e <= DIFFERENT), default=0.0) for h in HALVES}
-    limits: dict[Half, float] = {h: max(EXACT, min(NOISE_FACTOR * noise[h], MOST_NOISE)) for h in HALVES}
-    parts = {"attention": apart(said, theirs.attention), "mlp": apart(mlp, theirs.mlp)}
-    departs: list[Half] = [h for h in HALVES if not parts[h].error <= limits[h]]
+    said: dict[Half, Tensor] = {
+        "attention": engine_attention(model, block, theirs.x).float().cpu(),
+        "mlp": mlp.float().cpu(),
+    }
+    wanted: dict[Half, Tensor] = {"attention": theirs.attention, "mlp": theirs.mlp}
+    different = _different(block, None if reference.model is None else layer_of(reference.model, i))
+    limits = {half: _limit(different[half]) for half in HALVES}
+    halves = {half: apart(said[half], wanted[half]) for half in HALVES}
     findings: list[Finding] = []
-    for half in departs:
-        got = said if half == "attention" else mlp
-        tensors = tuple(name for name, e in different[half].items() if e > DIFFERENT)
-        sides: list[tuple[Whose, Decoder, Block, Tensor]] = [("ours", model, block, getattr(theirs, half))]
-        if reference.model is not None and other is not None:
-            sides.append(("theirs", reference.model, other, got))
-        for whose, weights, its, wanted in sides:
-            tried = known.setdefault((half, whose), [])
-            result = _explain(half, weights, its, i, theirs, wanted, got, limits[half], tried)
-            findings.append(_finding(half, whose, result, tensors))
+    for half in (h for h in HALVES if not halves[h].error <= limits[h]):
+        both = said[half], wanted[half]
+        tried = trial(half, model, i, theirs, *both)
+        mine = memory.explain(tried, "ours", wanted[half], limits[half], in_pairs=True)
+        findings.append(mine)
+        if reference.model is not None:
+            tried = trial(half, reference.model, i, theirs, *both)
+            its = memory.explain(tried, "theirs", said[half], limits[half], in_pairs=not mine.names)
+            findings.append(its)
     return LayerApart(
         layer=i,
         window=block.self_attn.window,
+        attention=halves["attention"],
+        mlp=halves["mlp"],
         so_far=apart(ours.out, theirs.out),
         routed_alike=_alike(chosen, theirs.chosen),
         limits=limits,
+        tensors={h: tuple(name for name, e in different[h].items() if e > DIFFERENT) for h in HALVES},
         findings=tuple(findings),
-        **parts,
     )
 
 
-def _explain(
-    half: Half,
-    model: Decoder,
-    block: Block,
-    layer: int,
-    theirs: LayerSteps,
-    wanted: Tensor,
-    got: Tensor,
-    limit: float,
-    known: list[Mistake],
-) -> Search:
-    """Tries what is known from earlier layers, then every mistake, then pairs; remembers what it found."""
-    reading = right_reading(model.config, layer)
-    run: Callable[[Reading], Tensor]
-    if half == "attention":
-        attention = attention_weights(block)
-        mistakes = attention_mistakes(reading, model.config)
-
-        def run(r: Reading) -> Tensor:
-            return read_attention(theirs.x, attention, r).out
-
-    else:
-        mlp, experts = mlp_weights(block), isinstance(block.mlp, Experts)
-        mistakes = mlp_mistakes(reading, model.config, experts=experts)
-        rows = _telling_rows(got, getattr(theirs, half))
-        middle, wanted = theirs.middle[rows], wanted[rows]
-
-        def run(r: Reading) -> Tensor:
-            return read_mlp(middle, mlp, r).out
-
-    with torch.inference_mode():
-        result = search(known, reading, run, wanted, limit, in_pairs=False)
-        if not result.found:
-            result = search(mistakes, reading, run, wanted, limit)
-    known += [t.mistake for t in result.found if t.mistake not in known]
-    return result
-
-
-def _telling_rows(got: Tensor, wanted: Tensor) -> Tensor:
-    """The rows in which the two sides differ most, relative to their size."""
-    size = wanted.norm(dim=-1).clamp(min=1e-30)
-    share = ((got - wanted).norm(dim=-1) / size).nan_to_num(torch.inf)
-    return share.topk(min(ROWS, len(share))).indices
-
-
-def _finding(half: Half, whose: Whose, result: Search, tensors: tuple[str, ...]) -> Finding:
-    best = result.found[0] if result.found else result.nearest
-    return Finding(
-        half=half,
-        whose=whose,
-        names=tuple(t.mistake.name for t in result.found),
-        error=best.error if best is not None else result.before,
-        before=result.before,
-        nearest=None if result.found or best is None else best.mistake.name,
-        tensors=tensors,
-    )
+def _limit(different: dict[str, float]) -> float:
+    noise = max((e for e in different.values() if e <= DIFFERENT), default=0.0)
+    return max(EXACT, min(NOISE_FACTOR * noise, MOST_NOISE))
 
 
 def _different(block: Block, other: Block | None) -> dict[Half, dict[str, float]]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from outpace.doctor.check import Check
-from outpace.doctor.compare import HALVES, Finding, Half, LayerApart, Reference, apart
+from outpace.doctor.compare import LayerApart, Reference, apart
 from outpace.doctor.forward import concentration, frequencies
 from outpace.doctor.search import EXACT
 from outpace.doctor.sides import Walk
+from outpace.doctor.trial import HALVES, Finding, Half
 from outpace.doctor.weights import relative
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
@@ -87,7 +88,10 @@ def check_layers(layers: list[LayerApart]) -> Check:
         said = f"{len(layers)} layers agree: cosine {cosine:.6f} or more, error from end to end {worst:.1e}"
         if max(max(one.limits.values()) for one in layers) > EXACT:
             said += " (within what two number formats differ by)"
-        return Check(name=name, verdict="pass", said=said, evidence=evidence)
+        tensors = sorted({t for one in layers for half in HALVES for t in one.tensors[half]})
+        if tensors:
+            said += f". But some tensors are not the same at all: {', '.join(tensors)}"
+        return Check(name=name, verdict="warn" if tensors else "pass", said=said, evidence=evidence)
     first = departing[0]
     half = first.departs[0]
     figures = first.attention if half == "attention" else first.mlp
@@ -109,6 +113,7 @@ def _row(one: LayerApart) -> dict[str, Any]:
         "routed_alike": one.routed_alike,
         "window": one.window,
         "departs": list(one.departs),
+        "tensors": {half: list(names) for half, names in one.tensors.items()},
     }
 
 
@@ -129,8 +134,8 @@ def explanations(layers: list[LayerApart], judged: str) -> Iterator[Check]:
         where = _layers([one.layer for one, _ in members])
         found = members[0][1]
         said = _explained(ours, theirs, found) if ours or theirs else _unexplained(half, found)
-        tensors = sorted({t for _, fs in members for f in fs for t in f.tensors})
-        if tensors and set(tensors) != {"sinks"}:
+        tensors = sorted({t for one, _ in members for t in one.tensors[half]})
+        if tensors:
             said += f". Tensors that differ between the two files: {', '.join(tensors)}"
         evidence = {
             "half": half,

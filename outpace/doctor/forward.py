@@ -80,7 +80,7 @@ def read_mlp(x: Tensor, w: MlpWeights, r: Reading) -> MlpSteps:
 def read_mlps(xs: Sequence[Tensor], w: MlpWeights, readings: Sequence[Reading]) -> list[MlpSteps]:
     """Several readings of one layer, each of its own x: an expert is decoded once for all of them."""
     found = [_routed(x, w, r) for x, r in zip(xs, readings, strict=True)]
-    for e in torch.cat([steps.chosen.flatten() for steps in found]).unique().tolist():
+    for e in sorted({e for steps in found for e in steps.chosen.unique().tolist()}):
         expert = w.expert(e)
         for steps, r in zip(found, readings, strict=True):
             row, place = (steps.chosen == e).nonzero(as_tuple=True)

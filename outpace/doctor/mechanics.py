@@ -16,12 +16,11 @@ from outpace.doctor.forward import (
     read_mlp,
     rotate,
 )
-from outpace.doctor.mistakes import attention_mistakes, mlp_mistakes
-from outpace.doctor.reading import Reading, right_reading
+from outpace.doctor.reading import right_reading
 from outpace.doctor.search import EXACT, search
-from outpace.doctor.sides import LayerSteps, Walk, engine_attention, engine_mlp
+from outpace.doctor.sides import LayerSteps, Walk, engine_attention, engine_mlp, layer_of
+from outpace.doctor.trial import Trial, attention_trial, mlp_trial, telling_rows
 from outpace.doctor.weights import attention_weights, mlp_weights, relative
-from outpace.models.blocks import Experts
 from outpace.models.decoder import Block, Decoder
 from outpace.ops.attention import causal_attend
 from outpace.ops.rope import rotate as engine_rotate
@@ -48,13 +47,12 @@ class LayerExam:
 
 def examine_layers(model: Decoder, ours: Walk) -> Iterator[LayerExam]:
     for i, steps in enumerate(ours.layers):
-        block = model.get_submodule(f"layers.{i}")
-        assert isinstance(block, Block)
         with torch.inference_mode():
-            yield _examine(model, block, i, steps)
+            yield _examine(model, i, steps)
 
 
-def _examine(model: Decoder, block: Block, i: int, steps: LayerSteps) -> LayerExam:
+def _examine(model: Decoder, i: int, steps: LayerSteps) -> LayerExam:
+    block = layer_of(model, i)
     reading = right_reading(model.config, i)
     attention, mlp = attention_weights(block), mlp_weights(block)
     a, m = read_attention(steps.x, attention, reading), read_mlp(steps.middle, mlp, reading)
@@ -65,21 +63,9 @@ def _examine(model: Decoder, block: Block, i: int, steps: LayerSteps) -> LayerEx
     )
     explained: list[str] = []
     if not errors[0] <= EXACT:
-        known = attention_mistakes(reading, model.config)
-
-        def run_attention(r: Reading) -> Tensor:
-            return read_attention(steps.x, attention, r).out
-
-        found = search(known, reading, run_attention, steps.attention, EXACT).found
-        explained += [t.mistake.name for t in found]
+        explained += _as_if_by(attention_trial(model, i, steps), steps.attention)
     if not errors[1] <= EXACT:
-        known = mlp_mistakes(reading, model.config, experts=isinstance(block.mlp, Experts))
-
-        def run_mlp(r: Reading) -> Tensor:
-            return read_mlp(steps.middle, mlp, r).out
-
-        found = search(known, reading, run_mlp, steps.mlp, EXACT).found
-        explained += [t.mistake.name for t in found]
+        explained += _as_if_by(mlp_trial(model, i, steps, telling_rows(steps.mlp, m.out)), steps.mlp)
     return LayerExam(
         layer=i,
         attention_error=errors[0],
@@ -90,6 +76,11 @@ def _examine(model: Decoder, block: Block, i: int, steps: LayerSteps) -> LayerEx
         experts_used=len(m.chosen.unique()),
         explained_by=tuple(explained),
     )
+
+
+def _as_if_by(tried: Trial, said: Tensor) -> list[str]:
+    found = search(tried.mistakes, tried.reading, tried.run, said[tried.rows], EXACT).found
+    return [t.mistake.name for t in found]
 
 
 def _first_rows(ours: Tensor, plain: Tensor) -> float:

@@ -15,6 +15,9 @@ EXACT = 1e-4
 ROUNDING = 2e-6
 
 
+Run = Callable[[Sequence[Reading]], list[Tensor]]  # what a layer says under each reading
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """`error`: ||what it gives - what is wanted|| / ||what is wanted||."""
@@ -36,18 +39,18 @@ class Search:
 def search(
     mistakes: Sequence[Mistake],
     reading: Reading,
-    run: Callable[[Reading], Tensor],
+    run: Run,
     wanted: Tensor,
     limit: float,
     *,
     in_pairs: bool = True,
 ) -> Search:
-    """`run` gives what a layer says under a reading; `wanted` is what it should say; errors up to `limit`
-    count as the same."""
-    before = relative(run(reading), wanted)
+    """`wanted` is what the layer should say; errors up to `limit` count as the same."""
+    before = relative(run([reading])[0], wanted)
 
     def attempt(some: Sequence[Mistake]) -> list[Tried]:
-        tried = [Tried(mistake=m, error=relative(run(m.apply(reading)), wanted)) for m in some]
+        outs = run([m.apply(reading) for m in some])
+        tried = [Tried(mistake=m, error=relative(out, wanted)) for m, out in zip(some, outs, strict=True)]
         return sorted((t for t in tried if t.error == t.error), key=lambda t: t.error)
 
     singles = attempt(mistakes)

@@ -36,8 +36,8 @@ def walk(model: Decoder, tokens: list[int]) -> Walk:
     ids = torch.tensor([tokens], device=model.device)
     x = embedded = model.embed(ids)
     steps = []
-    for block in model.layers:
-        assert isinstance(block, Block)
+    for i in range(len(model.layers)):
+        block = layer_of(model, i)
         attention = engine_attention(model, block, x[0])
         middle = x + attention
         mlp, chosen = engine_mlp(block, middle[0])
@@ -48,6 +48,12 @@ def walk(model: Decoder, tokens: list[int]) -> Walk:
         x = out
     logits = model.logits(model.norm(x))[0].float().cpu()
     return Walk(embedded=embedded[0].float().cpu(), layers=steps, logits=logits)
+
+
+def layer_of(model: Decoder, layer: int) -> Block:
+    block = model.layers[layer]
+    assert isinstance(block, Block)
+    return block
 
 
 @torch.inference_mode()

@@ -16,10 +16,11 @@ from outpace.doctor.check import Check
 from outpace.doctor.forward import read_attention, read_mlps
 from outpace.doctor.mistakes import Mistake, attention_mistakes, mlp_mistakes
 from outpace.doctor.reading import Reading, right_reading
+from outpace.doctor.sides import layer_of
 from outpace.doctor.speech import CHANCE, token_losses
 from outpace.doctor.weights import attention_weights, mlp_weights
 from outpace.models.blocks import Experts
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder
 from outpace.ops.linear import linear
 
 Names = tuple[str, ...]  # mistakes made at once; () is the weights as they are
@@ -74,8 +75,7 @@ def _with(reading: Reading, known: dict[str, Mistake], names: Names) -> Reading:
 
 
 def layer_readings(model: Decoder, layer: int) -> LayerReadings:
-    block = model.get_submodule(f"layers.{layer}")
-    assert isinstance(block, Block)
+    block = layer_of(model, layer)
     right = right_reading(model.config, layer)
     mlp = mlp_mistakes(right, model.config, experts=isinstance(block.mlp, Experts))
     return LayerReadings(
@@ -103,8 +103,8 @@ def read_with(model: Decoder, tokens: list[int], readings: Sequence[Names]) -> d
     """
     start = model.embed(torch.tensor([tokens], device=model.device))[0].float().cpu()
     states = [start] * len(readings)
-    for i, block in enumerate(model.layers):
-        assert isinstance(block, Block)
+    for i in range(len(model.layers)):
+        block = layer_of(model, i)
         known, attention = layer_readings(model, i), attention_weights(block)
         states = [
             x + read_attention(x, attention, known.attention_with(names)).out

@@ -1,0 +1,124 @@
+"""Trying mistakes on half a layer: how it runs under a reading, on which rows, and what was learnt before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outpace.doctor.forward import read_attention, read_mlps
+from outpace.doctor.mistakes import Mistake, attention_mistakes, mlp_mistakes
+from outpace.doctor.reading import Reading, right_reading
+from outpace.doctor.search import Run, Search, search
+from outpace.doctor.sides import LayerSteps, layer_of
+from outpace.doctor.weights import attention_weights, mlp_weights
+from outpace.models.blocks import Experts
+from outpace.models.decoder import Decoder
+
+Half = Literal["attention", "mlp"]
+Whose = Literal["ours", "theirs"]
+HALVES: tuple[Half, ...] = ("attention", "mlp")
+ROWS = 8  # of the MLP, where mistakes are tried: its rows do not know each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """`run` gives what the half says of `rows` of the text, [len(rows), C] under each reading."""
+
+    half: Half
+    reading: Reading  # the right one
+    mistakes: list[Mistake]
+    run: Run
+    rows: Tensor
+
+
+def attention_trial(model: Decoder, layer: int, fed: LayerSteps) -> Trial:
+    """On what came into the layer: all rows, for they see each other."""
+    weights, reading = attention_weights(layer_of(model, layer)), right_reading(model.config, layer)
+
+    def run(readings: Sequence[Reading]) -> list[Tensor]:
+        return [read_attention(fed.x, weights, r).out for r in readings]
+
+    return Trial(
+        half="attention",
+        reading=reading,
+        mistakes=attention_mistakes(reading, model.config),
+        run=run,
+        rows=torch.arange(len(fed.x)),
+    )
+
+
+def mlp_trial(model: Decoder, layer: int, fed: LayerSteps, rows: Tensor) -> Trial:
+    """On what came into the second norm."""
+    block, reading = layer_of(model, layer), right_reading(model.config, layer)
+    weights, x = mlp_weights(block), fed.middle[rows]
+
+    def run(readings: Sequence[Reading]) -> list[Tensor]:
+        return [steps.out for steps in read_mlps([x] * len(readings), weights, readings)]
+
+    mistakes = mlp_mistakes(reading, model.config, experts=isinstance(block.mlp, Experts))
+    return Trial(half="mlp", reading=reading, mistakes=mistakes, run=run, rows=rows)
+
+
+def trial(half: Half, model: Decoder, layer: int, fed: LayerSteps, got: Tensor, wanted: Tensor) -> Trial:
+    """`got` and `wanted`, [T, C], are what the two sides said: the MLP is tried where they differ most."""
+    if half == "attention":
+        return attention_trial(model, layer, fed)
+    return mlp_trial(model, layer, fed, telling_rows(got, wanted))
+
+
+def telling_rows(got: Tensor, wanted: Tensor) -> Tensor:
+    """The rows in which two sides differ most, relative to their size."""
+    size = wanted.norm(dim=-1).clamp(min=1e-30)
+    share = ((got - wanted).norm(dim=-1) / size).nan_to_num(torch.inf)
+    return share.topk(min(ROWS, len(share))).indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A half of a layer that departs. `whose`: whose weights, read with the mistake, say what the other
+    side says. `names`: mistakes that explain it equally well; () where none does."""
+
+    half: Half
+    whose: Whose
+    names: tuple[str, ...]
+    error: float  # with the mistake
+    before: float  # without
+    nearest: str | None  # the best of those that do not explain it
+
+
+@dataclass
+class Memory:
+    """What explained a layer is tried first on the next; what no two mistakes explain is not tried in pairs
+    again."""
+
+    known: dict[tuple[Half, Whose], list[Mistake]] = field(default_factory=dict)
+    hopeless: set[tuple[Half, Whose]] = field(default_factory=set)
+
+    @torch.inference_mode()
+    def explain(self, tried: Trial, whose: Whose, wanted: Tensor, limit: float, *, in_pairs: bool) -> Finding:
+        """`wanted` [T, C]: what the half should say."""
+        place = tried.half, whose
+        known = self.known.setdefault(place, [])
+        in_pairs = in_pairs and place not in self.hopeless
+        wanted = wanted[tried.rows]
+        result = search(known, tried.reading, tried.run, wanted, limit, in_pairs=False)
+        if not result.found:
+            result = search(tried.mistakes, tried.reading, tried.run, wanted, limit, in_pairs=in_pairs)
+        known += [t.mistake for t in result.found if t.mistake not in known]
+        if in_pairs and not result.found:
+            self.hopeless.add(place)
+        return _finding(tried.half, whose, result)
+
+
+def _finding(half: Half, whose: Whose, result: Search) -> Finding:
+    best = result.found[0] if result.found else result.nearest
+    return Finding(
+        half=half,
+        whose=whose,
+        names=tuple(t.mistake.name for t in result.found),
+        error=best.error if best is not None else result.before,
+        before=result.before,
+        nearest=None if result.found or best is None else best.mistake.name,
+    )
