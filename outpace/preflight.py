@@ -12,6 +12,7 @@ from outpace.drafts import format_gguf_dflash, format_gguf_eagle3, views
 from outpace.drafts.faults import Files, find_faults, find_notes
 from outpace.drafts.files import DFLASH, EAGLE3, FORMATS, detect, kind_of, read_draft
 from outpace.drafts.format_gguf import Metadata, open_metadata
+from outpace.drafts.format_keys import check_types
 from outpace.drafts.formats import (
     EMBEDDING,
     HEAD,
@@ -88,7 +89,8 @@ class Preflight:
 
 
 def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINES) -> Preflight:
-    """Raises LoadError where there is no draft to look at, ValueError for an engine that is not known."""
+    """Raises LoadError where there is no draft to look at, or a config whose values have no
+    known types; ValueError for an engine that is not known."""
     unknown = set(engines) - set(ENGINES)
     if unknown:
         raise ValueError(f"unknown engine {', '.join(sorted(unknown))}; known: {', '.join(ENGINES)}")
@@ -132,6 +134,7 @@ def _look(path: Path, name: str, target: TargetFiles) -> tuple[Files, dict[str, 
     """The files as they are, and what each engine that opens them takes."""
     if name in FOLDERS:
         checkpoint = open_checkpoint(path)
+        check_types(str(path), checkpoint.config)
         specs = {n.removeprefix("model."): (shape, dtype) for n, shape, dtype in checkpoint.specs()}
         files = Files(config=checkpoint.config, specs=specs, get=checkpoint.get)
         held = {n.removeprefix("model."): n for n in checkpoint.names()}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from outpace.models.config import FULL, WINDOW, need, parse_rope, rope_to_hf
-from outpace.models.config_values import FAR
+from outpace.models.config_values import FAR, check_values
 from outpace.ops.rope import RopeConfig
 from outpace.weights.checkpoint import LoadError
 
@@ -56,6 +56,33 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "shift_label": NO,
     "use_aux_hidden_state": (None, True),
 }
+
+
+OBJECTS = ("dflash_config", "eagle_config", "transformer_layer_config", "outpace")
+COUNTS = (
+    *("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "swa_window_size"),
+    "target_hidden_size",
+)
+LISTS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+FLAGS = (
+    *("causal", "fc_norm", "is_causal", "norm_before_fc", "norm_before_residual", "norm_output"),
+    *("sliding_window_non_causal", "use_aux_norm", "use_swa"),
+)
+
+
+def check_types(where: str, hf: dict[str, Any]) -> None:
+    """Raises LoadError or ValueError where a value has a type that no engine reads. Nothing is said of keys
+    that are missing or unknown."""
+    for found in (hf, *(inner_object(where, hf, key) for key in OBJECTS)):
+        check_values(found)
+        for key in COUNTS:
+            if found.get(key) is not None:
+                whole(where, key, found[key])
+        for key in LISTS:
+            whole_numbers(where, key, found.get(key))
+        for key in FLAGS:
+            if not isinstance(found.get(key), bool | None):
+                raise LoadError(f"{where}: {key} is {str(found[key])[:60]!r}, not true or false")
 
 
 def inner_object(where: str, hf: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -152,12 +179,17 @@ def body_to_hf(config: Any, *, layers: int, layer_types: Iterable[str], window: 
     }
 
 
+def said_of(found: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An object without its nulls."""
+    return {key: value for key, value in (found or {}).items() if value is not None}
+
+
 def read_rope(where: str, hf: Mapping[str, Any], default_theta: float | None) -> tuple[RopeConfig, list[str]]:
     """The rope of a config.json, which says it in `rope_parameters`, in `rope_theta` and `rope_scaling`, or
     in both. Raises LoadError where they differ (transformers 5 prefers `rope_scaling`, others
     `rope_parameters`), for keys that mean something else, and without a theta where engines have no common
     default (`default_theta` None)."""
-    new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    new, old = said_of(hf.get("rope_parameters")), said_of(hf.get("rope_scaling"))
     for said in (new, old):
         strange = sorted(k for k in said.keys() - ROPE_KEYS if (k, said[k]) != ("partial_rotary_factor", 1))
         if strange:
@@ -173,8 +205,8 @@ def read_rope(where: str, hf: Mapping[str, Any], default_theta: float | None) ->
     if theta is None:
         theta = default_theta
         notes.append(f"no rope_theta: every engine takes {theta:,.0f}; was the draft trained so?")
-    base = {"rope_theta": theta, "max_position_embeddings": hf.get("max_position_embeddings", 0)}
-    ropes = [parse_rope({**base, "rope_scaling": dict(said)}) for said in (new, old) if said]
+    base = {"rope_theta": theta, "max_position_embeddings": hf.get("max_position_embeddings") or 0}
+    ropes = [parse_rope({**base, "rope_scaling": said}) for said in (new, old) if said]
     null = "rope_scaling" in hf and hf["rope_scaling"] is None and "rope_parameters" in hf
     if (null and ropes and ropes[0].kind != "default") or any(rope != ropes[0] for rope in ropes):
         kinds = f"rope_scaling {old or None}, rope_parameters {new}"

@@ -8,6 +8,7 @@ from outpace.drafts.format_keys import (
     BODY,
     body_fields,
     body_to_hf,
+    check_types,
     inner_object,
     once,
     read_layer_types,
@@ -34,7 +35,6 @@ from outpace.drafts.formats import (
     vocabulary_map,
 )
 from outpace.models.config import FULL, WINDOW
-from outpace.models.config_values import check_values
 from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
@@ -117,9 +117,9 @@ def _targets_own(
 
 
 def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[Eagle3Config, list[str]]:
+    check_types(where, hf)
     if (hf.get("architectures") or [""])[0] not in ARCHITECTURES:
         raise LoadError(f"{where}: architectures {hf.get('architectures')} is none of {list(ARCHITECTURES)}")
-    check_values(hf)
     inner = inner_object(where, hf, "eagle_config")
     refuse_meaning(where, hf)
     refuse_meaning(where, inner, "eagle_config.")
@@ -144,9 +144,6 @@ def eagle3_config(
         raise LoadError(f"{where}: {layer['num_hidden_layers']} layers; only EAGLE-3 of one is supported")
     if layer.get("attention_bias"):
         raise LoadError(f"{where}: attention_bias is true, and EAGLE-3's q, k and v have none")
-    odd = [key for key, value in norms.items() if not isinstance(value, bool | None)]
-    if odd:
-        raise LoadError(f"{where}: {odd[0]} is {str(norms[odd[0]])[:60]!r}, not true or false")
     rope, notes = read_rope(where, layer, default_theta=10000.0)
     _, window = _window(where, layer)
     fields = body_fields(layer)

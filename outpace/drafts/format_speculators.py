@@ -11,6 +11,7 @@ from outpace.drafts.format_keys import (
     BODY,
     body_fields,
     body_to_hf,
+    check_types,
     inner_object,
     read_layer_types,
     read_rope,
@@ -127,6 +128,7 @@ def open_envelope(
     keys: Iterable[str],
 ) -> tuple[dict[str, Any], list[str]]:
     """speculators' config.json -> its transformer_layer_config, whole, and notes. Raises LoadError."""
+    check_types(where, hf)
     if hf.get("speculators_model_type") != kind:
         raise LoadError(
             f"{where}: speculators_model_type {hf.get('speculators_model_type')!r} is not {kind!r}"
@@ -148,8 +150,6 @@ def open_envelope(
 def _causal(where: str, hf: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, list[str]]:
     """Of windowed layers; speculators' code always lets full ones see both ways."""
     said = hf.get("sliding_window_non_causal")
-    if not isinstance(said, bool | None):
-        raise LoadError(f"{where}: sliding_window_non_causal is {str(said)[:60]!r}, not true or false")
     if said is None and WINDOW in types:
         raise LoadError(
             f"{where}: without sliding_window_non_causal, speculators' code takes windows as causal and vLLM "

@@ -8,6 +8,7 @@ from outpace.drafts.format_keys import (
     BODY,
     body_fields,
     body_to_hf,
+    check_types,
     inner_object,
     read_rope,
     refuse_meaning,
@@ -29,7 +30,6 @@ from outpace.drafts.formats import (
     target_layers,
 )
 from outpace.models.config import WINDOW, need
-from outpace.models.config_values import check_values
 from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
@@ -52,9 +52,9 @@ def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[DFlashD
 
 def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[DFlashConfig, list[str]]:
     """A missing key means what MuseGlimmerAssistantConfig takes for it: windows of 2,048 in all layers."""
+    check_types(where, hf)
     if hf.get("model_type") != MODEL_TYPE:
         raise LoadError(f"{where}: model_type {hf.get('model_type')!r} is not {MODEL_TYPE!r}")
-    check_values(hf)
     refuse_meaning(where, hf)
     rope, notes = read_rope(where, hf, default_theta=500000.0)
     layers = need(hf, "num_hidden_layers")

@@ -9,6 +9,7 @@ from outpace.drafts.format_keys import (
     BODY,
     body_fields,
     body_to_hf,
+    check_types,
     inner_object,
     once,
     read_layer_types,
@@ -31,7 +32,6 @@ from outpace.drafts.formats import (
     stored,
 )
 from outpace.models.config import FULL, WINDOW, need
-from outpace.models.config_values import check_values
 from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
@@ -70,9 +70,9 @@ def parse(
     hf: dict[str, Any], where: str, learned_mask: bool = False, token_id: TokenId | None = None
 ) -> tuple[DFlashConfig, list[str]]:
     """A z-lab config.json, as z-lab's code, SGLang and vLLM read it. Raises LoadError or ValueError."""
+    check_types(where, hf)
     if (hf.get("architectures") or [""])[0] != ARCHITECTURE:
         raise LoadError(f"{where}: architectures {hf.get('architectures')} is not [{ARCHITECTURE}]")
-    check_values(hf)
     inner = inner_object(where, hf, "dflash_config")
     refuse_meaning(where, hf)
     refuse_meaning(where, inner, "dflash_config.")
@@ -148,9 +148,6 @@ def _causal(where: str, hf: dict[str, Any], inner: dict[str, Any], types: tuple[
     """Whether windowed layers hide the slots behind. An explicit `is_causal` counts for every layer; without
     one, windows are causal and full layers are not."""
     said, nested = hf.get("is_causal"), inner.get("causal")
-    for key, value in (("is_causal", said), ("dflash_config.causal", nested)):
-        if not isinstance(value, bool | None):
-            raise LoadError(f"{where}: {key} is {str(value)[:60]!r}, not true or false")
     windows = WINDOW in types
     everywhere = said if said is not None else nested
     if everywhere and FULL in types:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outpace.drafts.format_keys import read_layer_types
+from outpace.drafts.format_keys import read_layer_types, said_of
 from outpace.drafts.formats import EMBEDDING, HEAD, DFlashDraft, Eagle3Draft, canonical_rope, rope_in_words
 from outpace.models.config import FULL, WINDOW, ModelConfig, parse_rope
 from outpace.ops.rope import RopeConfig
@@ -118,7 +118,7 @@ def rope(hf: Mapping[str, Any], engine: str, default_theta: float) -> str:
     theta = next(t for t in thetas if t is not None)
     base = {"rope_theta": theta, "max_position_embeddings": hf.get("max_position_embeddings") or 0}
     try:
-        found = canonical_rope(parse_rope({**base, "rope_scaling": dict(said)}))
+        found = canonical_rope(parse_rope({**base, "rope_scaling": said_of(said)}))
     except (ValueError, TypeError, KeyError) as error:
         return REFUSES + str(error)
     return rope_in_words(ggml_rope(found) if engine == "llama.cpp" else found)
@@ -159,7 +159,7 @@ def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[
     base = {
         "norms": norm_words(hf.get("rms_norm_eps")),
         "positions": f"{hf.get('max_position_embeddings') or 32768:,}",
-        "vocabulary": f"{hf.get('vocab_size', 0):,}",
+        "vocabulary": f"{hf.get('vocab_size') or 0:,}",
         "attention bias": bias_words(hf.get("attention_bias")),
         "embedding, head": source(False, False),
     }
