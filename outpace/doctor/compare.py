@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from outpace.doctor.weights import attention_weights, mlp_different, mlp_weights
 from outpace.models.decoder import Block, Decoder
 
 # Two files of one model in different number formats: what each half adds may differ by this many times
-# the largest relative difference of its tensors. A tensor that differs by more than DIFFERENT is another
-# tensor, not a rounded one.
-NOISE_FACTOR, MOST_NOISE, DIFFERENT = 10.0, 0.5, 0.25
+# what its matrices do. Beyond these relative differences a tensor is another one, not a rounded one; norms,
+# biases and sinks stay in 16 bits or more in every format.
+NOISE_FACTOR, MOST_NOISE = 10.0, 0.5
+OTHER_MATRIX, OTHER_VECTOR = 0.25, 0.02
+MATRICES = {"q", "k", "v", "o", "router", "gate_up", "down"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ def _compare_layer(
     }
     wanted: dict[Half, Tensor] = {"attention": theirs.attention, "mlp": theirs.mlp}
     different = _different(block, None if reference.model is None else layer_of(reference.model, i))
-    limits = {half: _limit(different[half]) for half in HALVES}
+    limits = {half: noise_limit(different[half]) for half in HALVES}
     halves = {half: apart(said[half], wanted[half]) for half in HALVES}
     findings: list[Finding] = []
     for half in (h for h in HALVES if not halves[h].error <= limits[h]):
@@ -103,14 +106,21 @@ def _compare_layer(
         so_far=apart(ours.out, theirs.out),
         routed_alike=_alike(chosen, theirs.chosen),
         limits=limits,
-        tensors={h: tuple(name for name, e in different[h].items() if e > DIFFERENT) for h in HALVES},
+        tensors={half: other_tensors(different[half]) for half in HALVES},
         findings=tuple(findings),
     )
 
 
-def _limit(different: dict[str, float]) -> float:
-    noise = max((e for e in different.values() if e <= DIFFERENT), default=0.0)
-    return max(EXACT, min(NOISE_FACTOR * noise, MOST_NOISE))
+def other_tensors(different: dict[str, float]) -> tuple[str, ...]:
+    """Those that no number format explains."""
+    return tuple(n for n, e in different.items() if e > (OTHER_MATRIX if n in MATRICES else OTHER_VECTOR))
+
+
+def noise_limit(different: dict[str, float]) -> float:
+    """What may differ by rounding: the median matrix says how coarse the formats are. Not the largest one:
+    it may be a little wrong."""
+    rounded = [e for n, e in different.items() if n in MATRICES and e <= OTHER_MATRIX]
+    return max(EXACT, min(NOISE_FACTOR * median(rounded or [0.0]), MOST_NOISE))
 
 
 def _different(block: Block, other: Block | None) -> dict[Half, dict[str, float]]:

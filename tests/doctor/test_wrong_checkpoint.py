@@ -140,6 +140,7 @@ def test_a_mistake_of_the_checkpoint_is_named(case, folders, tmp_path):
     found = against(plant(healthy, tmp_path / "wrong", edit, **said), healthy)
     why = {k: c for k, c in found.items() if k.startswith("why")}
     assert set(why) == {check}, [(c.name, c.said) for c in found.values()]
+    assert found["logits against the reference"].verdict == "fail"
     evidence = why[check].evidence
     assert evidence["ours"] == ([] if ours is None else [ours]), why[check].said
     assert evidence["theirs"] == ([] if theirs is None else [theirs]), why[check].said
