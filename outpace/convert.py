@@ -28,6 +28,7 @@ from outpace.ops.rope import inverse_frequencies
 from outpace.weights.checkpoint import open_checkpoint
 from outpace.weights.gguf import INTERLEAVED, ROPE_FACTORS, gguf_name
 from outpace.weights.gguf_config import ARCHITECTURES
+from outpace.weights.gguf_write import add_metadata
 from outpace.weights.save import write_atomically
 
 TYPES: dict[str, GGMLQuantizationType] = {
@@ -70,25 +71,26 @@ def write_gguf(
     if type not in TYPES:
         raise ValueError(f"type {type!r} is none of: {', '.join(TYPES)}")
     architecture = ARCHITECTURE_OF[model.config.architecture]
+    items = plan(model, type)
     temporary = path.with_name(path.name + ".tmp")
     writer = gguf.GGUFWriter(temporary, architecture)
-    for key, value in (_metadata(model.config, architecture) | (vocabulary or NO_VOCABULARY)).items():
-        _add(writer, key, value)
-    items = plan(model, type)
+    add_metadata(writer, _metadata(model.config, architecture) | (vocabulary or NO_VOCABULARY))
     for item in items:
         row = item.nbytes // prod(item.shape[:-1])
-        writer.add_tensor_info(
-            item.name, (*item.shape[:-1], row), np.dtype(np.uint8), item.nbytes, raw_dtype=item.kind
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    total = sum(item.nbytes for item in items)
-    for item in items:
-        writer.write_tensor_data(_bytes(item.make(), item.kind))
-        on_bytes(item.nbytes, total)
-    writer.close()
-    os.replace(temporary, path)
+        shape = (*item.shape[:-1], row)
+        writer.add_tensor_info(item.name, shape, np.dtype(np.uint8), item.nbytes, raw_dtype=item.kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        total = sum(item.nbytes for item in items)
+        for item in items:
+            writer.write_tensor_data(_bytes(item.make(), item.kind))
+            on_bytes(item.nbytes, total)
+        writer.close()
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def convert_target(
@@ -107,7 +109,13 @@ def convert_target(
     model, tokenizer = load_target(checkpoint), open_tokenizer(checkpoint)
     template = open_template(checkpoint)
     if out.suffix == ".gguf":
-        write_gguf(model, out, vocabulary_of(model, tokenizer, template), type, on_bytes)
+        write_gguf(
+            model,
+            out,
+            vocabulary_of(model, tokenizer, None if template is None else template.source),
+            type,
+            on_bytes,
+        )
         return
     dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     if type not in dtypes:
@@ -115,7 +123,7 @@ def convert_target(
     save_target(model, out, dtype=dtypes[type])
     write_atomically(out / "tokenizer.json", tokenizer.to_str().encode())
     if template is not None:
-        write_atomically(out / "chat_template.jinja", template.encode())
+        write_atomically(out / "chat_template.jinja", template.source.encode())
 
 
 def vocabulary_of(model: Decoder, tokenizer: Tokenizer, template: str | None) -> dict[str, Any]:
@@ -294,17 +302,3 @@ def _metadata(config: ModelConfig, architecture: str) -> dict[str, Any]:
         said["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
         said["rope.scaling.truncate"] = rope.truncate
     return {f"{architecture}.{key}": value for key, value in said.items()}
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outpace.chat.template import read_template
+from outpace.chat.template import ChatTemplate, folder_template, gguf_template
 from outpace.chat.tokenizer import check_vocabulary, read_tokenizer
 from outpace.chat.vocabulary import tokenizer_from_gguf
 from outpace.drafts.dflash import BoundDFlash, DFlash
@@ -49,12 +49,11 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return read_tokenizer(checkpoint.folder)
 
 
-def open_template(checkpoint: Checkpoint) -> str | None:
+def open_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     """The chat template that a GGUF file, or a folder, holds."""
     if isinstance(checkpoint, GGUFCheckpoint):
-        found = checkpoint.metadata.get("tokenizer.chat_template")
-        return found if isinstance(found, str) else None
-    return read_template(checkpoint.folder)
+        return gguf_template(checkpoint.metadata)
+    return folder_template(checkpoint.folder)
 
 
 def open_draft(path: str, target: Decoder, tokenizer: Tokenizer) -> BoundDFlash | NGram | None:

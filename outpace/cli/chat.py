@@ -120,21 +120,15 @@ def open_talk(
     from outpace.chat.conversation_json import parse_tools
     from outpace.chat.harmony import speaks_harmony
     from outpace.chat.harmony_talk import HarmonyTalk
-    from outpace.chat.template import folder_template, gguf_template
     from outpace.chat.template_talk import TemplateTalk
-    from outpace.load import target_path
+    from outpace.load import open_template, target_path
     from outpace.weights.checkpoint import open_checkpoint
-    from outpace.weights.gguf import GGUFCheckpoint
 
     tools = parse_tools(functions, "--tools") if functions else ()
     if speaks_harmony(tokenizer):
         system = System(reasoning=reasoning, current_date=date or f"{datetime.date.today():%Y-%m-%d}")
         return HarmonyTalk(tokenizer, system, Developer(instructions=instructions, tools=tools))
-    checkpoint = open_checkpoint(target_path(path))
-    if isinstance(checkpoint, GGUFCheckpoint):
-        template = gguf_template(checkpoint.metadata)
-    else:
-        template = folder_template(checkpoint.folder)
+    template = open_template(open_checkpoint(target_path(path)))
     if template is None:
         raise ValueError(f"{path} has neither Harmony's tokens nor a chat template: try outpace generate")
     wrapped = [f if "function" in f else {"type": "function", "function": f} for f in functions or []]

@@ -19,6 +19,7 @@ from outpace.ops.quant import Quant, dense
 from outpace.ops.rope import RopeConfig, inverse_frequencies
 from outpace.weights.contract import LoadError
 from outpace.weights.gguf_header import Header, read_header
+from outpace.weights.gguf_write import add_metadata
 
 T = TypeVar("T")
 
@@ -234,10 +235,8 @@ def write_file(
     writer = gguf.GGUFWriter(temporary, architecture)
     try:
         writer.add_type("model")
-        for key, value in {f"{architecture}.{k}": v for k, v in keys.items()}.items():
-            _add(writer, key, value)
-        for key, value in (*vocabulary.items(), (RECORD, record)):
-            _add(writer, key, value)
+        add_metadata(writer, {f"{architecture}.{key}": value for key, value in keys.items()})
+        add_metadata(writer, {**vocabulary, RECORD: record})
         for name, tensor in tensors.items():
             plain = tensor.float() if _vector(tensor) else tensor
             if plain.dtype not in KINDS:
@@ -256,20 +255,6 @@ def write_file(
 
 def _vector(tensor: Tensor) -> bool:
     return tensor.dim() < 2 and tensor.is_floating_point()
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)
 
 
 def read_record(said: Metadata) -> tuple[dict[str, Any], dict[str, torch.dtype]] | None:
