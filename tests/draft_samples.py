@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import json
 
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
 from outpace.chat.tokenizer import train_bpe
 from outpace.drafts.dflash import DFlashConfig
@@ -17,7 +19,7 @@ from outpace.drafts.formats import (
     eagle3_shapes,
     marks,
 )
-from outpace.export import open_target_files
+from outpace.export import export_draft, open_target_files
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import build, named_tensors
 from outpace.models.save import save_target
@@ -57,6 +59,18 @@ def target_folder(folder):
 
 def target_files(folder):
     return open_target_files(str(target_folder(folder)))
+
+
+def edited(folder, target, draft, name, edit):
+    """The draft in a format, after `edit(config, tensors)` -> its folder."""
+    out = folder / name
+    export_draft(draft, name, out, target)
+    config = json.loads((out / "config.json").read_text())
+    tensors = load_file(out / "model.safetensors")
+    edit(config, tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors")
+    return out
 
 
 DFLASH = DFlashConfig(

@@ -1,11 +1,8 @@
 """Preflight: each known slip is planted in files that were right, and seen with the name of who misreads."""
 
-import json
-
 import draft_samples as samples
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from outpace.export import EMBEDDED, export_draft, open_target_files
 from outpace.preflight import CHECKS, ENGINES, preflight, show_preflight
@@ -22,16 +19,8 @@ def target(tmp_path_factory):
 def planted(target, tmp_path):
     """planted(draft, format, edit) -> what preflight finds after `edit(config, tensors)`."""
 
-    def plant(draft, name, edit=None, engines=ENGINES):
-        folder = tmp_path / name
-        export_draft(draft, name, folder, target)
-        config = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
-        if edit is not None:
-            edit(config, tensors)
-        (folder / "config.json").write_text(json.dumps(config))
-        save_file(tensors, folder / "model.safetensors")
-        return preflight(folder, target, engines)
+    def plant(draft, name, edit=lambda config, tensors: None, engines=ENGINES):
+        return preflight(samples.edited(tmp_path, target, draft, name, edit), target, engines)
 
     return plant
 
@@ -342,7 +331,7 @@ def test_one_engine_at_a_time(planted):
     assert planted(draft, "sglang-eagle3", edit, ("SGLang",)).clean
     assert not planted(draft, "sglang-eagle3", edit, ("SGLang", "vLLM")).clean
     with pytest.raises(ValueError, match="unknown engine TGI"):
-        planted(draft, "sglang-eagle3", None, ("TGI",))
+        planted(draft, "sglang-eagle3", edit, ("TGI",))
 
 
 def test_the_embedded_draft():

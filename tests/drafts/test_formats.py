@@ -29,11 +29,6 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return samples.target_files(tmp_path_factory.mktemp("target"))
-
-
 def written(draft, name, folder, target):
     """The draft in a format, or None where it must be refused."""
     out = folder / (f"{name}.gguf" if name.startswith("gguf") else name)

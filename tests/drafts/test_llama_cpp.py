@@ -84,11 +84,6 @@ def _silent(level, text, data):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return samples.target_files(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def theirs(target, tmp_path_factory):
     L.llama_log_set(_silent, None)
     L.llama_backend_init()

@@ -1,0 +1,171 @@
+"""Drafts that contradict themselves, ask for something else, or are damaged: refused, with the reason."""
+
+import copy
+
+import draft_samples as samples
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.drafts import (
+    format_sglang_eagle3,
+    format_speculators,
+    format_speculators_eagle3,
+    format_transformers,
+    format_zlab,
+)
+from outpace.drafts.faults import Files, find_faults, find_notes
+from outpace.drafts.files import FORMATS, read_draft
+from outpace.drafts.format_keys import check_types
+from outpace.drafts.load import load_dflash
+from outpace.export import export_draft
+from outpace.preflight import FOLDERS
+from outpace.weights.checkpoint import LoadError
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+# ---- what must not be guessed -----------------------------------------------------------------------------
+
+
+def inside(key, **said):
+    return lambda c, t: c[key].update(said)
+
+
+def on_top(**said):
+    return lambda c, t: c.update(said)
+
+
+REFUSED = {  # name -> format, edit, what is said
+    "ids twice": ("zlab", on_top(**{IDS: [0, 2, 4]}), r"SGLang, z-lab.*\[1, 3, 5\].*vLLM.*\[0, 2, 4\]"),
+    "ids in vLLM's key alone": (
+        "zlab", lambda c, t: c["dflash_config"].pop("target_layer_ids"), "those less one"
+    ),
+    "eagle ids twice": ("sglang-eagle3", on_top(**{IDS: [1, 2, 4]}), r"SGLang adds 1.*vLLM and llama.cpp"),
+    "ids that are no list": ("sglang-eagle3", on_top(**{IDS: "2,3"}), "not a list of layers"),
+    "block size twice": ("zlab", on_top(block_size=4), "block_size twice, and differently"),
+    "depth twice": ("zlab", inside("dflash_config", num_target_layers=5), "num_target_layers twice"),
+    "mask twice": ("zlab", on_top(mask_token_id=3), "mask_token_id twice"),
+    "rope twice": ("zlab", on_top(rope_scaling=None), "the rope twice"),
+    "theta twice": ("zlab", on_top(rope_theta=2.0), "rope_theta twice"),
+    "a rope of pairs": ("zlab", on_top(is_neox_style=False), "is_neox_style = False is not supported"),
+    "half a rope": ("sglang-eagle3", on_top(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "everything causal": ("zlab", on_top(is_causal=True), "full_attention layers causal too"),
+    "sinks": ("zlab", inside("dflash_config", attention_sink_bias=True), "attention_sink_bias = True"),
+    "a selector": ("zlab", inside("dflash_config", selector_rank=256), "selector_rank = 256"),
+    "Domino": ("zlab", inside("dflash_config", shift_label=True), "shift_label = True"),
+    "softcap": ("zlab", on_top(final_logit_softcapping=30.0), "final_logit_softcapping = 30"),
+    "gelu": ("zlab", on_top(hidden_act="gelu"), "hidden_act"),
+    "windows by use_swa": ("zlab", inside("dflash_config", use_swa=True, swa_window_size=8), "use_swa True"),
+    "half a vocabulary": ("zlab", on_top(draft_vocab_size=32), "draft_vocab_size 32"),
+    "another width": ("speculators", on_top(target_hidden_size=64), "not the draft's own width"),
+    "speculators' half vocabulary": ("speculators", on_top(draft_vocab_size=32), "over 32 of 290"),
+    "speculators' Llama": (
+        "speculators", inside("transformer_layer_config", model_type="llama"), "'llama' is not supported"
+    ),
+    "speculators' ids": ("speculators", lambda c, t: c.pop("aux_hidden_state_layer_ids"), "vLLM needs it"),
+    "speculators' anchor": ("speculators", on_top(sample_from_anchor=True), "sample_from_anchor = True"),
+    "a flag that is a word": ("sglang-eagle3", on_top(norm_output="yes"), "norm_output is 'yes'"),
+    "two layers": ("sglang-eagle3", on_top(num_hidden_layers=2), "2 layers"),
+    "biases": ("sglang-eagle3", on_top(attention_bias=True), "q, k and v have none"),
+    "not quite a map": (
+        "sglang-eagle3", lambda c, t: t["d2t"].__setitem__(3, t["d2t"][2] - 1), "does not give 37 different"
+    ),
+    "a map of float": ("sglang-eagle3", lambda c, t: t.update(d2t=t["d2t"].float()), "must be int64"),
+    "no map": ("sglang-eagle3", lambda c, t: (t.pop("d2t"), t.pop("t2d")), "needs d2t"),
+    "half a map": ("sglang-eagle3", lambda c, t: t.pop("d2t"), "left over in the checkpoint: t2d"),
+    "a tensor too many": ("zlab", lambda c, t: t.update(gate=torch.ones(3)), "gate"),
+    "a tensor too few": ("zlab", lambda c, t: t.pop("norm.weight"), "norm.weight"),
+    "a tensor twice": (
+        "zlab", lambda c, t: t.update({"model.norm.weight": t["norm.weight"].clone()}), "again"
+    ),
+    "fc of two states": (
+        "zlab", lambda c, t: t.update({"fc.weight": torch.ones(96, 192)}), r"3 \(target_layer_ids\)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_must_not_be_guessed(edited, case):
+    name, edit, said = REFUSED[case]
+    draft = samples.dflash() if FORMATS[name].kind == "DFlash" else samples.eagle3()
+    folder = edited(draft, name, edit)
+    with pytest.raises(ValueError, match=said) as told:
+        read_draft(folder)
+    assert len(str(told.value)) < 600
+
+
+def test_windows_whose_causality_is_not_said(edited):
+    silent = edited(samples.dflash(**samples.WINDOWS), "zlab", inside("dflash_config", causal=False))
+    assert not read_draft(silent)[1].config.causal  # is_causal says so too
+    nested = edited(
+        samples.dflash(**samples.WINDOWS),
+        "zlab",
+        lambda c, t: (c.pop("is_causal"), c["dflash_config"].update(causal=False)),
+    )
+    with pytest.raises(LoadError, match="Write is_causal: false"):
+        read_draft(nested)
+
+
+def test_an_eagle3_is_not_run_yet(target, tmp_path):
+    export_draft(samples.eagle3(), "sglang-eagle3", tmp_path / "e")
+    with pytest.raises(LoadError, match="is an EAGLE-3"):
+        load_dflash(tmp_path / "e")
+
+
+# ---- damage -----------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def configs(target):
+    """Format -> a config.json that is right, and its parser."""
+    d, e = samples.dflash(**samples.MIXED), samples.eagle3()
+    return {
+        "zlab": (format_zlab.to_hf(d.config), format_zlab.parse),
+        "speculators": (format_speculators.to_hf(d.config, target), format_speculators.parse),
+        "transformers": (format_transformers.to_hf(d.config), format_transformers.parse),
+        "sglang-eagle3": (format_sglang_eagle3.to_hf(e), format_sglang_eagle3.parse),
+        "speculators-eagle3": (format_speculators_eagle3.to_hf(e, target), format_speculators_eagle3.parse),
+    }
+
+
+def places(config):
+    return [(config, key) for key in config] + [
+        (inner, key) for inner in config.values() if isinstance(inner, dict) for key in inner
+    ]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_any_value_anywhere_is_read_or_refused(target, name):
+    """And what preflight says of it is said, not raised."""
+    good, parse = configs(target)[name]
+    more = (False, None) if name == "zlab" else (target,)
+
+    @settings(max_examples=150, deadline=None)
+    @given(data=st.data())
+    def read(data):
+        config = copy.deepcopy(good)
+        for _ in range(data.draw(st.integers(1, 2))):
+            where, key = data.draw(st.sampled_from(places(config)))
+            where[key] = data.draw(JSON)
+        try:
+            parse(copy.deepcopy(config), "fuzz", *more)
+        except ValueError as error:
+            assert len(str(error)) < 700
+        try:
+            check_types("fuzz", config)
+        except ValueError:
+            return
+        files = Files(config=config, specs={}, get=None)
+        for meant in FOLDERS[name](config, set(), target.config).values():
+            assert all(isinstance(words, str) for words in meant.values())
+            find_faults(files, target, meant)
+        find_notes(files, target)
+
+    read()
