@@ -134,6 +134,8 @@ def vocabulary_of(model: Decoder, tokenizer: Tokenizer, template: str | None) ->
         said["tokenizer.ggml.eos_token_id"] = config.eos_token_ids[0]
     if config.bos_token_id is not None:
         said["tokenizer.ggml.bos_token_id"] = config.bos_token_id
+    if config.pad_token_id is not None:
+        said["tokenizer.ggml.padding_token_id"] = config.pad_token_id
     if template is not None:
         said["tokenizer.chat_template"] = template
     return said

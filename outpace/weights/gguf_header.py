@@ -164,6 +164,8 @@ class _Cursor:
         kind = self.kind(what)
         if kind == GGUFValueType.STRING:
             return self.text(what)
+        if kind == GGUFValueType.FLOAT32:  # as the decimal it was: 1e-05, not 9.999999747378752e-06
+            return float(str(np.float32(self.numbers(kind, 1, what)[0])))
         if kind != GGUFValueType.ARRAY:
             return self.numbers(kind, 1, what)[0]
         kind = self.kind(what)

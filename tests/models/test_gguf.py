@@ -180,7 +180,6 @@ def test_metadata_is_the_config(files):
         loaded = load_target(files / f"{family}.gguf").config
         assert ours["vocab_size"] == theirs.vocab_size
         skip = {"rope", "eos_token_ids", "bos_token_id", "pad_token_id", "swiglu_limit", "moe_layers"}
-        skip |= {"rms_norm_eps"}  # float32 in GGUF
         for field in dataclasses.fields(theirs):
             if field.name not in skip:
                 assert getattr(loaded, field.name) == getattr(theirs, field.name), (family, field.name)
