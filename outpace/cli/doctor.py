@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from outpace.cli.app import AsJson, app, console
 
+LAYERS = "layers against the reference"
 MARKS = {
     "pass": "[green]pass[/green]",
     "warn": "[yellow]warn[/yellow]",
@@ -59,7 +61,27 @@ def doctor(
         if not as_json:
             line = f"{MARKS[check.verdict]}  {check.name}: [dim]{escape(check.said)}[/dim]"
             console.print(line, highlight=False)
+            if check.name == LAYERS:
+                show_layers(check.evidence)
     if as_json:
         print(json.dumps([check.as_json() for check in found], indent=2))
     if any(check.verdict == "fail" for check in found):
         raise typer.Exit(1)
+
+
+def show_layers(rows: dict[str, dict[str, Any]]) -> None:
+    """One line a layer: cosine and largest difference of both halves, each fed with what the reference's
+    got, and the error from end to end. What departs is red."""
+    table = Table("      layer", "attention", "", "MLP", "", "end to end", "router", box=None, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for layer, row in rows.items():
+        cells = [layer]
+        for half in ("attention", "mlp"):
+            style = "red" if half in row["departs"] else "dim"
+            for figure in (f"{row[half]['cosine']:.6f}", f"{row[half]['largest']:.1e}"):
+                cells.append(f"[{style}]{figure}[/{style}]")
+        alike = row["routed_alike"]
+        cells += [f"{row['so_far']['error']:.1e}", "" if alike is None else f"{alike:.0%}"]
+        table.add_row(*cells, style=None if row["departs"] else "dim")
+    console.print(table)

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 from outpace.doctor.search import EXACT
-from outpace.doctor.sides import LayerSteps, Walk, engine_attention, engine_mlp, layer_of
-from outpace.doctor.trial import HALVES, Finding, Half, Memory, trial
+from outpace.doctor.sides import (
+    LayerSteps,
+    Walk,
+    engine_attention,
+    engine_mlp,
+    layer_of,
+    same_experts,
+    telling,
+)
+from outpace.doctor.trial import HALVES, Finding, Half, Memory, telling_rows, trial
 from outpace.doctor.weights import attention_weights, mlp_different, mlp_weights, most_different, relative
 from outpace.models.decoder import Block, Decoder
 
@@ -85,17 +93,22 @@ def _compare_layer(
         "mlp": mlp.float().cpu(),
     }
     wanted: dict[Half, Tensor] = {"attention": theirs.attention, "mlp": theirs.mlp}
+    alike = same_experts(chosen, theirs.chosen)
+    told = telling(alike, len(theirs.x))
     different = _different(block, None if reference.model is None else layer_of(reference.model, i))
     limits = {half: noise_limit(different[half]) for half in HALVES}
-    halves = {half: apart(said[half], wanted[half]) for half in HALVES}
+    halves: dict[Half, Apart] = {
+        "attention": apart(said["attention"], wanted["attention"]),
+        "mlp": apart(said["mlp"][told], wanted["mlp"][told]),
+    }
     findings: list[Finding] = []
     for half in (h for h in HALVES if not halves[h].error <= limits[h]):
-        both = said[half], wanted[half]
-        tried = trial(half, model, i, theirs, *both)
+        rows = telling_rows(said[half], wanted[half], told)
+        tried = trial(half, model, i, theirs, rows)
         mine = memory.explain(tried, "ours", wanted[half], limits[half], in_pairs=True)
         findings.append(mine)
         if reference.model is not None:
-            tried = trial(half, reference.model, i, theirs, *both)
+            tried = trial(half, reference.model, i, theirs, rows)
             its = memory.explain(tried, "theirs", said[half], limits[half], in_pairs=not mine.names)
             findings.append(its)
     return LayerApart(
@@ -104,7 +117,7 @@ def _compare_layer(
         attention=halves["attention"],
         mlp=halves["mlp"],
         so_far=apart(ours.out, theirs.out),
-        routed_alike=_alike(chosen, theirs.chosen),
+        routed_alike=None if alike is None else float(alike.float().mean()),
         limits=limits,
         tensors={half: other_tensors(different[half]) for half in HALVES},
         findings=tuple(findings),
@@ -133,10 +146,3 @@ def _different(block: Block, other: Block | None) -> dict[Half, dict[str, float]
         "attention": most_different(attention_weights(block), attention_weights(other)),
         "mlp": mlp_different(mine, theirs) if alike else {},
     }
-
-
-def _alike(ours: Tensor | None, theirs: Tensor | None) -> float | None:
-    if ours is None or theirs is None:
-        return None
-    same = (ours.sort(-1).values == theirs.sort(-1).values.cpu()).all(-1)
-    return float(same.float().mean())

@@ -12,7 +12,8 @@ from torch import Tensor
 from outpace.doctor.check import Check
 from outpace.doctor.compare import LayerApart, Reference, apart, noise_limit
 from outpace.doctor.embedding import MOST_ROWS, weight_rows
-from outpace.doctor.forward import concentration, frequencies
+from outpace.doctor.forward import concentration, frequencies, rms_norm
+from outpace.doctor.mistakes import COMMON_EPS
 from outpace.doctor.search import EXACT
 from outpace.doctor.sides import Walk
 from outpace.doctor.trial import HALVES, Finding, Half
@@ -33,16 +34,16 @@ def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
     name = "configs"
     a, b = asdict(ours), asdict(theirs)
     rope_a, rope_b = a.pop("rope"), b.pop("rope")
-    apart = {k: [a[k], b[k]] for k in a if k not in UNREAD and not _alike(a[k], b[k])}
-    if "head_dim" not in apart and not _turn_alike(ours, theirs):
-        apart |= {f"rope.{k}": [rope_a[k], rope_b[k]] for k in rope_a if not _alike(rope_a[k], rope_b[k])}
-    if not apart:
+    differ = {k: [a[k], b[k]] for k in a if k not in UNREAD and not _alike(a[k], b[k])}
+    if "head_dim" not in differ and not _turn_alike(ours, theirs):
+        differ |= {f"rope.{k}": [rope_a[k], rope_b[k]] for k in rope_a if not _alike(rope_a[k], rope_b[k])}
+    if not differ:
         return Check(name=name, verdict="pass", said="both sides are configured alike")
-    said = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(apart.items())[:6])
-    fatal = [k for k in SIZES if k in apart]
+    said = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(differ.items())[:6])
+    fatal = [k for k in SIZES if k in differ]
     if fatal:
         said = f"two different models: {said}"
-    return Check(name=name, verdict="fail" if fatal else "warn", said=said, evidence=apart)
+    return Check(name=name, verdict="fail" if fatal else "warn", said=said, evidence=differ)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -146,7 +147,7 @@ def explanations(layers: list[LayerApart], judged: str) -> Iterator[Check]:
             "findings": [asdict(f) for f in found],
         }
         name = f"why {_spoken(half)} departs"
-        said = f"{where}: {said}" + (f". {judged}" if judged and (ours or theirs) else "")
+        said = f"{where}: {said}" + (f". {judged}" if judged else "")
         yield Check(name=name, verdict="fail", said=said, evidence=evidence)
 
 
@@ -238,16 +239,13 @@ def _head_limit(model: Decoder, reference: Reference) -> float:
 
 def _head_mistakes(model: Decoder, last: Tensor, wanted: Tensor) -> dict[str, float]:
     """Name -> relative error of the logits under that mistake."""
-    normed = model.norm(last)
-    weightless = normed / model.norm.weight
-    tried: dict[str, tuple[Tensor, Weight]] = {
-        "no final norm": (last, model.head),
-        "final norm without its weights": (weightless, model.head),
-        "tied head (the embedding used as the head)": (normed, model.embed_tokens.weight),
+    weight, eps = model.norm.weight.float(), model.config.rms_norm_eps
+    normed = {
+        "no final norm": last,
+        "final norm without its weights": rms_norm(last, None, eps),
+        **{f"RMSNorm eps {e:g}": rms_norm(last, weight, e) for e in COMMON_EPS if e != eps},
     }
-    found = {k: relative(linear(x, w).float().cpu(), wanted) for k, (x, w) in tried.items()}
-    for eps in (1e-5, 1e-6):
-        size = (last.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-        x = (last * size * model.norm.weight).to(last.dtype)
-        found[f"RMSNorm eps {eps:g}"] = relative(linear(x, model.head).float().cpu(), wanted)
-    return found
+    tried: dict[str, tuple[Tensor, Weight]] = {name: (x, model.head) for name, x in normed.items()}
+    tied = "tied head (the embedding used as the head)"
+    tried[tied] = rms_norm(last, weight, eps), model.embed_tokens.weight
+    return {k: relative(linear(x, w).float().cpu(), wanted) for k, (x, w) in tried.items()}

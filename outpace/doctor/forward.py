@@ -1,7 +1,8 @@
 """One layer of gpt-oss, Llama or Qwen3 in plain torch, float32, every step kept: slow, and made to be read.
 
-It shares no arithmetic with the engine: the rotary frequencies are formed anew from the published
-formulas, attention and experts are loops and einsums. The letters are those of `ops/attention.py`.
+It shares no arithmetic with the engine, but for the decoding of packed blocks, which has a check of its own:
+the rotary frequencies are formed anew from the published formulas, attention and experts are loops and
+einsums. The letters are those of `ops/attention.py`.
 """
 
 import math
@@ -189,7 +190,7 @@ def concentration(rope: RopeConfig) -> float:
     """What YaRN multiplies cos and sin by: 0.1 ln(factor) + 1, or what the config sets instead."""
     if rope.kind != "yarn":
         return 1.0
-    return rope.attention_factor or 0.1 * math.log(rope.factor) + 1
+    return rope.attention_factor or 0.1 * math.log(max(rope.factor, 1.0)) + 1
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

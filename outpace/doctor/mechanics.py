@@ -18,7 +18,15 @@ from outpace.doctor.forward import (
 )
 from outpace.doctor.reading import right_reading
 from outpace.doctor.search import EXACT, search
-from outpace.doctor.sides import LayerSteps, Walk, engine_attention, engine_mlp, layer_of
+from outpace.doctor.sides import (
+    LayerSteps,
+    Walk,
+    engine_attention,
+    engine_mlp,
+    layer_of,
+    same_experts,
+    telling,
+)
 from outpace.doctor.trial import Trial, attention_trial, mlp_trial, telling_rows
 from outpace.doctor.weights import attention_weights, mlp_weights, relative
 from outpace.models.decoder import Block, Decoder
@@ -57,15 +65,16 @@ def _examine(model: Decoder, i: int, steps: LayerSteps) -> LayerExam:
     attention, mlp = attention_weights(block), mlp_weights(block)
     a, m = read_attention(steps.x, attention, reading), read_mlp(steps.middle, mlp, reading)
     few = engine_attention(model, block, steps.x[:FEW]), engine_mlp(block, steps.middle[:FEW])[0]
+    told = telling(same_experts(steps.chosen, m.chosen), len(steps.x))
     errors = (
-        max(relative(steps.attention, a.out), _first_rows(few[0], a.out)),
-        max(relative(steps.mlp, m.out), _first_rows(few[1], m.out)),
+        max(relative(steps.attention, a.out), _first_rows(few[0], a.out, torch.ones_like(told))),
+        max(relative(steps.mlp[told], m.out[told]), _first_rows(few[1], m.out, told)),
     )
     explained: list[str] = []
     if not errors[0] <= EXACT:
         explained += _as_if_by(attention_trial(model, i, steps), steps.attention)
     if not errors[1] <= EXACT:
-        explained += _as_if_by(mlp_trial(model, i, steps, telling_rows(steps.mlp, m.out)), steps.mlp)
+        explained += _as_if_by(mlp_trial(model, i, steps, telling_rows(steps.mlp, m.out, told)), steps.mlp)
     return LayerExam(
         layer=i,
         attention_error=errors[0],
@@ -83,8 +92,9 @@ def _as_if_by(tried: Trial, said: Tensor) -> list[str]:
     return [t.mistake.name for t in found]
 
 
-def _first_rows(ours: Tensor, plain: Tensor) -> float:
-    return relative(ours.float().cpu(), plain[: len(ours)])
+def _first_rows(ours: Tensor, plain: Tensor, told: Tensor) -> float:
+    told = told[: len(ours)]
+    return relative(ours.float().cpu()[told], plain[: len(ours)][told])
 
 
 def row_error(block: Block, a: AttentionSteps, device: torch.device) -> float:
@@ -169,8 +179,7 @@ def check_rope(model: Decoder) -> Check:
     near, far = ((turned(q, n) * turned(k, n - 7)).sum() for n in (7, last))
     distance = float((near - far).abs() / (q.norm() * k.norm() * factor**2))
     angle = max(_angle_error(model, last, width) for width in (1, 256))
-    plain = rotate(q[0], rope, first=last).double() if last < 2**31 else turned(q, last)[0]
-    agree = float((turned(q, last)[0] - plain).abs().max())
+    agree = float((turned(q, last)[0] - rotate(q[0], rope, first=last).double()).abs().max())
     evidence = {
         "at_position_0": at_zero,
         "by_distance": distance,

@@ -8,6 +8,8 @@ from torch import Tensor
 from outpace.models.blocks import Experts
 from outpace.models.decoder import Block, Decoder
 
+MOSTLY = 0.95  # of the tokens must go to the same experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSteps:
@@ -48,6 +50,21 @@ def walk(model: Decoder, tokens: list[int]) -> Walk:
         x = out
     logits = model.logits(model.norm(x))[0].float().cpu()
     return Walk(embedded=embedded[0].float().cpu(), layers=steps, logits=logits)
+
+
+def same_experts(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+    """[T, k] experts of two sides, in any order -> [T] bool; None where one side routes nothing."""
+    if ours is None or theirs is None:
+        return None
+    return (ours.sort(-1).values == theirs.cpu().sort(-1).values).all(-1)
+
+
+def telling(alike: Tensor | None, rows: int) -> Tensor:
+    """[T] bool: the rows on which two MLPs can be compared. A router's near tie falls either way by rounding,
+    and then the MLP says something else altogether: a few such tokens are left out, many are a difference."""
+    if alike is not None and float(alike.float().mean()) >= MOSTLY:
+        return alike
+    return torch.ones(rows, dtype=torch.bool)
 
 
 def layer_of(model: Decoder, layer: int) -> Block:

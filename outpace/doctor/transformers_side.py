@@ -42,7 +42,10 @@ def open_transformers(folder: Path, layers: int) -> Any:
         how["quantization_config"] = theirs.Mxfp4Config(dequantize=True)
     theirs.logging.set_verbosity_error()
     theirs.logging.disable_progress_bar()
-    return theirs.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    try:
+        return theirs.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    except ImportError as error:  # it unpacks MXFP4 with accelerate
+        raise ValueError(f"--reference hf: {error}") from error
 
 
 @torch.inference_mode()

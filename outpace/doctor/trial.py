@@ -61,18 +61,18 @@ def mlp_trial(model: Decoder, layer: int, fed: LayerSteps, rows: Tensor) -> Tria
     return Trial(half="mlp", reading=reading, mistakes=mistakes, run=run, rows=rows)
 
 
-def trial(half: Half, model: Decoder, layer: int, fed: LayerSteps, got: Tensor, wanted: Tensor) -> Trial:
-    """`got` and `wanted`, [T, C], are what the two sides said: the MLP is tried where they differ most."""
+def trial(half: Half, model: Decoder, layer: int, fed: LayerSteps, rows: Tensor) -> Trial:
+    """`rows`: those on which the MLP is tried."""
     if half == "attention":
         return attention_trial(model, layer, fed)
-    return mlp_trial(model, layer, fed, telling_rows(got, wanted))
+    return mlp_trial(model, layer, fed, rows)
 
 
-def telling_rows(got: Tensor, wanted: Tensor) -> Tensor:
-    """The rows in which two sides differ most, relative to their size."""
+def telling_rows(got: Tensor, wanted: Tensor, told: Tensor) -> Tensor:
+    """Rows of [T, C] in which two sides differ most for their size, of those that `told` [T] allows."""
     size = wanted.norm(dim=-1).clamp(min=1e-30)
-    share = ((got - wanted).norm(dim=-1) / size).nan_to_num(torch.inf)
-    return share.topk(min(ROWS, len(share))).indices
+    share = ((got - wanted).norm(dim=-1) / size).nan_to_num(torch.inf).masked_fill(~told, -1.0)
+    return share.topk(min(ROWS, int(told.sum()))).indices
 
 
 @dataclass(frozen=True, kw_only=True)

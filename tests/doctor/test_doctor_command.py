@@ -26,6 +26,13 @@ def test_the_default_passes(monkeypatch, capsys):
     assert "FAIL" not in out
 
 
+def test_layers_are_shown_one_by_one(monkeypatch, capsys):
+    options = ("--reference", target_path("default"), "--layers", 2, "--tokens", 16)
+    code, out, _ = run(monkeypatch, capsys, "default", *options)
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and ["0", "1.000000", "0.0e+00", "1.000000", "0.0e+00", "0.0e+00", "100%"] in lines
+
+
 def test_a_failure_exits_1_and_json_says_what(monkeypatch, capsys, tmp_path):
     wrong = plant(target_path("default"), tmp_path / "wrong", each("_blocks", planted.split))
     options = ("--reference", target_path("default"), "--layers", 2, "--tokens", 48, "--json")

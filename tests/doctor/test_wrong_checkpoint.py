@@ -1,5 +1,7 @@
 """The checkpoint is wrong in a known way and the reference is right: the doctor names it."""
 
+import dataclasses
+
 import planted
 import pytest
 import tiny
@@ -7,8 +9,10 @@ import torch
 from planted import both, each, plant
 
 from outpace.convert import write_gguf
+from outpace.doctor.compare import Reference, compare_layers
 from outpace.doctor.examine import Examination, examine
 from outpace.doctor.explain import judge
+from outpace.doctor.sides import walk
 from outpace.models.load import load_target
 from outpace.models.save import save_target
 
@@ -253,3 +257,27 @@ def test_transformers_on_another_folder(folders, tmp_path):
 ])  # fmt: skip
 def test_the_text_tells_which_side_is_wrong(ours, theirs, said):
     assert said in judge(ours, theirs)
+
+
+def test_a_near_tie_of_the_router_is_no_mistake(folders):
+    """A few tokens went to other experts on the other side: they say nothing about the MLP."""
+    model = load_target(folders("gpt_oss"))
+    ids = tiny.tokens(1, 60)[0].tolist()
+    ours = walk(model, ids)
+    steps = list(ours.layers)
+    mlp, chosen = steps[1].mlp.clone(), steps[1].chosen.clone()
+    mlp[5:7], chosen[5:7] = mlp[5:7].flip(0), (chosen[5:7] + 1) % 5
+    steps[1] = dataclasses.replace(steps[1], mlp=mlp, chosen=chosen)
+    reference = Reference(name="tie", walk=dataclasses.replace(ours, layers=steps))
+    layer = list(compare_layers(model, ours, reference))[1]
+    assert not layer.departs and layer.routed_alike == pytest.approx(58 / 60)
+    steps[1] = dataclasses.replace(steps[1], mlp=mlp, chosen=ours.layers[1].chosen)
+    assert list(compare_layers(model, ours, reference))[1].departs == ("mlp",)
+
+
+def test_a_checkpoint_full_of_nan_is_examined_to_the_end(folders, tmp_path):
+    broken = each("layers.2.self_attn.o_proj.weight", lambda x, config: x * float("nan"))
+    found = against(plant(folders("packed"), tmp_path / "wrong", broken), folders("packed"))
+    assert "first out of layer 2" in found["residual stream"].said
+    assert "layer 2 is the first that departs" in found["layers against the reference"].said
+    assert "none of the known mistakes" in found[ATTENTION].said
