@@ -60,7 +60,9 @@ class Examination:
 
 def examine(what: Examination) -> Iterator[Check]:
     """Raises ValueError for what cannot be opened: `outpace inspect` says why."""
-    other = _other(what)  # a wrong path is said at once, not after the rest
+    other = _other(what)
+    if other is not None:
+        open_checkpoint(other)  # what is wrong with it is said at once, not after the rest
     checkpoint = open_checkpoint(target_path(what.path))
     model = load_target(checkpoint, layers=what.layers)
     whole = model.config.num_layers == parse_config(checkpoint.config).num_layers
