@@ -1,11 +1,14 @@
 """Preflight: each known slip is planted in files that were right, and seen with the name of who misreads."""
 
 import draft_samples as samples
+import gguf
 import pytest
 import torch
+from rich.console import Console
 
+from outpace.convert import write_gguf
 from outpace.export import EMBEDDED, export_draft, open_target_files
-from outpace.preflight import CHECKS, ENGINES, preflight, show_preflight
+from outpace.preflight import CHECKS, ENGINES, Cell, preflight, show_preflight
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -143,6 +146,22 @@ def test_a_window_off_by_one(planted):
     found = planted(draft, "zlab", lambda c, t: c["dflash_config"].update(swa_window_size=6))
     assert apart(found, "window") == {"vLLM": "6 in layers 0, 1, 2", "llama.cpp": "6 in layers 0, 1, 2"}
     assert "swa_window_size 6" in found.refused
+
+
+def test_windows_that_vllm_alone_reads(planted):
+    def edit(config, tensors):
+        config["dflash_config"].update(use_swa=True, swa_window_size=8)
+
+    found = planted(samples.dflash(**PLAIN), "zlab", edit)
+    wide = "8 in layers 0, 1, 2"
+    assert row(found, "window").cells["SGLang"] == Cell("same", "none")
+    assert apart(found, "window") == {"vLLM": wide, "llama.cpp": wide}
+    assert "use_swa True" in found.refused
+
+
+def test_transformers_counts_its_window_without_the_token_itself(planted):
+    found = planted(samples.dflash(**PLAIN, **samples.WINDOWS), "transformers")
+    assert row(found, "window").cells["transformers"] == Cell("same", "7 in layers 0, 1, 2")
 
 
 def test_a_window_that_nobody_reads(planted):
@@ -344,8 +363,6 @@ def test_the_embedded_draft():
 
 
 def test_what_is_shown_names_the_slip(planted, capsys):
-    from rich.console import Console
-
     found = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
     show_preflight(found, Console(width=80))
     out = capsys.readouterr().out
@@ -355,21 +372,24 @@ def test_what_is_shown_names_the_slip(planted, capsys):
 
 
 def test_a_target_may_be_gguf(target, tmp_path):
-    from outpace.convert import write_gguf
-
     write_gguf(samples.target(), tmp_path / "t.gguf", target.vocabulary(), "f32")
     files = open_target_files(str(tmp_path / "t.gguf"))
     export_draft(samples.dflash(**PLAIN), "gguf", tmp_path / "d.gguf", files)
     assert preflight(tmp_path / "d.gguf", files).clean
 
 
-def test_a_gguf_that_was_edited_after_it_was_written(target, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("dflash.block_size", 9, "dflash.block_size is 9"),
+        ("tokenizer.ggml.mask_token_id", 3, "mask_token_id was changed"),
+    ],
+)
+def test_a_gguf_that_was_edited_after_it_was_written(target, tmp_path, key, value, said):
     """Its record and the keys that llama.cpp reads no longer agree."""
-    import gguf
-
     export_draft(samples.dflash(**PLAIN), "gguf", tmp_path / "d.gguf", target)
     reader = gguf.GGUFReader(tmp_path / "d.gguf", "r+")
-    reader.fields["dflash.block_size"].parts[-1][0] = 9
+    reader.fields[key].parts[-1][0] = value
     del reader
     found = preflight(tmp_path / "d.gguf", target)
-    assert "dflash.block_size is 9" in found.refused and not found.clean
+    assert said in found.refused and not found.clean

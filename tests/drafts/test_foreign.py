@@ -13,6 +13,8 @@ from outpace.drafts import (
     format_zlab,
 )
 from outpace.drafts.files import detect, read_draft
+from outpace.drafts.format_gguf import write_file
+from outpace.drafts.format_gguf_dflash import keys
 from outpace.drafts.formats import canonical_rope, dflash_shapes, eagle3_shapes
 from outpace.export import export_draft
 from outpace.models.config import FULL
@@ -208,6 +210,15 @@ def test_a_gguf_of_others(target, tmp_path, variant):
     assert [n for n in notes if "whose rope is taken" in n] == notes
     with pytest.raises(LoadError, match=r"name the target"):
         read_draft(path)
+
+
+@pytest.mark.parametrize("key", ["sample_from_anchor", "selector_rank", "logit_scale"])
+def test_a_gguf_of_its_successors(target, tmp_path, key):
+    value = {"sample_from_anchor": True, "selector_rank": 256, "logit_scale": 0.5}[key]
+    draft = samples.dflash()
+    write_file(tmp_path / "d.gguf", "dflash", {**keys(draft.config), key: value}, {}, {}, draft.config)
+    with pytest.raises(LoadError, match=f"dflash.{key} is not supported"):
+        read_draft(tmp_path / "d.gguf", target)
 
 
 def test_a_rope_of_factors_is_kept_where_the_targets_is_another(target, tmp_path):

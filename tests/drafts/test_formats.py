@@ -11,6 +11,7 @@ import readers_eagle3 as eagle3
 import tiny
 import torch
 
+from outpace.drafts import format_zlab
 from outpace.drafts.files import DFLASH, EAGLE3, FORMATS, detect, read_draft
 from outpace.drafts.load import build_dflash
 from outpace.export import export_draft
@@ -81,6 +82,25 @@ def test_what_a_format_cannot_hold_is_refused_by_name(variant, names, target, tm
         with pytest.raises(ValueError, match=f"{name} cannot hold this draft: (llama.cpp|transformers)"):
             written(make(**changes[variant]), name, tmp_path, target)
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["zlab", "speculators", "transformers"])
+def test_a_window_narrower_than_the_block_is_refused(name, target, tmp_path):
+    """Those engines measure it to both sides, so that it would hide the block's far end."""
+    narrow = samples.dflash(layer_types=("sliding_attention",) * 3, sliding_window=4)
+    with pytest.raises(ValueError, match="a window of 4 also hides the far end of a block of 5"):
+        written(narrow, name, tmp_path, target)
+    written(narrow, "gguf", tmp_path, target)
+
+
+def test_a_learned_mask_is_ours_alone(target, tmp_path):
+    """It is kept in z-lab's layout; no engine knows the tensor, so no export of it is made."""
+    draft = samples.dflash(mask_token_id=None)
+    format_zlab.write(draft, tmp_path / "kept")
+    samples.same(draft, read_draft(tmp_path / "kept")[1])
+    for name in OF_DFLASH:
+        with pytest.raises(ValueError, match="learned mask_embedding"):
+            export_draft(draft, name, tmp_path / "out", target)
 
 
 def test_precisions_may_be_mixed(target, tmp_path):
