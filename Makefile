@@ -11,6 +11,9 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 WHEELS := --only-binary :all: --constraint requirements-dev.txt
 
+# of llama.cpp, the library alone
+ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES TESTS SERVER,-DLLAMA_BUILD_$(part)=OFF)
+
 .PHONY: help install oracle demo test lint format clean
 .DEFAULT_GOAL := help
 
@@ -38,7 +41,7 @@ $(STAMP): pyproject.toml requirements-torch.txt requirements-dev.txt
 oracle: $(VENV)/.oracle
 
 $(VENV)/.oracle: $(STAMP) requirements-oracle.txt
-	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(CMAKE_ARGS)" $(PIP) install --quiet -r requirements-oracle.txt
+	CMAKE_ARGS="$(ENGINE_ALONE) $(CMAKE_ARGS)" $(PIP) install --quiet -r requirements-oracle.txt
 	@touch $@
 
 demo: $(STAMP)
