@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from outpace.drafts import format_gguf_dflash, format_gguf_eagle3, views
@@ -213,47 +215,56 @@ def _mend(name: str, draft: Description | None, cells: dict[str, Cell]) -> str:
 
 
 def show_preflight(found: Preflight, console: Console) -> None:
+    say = partial(console.print, highlight=False)
     marks = {
         "same": "[green]✓[/green]",
-        "export": "[dim]✓[/dim]",
+        "export": "[dim]→[/dim]",
         "differs": "[bold red]✗[/bold red]",
         "wrong": "[bold red]✗[/bold red]",
         "refuses": "[yellow]![/yellow]",
         "": "[dim]-[/dim]",
     }
-    console.print(f"[bold]{found.kind}[/bold] ({found.format})  {found.path}", highlight=False)
+    say(f"[bold]{found.kind}[/bold] ({found.format})  {escape(found.path)}")
     engines = (SHORT.get(engine, engine) for engine in found.rows[0].cells)
     table = Table("check", "as it is meant", *engines, box=None, pad_edge=False)
     for row in found.rows:
         style = "red" if row.fault else "yellow" if row.note else ""
         table.add_row(
             row.check,
-            f"[{style}]{row.said}[/{style}]" if style else row.said,
+            f"[{style}]{escape(row.said)}[/{style}]" if style else escape(row.said),
             *(marks[cell.state] for cell in row.cells.values()),
         )
-    console.print(table, highlight=False)
+    say(table)
     if found.refused:
-        console.print(f"[bold red]outpace refuses these files:[/bold red] {found.refused}", highlight=False)
+        say(f"[bold red]outpace refuses these files:[/bold red] {escape(found.refused)}")
     for row in found.rows:
-        _show_row(row, console)
+        _show_row(row, say)
     for note in found.notes:
-        console.print(f"[dim]note: {note}[/dim]", highlight=False)
+        say(f"[dim]note: {escape(note)}[/dim]")
     exported = any(c.state == "export" for row in found.rows for c in row.cells.values())
     if exported:
-        console.print("[dim]a pale ✓: after `outpace export`; the engine does not open this format[/dim]")
-    told = "every engine takes the same" if found.clean else "engines would take this draft differently"
-    console.print(told, style="green" if found.clean else "bold red")
+        say("[dim]→: after `outpace export`; the engine does not open this format[/dim]")
+    say(_verdict(found), style="green" if found.clean else "bold red")
 
 
-def _show_row(row: Row, console: Console) -> None:
+def _verdict(found: Preflight) -> str:
+    if found.clean:
+        return "every engine takes the same"
+    cells = (item for row in found.rows for item in row.cells.items())
+    apart = dict.fromkeys(engine for engine, cell in cells if cell.state == "differs")
+    if not apart:
+        return "this draft is not right, whoever reads it"
+    return f"read differently, and nobody would say so: {', '.join(apart)}"
+
+
+def _show_row(row: Row, say: Callable[[str], None]) -> None:
     if row.fault:
-        console.print(f"[bold red]{row.check}:[/bold red] {row.fault}", highlight=False)
+        say(f"[bold red]{row.check}:[/bold red] {escape(row.fault)}")
     for state, style in (("differs", "red"), ("refuses", "yellow")):
         for engine, cell in row.cells.items():
             if cell.state == state:
-                verb = "takes " if state == "differs" and cell.said and not cell.said[0].isalpha() else ""
-                console.print(f"[{style}]{row.check}:[/{style}] {engine}: {verb}{cell.said}", highlight=False)
+                say(f"[{style}]{row.check}:[/{style}] {engine}: {escape(cell.said)}")
     if row.mend:
-        console.print(f"  mend: {row.mend}", highlight=False)
+        say(f"  mend: {row.mend}")
     if row.note:
-        console.print(f"[yellow]{row.check}:[/yellow] {row.note}", highlight=False)
+        say(f"[yellow]{row.check}:[/yellow] {escape(row.note)}")

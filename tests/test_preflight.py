@@ -264,10 +264,8 @@ def test_t2d_that_marks_other_tokens(planted):
 
 
 def test_biases_in_an_eagle3(planted):
-    def edit(config, tensors):
-        tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(24)
-
-    found = planted(samples.eagle3(), "sglang-eagle3", edit)
+    bias = {"midlayer.self_attn.q_proj.bias": torch.zeros(24)}
+    found = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: t.update(bias))
     assert "q_proj.bias" in faults(found)["attention bias"]
     assert "SGLang would drop" in found.refused
 
@@ -329,28 +327,25 @@ def test_eagle_3_1_in_llama_cpp(planted):
 # ---- another target; one engine; what is shown ------------------------------------------------------------
 
 
-def test_the_draft_of_another_target(planted):
-    def edit(config, tensors):
-        config["num_target_layers"] = 12
-
-    assert "target of 12 layers" in faults(planted(samples.dflash(**PLAIN), "zlab", edit))["hidden sizes"]
-    assert (
-        "vocabulary of 97"
-        in faults(planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(vocab_size=97)))[
-            "vocabulary"
-        ]
-    )
+@pytest.mark.parametrize(
+    ("said", "check", "fault"),
+    [
+        ({"num_target_layers": 12}, "hidden sizes", "a target of 12 layers"),
+        ({"vocab_size": 97}, "vocabulary", "a vocabulary of 97"),
+    ],
+)
+def test_the_draft_of_another_target(planted, said, check, fault):
+    assert fault in faults(planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(said)))[check]
 
 
 def test_one_engine_at_a_time(planted):
-    def edit(config, tensors):
-        config.pop(IDS)
+    def look(*engines):
+        draft = samples.eagle3(layer_ids=(1, 2, 4))
+        return planted(draft, "sglang-eagle3", lambda c, t: c.pop(IDS), engines).clean
 
-    draft = samples.eagle3(layer_ids=(1, 2, 4))
-    assert planted(draft, "sglang-eagle3", edit, ("SGLang",)).clean
-    assert not planted(draft, "sglang-eagle3", edit, ("SGLang", "vLLM")).clean
+    assert look("SGLang") and not look("SGLang", "vLLM")
     with pytest.raises(ValueError, match="unknown engine TGI"):
-        planted(draft, "sglang-eagle3", edit, ("TGI",))
+        look("TGI")
 
 
 def test_the_embedded_draft():
@@ -366,9 +361,18 @@ def test_what_is_shown_names_the_slip(planted, capsys):
     found = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
     show_preflight(found, Console(width=80))
     out = capsys.readouterr().out
-    assert "layer ids: vLLM: takes hs 2, 3, 3" in out or "layer ids: vLLM: hs 2, 3, 3" in out
-    assert "mend: " in out and "differently" in out
+    assert "layer ids: vLLM: hs 2, 3, 3" in out and "mend: " in out
+    assert "nobody would say so: vLLM, llama.cpp" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_config_cannot_dress_the_table_up(planted, capsys):
+    def edit(config, tensors):
+        del config["dflash_config"]["mask_token_id"]
+        config["dflash_config"]["mask_token"] = "[/red]"
+
+    show_preflight(planted(samples.dflash(**PLAIN), "zlab", edit), Console(width=200))
+    assert "the token '[/red]'" in capsys.readouterr().out
 
 
 def test_a_target_may_be_gguf(target, tmp_path):

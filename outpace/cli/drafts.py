@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from outpace.cli.app import AsJson, app, console
 
@@ -50,12 +51,11 @@ def export(
     found, description, notes = read_draft(path, files)
     remarks = export_draft(description, to, out, files, None if dtype is None else DTYPES[dtype])
     for note in notes:
-        console.print(f"[dim]note: {note}[/dim]", highlight=False)
+        console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
     for remark in remarks:
-        console.print(
-            f"[yellow]{remark.check}:[/yellow] {remark.engine} {remark.said}", highlight=False, soft_wrap=True
-        )
-    console.print(f"{out}: written as {to} (from {found})", highlight=False)
+        told = f"[yellow]{remark.check}:[/yellow] {remark.engine} {escape(remark.said)}"
+        console.print(told, highlight=False, soft_wrap=True)
+    console.print(f"{escape(str(out))}: written as {to} (from {found})", highlight=False)
 
 
 @app.command("import")
@@ -80,8 +80,8 @@ def import_(
     files = None if target is None else open_target_files(target)
     found, written, notes = import_draft(path, out, files)
     for note in notes:
-        console.print(f"[dim]note: {note}[/dim]", highlight=False, soft_wrap=True)
-    console.print(f"{out}: {written}, read from {found}", highlight=False)
+        console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
+    console.print(f"{escape(str(out))}: {written}, read from {found}", highlight=False)
 
 
 @app.command()
