@@ -21,7 +21,7 @@ help:
 	@echo "make demo     the gates and the measured table on the embedded model -> demo-report/"
 	@echo "make test     style, types and tests"
 	@echo "make install  only the set-up: .venv with pinned packages"
-	@echo "make oracle   compiles llama.cpp (four minutes on two cores): the tests that compare with it run then"
+	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
 	@echo "make lint     style and types;  make format  rewrite the style"
 	@echo "make clean    remove everything that was built, .venv included"
 
