@@ -15,7 +15,7 @@ from outpace.models.load import parse_config
 from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
 from outpace.weights.gguf import GGUFCheckpoint
 
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
 def draft_path(path: str) -> Path:

@@ -29,7 +29,7 @@ def export(
         str | None,
         typer.Option(help="The target's checkpoint, or 'default'. Needed for speculators and gguf."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, f32 or f16; as stored without it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16 or f32; as stored without it.")] = None,
 ) -> None:
     """Write a draft in an engine's own format, every fact in all the places where an engine looks.
 

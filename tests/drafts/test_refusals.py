@@ -1,6 +1,7 @@
 """Drafts that contradict themselves, ask for something else, or are damaged: refused, with the reason."""
 
 import copy
+import random
 
 import draft_samples as samples
 import pytest
@@ -169,3 +170,20 @@ def test_any_value_anywhere_is_read_or_refused(target, name):
         find_notes(files, target)
 
     read()
+
+
+@pytest.mark.parametrize("record", ["outpace.draft", "someone.draft"])
+@pytest.mark.parametrize("make", [samples.dflash, samples.eagle3])
+def test_flipped_bytes_of_a_gguf_draft_are_read_or_refused(target, tmp_path, make, record):
+    path, rng = tmp_path / "draft.gguf", random.Random(3)
+    export_draft(make(), "gguf", path, target)
+    raw = path.read_bytes().replace(b"outpace.draft", record.encode())
+    ends = [raw.index(architecture) for architecture in (b"block_count", record.encode())]
+    refused = 0
+    for at in [rng.randrange(start, start + 900) for start in ends for _ in range(60)]:
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :])
+        try:
+            read_draft(path, target)
+        except ValueError:
+            refused += 1
+    assert refused > 30
