@@ -79,11 +79,12 @@ def _matrix(w: Matrix) -> tuple[int, int]:
 def linear(x: Tensor, w: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] @ w [N, K].T + bias [N] -> [M, N]."""
     m, k = x.shape
-    n = w.shape[0]
-    assert w.shape[1] == k and x.is_contiguous()
+    n, columns = w.shape
+    assert columns == k and x.is_contiguous()
     y = _empty(m, n)
     b, b_kind = (0, 0) if bias is None else (bias.data_ptr(), KIND[bias.dtype])
-    _c.linear(LINEAR(x.data_ptr(), *_matrix(w), b, b_kind, y.data_ptr(), m, n, k, _threads()))
+    data, kind = _matrix(w)
+    _c.linear(LINEAR(x.data_ptr(), data, kind, b, b_kind, y.data_ptr(), m, n, k, _threads()))
     return y
 
 
@@ -191,9 +192,9 @@ def _experts(w: Experts, bias: Tensor | None, first: int = 0) -> tuple[int, int,
     """Weights from row `first` of the first expert on."""
     b, kind = (0, 0) if bias is None else (bias.data_ptr() + first * bias.element_size(), KIND[bias.dtype])
     if isinstance(w, tuple):
-        assert w[0].is_contiguous() and w[1].is_contiguous()
-        row = w[1].shape[-1]
-        return w[0].data_ptr() + 16 * first * row, w[1].data_ptr() + first * row, MXFP4, b, kind
+        blocks, scales = w
+        skipped = first * scales.shape[-1] if first else 0
+        return blocks.data_ptr() + 16 * skipped, scales.data_ptr() + skipped, MXFP4, b, kind
     data, format = _matrix(w)
     row = w.shape[-1] * w.element_size() if isinstance(w, Tensor) else w.data.shape[-1]
     return data + first * row, 0, format, b, kind

@@ -1,6 +1,5 @@
 """Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from outpace.kernels import cpu
 from outpace.ops import mxfp4
 from outpace.ops.fast import few, kernel
-from outpace.ops.norm import clamped_swiglu, silu_mul
+from outpace.ops.norm import ALPHA, clamped_swiglu, silu_mul
 from outpace.ops.quant import Quant, Weight, dense
 
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
@@ -68,11 +67,15 @@ def run_experts(
     """
     if kernel(x):
         style = "silu" if limit is None else "gpt_oss"
-        weigh = partial(cpu.moe, up=up, up_bias=up_bias, down=down, down_bias=down_bias, style=style)
-        weigh = partial(weigh, limit=limit or 0.0, gate=gate, gate_bias=gate_bias)
+        how = (style, limit or 0.0, ALPHA, gate, gate_bias)
+
+        def weigh(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+            return cpu.moe(x, experts, weights, up, up_bias, down, down_bias, *how)
+
+        if len(x) <= SOME:
+            return weigh(x, experts, weights)
         some = zip(x.split(SOME), experts.split(SOME), weights.split(SOME), strict=True)
-        parts = [weigh(*part) for part in some]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat([weigh(*part) for part in some])
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
