@@ -57,7 +57,7 @@ def open_template(checkpoint: Checkpoint) -> ChatTemplate | None:
 
 
 def open_draft(path: str, target: Decoder, tokenizer: Tokenizer) -> BoundDFlash | NGram | None:
-    """ "none", "ngram", "default" (the embedded DFlash) or a folder in z-lab's DFlash format."""
+    """ "none", "ngram", "default" (the embedded DFlash) or a DFlash draft in any format we read."""
     if path == "ngram":
         return NGram()
     draft = open_dflash(path, tokenizer)
@@ -73,6 +73,6 @@ def open_dflash(path: str, tokenizer: Tokenizer) -> DFlash | None:
 
 def draft_folder(path: str) -> Path:
     folder = EMBEDDED / "dflash" if path == DEFAULT else Path(path)
-    if not folder.is_dir():
-        raise LoadError(f"{folder} is not a folder: name a draft's, {DEFAULT!r}, 'ngram' or 'none'")
+    if not folder.exists():
+        raise LoadError(f"{folder} is not there: name a draft's place, {DEFAULT!r}, 'ngram' or 'none'")
     return folder

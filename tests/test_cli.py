@@ -57,7 +57,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("inspect", "no/such/folder"), "no/such/folder is not there"),
         (("generate", ""), "the prompt is empty"),
         (("generate",), "give a prompt, or --prompt-file"),
-        (("generate", "x", "--draft", "no/such"), "no/such is not a folder"),
+        (("generate", "x", "--draft", "no/such"), "no/such is not there"),
         (("generate", "x", "--temperature", "-1"), "temperature -1.0 is below 0"),
         (("generate", "x", "-n", "0"), "max_new_tokens 0"),
         (("generate", "x", "-n", "200000"), "positions end at"),

@@ -91,8 +91,8 @@ def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn", "factors"):
         raise ValueError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3, yarn)")
-    theta = scaling.get("rope_theta", hf.get("rope_theta", default_theta))
-    original = scaling.get("original_max_position_embeddings") or hf.get("max_position_embeddings", 0)
+    theta = scaling.get("rope_theta") or hf.get("rope_theta") or default_theta
+    original = scaling.get("original_max_position_embeddings") or hf.get("max_position_embeddings") or 0
     original = original if kind in ("llama3", "yarn") else 0
     return RopeConfig(
         theta=float(theta),
