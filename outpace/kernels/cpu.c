@@ -178,9 +178,18 @@ INLINE void unpack(bytes p, uint8_t scale, vf *out) {  // 16 bytes: the 16 value
 #endif
 }
 INLINE long even_odd(long k) { return k / 32 * 32 + k % 32 / 2 + k % 2 * 16; }                    // where unpack puts value k
-INLINE long at(long kind, long k) {  // bytes before value k
-    static const int size[] = {4, 2, 16, 2, 17, 34, 18, 144, 176, 210}, values[] = {1, 1, 32, 1, 32, 32, 32, 256, 256, 256};
-    return k / values[kind] * size[kind];
+INLINE long at(long kind, long k) {  // bytes before value k; shifts, because small matrices would feel a division
+    switch (kind) {
+        case F32: return 4 * k;
+        case BF16: case F16: return 2 * k;
+        case MXFP4: return k >> 1;
+        case GGML_MXFP4: return (k >> 5) * 17;
+        case Q8_0: return (k >> 5) * 34;
+        case Q4_0: return (k >> 5) * 18;
+        case Q4_K: return (k >> 8) * 144;
+        case Q5_K: return (k >> 8) * 176;
+        default: return (k >> 8) * 210;
+    }
 }
 #include "cpu_formats.c"
 

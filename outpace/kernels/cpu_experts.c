@@ -39,17 +39,16 @@ static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of e
         int rows = MIN(MOST, p->first[e + 1] - a);
         for (int r = 0; r < rows; r++) xs[r] = p->x + p->order[a + r] / o->k * o->C;
         for (int n = 0, cols; n < 2 * units; n += cols) {    // pairs; or gates, then ups
-            long row = o->apart * e + (o->interleaved ? 2 * f0 + n : f0 + n % units);
+            long row = o->apart * e + (o->interleaved ? 2 * f0 + n : f0 + n - (n < units ? 0 : units));
             cols = MIN(COLS, (n < units ? units : 2 * units) - n);
             expert(n < units ? &o->gate : &o->up, row, o->C, cols, xs, rows, sums);
             for (int r = 0; r < rows; r++) place(raw[r] + n, sums + r * COLS, cols);
         }
         for (int r = 0; r < rows; r++) {
             float g[UNITS] = {0}, u[UNITS] = {0}, *to = p->h + p->order[a + r] * o->F;
-            for (int i = 0; i < units; i++) {
-                g[i] = raw[r][o->interleaved ? 2 * i : i], u[i] = raw[r][o->interleaved ? 2 * i + 1 : units + i];
-                if (o->clamped) g[i] = MIN(g[i], limit), u[i] = MAX(MIN(u[i], limit), -limit) + 1.0f;
-            }
+            if (o->interleaved) for (int i = 0; i < units; i++) g[i] = raw[r][2 * i], u[i] = raw[r][2 * i + 1];
+            else memcpy(g, raw[r], units * sizeof(float)), memcpy(u, raw[r] + units, units * sizeof(float));
+            if (o->clamped) for (int i = 0; i < units; i++) g[i] = MIN(g[i], limit), u[i] = MAX(MIN(u[i], limit), -limit) + 1.0f;
             for (int i = 0; i < units; i += W) store(g + i, load(g + i) * sigmoid(load(g + i) * (float)o->alpha) * load(u + i));
             for (long i = 0; i < units; i++) to[o->down.kind == MXFP4 ? even_odd(f0 + i) : f0 + i] = g[i];
         }
