@@ -21,7 +21,7 @@ from outpace.models.blocks import ExpertMatrix, Experts
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import build, entries, load_target, weight_of
-from outpace.models.save import fused, save_target
+from outpace.models.save import fused, is_mxfp4, save_target
 from outpace.ops import mxfp4
 from outpace.ops.quant import Quant
 from outpace.ops.rope import inverse_frequencies
@@ -171,7 +171,7 @@ def _kind(
     if len(shape) < 2 or name.endswith("bias") or ".router." in param:
         return TYPES["f32"]
     matrix = _expert_matrix(model, param)
-    if matrix is not None and _holds_mxfp4(matrix):
+    if matrix is not None and is_mxfp4(matrix):
         return GGMLQuantizationType.MXFP4
     values, _ = GGML_QUANT_SIZES[kind]
     return kind if shape[-1] % values == 0 else TYPES["f16"]
@@ -184,11 +184,6 @@ def _expert_matrix(model: Decoder, param: str) -> ExpertMatrix | None:
     if not isinstance(experts, Experts) or name == "router":
         return None
     return {"gate": experts.gate or experts.up, "up": experts.up, "down": experts.down}[name]
-
-
-def _holds_mxfp4(matrix: ExpertMatrix) -> bool:
-    weight = matrix.weight
-    return weight is None or (isinstance(weight, Quant) and weight.format == "MXFP4")
 
 
 def _pick(split: Callable[[Tensor], list[Tensor]], i: int, whole: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ def save_target(
     replaces keys of config.json. One tensor is unpacked at a time."""
     packed = (pack or holds_mxfp4(model)) and not unpack
     module = ARCHITECTURES[model.config.architecture][0]
-    stored = dtype or _plain(model.embed_tokens.weight).dtype
+    embedding = model.embed_tokens.weight
+    stored = dtype or (embedding.dtype if isinstance(embedding, Tensor) else torch.float32)
     said = {
         **module.to_hf(model.config),
         "eos_token_id": list(model.config.eos_token_ids) or None,
@@ -54,7 +55,7 @@ def save_target(
 
 def holds_mxfp4(model: Decoder) -> bool:
     """True where the experts are MXFP4, of safetensors or of GGUF."""
-    return any(_is_mxfp4(m) for m in model.modules() if isinstance(m, ExpertMatrix))
+    return any(is_mxfp4(m) for m in model.modules() if isinstance(m, ExpertMatrix))
 
 
 def dense_tensors(model: Decoder) -> dict[str, Tensor]:
@@ -86,7 +87,8 @@ def _one(halves: list[Tensor], in_turn: bool) -> Tensor:
     return torch.stack(halves, dim=2).flatten(1, 2) if in_turn else torch.cat(halves, dim=1)
 
 
-def _is_mxfp4(matrix: ExpertMatrix) -> bool:
+def is_mxfp4(matrix: ExpertMatrix) -> bool:
+    """True for either file format's blocks."""
     weight = matrix.weight
     return weight is None or (isinstance(weight, Quant) and weight.format == "MXFP4")
 
@@ -94,7 +96,7 @@ def _is_mxfp4(matrix: ExpertMatrix) -> bool:
 def _blocks(matrix: ExpertMatrix) -> tuple[Tensor, Tensor]:
     if matrix.weight is None:
         return matrix.blocks, matrix.scales
-    if isinstance(matrix.weight, Quant) and matrix.weight.format == "MXFP4":
+    if isinstance(matrix.weight, Quant) and is_mxfp4(matrix):
         return mxfp4.from_ggml(matrix.weight.data)
     return mxfp4.pack(_dense(matrix))
 
