@@ -11,6 +11,7 @@ from outpace.bench.lossless import Check, compare
 from outpace.bench.timed import Prompts
 from outpace.decode import plain, speculative
 from outpace.decode.request import Request
+from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Draft, Proposal
 from outpace.models.decoder import Decoder
 
@@ -37,8 +38,8 @@ class GoldSession:
         for b, count in enumerate(counts):
             self.seen[b] += count
 
-    def propose(self, last: Tensor) -> Proposal:
-        N = self.block_size
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        N = width
         rows = [t[n + 1 : n + N] for t, n in zip(self.texts, self.seen, strict=True)]
         counts = [1 + len(row) for row in rows]
         padded = [

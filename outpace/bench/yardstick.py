@@ -66,7 +66,7 @@ class Yardstick:
         self._set(self.chosen["transformers", len(prompts)])
         tokens, first, decode, clock, seconds = self._generate(prompts, new_tokens)
         rounds = [[0] * len(prompts)] * (len(clock.times) - 1)
-        trace = Trace(rounds, rounds)
+        trace = Trace(rounds, rounds, [[1] * len(prompts)] * len(rounds))
         trace.seconds |= {"prefill": first, "verify": seconds["target"], "rest": decode - seconds["target"]}
         return Timed(tokens=tokens, first_s=first, decode_s=decode, trace=trace)
 

@@ -8,11 +8,50 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Tree:
+    """New tokens that branch. parents [B, T] int64: the column of each node's parent, a smaller one; column 0
+    is the root and its own parent, and so is every column of padding to itself."""
+
+    parents: Tensor
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """[B, T] int64, 0 at the root."""
+        return self.sees.sum(2) - 1
+
+    @cached_property
+    def sees(self) -> Tensor:
+        """[B, T, T] bool: which of the new tokens each of them descends from, itself included."""
+        B, T = self.parents.shape
+        column = torch.arange(T, device=self.parents.device)
+        found, above = torch.zeros(B, T, T, dtype=torch.bool, device=column.device), self.parents
+        found |= column[:, None] == column
+        for _ in range(T.bit_length()):  # 1, 2, 4, .. generations at once
+            found |= found.gather(1, above[:, :, None].expand(-1, -1, T))
+            above = above.gather(1, above)
+        return found
+
+    @cached_property
+    def _near(self) -> dict[int, Tensor]:
+        return {}
+
+    def within(self, window: int) -> Tensor:
+        """`sees`, without what lies `window` generations back or more; 0 is no window."""
+        if not window or window >= self.parents.shape[1]:
+            return self.sees
+        if window not in self._near:
+            behind = self.depth[:, :, None] - self.depth[:, None]
+            self._near[window] = self.sees & (behind < window)
+        return self._near[window]
+
+
+@dataclass(frozen=True)
 class Step:
     """The tokens one forward adds: row b appends counts[b] of its T columns after start[b] remembered ones.
 
     The columns past counts[b] are padding: nobody sees them and they are not remembered.
-    `both_ways` lets every new token see every other (a draft's block) instead of only earlier ones.
+    `both_ways` lets every new token see every other (a draft's block) instead of only earlier ones; with a
+    `tree`, it sees its ancestors. A node is remembered by its column and stands at its depth.
     """
 
     start: tuple[int, ...]
@@ -20,6 +59,7 @@ class Step:
     T: int
     device: torch.device
     both_ways: bool = False
+    tree: Tree | None = None
 
     @cached_property
     def starts(self) -> Tensor:
@@ -30,6 +70,11 @@ class Step:
     def storage(self) -> Tensor:
         """[B, T] the index at which each new token is remembered."""
         return self.starts[:, None] + torch.arange(self.T, device=self.device)
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, T] where each new token stands in its text."""
+        return self.storage if self.tree is None else self.starts[:, None] + self.tree.depth
 
     @cached_property
     def rows(self) -> Tensor:
@@ -74,6 +119,8 @@ class View:
     def allowed(self, step: Step, window: int) -> Tensor:
         """[B, T, S] bool."""
         index = self.index if self.index is not None else self._ring_index(step)
+        if step.tree is not None:
+            return self._allowed_in_tree(index, step, step.tree, window)
         index = index[:, None]
         query = step.storage[:, :, None]
         start = step.starts[:, None, None]
@@ -83,6 +130,16 @@ class View:
             return seen
         near = index > query - window
         return seen & (near | (index >= start) if step.both_ways else near)
+
+    def _allowed_in_tree(self, index: Tensor, step: Step, tree: Tree, window: int) -> Tensor:
+        """A window counts depth: what was verified is as far behind a node as it was behind its path."""
+        column = index - step.starts[:, None]
+        past = ((index >= 0) & (column < 0))[:, None]
+        if window:
+            past = past & (index[:, None] > step.positions[:, :, None] - window)
+        inside = (column >= 0) & (column < step.T)
+        at = column.clamp(0, step.T - 1)[:, None].expand(-1, step.T, -1)
+        return past | (inside[:, None] & tree.within(window).gather(2, at))
 
     def _ring_index(self, step: Step) -> Tensor:
         slot = torch.arange(self.k.shape[2], device=self.k.device)
@@ -208,7 +265,14 @@ class Cache:
     def nbytes(self) -> int:
         return sum(memory.nbytes for memory in self.layers)
 
-    def begin(self, T: int, counts: list[int] | None = None, *, both_ways: bool = False) -> Step:
+    def begin(
+        self,
+        T: int,
+        counts: list[int] | None = None,
+        *,
+        both_ways: bool = False,
+        tree: Tree | None = None,
+    ) -> Step:
         """Open a forward of T columns; `counts` says how many of each row are real (default: all).
 
         Raises ValueError when a row would outgrow the cache.
@@ -220,7 +284,7 @@ class Cache:
                     f"sequence {b} holds {n} tokens and {c} more do not fit a cache made for "
                     f"{self.length}: make it with a larger length"
                 )
-        return Step(tuple(self.lengths), tuple(counts), T, self.device, both_ways)
+        return Step(tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree)
 
     def advance(self, step: Step) -> None:
         """Close a forward: what it appended is now remembered."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
+from outpace.decode.rules import Match
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
-from outpace.ops.sampling import sample
 
 
 @torch.inference_mode()
@@ -24,9 +24,10 @@ def generate(
     check_prompts(target, prompts, request)
     longest = max(len(p) for p in prompts) + request.max_new_tokens
     cache = target.make_cache(len(prompts), longest, offset=request.offset)
+    judge = Match(request.sampling, rng)
     trace, rows = Trace(), Rows(len(prompts), request, on_tokens)
     with trace.timed("prefill"):
-        last = prefill(target, cache, prompts, request, rng, on_logits=on_logits)
+        last = prefill(target, cache, prompts, request, judge, on_logits=on_logits)
     ids = last.tolist()
     for b, token in enumerate(ids):
         rows.emit(b, [token])
@@ -34,11 +35,12 @@ def generate(
     while left := rows.still(alive):
         if len(left) < len(alive):  # finished rows leave the batch
             cache.keep(left)
+            judge.keep(left)
             last, alive = last[left], [alive[i] for i in left]
         with trace.timed("verify"):
             out = target(last[:, None], cache)
             logits = target.logits(out.hidden[:, 0])
-            last = sample(logits, request.sampling, rng)
+            last = judge.draw(logits)
             ids = last.tolist()
         with trace.timed("rest"):
             if on_logits is not None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from outpace.cache.kv import Cache
+from outpace.decode.rules import Judge
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Session
 from outpace.models.decoder import Decoder
-from outpace.ops.sampling import Sampling, sample
+from outpace.ops.sampling import Sampling
 
 OnTokens = Callable[[int, list[int]], None]  # row, its new tokens
 OnLogits = Callable[[int, Tensor], None]  # row, logits [n, V] of its next n tokens; the last may not be kept
@@ -91,7 +92,7 @@ def prefill(
     cache: Cache,
     prompts: Sequence[Sequence[int]],
     request: Request,
-    rng: torch.Generator | None,
+    judge: Judge,
     session: Session | None = None,
     aux: Sequence[int] = (),
     on_logits: OnLogits | None = None,
@@ -117,4 +118,4 @@ def prefill(
     if on_logits is not None:
         for b in range(len(prompts)):
             on_logits(b, logits[b : b + 1])
-    return sample(logits, request.sampling, rng)
+    return judge.draw(logits)

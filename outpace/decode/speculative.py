@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
-from outpace.decode.rules import exact_match
+from outpace.decode.rules import Match
 from outpace.decode.trace import Trace
-from outpace.drafts.proposal import Draft
+from outpace.drafts.proposal import Draft, Proposal
 from outpace.models.decoder import Decoder
-from outpace.ops.sampling import sample
 
 
 @torch.inference_mode()
@@ -32,36 +32,47 @@ def generate(
     B, block, wanted = len(prompts), draft.block_size, draft.target_layer_ids
     longest = max(len(p) for p in prompts) + request.max_new_tokens + block
     cache = target.make_cache(B, longest, slack=block, offset=request.offset)
-    session = draft.begin(B, longest, request.offset)
+    session, judge = draft.begin(B, longest, request.offset), Match(request.sampling, rng)
     trace, rows = Trace(), Rows(B, request, on_tokens)
     with trace.timed("prefill"):
-        last = prefill(target, cache, prompts, request, rng, session, wanted, on_logits)
+        last = prefill(target, cache, prompts, request, judge, session, wanted, on_logits)
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
 
     alive = list(range(B))
     while left := rows.still(alive):
         if len(left) < len(alive):  # finished rows leave the batch
-            cache.keep(left)
-            session.keep(left)
+            for part in (cache, session, judge):
+                part.keep(left)
             last, alive = last[left], [alive[i] for i in left]
         with trace.timed("draft"):
-            proposal = session.propose(last)
+            proposal = session.propose(last, block, judge.choice)
         with trace.timed("verify"):
-            out = target(proposal.tokens, cache, counts=proposal.counts, aux=wanted)
+            out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
             logits = target.logits(out.hidden)
-            predict = sample(logits, request.sampling, rng)
-            accept_len, last = exact_match(proposal.tokens, predict, proposal.counts)
-            accepted = accept_len.tolist()  # the round's one wait for the device
+            found = judge.verdict(proposal, logits)
         with trace.timed("rest"):
-            ids = predict.tolist()
-            kept = [a + 1 for a in accepted]
-            cache.commit([list(range(k)) for k in kept])
+            cache.commit(found.path)
             for i, b in enumerate(alive):
                 if on_logits is not None:
-                    on_logits(b, logits[i, : kept[i]])
-                rows.emit(b, ids[i][: kept[i]])
-            trace.add(B, alive, [c - 1 for c in proposal.counts], accepted)
+                    on_logits(b, logits[i, found.path[i]])
+                rows.emit(b, found.tokens[i])
+            last = torch.tensor([tokens[-1] for tokens in found.tokens], device=target.device)
+            taken = [len(columns) - 1 for columns in found.path]
+            trace.add(B, alive, proposal.deepest, taken, proposal.counts)
         with trace.timed("draft"):
-            session.observe(proposal.tokens, out.aux, kept)
+            session.observe(*verified(proposal, out.aux, found.path))
     return Generation(rows.emitted, trace)
+
+
+def verified(
+    proposal: Proposal, aux: Tensor | None, path: list[list[int]]
+) -> tuple[Tensor, Tensor | None, list[int]]:
+    """The accepted columns, moved together: tokens [B, T], aux [n, B, T, C], and how many of each row."""
+    counts = [len(columns) for columns in path]
+    if proposal.parents is None:  # they stand together
+        return proposal.tokens, aux, counts
+    padded = [columns + [0] * (max(counts) - len(columns)) for columns in path]
+    at = torch.tensor(padded, device=proposal.tokens.device)
+    row = torch.arange(len(path), device=at.device)[:, None]
+    return proposal.tokens[row, at], None if aux is None else aux[:, row, at], counts

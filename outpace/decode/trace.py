@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 class Trace:
     """Rounds after the prefill. A round of plain decoding proposes nothing and commits one token."""
 
-    proposed: list[list[int]] = field(default_factory=list)  # per round and row: guesses offered
+    proposed: list[list[int]] = field(default_factory=list)  # per round and row: guesses offered in a line
     accepted: list[list[int]] = field(default_factory=list)  # per round and row: guesses taken; -1: row done
+    nodes: list[list[int]] = field(default_factory=list)  # per round and row: columns verified, root included
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
     )
@@ -24,11 +25,20 @@ class Trace:
         finally:
             self.seconds[part] += time.perf_counter() - began
 
-    def add(self, batch: int, alive: list[int], proposed: list[int], accepted: list[int]) -> None:
-        """One round of the rows `alive`, out of `batch`."""
-        offered, taken = [0] * batch, [-1] * batch
-        for b, p, a in zip(alive, proposed, accepted, strict=True):
-            offered[b], taken[b] = p, a
+    def add(
+        self,
+        batch: int,
+        alive: list[int],
+        proposed: list[int],
+        accepted: list[int],
+        nodes: list[int] | None = None,
+    ) -> None:
+        """One round of the rows `alive`, out of `batch`. Without `nodes` the guesses stood in a line."""
+        verified, offered, taken = [0] * batch, [0] * batch, [-1] * batch
+        nodes = nodes or [p + 1 for p in proposed]
+        for b, n, p, a in zip(alive, nodes, proposed, accepted, strict=True):
+            verified[b], offered[b], taken[b] = n, p, a
+        self.nodes.append(verified)
         self.proposed.append(offered)
         self.accepted.append(taken)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from outpace.cache.kv import Cache
+from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Proposal
 from outpace.models.blocks import MLP, Linear, RMSNorm
 from outpace.models.config import FULL, WINDOW
@@ -15,7 +16,6 @@ from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 from outpace.ops.linear import linear
 from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate_heads
-from outpace.ops.sampling import greedy
 
 # (layer, q [B,T,H,D], k [B,K,T,D], v [B,K,T,D]) of a block -> [B,T,H*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -232,11 +232,12 @@ class DFlashSession:
             memory.append(k, v, step)
         self.cache.advance(step)
 
-    def propose(self, last: Tensor) -> Proposal:
-        hidden = self.block_hidden(last)
-        guesses = greedy(self.target.logits(hidden[:, 1:]))
-        B, N = len(last), self.draft.block_size
-        return Proposal(torch.cat((last[:, None], guesses), dim=1), [N] * B)
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        hidden = self.block_hidden(last)[:, 1:width]
+        guesses, q = choice.tokens(self.target.logits(hidden), depth=1)
+        if q is not None:
+            q = torch.nn.functional.pad(q, (0, 0, 1, 0))
+        return Proposal(torch.cat((last[:, None], guesses), dim=1), [width] * len(last), q=q)
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Proposal
 
 
@@ -39,11 +40,11 @@ class NGramSession:
                         table[tuple(row[-n:])] = len(row)
                 row.append(token)
 
-    def propose(self, last: Tensor) -> Proposal:
-        guesses = [[token, *self._continuation(b, token)] for b, token in enumerate(last.tolist())]
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        """The text has no logits: there is nothing to choose by."""
+        guesses = [[token, *self._continuation(b, token)][:width] for b, token in enumerate(last.tolist())]
         counts = [len(g) for g in guesses]
-        width = max(counts)
-        padded = [g + [0] * (width - len(g)) for g in guesses]
+        padded = [g + [0] * (max(counts) - len(g)) for g in guesses]
         return Proposal(torch.tensor(padded, device=last.device), counts)
 
     def keep(self, rows: list[int]) -> None:

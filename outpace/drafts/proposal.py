@@ -1,9 +1,13 @@
 """What a draft proposes, and what a decoding loop asks of a draft."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
+
+from outpace.cache.kv import Tree
+from outpace.drafts.choice import Choice
 
 
 @dataclass(frozen=True)
@@ -11,10 +15,29 @@ class Proposal:
     """tokens [B, N] int64; column 0 is the last verified token, the rest are guesses for what follows.
 
     Row b proposes counts[b] - 1 guesses (counts[b] >= 1); columns past counts[b] are padding.
+    `parents` [B, N] int64 says which column each guess follows, always a smaller one (0 at column 0, and in
+    padding); None: each follows the one before it.
+    `q` [B, N, V] float32: the distribution that the guess of a column was drawn from (column 0 unused); None:
+    nothing was drawn, the guesses are certain.
+    `survival` [B, N] float32: how likely a column is accepted, as the draft sees it; None: it cannot say.
     """
 
     tokens: Tensor
     counts: list[int]
+    parents: Tensor | None = None
+    q: Tensor | None = None
+    survival: Tensor | None = None
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        return None if self.parents is None else Tree(self.parents)
+
+    @property
+    def deepest(self) -> list[int]:
+        """Per row: how many guesses the longest path has."""
+        if self.tree is None:
+            return [count - 1 for count in self.counts]
+        return self.tree.depth.amax(1).tolist()
 
 
 class Session(Protocol):
@@ -25,8 +48,9 @@ class Session(Protocol):
         aux [n, B, T, C] of `target_layer_ids` at them."""
         ...
 
-    def propose(self, last: Tensor) -> Proposal:
-        """Guess what follows `last` [B], the verified token after all observed ones."""
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        """Guess what follows `last` [B], the verified token after all observed ones, in at most `width`
+        columns (2 <= width <= block_size), guesses chosen by `choice`."""
         ...
 
     def keep(self, rows: list[int]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.kv import Cache, Memory, Step
+from outpace.cache.kv import Cache, Memory, Step, Tree
 from outpace.models.attention import Attention
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
@@ -105,6 +105,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         *,
         counts: list[int] | None = None,
+        tree: Tree | None = None,
         aux: Sequence[int] = (),
         offset: int = 0,
         routing: bool = False,
@@ -116,11 +117,11 @@ class Decoder(nn.Module):
         transformers calls hidden_states[l+1].
         """
         B, T = tokens.shape
-        step = None if cache is None else cache.begin(T, counts)
+        step = None if cache is None else cache.begin(T, counts, tree=tree)
         if cache is None or step is None:
             positions = torch.arange(offset, offset + T, device=tokens.device).expand(B, -1)
         else:
-            positions = step.storage + cache.offset
+            positions = step.positions + cache.offset
         cos, sin = self.rope(positions)
         x = self.embed(tokens)
         kept = {}

@@ -42,9 +42,12 @@ def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | 
     kernel is chosen for cached attention."""
     B, T, H, D = q.shape
     if view.modulus and T <= MOST_QUERIES and D % 8 == 0 and kernel(q):
-        remembered = view.k, view.v, step.starts
-        return cpu.attend(q, *remembered, window, sinks, scale, both_ways=step.both_ways)
-    if T > MOST_QUERIES and not any(step.start) and not step.both_ways:  # nothing is remembered yet
+        given = q, view.k, view.v, step.starts, window, sinks, scale
+        if step.tree is not None:
+            return cpu.attend(*given, step.tree.within(window), step.tree.depth)
+        return cpu.attend(*given, both_ways=step.both_ways)
+    one_way = not step.both_ways and step.tree is None
+    if T > MOST_QUERIES and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.modulus else x[:, :, -T:] for x in (view.k, view.v))
         return causal_attend(q, k, v, window, sinks, scale)
     allowed = view.allowed(step, window)

@@ -11,7 +11,7 @@ import torch
 from outpace.bench.gate_decoding import gold_labels, position_offsets
 from outpace.bench.gate_forwards import cached_targets, later_slots, one_token
 from outpace.bench.gates import GateSettings, failed, run_gates
-from outpace.decode import plain, speculative
+from outpace.decode import plain, rules
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.proposal import Proposal
@@ -190,28 +190,27 @@ def test_d_passes_in_a_batch_past_the_window(target, prompts):
 
 
 def test_d_fails_on_a_rule_off_by_one(target, prompts, monkeypatch):
-    honest = speculative.exact_match
+    honest = rules.exact_match
 
-    def shifted(candidates, predict, counts):
-        accept, _ = honest(
-            torch.cat((candidates[:, :1], candidates[:, 2:], candidates[:, :1]), 1), predict, counts
-        )
-        return accept, predict.gather(1, accept[:, None]).squeeze(1)
+    def shifted(candidates, parents, predict, counts):
+        return honest([row[:1] + row[2:] + row[:1] for row in candidates], parents, predict, counts)
 
-    monkeypatch.setattr(speculative, "exact_match", shifted)
+    monkeypatch.setattr(rules, "exact_match", shifted)
     gate = gold_labels(target, prompts, BLOCK, 30)
     assert gate.passed is False
     assert gate.figures["rounds_not_all_accepted"] > 0
 
 
 def test_d_fails_on_a_rule_that_believes_everything(target, prompts, monkeypatch):
-    honest = speculative.exact_match
+    honest = rules.exact_match
 
-    def gullible(candidates, predict, counts):
-        accept, bonus = honest(candidates, predict, counts)
-        return accept, (bonus + 1) % tiny.VOCAB
+    def gullible(candidates, parents, predict, counts):
+        paths = honest(candidates, parents, predict, counts)
+        for said, path in zip(predict, paths, strict=True):
+            said[path[-1]] = (said[path[-1]] + 1) % tiny.VOCAB
+        return paths
 
-    monkeypatch.setattr(speculative, "exact_match", gullible)
+    monkeypatch.setattr(rules, "exact_match", gullible)
     assert gold_labels(target, prompts, BLOCK, 30).passed is False
 
 
@@ -240,7 +239,7 @@ class EchoSession:
     def keep(self, rows):
         self.rows = [self.rows[b] for b in rows]
 
-    def propose(self, last):
+    def propose(self, last, width, choice):
         found = []
         for row, anchor in zip(self.rows, last.tolist(), strict=True):
             text = [*row, anchor]

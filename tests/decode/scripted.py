@@ -39,7 +39,7 @@ class ScriptedSession:
     def keep(self, rows):
         self.rows = [self.rows[i] for i in rows]
 
-    def propose(self, last):
+    def propose(self, last, most, choice):
         draft, rows, counts = self.draft, [], []
         self.round += 1
         for b, token in zip(self.rows, last.tolist(), strict=True):
@@ -48,6 +48,7 @@ class ScriptedSession:
             # what was observed is exactly the verified text, in order
             assert self.seen[b][: len(prompt)] == prompt
             assert all(x == y for x, y in zip(said, draft.answers[b], strict=False))
+            assert most == draft.block_size
             ahead = draft.answers[b][len(said) :][: draft.block_size - 1]
             guesses = [(g + 1) % 97 if draft.wrong(b, len(said) + i) else g for i, g in enumerate(ahead)]
             guesses += [0] * (draft.block_size - 1 - len(guesses))

@@ -17,15 +17,12 @@ from outpace.models.load import build, named_tensors
 from outpace.ops.sampling import Sampling, probabilities
 
 
-def twin(candidates, predict, counts):
-    lens, bonus = [], []
-    for row, said, count in zip(candidates, predict, counts, strict=True):
-        n = 0
-        while n + 1 < count and row[n + 1] == said[n]:
-            n += 1
-        lens.append(n)
-        bonus.append(said[n])
-    return lens, bonus
+def formula(candidates, predict, counts):
+    """The rule for a chain in tensors: as many guesses as match in a row from the first."""
+    candidates, predict = torch.tensor(candidates), torch.tensor(predict)
+    matches = candidates[:, 1:] == predict[:, :-1]
+    matches &= torch.arange(1, candidates.shape[1]) < torch.tensor(counts)[:, None]
+    return matches.long().cumprod(1).sum(1).tolist()
 
 
 @st.composite
@@ -40,14 +37,14 @@ def rounds(draw):
 @given(rounds())
 def test_against_plain_python(case):
     candidates, predict, counts = case
-    lens, bonus = rules.exact_match(torch.tensor(candidates), torch.tensor(predict), counts)
-    assert (lens.tolist(), bonus.tolist()) == twin(*case)
+    paths = rules.exact_match(candidates, None, predict, counts)
+    assert paths == [list(range(n + 1)) for n in formula(*case)]
 
 
 def test_gold_guesses_are_all_taken():
-    text = tiny.tokens(3, 9)
-    lens, bonus = rules.exact_match(text[:, :8], text[:, 1:], [8, 8, 8])
-    assert lens.tolist() == [7, 7, 7] and torch.equal(bonus, text[:, 8])
+    text = tiny.tokens(3, 9).tolist()
+    paths = rules.exact_match([t[:8] for t in text], None, [t[1:] for t in text], [8, 8, 8])
+    assert paths == [list(range(8))] * 3
 
 
 # ---- distributions ---------------------------------------------------------------------------
@@ -91,7 +88,7 @@ class Habit:
     def keep(self, rows):
         pass
 
-    def propose(self, last):
+    def propose(self, last, width, choice):
         follower = torch.tensor([4, 0, 5, 1, 6, 2, 3])
         first = follower[last]
         return Proposal(torch.stack((last, first, follower[first]), dim=1), [3] * len(last))
@@ -147,23 +144,26 @@ def test_two_consecutive_tokens_follow_the_target(how):
     assert surprise(draws, p) < 3.5
 
 
-def too_lenient(candidates, predict, counts):
+honest = rules.exact_match
+
+
+def too_lenient(candidates, parents, predict, counts):
     """Takes a first guess that was not what the target drew, in one row of four: the next token is then
     drawn after a text that was never emitted."""
-    lens, _ = rules.exact_match(candidates, predict, counts)
-    lens = torch.where((torch.arange(len(lens)) % 4 == 0) & (lens == 0), 1, lens)
-    return lens, predict.gather(1, lens[:, None]).squeeze(1)
+    paths = honest(candidates, parents, predict, counts)
+    return [[0, 1] if b % 4 == 0 and path == [0] else path for b, path in enumerate(paths)]
 
 
-def biased_bonus(candidates, predict, counts):
+def biased_bonus(candidates, parents, predict, counts):
     """Rejects a guess and then emits it all the same, in one row of eight."""
-    lens, bonus = rules.exact_match(candidates, predict, counts)
-    predict[:, 0] = torch.where(torch.arange(len(lens)) % 8 == 0, candidates[:, 1], predict[:, 0])
-    return lens, bonus
+    paths = honest(candidates, parents, predict, counts)
+    for said, row in list(zip(predict, candidates, strict=True))[::8]:
+        said[0] = row[1]
+    return paths
 
 
 @pytest.mark.parametrize("rule", [too_lenient, biased_bonus])
 def test_a_biased_rule_is_caught(rule, monkeypatch):
     how = Sampling(temperature=1.0)
-    monkeypatch.setattr(speculative, "exact_match", rule)
+    monkeypatch.setattr(rules, "exact_match", rule)
     assert surprise(pairs(by_habit, how)[0], exact(how)) > 5

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash import DFlash, DFlashConfig, default_layer_ids
 from outpace.drafts.load import load_dflash, save_dflash
 from outpace.models.config import FULL, WINDOW
@@ -22,10 +23,7 @@ B, BLOCK = 2, 4
 YARN = tiny.GPT_OSS["rope_parameters"]
 CONFIG = DFlashConfig(
     hidden_size=96,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
+    num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6,
     intermediate_size=28,
     vocab_size=tiny.VOCAB,
     rope=RopeConfig(theta=YARN["rope_theta"], kind="yarn", factor=YARN["factor"], original_max_position=32,
@@ -132,7 +130,7 @@ def test_a_block_against_the_oracle(name):
     for b, count in enumerate((9, 6)):
         rows = aux[:, b, :count].permute(1, 0, 2).flatten(1)
         assert (hidden[b] - oracle_block(draft, target, rows, int(last[b]))).abs().max() < 1e-3
-    proposal = session.propose(last)
+    proposal = session.propose(last, BLOCK, Likeliest())
     assert proposal.counts == [BLOCK] * B and torch.equal(proposal.tokens[:, 0], last)
     assert torch.equal(proposal.tokens[:, 1:], target.logits(hidden[:, 1:]).argmax(-1))  # same position
 
@@ -215,7 +213,7 @@ def test_noise_rows_are_never_remembered(name):
             break
         feed(session, counts, done)
         done = [d + c for d, c in zip(done, counts, strict=True)]
-        session.propose(tiny.tokens(B, seed=i))  # leaves its noise behind
+        session.propose(tiny.tokens(B, seed=i), BLOCK, Likeliest())  # leaves its noise behind
         last = tiny.tokens(B, seed=100 + i)
         fresh = bound.begin(B, 60)
         feed(fresh, done, [0, 0])
