@@ -46,7 +46,8 @@ def exact_match(
     counts: list[int],
 ) -> list[list[int]]:
     """candidates (column 0: the last verified token), predict (the target's token after each column) ->
-    the accepted path of a row: from the root on to the child that equals the target's token, as long as one does.
+    the accepted path of each row: from the root on to the child that equals the target's token, while
+    one does.
     Row b offers counts[b] - 1 guesses; without `parents` each follows the one before it.
     """
     found = []
