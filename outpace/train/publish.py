@@ -49,7 +49,8 @@ def publish_target(
     """Save to `folder` in HF format and judge what was saved, not what was trained; -> the provenance.
     `started_from`: the provenance of the weights that training began with."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    save_target(model, folder, pack=True, dtype=torch.bfloat16, eos_token_id=end)
+    experts = model.config.num_experts > 0
+    save_target(model, folder, pack=experts, dtype=torch.bfloat16, eos_token_id=end)
     temporary = folder / "tokenizer.json.tmp"
     tokenizer.save(str(temporary))
     temporary.replace(folder / "tokenizer.json")

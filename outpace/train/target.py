@@ -1,7 +1,7 @@
 """Train a small target from raw text: the embedded default, and the micro model of the whole-way test."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from outpace.corpus import Document
 from outpace.models.blocks import ExpertMatrix
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
-from outpace.models.gpt_oss import GptOss
+from outpace.models.load import build
 from outpace.models.save import dense_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
@@ -26,16 +26,24 @@ from outpace.train.own_text import answers, cut_prompts, own_text_losses
 from outpace.train.trainer import fit, warmup_linear
 
 
+TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetRecipe:
-    """A gpt-oss of any size and how to train it. Fields of recipes/target-*.toml."""
+    """A gpt-oss, or a dense Qwen3, of any size and how to train it. Fields of recipes/target-*.toml.
 
+    A dense one takes `intermediate_size`; experts, windows and the rounding to MXFP4 are the other's.
+    """
+
+    architecture: str = "GptOssForCausalLM"  # or "Qwen3ForCausalLM"
     vocab_size: int = 4096
     hidden_size: int = 256
     num_layers: int = 8
     num_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 32
+    intermediate_size: int = 640
     expert_size: int = 192
     num_experts: int = 8
     experts_per_token: int = 2
@@ -71,6 +79,8 @@ class TargetRecipe:
     eval_every: int = 250
 
     def __post_init__(self) -> None:
+        if self.architecture not in TRAINED:
+            raise ValueError(f"architecture {self.architecture!r}: known are {', '.join(TRAINED)}")
         for name, value in vars(self).items():
             if type(value) is int and value < 1 and name not in ("seed", "warmup"):
                 raise ValueError(f"{name} {value}: it must be at least 1")
@@ -83,6 +93,28 @@ class TargetRecipe:
             )
 
     def config(self, end_of_text: int) -> ModelConfig:
+        if self.architecture == "Qwen3ForCausalLM":
+            return replace(
+                self._trunk(end_of_text),
+                architecture=self.architecture,
+                intermediate_size=self.intermediate_size,
+                rms_norm_eps=1e-6,
+                qk_norm=True,
+            )
+        return replace(
+            self._trunk(end_of_text),
+            layer_types=tuple(WINDOW if i % 2 == 0 else FULL for i in range(self.num_layers)),
+            sliding_window=self.sliding_window,
+            attention_bias=True,
+            sinks=True,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_size=self.expert_size,
+            moe_layers=(True,) * self.num_layers,
+            swiglu_limit=7.0,
+        )
+
+    def _trunk(self, end_of_text: int) -> ModelConfig:
         return ModelConfig(
             architecture="GptOssForCausalLM",
             vocab_size=self.vocab_size,
@@ -99,17 +131,10 @@ class TargetRecipe:
                 original_max_position=self.original_max_position,
                 truncate=False,
             ),
-            layer_types=tuple(WINDOW if i % 2 == 0 else FULL for i in range(self.num_layers)),
-            sliding_window=self.sliding_window,
+            layer_types=(FULL,) * self.num_layers,
+            sliding_window=0,
             max_position_embeddings=int(self.original_max_position * self.rope_factor),
             rms_norm_eps=1e-5,
-            attention_bias=True,
-            sinks=True,
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            expert_size=self.expert_size,
-            moe_layers=(True,) * self.num_layers,
-            swiglu_limit=7.0,
             eos_token_ids=(end_of_text,),
             pad_token_id=end_of_text,
         )
@@ -217,7 +242,7 @@ def optimizers(model: nn.Module, recipe: TargetRecipe) -> tuple[Muon, torch.opti
     return Muon(inner, recipe.muon_lr, weight_decay=recipe.weight_decay), adam
 
 
-def _take_weights(model: GptOss, init: Decoder) -> None:
+def _take_weights(model: Decoder, init: Decoder) -> None:
     ours, theirs = vars(model.config), vars(init.config)
     differing = [name for name in ours if ours[name] != theirs[name]]
     if differing:
@@ -250,17 +275,20 @@ def _text_rows(streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> tu
     return inputs, labels
 
 
-def _learn_text(model: GptOss, streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> dict[str, Any]:
+def _learn_text(model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> dict[str, Any]:
     """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
     inputs, labels = _text_rows(streams, recipe, step)
     out = model(inputs, routing=True)
     loss = chunked_nll(out.hidden.flatten(0, 1), model.dense_head, labels.flatten()).mean()
+    if not out.routing:
+        (recipe.text * loss).backward()
+        return {"loss": loss.item()}
     balance = balance_loss(out.routing, recipe.experts_per_token)
     (recipe.text * loss + recipe.balance * balance).backward()
     return {"loss": loss.item(), "balance": balance.item()}
 
 
-def _learn_own_text(model: GptOss, stream: np.ndarray, recipe: TargetRecipe, step: int) -> dict[str, Any]:
+def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, step: int) -> dict[str, Any]:
     """Gradients of the losses on what the model itself says, added to what is there; -> metrics."""
     if not (recipe.unlikelihood or recipe.settle) or step % recipe.unlikelihood_every:
         return {}
@@ -282,13 +310,13 @@ def train_target(
     *,
     init: Decoder | None = None,
     stop_after: int | None = None,
-) -> GptOss:
+) -> Decoder:
     """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense).
 
     `init`: a trained target whose weights are the start, with optimizers that remember nothing. Raises
     ValueError where its config is not the recipe's.
     """
-    model = GptOss(recipe.config(token_id(tokenizer, END_OF_TEXT)))
+    model = build(recipe.config(token_id(tokenizer, END_OF_TEXT)))
     init_weights(model, recipe.seed)
     if init is not None:
         _take_weights(model, init)
