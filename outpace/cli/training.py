@@ -110,6 +110,9 @@ def teacher_build(
     position_offsets: Annotated[
         str | None, typer.Option(help="The same text at shifted positions: 0,4096,65536,131072.")
     ] = None,
+    final: Annotated[
+        bool, typer.Option("--final", help="Keep final states too, for losses on the target's distribution.")
+    ] = False,
     corpus: Corpus = None,
 ) -> None:
     """Let the target answer prompts of the corpus and keep its hidden states. Resumes after a kill.
@@ -120,7 +123,7 @@ def teacher_build(
     from outpace.load import open_target
     from outpace.teacher import build
 
-    more = {}
+    more: dict[str, object] = {"final": True} if final else {}
     if position_offsets is not None:
         parts = position_offsets.split(",")
         more["position_offsets"] = [integer(x, "--position-offsets") for x in parts]

@@ -45,7 +45,8 @@ class TeacherRecipe:
 
     A cache holds samples x position_offsets: the same texts (generated at position 0), their hidden
     states captured at every offset, which may lie past the model's last position. Ranges include both
-    ends; a response ends early at a stop token.
+    ends; a response ends early at a stop token. `final` keeps one more state of every token, after the
+    final norm: training forms the target's distribution from it, and logits are never stored.
     Raises ValueError for settings that no build can honour.
     """
 
@@ -56,6 +57,7 @@ class TeacherRecipe:
     position_offsets: tuple[int, ...] = (0,)
     target_layer_ids: tuple[int, ...] = ()  # (): drafts.dflash.default_layer_ids
     dtype: str = "bfloat16"  # or "fp8"
+    final: bool = False  # for soft labels (KL, TV, LK); hard ones do without
     shard_samples: int = 64  # texts x offsets of one shard: what a kill can lose
     batch: int = 16  # texts generated together
     seed: int = 1
@@ -107,7 +109,7 @@ def predict_nbytes(recipe: TeacherRecipe, hidden_size: int, n_layers: int) -> in
     tokens = int(recipe.lengths().sum()) * len(recipe.position_offsets)
     row = hidden_size + 4 if recipe.dtype == "fp8" else 2 * hidden_size
     overhead = 4096 + recipe.shards * 2048 + recipe.stored_samples * 28
-    return tokens * (4 + n_layers * row) + overhead
+    return tokens * (4 + (n_layers + recipe.final) * row) + overhead
 
 
 def build(
@@ -208,9 +210,10 @@ def _begin(folder: Path, wanted: Meta) -> list[Shard]:
             )
     # the recipe of a JSON file has lists where ours has tuples
     new_recipe = {k: list(v) if isinstance(v, tuple) else v for k, v in wanted.recipe.items()}
-    keys = sorted(k for k in found.recipe | new_recipe if found.recipe.get(k) != new_recipe.get(k))
+    old_recipe = {"final": False} | found.recipe  # a cache may be older than the setting
+    keys = sorted(k for k in old_recipe | new_recipe if old_recipe.get(k) != new_recipe.get(k))
     if keys:
-        differing = ", ".join(f"{k} {found.recipe.get(k)} (now {new_recipe.get(k)})" for k in keys)
+        differing = ", ".join(f"{k} {old_recipe.get(k)} (now {new_recipe.get(k)})" for k in keys)
         raise StoreError(
             f"{folder} was begun with {differing}: give the settings it was begun with, or another folder"
         )
@@ -261,7 +264,7 @@ def _make_shard(
     samples = [(i, offset) for i in ids for offset in recipe.position_offsets]
     begins = torch.tensor([0, *(len(text[i]) for i, _ in samples)]).cumsum(0)
     first_row = dict(zip(samples, begins.tolist(), strict=False))
-    aux, relative_error = _capture(target, text, first_row, layer_ids, recipe.dtype)
+    states, relative_error = _capture(target, text, first_row, layer_ids, recipe)
     captured = time.perf_counter()
     tensors = {
         "tokens": torch.tensor([t for i, _ in samples for t in text[i]], dtype=torch.int32),
@@ -273,7 +276,7 @@ def _make_shard(
     wrote = sum(map(len, response.values())) / (generated - began)
     read = len(tensors["tokens"]) / (captured - generated)
     speeds = f"{wrote:,.0f} tokens/s generated, {read:,.0f} captured"
-    return _Made(tensors | aux, relative_error, len(ids), speeds)
+    return _Made(tensors | states, relative_error, len(ids), speeds)
 
 
 def _respond(
@@ -303,35 +306,56 @@ def _capture(
     text: dict[int, list[int]],
     first_row: dict[tuple[int, int], int],
     layer_ids: tuple[int, ...],
-    dtype: str,
+    recipe: TeacherRecipe,
 ) -> tuple[dict[str, Tensor], float]:
-    """first_row: (text, offset) -> where its rows begin. -> aux [R,n,C] and for fp8 aux_scale [R,n]; the
-    relative error of storing them so."""
-    shape = (sum(len(text[i]) for i, _ in first_row), len(layer_ids), target.config.hidden_size)
-    stored = {"aux": torch.empty(shape, dtype=DTYPES[dtype])}
-    if dtype == "fp8":
-        stored["aux_scale"] = torch.empty(shape[:2])
+    """first_row: (text, offset) -> where its rows begin. -> the shard's tensors of states, aux and where
+    asked for final, and the relative error of storing them."""
+    R, C = sum(len(text[i]) for i, _ in first_row), target.config.hidden_size
+    aux = _States("aux", (R, len(layer_ids), C), recipe.dtype)
+    final = _States("final", (R, C), recipe.dtype) if recipe.final else None
     offsets = sorted({offset for _, offset in first_row})
-    missed = total = 0.0
     for group in _passes(text):
         width = len(text[group[-1]])
         # padding on the right: a causal model's earlier rows do not see it
         padded = [text[i] + [0] * (width - len(text[i])) for i in group]
         tokens = torch.tensor(padded, device=target.device)
         for offset in offsets:
-            aux = target(tokens, aux=layer_ids, offset=offset).aux
+            out = target(tokens, aux=layer_ids, offset=offset)
             for b, i in enumerate(group):
-                real = aux[:, b, : len(text[i])].transpose(0, 1).float().cpu()  # [T,n,C]
-                values, scale = encode_aux(real, dtype)
-                rows = slice(first_row[i, offset], first_row[i, offset] + len(real))
-                stored["aux"][rows] = values
-                if scale is not None:
-                    stored["aux_scale"][rows] = scale
-                missed += float((decode_aux(values, scale) - real).square().sum())
-                total += float(real.square().sum())
-    if not total < math.inf:
-        raise ValueError("the target's hidden states are not finite: its weights are damaged")
-    return stored, round(math.sqrt(missed / total), 7) if total else 0.0
+                at, n = first_row[i, offset], len(text[i])
+                aux.write(at, out.aux[:, b, :n].transpose(0, 1))
+                if final is not None:
+                    final.write(at, out.hidden[b, :n])
+    if final is None:
+        return aux.tensors, aux.relative_error()
+    return aux.tensors | final.tensors, max(aux.relative_error(), final.relative_error())
+
+
+class _States:
+    """Rows of states [R, .., C] as they will be stored, and what storing them loses."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.name, self.dtype = name, dtype
+        self.tensors = {name: torch.empty(shape, dtype=DTYPES[dtype])}
+        if dtype == "fp8":
+            self.tensors[f"{name}_scale"] = torch.empty(shape[:-1])
+        self.missed = self.total = 0.0
+
+    def write(self, first: int, states: Tensor) -> None:
+        """states [n, .., C] become the rows from `first` on."""
+        real = states.float().cpu()
+        values, scale = encode_aux(real, self.dtype)
+        rows = slice(first, first + len(real))
+        self.tensors[self.name][rows] = values
+        if scale is not None:
+            self.tensors[f"{self.name}_scale"][rows] = scale
+        self.missed += float((decode_aux(values, scale) - real).square().sum())
+        self.total += float(real.square().sum())
+
+    def relative_error(self) -> float:
+        if not self.total < math.inf:
+            raise ValueError("the target's hidden states are not finite: its weights are damaged")
+        return round(math.sqrt(self.missed / self.total), 7) if self.total else 0.0
 
 
 def _passes(text: dict[int, list[int]]) -> Iterator[list[int]]:

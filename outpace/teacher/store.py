@@ -5,6 +5,8 @@ shard-00000.safetensors  S samples whose texts hold R tokens in all:
     tokens         [R] int32           the texts (prompt, then response) one after another
     aux            [R, n, C]           bfloat16, or float8_e4m3fn beside ..
     aux_scale      [R, n] float32      .. its scale: one per token and layer
+    final          [R, C]              as aux, where asked for: the state after the final norm, ..
+    final_scale    [R] float32         .. and its scale; row t is what the head reads to predict token t + 1
     begins         [S+1] int64         sample s owns rows begins[s] .. begins[s+1]
     prompt_lengths [S] int64
     offsets        [S] int64           rotary position of the first token
@@ -45,7 +47,7 @@ class Shard:
     nbytes: int
     samples: int
     tokens: int
-    relative_error: float  # of storing aux: rms of (stored - computed) over rms of computed
+    relative_error: float  # of storing: rms of (stored - computed) over rms of computed; of aux or final
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class Meta:
     planned_samples: int
     recipe: dict[str, Any]
     shards: tuple[Shard, ...]
+
+    @property
+    def final(self) -> bool:
+        """Whether the final states are held. Caches built before there were any do not say."""
+        return bool(self.recipe.get("final", False))
 
     @property
     def nbytes(self) -> int:
@@ -84,13 +91,14 @@ class Meta:
 @dataclass(frozen=True)
 class Sample:
     """One text at one offset. `aux` is strided as it is stored, [T, n, C]; the loss belongs to
-    positions >= prompt_length."""
+    positions >= prompt_length. `target.logits(final[t])` is what the target said of token t + 1."""
 
     tokens: Tensor  # [T] int64
     prompt_length: int
     aux: Tensor  # [n, T, C] bfloat16, or float32 where the cache is fp8
     offset: int
     temperature: float
+    final: Tensor | None = None  # [T, C], in the dtype of aux; None where the cache holds none
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
@@ -184,11 +192,13 @@ class TeacherCache:
         target_fingerprint: str | None = None,
         layer_ids: tuple[int, ...] | None = None,
         tokenizer: str | None = None,
+        final: bool = False,
         unfinished: bool = False,
     ) -> "TeacherCache":
         """`target_fingerprint`, `layer_ids` and `tokenizer` (its `tokenizer_sha256`) are compared where
-        they are given. Raises StoreError when one differs, when a shard is missing or cut off, and
-        when the build was not finished (unless `unfinished`)."""
+        they are given; `final`: the final states are wanted. Raises StoreError when one differs or is not
+        held, when a shard is missing or cut off, and when the build was not finished (unless
+        `unfinished`)."""
         folder = Path(folder)
         meta = read_meta(folder)
         if target_fingerprint not in (None, meta.target_fingerprint):
@@ -206,6 +216,11 @@ class TeacherCache:
                 f"{folder} holds the layers {list(meta.target_layer_ids)} in this order, not "
                 f"{list(layer_ids)}: give the draft those, or build a cache with target_layer_ids "
                 f"{list(layer_ids)}"
+            )
+        if final and not meta.final:
+            raise StoreError(
+                f"{folder} holds no final states, from which soft labels are made: build a cache with "
+                "`teacher build --final`, or train on hard labels"
             )
         if not meta.complete and not unfinished:
             raise StoreError(
@@ -229,6 +244,7 @@ class TeacherCache:
             "tokens": meta.tokens,
             "shards": len(meta.shards),
             "nbytes": meta.nbytes,
+            "final": meta.final,
             "relative_error": max((s.relative_error for s in meta.shards), default=0.0),
             "recipe": meta.recipe,
         }
@@ -259,7 +275,7 @@ class TeacherCache:
         if at not in self._open:
             if len(self._open) >= OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
-            self._open[at] = _OpenShard(self.folder / self.meta.shards[at].file)
+            self._open[at] = _OpenShard(self.folder / self.meta.shards[at].file, self.meta.final)
         return self._open[at]
 
 
@@ -273,9 +289,9 @@ def _check_size(folder: Path, shard: Shard) -> None:
 
 
 class _OpenShard:
-    """One memory-mapped shard, its small tensors read."""
+    """One memory-mapped shard, its small tensors read. `final`: whether it should hold final states."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, final: bool) -> None:
         try:
             file: Any = safe_open(path, framework="pt")
             self.begins: list[int] = file.get_tensor("begins").tolist()
@@ -285,18 +301,23 @@ class _OpenShard:
             self.tokens, self.aux = file.get_slice("tokens"), file.get_slice("aux")
             scaled = "aux_scale" in file.keys()  # noqa: SIM118 - not a dict
             self.scale = file.get_slice("aux_scale") if scaled else None
+            self.final = file.get_slice("final") if final else None
+            self.final_scale = file.get_slice("final_scale") if final and scaled else None
         except (SafetensorError, OSError) as error:
             raise StoreError(f"{path} cannot be read as a shard ({error}): {REBUILD}") from error
 
     def sample(self, s: int) -> Sample:
         rows = slice(self.begins[s], self.begins[s + 1])
-        aux = self.aux[rows]
-        if self.scale is not None:
-            aux = decode_aux(aux, self.scale[rows])
         return Sample(
             self.tokens[rows].long(),
             self.prompt_lengths[s],
-            aux.transpose(0, 1),
+            _read(self.aux, self.scale, rows).transpose(0, 1),
             self.offsets[s],
             self.temperatures[s],
+            None if self.final is None else _read(self.final, self.final_scale, rows),
         )
+
+
+def _read(stored: Any, scale: Any, rows: slice) -> Tensor:
+    """bfloat16 as it is, fp8 as float32."""
+    return stored[rows] if scale is None else decode_aux(stored[rows], scale[rows])

@@ -23,7 +23,7 @@ from outpace.decode.request import Request
 from outpace.models.load import fingerprint
 from outpace.teacher.build import TeacherRecipe, build, predict_nbytes
 from outpace.teacher.prompts import Prompts
-from outpace.teacher.store import StoreError, TeacherCache, read_meta
+from outpace.teacher.store import StoreError, TeacherCache, read_meta, write_meta
 
 LAYERS = (0, 2, 3)
 OFFSETS = (0, 4096, 131072)
@@ -92,6 +92,43 @@ def test_aux_is_what_the_target_gives_for_each_text_alone(unbroken):
             aux = target(sample.tokens[None], aux=LAYERS, offset=sample.offset).aux[:, 0]
         assert sample.aux.shape == (3, len(sample.tokens), 96) and sample.aux.dtype == torch.bfloat16
         torch.testing.assert_close(sample.aux.float(), aux, rtol=2.0**-8, atol=1e-4)  # bfloat16 keeps 8 bits
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_the_final_state_of_a_position_predicts_the_next_token(tmp_path, dtype):
+    """What `target.logits` makes of row t: the greedy texts' token t + 1, and not their token t."""
+    recipe = dataclasses.replace(RECIPE, dtype=dtype, final=True, greedy_share=1.0)
+    target, cache = tiny.target("gpt_oss"), make(tmp_path, recipe)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= predict_nbytes(recipe, 96, 3)
+    plainly = dataclasses.replace(recipe, final=False)
+    assert predict_nbytes(recipe, 96, 3) > predict_nbytes(plainly, 96, 3) + cache.meta.tokens * 96
+    next_token = same_token = rows = 0
+    for i in range(len(cache)):
+        sample = cache.sample(i)
+        with torch.inference_mode():
+            hidden = target(sample.tokens[None], offset=sample.offset).hidden[0]
+            said = target.logits(sample.final.float()).argmax(-1)
+        assert sample.final.shape == (len(sample.tokens), 96)
+        assert (sample.final.float() - hidden).norm() < (0.04 if dtype == "fp8" else 0.004) * hidden.norm()
+        answer = slice(sample.prompt_length - 1, len(sample.tokens) - 1)
+        next_token += int((said[answer] == sample.tokens[1:][answer]).sum())
+        same_token += int((said[answer] == sample.tokens[answer]).sum())
+        rows += len(said[answer])
+    assert next_token > 0.95 * rows and same_token < 0.3 * rows
+    assert 0.0005 < max(s.relative_error for s in cache.meta.shards) < (0.04 if dtype == "fp8" else 0.003)
+
+
+def test_a_build_older_than_a_setting_is_gone_on_with(copy, unbroken):
+    """Its recipe does not name `final`; what is made from here on is what a build without it makes."""
+    meta = read_meta(copy)
+    (copy / meta.shards[3].file).unlink()
+    told = {k: v for k, v in meta.recipe.items() if k != "final"}
+    write_meta(copy, dataclasses.replace(meta, recipe=told, shards=meta.shards[:3]))
+    make(copy)
+    assert contents(copy) == contents(unbroken)
+    write_meta(copy, dataclasses.replace(meta, recipe=told))
+    with pytest.raises(StoreError, match=r"begun with final False \(now True\)"):
+        make(copy, dataclasses.replace(RECIPE, final=True))
 
 
 def test_offsets_share_one_text_and_move_its_hidden_states_little(unbroken):

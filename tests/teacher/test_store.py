@@ -25,20 +25,25 @@ N, C = 3, 40
 LENGTHS = ((4, 9, 6), (5, 7))  # of the samples of two shards
 
 
-def write(folder, dtype="bfloat16", planned=5):
-    """Two shards of numbers that name their place: aux = sample * 100 + layer * 10 + row."""
+def write(folder, dtype="bfloat16", planned=5, final=False):
+    """Two shards of numbers that name their place: aux = sample * 100 + layer * 10 + row, final as a layer
+    more; a cache without final says nothing of it, as those did that are older than the setting."""
     shards, texts, i = [], [], 0
     for k, lengths in enumerate(LENGTHS):
-        aux = []
+        aux, finals = [], []
         for length in lengths:
-            row, layer = torch.arange(length)[:, None, None], torch.arange(N)[:, None]
-            aux.append((i * 100 + layer * 10 + row + torch.zeros(C)).float())
+            row, layer = torch.arange(length)[:, None, None], torch.arange(N + 1)[:, None]
+            states = (i * 100 + layer * 10 + row + torch.zeros(C)).float()
+            aux.append(states[:, :N])
+            finals.append(states[:, N])
             texts.append(torch.arange(length) + i)
             i += 1
-        values, scale = encode_aux(torch.cat(aux), dtype)
+        (values, scale), (last, last_scale) = (encode_aux(torch.cat(x), dtype) for x in (aux, finals))
         tensors = {
             "tokens": torch.cat(texts[-len(lengths) :]).int(),
             "aux": values,
+            **({"final": last} if final else {}),
+            **({"final_scale": last_scale} if final and last_scale is not None else {}),
             "begins": torch.tensor([0, *lengths]).cumsum(0),
             "prompt_lengths": torch.tensor([n // 2 for n in lengths]),
             "offsets": torch.tensor([4096 * k] * len(lengths)),
@@ -55,16 +60,17 @@ def write(folder, dtype="bfloat16", planned=5):
         hidden_size=C,
         dtype=dtype,
         planned_samples=planned,
-        recipe={"seed": 1},
+        recipe={"seed": 1} | ({"final": True} if final else {}),
         shards=tuple(shards),
     )
     write_meta(folder, meta)
     return meta
 
 
+@pytest.mark.parametrize("final", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_every_sample_reads_its_own_rows(tmp_path, dtype):
-    meta = write(tmp_path, dtype)
+def test_every_sample_reads_its_own_rows(tmp_path, dtype, final):
+    meta = write(tmp_path, dtype, final=final)
     cache = TeacherCache.open(tmp_path, target_fingerprint="a" * 64, layer_ids=(1, 2, 5), tokenizer="b" * 64)
     assert cache.meta == meta and len(cache) == meta.samples == 5 and meta.tokens == 31
     assert meta.nbytes == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) == cache.verify()
@@ -78,6 +84,11 @@ def test_every_sample_reads_its_own_rows(tmp_path, dtype):
         torch.testing.assert_close(
             sample.aux.float(), expected[..., None].expand(N, n, C).float(), rtol=0.04, atol=0
         )
+        assert (sample.final is not None) == final == meta.final
+        if sample.final is not None:
+            assert sample.final.dtype == sample.aux.dtype
+            last = (expected[0] + N * 10)[:, None].expand(n, C).float()
+            torch.testing.assert_close(sample.final.float(), last, rtol=0.04, atol=0)
     for i in (-1, 5):
         with pytest.raises(IndexError, match=f"sample {i} of a teacher cache of 5"):
             cache.sample(i)
@@ -89,6 +100,9 @@ def test_a_cache_describes_itself(tmp_path):
     assert (said["samples"], said["planned_samples"], said["tokens"], said["shards"]) == (5, 8, 31, 2)
     assert said["nbytes"] == meta.nbytes and said["relative_error"] == 0.5
     assert said["target_layer_ids"] == [1, 2, 5] and said["recipe"] == {"seed": 1}
+    assert said["final"] is False
+    write(tmp_path, final=True)
+    assert TeacherCache.open(tmp_path).describe()["final"] is True
 
 
 def test_few_shards_stay_open(tmp_path, monkeypatch):
@@ -134,6 +148,18 @@ def test_an_unfinished_build(tmp_path):
     with pytest.raises(StoreError, match="unfinished: 5 of 8 samples"):
         TeacherCache.open(tmp_path)
     assert len(TeacherCache.open(tmp_path, unfinished=True)) == 5
+
+
+def test_final_states_that_are_wanted_and_not_there(tmp_path):
+    write(tmp_path)
+    with pytest.raises(StoreError, match=r"holds no final states.* `teacher build --final`"):
+        TeacherCache.open(tmp_path, final=True)
+    meta = read_meta(tmp_path)
+    write_meta(tmp_path, dataclasses.replace(meta, recipe={"final": True}))  # says what its shards lack
+    with pytest.raises(StoreError, match=r"shard-00000.* cannot be read as a shard"):
+        TeacherCache.open(tmp_path, final=True).sample(0)
+    write(tmp_path, final=True)
+    assert TeacherCache.open(tmp_path, final=True).sample(0).final is not None
 
 
 def test_a_missing_and_a_truncated_shard(tmp_path):
