@@ -126,10 +126,21 @@ class Eagle3Config:
     norm_output: bool = False  # the state fed back is the one after `norm` (EAGLE-3.1)
     sliding_window: int = 0  # the current token included; 0: it sees everything
     max_position_embeddings: int = 131072
+    num_layers: int = 1  # those after the first are plain Llama layers
+    parallel: bool = False  # all guesses in one pass (P-EAGLE, arXiv 2602.01469): it holds `mask_hidden`
+    mask_token_id: int | None = None  # of the guesses after the first; None: it holds `mask_embedding`
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} kv heads evenly")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers {self.num_layers}: an EAGLE-3 has at least one")
+        masks = range(self.vocab_size if self.parallel else 0)
+        if self.mask_token_id is not None and self.mask_token_id not in masks:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id}: a parallel EAGLE-3 alone has one, below "
+                f"{self.vocab_size} (vocab_size)"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary halves need an even one")
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
@@ -203,12 +214,18 @@ def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool)
     q, kv = c.num_heads * D, c.num_kv_heads * D
     states = len(c.layer_ids)
     found: dict[str, Shape] = {"fc.weight": (C, states * c.target_hidden_size), "norm.weight": (C,)}
-    at = "midlayer."
-    found |= {f"{at}{n}.weight": (C,) for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    for name, rows, columns in (("q", q, 2 * C), ("k", kv, 2 * C), ("v", kv, 2 * C), ("o", C, q)):
-        found[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
-    found |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
-    found[f"{at}mlp.down_proj.weight"] = (C, F)
+    found["midlayer.hidden_norm.weight"] = (C,)
+    for i in range(c.num_layers):
+        at, width = (f"layers.{i}.", C) if i else ("midlayer.", 2 * C)
+        found |= {f"{at}{n}_layernorm.weight": (C,) for n in ("input", "post_attention")}
+        for name, rows, columns in (("q", q, width), ("k", kv, width), ("v", kv, width), ("o", C, q)):
+            found[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
+        found |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
+        found[f"{at}mlp.down_proj.weight"] = (C, F)
+    if c.parallel:
+        found["mask_hidden"] = (1, states * c.target_hidden_size)
+    if c.parallel and c.mask_token_id is None:
+        found["mask_embedding"] = (C,)
     if c.norm_before_fc:
         found["input_norm.weight"] = (states * c.target_hidden_size,)
     if c.fc_norm:
