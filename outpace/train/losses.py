@@ -1,85 +1,276 @@
-"""Cross-entropy over a large vocabulary in chunks, and how the positions of a block are weighed."""
+"""Losses of a draft's rows over a large vocabulary, in chunks; and how the rows of a block are weighed.
+
+    rows = block_losses("lk", states, head, labels, target_states, target_head)
+    weights = block_weights("dpace", rows, valid)
+    loss = (weights * rows.loss.view(valid.shape)).sum() / weights.sum()
+
+p is the target's distribution, softmax(target_states @ target_head^T), q the draft's, softmax(states @
+head^T), alpha = sum_v min(p_v, q_v) the chance that a token drawn from q is accepted (1 - TV). Per row:
+
+    ce    -log q(label)
+    kl    sum_v p_v log(p_v / q_v)
+    tv    1 - alpha                                                 arXiv 2602.23881 (LK losses), and ..
+    nla   -log alpha                                                .. its L_alpha
+    lk    w kl + (1 - w) tv, w = exp(-ETA alpha), no gradient through w       .. its L_lambda
+
+A draft that knows only some tokens is given those rows of both heads: p is then the target's restricted to
+them and renormalised. Labels are rows of `head`.
+"""
+
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 CHUNK_LOGITS = 2**20  # a chunk of float32 logits of this many entries stays in cache
 LEAST_ROWS = 128  # of a chunk: fewer, and reading the head costs more than the product
+LOSSES = ("ce", "kl", "tv", "nla", "lk")
+WEIGHTS = ("dpace", "dpace-soft", "decay", "auf", "flat")
+ETA = 3.0  # of lk: where alpha is near 0 it is KL, at alpha 1 nearly TV
+LEAST_ALPHA = 1e-30  # under it the logarithm, and the gradient of nla, stand still
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a forward are worth; only `loss` has a gradient."""
+
+    loss: Tensor  # float32
+    nll: Tensor  # float32: -log q(label); 0 without a label
+    hits: Tensor  # bool: no logit of the row exceeds the label's
+    accept: Tensor | None  # float32: alpha; None without target_states
+
+
+def block_losses(
+    kind: str,
+    states: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    target_states: Tensor | None = None,
+    target_head: Tensor | None = None,
+    chunk: int | None = None,
+) -> Rows:
+    """states [n, C], head [V, C], labels [n] int64 (-1: none), target_states [n, C'], target_head [V, C'] ->
+    Rows of [n]. `kind` is one of LOSSES, or a sum of them: "0.1*ce+0.9*tv". States may also be [k, n, C]: k
+    rows for each label and target, whose p is then formed once; the Rows are [k, n].
+
+    Row t of a teacher's final states is about token t + 1: for the label at position t, give row t - 1.
+    Products in the states' dtype, softmax and losses in float32; logits exist for `chunk` labels at a time.
+    Gradients reach `states`, and `head` where it wants one. Raises ValueError for an unknown kind, and
+    where one needs target_states that are not given.
+    """
+    mix = parse_loss(kind)
+    if target_states is None and set(mix) - {"ce"}:
+        raise ValueError(f"loss {kind!r} compares with the target's distribution: give its final states")
+    assert (target_states is None) == (target_head is None)
+    shape = states.shape[:-1]
+    states = states if states.dim() == 3 else states[None]
+    chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head)) // len(states) or 1
+    given = states, head, labels, target_states, target_head
+    loss, nll, hits, accept = _Chunked.apply(*given, mix, chunk)  # type: ignore[no-untyped-call]
+    loss, nll, hits = (x.view(shape) for x in (loss, nll, hits))
+    return Rows(loss, nll, hits, None if accept is None else accept.view(shape))
+
+
+@cache
+def parse_loss(kind: str) -> dict[str, float]:
+    """A sum such as 0.1*ce+0.9*tv -> {"ce": 0.1, "tv": 0.9}. Raises ValueError for what is none."""
+    mix: dict[str, float] = {}
+    for term in kind.split("+"):
+        share, star, name = term.strip().rpartition("*")
+        try:
+            weight = float(share) if star else 1.0
+        except ValueError:
+            weight = -1.0
+        if name.strip() not in LOSSES or not 0 < weight < float("inf") or name.strip() in mix:
+            raise ValueError(
+                f"loss {kind!r}: give one of {', '.join(LOSSES)}, or a sum such as 0.1*ce+0.9*tv, each once "
+                "and by a positive factor"
+            )
+        mix[name.strip()] = weight
+    return mix
+
+
+def needs_target(kind: str) -> bool:
+    """Whether the loss compares with the target's distribution, and so needs its final states."""
+    return set(parse_loss(kind)) != {"ce"}
+
+
+def reference_losses(
+    kind: str,
+    states: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    target_states: Tensor | None = None,
+    target_head: Tensor | None = None,
+) -> Rows:
+    """`block_losses` by its definitions, all logits at once."""
+    z = (states @ head.to(states.dtype).T).float()
+    known, at = labels >= 0, labels.clamp(min=0).expand(z.shape[:-1])
+    said = z.gather(-1, at[..., None])[..., 0]
+    nll = -z.log_softmax(-1).gather(-1, at[..., None])[..., 0] * known
+    hits = (said == z.amax(-1)) & known
+    losses = {"ce": nll}
+    accept = None
+    if target_states is not None and target_head is not None:
+        log_p = (target_states @ target_head.to(target_states.dtype).T).float().log_softmax(-1)
+        log_q = z.log_softmax(-1)
+        accept = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        w = torch.exp(-ETA * accept.detach())
+        losses |= {"kl": kl, "tv": 1 - accept, "nla": -accept.clamp(min=LEAST_ALPHA).log()}
+        losses["lk"] = w * kl + (1 - w) * (1 - accept)
+    loss = sum((share * losses[name] for name, share in parse_loss(kind).items()), torch.zeros(()))
+    return Rows(loss, nll.detach(), hits, None if accept is None else accept.detach())
 
 
 def chunked_nll(hidden: Tensor, head: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
-    """hidden [n, C], head [V, C], labels [n] -> negative log-likelihood per row [n], float32.
-
-    Logits exist for `chunk` rows at a time. Gradients reach `hidden`, and `head` where it wants one.
-    """
-    return chunked_nll_and_hits(hidden, head, labels, chunk)[0]
+    """hidden [n, C], head [V, C], labels [n] -> negative log-likelihood per row [n], float32."""
+    return block_losses("ce", hidden, head, labels, chunk=chunk).loss
 
 
 def chunked_nll_and_hits(
     hidden: Tensor, head: Tensor, labels: Tensor, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """chunked_nll, and whether no logit of the row exceeds the label's [n] bool."""
-    chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
-    nll, hits = _ChunkedNLL.apply(hidden, head, labels, chunk)  # type: ignore[no-untyped-call]
-    return nll, hits
+    rows = block_losses("ce", hidden, head, labels, chunk=chunk)
+    return rows.loss, rows.hits
 
 
-def reference_nll(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    logits = (hidden @ head.to(hidden.dtype).T).float()
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-
-
-def reference_hits(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    logits = (hidden @ head.to(hidden.dtype).T).float()
-    return logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1)
-
-
-class _ChunkedNLL(torch.autograd.Function):
-    """The row gradient (softmax - onehot) @ head is linear in the row's weight, so with a frozen head
-    it is formed in the forward and only scaled in the backward; a head that learns costs one more
-    product of logits there, because its gradient mixes the rows."""
+class _Chunked(torch.autograd.Function):
+    """A row's gradient d @ head (d: of its logits) is linear in the row's weight, so with a frozen head it is
+    formed in the forward and only scaled in the backward; a head that learns costs the logits once more
+    there, because its gradient mixes the rows."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, chunk):  # type: ignore[no-untyped-def]
-        head = head.to(hidden.dtype)
-        nll = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+    def forward(ctx, states, head, labels, target_states, target_head, mix, chunk):  # type: ignore[no-untyped-def]
+        head = head.to(states.dtype)
+        if target_head is not None:
+            target_head = target_head.to(target_states.dtype)
+        k, n = states.shape[:2]
+        loss = torch.empty(k, n, dtype=torch.float32, device=states.device)
+        nll, hits = torch.empty_like(loss), torch.empty_like(loss, dtype=torch.bool)
+        accept = None if target_states is None else torch.empty_like(loss)
         frozen = not ctx.needs_input_grad[1]
-        rows = torch.empty_like(hidden) if frozen and ctx.needs_input_grad[0] else None
-        for i in range(0, len(hidden), chunk):
+        rows = torch.empty_like(states) if frozen and ctx.needs_input_grad[0] else None
+        for i in range(0, n, chunk):
             part = slice(i, i + chunk)
-            logits = (hidden[part] @ head.T).float()
-            top, said = logits.amax(-1), logits.gather(1, labels[part, None]).squeeze(1)
-            p = logits.softmax(-1)  # one fused pass, where logsumexp and exp would be five
-            nll[part] = top - p.amax(-1).log() - said
-            hits[part] = said == top
+            logits = _logits(states, head, target_states, target_head, part)
+            found = _of_logits(*logits, labels[part], mix)
+            loss[:, part], nll[:, part], hits[:, part] = found.loss, found.nll, found.hits
+            if accept is not None and found.accept is not None:
+                accept[:, part] = found.accept
             if rows is not None:
-                torch.mm(_less_one(p, labels[part]).to(head.dtype), head, out=rows[part])
-        ctx.save_for_backward(hidden, head, labels, rows)
-        ctx.chunk = chunk
-        ctx.mark_non_differentiable(hits)
-        return nll, hits
+                rows[:, part] = found.gradient(1.0).to(head.dtype) @ head
+        ctx.save_for_backward(states, head, labels, target_states, target_head, rows)
+        ctx.mix, ctx.chunk = mix, chunk
+        ctx.mark_non_differentiable(*(x for x in (nll, hits, accept) if x is not None))
+        return loss, nll, hits, accept
 
     @staticmethod
-    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-        hidden, head, labels, rows = ctx.saved_tensors
+    def backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+        states, head, labels, target_states, target_head, rows = ctx.saved_tensors
         if rows is not None:
-            return rows * grad[:, None].to(rows.dtype), None, None, None
-        d_hidden = torch.empty_like(hidden)
+            return rows * grad[..., None].to(rows.dtype), *[None] * 6
+        d_states = torch.empty_like(states)
         d_head = torch.zeros_like(head, dtype=torch.float32)
-        for i in range(0, len(hidden), ctx.chunk):
+        for i in range(0, states.shape[1], ctx.chunk):
             part = slice(i, i + ctx.chunk)
-            p = (hidden[part] @ head.T).float().softmax(-1)
-            d = _less_one(p, labels[part]).mul_(grad[part, None]).to(hidden.dtype)
-            d_hidden[part] = d @ head
-            d_head += d.T @ hidden[part]
-        return d_hidden, d_head, None, None
+            logits = _logits(states, head, target_states, target_head, part)
+            found = _of_logits(*logits, labels[part], ctx.mix)
+            d = found.gradient(grad[:, part, None]).to(states.dtype)
+            d_states[:, part] = d @ head
+            d_head += d.flatten(0, 1).T @ states[:, part].flatten(0, 1)
+        return d_states, d_head, *[None] * 5
 
 
-def _less_one(p: Tensor, labels: Tensor) -> Tensor:
-    """softmax - onehot, in place."""
-    p[torch.arange(len(p), device=p.device), labels] -= 1
-    return p
+def _logits(
+    states: Tensor, head: Tensor, target_states: Tensor | None, target_head: Tensor | None, part: slice
+) -> tuple[Tensor, Tensor | None]:
+    """z [k, m, V] and the target's [m, V], float32."""
+    z = (states[:, part] @ head.T).float()
+    if target_states is None or target_head is None:
+        return z, None
+    return z, (target_states[part] @ target_head.T).float()
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Losses of [k, m] rows, and what their gradients are made of: with s = sum_v q_v [q_v < p_v] the
+    gradient of alpha by the logits is q ([q < p] - s), those of ce and kl are q - onehot and q - p."""
+
+    loss: Tensor
+    nll: Tensor
+    hits: Tensor
+    accept: Tensor | None
+    q: Tensor  # [k, m, V]
+    p: Tensor | None  # [m, V]
+    at: Tensor  # [k, m, 1]: the labels
+    ce: Tensor  # [k, m, 1]: what each row's loss holds of -log q(label),
+    kl: Tensor | float  # of kl,
+    tv: Tensor | float  # and of -alpha
+
+    def gradient(self, weight: Tensor | float) -> Tensor:
+        """[k, m, V], of weight * loss by the logits; q is used up."""
+        coefficient = self.ce + self.kl
+        if isinstance(self.tv, Tensor) and self.p is not None:
+            below = self.q < self.p
+            s = torch.where(below, self.q, 0.0).sum(-1, keepdim=True)
+            coefficient = coefficient + self.tv * s
+            coefficient = torch.where(below, coefficient - self.tv, coefficient)
+        d = self.q.mul_(coefficient)
+        if isinstance(self.kl, Tensor) and self.p is not None:
+            d -= self.p * self.kl
+        d.scatter_add_(-1, self.at, -self.ce)
+        return d if isinstance(weight, float) and weight == 1.0 else d.mul_(weight)
+
+
+def _of_logits(z: Tensor, target_z: Tensor | None, labels: Tensor, mix: dict[str, float]) -> _Chunk:
+    """z [k, m, V], target_z [m, V], labels [m]."""
+    known = labels >= 0
+    at = labels.clamp(min=0).expand(z.shape[:-1])[..., None]
+    top, said = z.amax(-1), z.gather(-1, at)[..., 0]
+    q = z.softmax(-1)  # one fused pass, where logsumexp and exp would be five
+    lse = top - q.amax(-1).log()
+    nll, hits = (lse - said) * known, (said == top) & known
+    ce = mix.get("ce", 0.0) * known.float().expand_as(nll)
+    loss = mix.get("ce", 0.0) * nll
+    if target_z is None:
+        return _Chunk(loss, nll, hits, None, q, None, at, ce[..., None], 0.0, 0.0)
+    p = target_z.softmax(-1)
+    accept = torch.minimum(p, q).sum(-1)
+    if not set(mix) - {"ce"}:
+        return _Chunk(loss, nll, hits, accept, q, p, at, ce[..., None], 0.0, 0.0)
+    w = torch.exp(-ETA * accept) if "lk" in mix else torch.zeros_like(accept)
+    kl = mix.get("kl", 0.0) + mix.get("lk", 0.0) * w
+    tv = mix.get("tv", 0.0) + mix.get("lk", 0.0) * (1 - w)
+    safe = accept.clamp(min=LEAST_ALPHA)
+    loss = loss + tv * (1 - accept) - mix.get("nla", 0.0) * safe.log()
+    if "kl" in mix or "lk" in mix:
+        of_p = (p * target_z).sum(-1) - (target_z.amax(-1) - p.amax(-1).log())  # sum_v p_v log p_v
+        loss = loss + kl * (of_p - (p * z).sum(-1) + lse)
+    tv = tv + mix.get("nla", 0.0) / safe
+    return _Chunk(loss, nll, hits, accept, q, p, at, ce[..., None], kl[..., None], tv[..., None])
+
+
+def block_weights(kind: str, rows: Rows, valid: Tensor, *, alpha: float = 0.5, gamma: float = 4.0) -> Tensor:
+    """rows of the blocks' positions, valid [A, n] bool -> weights [A, n] float32, 0 where not valid, without
+    gradient. `kind` is one of WEIGHTS; `alpha` smooths D-PACE, `gamma` is the decay's. Raises ValueError
+    for an unknown kind, and for dpace-soft without the target's states."""
+    match kind:
+        case "dpace":
+            return dpace_weights(rows.nll.view(valid.shape), valid, alpha)
+        case "dpace-soft":
+            if rows.accept is None:
+                raise ValueError("weights dpace-soft are made of alpha: give the target's final states")
+            return dpace_weights(-rows.accept.view(valid.shape).log(), valid, alpha)
+        case "decay":
+            return decay_weights(valid, gamma)
+        case "auf":
+            return auf_weights(rows.hits.view(valid.shape), valid)
+        case "flat":
+            return valid.float()
+    raise ValueError(f"weights {kind!r}: known are {', '.join(WEIGHTS)}")
 
 
 def default_gamma(block_size: int) -> float:
@@ -102,3 +293,11 @@ def dpace_weights(nll: Tensor, valid: Tensor, alpha: float) -> Tensor:
     smoothed = (1 - alpha) * (-nll.detach()).exp() + alpha
     prefix = smoothed.masked_fill(~valid, 1.0).cumprod(1) * valid
     return prefix.flip(1).cumsum(1).flip(1) * valid
+
+
+def auf_weights(hits: Tensor, valid: Tensor) -> Tensor:
+    """Spec-AUF (arXiv 2607.01893): hits and valid [A, n] bool -> 1 up to and including the draft's first
+    failure, 0 behind it and where not valid, float32. What is not valid fails nobody."""
+    before = (hits | ~valid).long().cumprod(1).roll(1, dims=1)
+    before[:, 0] = 1
+    return (before.bool() & valid).float()

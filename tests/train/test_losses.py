@@ -1,53 +1,163 @@
-"""The chunked loss against the plain one, in value, gradient and memory; the weights by hand."""
+"""The chunked losses against the plain ones, in value, gradient and memory; each by hand; the weights too."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from outpace.train.losses import (
+    ETA,
+    LOSSES,
+    WEIGHTS,
+    Rows,
+    auf_weights,
+    block_losses,
+    block_weights,
     chunked_nll,
     chunked_nll_and_hits,
     decay_weights,
     default_gamma,
     dpace_weights,
-    reference_hits,
-    reference_nll,
+    needs_target,
+    parse_loss,
+    reference_losses,
 )
 
-N, C, V = 23, 10, 97
+N, C, D, V = 23, 10, 14, 97
+SUM = "0.1*ce+0.9*tv"
 
 
-def case(seed=0):
+def case(seed=0, steps=()):
+    """Rows whose labels are now and then the draft's first choice, and now and then missing."""
     rng = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(N, C, generator=rng)
-    head = torch.randn(V, C, generator=rng)
+    states, head = torch.randn(*steps, N, C, generator=rng), torch.randn(V, C, generator=rng)
+    target_states = torch.randn(N, D, generator=rng)
+    target_head = torch.randn(V, D, generator=rng) * 0.6
     labels = torch.randint(V, (N,), generator=rng)
-    labels[::3] = (hidden @ head.T).argmax(-1)[::3]
-    return hidden, head, labels
+    labels[::3] = (states @ head.T).view(-1, N, V)[0].argmax(-1)[::3]
+    labels[5::7] = -1
+    return states, head, labels, target_states, target_head
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 23, None])
+@pytest.mark.parametrize("steps", [(), (3,)])
 @pytest.mark.parametrize("learns", [False, True])
-def test_chunked_equals_reference(chunk, learns):
-    hidden, head, labels = case()
-    weights = torch.linspace(0, 2, N)
-    found = []
-    for loss in (lambda *x: chunked_nll(*x, chunk), reference_nll):
-        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(learns)
-        nll = loss(h, w, labels)
-        (nll * weights).sum().backward()
-        found.append((nll.detach(), h.grad, w.grad if learns else torch.zeros(())))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+@pytest.mark.parametrize("kind", [*LOSSES, SUM])
+def test_chunked_equals_reference(kind, learns, steps):
+    states, head, labels, *target = case(steps=steps)
+    weights = torch.linspace(0, 2, states[..., 0].numel()).view(states.shape[:-1])
+    for chunk in (1, 7, 23, None):
+        found = []
+        for function in (
+            lambda *x, n=chunk: block_losses(kind, *x, chunk=n),
+            lambda *x: reference_losses(kind, *x),
+        ):
+            h, w = states.clone().requires_grad_(), head.clone().requires_grad_(learns)
+            rows = function(h, w, labels, *target)
+            (rows.loss * weights).sum().backward()
+            found.append((rows, h.grad, w.grad if learns else torch.zeros(())))
+        (ours, *gradients), (theirs, *wanted) = found
+        values = [(rows.loss, rows.nll, rows.accept) for rows in (ours, theirs)]
+        for a, b in zip((*values[0], *gradients), (*values[1], *wanted), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
+        assert torch.equal(ours.hits, theirs.hits) and 0 < ours.hits.sum() < ours.hits.numel()
+        assert not any(x.requires_grad for x in (ours.nll, ours.accept))
 
 
-def test_hits_equal_reference():
-    hidden, head, labels = case()
-    _, hits = chunked_nll_and_hits(hidden, head, labels, 7)
-    assert torch.equal(hits, reference_hits(hidden, head, labels))
-    assert torch.equal(hits, (hidden @ head.T).argmax(-1) == labels)
-    assert 0 < hits.sum() < N
+@pytest.mark.parametrize("kind", [*LOSSES, SUM])
+def test_gradients_are_those_of_finite_differences(kind):
+    """Without autograd: the loss of each row, moved along a random direction."""
+    states, head, labels, *target = case(1)
+    direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
+    h = states.clone().requires_grad_()
+    block_losses(kind, h, head, labels, *target).loss.sum().backward()
+    wide = [x.double() if x.is_floating_point() else x for x in (head, labels, *target)]
+
+    def loss(shift):
+        z = (states.double() + shift * direction.double()) @ wide[0].T
+        q, p = z.softmax(-1), (wide[2] @ wide[3].T).softmax(-1)
+        alpha, kl = torch.minimum(p, q).sum(-1), (p * (p / q).log()).sum(-1)
+        nll = F.cross_entropy(z, labels, ignore_index=-1, reduction="none")
+        w = torch.exp(-ETA * torch.minimum(p, (states.double() @ wide[0].T).softmax(-1)).sum(-1))
+        lk = w * kl + (1 - w) * (1 - alpha)
+        known = {"ce": nll, "kl": kl, "tv": 1 - alpha, "nla": -alpha.log(), "lk": lk}
+        return sum(share * known[name] for name, share in parse_loss(kind).items())
+
+    step = 1e-5
+    wanted = (loss(step) - loss(-step)) / (2 * step)
+    torch.testing.assert_close((h.grad * direction).sum(-1).double(), wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_by_hand():
+    """p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2): alpha = 3/4."""
+    eye = torch.eye(3)
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.25, 0.5]])
+    label, kl = torch.tensor([2]), 0.5 * math.log(2) - 0.25 * math.log(2)
+    w = math.exp(-3 * 0.75)
+    wanted = {"ce": math.log(2), "kl": kl, "tv": 0.25, "nla": -math.log(0.75), "lk": w * kl + (1 - w) * 0.25}
+    wanted[SUM] = 0.1 * wanted["ce"] + 0.9 * 0.25
+    for kind, value in wanted.items():
+        rows = block_losses(kind, q.log(), eye, label, p.log(), eye)
+        assert rows.loss.item() == pytest.approx(value, rel=1e-5), kind
+        assert rows.accept.item() == pytest.approx(0.75) and rows.nll.item() == pytest.approx(math.log(2))
+        assert rows.hits.item()
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "nla", "lk"])
+def test_a_draft_that_is_the_target_has_no_loss_and_no_gradient(kind):
+    states, head, labels, *_ = case(3)
+    h = states.clone().requires_grad_()
+    rows = block_losses(kind, h, head, labels, states, head)
+    rows.loss.sum().backward()
+    torch.testing.assert_close(rows.accept, torch.ones(N), atol=1e-5, rtol=0)
+    torch.testing.assert_close(rows.loss, torch.zeros(N), atol=2e-5, rtol=0)
+    torch.testing.assert_close(h.grad, torch.zeros(N, C), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "nla", "lk"])
+def test_each_loss_leads_to_the_target(kind):
+    """Free logits follow the gradient until nearly every token would be accepted."""
+    _, _, labels, *target = case(4)
+    eye, z = torch.eye(V), torch.zeros(N, V, requires_grad=True)
+    optimizer = torch.optim.Adam([z], lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        rows = block_losses(kind, z, eye, labels, *target)
+        rows.loss.sum().backward()
+        optimizer.step()
+    assert rows.accept.mean() > 0.97
+
+
+def test_acceptance_is_that_of_drawing_from_q():
+    """alpha = E_q[min(1, p/q)], the chance that rejection sampling keeps a drawn token."""
+    states, head, labels, *target = case(5)
+    rows = block_losses("ce", states, head, labels, *target)
+    p, q = (target[0] @ target[1].T).softmax(-1), (states @ head.T).softmax(-1)
+    torch.testing.assert_close(rows.accept, (q * (p / q).clamp(max=1)).sum(-1))
+    assert block_losses("ce", states, head, labels).accept is None
+
+
+def test_some_tokens_of_both_heads_are_the_restricted_target():
+    """p of a draft vocabulary: the target's probabilities of those tokens, made to sum to 1."""
+    states, head, _, *target = case(6)
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(7))[:31].sort().values
+    labels = torch.randint(31, (N,))
+    rows = block_losses("kl", states, head[ids], labels, target[0], target[1][ids])
+    p = (target[0] @ target[1].T).softmax(-1)[:, ids]
+    p = p / p.sum(-1, keepdim=True)
+    log_q = (states @ head[ids].T).log_softmax(-1)
+    torch.testing.assert_close(rows.loss, (p * (p.log() - log_q)).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_without_a_label_has_no_cross_entropy():
+    states, head, labels, *target = case()
+    missing = labels < 0
+    h = states.clone().requires_grad_()
+    rows = block_losses("ce", h, head, labels, *target)
+    rows.loss.sum().backward()
+    assert missing.any() and not rows.loss[missing].any() and not h.grad[missing].any()
+    assert not rows.hits[missing].any() and not rows.nll[missing].any()
+    assert block_losses("kl", states, head, labels, *target).loss[missing].all()
 
 
 def test_hopeless_rows_keep_their_loss_and_gradient():
@@ -60,37 +170,80 @@ def test_hopeless_rows_keep_their_loss_and_gradient():
     torch.testing.assert_close(hidden.grad, torch.tensor([[200.0, -1.0]]))
 
 
+@pytest.mark.parametrize("kind", LOSSES)
+def test_distributions_that_do_not_meet_stay_finite(kind):
+    """Each is sure of a token that is impossible for the other: alpha underflows."""
+    eye, far = torch.eye(3), torch.tensor([[300.0, 0.0, 0.0]])
+    z = torch.tensor([[0.0, 0.0, 300.0]], requires_grad=True)
+    rows = block_losses(kind, z, eye, torch.tensor([0]), far, eye)
+    rows.loss.sum().backward()
+    assert rows.loss.isfinite().all() and z.grad.isfinite().all()
+    assert rows.loss.item() == pytest.approx({"tv": 1, "nla": -math.log(1e-30)}.get(kind, 300), rel=1e-5)
+
+
 def test_bfloat16_stays_close():
-    hidden, head, labels = case()
-    exact = reference_nll(hidden, head, labels)
-    nll = chunked_nll(hidden.bfloat16(), head, labels, 7)
-    assert nll.dtype == torch.float32
-    torch.testing.assert_close(nll, exact, atol=0.1, rtol=0.02)
+    states, head, labels, *target = case()
+    for kind in LOSSES:
+        exact = reference_losses(kind, states, head, labels, *target).loss
+        rows = block_losses(kind, states.bfloat16(), head, labels, target[0].bfloat16(), target[1], chunk=7)
+        assert rows.loss.dtype == rows.accept.dtype == torch.float32
+        torch.testing.assert_close(rows.loss, exact, atol=0.1, rtol=0.03)
 
 
-def test_logits_never_exist_at_once():
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, torch.Tensor):
+                self.size = max(self.size, x.numel())
+        return found
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(("kind", "steps"), [("ce", ()), ("lk", ()), ("lk", (7,))])
+def test_logits_never_exist_at_once(kind, steps, learns):
     """The largest tensor that any operation makes, forward and backward, is one chunk of logits."""
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            for x in found if isinstance(found, (tuple, list)) else (found,):
-                if isinstance(x, torch.Tensor):
-                    self.size = max(self.size, x.numel())
-            return found
-
     rows, vocab, width, chunk = 700, 1009, 8, 50
-    hidden = torch.randn(rows, width, requires_grad=True)
-    head, labels = torch.randn(vocab, width), torch.randint(vocab, (rows,))
-    mode = Largest()
-    mode.size = 0
-    with mode:
-        chunked_nll(hidden, head, labels, chunk).sum().backward()
-    assert mode.size == chunk * vocab
-    mode.size = 0
-    with mode:
-        reference_nll(hidden, head, labels).sum()
-    assert mode.size == rows * vocab
+    states = torch.randn(*steps, rows, width, requires_grad=True)
+    head, labels = torch.randn(vocab, width, requires_grad=learns), torch.randint(vocab, (rows,))
+    target = (torch.randn(rows, width), torch.randn(vocab, width)) if kind != "ce" else ()
+    with Largest() as mode:
+        block_losses(kind, states, head, labels, *target, chunk=chunk).loss.sum().backward()
+    assert mode.size == math.prod(steps) * chunk * vocab
+    with Largest() as mode:
+        reference_losses(kind, states, head, labels, *target).loss.sum()
+    assert mode.size == math.prod(steps) * rows * vocab
+
+
+def test_chunks_of_a_large_vocabulary_are_bounded():
+    """201,088 tokens as in gpt-oss: 128 rows of float32 logits, 103 MB, however many rows and steps."""
+    states, head = torch.zeros(2, 130, 1, requires_grad=True), torch.zeros(201_088, 1)
+    with Largest() as mode:
+        block_losses("ce", states, head, torch.zeros(130, dtype=torch.int64))
+    assert mode.size <= 128 * 201_088
+
+
+@pytest.mark.parametrize("kind", ["mse", "", "0.1*ce+", "ce+ce", "-1*ce", "0*kl", "x*kl", "inf*kl", "2*"])
+def test_losses_that_are_none(kind):
+    with pytest.raises(ValueError, match=r"loss .* give one of ce, kl, tv, nla, lk, or a sum"):
+        parse_loss(kind)
+
+
+def test_losses_that_need_the_target():
+    states, head, labels, *_ = case()
+    assert [needs_target(k) for k in ("ce", "2*ce", "kl", SUM)] == [False, False, True, True]
+    with pytest.raises(ValueError, match="loss 'lk' compares with the target's distribution"):
+        block_losses("lk", states, head, labels)
+
+
+def test_cross_entropy_alone():
+    states, head, labels, *_ = case()
+    nll, hits = chunked_nll_and_hits(states, head, labels.clamp(min=0), 7)
+    torch.testing.assert_close(nll, F.cross_entropy(states @ head.T, labels.clamp(min=0), reduction="none"))
+    assert torch.equal(hits, (states @ head.T).argmax(-1) == labels.clamp(min=0))
+    assert torch.equal(nll, chunked_nll(states, head, labels.clamp(min=0), 7))
 
 
 def test_decay():
@@ -130,3 +283,35 @@ def test_dpace_is_the_gradient_of_expected_accept_len():
     log_a.exp().cumprod(1).sum().backward()
     valid = torch.ones(3, 4, dtype=torch.bool)
     torch.testing.assert_close(dpace_weights(-log_a, valid, 0.0), log_a.grad)
+
+
+def test_auf_stops_behind_the_first_failure():
+    hits = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1]]).bool()
+    valid = torch.ones_like(hits)
+    valid[2, 3:], valid[3, 1] = False, False  # past the end; a hole, which fails nobody
+    wanted = [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
+    assert auf_weights(hits & valid, valid).tolist() == wanted
+
+
+def test_weights_by_name():
+    states, head, labels, *target = case(8)
+    rows = block_losses("ce", states[:20], head, labels[:20].clamp(min=0), target[0][:20], target[1])
+    valid = torch.rand(4, 5, generator=torch.Generator().manual_seed(9)) < 0.8
+    nll, alpha = rows.nll.view(4, 5), rows.accept.view(4, 5)
+    wanted = {
+        "dpace": dpace_weights(nll, valid, 0.3),
+        "dpace-soft": dpace_weights(-alpha.log(), valid, 0.3),
+        "decay": decay_weights(valid, 2.0),
+        "auf": auf_weights(rows.hits.view(4, 5), valid),
+        "flat": valid.float(),
+    }
+    assert set(wanted) == set(WEIGHTS)
+    for kind, weights in wanted.items():
+        found = block_weights(kind, rows, valid, alpha=0.3, gamma=2.0)
+        assert torch.equal(found, weights) and not found[~valid].any()
+        assert found.dtype == torch.float32 and not found.requires_grad
+    assert len({tuple(w.flatten().tolist()) for w in wanted.values()}) == len(WEIGHTS)
+    with pytest.raises(ValueError, match=r"weights 'linear': known are dpace, dpace-soft"):
+        block_weights("linear", rows, valid)
+    with pytest.raises(ValueError, match=r"dpace-soft are made of alpha"):
+        block_weights("dpace-soft", Rows(rows.loss, rows.nll, rows.hits, None), valid)
