@@ -6,43 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Tree:
-    """New tokens that branch. parents [B, T] int64: the column of each node's parent, a smaller one; column 0
-    is the root and its own parent, and so is every column of padding to itself."""
-
-    parents: Tensor
-
-    @cached_property
-    def depth(self) -> Tensor:
-        """[B, T] int64, 0 at the root."""
-        return self.sees.sum(2) - 1
-
-    @cached_property
-    def sees(self) -> Tensor:
-        """[B, T, T] bool: which of the new tokens each of them descends from, itself included."""
-        B, T = self.parents.shape
-        column = torch.arange(T, device=self.parents.device)
-        found, above = torch.zeros(B, T, T, dtype=torch.bool, device=column.device), self.parents
-        found |= column[:, None] == column
-        for _ in range(T.bit_length()):  # 1, 2, 4, .. generations at once
-            found |= found.gather(1, above[:, :, None].expand(-1, -1, T))
-            above = above.gather(1, above)
-        return found
-
-    @cached_property
-    def _near(self) -> dict[int, Tensor]:
-        return {}
-
-    def within(self, window: int) -> Tensor:
-        """`sees`, without what lies `window` generations back or more; 0 is no window."""
-        if not window or window >= self.parents.shape[1]:
-            return self.sees
-        if window not in self._near:
-            behind = self.depth[:, :, None] - self.depth[:, None]
-            self._near[window] = self.sees & (behind < window)
-        return self._near[window]
+from outpace.cache.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -51,7 +15,8 @@ class Step:
 
     The columns past counts[b] are padding: nobody sees them and they are not remembered.
     `both_ways` lets every new token see every other (a draft's block) instead of only earlier ones; with a
-    `tree`, it sees its ancestors. A node is remembered by its column and stands at its depth.
+    `tree`, it sees its ancestors. A node is remembered by its column and stands at its depth; the nodes that
+    the tree holds from earlier forwards lie between start[b] and the new ones.
     """
 
     start: tuple[int, ...]
@@ -66,10 +31,14 @@ class Step:
         """[B] int64, `start` as a tensor."""
         return torch.tensor(self.start, device=self.device)
 
+    @property
+    def held(self) -> int:
+        return 0 if self.tree is None else self.tree.held
+
     @cached_property
     def storage(self) -> Tensor:
         """[B, T] the index at which each new token is remembered."""
-        return self.starts[:, None] + torch.arange(self.T, device=self.device)
+        return self.starts[:, None] + torch.arange(self.held, self.held + self.T, device=self.device)
 
     @property
     def positions(self) -> Tensor:
@@ -137,13 +106,15 @@ class View:
         past = ((index >= 0) & (column < 0))[:, None]
         if window:
             past = past & (index[:, None] > step.positions[:, :, None] - window)
-        inside = (column >= 0) & (column < step.T)
-        at = column.clamp(0, step.T - 1)[:, None].expand(-1, step.T, -1)
+        U = tree.parents.shape[1]
+        inside = (column >= 0) & (column < U)
+        at = column.clamp(0, U - 1)[:, None].expand(-1, step.T, -1)
         return past | (inside[:, None] & tree.within(window).gather(2, at))
 
     def _ring_index(self, step: Step) -> Tensor:
         slot = torch.arange(self.k.shape[2], device=self.k.device)
-        last = step.starts[:, None] + torch.tensor(step.counts, device=self.k.device)[:, None] - 1
+        counts = torch.tensor(step.counts, device=self.k.device)[:, None]
+        last = step.starts[:, None] + step.held + counts - 1
         return last - (last - slot) % self.modulus  # negative where nothing was written yet
 
 
@@ -168,9 +139,10 @@ class Memory:
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> View:
         """k, v [B,K,T,D] -> everything the T queries may see, themselves included."""
-        if not self.window or step.T <= self.size - self.window + 1:
+        if not self.window or step.held + step.T <= self.size - self.window + 1:
             self._write(k, v, step)
             return View(self.k[:, :, : self.size], self.v[:, :, : self.size], None, self.size)
+        assert not step.held, "a ring whose slack is below a whole tree has lost what the tree stands on"
         past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
         past = [self._read(x, past_index) for x in (self.k, self.v)]
         new_index = torch.where(step.real, step.storage, -1)
@@ -184,7 +156,7 @@ class Memory:
 
     def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
         T = step.T
-        slot = step.start[0] % self.size
+        slot = (step.start[0] + step.held) % self.size
         if len(step.start) == 1 and step.counts[0] == T and slot + T <= self.size:
             self.k[:, :, slot : slot + T] = k
             self.v[:, :, slot : slot + T] = v
@@ -273,21 +245,27 @@ class Cache:
         both_ways: bool = False,
         tree: Tree | None = None,
     ) -> Step:
-        """Open a forward of T columns; `counts` says how many of each row are real (default: all).
+        """Open a forward of T columns; `counts` says how many of each row are real (default: all). Of a tree
+        they are the columns after those it holds.
 
         Raises ValueError when a row would outgrow the cache.
         """
         counts = counts if counts is not None else [T] * self.batch
+        held = 0 if tree is None else tree.held
+        if tree is not None:
+            assert tree.parents.shape == (self.batch, held + T), "a tree of this batch and these columns"
+            assert not both_ways, "nodes of a tree see their ancestors"
         for b, (n, c) in enumerate(zip(self.lengths, counts, strict=True)):
-            if n + c > self.length:
+            if n + held + c > self.length:
                 raise ValueError(
-                    f"sequence {b} holds {n} tokens and {c} more do not fit a cache made for "
+                    f"sequence {b} holds {n} tokens and {held + c} more do not fit a cache made for "
                     f"{self.length}: make it with a larger length"
                 )
         return Step(tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree)
 
     def advance(self, step: Step) -> None:
         """Close a forward: what it appended is now remembered."""
+        assert not step.held, "a tree that grew over several forwards is forgotten, not remembered"
         self.last_start = list(step.start)
         self.lengths = [n + c for n, c in zip(step.start, step.counts, strict=True)]
         for size, kept in self.kept_from.items():

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outpace.cache.kv import Tree
+from outpace.cache.tree import Tree
 from outpace.drafts.choice import Choice
 
 
@@ -15,8 +15,8 @@ class Proposal:
     """tokens [B, N] int64; column 0 is the last verified token, the rest are guesses for what follows.
 
     Row b proposes counts[b] - 1 guesses (counts[b] >= 1); columns past counts[b] are padding.
-    `parents` [B, N] int64 says which column each guess follows, always a smaller one (0 at column 0, and in
-    padding); None: each follows the one before it.
+    `parents` [B, N] int64 says which column each guess follows, always a smaller one (column 0 and padding
+    follow themselves); None: each follows the one before it.
     `q` [B, N, V] float32: the distribution that the guess of a column was drawn from (column 0 unused); None:
     nothing was drawn, the guesses are certain.
     `survival` [B, N] float32: how likely a column is accepted, as the draft sees it; None: it cannot say.

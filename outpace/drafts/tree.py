@@ -13,7 +13,7 @@ from math import exp, inf
 import torch
 from torch import Tensor
 
-from outpace.cache.kv import Tree
+from outpace.cache.tree import Tree
 from outpace.drafts.proposal import Proposal
 
 
@@ -159,7 +159,7 @@ class Growth:
     def forest(self) -> Tree:
         """All frontiers so far, one after the other, as columns: who descends from whom. The nodes of the
         first are roots, at depth 0; the root itself was observed and is no column."""
-        return Tree(self.ran)
+        return Tree(self.ran, self.ran.shape[1] - self.frontier.shape[1])
 
     def proposal(self, width: int) -> Proposal:
         """The best `width` - 1 candidates of all levels and the root. One wait for the device."""

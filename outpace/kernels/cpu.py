@@ -22,7 +22,7 @@ NORM = struct.Struct("5qd3q").pack
 NORM_BACK = struct.Struct("6qd3q").pack
 GATES = struct.Struct("7q2dq").pack
 ROPE = struct.Struct("7qd5q").pack
-ATTEND = struct.Struct("21qdq").pack
+ATTEND = struct.Struct("22qdq").pack
 ROUTE = struct.Struct("14q").pack
 MOE = struct.Struct("27q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
@@ -152,20 +152,23 @@ def attend(
     """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> [B, T, H * D].
 
     New token t stands at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
-    them). With tree [B, T, T] and depth [B, T] it stands at start + depth and sees of the new tokens those
-    that tree names; with both_ways, all of them.
+    them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it stands
+    at start + depth, and sees of the U tokens after the first `start` those that tree names: of its ancestors
+    and itself, those in its window.
     """
     b, t, h, d = q.shape
     _, kv, s, _ = k.shape
+    u = t if tree is None else tree.shape[2]
     q_b, q_t, q_h, q_1 = q.stride()
     k_b, k_h, k_s, k_1 = strides = k.stride()
     assert q_h == k_s == d and q_1 == k_1 == 1 and strides == v.stride()
     assert h <= 64 * kv and d <= 256 and d % 8 == 0
+    assert tree is None or (tree.is_contiguous() and depth is not None and depth.is_contiguous())
     y = _empty(b, t, h * d)
     sink, kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
     trees, depths = (0, 0) if tree is None or depth is None else (tree.data_ptr(), depth.data_ptr())
     first = q.data_ptr(), k.data_ptr(), v.data_ptr(), start.data_ptr(), trees, depths, sink, kind
-    sizes = q_b, q_t, k_b, k_h, b, t, h, kv, d, s, window, both_ways
+    sizes = q_b, q_t, k_b, k_h, b, t, u, h, kv, d, s, window, both_ways
     _c.attend(ATTEND(*first, y.data_ptr(), *sizes, scale, _threads()))
     return y
 

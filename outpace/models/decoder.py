@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.kv import Cache, Memory, Step, Tree
+from outpace.cache.kv import Cache, Memory, Step
+from outpace.cache.tree import Tree
 from outpace.models.attention import Attention
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig

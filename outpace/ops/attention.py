@@ -34,18 +34,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | Non
     return out.reshape(B, T, H * D).to(q.dtype)
 
 
-MOST_QUERIES = 64  # of one row: above, the flash kernel's blocked products win
+MOST_QUERIES = 64  # of one row's chain: above, the flash kernel's blocked products win
 
 
 def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | None, scale: float) -> Tensor:
     """New tokens against what their layer remembers: q [B,T,H,D] -> [B,T,H*D]. The one place where a
     kernel is chosen for cached attention."""
     B, T, H, D = q.shape
-    if view.modulus and T <= MOST_QUERIES and D % 8 == 0 and kernel(q):
+    if view.modulus and D % 8 == 0 and kernel(q):
         given = q, view.k, view.v, step.starts, window, sinks, scale
-        if step.tree is not None:
+        if (
+            step.tree is not None
+        ):  # of any width: the flash kernel's answers are not plain decoding's to the bit
             return cpu.attend(*given, step.tree.within(window), step.tree.depth)
-        return cpu.attend(*given, both_ways=step.both_ways)
+        if T <= MOST_QUERIES:
+            return cpu.attend(*given, both_ways=step.both_ways)
     one_way = not step.both_ways and step.tree is None
     if T > MOST_QUERIES and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.modulus else x[:, :, -T:] for x in (view.k, view.v))
