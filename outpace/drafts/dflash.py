@@ -233,14 +233,18 @@ class DFlashSession:
         self.cache.advance(step)
 
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
-        hidden = self.block_hidden(last)[:, 1:width]
-        guesses, q = choice.tokens(self.target.logits(hidden), depth=1)
+        guesses, q = choice.tokens(self.logits(last, width), depth=1)
         if q is not None:
             q = torch.nn.functional.pad(q, (0, 0, 1, 0))
         return Proposal(torch.cat((last[:, None], guesses), dim=1), [width] * len(last), q=q)
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)
+
+    def logits(self, last: Tensor, width: int) -> Tensor:
+        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it (width <= block_size), blind to
+        each other."""
+        return self.target.logits(self.block_hidden(last)[:, 1:width])
 
     def block_hidden(self, last: Tensor) -> Tensor:
         """last [B] -> [B, block_size, C]."""

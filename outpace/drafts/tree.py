@@ -21,42 +21,38 @@ def best_first(last: Tensor, scores: Tensor, nodes: int, branch: int = 16) -> Pr
     """The likeliest `nodes` columns where the guesses of one depth do not know those of another (DDTree,
     arXiv 2604.12989): a node's score is the sum of its path's.
 
-    last [B] int64; scores [B, n, V], of every token 1 .. n tokens after `last`, normalised over V here;
-    of each depth the `branch` best are looked at. Rows come out narrower than `nodes` where there are
+    last [B] int64; scores [B, n, V], of every token 1 .. n tokens after `last`: `Choice.scores`, at most 0.
+    Of each depth the `branch` best are looked at. Rows come out narrower than `nodes` where there are
     fewer paths, or only impossible ones (-inf). One wait for the device.
     """
     assert nodes >= 1 and branch >= 1 and scores.dim() == 3 and len(last) == len(scores)
     top, ids = scores.topk(min(branch, scores.shape[-1]), dim=-1)
-    top = _normalised(top, scores)
-    host = torch.cat((top.double(), ids.double()), dim=-1).tolist()  # ids are exact in float64
-    width = top.shape[-1]
+    n, breadth = top.shape[1:]
+    host = torch.cat(
+        (last[:, None], ids.flatten(1), top.double().flatten(1)), dim=1
+    ).tolist()  # ids fit float64
     rows = []
-    for token, depths in zip(last.tolist(), host, strict=True):
-        values, names = [d[:width] for d in depths], [d[width:] for d in depths]
-        parents, places, reach = _best_paths(values, nodes)
-        said = [token, *(int(names[depth][rank]) for depth, rank in places[1:])]
-        rows.append((said, parents, [exp(score) for score in reach]))
+    for row in host:
+        said, values = row[1 : 1 + n * breadth], row[1 + n * breadth :]
+        parents, taken, reach = _best_paths([values[d * breadth :][:breadth] for d in range(n)], nodes)
+        tokens = [int(row[0]), *(int(said[depth * breadth + rank]) for depth, rank in taken)]
+        rows.append((tokens, parents, [exp(score) for score in reach]))
     return assembled(rows, last.device)
-
-
-def _normalised(top: Tensor, scores: Tensor) -> Tensor:
-    """Some of the scores as log-probabilities; rounding may not lift one over 0, or a child would beat its
-    parent."""
-    return (top.float() - scores.float().logsumexp(-1, keepdim=True)).clamp_(max=0)
 
 
 def _best_paths(
     values: list[list[float]], nodes: int
 ) -> tuple[list[int], list[tuple[int, int]], list[float]]:
-    """values[d][r]: the r-th best log-probability at depth d, falling -> per column: its parent's column,
-    its (depth, rank) and the sum of its path; column 0 is the root.
+    """values[d][r]: the r-th best log-probability at depth d, falling -> per column its parent's column and
+    the sum of its path (column 0 is the root), and per guess its (depth, rank).
 
     Popping a node offers its next sister (same parent, rank + 1) and its first child: whatever is not yet
     offered scores no more than something that is.
     """
-    parents, places, reach = [0], [(-1, 0)], [0.0]
+    parents, reach = [0], [0.0]
+    taken: list[tuple[int, int]] = []
     if not values or not values[0]:
-        return parents, places, reach
+        return parents, taken, reach
     breadth, deepest = len(values[0]), len(values) - 1
     heap = [(-values[0][0], 0, 0, 0, 0)]  # falling score, then order of offering; parent, depth, rank
     serial = 0
@@ -66,7 +62,7 @@ def _best_paths(
             break
         column = len(parents)
         parents.append(parent)
-        places.append((depth, rank))
+        taken.append((depth, rank))
         reach.append(-cost)
         if rank + 1 < breadth:
             serial += 1
@@ -74,7 +70,7 @@ def _best_paths(
         if depth < deepest:
             serial += 1
             heappush(heap, (cost - values[depth + 1][0], serial, column, depth + 1, 0))
-    return parents, places, reach
+    return parents, taken, reach
 
 
 def assembled(rows: list[tuple[list[int], list[int], list[float]]], device: torch.device) -> Proposal:
@@ -128,12 +124,11 @@ class Growth:
         self.ran = zero[:, :0]  # parents of the nodes of all frontiers, as columns of one forest
 
     def expand(self, scores: Tensor) -> Frontier:
-        """scores [B, F, V]: of every token after each node of the frontier (F = 1 at first: the root),
-        normalised over V here."""
+        """scores [B, F, V]: of every token after each node of the frontier (F = 1 at first: the root):
+        `Choice.scores`, at most 0, so that no child beats its parent."""
         B, F = self.frontier.shape
         assert scores.shape[:2] == (B, F), "scores of the frontier's nodes, in its order"
         top, ids = scores.topk(min(self.branch, scores.shape[-1]), dim=-1)
-        top = _normalised(top, scores)
         reach, ids = (self.reach[:, :, None] + top).flatten(1), ids.flatten(1)
         above = self.frontier.repeat_interleave(top.shape[-1], dim=1)
         made = self.tokens.shape[1]

@@ -1,0 +1,70 @@
+"""A block's logits as a tree: the second best guesses of a block are verified beside the best."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from outpace.drafts.choice import Choice
+from outpace.drafts.proposal import Draft, Proposal, Session
+from outpace.drafts.tree import best_first
+
+
+class BlockSession(Session, Protocol):
+    """A session whose draft guesses a whole block at once."""
+
+    def logits(self, last: Tensor, width: int) -> Tensor:
+        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it, blind to each other."""
+        ...
+
+
+class BlockDraft(Draft, Protocol):
+    def begin(self, batch: int, length: int, offset: int = 0) -> BlockSession: ...
+
+
+@dataclass(frozen=True)
+class TreeOf:
+    """A block draft that proposes trees of `nodes` columns, root included (DDTree, arXiv 2604.12989): as
+    deep as its block, and as wide as the scores say. `branch`: how many followers of a depth are looked at.
+
+    Nothing is drawn: q is None, so rejection rules take its guesses as certain ones.
+    Raises ValueError for sizes that make no tree.
+    """
+
+    draft: BlockDraft
+    nodes: int = 16
+    branch: int = 16
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise ValueError(f"a tree of {self.nodes} nodes guesses nothing: it needs at least 2")
+        if self.branch < 1:
+            raise ValueError(f"branch {self.branch}: at least 1 follower of each depth")
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return self.draft.target_layer_ids
+
+    @property
+    def block_size(self) -> int:
+        return self.nodes
+
+    def begin(self, batch: int, length: int, offset: int = 0) -> "TreeSession":
+        session = self.draft.begin(batch, length, offset)
+        return TreeSession(session, self.draft.block_size, self.branch)
+
+
+class TreeSession:
+    def __init__(self, session: BlockSession, block: int, branch: int) -> None:
+        self.session, self.block, self.branch = session, block, branch
+
+    def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
+        self.session.observe(tokens, aux, counts)
+
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        """Columns in falling order of survival: the first n of them are the best tree of n."""
+        logits = self.session.logits(last, min(width, self.block))
+        return best_first(last, choice.scores(logits, 1), width, self.branch)
+
+    def keep(self, rows: list[int]) -> None:
+        self.session.keep(rows)
