@@ -242,8 +242,8 @@ class DFlashSession:
         self.cache.keep(rows)
 
     def logits(self, last: Tensor, width: int) -> Tensor:
-        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it (width <= block_size), blind to
-        each other."""
+        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it (width <= block_size), each
+        blind to the others."""
         return self.target.logits(self.block_hidden(last)[:, 1:width])
 
     def block_hidden(self, last: Tensor) -> Tensor:

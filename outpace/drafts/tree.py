@@ -28,9 +28,8 @@ def best_first(last: Tensor, scores: Tensor, nodes: int, branch: int = 16) -> Pr
     assert nodes >= 1 and branch >= 1 and scores.dim() == 3 and len(last) == len(scores)
     top, ids = scores.topk(min(branch, scores.shape[-1]), dim=-1)
     n, breadth = top.shape[1:]
-    host = torch.cat(
-        (last[:, None], ids.flatten(1), top.double().flatten(1)), dim=1
-    ).tolist()  # ids fit float64
+    # as float64, which holds ids exactly
+    host = torch.cat((last[:, None], ids.flatten(1), top.double().flatten(1)), dim=1).tolist()
     rows = []
     for row in host:
         said, values = row[1 : 1 + n * breadth], row[1 + n * breadth :]
