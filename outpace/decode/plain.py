@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from outpace.decode.judge import judge_of
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
-from outpace.decode.rules import Match
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
 
@@ -24,7 +24,7 @@ def generate(
     check_prompts(target, prompts, request)
     longest = max(len(p) for p in prompts) + request.max_new_tokens
     cache = target.make_cache(len(prompts), longest, offset=request.offset)
-    judge = Match(request.sampling, rng)
+    judge = judge_of(request, prompts, rng)
     trace, rows = Trace(), Rows(len(prompts), request, on_tokens)
     with trace.timed("prefill"):
         last = prefill(target, cache, prompts, request, judge, on_logits=on_logits)

@@ -1,5 +1,6 @@
 """What is asked of a decoding loop, what it gives back, and the prefill both loops share."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.kv import Cache
-from outpace.decode.rules import Judge
+from outpace.decode.rules import RULES, Judge
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Session
 from outpace.models.decoder import Decoder
@@ -25,6 +26,9 @@ class Request:
     stop: frozenset[int] = frozenset()  # a row ends with the first of these it emits
     prefill_chunk: int = 512
     offset: int = 0  # rotary positions begin here
+    rule: str = "match"  # how guesses are judged: one of RULES; plain decoding heeds "gumbel" alone
+    draft_temperature: float | None = None  # of guesses that are drawn; None: the target's
+    streams: tuple[int, ...] = ()  # rule "gumbel": which noise each row hears; else the row's number
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prefill_chunk"):
@@ -32,6 +36,10 @@ class Request:
                 raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
         if self.limits and not 1 <= min(self.limits) <= max(self.limits) <= self.max_new_tokens:
             raise ValueError(f"limits {list(self.limits)}: each must lie in 1..{self.max_new_tokens}")
+        if self.rule not in RULES:
+            raise ValueError(f"rule {self.rule!r}: it must be one of {', '.join(RULES)}")
+        if self.draft_temperature is not None and not 0 < self.draft_temperature < math.inf:
+            raise ValueError(f"draft_temperature {self.draft_temperature} is not a number above 0")
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,8 @@ def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Re
         raise ValueError("every prompt needs at least one token")
     if len(request.limits) not in (0, len(prompts)):
         raise ValueError(f"{len(request.limits)} limits for {len(prompts)} prompts: give each row one")
+    if len(request.streams) not in (0, len(prompts)):
+        raise ValueError(f"{len(request.streams)} streams for {len(prompts)} prompts: give each row one")
     outside = [t for p in prompts for t in (max(p), min(p)) if not 0 <= t < config.vocab_size]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")

@@ -1,14 +1,18 @@
-"""Which guesses live: the rules that judge a proposal, for chains and trees alike."""
+"""Which guesses live: what a judge of proposals is, and exact match, which chains and trees share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from outpace.decode.voice import Voice
 from outpace.drafts.choice import Choice, Likeliest
 from outpace.drafts.proposal import Proposal
 from outpace.ops.sampling import Sampling, sample
+
+RULES = ("match", "rejection", "block", "gumbel")
 
 
 @dataclass(frozen=True)
@@ -21,17 +25,19 @@ class Verdict:
 
 
 class Judge(Protocol):
-    """One generation's rule. `choice`: how the draft must choose its guesses."""
+    """One generation's rule. `choice`: how the draft must choose its guesses in the coming round."""
 
     @property
     def choice(self) -> Choice: ...
 
     def draw(self, logits: Tensor) -> Tensor:
-        """[B, V] -> the next token of every row [B] int64, as plain decoding draws it."""
+        """[B, V] -> the next token of every row [B] int64, as plain decoding draws it. Each call goes one
+        token on in every row's text."""
         ...
 
     def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
-        """logits [B, N, V], the target's after each column of the proposal."""
+        """logits [B, N, V], the target's after each column of the proposal. What the verdict emits is taken
+        as emitted."""
         ...
 
     def keep(self, rows: list[int]) -> None:
@@ -61,29 +67,41 @@ def exact_match(
     return found
 
 
-@dataclass(frozen=True)
+def follow(proposal: Proposal, predict: Tensor) -> Verdict:
+    """predict [B, N], the target's token after each column: guesses live while they equal it."""
+    said = predict.tolist()  # the round's one wait for the device
+    parents = None if proposal.parents is None else proposal.parents.tolist()
+    path = exact_match(proposal.tokens.tolist(), parents, said, proposal.counts)
+    return Verdict(path, [[row[i] for i in columns] for columns, row in zip(path, said, strict=True)])
+
+
 class Match:
     """The target draws its own token at every node, and a guess is accepted while it equals that draw.
 
     Lossless at temperature 0, and at any temperature in distribution: what is emitted was drawn from the
-    target's own distribution given a prefix that equals the emitted text.
+    target's own distribution given a prefix that equals the emitted text. Any draft, any tree.
     """
 
-    sampling: Sampling
-    rng: torch.Generator | None
+    def __init__(
+        self, sampling: Sampling, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
+    ) -> None:
+        self.sampling, self.rng = sampling, rng
+        self.voice = Voice(sampling, prompts)
 
     @property
     def choice(self) -> Choice:
-        return Likeliest()
+        return Likeliest(self.sampling.temperature or 1.0)
 
     def draw(self, logits: Tensor) -> Tensor:
-        return sample(logits, self.sampling, self.rng)
+        tokens = sample(logits, self.sampling, self.rng, self.voice.seen(logits))
+        self.voice.said(tokens[:, None])
+        return tokens
 
     def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
-        predict = sample(logits, self.sampling, self.rng).tolist()  # the round's one wait for the device
-        parents = None if proposal.parents is None else proposal.parents.tolist()
-        path = exact_match(proposal.tokens.tolist(), parents, predict, proposal.counts)
-        return Verdict(path, [[said[i] for i in row] for row, said in zip(path, predict, strict=True)])
+        seen = self.voice.seen_at(proposal, logits)
+        found = follow(proposal, sample(logits, self.sampling, self.rng, seen))
+        self.voice.said(found.tokens)
+        return found
 
     def keep(self, rows: list[int]) -> None:
-        pass
+        self.voice.keep(rows)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outpace.decode.judge import judge_of
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
-from outpace.decode.rules import Match
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft, Proposal
 from outpace.models.decoder import Decoder
@@ -32,7 +32,7 @@ def generate(
     B, block, wanted = len(prompts), draft.block_size, draft.target_layer_ids
     longest = max(len(p) for p in prompts) + request.max_new_tokens + block
     cache = target.make_cache(B, longest, slack=block, offset=request.offset)
-    session, judge = draft.begin(B, longest, request.offset), Match(request.sampling, rng)
+    session, judge = draft.begin(B, longest, request.offset), judge_of(request, prompts, rng)
     trace, rows = Trace(), Rows(B, request, on_tokens)
     with trace.timed("prefill"):
         last = prefill(target, cache, prompts, request, judge, session, wanted, on_logits)

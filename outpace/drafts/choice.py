@@ -1,31 +1,84 @@
 """How guesses are chosen from a draft's logits: by likelihood, by drawing, or by the target's own noise."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from outpace.ops.sampling import greedy
+from outpace.ops import noise
+from outpace.ops.sampling import Sampling, draw, greedy, probabilities, shaped
 
 
 class Choice(Protocol):
-    """`depth` is how many tokens after the last verified one a guess stands (>= 1)."""
+    """`depth` is how many tokens after the last verified one a guess stands (>= 1). V is the target's
+    vocabulary; a token that is not offered has the logit -inf."""
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """logits [B, n, V] of guesses at depth .. depth + n - 1 -> tokens [B, n] int64, and q [B, n, V]
-        float32 where they were drawn from it."""
+        float32 where they were drawn from it: each independently, and all of them must be proposed."""
         ...
 
     def scores(self, logits: Tensor, depth: int) -> Tensor:
-        """[B, n, V] -> [B, n, V] float32 by which a tree ranks the followers of a node: log-probabilities,
-        or what stands for them."""
+        """[B, n, V] of depth .. depth + n - 1 -> [B, n, V] float32 by which a tree ranks the followers of a
+        node: log-probabilities, or what stands for them. At most 0; -inf where a token is not offered."""
         ...
 
 
+@dataclass(frozen=True)
 class Likeliest:
-    """The argmax."""
+    """The argmax. `temperature` is the target's, as far as scores go: it says how flat the followers are."""
+
+    temperature: float = 1.0
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         return greedy(logits), None
 
     def scores(self, logits: Tensor, depth: int) -> Tensor:
-        return logits.float().log_softmax(-1)
+        return (logits.float() / self.temperature).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A draw from the draft's own distribution, and that distribution, cut as it was when it was drawn from.
+
+    `sampling` is the target's without the repetition penalty, perhaps with a temperature of the draft's own.
+    A tree that ranks followers by `scores` draws nothing, and must not say that it did (q None).
+    """
+
+    sampling: Sampling
+    rng: torch.Generator | None
+
+    def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        q = probabilities(logits, self.sampling)
+        return draw(q, self.rng), q
+
+    def scores(self, logits: Tensor, depth: int) -> Tensor:
+        return (logits.float() / self.sampling.temperature).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """The argmax of log q plus the noise that the target will add to log p at the same place (arXiv
+    2408.07978): the guess is the target's token with probability (1 - TV) / (1 + TV) or more.
+
+    `streams` [B] and `places` [B] int64: the noise of each row, and where its next token stands in its text.
+    """
+
+    sampling: Sampling
+    key: int
+    streams: Tensor
+    places: Tensor
+
+    def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        return greedy(self._perturbed(logits, depth)), None
+
+    def scores(self, logits: Tensor, depth: int) -> Tensor:
+        """Normalised, so that a child stays below its parent: with equal noise on both sides, the logits of
+        who wins."""
+        return self._perturbed(logits, depth).log_softmax(-1)
+
+    def _perturbed(self, logits: Tensor, depth: int) -> Tensor:
+        ahead = torch.arange(depth - 1, depth - 1 + logits.shape[1], device=logits.device)
+        keys = noise.keys(self.key, self.streams[:, None], self.places[:, None] + ahead)
+        return noise.perturbed(shaped(logits, self.sampling), keys)

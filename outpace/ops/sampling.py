@@ -1,6 +1,7 @@
 """Logits -> probabilities -> token; every draw takes its generator."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,19 +12,37 @@ from outpace.ops.fast import kernel
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 cut nothing."""
+    """temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 do nothing.
+
+    They act as transformers' processors do, in its order: the repetition penalty (greedy or not), then
+    temperature, top_k, top_p, min_p.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature {self.temperature} is below 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature} is not a number of at least 0")
         if self.top_k < 0:
             raise ValueError(f"top_k {self.top_k} is below 0 (0 cuts nothing)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} is outside (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p {self.min_p} is outside [0, 1] (0 cuts nothing)")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty {self.repetition_penalty} is not a number above 0 (1 changes nothing)"
+            )
+
+    def for_draft(self, temperature: float | None = None) -> "Sampling":
+        """The same for a draft: perhaps at a temperature of its own, and without the repetition penalty,
+        which would need the text of every guess."""
+        own = self.temperature if temperature is None else temperature
+        return replace(self, temperature=own, repetition_penalty=1.0)
 
 
 def seeded(*numbers: int) -> torch.Generator:
@@ -35,19 +54,39 @@ def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(state)
 
 
-def probabilities(logits: Tensor, how: Sampling) -> Tensor:
-    """[..., V] -> [..., V] float32, after temperature, then top-k, then top-p (temperature > 0)."""
-    scaled = logits.float() / how.temperature
-    if how.top_k and how.top_k < scaled.shape[-1]:
-        kth = scaled.topk(how.top_k, dim=-1).values[..., -1:]
-        scaled = scaled.masked_fill(scaled < kth, -torch.inf)
-    p = scaled.softmax(-1)
+def penalised(logits: Tensor, how: Sampling, seen: Tensor | None) -> Tensor:
+    """[..., V] -> [..., V]: the logits of tokens that the text holds already, `seen` (bool, broadcast to
+    the logits), divided by the penalty where they lie above 0 and multiplied by it below (after CTRL, arXiv
+    1909.05858, section 4.1, as transformers does it)."""
+    if how.repetition_penalty == 1:
+        return logits
+    assert seen is not None, "a repetition penalty reads the text"
+    logits, penalty = logits.float(), how.repetition_penalty
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def shaped(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
+    """[..., V] -> [..., V] float32, whose softmax is drawn from (temperature > 0); -inf: the token is cut.
+
+    Each row's result depends on that row alone, to the bit: every sort is stable.
+    """
+    x = penalised(logits, how, seen).float() / how.temperature
+    if how.top_k and how.top_k < x.shape[-1]:
+        kth = x.topk(how.top_k, dim=-1).values[..., -1:]
+        x = x.masked_fill(x < kth, -torch.inf)
     if how.top_p < 1:
-        ordered, index = p.sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # the first token always stays
-        kept = torch.zeros_like(p).scatter(-1, index, ordered.masked_fill(before >= how.top_p, 0))
-        p = kept / kept.sum(-1, keepdim=True)
-    return p
+        ordered, index = x.sort(dim=-1, stable=True)
+        cut = ordered.softmax(-1).cumsum(-1) <= 1 - how.top_p
+        cut[..., -1] = False  # the likeliest token always stays
+        x = x.masked_fill(torch.empty_like(cut).scatter_(-1, index, cut), -torch.inf)
+    if how.min_p:
+        x = x.masked_fill(x < x.amax(-1, keepdim=True) + math.log(how.min_p), -torch.inf)
+    return x
+
+
+def probabilities(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
+    """[..., V] -> [..., V] float32, what a token is drawn from (temperature > 0)."""
+    return shaped(logits, how, seen).softmax(-1)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -57,9 +96,14 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def sample(logits: Tensor, how: Sampling, rng: torch.Generator | None) -> Tensor:
-    """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row."""
+def draw(p: Tensor, rng: torch.Generator | None) -> Tensor:
+    """p [..., V], at least 0 and not all 0, of any sum -> [...] int64, drawn in proportion to it."""
+    return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=rng).reshape(p.shape[:-1])
+
+
+def sample(logits: Tensor, how: Sampling, rng: torch.Generator | None, seen: Tensor | None = None) -> Tensor:
+    """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row; `seen` as `penalised`
+    wants it."""
     if how.temperature == 0:
-        return greedy(logits)
-    p = probabilities(logits, how)
-    return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=rng).reshape(logits.shape[:-1])
+        return greedy(penalised(logits, how, seen))
+    return draw(probabilities(logits, how, seen), rng)

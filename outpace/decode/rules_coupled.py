@@ -1,0 +1,68 @@
+"""The coupled rule: the target's draws are a function of the seed, so every draft leads to the same text."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.decode.rules import Verdict, follow
+from outpace.decode.voice import Voice
+from outpace.drafts.choice import Choice, Coupled
+from outpace.drafts.proposal import Proposal
+from outpace.ops import noise
+from outpace.ops.sampling import Sampling, greedy, shaped
+
+
+class Gumbel:
+    """The token at place k of a row's text is argmax(log p + g), with noise g that depends on the key, the
+    row's stream, k and the token alone. Plain decoding and every draft, chain or tree, emit the same
+    text; a draft that adds the same noise to its own log q guesses it more often (arXiv 2408.07978).
+
+    The key is one draw from `rng`; the streams are the rows' numbers unless the request names them.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        rng: torch.Generator | None,
+        streams: Sequence[int] = (),
+        draft_temperature: float | None = None,
+    ) -> None:
+        device = "cpu" if rng is None else rng.device
+        self.key = int(torch.randint(2**63 - 1, (), generator=rng, device=device))
+        self.sampling, self.voice = sampling, Voice(sampling, prompts)
+        self.draft_sampling = sampling.for_draft(draft_temperature)
+        self.streams, self.places = list(streams or range(len(prompts))), [0] * len(prompts)
+        self.device = torch.device("cpu")  # of the logits, once some were seen
+
+    @property
+    def choice(self) -> Choice:
+        return Coupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
+
+    def draw(self, logits: Tensor) -> Tensor:
+        self.device = logits.device
+        keys = noise.keys(self.key, self._on(self.streams), self._on(self.places))
+        tokens = self._drawn(logits, self.voice.seen(logits), keys)
+        self.places = [n + 1 for n in self.places]
+        self.voice.said(tokens[:, None])
+        return tokens
+
+    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+        tree = proposal.tree
+        depth = torch.arange(logits.shape[1], device=logits.device) if tree is None else tree.depth
+        keys = noise.keys(self.key, self._on(self.streams)[:, None], self._on(self.places)[:, None] + depth)
+        found = follow(proposal, self._drawn(logits, self.voice.seen_at(proposal, logits), keys))
+        self.places = [n + len(said) for n, said in zip(self.places, found.tokens, strict=True)]
+        self.voice.said(found.tokens)
+        return found
+
+    def keep(self, rows: list[int]) -> None:
+        self.streams, self.places = [self.streams[b] for b in rows], [self.places[b] for b in rows]
+        self.voice.keep(rows)
+
+    def _drawn(self, logits: Tensor, seen: Tensor | None, keys: Tensor) -> Tensor:
+        return greedy(noise.perturbed(shaped(logits, self.sampling, seen), keys))
+
+    def _on(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
