@@ -19,11 +19,11 @@ DPI = 200  # 8 inches wide: sharp at the 800 pixels a README shows
 
 def write_plots(report: dict[str, Any], folder: Path) -> None:
     """folder/speed.png and folder/acceptance.png. Raises ImportError without matplotlib."""
-    _save(_speed(report["results"]), folder / "speed.png")
-    _save(_acceptance(report["results"]), folder / "acceptance.png")
+    save_figure(_speed(report["results"]), folder / "speed.png")
+    save_figure(_acceptance(report["results"]), folder / "acceptance.png")
 
 
-def _figure(rows: int, columns: int, height: float, title: str) -> tuple[Any, list[Any]]:
+def figure_of(rows: int, columns: int, height: float, title: str) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, height), dpi=DPI, layout="constrained")
@@ -31,13 +31,13 @@ def _figure(rows: int, columns: int, height: float, title: str) -> tuple[Any, li
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     held = io.BytesIO()
     figure.savefig(held, format="png")
     write_atomically(path, held.getvalue())
 
 
-def _bare(axes: Any) -> None:
+def bare(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -65,7 +65,7 @@ def _regimes(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def _speed(results: list[dict[str, Any]]) -> Any:
     """One panel per regime, one group of bars per batch size, the speedup over `plain` above each bar."""
     regimes = _regimes(results)
-    figure, panels = _figure(
+    figure, panels = figure_of(
         len(regimes), 1, 1.4 + 2.7 * len(regimes), "Tokens per second, and speedup over plain"
     )
     widest = len({r["method"] for r in results})
@@ -83,7 +83,7 @@ def _speed(results: list[dict[str, Any]]) -> Any:
         axes.set_title(regime_name(of[0]), fontsize=10)
         axes.set_ylabel("tokens/s")
         axes.margins(y=0.12)
-        _bare(axes)
+        bare(axes)
     _legend(figure, _order({r["method"] for r in results}))
     return figure
 
@@ -98,7 +98,7 @@ def _legend(figure: Any, methods: list[str]) -> None:
 def _acceptance(results: list[dict[str, Any]]) -> Any:
     """How often guess k of a proposal is accepted, at the smallest batch measured."""
     regimes = _regimes([r for r in results if r["accept_by_position"]])
-    figure, panels = _figure(1, max(1, len(regimes)), 3.8, "Share of proposals whose guess k was accepted")
+    figure, panels = figure_of(1, max(1, len(regimes)), 3.8, "Share of proposals whose guess k was accepted")
     for axes, of in zip(panels, regimes.values(), strict=False):
         smallest = min(r["batch"] for r in of)
         for result in sorted(of, key=_rank):
@@ -119,7 +119,7 @@ def _acceptance(results: list[dict[str, Any]]) -> Any:
         axes.set_ylim(0, 1)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False, fontsize=9)
-        _bare(axes)
+        bare(axes)
     if not regimes:
         panels[0].text(0.5, 0.5, "no method of this run proposes anything", ha="center")
         panels[0].set_axis_off()

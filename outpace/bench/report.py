@@ -1,6 +1,7 @@
 """A report as files (JSON, Markdown, pictures) and as a table in the terminal."""
 
 import importlib.util
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,7 @@ def markdown(report: dict[str, Any], pictures: bool = True) -> str:
         of = [r for r in report["results"] if r["regime"] == regime]
         temperature = of[0]["temperature"]
         lines += [f"## {regime_name(of[0]).capitalize()} tokens, temperature {temperature:g}", ""]
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(_row(r)) + " |" for r in of]
-        lines.append("")
+        lines += table(COLUMNS, map(_row, of))
     lines += [LEGEND]
     said = remarks(report)
     if not pictures:
@@ -71,11 +70,11 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for regime in dict.fromkeys(r["regime"] for r in report["results"]):
         of = [r for r in report["results"] if r["regime"] == regime]
         title = f"{regime_name(of[0])} tokens"
-        table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        shown = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for name in ("method", "batch", "tokens/s", "speedup", "tau", "accept", "differ", "ties"):
-            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+            shown.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         for r in of:
-            table.add_row(
+            shown.add_row(
                 r["method"],
                 str(r["batch"]),
                 f"{r['tokens_per_s']:.1f}",
@@ -84,7 +83,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 f"{r['accept_rate']:.2f}" if r["accept_by_position"] else "-",
                 *_differ_and_ties(r["lossless"]),
             )
-        console.print(table)
+        console.print(shown)
     for line in remarks(report):
         console.print(f"- {line}", highlight=False, markup=False)
 
@@ -104,28 +103,51 @@ def remarks(report: dict[str, Any]) -> list[str]:
     return [*report["said"], *(_agreed(a) for a in report["agreement"]), *unrepeated]
 
 
-def _header(report: dict[str, Any]) -> list[str]:
-    m, t, d = report["machine"], report["target"], report["draft"]
+def machine_line(report: dict[str, Any]) -> str:
+    m = report["machine"]
     where = m.get("accelerator", m["processor"])
-    machine = f"**Machine**: {where}, {m['cores']} cores ({m['threads']} threads), {m['memory_gib']} GiB"
-    if "load_1min" in m:
-        machine += f"; load before the run {m['load_1min']}"
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    said = f"**Machine**: {where}, {m['cores']} cores ({m['threads']} threads), {m['memory_gib']} GiB"
+    return said + (f"; load before the run {m['load_1min']}" if "load_1min" in m else "")
+
+
+def versions_line(report: dict[str, Any]) -> str:
+    return "**Versions**: " + ", ".join(f"{name} {v}" for name, v in report["versions"].items())
+
+
+def target_line(t: dict[str, Any]) -> str:
     experts = f", {t['experts']} experts, {t['experts_per_token']} a token" if t["experts"] else ""
-    target = (
+    return (
         f"**Target**: {t['architecture']}, {t['layers']} layers of width {t['hidden_size']}{experts}, "
         f"vocabulary {t['vocab_size']}, {t['bytes'] / 2**20:.1f} MiB, computed in {t['compute_dtype']} "
         f"(`{t['fingerprint'][:12]}`)"
     )
-    lines = [machine, f"**Versions**: {versions}", target]
+
+
+def run_line(report: dict[str, Any]) -> str:
+    commit = f", commit {report['commit'][:12]}" if report["commit"] else ""
+    return f"**Run**: {report['date']}{commit}, `{report['command']}`, {report['seconds']} s"
+
+
+def lines_of(*said: str) -> list[str]:
+    """Lines of one paragraph: two blanks at the end are a line break in Markdown."""
+    return [line + "  " for line in said]
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table, a blank line behind it."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def _header(report: dict[str, Any]) -> list[str]:
+    d = report["draft"]
+    lines = [machine_line(report), versions_line(report), target_line(report["target"])]
     if d is not None:
         lines.append(
             f"**Draft**: DFlash, {d['layers']} layers, block {d['block_size']}, "
             f"{d['parameters'] / 1e6:.2f} M parameters (`{d['fingerprint'][:12]}`)"
         )
-    commit = f", commit {report['commit'][:12]}" if report["commit"] else ""
-    lines.append(f"**Run**: {report['date']}{commit}, `{report['command']}`, {report['seconds']} s")
-    return [line + "  " for line in lines]  # two blanks: a line break in Markdown
+    return lines_of(*lines, run_line(report))
 
 
 def _row(r: dict[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -42,19 +42,55 @@ def verify(
         raise typer.Exit(1)
 
 
+SUITES = ("speed", "draft-context")
+
+
 @app.command()
 def bench(
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and the plots.")],
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="speed: methods side by side. draft-context: a draft's cost against context, by operation."
+        ),
+    ] = "speed",
     target: Target = "default",
     draft: Draft = "default",
     recipe: Recipe = None,
     set_: Set = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A short form of draft-context.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure decoding methods side by side, interleaved, on held-out prompts.
+    """Measure, interleaved, on held-out prompts; a stopped suite goes on where it was, but for speed.
 
     [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
+
+    [bold]Example[/bold]: outpace bench --suite draft-context --out report --set contexts=2048,8192
     """
+    if suite not in SUITES:
+        raise ValueError(f"--suite {suite}: known are {', '.join(SUITES)}")
+    if quick and suite != "draft-context":
+        raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
+    shown = Console(stderr=True) if as_json else console
+    if suite == "speed":
+        report = _bench_speed(target, draft, recipe, set_, out, shown, printed=not as_json)
+    else:
+        report = _bench_draft_context(target, draft, recipe, set_, out, shown, quick)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        console.print(f"written: {out}/report.json, report.md and the plots")
+
+
+def _bench_speed(
+    target: str,
+    draft: str,
+    recipe: Path | None,
+    set_: list[str] | None,
+    out: Path,
+    shown: Console,
+    printed: bool,
+) -> dict[str, Any]:
     from outpace.bench.report import print_report, write_report
     from outpace.bench.speed import BenchSettings, run_bench
     from outpace.corpus import read_corpus, split
@@ -63,14 +99,43 @@ def bench(
     settings = recipe_settings(BenchSettings, recipe, set_)
     loaded, tokenizer = open_target(target)
     held_out = split(read_corpus())[1]
-    shown = Console(stderr=True) if as_json else console
     report = run_bench(loaded, open_dflash(draft, tokenizer), tokenizer, held_out, settings, shown)
     write_report(report, out)
-    if as_json:
-        print(json.dumps(report))
-    else:
-        print_report(report, console)
-        console.print(f"written: {out}/report.json, report.md and the plots")
+    if printed:
+        print_report(report, shown)
+    return report
+
+
+def _bench_draft_context(
+    target: str,
+    draft: str,
+    recipe: Path | None,
+    set_: list[str] | None,
+    out: Path,
+    shown: Console,
+    quick: bool,
+) -> dict[str, Any]:
+    from outpace.bench.draft_context import QUICK, DraftContextSettings, regime_lengths, run_draft_context
+    from outpace.bench.draft_context_report import write_draft_context
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_dflash, open_target
+    from outpace.settings import load_settings, parse_overrides
+
+    said = (QUICK if quick else {}) | parse_overrides(DraftContextSettings, set_ or [])
+    settings = load_settings(DraftContextSettings, recipe, said)
+    loaded, tokenizer = open_target(target)
+    dflash = open_dflash(draft, tokenizer)
+    if dflash is None:
+        raise ValueError(f"--draft {draft}: draft-context takes a DFlash apart; name one")
+    held_out = split(read_corpus())[1]
+    prompts = {
+        regime: held_out_prompts(tokenizer, held_out, settings.prompts, regime_lengths(regime)[0])
+        for regime in settings.acceptance
+    }
+    report = run_draft_context(loaded, dflash, prompts, settings, out, shown)
+    write_draft_context(report, out)
+    return report
 
 
 @app.command()

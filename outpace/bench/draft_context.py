@@ -1,0 +1,332 @@
+"""What a draft costs against context: a round's time, operation by operation, beside the machine's floor."""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outpace.bench.draft_shapes import SHAPES, check_memory, describe, pairs
+from outpace.bench.draft_variants import ABOUT, SESSIONS, VARIANTS, Recomputed, Remembering, Variant
+from outpace.bench.draft_walk import Clock, Work, walk_round, work_of_round
+from outpace.bench.floor import read_bandwidth
+from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.resume import Kept
+from outpace.decode import plain, speculative
+from outpace.decode.request import Request
+from outpace.drafts.choice import Likeliest
+from outpace.drafts.dflash import DFlash, DFlashSession
+from outpace.models.decoder import Decoder
+from outpace.models.load import fingerprint
+from outpace.ops.sampling import seeded
+
+K = 1024
+CHUNK = 4096  # rows of made-up context appended at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftContextSettings:
+    """`shapes`: the draft as it is; the same weights without its window (where it has one); the published
+    draft of gpt-oss-20b with random weights. `observed`: verified tokens a round. A cell (shape, context,
+    variant) is repeated until it has taken `cell_s` seconds, at least twice and at most `repeats` times.
+    `acceptance`: "P+D", prompts of P and answers of D tokens, over which the variants really decode."""
+
+    shapes: tuple[str, ...] = SHAPES
+    contexts: tuple[int, ...] = (2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 120 * K)
+    variants: tuple[str, ...] = VARIANTS
+    observed: int = 3
+    repeats: int = 15
+    cell_s: float = 20.0
+    memory_gib: float = 24.0  # the most that weights, keys and values, and what is formed from them may take
+    acceptance: tuple[str, ...] = ("256+256", "1024+512")
+    prompts: int = 8
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for field, known in (("shapes", SHAPES), ("variants", VARIANTS)):
+            asked = getattr(self, field)
+            unknown = [x for x in asked if x not in known]
+            if unknown or not asked:
+                said = f"no {field[:-1]} {unknown[0]!r}" if unknown else f"name at least one of {field}"
+                raise ValueError(f"draft-context: {said}; known: {', '.join(known)}")
+        if not self.contexts or min(self.contexts) < 1 or list(self.contexts) != sorted(set(self.contexts)):
+            raise ValueError(
+                f"draft-context: contexts {list(self.contexts)}: give counts of tokens, ascending, each once"
+            )
+        for field in ("observed", "repeats", "prompts"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"draft-context: {field} {getattr(self, field)} must be at least 1")
+        for regime in self.acceptance:
+            regime_lengths(regime)
+
+
+QUICK: dict[str, Any] = {
+    "contexts": [2 * K, 8 * K, 32 * K],
+    "repeats": 5,
+    "cell_s": 4.0,
+    "acceptance": ["256+256"],
+    "prompts": 2,
+}
+
+
+def regime_lengths(regime: str) -> tuple[int, int]:
+    prompt, _, new = regime.partition("+")
+    if prompt.isdigit() and new.isdigit() and int(prompt) and int(new) > 1:
+        return int(prompt), int(new)
+    raise ValueError(f'draft-context: acceptance {regime!r}: write "P+D", such as "256+256"')
+
+
+def run_draft_context(
+    target: Decoder,
+    draft: DFlash,
+    prompts: dict[str, list[list[int]]],
+    settings: DraftContextSettings,
+    folder: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """-> the report. `prompts`: for each regime of settings.acceptance. What was measured before a stop is
+    read from folder/progress.json, if it was measured with these settings, this target and this draft.
+    Raises ValueError where a shape does not fit the memory, and where the draft is another target's."""
+    began = time.perf_counter()
+    draft.bind(target)
+    before = machine(target.device)
+    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
+    whose = {"target": fingerprint(target), "draft": fingerprint(draft)}  # type: ignore[arg-type]
+    kept = Kept(folder, {"settings": asked, **whose, "threads": torch.get_num_threads()})
+    if "floor" not in kept:
+        kept["floor"] = read_bandwidth()
+    said, shapes = [], {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        total = len(settings.shapes) * len(settings.contexts) + len(settings.acceptance)
+        task = bar.add_task("draft-context", total=total)
+        for name, shape, ends in pairs(settings.shapes, draft, target, settings.seed):
+            shapes[name] = describe(shape, ends, max(settings.contexts) + shape.block_size)
+            check_memory(name, shapes[name]["needed_bytes"], settings.memory_gib)
+            for _ in measure_shape(name, shape, ends, settings, kept, bar):
+                bar.advance(task)
+            del shape, ends
+        for regime, texts in prompts.items():
+            bar.update(task, description=f"decoding, {regime}")
+            if f"acceptance {regime}" not in kept:
+                found = acceptance(draft, target, texts, regime_lengths(regime)[1], settings)
+                kept[f"acceptance {regime}"] = [{"regime": regime, **row} for row in found]
+            bar.advance(task)
+    left_out = [s for s in settings.shapes if s not in shapes]
+    said += [f"{name} left out: this draft has no window" for name in left_out]
+    cells = [cell for name in kept.names if name.startswith("cell ") for cell in kept[name]]
+    report = {
+        **provenance(),
+        "machine": before,
+        "versions": versions(),
+        "settings": asked,
+        "floor": {"read_bytes_per_s": round(kept["floor"])},
+        "variants": {v: ABOUT[v] for v in VARIANTS if v in settings.variants},
+        "shapes": shapes,
+        "cells": [with_rates(cell, kept["floor"]) for cell in cells],
+        "acceptance": [row for regime in prompts for row in kept[f"acceptance {regime}"]],
+        "said": said,
+        "seconds": round(time.perf_counter() - began, 1),
+    } | whose
+    kept.done()
+    return report
+
+
+def measure_shape(
+    name: str, draft: DFlash, target: Decoder, settings: DraftContextSettings, kept: Kept, bar: Progress
+) -> Iterator[None]:
+    """Every context of one shape, ascending; one yield for each."""
+    sessions = None
+    for context in settings.contexts:
+        bar.update(bar.task_ids[0], description=f"{name}, context {context}")
+        if f"cell {name} {context}" not in kept:
+            if sessions is None:
+                sessions = open_sessions(draft, target, settings)
+                rehearse(sessions, settings)
+            with torch.inference_mode():
+                grow(sessions, context, settings.seed)
+                kept[f"cell {name} {context}"] = measure(name, sessions, context, settings)
+        yield
+
+
+def open_sessions(
+    draft: DFlash, target: Decoder, settings: DraftContextSettings
+) -> dict[Variant, DFlashSession]:
+    """One of each variant, over one and the same memory."""
+    longest = max(settings.contexts) + max(draft.block_size, settings.observed)
+    served = DFlashSession(draft, target, 1, longest, 0)
+    found: dict[Variant, DFlashSession] = {}
+    for variant in VARIANTS:
+        if variant in settings.variants:
+            found[variant] = SESSIONS[variant](draft, target, 1, 1, 0)
+            found[variant].cache = served.cache
+    forgetful = found.get("recomputed")
+    if isinstance(forgetful, Recomputed):
+        forgetful.features = torch.zeros(1, longest, draft.config.hidden_size, dtype=target.dtype)
+    return found
+
+
+@torch.inference_mode()
+def rehearse(sessions: dict[Variant, DFlashSession], settings: DraftContextSettings) -> None:
+    """One cheap round of each: kernels are built at their first use, and weights come from the disk."""
+    context = min(CHUNK // 64, settings.contexts[0])
+    grow(sessions, context, settings.seed)
+    measure("rehearsal", sessions, context, replace(settings, repeats=1, cell_s=0.0))
+
+
+def grow(sessions: dict[Variant, DFlashSession], context: int, seed: int) -> None:
+    """Lengthen the memory to `context` with made-up rows: what they say costs nothing, how many do."""
+    session = next(iter(sessions.values()))
+    config, cache = session.draft.config, session.cache
+    rng = seeded(seed, context)
+    forgetful = sessions.get("recomputed")
+    rows = torch.randn(1, CHUNK, config.hidden_size, generator=rng)
+    kv = torch.randn(1, config.num_kv_heads, CHUNK, config.head_dim, generator=rng)
+    while cache.lengths[0] < context:
+        begin = cache.lengths[0]
+        T = min(CHUNK, context - begin)
+        step = cache.begin(T)
+        for memory in cache.layers:
+            memory.append(kv[:, :, :T], kv[:, :, :T], step)
+        cache.advance(step)
+        if isinstance(forgetful, Recomputed):
+            forgetful.store(rows[:, :T], [T])
+
+
+def measure(
+    name: str, sessions: dict[Variant, DFlashSession], context: int, settings: DraftContextSettings
+) -> list[dict[str, Any]]:
+    """One context: the variants take turns, first their round as it is, then taken apart."""
+    some = next(iter(sessions.values()))
+    config, target = some.draft.config, some.target
+    rng = seeded(settings.seed, context, 1)
+    last = torch.randint(0, config.vocab_size, (1,), generator=rng)
+    tokens = torch.randint(0, config.vocab_size, (1, settings.observed), generator=rng)
+    aux = torch.randn(
+        len(config.target_layer_ids), 1, settings.observed, config.hidden_size, generator=rng
+    ).to(target.dtype)
+    wholes: dict[str, list[float]] = {variant: [] for variant in sessions}
+    clocks: dict[str, list[Clock]] = {variant: [] for variant in sessions}
+    for repeat in range(-1, settings.repeats):
+        for variant, session in sessions.items():
+            spent = sum(wholes[variant]) + sum(sum(c.seconds.values()) for c in clocks[variant])
+            if len(wholes[variant]) >= 2 and spent > settings.cell_s:
+                continue
+            began = time.perf_counter()
+            session.propose(last, config.block_size, Likeliest())
+            session.observe(tokens, aux, [settings.observed])
+            whole, clock = time.perf_counter() - began, Clock()
+            put_back(session, context)
+            walk_round(session, last, aux, clock)
+            put_back(session, context)
+            if repeat >= 0 or whole > settings.cell_s:  # the first is a rehearsal, unless it is dear
+                wholes[variant].append(whole)
+                clocks[variant].append(clock)
+    return [
+        cell(name, context, variant, session, wholes[variant], clocks[variant], settings.observed)
+        for variant, session in sessions.items()
+    ]
+
+
+def put_back(session: DFlashSession, context: int) -> None:
+    session.cache.rewind([context])
+    if isinstance(session, Recomputed):
+        session.seen = [context]
+
+
+def cell(
+    name: str,
+    context: int,
+    variant: Variant,
+    session: DFlashSession,
+    wholes: list[float],
+    clocks: list[Clock],
+    observed: int,
+) -> dict[str, Any]:
+    work = work_of_round(session.draft, session.target, variant, context, observed)
+    operations = [
+        {
+            "operation": operation,
+            "seconds": statistics.median(c.seconds[operation] for c in clocks),
+            "bytes": round(done.nbytes),
+            "flops": round(done.flops),
+        }
+        for operation, done in work.items()
+    ]
+    return {
+        "shape": name,
+        "context": context,
+        "variant": variant,
+        "repeats": len(wholes),
+        "seconds": statistics.median(wholes),
+        "fastest": min(wholes),
+        "slowest": max(wholes),
+        "operations": operations,
+    }
+
+
+def with_rates(cell: dict[str, Any], floor: float) -> dict[str, Any]:
+    """Beside every time its rate and the share of it that reading the bytes at the machine's rate takes."""
+    rated = []
+    for row in cell["operations"]:
+        seconds = row["seconds"]
+        rated.append(
+            row
+            | {
+                "bytes_per_s": round(row["bytes"] / seconds) if seconds else 0,
+                "flops_per_s": round(row["flops"] / seconds) if seconds else 0,
+                "share_of_floor": round(row["bytes"] / floor / seconds, 4) if seconds else 0.0,
+            }
+        )
+    total = sum((Work(r["bytes"], r["flops"]) for r in rated), Work())
+    return cell | {
+        "operations": rated,
+        "taken_apart_seconds": sum(r["seconds"] for r in rated),
+        "bytes": total.nbytes,
+        "flops": total.flops,
+        "share_of_floor": round(total.nbytes / floor / cell["seconds"], 4),
+    }
+
+
+def acceptance(
+    draft: DFlash,
+    target: Decoder,
+    prompts: list[list[int]],
+    new_tokens: int,
+    settings: DraftContextSettings,
+) -> list[dict[str, Any]]:
+    """The variants really decode at temperature 0, one prompt at a time and in turns."""
+    request = Request(max_new_tokens=new_tokens)
+    runs: dict[str, list[Any]] = {variant: [] for variant in settings.variants}
+    differ = dict.fromkeys(settings.variants, 0)
+    for prompt in prompts:
+        answer = plain.generate(target, [prompt], request).tokens[0]
+        for variant in settings.variants:
+            bound = Remembering(draft, target, variant)  # type: ignore[arg-type]
+            out = speculative.generate(target, bound, [prompt], request)
+            runs[variant].append(out.trace)
+            differ[variant] += out.tokens[0] != answer
+    found = []
+    for variant, traces in runs.items():
+        lens = [n for t in traces for n in t.accept_lens]
+        seconds = [sum(t.seconds[p] for p in ("draft", "verify", "rest")) for t in traces]
+        found.append(
+            {
+                "variant": variant,
+                "prompts": len(prompts),
+                "tau": round((sum(lens) + len(lens)) / len(lens), 4),
+                "accepted_first": round(sum(n > 0 for n in lens) / len(lens), 4),
+                "rounds": len(lens),
+                "draft_ms": round(1000 * sum(t.seconds["draft"] for t in traces) / len(lens), 3),
+                "tokens_per_s": round(len(prompts) * (new_tokens - 1) / sum(seconds), 1),
+                "texts_that_differ_from_plain": differ[variant],
+            }
+        )
+    return found

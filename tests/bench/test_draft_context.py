@@ -1,0 +1,307 @@
+"""What a draft costs against context: the parts are the product's, the variants differ where they must."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+from outpace.bench import draft_context, draft_shapes
+from outpace.bench.draft_context import QUICK, DraftContextSettings, run_draft_context
+from outpace.bench.draft_context_report import write_draft_context
+from outpace.bench.draft_shapes import needed_bytes, published_draft
+from outpace.bench.draft_variants import SESSIONS, VARIANTS, NoiseCached, Recomputed, Remembering
+from outpace.bench.draft_walk import OPERATIONS, Clock, walk_block, walk_round, work_of_round
+from outpace.decode import plain, speculative
+from outpace.decode.request import Request
+from outpace.drafts.choice import Likeliest
+from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.load import open_dflash, open_target
+from outpace.models.config import FULL, WINDOW
+from outpace.models.load import named_tensors
+
+PUBLISHED_DRAFT = published_draft()
+PROMPTS = [tiny.tokens(n, seed=n).tolist() for n in (9, 23)]
+
+
+def made(window):
+    c = tiny.target("gpt_oss").config
+    draft = DFlash(
+        DFlashConfig(
+            hidden_size=c.hidden_size,
+            num_layers=3,
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=10,
+            intermediate_size=44,
+            vocab_size=c.vocab_size,
+            rope=c.rope,
+            rms_norm_eps=1e-5,
+            block_size=5,
+            target_layer_ids=(0, 2),
+            num_target_layers=c.num_layers,
+            mask_token_id=2,
+            layer_types=(WINDOW,) * 3 if window == 6 else (WINDOW, FULL, WINDOW) if window else (),
+            sliding_window=window,
+        )
+    ).eval()
+    tiny.randomise(named_tensors(draft), seed=4)
+    return draft
+
+
+def session_after(variant, draft, rounds):
+    """A session that saw two ragged prompts and then `rounds` rounds, of 2 and 4 tokens each."""
+    target = tiny.target("gpt_oss")
+    session = SESSIONS[variant](draft, target, 2, 60, 0)
+    rng = torch.Generator().manual_seed(3)
+    proposals = []
+    with torch.inference_mode():
+        for counts in ([23, 9], [7, 12], *[[2, 4]] * rounds):
+            if len(proposals) or counts == [2, 4]:
+                proposals.append(session.propose(tiny.tokens(2, seed=len(proposals)), 5, Likeliest()))
+            aux = torch.randn(2, 2, max(counts), 96, generator=rng)
+            session.observe(tiny.tokens(2, max(counts)), aux, counts)
+        hidden = session_hidden(session)
+    return session, hidden, proposals
+
+
+def session_hidden(session):
+    if isinstance(session, Recomputed):
+        session.project()
+    return session.block_hidden(torch.tensor([11, 31]))
+
+
+@pytest.mark.parametrize("window", [0, 6, 7])
+def test_recomputing_the_context_changes_nothing(window):
+    draft = made(window)
+    _, served, told = session_after("cached", draft, 3)
+    _, recomputed, same = session_after("recomputed", draft, 3)
+    torch.testing.assert_close(recomputed, served, rtol=0, atol=1e-4)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(told, same, strict=True))
+
+
+def test_noise_rows_are_other_rows():
+    draft = made(0)
+    first, _, _ = session_after("cached", draft, 2)
+    noisy, _, _ = session_after("noise cached", draft, 2)
+    assert noisy.cache.lengths == first.cache.lengths == [34, 29]
+    for ours, theirs in zip(first.cache.layers, noisy.cache.layers, strict=True):
+        assert torch.equal(ours.k[0, :, :30], theirs.k[0, :, :30])  # of the prompt
+        assert not torch.isclose(ours.k[0, :, 30:34], theirs.k[0, :, 30:34], atol=1e-2).all()
+    # a MASK's row of the first layer knows nothing but its position
+    step = noisy.cache.begin(1)
+    cos, sin = draft.rope(step.storage[:1] * 0 + 31)
+    with torch.inference_mode():
+        mask = tiny.target("gpt_oss").embed(torch.tensor([[2]]))
+        layer = draft.layers[0]
+        k, _ = layer.context_kv(layer.input_layernorm(mask), cos, sin)
+    torch.testing.assert_close(noisy.cache.layers[0].k[0, :, 31], k[0, :, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_says_what_plain_decoding_says(variant):
+    target = tiny.target("gpt_oss")
+    request = Request(max_new_tokens=25)
+    answer = plain.generate(target, PROMPTS, request).tokens
+    bound = Remembering(made(6), target, variant)
+    assert speculative.generate(target, bound, PROMPTS, request).tokens == answer
+
+
+def test_caching_noise_costs_acceptance():
+    """The embedded draft, really decoding."""
+    target, tokenizer = open_target("default")
+    draft = open_dflash("default", tokenizer)
+    text = "def area(self):\n        return self.width * self.height\n\n    "
+    prompt = tokenizer.encode("class Box:\n    " + text + text.replace("area", "size")).ids
+    taus = {}
+    for variant in VARIANTS:
+        bound = Remembering(draft, target, variant)
+        taus[variant] = speculative.generate(target, bound, [prompt], Request(max_new_tokens=160)).trace.tau
+    assert taus["recomputed"] == taus["cached"] > 1.2
+    assert taus["noise cached"] < taus["cached"] - 0.2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("window", [0, 6])
+def test_the_walk_is_the_session(variant, window):
+    draft, target = made(window), tiny.target("gpt_oss")
+    served, taken_apart = (session_after(variant, draft, 1)[0] for _ in range(2))
+    last, aux, clock = tiny.tokens(2), torch.randn(2, 2, 3, 96), Clock()
+    with torch.inference_mode():
+        told = served.propose(last, 5, Likeliest())
+        served.observe(tiny.tokens(2, 3), aux, [3, 3])
+        walked = walk_round(taken_apart, last, aux, clock)
+        assert torch.equal(walked.tokens, told.tokens)
+        assert torch.equal(session_hidden(served), session_hidden(taken_apart))
+    assert served.cache.lengths == taken_apart.cache.lengths or variant == "recomputed"
+    silent = {name for name, seconds in clock.seconds.items() if not seconds}
+    assert silent == ({"fc", "context kv"} if variant == "noise cached" else set())
+    with torch.inference_mode():
+        assert torch.equal(
+            walk_block(served, last, Clock()).tokens, served.propose(last, 5, Likeliest()).tokens
+        )
+    assert target is served.target
+
+
+def test_the_work_of_a_round_is_counted_by_hand():
+    """C 96, 3 layers of 6 heads of 10 over 2, MLP 44, V 97, blocks of 5, two features; float32."""
+    draft, target = made(0), tiny.target("gpt_oss")
+    work = work_of_round(draft, target, "cached", 1000, 3)
+    assert set(work) == set(OPERATIONS)
+    assert work["fc"].nbytes == 4 * (96 * 192 + 3 * 192)
+    assert work["fc"].flops == 2 * 96 * 192 * 3
+    assert work["context kv"].nbytes == pytest.approx(3 * 4 * (40 * 96 + 3 * 96))
+    assert work["q/k/v"].nbytes == 3 * 4 * (100 * 96 + 5 * 96)
+    assert work["attention"].nbytes == 3 * 4 * 2 * 1005 * 2 * 10
+    assert work["attention"].flops == 3 * 4 * 5 * 1005 * 6 * 10
+    assert work["o"].nbytes == 3 * 4 * (96 * 60 + 5 * 60)
+    assert work["mlp"].flops == 3 * 2 * 5 * (88 * 96 + 96 * 44)
+    assert work["head"].nbytes == 4 * (97 * 96 + 4 * 96)
+    assert work["embedding"].nbytes == 4 * 5 * 96
+    again = work_of_round(draft, target, "recomputed", 1000, 3)
+    assert again["context kv"].nbytes == pytest.approx(3 * 4 * (40 * 96 + 1000 * 96))
+    assert again["q/k/v"] == work["q/k/v"]
+    noisy = work_of_round(draft, target, "noise cached", 1000, 3)
+    assert noisy["fc"].nbytes == noisy["context kv"].nbytes == 0
+    windowed = work_of_round(made(6), target, "recomputed", 1000, 3)
+    assert windowed["attention"].nbytes == 3 * 4 * 2 * (5 + 5) * 2 * 10
+    assert windowed["context kv"].nbytes == pytest.approx(3 * 4 * (40 * 96 + 6 * 96))
+
+
+def test_the_published_shape_fits_the_machine_it_is_meant_for():
+    config = published_draft()
+    with torch.device("meta"):
+        draft = DFlash(config)
+    parameters = sum(p.numel() for p in draft.parameters())
+    assert 0.75e9 < parameters < 0.85e9
+    needed = needed_bytes(draft, tiny.target("gpt_oss"), 120 * 1024)
+    assert needed["keys and values"] == 8 * 120 * 1024 * 2 * 8 * 64 * 4  # 3.75 GiB in float32
+    assert needed["fused states"] == 120 * 1024 * 2880 * 4
+
+
+def settings(**changes):
+    said = {"shapes": ("draft", "draft, full attention"), "contexts": (20, 50), "repeats": 2, "prompts": 2}
+    return DraftContextSettings(**said | {"acceptance": ("9+12",)} | changes)
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=80)
+
+
+@pytest.fixture
+def calm(monkeypatch):
+    monkeypatch.setattr(draft_context, "read_bandwidth", lambda: 1e10)
+
+
+def run(folder, window=6, **changes):
+    texts = {"9+12": [p[:9] for p in PROMPTS]}
+    return run_draft_context(
+        tiny.target("gpt_oss"), made(window), texts, settings(**changes), folder, quiet()
+    )
+
+
+def test_the_report_is_whole(tmp_path, calm):
+    report = run(tmp_path)
+    cells = [(c["shape"], c["context"], c["variant"]) for c in report["cells"]]
+    assert cells == [(s, n, v) for s in settings().shapes for n in (20, 50) for v in VARIANTS]
+    for c in report["cells"]:
+        assert [r["operation"] for r in c["operations"]] == list(OPERATIONS)
+        assert 2 <= c["repeats"] <= 2 and c["fastest"] <= c["seconds"] <= c["slowest"]
+        assert c["taken_apart_seconds"] == pytest.approx(sum(r["seconds"] for r in c["operations"]))
+        for r in c["operations"]:
+            if r["seconds"]:
+                assert r["bytes_per_s"] == pytest.approx(r["bytes"] / r["seconds"], abs=1)
+                assert r["share_of_floor"] == pytest.approx(r["bytes_per_s"] / 1e10, abs=1e-3)
+    assert report["shapes"]["draft"]["windows"] == [6, 6, 6]
+    assert report["shapes"]["draft, full attention"]["windows"] == [0, 0, 0]
+    assert [r["variant"] for r in report["acceptance"]] == list(VARIANTS)
+    assert all(r["texts_that_differ_from_plain"] == 0 for r in report["acceptance"])
+    assert json.loads(json.dumps(report)) == report
+    assert not (tmp_path / "progress.json").exists()
+    write_draft_context(report, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "## draft, full attention" in text and "| 9+12 | noise cached |" in text
+    assert text.count("whole round (taken apart") == 2 * 3
+
+
+def test_a_draft_without_a_window_is_not_measured_twice(tmp_path, calm):
+    report = run(tmp_path, window=0, contexts=(20,))
+    assert set(report["shapes"]) == {"draft"}
+    assert report["said"] == ["draft, full attention left out: this draft has no window"]
+
+
+def test_a_stopped_run_goes_on(tmp_path, calm, monkeypatch):
+    honest, seen = draft_context.measure, []
+
+    def stopping(name, sessions, context, asked):
+        if name != "rehearsal":
+            seen.append((name, context))
+            if len(seen) == 3:
+                raise RuntimeError("the power failed")
+        return honest(name, sessions, context, asked)
+
+    monkeypatch.setattr(draft_context, "measure", stopping)
+    with pytest.raises(RuntimeError, match="the power failed"):
+        run(tmp_path)
+    kept = json.loads((tmp_path / "progress.json").read_text())["values"]
+    report = run(tmp_path)
+    assert [name for name, _ in seen] == ["draft", "draft", *["draft, full attention"] * 3]
+    assert len(report["cells"]) == 2 * 2 * 3
+    assert report["cells"][0]["seconds"] == kept["cell draft 20"][0]["seconds"]
+    seen.clear()
+    monkeypatch.setattr(draft_context, "measure", honest)
+    (tmp_path / "progress.json").write_text(json.dumps({"key": {"of": "another"}, "values": {"floor": 1.0}}))
+    assert run(tmp_path, contexts=(20,))["floor"]["read_bytes_per_s"] == 10**10
+
+
+def test_the_large_shape_is_made_and_measured(tmp_path, calm, monkeypatch):
+    """Its path with its sizes divided: bfloat16 weights, a target that is only embedding and head."""
+    like = dict(draft_shapes.PUBLISHED["gpt-oss-20b"]) | {"hidden_size": 64, "vocab_size": 300}
+    monkeypatch.setitem(draft_shapes.PUBLISHED, "gpt-oss-20b", like)
+    monkeypatch.setattr(draft_shapes, "published_draft", small_published)
+    report = run(tmp_path, shapes=("gpt-oss-20b",), contexts=(5000,), acceptance=())
+    about = report["shapes"]["gpt-oss-20b"]
+    assert (about["weights"], about["keys_and_values"]) == (["bfloat16"], "float32")
+    assert all(c["context"] == 5000 for c in report["cells"])
+
+
+def small_published():
+    sizes = {"num_layers": 2, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "intermediate_size": 72}
+    return dataclasses.replace(PUBLISHED_DRAFT, hidden_size=64, vocab_size=300, mask_token_id=20, **sizes)
+
+
+def test_a_shape_too_large_is_refused_before_it_is_measured(tmp_path, calm):
+    with pytest.raises(ValueError, match=r"draft takes 0\.0 GiB \(weights 0\.0, keys and values"):
+        run(tmp_path, memory_gib=1e-6)
+
+
+def test_a_foreign_draft_is_refused(tmp_path, calm):
+    other = tiny.target("llama")
+    with pytest.raises(ValueError, match="made for a target with hidden_size 96; this one has 42"):
+        run_draft_context(other, made(0), {}, settings(), tmp_path, quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shapes": ("gpt-5",)}, "no shape 'gpt-5'; known: draft, "),
+        ({"variants": ()}, "name at least one of variants"),
+        ({"contexts": ()}, r"contexts \[\]: give counts"),
+        ({"contexts": (8, 4)}, "ascending"),
+        ({"contexts": (0, 4)}, "give counts"),
+        ({"repeats": 0}, "repeats 0 must be at least 1"),
+        ({"acceptance": ("256",)}, 'write "P\\+D"'),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        settings(**changes)
+
+
+def test_the_quick_form_is_a_form_of_it():
+    quick = DraftContextSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in QUICK.items()})
+    assert max(quick.contexts) < max(DraftContextSettings().contexts) == 120 * 1024
+    assert issubclass(NoiseCached, SESSIONS["cached"])
