@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outpace.chat.vocabulary import gguf_vocabulary
 from outpace.drafts.files import CANONICAL, EAGLE3, FORMATS, detect, kind_of, read_draft
-from outpace.drafts.formats import Description, DFlashDraft, Remark, TargetFiles, converted
+from outpace.drafts.formats import HEAD, Description, DFlashDraft, Remark, TargetFiles, converted, stored
 from outpace.load import EMBEDDED, open_tokenizer, target_path
 from outpace.models.load import parse_config
 from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
 from outpace.weights.gguf import GGUFCheckpoint
 
+EMBEDDING = "model.embed_tokens.weight"  # of a target
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -33,10 +35,15 @@ def open_target_files(path: str) -> TargetFiles:
     return TargetFiles(
         path=str(checkpoint.folder),
         config=config,
-        checkpoint=checkpoint,
+        embedding=partial(stored, checkpoint, EMBEDDING),
+        head=partial(_head, checkpoint, config.tie_word_embeddings),
         tokenizer=tokenizer,
         vocabulary=partial(_vocabulary, checkpoint, config.vocab_size),
     )
+
+
+def _head(checkpoint: Checkpoint, tied: bool) -> Tensor:
+    return stored(checkpoint, EMBEDDING if tied and HEAD not in checkpoint.names() else HEAD)
 
 
 def _vocabulary(checkpoint: Checkpoint, vocab_size: int) -> dict[str, Any]:

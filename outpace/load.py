@@ -4,15 +4,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from outpace.chat.template import ChatTemplate, folder_template, gguf_template
 from outpace.chat.tokenizer import check_vocabulary, read_tokenizer
-from outpace.chat.vocabulary import tokenizer_from_gguf
+from outpace.chat.vocabulary import gguf_vocabulary, tokenizer_from_gguf
 from outpace.drafts.dflash import BoundDFlash, DFlash
-from outpace.drafts.load import load_dflash
+from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.formats import TargetFiles
+from outpace.drafts.load import load_dflash, load_draft
 from outpace.drafts.ngram import NGram
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
+from outpace.ops.quant import dense
 from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint
 from outpace.weights.gguf import GGUFCheckpoint
 from outpace.weights.stops import generation_stops
@@ -56,19 +61,49 @@ def open_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     return folder_template(checkpoint.folder)
 
 
-def open_draft(path: str, target: Decoder, tokenizer: Tokenizer) -> BoundDFlash | NGram | None:
-    """ "none", "ngram", "default" (the embedded DFlash) or a DFlash draft in any format we read."""
+def open_draft(
+    path: str, target: Decoder, tokenizer: Tokenizer, shape: Shape | None = None
+) -> BoundDFlash | BoundEagle3 | NGram | None:
+    """ "none", "ngram", "default" (the embedded draft) or a DFlash or EAGLE-3 in any format we read.
+
+    `shape`: the chain or tree that an EAGLE-3 proposes; raises ValueError where it is given for another.
+    """
     if path == "ngram":
         return NGram()
-    draft = open_dflash(path, tokenizer)
+    draft = open_weights(path, target, tokenizer)
+    if isinstance(draft, Eagle3):
+        return BoundEagle3(draft, target, shape or Shape())
+    if shape is not None:
+        raise ValueError(f"{path} is no EAGLE-3: it has no depth or branch to choose")
     return None if draft is None else draft.bind(target)
 
 
-def open_dflash(path: str, tokenizer: Tokenizer) -> DFlash | None:
+def open_weights(path: str, target: Decoder, tokenizer: Tokenizer) -> DFlash | Eagle3 | None:
     """The draft by itself; None for the names that stand for no weights."""
     if path in ("none", "ngram"):
         return None
+    return load_draft(draft_folder(path), tokenizer, loaded_files(target, tokenizer))
+
+
+def open_dflash(path: str, tokenizer: Tokenizer) -> DFlash | None:
+    """`open_weights` for those who can use nothing but a DFlash. Raises LoadError for another kind."""
+    if path in ("none", "ngram"):
+        return None
     return load_dflash(draft_folder(path), tokenizer)
+
+
+def loaded_files(target: Decoder, tokenizer: Tokenizer) -> TargetFiles:
+    """A target in memory, as a draft's files ask for it."""
+    embedding = target.embed_tokens.weight
+    return TargetFiles(
+        path="this target",
+        config=target.config,
+        embedding=lambda: embedding if isinstance(embedding, Tensor) else dense(embedding),
+        head=lambda: target.dense_head,
+        tokenizer=lambda: tokenizer,
+        vocabulary=lambda: gguf_vocabulary(tokenizer, target.config.vocab_size),
+        packed=not (isinstance(target.head, Tensor) and isinstance(embedding, Tensor)),
+    )
 
 
 def draft_folder(path: str) -> Path:

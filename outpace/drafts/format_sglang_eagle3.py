@@ -103,8 +103,10 @@ def _targets_own(
     for name in (EMBEDDING, HEAD):
         if name not in held or (name == HEAD and "d2t" in held):
             continue
-        same = None if target is None else is_targets(name, stored(checkpoint, held[name]), target)
-        if name in copied and target is not None and not same:
+        same = None
+        if target is not None and not target.packed:
+            same = is_targets(name, stored(checkpoint, held[name]), target)
+        if target is not None and name in copied and same is False:
             raise LoadError(
                 f"{where}: {name} should be a copy of the target's, and is not that of {target.path}"
             )

@@ -50,22 +50,19 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFiles:
-    """The target that a draft belongs to: some formats need its name, its embedding, head or tokenizer."""
+    """The target that a draft belongs to: some formats need its name, its embedding, head or tokenizer.
+
+    `embedding` and `head` give [V, C]. `packed`: not in a precision that a copy of them could have, so that
+    none can be told from the draft's own.
+    """
 
     path: str
     config: ModelConfig
-    checkpoint: Checkpoint
+    embedding: Callable[[], Tensor]
+    head: Callable[[], Tensor]  # the embedding where they are tied
     tokenizer: Callable[[], Tokenizer]
     vocabulary: Callable[[], dict[str, Any]]  # as GGUF's tokenizer.* metadata
-
-    def embedding(self) -> Tensor:
-        """[V, C], as stored."""
-        return stored(self.checkpoint, "model.embed_tokens.weight")
-
-    def head(self) -> Tensor:
-        """[V, C], as stored; the embedding where they are tied."""
-        tied = self.config.tie_word_embeddings and HEAD not in self.checkpoint.names()
-        return self.embedding() if tied else stored(self.checkpoint, HEAD)
+    packed: bool = False
 
 
 def stored(checkpoint: Checkpoint, name: str) -> Tensor:
