@@ -1,7 +1,11 @@
-"""DFlash (arXiv 2602.06036): fill a masked block in one pass, conditioned on the target's hidden states."""
+"""DFlash (arXiv 2602.06036): fill a masked block in one pass, conditioned on the target's hidden states.
+
+With the optional parts of `dflash_heads.py` it is a DFlash 2, or has DSpark's heads.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -9,78 +13,20 @@ from torch.utils.checkpoint import checkpoint
 
 from outpace.cache.kv import Cache
 from outpace.drafts.choice import Choice
+from outpace.drafts.dflash_config import DFlashConfig as DFlashConfig
+from outpace.drafts.dflash_config import default_layer_ids as default_layer_ids
+from outpace.drafts.dflash_guess import Guesses, Head, confidence, guess, survival
+from outpace.drafts.dflash_heads import BlockConv, ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.proposal import Proposal
 from outpace.models.blocks import MLP, Linear, RMSNorm
-from outpace.models.config import FULL, WINDOW
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 from outpace.ops.linear import linear
-from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate_heads
+from outpace.ops.quant import Joined, Weight
+from outpace.ops.rope import inverse_frequencies, rope_tables, rotate_heads
 
 # (layer, q [B,T,H,D], k [B,K,T,D], v [B,K,T,D]) of a block -> [B,T,H*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-def default_layer_ids(num_target_layers: int, features: int = 5) -> tuple[int, ...]:
-    """Spread from the 2nd to the 3rd-last target layer (paper, section 4.1); N//2 for a single one.
-    A target with too few layers for that many gives each layer once."""
-    span = num_target_layers - 3 - 1
-    if features == 1 or span < 1:
-        return (num_target_layers // 2,)
-    return tuple(sorted({round(1 + i * span / (features - 1)) for i in range(features)}))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
-    hidden_size: int  # C, the target's
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rope: RopeConfig
-    rms_norm_eps: float
-    block_size: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    mask_token_id: int | None  # None: the checkpoint holds a learned mask_embedding
-    attention_bias: bool = False
-    layer_types: tuple[str, ...] = ()
-    sliding_window: int = 0
-    causal: bool = False  # in layers with a window, a slot sees none of its block behind it
-    max_position_embeddings: int = 131072
-
-    def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise ValueError(f"block_size {self.block_size}: a block is an anchor and at least one MASK")
-        bad = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
-        if bad or not self.target_layer_ids:
-            raise ValueError(
-                f"target_layer_ids {list(self.target_layer_ids)}: each must lie in "
-                f"0..{self.num_target_layers - 1}"
-            )
-        if list(self.target_layer_ids) != sorted(set(self.target_layer_ids)):
-            raise ValueError(
-                f"target_layer_ids {list(self.target_layer_ids)} are not ascending: fc reads the "
-                "features in that order, so a reordered list silently halves acceptance"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} kv heads evenly")
-        if len(self.layer_types) not in (0, self.num_layers) or set(self.layer_types) - {FULL, WINDOW}:
-            raise ValueError(
-                f"layer_types {list(self.layer_types)}: one of {FULL}, {WINDOW} for each of the "
-                f"{self.num_layers} layers"
-            )
-        if WINDOW in self.layer_types and self.sliding_window < 1:
-            raise ValueError("sliding_attention layers need a sliding_window of at least 1")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
-            )
-
-    def window(self, layer: int) -> int:
-        return self.sliding_window if self.layer_types and self.layer_types[layer] == WINDOW else 0
 
 
 class DFlashLayer(nn.Module):
@@ -97,27 +43,52 @@ class DFlashLayer(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(C, config.rms_norm_eps)
         self.mlp = MLP(C, config.intermediate_size)
+        convolved = config.conv_kernel_size > 0
+        self.attention_conv = BlockConv(config) if convolved else None
+        self.mlp_conv = BlockConv(config) if convolved else None
 
-    def context_kv(self, features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """features [B,T,C] -> k, v [B,K,T,D], ready to be remembered."""
+    def context_weights(self) -> tuple[Weight, Tensor | None]:
+        """The rows of qkv_proj that make keys and values, and their bias."""
         first = self.heads * self.head_dim
         weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-        assert isinstance(weight, Tensor), "a draft's weights are plain tensors"
-        kv = linear(features, weight[first:], None if bias is None else bias[first:])
+        assert not isinstance(weight, Joined), "a draft's q, k and v are one matrix"
+        return weight[first:], None if bias is None else bias[first:]
+
+    def context_kv(
+        self,
+        features: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        weights: tuple[Weight, Tensor | None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """features [B,T,C] -> k, v [B,K,T,D], ready to be remembered. `weights`: `context_weights()`, where
+        they were asked for before."""
+        kv = linear(features, *(weights or self.context_weights()))
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         _, k, v = rotate_heads(kv, cos, sin, 0, self.kv_heads, norms)
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        qkv = self.qkv_proj(self.input_layernorm(x))
+        h = self.input_layernorm(x)
+        if self.attention_conv is None or self.mlp_conv is None:
+            x = x + self.attention(h, cos, sin, layer, attend)
+            return x + self.mlp(self.post_attention_layernorm(x))
+        h, delta = self.attention_conv.before(h)
+        x = x + self.attention_conv.after(self.attention(h, cos, sin, layer, attend), delta)
+        h, delta = self.mlp_conv.before(self.post_attention_layernorm(x))
+        return x + self.mlp_conv.after(self.mlp(h), delta)
+
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q, k, v = rotate_heads(qkv, cos, sin, self.heads, self.kv_heads, norms)
-        x = x + self.o_proj(attend(layer, q, k.transpose(1, 2), v.transpose(1, 2)))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        q, k, v = rotate_heads(self.qkv_proj(x), cos, sin, self.heads, self.kv_heads, norms)
+        out: Tensor = self.o_proj(attend(layer, q, k.transpose(1, 2), v.transpose(1, 2)))
+        return out
 
 
 class DFlash(nn.Module):
     """Embedding and head are the target's, frozen: `bind` gives them; they are not parameters here."""
+
+    d2t: Tensor | None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -128,6 +99,11 @@ class DFlash(nn.Module):
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(C, config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(C)) if config.mask_token_id is None else None
+        self.candidate_selector = Selector(config) if config.selector_rank else None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
+        words = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.draft_vocab_size else None
+        self.register_buffer("d2t", words)  # row i of the draft's head is the target's token i + d2t[i]
         self.inv = inverse_frequencies(config.rope, config.head_dim)
 
     @property
@@ -158,13 +134,24 @@ class DFlash(nn.Module):
         return torch.cat((anchor, masks), dim=-2)
 
     def denoise(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
-        """x [B,T,C], embedded blocks -> hidden [B,T,C]; the state at a MASK predicts that very position.
+        """x [B,T,C], B embedded blocks of T rows -> hidden [B,T,C]; the state at a MASK predicts that very
+        position.
         `attend` says how a block's queries meet the context's and the block's own keys. `recompute`: in
         training, layers are run again in the backward."""
         for i, layer in enumerate(self.layers):
             inputs = (x, cos, sin, i, attend)
             x = checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
         return self.norm(x)
+
+    def guess(self, head: Head, hidden: Tensor, last: Tensor, choice: Choice) -> Guesses:
+        """hidden [B,n,C] of the n places after `last` [B]. With a confidence head, it says how sure."""
+        parts = self.candidate_selector, self.markov_head
+        found = guess(head, *parts, hidden, last, choice)
+        if self.confidence_head is None:
+            return found
+        previous = torch.cat((last[:, None], found.tokens[:, :-1]), dim=1)
+        sure = confidence(self.confidence_head, *parts, hidden, previous).sigmoid()
+        return replace(found, sure=sure)
 
     def bind(self, target: Decoder) -> "BoundDFlash":
         return BoundDFlash(self, target)
@@ -195,17 +182,32 @@ class BoundDFlash:
     def block_size(self) -> int:
         return self.draft.block_size
 
+    @cached_property
+    def head(self) -> Head:
+        """Formed once: a reduced vocabulary takes its rows out of the target's head."""
+        return Head.of(self.target, self.draft.d2t)
+
     def begin(self, batch: int, length: int, offset: int = 0) -> "DFlashSession":
-        return DFlashSession(self.draft, self.target, batch, length, offset)
+        return DFlashSession(self.draft, self.target, batch, length, offset, self.head)
 
 
 class DFlashSession:
     """The context-only KV cache: rows of verified tokens alone. A block's own rows are written behind
     them while it is drafted and are never committed, so the next append overwrites them."""
 
-    def __init__(self, draft: DFlash, target: Decoder, batch: int, length: int, offset: int) -> None:
+    def __init__(
+        self,
+        draft: DFlash,
+        target: Decoder,
+        batch: int,
+        length: int,
+        offset: int,
+        head: Head | None = None,
+    ) -> None:
         config = draft.config
         self.draft, self.target = draft, target
+        self.head = head or Head.of(target, draft.d2t)
+        self.weights = [layer.context_weights() for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.cache = Cache(
             batch,
             length + draft.block_size,
@@ -226,39 +228,45 @@ class DFlashSession:
         features = self.draft.context(aux[:, :, :width])
         step = self.cache.begin(width, counts)
         cos, sin = self.draft.rope(step.storage + self.cache.offset)
-        for layer, memory in zip(self.draft.layers, self.cache.layers, strict=True):
+        for layer, memory, weights in zip(self.draft.layers, self.cache.layers, self.weights, strict=True):
             assert isinstance(layer, DFlashLayer)
-            k, v = layer.context_kv(features, cos, sin)
+            k, v = layer.context_kv(features, cos, sin, weights)
             memory.append(k, v, step)
         self.cache.advance(step)
 
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
-        guesses, q = choice.tokens(self.logits(last, width), depth=1)
-        if q is not None:
-            q = torch.nn.functional.pad(q, (0, 0, 1, 0))
-        return Proposal(torch.cat((last[:, None], guesses), dim=1), [width] * len(last), q=q)
+        hidden = self.block_hidden(last, width)[:, 1:width]
+        found = self.draft.guess(self.head, hidden, last, choice)
+        q = None if found.q is None else torch.nn.functional.pad(found.q, (0, 0, 1, 0))
+        return Proposal(
+            torch.cat((last[:, None], found.tokens), dim=1),
+            [width] * len(last),
+            q=q,
+            survival=survival(found.sure, self.draft.config.temperatures),
+        )
+
+    def logits(self, last: Tensor, width: int) -> Tensor:
+        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it (width <= block_size), each
+        blind to the others; -inf where the draft has no word."""
+        return self.head.spread(self.head.logits(self.block_hidden(last, width)[:, 1:width]))
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)
 
-    def logits(self, last: Tensor, width: int) -> Tensor:
-        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it (width <= block_size), each
-        blind to the others."""
-        return self.target.logits(self.block_hidden(last)[:, 1:width])
-
-    def block_hidden(self, last: Tensor) -> Tensor:
-        """last [B] -> [B, block_size, C]."""
-        x = self.draft.embed_block(last, self.target)
-        step = self.cache.begin(self.draft.block_size, both_ways=True)
-        cos, sin = self.draft.rope(step.storage + self.cache.offset)
+    def block_hidden(self, last: Tensor, width: int | None = None) -> Tensor:
+        """last [B] -> [B, block_size, C]; where no slot depends on a later one, the first `width` alone."""
         config = self.draft.config
+        x = self.draft.embed_block(last, self.target)
+        if width is not None and config.one_way:
+            x = x[:, :width]
+        step = self.cache.begin(x.shape[1], both_ways=True)
+        cos, sin = self.draft.rope(step.storage + self.cache.offset)
         scale = config.head_dim**-0.5
-        windowed = replace(step, both_ways=False) if config.causal else step
+        one_way = replace(step, both_ways=False) if config.causal or config.causal_full else step
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            window = config.window(layer)
-            sees = windowed if window else step
+            sees = one_way if config.hides(layer) else step
             view = self.cache.layers[layer].append(k, v, sees)
-            return attend_view(q, view, sees, window, None, scale)
+            return attend_view(q, view, sees, config.window(layer), None, scale)
 
         return self.draft.denoise(x, cos, sin, attention)

@@ -347,3 +347,4 @@ void unpack_mxfp4(const Packed *o) {
 #include "cpu_experts.c"
 #include "cpu_attention.c"
 #include "cpu_blocks.c"
+#include "cpu_drafts.c"

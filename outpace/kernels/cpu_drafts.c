@@ -1,0 +1,114 @@
+// Part of cpu.c: what a draft needs beside a transformer's parts: convolution within short blocks, with its gradients; the few
+// largest logits of each row; and the walk that picks one of a few candidates after another.
+
+// ---- y[m, c] = sum over taps t of (base[t, c] + delta[m, t, c / group]) * x[m - t, c], nothing from before a row's own block
+typedef struct { any x, delta, base, dy; int64_t kind, base_kind; void *y, *d_delta; float *d_base; int64_t M, B, C, taps, group, stride, threads; } Conv;
+INLINE vf tap(const Conv *o, long m, long t, long c, long n) {
+    return fetch(o->base, o->base_kind, t * o->C + c, n) + get(o->delta, o->kind, m * o->stride + t * (o->C / o->group) + c / o->group);
+}
+static void conv_row(const Conv *o, long m) {
+    for (long g = 0; g < o->C; g += o->group) for (long c = g; c < g + o->group; c += W) {
+        long n = g + o->group - c;
+        vf s = {0};
+        for (long t = 0; t < o->taps && t <= m % o->B; t++) s += tap(o, m, t, c, n) * fetch(o->x, o->kind, (m - t) * o->C + c, n);
+        put(o->y, o->kind, m * o->C + c, n, s);
+    }
+}
+void block_conv(const Conv *o) {
+    int threads = team((double)o->M * o->C * o->taps, 65536, o->threads);
+    EACH_ROW(o->M, conv_row(o, m));
+}
+// y: dx; d_delta [M, taps, groups] packed; d_base [taps, C]: summed within PARTS of the rows and then over them.
+static void conv_back(const Conv *o, long item, float *d_base) {
+    long C = o->C, groups = C / o->group;
+    memset(d_base, 0, o->taps * C * sizeof(float));
+    for (long m = o->M * item / PARTS; m < o->M * (item + 1) / PARTS; m++) {
+        long before = m % o->B, after = o->B - 1 - before;
+        for (long g = 0; g < groups; g++) {
+            vf mass[16] = {{0}};
+            for (long c = g * o->group; c < (g + 1) * o->group; c += W) {
+                long n = (g + 1) * o->group - c;
+                vf dy = fetch(o->dy, o->kind, m * C + c, n), dx = {0};
+                for (long t = 0; t < o->taps; t++) {
+                    if (t <= after) dx += tap(o, m + t, t, c, n) * fetch(o->dy, o->kind, (m + t) * C + c, n);
+                    if (t > before) continue;
+                    vf v = dy * fetch(o->x, o->kind, (m - t) * C + c, n);
+                    mass[t] += v;
+                    put(d_base, F32, t * C + c, n, fetch(d_base, F32, t * C + c, n) + v);
+                }
+                put(o->y, o->kind, m * C + c, n, dx);
+            }
+            for (long t = 0; t < o->taps; t++) put(o->d_delta, o->kind, (m * o->taps + t) * groups + g, 1, all(sum(mass[t])));
+        }
+    }
+}
+void block_conv_backward(const Conv *o) {
+    long size = o->taps * o->C;
+    float *d_base = scratch(PARTS * size);
+    int threads = team((double)o->M * o->C * o->taps, 32768, o->threads);
+    EACH_ROW(PARTS, conv_back(o, m, d_base + m * size));
+    memset(o->d_base, 0, size * sizeof(float));
+    for (long p = 0; p < PARTS; p++) for (long i = 0; i < size; i++) o->d_base[i] += d_base[p * size + i];
+}
+
+enum { LOT = 4 * W };  // values looked at together: most hold nothing larger than what is already found
+// ---- the k largest of each row, falling, the first among equals first; and the row's log-sum-exp
+typedef struct { floats x; int64_t *ids; float *values, *lse; int64_t M, N, k, threads; } Top;
+static long insert(float *v, int64_t *ids, long count, long k, float x, long id) {
+    long i = MIN(count, k - 1);
+    for (; i > 0 && v[i - 1] < x; i--) v[i] = v[i - 1], ids[i] = ids[i - 1];
+    v[i] = x, ids[i] = id;
+    return MIN(count + 1, k);
+}
+static void top_row(const Top *o, long m) {
+    floats x = o->x + m * o->N;
+    float *v = o->values + m * o->k;
+    int64_t *ids = o->ids + m * o->k;
+    long i = 0, count = 0;
+    for (; count < o->k; i++) count = insert(v, ids, count, o->k, x[i], i);
+    for (; i + LOT <= o->N; i += LOT) {
+        vi more = {0};
+        UNROLL for (int j = 0; j < LOT; j += W) more |= load(x + i + j) > v[o->k - 1];
+        union { vi lanes; int64_t pairs[W / 2]; } u = {more};
+        int64_t some = 0;
+        UNROLL for (int j = 0; j < W / 2; j++) some |= u.pairs[j];
+        for (int j = 0; some && j < LOT; j++) if (x[i + j] > v[o->k - 1]) insert(v, ids, o->k, o->k, x[i + j], i + j);
+    }
+    for (; i < o->N; i++) if (x[i] > v[o->k - 1]) insert(v, ids, o->k, o->k, x[i], i);
+    vf total[4] = {{0}};
+    for (i = 0; i + 4 * W <= o->N; i += 4 * W) UNROLL for (int j = 0; j < 4; j++) total[j] += expv(load(x + i + j * W) - v[0]);
+    float rest = sum((total[0] + total[1]) + (total[2] + total[3]));
+    for (; i < o->N; i++) rest += expf(x[i] - v[0]);
+    o->lse[m] = v[0] + logf(rest);
+}
+void top(const Top *o) {
+    int threads = team((double)o->M * o->N, 65536, o->threads);
+    EACH_ROW(o->M, top_row(o, m));
+}
+
+// ---- of each position's k candidates, the one with the largest values + <A[the one before] * h, B[candidate]>
+typedef struct { const int64_t *last, *ids; floats values, lse, h; any A, B; int64_t kind, *out; float *sure; int64_t M, n, k, r, threads; } Walk;
+static void walk_row(const Walk *o, long m) {
+    int64_t previous = o->last[m];
+    float s[64];
+    for (long i = m * o->n; i < (m + 1) * o->n; i++) {
+        long best = 0;
+        for (long c = 0; c < o->k; c++) {
+            vf along = {0};
+            for (long j = 0; j < o->r; j += W)
+                along += fetch(o->A, o->kind, previous * o->r + j, o->r - j) * part(o->h + i * o->r + j, o->r - j)
+                    * fetch(o->B, o->kind, o->ids[i * o->k + c] * o->r + j, o->r - j);
+            s[c] = o->values[i * o->k + c] + sum(along);
+            if (s[c] > s[best]) best = c;
+        }
+        // of the whole row: what is no candidate keeps its own logit
+        float high = MAX(s[best], o->lse[i]), rest = expf(o->lse[i] - high), mass = 0;
+        for (long c = 0; c < o->k; c++) mass += expf(s[c] - high), rest -= expf(o->values[i * o->k + c] - high);
+        o->sure[i] = expf(s[best] - high) / (mass + MAX(rest, 0.0f));
+        o->out[i] = previous = o->ids[i * o->k + best];
+    }
+}
+void walk(const Walk *o) {
+    int threads = team((double)o->M * o->n * o->k * o->r, 262144, o->threads);
+    EACH_ROW(o->M, walk_row(o, m));
+}

@@ -1,0 +1,62 @@
+"""The few likeliest of each row of logits, and the walk that picks one of them after another (DFlash 2)."""
+
+import torch
+from torch import Tensor
+
+from outpace.kernels import cpu_drafts
+from outpace.ops.fast import kernel
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [..., N] -> the min(k, N) largest of each row, falling, the first among equals first: ids int64
+    and values float32 [..., k]; and the rows' log-sum-exp [...] float32."""
+    k = min(k, logits.shape[-1])
+    if kernel(logits) and logits.is_contiguous() and k <= cpu_drafts.MOST_CANDIDATES:
+        ids, values, lse = cpu_drafts.top(logits.view(-1, logits.shape[-1]), k)
+        shape = logits.shape[:-1]
+        return ids.view(*shape, k), values.view(*shape, k), lse.view(shape)
+    return reference_likeliest(logits, k)
+
+
+def reference_likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.float()
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return ids[..., :k], values[..., :k], logits.logsumexp(-1)
+
+
+def walk(
+    last: Tensor, ids: Tensor, values: Tensor, lse: Tensor, h: Tensor, before: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From `last` [B] int64 on, of each position's candidates (ids and their logits `values` [B, n, k], h
+    [B, n, r], codebooks [V, r]) the one with the largest score after the one chosen before it:
+
+        S_t(a, b) = values_t(b) + <before[a] * h_t, after[b]>
+
+    -> the chosen ids [B, n] int64, and how likely each was, [B, n] float32: its share of the row, whose
+    log-sum-exp `lse` [B, n] is over all logits; what is no candidate keeps its own.
+    """
+    if kernel(h) and ids.shape[-1] <= cpu_drafts.MOST_CANDIDATES and before.dtype == after.dtype:
+        return cpu_drafts.walk(*(t.contiguous() for t in (last, ids, values, lse, h, before, after)))
+    return reference_walk(last, ids, values, lse, h, before, after)
+
+
+def reference_walk(
+    last: Tensor, ids: Tensor, values: Tensor, lse: Tensor, h: Tensor, before: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    chosen, sure = [], []
+    for t in range(ids.shape[1]):
+        scores = pair_scores(last, ids[:, t], values[:, t], h[:, t], before, after)
+        best, place = scores.max(-1)
+        outside = (1 - (values[:, t] - lse[:, t, None]).exp().sum(-1)).clamp(min=0).log() + lse[:, t]
+        last = ids[:, t].gather(1, place[:, None])[:, 0]
+        chosen.append(last)
+        sure.append((best - torch.logaddexp(scores.logsumexp(-1), outside)).exp())
+    return torch.stack(chosen, dim=1), torch.stack(sure, dim=1)
+
+
+def pair_scores(
+    previous: Tensor, ids: Tensor, values: Tensor, h: Tensor, before: Tensor, after: Tensor
+) -> Tensor:
+    """previous [...], ids and values [..., k], h [..., r] -> S [..., k] float32."""
+    pairs = (before[previous].float() * h.float())[..., None, :] * after[ids].float()
+    return values.float() + pairs.sum(-1)
