@@ -1,56 +1,39 @@
 """Train a DFlash draft from a teacher cache (arXiv 2602.06036, section 4.3; D-PACE, arXiv 2605.18810)."""
 
-import hashlib
-import json
-import subprocess
-import time
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
-from outpace.decode import speculative
-from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.load import save_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.models.decoder import Decoder
-from outpace.models.load import fingerprint
 from outpace.ops.blocks import block_attend
 from outpace.ops.sampling import seeded
 from outpace.train.anchors import Packed, Sample, pack
+from outpace.train.drafts import (
+    StepLoss,
+    Teacher,
+    TrainingRecipe,
+    accuracy,
+    features,
+    learn,
+    measure_tau,
+    provenance,
+    rows_of_step,
+    write_provenance,
+)
 from outpace.train.losses import chunked_nll_and_hits, decay_weights, default_gamma, dpace_weights
-from outpace.train.muon import Muon
-from outpace.train.trainer import fit, warmup_cosine
-from outpace.weights.save import write_json
 
 WEIGHTS = ("dpace", "decay")
 
 
-class Meta(Protocol):
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-
-class Teacher(Protocol):
-    """What training reads of a teacher cache."""
-
-    @property
-    def meta(self) -> Meta: ...
-
-    def __len__(self) -> int: ...
-
-    def sample(self, index: int) -> Sample: ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class DFlashRecipe:
+class DFlashRecipe(TrainingRecipe):
     """A DFlash draft of any size and how to train it. Fields of recipes/dflash-*.toml."""
 
     num_layers: int = 2
@@ -62,37 +45,20 @@ class DFlashRecipe:
     sliding_window: int = 0  # of every layer; 0: they see all of the context
     target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; () is all of them
     anchors: int = 128  # of a row
-    rows: int = 4  # of a step
-    row_tokens: int | None = None  # rows are cut to this many tokens
-    steps: int = 2000
-    lr: float = 6e-4  # AdamW's
-    muon_lr: float = 0.0  # 0: AdamW alone; else the matrices learn by Muon at this rate
-    warmup_share: float = 0.04
-    weight_decay: float = 0.0
-    clip: float = 1.0
     weights: str = "dpace"  # or "decay"
     alpha: float = 0.5  # D-PACE's smoothing
     gamma: float | None = None  # of the decay; None: the paper's for this block size
-    bfloat16: bool = True
     recompute: bool = False  # layers are run again in the backward: less memory, a third more work
-    seed: int = 1
-    save_every: int = 100
-    eval_every: int = 500
-    held_out_share: float = 0.02  # of the cache, never trained on: what is learnt by heart shows there
-    eval_prompts: int = 8
-    eval_new_tokens: int = 128
     mask_token: str | None = "<|MASK|>"  # None: a learned mask_embedding
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights {self.weights!r}: known are {', '.join(WEIGHTS)}")
-        for name in ("anchors", "rows", "steps", "save_every", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        if self.anchors < 1:
+            raise ValueError(f"anchors {self.anchors}: it must be at least 1")
         if self.sliding_window < 0:
             raise ValueError(f"sliding_window {self.sliding_window}: a count of tokens, or 0 for none")
-        if not 0 <= self.held_out_share < 1:
-            raise ValueError(f"held_out_share {self.held_out_share} is outside 0..1: some must be trained on")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha {self.alpha} is outside 0..1")
 
@@ -148,19 +114,6 @@ def init_dflash(config: DFlashConfig, seed: int) -> DFlash:
     return draft
 
 
-def optimizers(draft: DFlash, recipe: DFlashRecipe) -> dict[str, tuple[torch.optim.Optimizer, float]]:
-    """AdamW for everything, or for all but the matrices, which are Muon's then; each with its peak rate."""
-    matrices = [p for p in draft.parameters() if p.dim() == 2 and recipe.muon_lr]
-    known = {id(p) for p in matrices}
-    rest = [p for p in draft.parameters() if id(p) not in known]
-    how = {"betas": (0.9, 0.95), "weight_decay": recipe.weight_decay, "fused": True}
-    found: dict[str, tuple[torch.optim.Optimizer, float]] = {}
-    found["adam"] = torch.optim.AdamW(rest, lr=recipe.lr, **how), recipe.lr  # type: ignore[arg-type]
-    if matrices:
-        found["muon"] = Muon(matrices, recipe.muon_lr, weight_decay=recipe.weight_decay), recipe.muon_lr
-    return found
-
-
 def block_states(
     draft: DFlash, target: Decoder, packed: Packed, dtype: torch.dtype, recompute: bool = False
 ) -> Tensor:
@@ -197,33 +150,9 @@ def block_loss(hidden: Tensor, head: Tensor, packed: Packed, recipe: DFlashRecip
     return (weights * nll).sum() / weights.sum(), hits & valid
 
 
-def rows_of_step(step: int, recipe: DFlashRecipe, size: int) -> list[int]:
-    """The step's rows of an endless walk over a cache of `size`, shuffled anew every epoch."""
-    found = []
-    for n in range(step * recipe.rows, (step + 1) * recipe.rows):
-        epoch, i = divmod(n, size)
-        found.append(int(torch.randperm(size, generator=seeded(recipe.seed, 0, epoch))[i]))
-    return found
-
-
-def accuracy(hits: Tensor, valid: Tensor) -> dict[str, Any]:
-    """hits and valid [A, n]: the share right at each position, and the mean over blocks of the count of
-    leading right ones: the accept_len that these blocks would have had, labels being the target's."""
-    right = hits.sum(0) / valid.sum(0).clamp(min=1)
-    leading = hits.long().cumprod(1).sum(1).float().mean()
-    return {"accept_len": leading.item(), "accuracy": [round(x, 4) for x in right.tolist()]}
-
-
-def measure_tau(draft: DFlash, target: Decoder, prompts: list[list[int]], new_tokens: int) -> float:
-    """Real decoding at temperature 0: tokens per forward of the target, bonus included."""
-    stop = frozenset(target.config.eos_token_ids)
-    request = Request(max_new_tokens=new_tokens, stop=stop)
-    return speculative.generate(target, draft.bind(target), prompts, request).trace.tau
-
-
 @torch.no_grad()
 def unseen(
-    draft: DFlash, target: Decoder, samples: list[Sample], recipe: DFlashRecipe, features: list[int] | None
+    draft: DFlash, target: Decoder, samples: list[Sample], recipe: DFlashRecipe, layers: list[int] | None
 ) -> dict[str, Any]:
     """`accuracy` on samples kept from training. Far below the training's, more steps will not help: it
     takes more answers."""
@@ -231,10 +160,9 @@ def unseen(
     for i in range(0, len(samples), recipe.rows):
         rng = seeded(recipe.seed, 2, i)
         rows = samples[i : i + recipe.rows]
-        packed = pack(rows, recipe.block_size, recipe.anchors, recipe.row_tokens, rng, features)
-        dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
-        hidden = block_states(draft, target, packed, dtype)
-        found.append(block_loss(hidden, target.dense_head.to(dtype), packed, recipe)[1])
+        packed = pack(rows, recipe.block_size, recipe.anchors, recipe.row_tokens, rng, layers)
+        hidden = block_states(draft, target, packed, recipe.dtype)
+        found.append(block_loss(hidden, target.dense_head.to(recipe.dtype), packed, recipe)[1])
         valid.append(packed.valid)
     return {f"unseen_{k}": v for k, v in accuracy(torch.cat(found), torch.cat(valid)).items()}
 
@@ -262,45 +190,32 @@ def train_dflash(
     held = tuple(cache.meta.target_layer_ids)
     draft = _begin(recipe, target, tokenizer, held, init)
     config = draft.config
-    features = _features(config, target, held, cache.meta.hidden_size)
+    layers = features(config.target_layer_ids, target, held, cache.meta.hidden_size)
     draft.bind(target)
     target.requires_grad_(False)
-    dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
-    head = target.dense_head.to(dtype)
-    learners = optimizers(draft, recipe)
-    warmup = max(1, round(recipe.steps * recipe.warmup_share))
-    trained = len(cache) - int(len(cache) * recipe.held_out_share)
+    head = target.dense_head.to(recipe.dtype)
+    trained = recipe.trained(cache)
     kept = [cache.sample(i) for i in range(trained, len(cache))]
 
-    def update(step: int) -> dict[str, Any]:
-        began = time.perf_counter()
+    def loss_of(step: int) -> StepLoss:
         rows = [cache.sample(i) for i in rows_of_step(step, recipe, trained)]
         rng = seeded(recipe.seed, 1, step)
-        packed = pack(rows, config.block_size, recipe.anchors, recipe.row_tokens, rng, features)
-        factor = warmup_cosine(step, recipe.steps, warmup)
-        for optimizer, lr in learners.values():
-            for group in optimizer.param_groups:
-                group["lr"] = lr * factor
-        hidden = block_states(draft, target, packed, dtype, recipe.recompute)
+        packed = pack(rows, config.block_size, recipe.anchors, recipe.row_tokens, rng, layers)
+        hidden = block_states(draft, target, packed, recipe.dtype, recipe.recompute)
         loss, hits = block_loss(hidden, head, packed, recipe)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip)
-        for optimizer, _ in learners.values():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        metrics = {"loss": loss.item(), **accuracy(hits, packed.valid), "lr": recipe.lr * factor}
-        metrics["tokens_per_s"] = round(packed.row_tokens / (time.perf_counter() - began), 1)
-        if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
-            metrics |= _judge(draft, target, kept, held_out, recipe, features)
+        return StepLoss(loss, packed.row_tokens, accuracy(hits, packed.valid))
+
+    def judge() -> dict[str, Any]:
+        metrics = unseen(draft, target, kept, recipe, layers) if kept else {}
+        if held_out:
+            prompts = held_out[: recipe.eval_prompts]
+            metrics["tau"] = measure_tau(draft.bind(target), target, prompts, recipe.eval_new_tokens)
         return metrics
 
-    parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}}
-    every = recipe.save_every
-    fit(folder, recipe.steps, update, parts, save_every=every, title="dflash", stop_after=stop_after)
-    if json.loads(_lines(folder)[-1])["step"] + 1 == recipe.steps:
+    if learn(draft, recipe, folder, "dflash", loss_of, judge, stop_after=stop_after):
         said = provenance(recipe, config, target, cache, folder) | {"started_from": started_from}
         save_dflash(draft, folder / "draft")
-        write_json(folder / "draft" / "provenance.json", said)
+        write_provenance(folder / "draft", said)
     return draft.requires_grad_(False)
 
 
@@ -312,72 +227,3 @@ def _begin(
     draft = DFlash(recipe.served(init.config))
     draft.load_state_dict(init.state_dict())
     return draft
-
-
-def _judge(
-    draft: DFlash,
-    target: Decoder,
-    kept: list[Sample],
-    held_out: list[list[int]],
-    recipe: DFlashRecipe,
-    features: list[int] | None,
-) -> dict[str, Any]:
-    """What the log says every `eval_every` steps, of whichever there is to judge on."""
-    metrics = unseen(draft, target, kept, recipe, features) if kept else {}
-    if held_out:
-        prompts = held_out[: recipe.eval_prompts]
-        metrics["tau"] = measure_tau(draft, target, prompts, recipe.eval_new_tokens)
-    return metrics
-
-
-def _features(
-    config: DFlashConfig, target: Decoder, held: tuple[int, ...], hidden_size: int
-) -> list[int] | None:
-    """Indices of the draft's layers among those the cache holds; None where they are all, in order."""
-    if hidden_size != target.config.hidden_size:
-        raise ValueError(
-            f"the cache holds states of width {hidden_size}, this target's are {target.config.hidden_size} "
-            "wide: build a cache of this target"
-        )
-    missing = [i for i in config.target_layer_ids if i not in held]
-    if missing:
-        raise ValueError(
-            f"the cache holds the layers {list(held)}, the draft also reads {missing}: build a cache with "
-            f"target_layer_ids {list(config.target_layer_ids)}"
-        )
-    return None if config.target_layer_ids == held else [held.index(i) for i in config.target_layer_ids]
-
-
-def provenance(
-    recipe: DFlashRecipe, config: DFlashConfig, target: Decoder, cache: Teacher, folder: Path
-) -> dict[str, Any]:
-    """What provenance.json says: enough to make this draft again, and to know whose it is."""
-    lines = [json.loads(line) for line in _lines(folder)]
-    meta = asdict(cache.meta) if is_dataclass(cache.meta) else vars(cache.meta)
-    return {
-        "recipe": asdict(recipe),
-        "config": asdict(config),
-        "target_fingerprint": fingerprint(target),
-        "cache_sha256": hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest(),
-        "cache_samples": len(cache),
-        "seed": recipe.seed,
-        "steps": recipe.steps,
-        "git": _git_describe(),
-        "torch": torch.__version__,
-        "losses": [line["loss"] for line in lines[-20:]],
-        "tau": [[line["step"], line["tau"]] for line in lines if "tau" in line],
-        "unseen": [[line["step"], line["unseen_accuracy"]] for line in lines if "unseen_accuracy" in line],
-    }
-
-
-def _lines(folder: Path) -> list[str]:
-    return (folder / "log.jsonl").read_text().splitlines()
-
-
-def _git_describe() -> str | None:
-    """Of the checkout this file lies in; None for an installed package."""
-    command = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
