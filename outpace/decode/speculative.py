@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outpace.decode.backlog import Backlog, Part
+from outpace.decode.controller import Controller, Fixed
 from outpace.decode.judge import judge_of
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
-from outpace.decode.trace import Trace
+from outpace.decode.trace import Foreseen, Trace
 from outpace.drafts.proposal import Draft, Proposal
 from outpace.models.decoder import Decoder
 
@@ -19,12 +21,14 @@ def generate(
     prompts: Sequence[Sequence[int]],
     request: Request,
     *,
+    controller: Controller | None = None,
     rng: torch.Generator | None = None,
     on_tokens: OnTokens | None = None,
     on_logits: OnLogits | None = None,
 ) -> Generation:
     """The tokens `plain.generate` would emit (temperature 0), or draws from the same distribution, in
-    fewer forwards of the target. Rows accept different lengths and end on their own.
+    fewer forwards of the target. Rows accept different lengths and end on their own. The controller says
+    how many columns a round has; without one, as many as the draft proposes.
 
     Raises ValueError for prompts the model cannot take.
     """
@@ -33,7 +37,9 @@ def generate(
     longest = max(len(p) for p in prompts) + request.max_new_tokens + block
     cache = target.make_cache(B, longest, slack=block, offset=request.offset)
     session, judge = draft.begin(B, longest, request.offset), judge_of(request, prompts, rng)
-    trace, rows = Trace(), Rows(B, request, on_tokens)
+    trace, rows, unseen = Trace(), Rows(B, request, on_tokens), Backlog()
+    pace = controller or Fixed(block)
+    pace.begin(block)
     with trace.timed("prefill"):
         last = prefill(target, cache, prompts, request, judge, session, wanted, on_logits)
     for b, token in enumerate(last.tolist()):
@@ -42,11 +48,17 @@ def generate(
     alive = list(range(B))
     while left := rows.still(alive):
         if len(left) < len(alive):  # finished rows leave the batch
-            for part in (cache, session, judge):
+            for part in (cache, session, judge, unseen):
                 part.keep(left)
             last, alive = last[left], [alive[i] for i in left]
+        before = trace.decode_seconds
         with trace.timed("draft"):
-            proposal = session.propose(last, block, judge.choice)
+            width = pace.width(cache.lengths)
+            if width > 1:
+                unseen.show(session)
+                proposal = pace.cut(session.propose(last, width, judge.choice))
+            else:  # a plain step
+                proposal = Proposal(last[:, None], [1] * len(last))
         with trace.timed("verify"):
             out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
             logits = target.logits(out.hidden)
@@ -60,19 +72,21 @@ def generate(
             last = torch.tensor([tokens[-1] for tokens in found.tokens], device=target.device)
             taken = [len(columns) - 1 for columns in found.path]
             trace.add(B, alive, proposal.deepest, taken, proposal.counts)
+            pace.learn(proposal, found.path)
         with trace.timed("draft"):
-            session.observe(*verified(proposal, out.aux, found.path))
+            unseen.add(verified(proposal, out.aux, found.path), session)
+        if pace.foreseen is not None:
+            brought = sum(map(len, found.path))
+            trace.foreseen.append(Foreseen(*pace.foreseen, brought, trace.decode_seconds - before))
     return Generation(rows.emitted, trace)
 
 
-def verified(
-    proposal: Proposal, aux: Tensor | None, path: list[list[int]]
-) -> tuple[Tensor, Tensor | None, list[int]]:
-    """The accepted columns, moved together: tokens [B, T], aux [n, B, T, C], and how many of each row."""
+def verified(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> Part:
+    """The accepted columns, moved together."""
     counts = [len(columns) for columns in path]
     if proposal.parents is None:  # they stand together
-        return proposal.tokens, aux, counts
+        return Part(proposal.tokens, aux, counts)
     padded = [columns + [0] * (max(counts) - len(columns)) for columns in path]
     at = torch.tensor(padded, device=proposal.tokens.device)
     row = torch.arange(len(path), device=at.device)[:, None]
-    return proposal.tokens[row, at], None if aux is None else aux[:, row, at], counts
+    return Part(proposal.tokens[row, at], None if aux is None else aux[:, row, at], counts)

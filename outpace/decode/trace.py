@@ -6,6 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What a round was to bring, said before the target ran, and what it brought: tokens of all rows."""
+
+    tokens: float
+    seconds: float
+    tokens_brought: int
+    seconds_taken: float
+
+
 @dataclass
 class Trace:
     """Rounds after the prefill. A round of plain decoding proposes nothing and commits one token."""
@@ -16,6 +26,7 @@ class Trace:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
     )
+    foreseen: list[Foreseen] = field(default_factory=list)  # per round that a controller foresaw
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -41,6 +52,22 @@ class Trace:
         self.nodes.append(verified)
         self.proposed.append(offered)
         self.accepted.append(taken)
+
+    @property
+    def decode_seconds(self) -> float:
+        return sum(seconds for part, seconds in self.seconds.items() if part != "prefill")
+
+    @property
+    def foreseen_tokens_per_s(self) -> float:
+        seconds = sum(f.seconds for f in self.foreseen)
+        return sum(f.tokens for f in self.foreseen) / seconds if seconds else 0.0
+
+    @property
+    def foresight_error(self) -> float:
+        """The foreseen tokens a second over the measured ones of the same rounds, less 1."""
+        taken = sum(f.seconds_taken for f in self.foreseen)
+        measured = sum(f.tokens_brought for f in self.foreseen) / taken if taken else 0.0
+        return self.foreseen_tokens_per_s / measured - 1 if measured else 0.0
 
     @property
     def rounds(self) -> int:

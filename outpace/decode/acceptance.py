@@ -1,0 +1,104 @@
+"""How likely guesses are accepted: what earlier rounds taught, and the draft's own word where it gives one.
+
+Nothing here ever reads a guess that is still to be judged, unless the draft chose it without drawing.
+"""
+
+from collections.abc import Sequence
+
+PRIOR_TRIALS = 6.0  # a guess's prior weighs as much as so many trials
+LENT_TRIALS = 1.5  # of a deeper guess: as good as the one it follows, until it was tried
+
+
+class Record:
+    """What became of the guesses of earlier rounds, fading. A round without the draft's own word is foreseen
+    from `steps`, one with it from `trust`; `gains` says what the next proposal is likely to bring."""
+
+    def __init__(self, widest: int, prior: float) -> None:
+        """widest: columns of the widest proposal. prior: how often a guess is right where its parent is."""
+        self.prior = prior
+        self.tried, self.taken = [0.0] * widest, [0.0] * widest  # by column, where its parent was accepted
+        self.parents = [max(i - 1, 0) for i in range(widest)]  # of the last proposal, as far as it went
+        self.said, self.came = [0.0] * widest, [0.0] * widest  # by depth: survival as said, and as it came
+        self.seen, self.seen_gain = 0.0, [0.0] * widest  # proposals with survival; by column, corrected
+
+    def fade(self, share: float) -> None:
+        """What was learnt counts for `share` of what it did."""
+        for part in (self.tried, self.taken, self.said, self.came, self.seen_gain):
+            part[:] = [x * share for x in part]
+        self.seen *= share
+
+    # ---- without the draft's word -------------------------------------------------------------------
+
+    def steps(self) -> list[float]:
+        """By column: how often it was accepted where its parent was. What was rarely tried of late is held
+        for as good as its parent."""
+        found = [1.0] * len(self.tried)
+        for i in range(1, len(found)):
+            parent = self.parents[i]
+            prior, weight = (found[parent], LENT_TRIALS) if parent else (self.prior, PRIOR_TRIALS)
+            found[i] = (self.taken[i] + weight * prior) / (self.tried[i] + weight)
+        return found
+
+    def reach(self, parents: Sequence[int]) -> list[float]:
+        """By column: how likely it is accepted, the product of the steps to it; 1 at the root."""
+        steps, found = self.steps(), [1.0]
+        for i in range(1, len(parents)):
+            found.append(found[parents[i]] * steps[i])
+        return found
+
+    # ---- with it ------------------------------------------------------------------------------------
+
+    def trust(self) -> list[float]:
+        """By depth: what came of what the draft said, over what it said. Depths of which little is known are
+        believed as far as the one above."""
+        found = [1.0] * len(self.said)
+        for d in range(1, len(found)):
+            found[d] = (self.came[d] + LENT_TRIALS * found[d - 1]) / (self.said[d] + LENT_TRIALS)
+        return found
+
+    def corrected(
+        self, survival: Sequence[float], parents: Sequence[int], depth: Sequence[int]
+    ) -> list[float]:
+        """The draft's word, corrected; a guess lives no longer than its parent."""
+        trust, found = self.trust(), [1.0]
+        for i in range(1, len(survival)):
+            found.append(min(found[parents[i]], survival[i] * trust[depth[i]]))
+        return found
+
+    # ---- what is likely to come ---------------------------------------------------------------------
+
+    def gains(self, speaks: bool) -> list[float]:
+        """By column: what it adds to the accepted tokens of one row, before the proposal is made. `speaks`:
+        the draft says how sure it is."""
+        reach = self.reach(self.parents)
+        if not speaks:
+            return reach
+        weight = 1.0  # of a first guess at it
+        return [(g + weight * r) / (self.seen + weight) for g, r in zip(self.seen_gain, reach, strict=True)]
+
+    def foresaw(self, gains: Sequence[float]) -> None:
+        """The corrected survival of a proposal, whether or not all of it is verified."""
+        self.seen += 1
+        for i, gain in enumerate(gains):
+            self.seen_gain[i] += gain
+
+    def add(
+        self, parents: Sequence[int], depth: Sequence[int], path: Sequence[int], said: Sequence[float] | None
+    ) -> None:
+        """One row of a round: of the columns verified their parents, their depth and what the draft said
+        of them, and the path that was accepted."""
+        taken = set(path)
+        for i in range(1, len(parents)):
+            if parents[i] in taken:
+                self.tried[i] += 1
+                self.taken[i] += i in taken
+            if said is not None:
+                self.said[depth[i]] += said[i]
+                self.came[depth[i]] += i in taken
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    found = [0]
+    for i in range(1, len(parents)):
+        found.append(found[parents[i]] + 1)
+    return found

@@ -1,0 +1,205 @@
+"""What a round costs on this machine, for one target and draft: the table that the controller reads."""
+
+import hashlib
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.drafts.proposal import Draft
+from outpace.models.decoder import Decoder
+from outpace.models.load import named_tensors
+from outpace.ops.fast import kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Medians, in seconds, at one batch size and one context (tokens remembered per row).
+
+    verify[i], draft[i]: of widths[i] columns per row, root included. `verify` is the target's forward, its
+    logits and the verdict; `draft` is one proposal and the observation of what was verified (0 for one
+    column); `rest` is everything else of a round. `spread`: half of the timings lie within this share of
+    their median, for the median width.
+    """
+
+    batch: int
+    context: float
+    verify: tuple[float, ...]
+    draft: tuple[float, ...]
+    rest: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Touched:
+    """Distinct experts that n consecutive tokens of real text touch in a layer, of `experts`, `per_token` for
+    each: the mean over layers and places. `rho` fits measured[i] = K + rho (independent - K)."""
+
+    experts: int
+    per_token: int
+    widths: tuple[int, ...]
+    measured: tuple[float, ...]
+    rho: float
+
+    def independent(self, n: int) -> float:
+        """E (1 - (1 - K/E)^n): what n tokens would touch if none knew of the others (MoESD, 2505.19645)."""
+        return self.experts * (1 - (1 - self.per_token / self.experts) ** n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """`acceptance`: how often a guess was right where the one before it was, on the text measured."""
+
+    fingerprint: str
+    widths: tuple[int, ...]  # columns, ascending, from 1
+    points: tuple[Point, ...]
+    acceptance: float
+    touched: Touched | None = None
+    said: dict[str, str]  # what was measured, for people
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no measurement gives."""
+        if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
+            raise ValueError(f"widths {list(self.widths)}: they must ascend from 1")
+        if not self.points or len({(p.batch, p.context) for p in self.points}) < len(self.points):
+            raise ValueError("a cost table needs points, one at each batch size and context")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance {self.acceptance} is no share")
+        for p in self.points:
+            numbers = (*p.verify, *p.draft, p.rest, p.context)
+            if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
+                raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
+            if not all(math.isfinite(x) and x >= 0 for x in numbers) or min(p.verify) <= 0 or p.batch < 1:
+                raise ValueError(f"batch {p.batch}, context {p.context}: a cost is not a time")
+
+    @property
+    def widest(self) -> int:
+        return self.widths[-1]
+
+    def verify_seconds(self, n: int, context: float, batch: int = 1) -> float:
+        """A forward that verifies n columns of every row (C_verify). Between measured widths, contexts and
+        batch sizes lines are drawn, and beyond the widest and the longest the last ones go on. A batch
+        beyond the measured ones costs what as many columns do in the largest of them; one below, what
+        the smallest does."""
+        return self._at("verify", n, context, batch)
+
+    def draft_seconds(self, width: int, context: float, batch: int = 1) -> float:
+        """A proposal of at most `width` columns, and showing the draft what became of it (C_draft)."""
+        return self._at("draft", width, context, batch) if width > 1 else 0.0
+
+    def rest_seconds(self, batch: int = 1) -> float:
+        """What a round takes beside."""
+        near = min(self.points, key=lambda p: abs(p.batch - batch))
+        return near.rest
+
+    def round_seconds(self, n: int, context: float, batch: int = 1, width: int | None = None) -> float:
+        """A whole round: drafted to `width` columns (default n), n of them verified."""
+        drafted = self.draft_seconds(width or n, context, batch)
+        return drafted + self.verify_seconds(n, context, batch) + self.rest_seconds(batch)
+
+    def break_even(self, n: int, context: float, batch: int = 1) -> float:
+        """The tau at which rounds of n columns are as fast as plain decoding."""
+        return self.round_seconds(n, context, batch) / self.round_seconds(1, context, batch)
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(sorted({p.batch for p in self.points}))
+
+    def _at(self, part: str, n: float, context: float, batch: int) -> float:
+        below = [b for b in self.batches if b <= batch]
+        above = [b for b in self.batches if b > batch]
+        if below and above:
+            low, high = below[-1], above[0]
+            share = (batch - low) / (high - low)
+            return (1 - share) * self._of(part, n, context, low) + share * self._of(part, n, context, high)
+        if not below:
+            return self._of(part, n, context, above[0])
+        return self._of(part, n * batch / below[-1], context, below[-1])
+
+    def _of(self, part: str, n: float, context: float, batch: int) -> float:
+        points = sorted((p for p in self.points if p.batch == batch), key=lambda p: p.context)
+        seconds = [_line(self.widths, getattr(p, part), n) for p in points]
+        # a shorter context than the shortest costs no less: attention is not all there is
+        return _line([p.context for p in points], seconds, max(context, points[0].context))
+
+
+def _line(xs: tuple[float, ...] | list[float], ys: tuple[float, ...] | list[float], x: float) -> float:
+    """Lines between the points; the last one goes on, if it rises."""
+    if len(xs) == 1:
+        return ys[0]
+    i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+    slope = (ys[i + 1] - ys[i]) / (xs[i + 1] - xs[i])
+    if x > xs[-1]:
+        return ys[-1] + max(slope, 0.0) * (x - xs[-1])
+    return ys[i] + slope * (x - xs[i])
+
+
+def rising(ys: list[float]) -> list[float]:
+    """The nearest sequence, by squares, that never falls: neighbours that do are averaged."""
+    blocks: list[tuple[float, int]] = []
+    for y in ys:
+        mean, count = y, 1
+        while blocks and blocks[-1][0] > mean:
+            before, n = blocks.pop()
+            mean, count = (before * n + mean * count) / (n + count), n + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+# ---- what a table belongs to --------------------------------------------------------------------
+
+
+def fingerprint(target: Decoder, draft: Draft) -> str:
+    """Of target, draft and machine: a table measured for another of them is not used."""
+    parts = [*machine(target).items(), ("target", identity(target)), ("draft", identity(draft))]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def machine(target: Decoder) -> dict[str, str]:
+    """What decides how fast the same forward runs."""
+    cuda = target.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(target.device) if cuda else _processor(),
+        "vector": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "kernels": str(_kernels()),
+        "torch": torch.__version__,
+        "outpace": version("outpace"),
+    }
+
+
+@torch.inference_mode()
+def _kernels() -> bool:
+    return kernel(torch.zeros(1))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def identity(thing: Any) -> str:
+    """Config, and of every tensor its name, shape, dtype and a few bytes: a model of the size of gpt-oss is
+    known again without reading it. Of a dataclass, its fields, but for the target it is bound to."""
+    if isinstance(thing, nn.Module):
+        digest = hashlib.sha256(repr(getattr(thing, "config", None)).encode())
+        for name, tensor in sorted(named_tensors(thing)):
+            flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+            some = torch.cat((flat[:64], flat[-64:])).cpu().numpy().tobytes()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + some)
+        return f"{type(thing).__name__} {digest.hexdigest()}"
+    if is_dataclass(thing):
+        values = [(f.name, getattr(thing, f.name)) for f in fields(thing)]
+        known = [f"{name}={identity(v)}" for name, v in values if not isinstance(v, Decoder)]
+        return f"{type(thing).__name__}({', '.join(known)})"
+    return repr(thing)
