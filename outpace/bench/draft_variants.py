@@ -1,6 +1,7 @@
 """What a DFlash draft may remember of its context: as it is served, nothing, and the block's own rows too."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from outpace.cache.kv import Step
 from outpace.drafts.choice import Choice
 from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
+from outpace.drafts.dflash_guess import Head
 from outpace.drafts.proposal import Proposal
 from outpace.models.decoder import Decoder
 
@@ -25,8 +27,16 @@ class Recomputed(DFlashSession):
     """Keeps c_s [B, n, C] and forms every layer's keys and values anew in each round. Drafts what the served
     session drafts."""
 
-    def __init__(self, draft: DFlash, target: Decoder, batch: int, length: int, offset: int) -> None:
-        super().__init__(draft, target, batch, length, offset)
+    def __init__(
+        self,
+        draft: DFlash,
+        target: Decoder,
+        batch: int,
+        length: int,
+        offset: int,
+        head: Head | None = None,
+    ) -> None:
+        super().__init__(draft, target, batch, length, offset, head)
         width = draft.config.hidden_size
         self.features = torch.zeros(batch, length, width, dtype=target.dtype, device=target.device)
         self.seen = [0] * batch
@@ -81,9 +91,10 @@ class NoiseCached(DFlashSession):
 def form(session: DFlashSession, features: Tensor, step: Step) -> None:
     """Append the keys and values of features [B, T, C] in every layer."""
     cos, sin = session.draft.rope(step.storage + session.cache.offset)
-    for layer, memory in zip(session.draft.layers, session.cache.layers, strict=True):
+    parts = zip(session.draft.layers, session.cache.layers, session.weights, strict=True)
+    for layer, memory, weights in parts:
         assert isinstance(layer, DFlashLayer)
-        memory.append(*layer.context_kv(features, cos, sin), step)
+        memory.append(*layer.context_kv(features, cos, sin, weights), step)
 
 
 SESSIONS: dict[Variant, type[DFlashSession]] = {
@@ -109,5 +120,9 @@ class Remembering:
     def block_size(self) -> int:
         return self.draft.block_size
 
+    @cached_property
+    def head(self) -> Head:
+        return Head.of(self.target, self.draft.d2t)
+
     def begin(self, batch: int, length: int, offset: int = 0) -> DFlashSession:
-        return SESSIONS[self.variant](self.draft, self.target, batch, length, offset)
+        return SESSIONS[self.variant](self.draft, self.target, batch, length, offset, self.head)

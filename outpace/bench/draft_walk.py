@@ -1,17 +1,21 @@
 """One drafting round taken apart: a DFlash's own modules called one by one, timed, and what each reads."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from outpace.bench.draft_variants import NoiseCached, Recomputed, Variant, form
+from outpace.cache.kv import Step
 from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
+from outpace.drafts.dflash_guess import Head
+from outpace.drafts.dflash_heads import BlockConv
 from outpace.drafts.proposal import Proposal
+from outpace.models.blocks import RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 from outpace.ops.quant import Joined, Weight
@@ -25,6 +29,7 @@ OPERATIONS = (
     "attention",
     "o",
     "mlp",
+    "convolution",
     "head",
     "argmax",
     "rope and norm",
@@ -32,47 +37,118 @@ OPERATIONS = (
 
 
 class Clock:
-    """Seconds by operation."""
+    """Seconds by operation. One inside another stops the outer one."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(OPERATIONS, 0.0)
+        self.running: list[str] = []
+        self.since = 0.0
 
     @contextmanager
     def __call__(self, operation: str) -> Iterator[None]:
-        began = time.perf_counter()
+        self._charge()
+        self.running.append(operation)
         yield
-        self.seconds[operation] += time.perf_counter() - began
+        self._charge()
+        self.running.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self.running:
+            self.seconds[self.running[-1]] += now - self.since
+        self.since = now
+
+
+@dataclass(frozen=True)
+class ClockedHead(Head):
+    """A head under its own clock, inside the choosing of guesses."""
+
+    clock: Clock
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with self.clock("head"):
+            return super().logits(hidden)
 
 
 def walk_block(session: DFlashSession, last: Tensor, clock: Clock) -> Proposal:
     """What `session.propose(last, block_size, Likeliest())` does, one operation at a time."""
-    draft, target, cache = session.draft, session.target, session.cache
-    config = draft.config
+    draft, cache = session.draft, session.cache
+    config, head = draft.config, session.head
     with clock("embedding"):
-        x = draft.embed_block(last, target)
+        x = draft.embed_block(last, session.target)
     with clock("rope and norm"):
         step = cache.begin(config.block_size, both_ways=True)
         cos, sin = draft.rope(step.storage + cache.offset)
     for i, layer in enumerate(draft.layers):
         assert isinstance(layer, DFlashLayer)
-        with clock("q/k/v"):
-            qkv = layer.qkv_proj(layer.input_layernorm(x))
-            norms = (layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
-            q, k, v = rotate_heads(qkv, cos, sin, layer.heads, layer.kv_heads, norms)
-        with clock("attention"):
-            view = cache.layers[i].append(k.transpose(1, 2), v.transpose(1, 2), step)
-            out = attend_view(q, view, step, config.window(i), None, config.head_dim**-0.5)
-        with clock("o"):
-            x = x + layer.o_proj(out)
-        with clock("mlp"):
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        sees = replace(step, both_ways=False) if config.hides(i) else step
+        x = x + _convolved(
+            layer.attention_conv,
+            layer.input_layernorm,
+            x,
+            clock,
+            "q/k/v",
+            _attention(session, i, cos, sin, sees, clock),
+        )
+        x = x + _convolved(
+            layer.mlp_conv, layer.post_attention_layernorm, x, clock, "mlp", _mlp(layer, clock)
+        )
     with clock("rope and norm"):
         hidden = draft.norm(x)
-    with clock("head"):
-        logits = target.logits(hidden[:, 1:])
     with clock("argmax"):
-        guesses, _ = Likeliest().tokens(logits, 1)
-    return Proposal(torch.cat((last[:, None], guesses), dim=1), [config.block_size] * len(last))
+        timed_head = ClockedHead(head.weight, head.ids, head.vocab_size, clock)
+        found = draft.guess(timed_head, hidden[:, 1:], last, Likeliest())
+        tokens = torch.cat((last[:, None], found.tokens), dim=1)
+    return Proposal(tokens, [config.block_size] * len(last))
+
+
+def _convolved(
+    conv: BlockConv | None,
+    norm: RMSNorm,
+    x: Tensor,
+    clock: Clock,
+    normed_in: str,
+    sublayer: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """One sublayer between its norm and the residual sum; with its convolutions where it has any."""
+    with clock(normed_in):
+        h = norm(x)
+    if conv is None:
+        return sublayer(h)
+    with clock("convolution"):
+        h, delta = conv.before(h)
+    out = sublayer(h)
+    with clock("convolution"):
+        return conv.after(out, delta)
+
+
+def _attention(
+    session: DFlashSession, i: int, cos: Tensor, sin: Tensor, sees: Step, clock: Clock
+) -> Callable[[Tensor], Tensor]:
+    config, layer = session.draft.config, session.draft.layers[i]
+    assert isinstance(layer, DFlashLayer)
+
+    def run(h: Tensor) -> Tensor:
+        with clock("q/k/v"):
+            norms = (layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+            q, k, v = rotate_heads(layer.qkv_proj(h), cos, sin, layer.heads, layer.kv_heads, norms)
+        with clock("attention"):
+            view = session.cache.layers[i].append(k.transpose(1, 2), v.transpose(1, 2), sees)
+            out = attend_view(q, view, sees, config.window(i), None, config.head_dim**-0.5)
+        with clock("o"):
+            mixed: Tensor = layer.o_proj(out)
+        return mixed
+
+    return run
+
+
+def _mlp(layer: DFlashLayer, clock: Clock) -> Callable[[Tensor], Tensor]:
+    def run(h: Tensor) -> Tensor:
+        with clock("mlp"):
+            out: Tensor = layer.mlp(h)
+        return out
+
+    return run
 
 
 def walk_round(session: DFlashSession, last: Tensor, aux: Tensor, clock: Clock) -> Proposal:
@@ -126,7 +202,7 @@ def work_of_round(
     draft: DFlash, target: Decoder, variant: Variant, context: int, observed: int
 ) -> dict[str, Work]:
     """By operation, of a round at batch 1: weights once, as they are stored, and the activations and the
-    remembered keys and values that are read. Norm weights are left out."""
+    remembered keys and values that are read. Norms and the few rows of a selector's codebooks are left out."""
     config, size = draft.config, target.dtype.itemsize
     H, K, D, N = config.num_heads, config.num_kv_heads, config.head_dim, config.block_size
     found = dict.fromkeys(OPERATIONS, Work())
@@ -134,8 +210,9 @@ def work_of_round(
     if variant != "noise cached":
         found["fc"] = product(draft.fc.weight, observed, size)
     found["embedding"] = Work(N * stored(target.embed_tokens.weight) / config.vocab_size)
-    found["head"] = product(target.head, N - 1, size)
-    found["argmax"] = Work((N - 1) * config.vocab_size * size)
+    words = (config.draft_vocab_size or config.vocab_size) / config.vocab_size
+    found["head"] = product(target.head, N - 1, size, words)
+    found["argmax"] = Work((N - 1) * words * config.vocab_size * size)
     windows = [config.window(i) for i in range(config.num_layers)]
     for layer, window in zip(draft.layers, windows, strict=True):
         assert isinstance(layer, DFlashLayer)
@@ -149,4 +226,7 @@ def work_of_round(
         found["o"] += product(layer.o_proj.weight, N, size)
         found["mlp"] += product(layer.mlp.gate_up_proj.weight, N, size)
         found["mlp"] += product(layer.mlp.down_proj.weight, N, size)
+        for conv in (layer.attention_conv, layer.mlp_conv):
+            if conv is not None:
+                found["convolution"] += product(conv.kernel_projection.weight, N, size)
     return found

@@ -48,12 +48,24 @@ def is_tie(target: Decoder, prefix: Sequence[int], a: int, b: int, offset: int =
     return bool(logits.max() - torch.minimum(logits[a], logits[b]) <= TIE)
 
 
+def first_difference(tokens: list[int], answer: list[int]) -> int | None:
+    pairs = enumerate(zip(tokens, answer, strict=False))
+    return next((i for i, (ours, theirs) in pairs if ours != theirs), None)
+
+
+def same(tokens: list[int], answer: list[int]) -> Check:
+    """One row that nothing excuses. A different count is a violation."""
+    i = first_difference(tokens, answer)
+    if i is not None:
+        return Check(checked=i + 1, violations=1)
+    return Check(checked=min(len(tokens), len(answer)), violations=int(len(tokens) != len(answer)))
+
+
 def compare(
     target: Decoder, prompt: Sequence[int], tokens: list[int], answer: list[int], offset: int = 0
 ) -> Check:
     """One row's `tokens` against `answer` (plain decoding's). A different count is a violation."""
-    for i, (ours, theirs) in enumerate(zip(tokens, answer, strict=False)):
-        if ours != theirs:
-            tie = is_tie(target, [*prompt, *answer[:i]], ours, theirs, offset)
-            return Check(checked=i + 1, violations=int(not tie), ties=int(tie))
-    return Check(checked=min(len(tokens), len(answer)), violations=int(len(tokens) != len(answer)))
+    i = first_difference(tokens, answer)
+    if i is not None and is_tie(target, [*prompt, *answer[:i]], tokens[i], answer[i], offset):
+        return Check(checked=i + 1, ties=1)
+    return same(tokens, answer)

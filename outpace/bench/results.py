@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.bench.lossless import Check, compare
+from outpace.bench.lossless import Check, compare, same
 from outpace.bench.timed import Timed
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
@@ -31,14 +32,13 @@ def result(
     method: str,
     temperature: float,
     alone: Runs | None,
+    answer: str | None = None,
 ) -> dict[str, Any]:
+    """`answer`: the method whose text this one must repeat to the token; None: at temperature 0 plain's."""
     runs, plain = cell.runs[method], cell.runs["plain"]
     speeds = _speeds(runs)
     beside = _speeds({key: plain[key] for key in runs})
-    trace = Trace()
-    for run in runs.values():
-        trace.proposed += run.trace.proposed
-        trace.accepted += run.trace.accepted
+    trace = joined(run.trace for run in runs.values())
     lens = sorted(trace.accept_lens)
     decode = statistics.fmean(r.decode_s for r in runs.values())
     parts = {p: statistics.fmean(r.trace.seconds[p] for r in runs.values()) for p in ("draft", "verify")}
@@ -64,7 +64,7 @@ def result(
             **{part: round(seconds, 4) for part, seconds in parts.items()},
             "rest": round(max(0.0, decode - sum(parts.values())), 4),
         },
-        "lossless": _lossless(target, cell, method, temperature, alone),
+        "lossless": _lossless(target, cell, method, temperature, alone, answer),
         "prompt_tokens": prompt_tokens,
         "new_tokens": cell.new_tokens,
         "prompts": cell.batch * len({group for _, group in runs}),
@@ -77,6 +77,19 @@ def result(
             "tokens_per_s": round(cell.batch * prompt_tokens / first, 1),
         },
     }
+
+
+def joined(traces: Iterable[Trace]) -> Trace:
+    """The rounds of all of them."""
+    whole = Trace()
+    for trace in traces:
+        whole.proposed += trace.proposed
+        whole.accepted += trace.accepted
+        whole.nodes += trace.nodes
+        whole.foreseen += trace.foreseen
+        for part, seconds in trace.seconds.items():
+            whole.seconds[part] += seconds
+    return whole
 
 
 def _speeds(runs: Runs, whole: bool = False) -> list[float]:
@@ -100,29 +113,42 @@ def _lossless(
     method: str,
     temperature: float,
     alone: Runs | None,
+    answer: str | None,
 ) -> dict[str, int]:
     """Against plain decoding of the same batch; plain itself at batch > 1 against plain at batch 1.
 
-    `unrepeated`: rows of later repeats that differ from the first. Nothing is checked at temperature
-    > 0: there the guarantee is about distributions.
+    `unrepeated`: rows of later repeats that differ from the first. At temperature > 0 the guarantee is about
+    distributions and nothing is checked, except where an `answer` of the same seeds is named: every repeat
+    is then checked against its own, and no tie excuses.
     """
-    if temperature > 0:
-        return {"checked": 0, "violations": 0, "ties": 0, "unrepeated": 0}
-    total, unrepeated = Check(), 0
     runs = cell.runs[method]
+    if temperature > 0:
+        if answer is None:
+            return {"checked": 0, "violations": 0, "ties": 0, "unrepeated": 0}
+        return dataclasses.asdict(coupled(runs, cell.runs[answer])) | {"unrepeated": 0}
+    total, unrepeated = Check(), 0
     for (repeat, group), run in runs.items():
         if repeat:
             unrepeated += sum(a != b for a, b in zip(run.tokens, runs[0, group].tokens, strict=True))
             continue
         for row, tokens in enumerate(run.tokens):
             if method != "plain":
-                answer = cell.runs["plain"][0, group].tokens[row]
+                said = cell.runs["plain"][0, group].tokens[row]
             elif alone is not None:
-                answer = alone[0, group * cell.batch + row].tokens[0]
+                said = alone[0, group * cell.batch + row].tokens[0]
             else:
-                answer = tokens
-            total += compare(target, cell.groups[group][row], tokens, answer)
+                said = tokens
+            total += compare(target, cell.groups[group][row], tokens, said)
     return dataclasses.asdict(total) | {"unrepeated": unrepeated}
+
+
+def coupled(runs: Runs, answers: Runs) -> Check:
+    """Texts that one seed must make equal, whatever the temperature."""
+    total = Check()
+    for key, run in runs.items():
+        for tokens, answer in zip(run.tokens, answers[key].tokens, strict=True):
+            total += same(tokens, answer)
+    return total
 
 
 def agreement(cell: Cell) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 
 from outpace.bench import yardstick
+from outpace.bench.described import describe_draft, describe_target
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.results import Cell, agreement, result
@@ -19,7 +20,6 @@ from outpace.bench.timed import Method, our_methods
 from outpace.corpus import Document
 from outpace.drafts.dflash import DFlash
 from outpace.models.decoder import Decoder
-from outpace.models.load import fingerprint, named_tensors
 
 METHODS = ("transformers", "transformers-dflash", "plain", "ngram", "dflash")
 YARDSTICKS = METHODS[:2]
@@ -139,8 +139,8 @@ def run_bench(
         **provenance(),
         "machine": before,
         "versions": versions(),
-        "target": _target(target),
-        "draft": None if draft is None else _draft(draft),
+        "target": describe_target(target),
+        "draft": None if draft is None else describe_draft(draft),
         "settings": json.loads(json.dumps(dataclasses.asdict(settings))),  # as it reads back
         "results": results,
         "agreement": [a for c in cells if (a := agreement(c)) is not None],
@@ -231,31 +231,3 @@ def _measure(
         cell.runs[method][repeat, group] = methods[method](cell.groups[group], cell.new_tokens, seed)
         bar.advance(task)
     return settings.repeats
-
-
-def _target(target: Decoder) -> dict[str, Any]:
-    c = target.config
-    return {
-        "architecture": c.architecture,
-        "layers": c.num_layers,
-        "hidden_size": c.hidden_size,
-        "experts": c.num_experts,
-        "experts_per_token": c.experts_per_token,
-        "vocab_size": c.vocab_size,
-        "window": c.sliding_window,
-        "bytes": sum(t.nbytes for _, t in named_tensors(target)),
-        "compute_dtype": str(target.dtype).removeprefix("torch."),
-        "fingerprint": fingerprint(target),
-    }
-
-
-def _draft(draft: DFlash) -> dict[str, Any]:
-    return {
-        "kind": "dflash",
-        "layers": draft.config.num_layers,
-        "block_size": draft.block_size,
-        "target_layer_ids": list(draft.target_layer_ids),
-        "parameters": sum(p.numel() for p in draft.parameters()),
-        "bytes": sum(t.nbytes for _, t in named_tensors(draft)),
-        "fingerprint": fingerprint(draft),  # type: ignore[arg-type]
-    }

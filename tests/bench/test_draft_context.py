@@ -27,7 +27,10 @@ PUBLISHED_DRAFT = published_draft()
 PROMPTS = [tiny.tokens(n, seed=n).tolist() for n in (9, 23)]
 
 
-def made(window):
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 12, "selector_top_k": 4}
+
+
+def made(window, **parts):
     c = tiny.target("gpt_oss").config
     draft = DFlash(
         DFlashConfig(
@@ -46,6 +49,7 @@ def made(window):
             mask_token_id=2,
             layer_types=(WINDOW,) * 3 if window == 6 else (WINDOW, FULL, WINDOW) if window else (),
             sliding_window=window,
+            **parts,
         )
     ).eval()
     tiny.randomise(named_tensors(draft), seed=4)
@@ -125,9 +129,11 @@ def test_caching_noise_costs_acceptance():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("window", [0, 6])
-def test_the_walk_is_the_session(variant, window):
-    draft, target = made(window), tiny.target("gpt_oss")
+@pytest.mark.parametrize(
+    ("window", "parts"), [(0, {}), (6, {}), (6, CONVOLVED), (7, {"causal": True, "causal_full": True})]
+)
+def test_the_walk_is_the_session(variant, window, parts):
+    draft, target = made(window, **parts), tiny.target("gpt_oss")
     served, taken_apart = (session_after(variant, draft, 1)[0] for _ in range(2))
     last, aux, clock = tiny.tokens(2), torch.randn(2, 2, 3, 96), Clock()
     with torch.inference_mode():
@@ -138,7 +144,8 @@ def test_the_walk_is_the_session(variant, window):
         assert torch.equal(session_hidden(served), session_hidden(taken_apart))
     assert served.cache.lengths == taken_apart.cache.lengths or variant == "recomputed"
     silent = {name for name, seconds in clock.seconds.items() if not seconds}
-    assert silent == ({"fc", "context kv"} if variant == "noise cached" else set())
+    idle = {"fc", "context kv"} if variant == "noise cached" else set()
+    assert silent == idle | (set() if "conv_kernel_size" in parts else {"convolution"})
     with torch.inference_mode():
         assert torch.equal(
             walk_block(served, last, Clock()).tokens, served.propose(last, 5, Likeliest()).tokens
@@ -164,6 +171,9 @@ def test_the_work_of_a_round_is_counted_by_hand():
     again = work_of_round(draft, target, "recomputed", 1000, 3)
     assert again["context kv"].nbytes == pytest.approx(3 * 4 * (40 * 96 + 1000 * 96))
     assert again["q/k/v"] == work["q/k/v"]
+    lean = work_of_round(made(0, draft_vocab_size=31, **CONVOLVED), target, "cached", 1000, 3)
+    assert lean["head"].nbytes == pytest.approx(4 * (31 * 96 + 4 * 96))
+    assert lean["convolution"].nbytes == 3 * 2 * 4 * (2 * 2 * 6 * 96 + 5 * 96)
     noisy = work_of_round(draft, target, "noise cached", 1000, 3)
     assert noisy["fc"].nbytes == noisy["context kv"].nbytes == 0
     windowed = work_of_round(made(6), target, "recomputed", 1000, 3)
