@@ -348,3 +348,4 @@ void unpack_mxfp4(const Packed *o) {
 #include "cpu_attention.c"
 #include "cpu_blocks.c"
 #include "cpu_drafts.c"
+#include "cpu_noise.c"

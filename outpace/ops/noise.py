@@ -6,6 +6,9 @@ The Gumbel-max trick: argmax over v of log p(v) + g(v), with independent Gumbel 
 import torch
 from torch import Tensor
 
+from outpace.kernels import cpu_noise
+from outpace.ops.fast import kernel
+
 LOW = 2**32 - 1
 
 
@@ -51,4 +54,8 @@ def gumbel(keys: Tensor, V: int) -> Tensor:
 def perturbed(scores: Tensor, keys: Tensor) -> Tensor:
     """scores [..., V] float32 (log p, up to a constant per row; -inf is never drawn), keys [...] -> their sum
     with the noise, whose argmax is a draw from p."""
+    if kernel(scores):
+        V = scores.shape[-1]
+        rows = cpu_noise.perturb(scores.contiguous().view(-1, V), keys.contiguous().view(-1))
+        return rows.view(scores.shape)
     return scores + gumbel(keys, scores.shape[-1])

@@ -9,6 +9,8 @@ from torch import Tensor
 from outpace.kernels import cpu
 from outpace.ops.fast import kernel
 
+FEW = 512  # likely tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -75,13 +77,35 @@ def shaped(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
         kth = x.topk(how.top_k, dim=-1).values[..., -1:]
         x = x.masked_fill(x < kth, -torch.inf)
     if how.top_p < 1:
-        ordered, index = x.sort(dim=-1, stable=True)
-        cut = ordered.softmax(-1).cumsum(-1) <= 1 - how.top_p
-        cut[..., -1] = False  # the likeliest token always stays
-        x = x.masked_fill(torch.empty_like(cut).scatter_(-1, index, cut), -torch.inf)
+        x = _nucleus(x.reshape(-1, x.shape[-1]), how.top_p).view(x.shape)
     if how.min_p:
         x = x.masked_fill(x < x.amax(-1, keepdim=True) + math.log(how.min_p), -torch.inf)
     return x
+
+
+def _nucleus(x: Tensor, top_p: float) -> Tensor:
+    """Top-p of x [M, V]: a token goes where it and all below it have at most 1 - top_p; among equals the
+    earlier goes first. A full sort is slow on a CPU, so there a row with few likely tokens does without."""
+    if not x.is_cpu or x.shape[1] <= FEW:
+        return _nucleus_by_sort(x, top_p)
+    values, index = x.topk(FEW, dim=-1)
+    p = x.softmax(-1).gather(1, index)
+    kept = (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True)
+    edge, far = values.gather(1, kept - 1), kept[:, 0] == FEW
+    spare = (x >= edge).sum(-1, keepdim=True) - kept  # equals of the last one kept, too many
+    cut, same = x < edge, x == edge
+    cut |= same & (same.cumsum(-1) <= spare)
+    left = x.masked_fill(cut, -torch.inf)
+    if far.any():
+        left[far] = _nucleus_by_sort(x[far], top_p)
+    return left
+
+
+def _nucleus_by_sort(x: Tensor, top_p: float) -> Tensor:
+    ordered, index = x.sort(dim=-1, stable=True)
+    cut = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+    cut[..., -1] = False  # the likeliest token always stays
+    return x.masked_fill(torch.empty_like(cut).scatter_(-1, index, cut), -torch.inf)
 
 
 def probabilities(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
@@ -98,7 +122,11 @@ def greedy(logits: Tensor) -> Tensor:
 
 def draw(p: Tensor, rng: torch.Generator | None) -> Tensor:
     """p [..., V], at least 0 and not all 0, of any sum -> [...] int64, drawn in proportion to it."""
-    return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=rng).reshape(p.shape[:-1])
+    below = p.double().cumsum(-1)
+    total = below[..., -1:]
+    u = torch.rand(total.shape, generator=rng, dtype=torch.float64, device=p.device) * total
+    u = torch.minimum(u, total.nextafter(torch.zeros_like(total)))  # rounding may not pass the last token
+    return torch.searchsorted(below, u, right=True)[..., 0]
 
 
 def sample(logits: Tensor, how: Sampling, rng: torch.Generator | None, seen: Tensor | None = None) -> Tensor:
