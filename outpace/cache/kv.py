@@ -8,6 +8,8 @@ from torch import Tensor
 
 from outpace.cache.tree import Tree
 
+FEW = 64  # new tokens of a row: up to here order costs nothing, above keys stand in the order of the text
+
 
 @dataclass(frozen=True)
 class Step:
@@ -74,20 +76,16 @@ class Step:
 
 @dataclass(frozen=True)
 class View:
-    """What a forward's queries may look at: k, v [B,K,S,D]; index [B,S], -1 where a slot is empty.
-
-    `modulus` > 0 says that index j lies at slot j % modulus in every row, which is all a kernel needs;
-    0 says the slots are in another order and `index` must be read.
-    """
+    """What a forward's queries may look at: k, v [B,K,S,D], where the token of storage index j lies at slot
+    (j - first[b]) % S; `first` [B] int64, None for 0 in every row, as in a memory itself."""
 
     k: Tensor
     v: Tensor
-    index: Tensor | None
-    modulus: int
+    first: Tensor | None = None
 
     def allowed(self, step: Step, window: int) -> Tensor:
         """[B, T, S] bool."""
-        index = self.index if self.index is not None else self._ring_index(step)
+        index = self.index(step)
         if step.tree is not None:
             return self._allowed_in_tree(index, step, step.tree, window)
         index = index[:, None]
@@ -111,17 +109,20 @@ class View:
         at = column.clamp(0, U - 1)[:, None].expand(-1, step.T, -1)
         return past | (inside[:, None] & tree.within(window).gather(2, at))
 
-    def _ring_index(self, step: Step) -> Tensor:
+    def index(self, step: Step) -> Tensor:
+        """[B, S] which token lies in each slot; negative where none does."""
         slot = torch.arange(self.k.shape[2], device=self.k.device)
         counts = torch.tensor(step.counts, device=self.k.device)[:, None]
         last = step.starts[:, None] + step.held + counts - 1
-        return last - (last - slot) % self.modulus  # negative where nothing was written yet
+        if self.first is not None:
+            slot = slot + self.first[:, None]
+        return last - (last - slot) % self.k.shape[2]
 
 
 class Memory:
     """One layer's keys and values, [B, K, S, D] and one trash slot for padding.
 
-    `modulus` S: dense when S is the longest sequence, a ring when it is window + slack.
+    Dense when S is the longest sequence, a ring when it is window + slack.
     """
 
     def __init__(
@@ -139,20 +140,16 @@ class Memory:
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> View:
         """k, v [B,K,T,D] -> everything the T queries may see, themselves included."""
-        if not self.window or step.held + step.T <= self.size - self.window + 1:
+        fits = step.held + step.T <= self.size - self.window + 1
+        if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
-            return View(self.k[:, :, : self.size], self.v[:, :, : self.size], None, self.size)
+            return View(self.k[:, :, : self.size], self.v[:, :, : self.size])
         assert not step.held, "a ring whose slack is below a whole tree has lost what the tree stands on"
         past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
-        past = [self._read(x, past_index) for x in (self.k, self.v)]
-        new_index = torch.where(step.real, step.storage, -1)
+        past_k, past_v = (self._read(x, past_index) for x in (self.k, self.v))
         self._write(k, v, step)
-        return View(
-            torch.cat((past[0], k), dim=2),
-            torch.cat((past[1], v), dim=2),
-            torch.cat((past_index, new_index), dim=1),
-            0,
-        )
+        both = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
+        return View(*both, step.starts + (1 - self.window))
 
     def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
         T = step.T

@@ -22,7 +22,7 @@ NORM = struct.Struct("5qd3q").pack
 NORM_BACK = struct.Struct("6qd3q").pack
 GATES = struct.Struct("7q2dq").pack
 ROPE = struct.Struct("7qd5q").pack
-ATTEND = struct.Struct("22qdq").pack
+ATTEND = struct.Struct("23qdq").pack
 ROUTE = struct.Struct("14q").pack
 MOE = struct.Struct("27q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
@@ -148,8 +148,10 @@ def attend(
     tree: Tensor | None = None,
     depth: Tensor | None = None,
     both_ways: bool = False,
+    first: Tensor | None = None,
 ) -> Tensor:
     """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> [B, T, H * D].
+    Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
 
     New token t stands at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
     them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it stands
@@ -167,9 +169,10 @@ def attend(
     y = _empty(b, t, h * d)
     sink, kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
     trees, depths = (0, 0) if tree is None or depth is None else (tree.data_ptr(), depth.data_ptr())
-    first = q.data_ptr(), k.data_ptr(), v.data_ptr(), start.data_ptr(), trees, depths, sink, kind
+    begins = start.data_ptr(), 0 if first is None else first.data_ptr()
+    tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), *begins, trees, depths, sink, kind, y.data_ptr()
     sizes = q_b, q_t, k_b, k_h, b, t, u, h, kv, d, s, window, both_ways
-    _c.attend(ATTEND(*first, y.data_ptr(), *sizes, scale, _threads()))
+    _c.attend(ATTEND(*tensors, *sizes, scale, _threads()))
     return y
 
 

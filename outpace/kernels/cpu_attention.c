@@ -67,7 +67,7 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
     }
 }
 
-typedef struct { floats q, k, v; const int64_t *start; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; float *y;
+typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; float *y;
                  int64_t q_b, q_t, k_b, k_h, B, T, U, H, K, D, S, window, both_ways; double scale; int64_t threads; } Attend;
 typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; int threads; Share *looks, *merges; } Scene;
 
@@ -78,17 +78,18 @@ static long lowest(const Attend *o, long b, long t) {  // the first storage inde
 INLINE long last_of(const Attend *o, long s, long t) { return s + (o->both_ways || o->tree ? o->U : t); }  // keys that t new tokens see
 static void look_at(const Scene *c, long item) {       // one tile of keys of one kv head of one sequence
     const Attend *o = c->o;
-    long T = o->T, D = o->D, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b];
+    long T = o->T, D = o->D, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b], first = o->first ? o->first[b] : 0;
     long edge = (c->base[b] + item % c->tiles) * KEYS, end = c->t0 + c->steps;
     floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->k_b + h * o->k_h, qs[MOST], ks[KEYS], vs[KEYS];
     int lo[MOST], hi[MOST], alone = o->tree && edge + KEYS > s, n;  // alone: each new token has its own list of keys
     for (long t = c->t0; t < end; t += alone ? 1 : c->steps) {
         long from = MAX(edge, alone ? lowest(o, b, t) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : last_of(o, s, end));
-        long place = MAX(s, lowest(o, b, t)), row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot = from % S * D;
+        long place = MAX(s, lowest(o, b, t)), row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot = (from - first) % S * D;
         for (n = 0; n < to - from; n++, slot = slot + D == S * D ? 0 : slot + D) ks[n] = k + slot, vs[n] = v + slot;
         for (long u = 0; alone && u < o->U; u++) {     // a seen one takes the place it would have in plain decoding
             if (!o->tree[(b * T + t) * o->U + u] || place++ < edge || place > edge + KEYS) continue;
-            ks[n] = k + (s + u) % S * D, vs[n++] = v + (s + u) % S * D;
+            slot = (s + u - first) % S * D;
+            ks[n] = k + slot, vs[n++] = v + slot;
         }
         for (long r = 0, new; r < count; r++) {
             new = t + r / G;
@@ -123,8 +124,8 @@ static void show(const Scene *c) {
 #pragma omp barrier
     for (long item; (item = take(c->merges, c->threads)) >= 0;) merge(c, item);
 }
-// q [B, T, H, D] and the rings k, v [B, K, S, D], with strides. tree [B, T, U]: which of the U tokens after `start` each new one sees,
-// none that its window leaves out; else U = T, and they are a chain, or with both_ways see each other.
+// q [B, T, H, D] and the rings k, v [B, K, S, D], with strides; token i lies at slot (i - first) % S, first 0 where absent. tree [B, T, U]: which of the
+// U tokens after `start` each new one sees, none that its window leaves out; else U = T, a chain, or with both_ways all of them.
 void attend(const Attend *o) {
     long B = o->B, T = o->T, G = o->H / o->K, some = MAX(1, MOST / G), longest = 0, base[B], low[B];
     for (long b = 0; b < B; b++) longest = MAX(longest, o->start[b] + o->U);

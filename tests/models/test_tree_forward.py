@@ -1,0 +1,185 @@
+"""A forward over a tree against every root-to-leaf path run as plain text: logits, aux states, the cache."""
+
+import functools
+
+import pytest
+import tiny
+import torch
+import trees
+
+from outpace.cache.tree import Tree
+from outpace.kernels import cpu
+from outpace.models.load import build, named_tensors
+from outpace.ops.fast import MOST_ROWS
+
+HEADS = {"qwen3": 16, "qwen3_moe": 24}  # dims of heads that the kernels take: multiples of 8
+PREFIXES = (23, 5, 12)  # of the rows; the tiny windows are 7
+
+
+@pytest.fixture(params=["kernels", "reference"])
+def way(request, monkeypatch):
+    """Both attention paths. What the kernels give must be plain decoding's to the bit."""
+    if request.param == "reference":
+        monkeypatch.setattr(cpu, "available", lambda: False)
+    elif not cpu.available():
+        pytest.skip(f"kernels not built: {cpu.why_not()}")
+    return request.param
+
+
+@functools.cache
+@torch.inference_mode(False)
+def target(family, window=True):
+    model = build(tiny.config(family, window=window, head_dim=HEADS.get(family, 8)))
+    tiny.randomise(named_tensors(model), 3)
+    return model.eval()
+
+
+def prefilled(model, prompts, room, slack=1):
+    cache = model.make_cache(len(prompts), max(map(len, prompts)) + room, slack=slack)
+    chunk = min(7, MOST_ROWS // len(prompts))  # a wider forward is oneDNN's, whose bits are others
+    for at in range(0, max(map(len, prompts)), chunk):
+        part = [p[at : at + chunk] for p in prompts]
+        ids = torch.tensor([p + [0] * (chunk - len(p)) for p in part])
+        model(ids, cache, counts=[len(p) for p in part])
+    return cache
+
+
+def plainly(model, prompts, texts):
+    """Each text after its prompt, token by token -> per text logits [n, V] and aux [L, n, C]; the cache."""
+    cache = prefilled(model, prompts, max(map(len, texts)) + 1)
+    layers = tuple(range(model.config.num_layers))
+    logits, aux = [[] for _ in texts], [[] for _ in texts]
+    for i in range(max(map(len, texts))):
+        going = [i < len(text) for text in texts]
+        ids = torch.tensor([[text[i] if i < len(text) else 0] for text in texts])
+        out = model(ids, cache, counts=[int(on) for on in going], aux=layers)
+        said = model.logits(out.hidden)
+        for b, on in enumerate(going):
+            if on:
+                logits[b].append(said[b, 0])
+                aux[b].append(out.aux[:, b, 0])
+    return [torch.stack(x) for x in logits], [torch.stack(x, 1) for x in aux], cache
+
+
+def close(got, wanted, way, scale=1.0):
+    if way == "kernels":
+        assert torch.equal(got, wanted)
+    else:
+        assert (got - wanted).abs().max() <= 1e-4 * scale
+
+
+def held(memory, b, n, window):
+    """The keys and values that a query after n tokens may need, in order."""
+    index = torch.arange(max(0, n - window + 1) if window else 0, n)
+    return memory.k[b][:, index % memory.size], memory.v[b][:, index % memory.size]
+
+
+def same_memory(model, ours, b, theirs, other, n, way):
+    for i, (x, y) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
+        window = model.config.window(i)
+        for got, wanted in zip(held(x, b, n, window), held(y, other, n, window), strict=True):
+            close(got, wanted, way)
+
+
+def run(model, shapes, seed, way, commit_seed=0):
+    """One tree per row; every path of every row is a row of its own for plain decoding."""
+    rows = [trees.parents_of(shape, n, seed + b) for b, (shape, n) in enumerate(shapes)]
+    counts, N = [len(row) for row in rows], max(map(len, rows))
+    prompts = [tiny.tokens(n, seed=n + seed).tolist() for n in PREFIXES[: len(rows)]]
+    ids = tiny.tokens(len(rows), N, seed=seed + 50)
+    cache = prefilled(model, prompts, N + 2, slack=N)
+    layers = tuple(range(model.config.num_layers))
+    out = model(ids, cache, counts=counts, tree=Tree(trees.padded(rows, N)), aux=layers)
+    logits = model.logits(out.hidden)
+
+    paths = [(b, path) for b, row in enumerate(rows) for path in trees.leaf_paths(row, counts[b])]
+    texts = [ids[b, path].tolist() for b, path in paths]
+    theirs, aux, _ = plainly(model, [prompts[b] for b, _ in paths], texts)
+    for (b, path), want, state in zip(paths, theirs, aux, strict=True):
+        close(logits[b, path], want, way)
+        close(out.aux[:, b, path], state, way, scale=float(state.abs().max()))  # not normed, as logits are
+
+    # commit a path of every row, cut somewhere: the cache is that of the text, and goes on as it does
+    rng = torch.Generator().manual_seed(commit_seed)
+    chosen = []
+    for b in range(len(rows)):
+        mine = [i for i, (row, _) in enumerate(paths) if row == b]
+        one = mine[int(torch.randint(len(mine), (1,), generator=rng))]
+        chosen.append((one, paths[one][1][: 1 + int(torch.randint(len(paths[one][1]), (1,), generator=rng))]))
+    cache.commit([path for _, path in chosen])
+    texts = [ids[b, path].tolist() for b, (_, path) in enumerate(chosen)]
+    alone = plainly(model, prompts, texts)[2]
+    assert cache.lengths == alone.lengths
+    for b, n in enumerate(cache.lengths):
+        same_memory(model, cache, b, alone, b, n, way)
+    following = tiny.tokens(len(rows), 1, seed=seed + 99)
+    ours, theirs = (model.logits(model(following, c).hidden) for c in (cache, alone))
+    close(ours, theirs, way)
+
+
+SHAPES = {
+    "mixed": [("any", 12), ("deep", 7), ("wide", 9)],
+    "deeper than the window": [("chain", 12), ("deep", 15), ("any", 3)],
+    "wider than 64": [("any", 80), ("wide", 70), ("deep", 66)],
+    "one row": [("any", 10)],
+    "roots alone": [("any", 1), ("any", 1), ("any", 5)],
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_path_says_what_plain_decoding_says(family, shapes, way):
+    run(target(family), SHAPES[shapes], seed=len(shapes), way=way)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("window", [False, True])
+def test_random_trees(window, seed, way):
+    shapes = [(shape, 3 + (seed * 5 + b * 4) % 13) for b, shape in enumerate(("deep", "any", "wide"))]
+    run(target("gpt_oss", window), shapes, seed=seed + 100, way=way, commit_seed=seed)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_tree_grown_level_by_level_is_the_tree_at_once(family, way):
+    """What is held is behind the verified tokens and in front of the new ones, in rings too."""
+    model, N = target(family), 13
+    rows = [trees.parents_of(shape, N, 3) for shape in ("any", "deep")]
+    parents = trees.padded(rows, N)
+    ids, prompts = tiny.tokens(2, N, seed=9), [tiny.tokens(n, seed=n).tolist() for n in PREFIXES[:2]]
+    wanted = model(ids, prefilled(model, prompts, N, slack=N), tree=Tree(parents)).hidden
+    cache, got = prefilled(model, prompts, N, slack=N), []
+    for begin, end in ((0, 1), (1, 5), (5, 6), (6, N)):
+        step = cache.begin(end - begin, tree=Tree(parents[:, :end], begin))
+        got.append(forward(model, ids[:, begin:end], cache, step))
+    close(torch.cat(got, 1), wanted, way)
+
+
+def forward(model, tokens, cache, step):
+    """A forward whose tokens are not remembered."""
+    cos, sin = model.rope(step.positions)
+    x = model.embed(tokens)
+    for block, memory in zip(model.layers, cache.layers, strict=True):
+        x = block(x, cos, sin, memory, step, None)
+    return model.norm(x)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunk", [1, 4, 9, 12, 70])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_a_prompt_leaves_does_not_depend_on_the_slack(family, chunk, way):
+    """A plain loop keeps no slack and a tree much: both must go on from the same keys and logits."""
+    model, found = target(family), []
+    prompts = tiny.tokens(2, 83)
+    for slack in (1, 5, 30, 66):
+        cache = model.make_cache(2, 100, slack=slack)
+        said = [
+            model(part, cache, counts=[part.shape[1], part.shape[1] // 2]).hidden
+            for part in prompts.split(chunk, 1)
+        ]
+        found.append([x[0, -1] for x in said])
+    for other in found[1:]:
+        for got, wanted in zip(other, found[0], strict=True):
+            close(got, wanted, way)
