@@ -133,7 +133,8 @@ class Eagle3Session:
         """The pieces as one, each row's tokens at its front."""
         assert self.held, "a proposal follows an observation"
         if len(self.held) == 1:
-            return self.held[0]
+            tokens, aux, counts = self.held[0]
+            return tokens[:, : max(counts)], aux[:, :, : max(counts)], counts
         tokens = torch.cat([piece[0] for piece in self.held], dim=1)
         aux = torch.cat([piece[1] for piece in self.held], dim=2)
         at: list[list[int]] = [[] for _ in self.cache.lengths]

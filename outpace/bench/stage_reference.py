@@ -1,0 +1,178 @@
+"""The drafts again, from their papers' equations: float64, slow and obvious, by checkpoint names."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outpace.drafts.dflash import DFlashConfig
+from outpace.drafts.formats import Eagle3Config
+from outpace.ops.rope import RopeConfig
+
+Tensors = Mapping[str, Tensor]  # a draft's tensors, by the names of z-lab (DFlash) or SGLang (EAGLE-3)
+Stages = dict[str, Tensor]  # what is computed on the way, in order
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def mlp(x: Tensor, w: Tensors, at: str) -> Tensor:
+    gate = x @ w[f"{at}mlp.gate_proj.weight"].double().T
+    up = x @ w[f"{at}mlp.up_proj.weight"].double().T
+    return (gate / (1 + torch.exp(-gate)) * up) @ w[f"{at}mlp.down_proj.weight"].double().T
+
+
+def frequencies(rope: RopeConfig, D: int) -> tuple[list[float], float]:
+    """Radians per position of each of D / 2 dimensions, and what cos and sin are multiplied by."""
+    found, scale = [], 1.0
+    for i in range(D // 2):
+        turn = rope.theta ** (-2 * i / D)
+        match rope.kind:
+            case "linear":
+                turn /= rope.factor
+            case "factors":
+                turn /= rope.factors[i]
+            case "llama3":
+                wavelength, low, high = 2 * math.pi / turn, rope.low_freq_factor, rope.high_freq_factor
+                smooth = (rope.original_max_position / wavelength - low) / (high - low)
+                smooth = min(max(smooth, 0.0), 1.0)
+                turn = (1 - smooth) * turn / rope.factor + smooth * turn
+            case "yarn":
+                first, last = (
+                    D
+                    * math.log(rope.original_max_position / (beta * 2 * math.pi))
+                    / (2 * math.log(rope.theta))
+                    for beta in (rope.beta_fast, rope.beta_slow)
+                )
+                if rope.truncate:
+                    first, last = math.floor(first), math.ceil(last)
+                first, last = max(first, 0), min(last, D - 1)
+                ramp = (i - first) / (last - first if last != first else 0.001)
+                ramp = min(max(ramp, 0.0), 1.0)
+                turn = turn / rope.factor * ramp + turn * (1 - ramp)
+                scale = rope.attention_factor or (0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0)
+        found.append(turn)
+    return found, scale
+
+
+def turned(x: Tensor, positions: list[int], rope: RopeConfig) -> Tensor:
+    """x [T, heads, D], dimension i turned together with i + D/2."""
+    D = x.shape[-1]
+    turns, scale = frequencies(rope, D)
+    angles = torch.tensor(
+        [[position * turn for turn in turns] for position in positions], dtype=torch.float64
+    )
+    cos, sin = (angles.cos() * scale)[:, None], (angles.sin() * scale)[:, None]
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+    """q [T, H, D], k and v [S, K, D], sees [T, S] bool -> [T, H * D]; query head h reads head h // (H/K)."""
+    T, H, D = q.shape
+    out = torch.empty(T, H, D, dtype=torch.float64)
+    for h in range(H):
+        kv = h // (H // k.shape[1])
+        scores = q[:, h] @ k[:, kv].T / math.sqrt(D)
+        out[:, h] = scores.masked_fill(~sees, -math.inf).softmax(-1) @ v[:, kv]
+    return out.reshape(T, H * D)
+
+
+def heads(x: Tensor, w: Tensors, name: str, D: int) -> Tensor:
+    projected = x @ w[f"{name}.weight"].double().T
+    if f"{name}.bias" in w:
+        projected = projected + w[f"{name}.bias"].double()
+    return projected.unflatten(-1, (-1, D))
+
+
+# ---- EAGLE-3 (arXiv 2503.01840) ------------------------------------------------------------------------
+
+
+def eagle3_feature(w: Tensors, c: Eagle3Config, states: list[Tensor]) -> Tensor:
+    """states: per layer of layer_ids [T, C'] -> f_t = fc([h^a; h^b; h^c]) [T, C]."""
+    states = [x.double() for x in states]
+    if c.fc_norm:
+        states = [norm(x, w[f"fc_norm.{i}.weight"], c.rms_norm_eps) for i, x in enumerate(states)]
+    joined = torch.cat(states, dim=-1)
+    if c.norm_before_fc:
+        joined = norm(joined, w["input_norm.weight"], c.rms_norm_eps)
+    return joined @ w["fc.weight"].double().T
+
+
+def eagle3_stages(
+    w: Tensors, c: Eagle3Config, features: Tensor, embeds: Tensor, first: int, head: Tensor
+) -> Stages:
+    """Row t: feature [T, C] of the token at t and embedding [T, C] of the token after it, at rotary position
+    first + t; it sees the rows up to its own. head [draft_vocab, C].
+
+    "hidden" is what is fed back before any norm.
+    """
+    T, D, eps = len(features), c.head_dim, c.rms_norm_eps
+    positions = list(range(first, first + T))
+    behind = torch.arange(T)[:, None] - torch.arange(T)
+    sees = (behind >= 0) & (behind < (c.sliding_window or T))
+    found: Stages = {"fc": features}
+    x = features
+    for i in range(c.num_layers):
+        at = f"layers.{i}." if i else "midlayer."
+        residual, read = x, norm(x, w[f"{at}input_layernorm.weight"], eps)
+        if i == 0:
+            normed = norm(x, w[f"{at}hidden_norm.weight"], eps)
+            residual = normed if c.norm_before_residual else x
+            token = norm(embeds.double(), w[f"{at}input_layernorm.weight"], eps)
+            read = torch.cat((token, normed), dim=-1)
+        q, k, v = (heads(read, w, f"{at}self_attn.{name}_proj", D) for name in "qkv")
+        mixed = attention(turned(q, positions, c.rope), turned(k, positions, c.rope), v, sees)
+        found[f"attention {i}"] = mixed @ w[f"{at}self_attn.o_proj.weight"].double().T
+        x = residual + found[f"attention {i}"]
+        found[f"mlp {i}"] = mlp(norm(x, w[f"{at}post_attention_layernorm.weight"], eps), w, at)
+        x = x + found[f"mlp {i}"]
+    found["hidden"] = x
+    found["before the head"] = norm(x, w["norm.weight"], eps)
+    found["logits"] = found["before the head"] @ head.double().T
+    return found
+
+
+# ---- DFlash (arXiv 2602.06036) -------------------------------------------------------------------------
+
+
+def dflash_stages(
+    w: Tensors,
+    c: DFlashConfig,
+    states: list[Tensor],
+    block: Tensor,
+    first: int,
+    head: Tensor,
+) -> Stages:
+    """states: per layer of target_layer_ids [S, C], of the verified tokens; block [B, C]: the embeddings of
+    the anchor and its MASKs, which stand right after them. The verified text begins at rotary position first.
+    head [V, C]."""
+    S, B, D, eps = len(states[0]), len(block), c.head_dim, c.rms_norm_eps
+    positions = list(range(first, first + S + B))
+    found: Stages = {"fc": torch.cat([x.double() for x in states], dim=-1) @ w["fc.weight"].double().T}
+    context = norm(found["fc"], w["hidden_norm.weight"], eps)
+    x = block.double()
+    key, query = torch.arange(S + B), torch.arange(S, S + B)[:, None]
+    for i in range(c.num_layers):
+        at = f"layers.{i}."
+        window = c.window(i)
+        sees = key < S + B if not (window and c.causal) else key <= query
+        sees = (sees & (key > query - window) if window else sees).expand(B, -1)
+        read = norm(x, w[f"{at}input_layernorm.weight"], eps)
+        rows = torch.cat((context, read))
+        q = norm(heads(read, w, f"{at}self_attn.q_proj", D), w[f"{at}self_attn.q_norm.weight"], eps)
+        k = norm(heads(rows, w, f"{at}self_attn.k_proj", D), w[f"{at}self_attn.k_norm.weight"], eps)
+        v = heads(rows, w, f"{at}self_attn.v_proj", D)
+        mixed = attention(turned(q, positions[S:], c.rope), turned(k, positions, c.rope), v, sees)
+        out = mixed @ w[f"{at}self_attn.o_proj.weight"].double().T
+        if f"{at}self_attn.o_proj.bias" in w:
+            out = out + w[f"{at}self_attn.o_proj.bias"].double()
+        found[f"attention {i}"] = out
+        x = x + out
+        found[f"mlp {i}"] = mlp(norm(x, w[f"{at}post_attention_layernorm.weight"], eps), w, at)
+        x = x + found[f"mlp {i}"]
+    found["before the head"] = norm(x, w["norm.weight"], eps)
+    found["logits"] = found["before the head"] @ head.double().T
+    return found
