@@ -17,8 +17,10 @@ A draft that knows only some tokens is given those rows of both heads: p is then
 them and renormalised. Labels are rows of `head`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,28 +50,51 @@ def block_losses(
     labels: Tensor,
     target_states: Tensor | None = None,
     target_head: Tensor | None = None,
+    *,
+    of: Tensor | None = None,
     chunk: int | None = None,
 ) -> Rows:
-    """states [n, C], head [V, C], labels [n] int64 (-1: none), target_states [n, C'], target_head [V, C'] ->
-    Rows of [n]. `kind` is one of LOSSES, or a sum of them: "0.1*ce+0.9*tv". States may also be [k, n, C]: k
-    rows for each label and target, whose p is then formed once; the Rows are [k, n].
+    """states [n, C], head [V, C], labels [m] int64 (-1: none), target_states [m, C'], target_head [V, C'] ->
+    Rows of [n]. `kind` is one of LOSSES, or a sum of them: "0.1*ce+0.9*tv". Row i is about label and target
+    i, or of[i] where `of` [n] int64, ascending, is given: rows that share a target then share the work.
 
     Row t of a teacher's final states is about token t + 1: for the label at position t, give row t - 1.
-    Products in the states' dtype, softmax and losses in float32; logits exist for `chunk` labels at a time.
+    Products in the states' dtype, softmax and losses in float32; logits exist for `chunk` rows at a time.
     Gradients reach `states`, and `head` where it wants one. Raises ValueError for an unknown kind, and
     where one needs target_states that are not given.
     """
+    given = states, head, labels, target_states, target_head, of
+    _, loss, nll, hits, accept = _apply(kind, given, None, chunk)
+    return Rows(loss, nll, hits, accept)
+
+
+def weighted_losses(
+    kind: str,
+    weights: Tensor,
+    states: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    target_states: Tensor | None = None,
+    target_head: Tensor | None = None,
+    *,
+    of: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Rows]:
+    """sum_i weights[i] * loss[i] of `block_losses`, and its Rows, without a gradient. For weights [n] known
+    beforehand: a head that learns then costs a third less, all gradients being formed in one pass."""
+    given = states, head, labels, target_states, target_head, of
+    total, loss, nll, hits, accept = _apply(kind, given, weights, chunk)
+    return total, Rows(loss, nll, hits, accept)
+
+
+def _apply(kind: str, given: tuple[Tensor | None, ...], weights: Tensor | None, chunk: int | None) -> Any:
+    _, head, _, target_states, target_head, _ = given
     mix = parse_loss(kind)
     if target_states is None and set(mix) - {"ce"}:
         raise ValueError(f"loss {kind!r} compares with the target's distribution: give its final states")
-    assert (target_states is None) == (target_head is None)
-    shape = states.shape[:-1]
-    states = states if states.dim() == 3 else states[None]
-    chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head)) // len(states) or 1
-    given = states, head, labels, target_states, target_head
-    loss, nll, hits, accept = _Chunked.apply(*given, mix, chunk)  # type: ignore[no-untyped-call]
-    loss, nll, hits = (x.view(shape) for x in (loss, nll, hits))
-    return Rows(loss, nll, hits, None if accept is None else accept.view(shape))
+    assert head is not None and (target_states is None) == (target_head is None)
+    chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
+    return _Chunked.apply(*given, weights, mix, chunk)  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -103,10 +128,13 @@ def reference_losses(
     labels: Tensor,
     target_states: Tensor | None = None,
     target_head: Tensor | None = None,
+    of: Tensor | None = None,
 ) -> Rows:
     """`block_losses` by its definitions, all logits at once."""
+    if of is not None:
+        labels, target_states = labels[of], None if target_states is None else target_states[of]
     z = (states @ head.to(states.dtype).T).float()
-    known, at = labels >= 0, labels.clamp(min=0).expand(z.shape[:-1])
+    known, at = labels >= 0, labels.clamp(min=0)
     said = z.gather(-1, at[..., None])[..., 0]
     nll = -z.log_softmax(-1).gather(-1, at[..., None])[..., 0] * known
     hits = (said == z.amax(-1)) & known
@@ -139,80 +167,118 @@ def chunked_nll_and_hits(
 
 class _Chunked(torch.autograd.Function):
     """A row's gradient d @ head (d: of its logits) is linear in the row's weight, so with a frozen head it is
-    formed in the forward and only scaled in the backward; a head that learns costs the logits once more
-    there, because its gradient mixes the rows."""
+    formed in the forward and only scaled in the backward. The gradient of a head that learns mixes the rows:
+    it is formed in the forward where the weights are known, else it costs the logits once more."""
 
     @staticmethod
-    def forward(ctx, states, head, labels, target_states, target_head, mix, chunk):  # type: ignore[no-untyped-def]
-        head = head.to(states.dtype)
-        if target_head is not None:
-            target_head = target_head.to(target_states.dtype)
-        k, n = states.shape[:2]
-        loss = torch.empty(k, n, dtype=torch.float32, device=states.device)
+    def forward(ctx, states, head, labels, target_states, target_head, of, weights, mix, chunk):  # type: ignore[no-untyped-def]
+        rows = _Rows(states, head, labels, target_states, target_head, of, mix, chunk)
+        loss = torch.empty(len(states), dtype=torch.float32, device=states.device)
         nll, hits = torch.empty_like(loss), torch.empty_like(loss, dtype=torch.bool)
         accept = None if target_states is None else torch.empty_like(loss)
-        frozen = not ctx.needs_input_grad[1]
-        rows = torch.empty_like(states) if frozen and ctx.needs_input_grad[0] else None
-        for i in range(0, n, chunk):
-            part = slice(i, i + chunk)
-            logits = _logits(states, head, target_states, target_head, part)
-            found = _of_logits(*logits, labels[part], mix)
-            loss[:, part], nll[:, part], hits[:, part] = found.loss, found.nll, found.hits
+        by_row, learns = ctx.needs_input_grad[:2]
+        at_once = by_row and (weights is not None or not learns)
+        d_states = torch.empty_like(states) if at_once else None
+        d_head = torch.zeros_like(head, dtype=torch.float32) if at_once and learns else None
+        for part in rows.parts():
+            found = rows.chunk(part)
+            loss[part], nll[part], hits[part] = found.loss, found.nll, found.hits
             if accept is not None and found.accept is not None:
-                accept[:, part] = found.accept
-            if rows is not None:
-                rows[:, part] = found.gradient(1.0).to(head.dtype) @ head
-        ctx.save_for_backward(states, head, labels, target_states, target_head, rows)
-        ctx.mix, ctx.chunk = mix, chunk
-        ctx.mark_non_differentiable(*(x for x in (nll, hits, accept) if x is not None))
-        return loss, nll, hits, accept
+                accept[part] = found.accept
+            if d_states is not None:
+                rows.back(found, part, None if weights is None else weights[part], d_states, d_head)
+        total = None if weights is None else (weights * loss).sum()
+        ctx.rows, ctx.weighted = rows, weights is not None
+        ctx.save_for_backward(d_states, d_head)
+        fixed = (nll, hits, accept, None if weights is None else loss)
+        ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
+        return total, loss, nll, hits, accept
 
     @staticmethod
-    def backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
-        states, head, labels, target_states, target_head, rows = ctx.saved_tensors
-        if rows is not None:
-            return rows * grad[..., None].to(rows.dtype), *[None] * 6
-        d_states = torch.empty_like(states)
-        d_head = torch.zeros_like(head, dtype=torch.float32)
-        for i in range(0, states.shape[1], ctx.chunk):
-            part = slice(i, i + ctx.chunk)
-            logits = _logits(states, head, target_states, target_head, part)
-            found = _of_logits(*logits, labels[part], ctx.mix)
-            d = found.gradient(grad[:, part, None]).to(states.dtype)
-            d_states[:, part] = d @ head
-            d_head += d.flatten(0, 1).T @ states[:, part].flatten(0, 1)
-        return d_states, d_head, *[None] * 5
+    def backward(ctx, total, loss, *_):  # type: ignore[no-untyped-def]
+        d_states, d_head = ctx.saved_tensors
+        if ctx.weighted:
+            d_head = None if d_head is None else d_head * total
+            return d_states * total.to(d_states.dtype), d_head, *[None] * 7
+        if d_states is not None:
+            return d_states * loss[:, None].to(d_states.dtype), None, *[None] * 7
+        rows = ctx.rows
+        d_states = torch.empty_like(rows.states)
+        d_head = torch.zeros_like(rows.head, dtype=torch.float32)
+        for part in rows.parts():
+            rows.back(rows.chunk(part), part, loss[part], d_states, d_head)
+        return d_states, d_head, *[None] * 7
 
 
-def _logits(
-    states: Tensor, head: Tensor, target_states: Tensor | None, target_head: Tensor | None, part: slice
-) -> tuple[Tensor, Tensor | None]:
-    """z [k, m, V] and the target's [m, V], float32."""
-    rows = states[:, part]
-    z = (rows.flatten(0, 1) @ head.T).float().view(*rows.shape[:2], -1)  # a product of three axes is slower
-    if target_states is None or target_head is None:
-        return z, None
-    return z, (target_states[part] @ target_head.T).float()
+class _Rows:
+    """The inputs of `_Chunked`, and its work on one chunk of their rows."""
+
+    def __init__(
+        self,
+        states: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        target_states: Tensor | None,
+        target_head: Tensor | None,
+        of: Tensor | None,
+        mix: dict[str, float],
+        size: int,
+    ) -> None:
+        self.states, self.labels, self.of, self.mix, self.size = states, labels, of, mix, size
+        self.head = head.to(states.dtype)
+        self.target_states, self.target_head = target_states, target_head
+        if target_head is not None and target_states is not None:
+            self.target_head = target_head.to(target_states.dtype)
+
+    def parts(self) -> Iterator[slice]:
+        return (slice(i, i + self.size) for i in range(0, len(self.states), self.size))
+
+    def chunk(self, part: slice) -> "_Chunk":
+        z = (self.states[part] @ self.head.T).float()
+        labels = self.labels[part] if self.of is None else self.labels[self.of[part]]
+        if self.target_states is None or self.target_head is None:
+            return _of_logits(z, None, None, labels, self.mix)
+        targets, index = part, None
+        if self.of is not None:
+            index = self.of[part]
+            targets = slice(int(index[0]), int(index[-1]) + 1)
+            index = index - targets.start
+        target_z = (self.target_states[targets] @ self.target_head.T).float()
+        p = target_z.softmax(-1)
+        top, most = target_z.amax(-1), p.amax(-1)
+        entropy = top - most.log() - (p * target_z).sum(-1)
+        if index is not None:
+            p, entropy = p[index], entropy[index]
+        return _of_logits(z, p, entropy, labels, self.mix)
+
+    def back(
+        self, found: "_Chunk", part: slice, weights: Tensor | None, d_states: Tensor, d_head: Tensor | None
+    ) -> None:
+        """The chunk's gradients, by rows of `weights`: into d_states, and added to d_head."""
+        d = found.gradient(weights).to(self.states.dtype)
+        torch.mm(d, self.head, out=d_states[part])
+        if d_head is not None:
+            d_head += d.T @ self.states[part]
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Losses of [k, m] rows, and what their gradients are made of: with s = sum_v q_v [q_v < p_v] the
-    gradient of alpha by the logits is q ([q < p] - s), those of ce and kl are q - onehot and q - p."""
+    """Losses of [m] rows, and what their gradients are made of: with s = sum_v q_v [q_v < p_v] the gradient
+    of alpha by the logits is q ([q < p] - s), those of ce and kl are q - onehot and q - p."""
 
     loss: Tensor
     nll: Tensor
     hits: Tensor
     accept: Tensor | None
-    q: Tensor  # [k, m, V]
+    q: Tensor  # [m, V]
     p: Tensor | None  # [m, V]
-    at: Tensor  # [k, m, 1]: the labels
-    ce: Tensor  # [k, m, 1]: what each row's loss holds of -log q(label),
+    at: Tensor  # [m, 1]: the labels
+    ce: Tensor  # [m, 1]: what each row's loss holds of -log q(label),
     kl: Tensor | float  # of kl,
     tv: Tensor | float  # and of -alpha
 
-    def gradient(self, weight: Tensor | float) -> Tensor:
-        """[k, m, V], of weight * loss by the logits; q is used up."""
+    def gradient(self, weights: Tensor | None) -> Tensor:
+        """[m, V], of weights * loss by the logits; q is used up."""
         coefficient = self.ce + self.kl
         if isinstance(self.tv, Tensor) and self.p is not None:
             # 1.0 and 0.0: a where(), or a product with bools, takes longer than all else here
@@ -223,35 +289,43 @@ class _Chunk:
         if isinstance(self.kl, Tensor) and self.p is not None:
             d.addcmul_(self.p, -self.kl)
         d.scatter_add_(-1, self.at, -self.ce)
-        return d if isinstance(weight, float) and weight == 1.0 else d.mul_(weight)
+        return d if weights is None else d.mul_(weights[:, None])
 
 
-def _of_logits(z: Tensor, target_z: Tensor | None, labels: Tensor, mix: dict[str, float]) -> _Chunk:
-    """z [k, m, V], target_z [m, V], labels [m]."""
+def _of_logits(
+    z: Tensor, p: Tensor | None, entropy: Tensor | None, labels: Tensor, mix: dict[str, float]
+) -> _Chunk:
+    """z [m, V] logits of the draft, p [m, V] and its entropy [m] of the target, labels [m]."""
     known = labels >= 0
-    at = labels.clamp(min=0).expand(z.shape[:-1])[..., None]
-    top, said = z.amax(-1), z.gather(-1, at)[..., 0]
+    at = labels.clamp(min=0)[:, None]
+    top, said = z.amax(-1), z.gather(-1, at)[:, 0]
     q = z.softmax(-1)  # one fused pass, where logsumexp and exp would be five
     lse = top - q.amax(-1).log()
     nll, hits = (lse - said) * known, (said == top) & known
-    ce = mix.get("ce", 0.0) * known.float().expand_as(nll)
+    ce = mix.get("ce", 0.0) * known.float()
     loss = mix.get("ce", 0.0) * nll
-    if target_z is None:
-        return _Chunk(loss, nll, hits, None, q, None, at, ce[..., None], 0.0, 0.0)
-    p = target_z.softmax(-1)
+    if p is None or entropy is None:
+        return _Chunk(loss, nll, hits, None, q, None, at, ce[:, None], 0.0, 0.0)
     accept = torch.minimum(p, q).sum(-1)
     if not set(mix) - {"ce"}:
-        return _Chunk(loss, nll, hits, accept, q, p, at, ce[..., None], 0.0, 0.0)
+        return _Chunk(loss, nll, hits, accept, q, p, at, ce[:, None], 0.0, 0.0)
     w = torch.exp(-ETA * accept) if "lk" in mix else torch.zeros_like(accept)
     kl = mix.get("kl", 0.0) + mix.get("lk", 0.0) * w
     tv = mix.get("tv", 0.0) + mix.get("lk", 0.0) * (1 - w)
     safe = accept.clamp(min=LEAST_ALPHA)
     loss = loss + tv * (1 - accept) - mix.get("nla", 0.0) * safe.log()
     if "kl" in mix or "lk" in mix:
-        of_p = (p * target_z).sum(-1) - (target_z.amax(-1) - p.amax(-1).log())  # sum_v p_v log p_v
-        loss = loss + kl * (of_p - (p * z).sum(-1) + lse)
+        loss = loss + kl * (lse - (p * z).sum(-1) - entropy)
     tv = tv + mix.get("nla", 0.0) / safe
-    return _Chunk(loss, nll, hits, accept, q, p, at, ce[..., None], kl[..., None], tv[..., None])
+    return _Chunk(loss, nll, hits, accept, q, p, at, ce[:, None], kl[:, None], tv[:, None])
+
+
+def likeliest(states: Tensor, head: Tensor, chunk: int | None = None) -> Tensor:
+    """states [n, C], head [V, C] -> [n] int64, the first choice of each row, logits in chunks."""
+    size = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
+    head = head.to(states.dtype)
+    found = [(states[i : i + size] @ head.T).argmax(-1) for i in range(0, len(states), size)]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=states.device)
 
 
 def block_weights(kind: str, rows: Rows, valid: Tensor, *, alpha: float = 0.5, gamma: float = 4.0) -> Tensor:

@@ -19,49 +19,62 @@ from outpace.train.losses import (
     decay_weights,
     default_gamma,
     dpace_weights,
+    likeliest,
     needs_target,
     parse_loss,
     reference_losses,
+    weighted_losses,
 )
 
 N, C, D, V = 23, 10, 14, 97
 SUM = "0.1*ce+0.9*tv"
 
 
-def case(seed=0, steps=()):
+OF = torch.tensor([0, 0, 0, 1, 3, 3, 4, 4, 5, 5, 5, 5, 9, 10, 10, 16, 16, 16, 17, 18, 20, 21, 22])  # gaps too
+
+
+def case(seed=0):
     """Rows whose labels are now and then the draft's first choice, and now and then missing."""
     rng = torch.Generator().manual_seed(seed)
-    states, head = torch.randn(*steps, N, C, generator=rng), torch.randn(V, C, generator=rng)
+    states, head = torch.randn(N, C, generator=rng), torch.randn(V, C, generator=rng)
     target_states = torch.randn(N, D, generator=rng)
     target_head = torch.randn(V, D, generator=rng) * 0.6
     labels = torch.randint(V, (N,), generator=rng)
-    labels[::3] = (states @ head.T).view(-1, N, V)[0].argmax(-1)[::3]
+    labels[::3] = (states @ head.T).argmax(-1)[::3]
     labels[5::7] = -1
     return states, head, labels, target_states, target_head
 
 
-@pytest.mark.parametrize("steps", [(), (3,)])
+@pytest.mark.parametrize("of", [None, OF])
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("kind", [*LOSSES, SUM])
-def test_chunked_equals_reference(kind, learns, steps):
-    states, head, labels, *target = case(steps=steps)
-    weights = torch.linspace(0, 2, states[..., 0].numel()).view(states.shape[:-1])
-    for chunk in (1, 7, 23, None):
-        found = []
-        for function in (
-            lambda *x, n=chunk: block_losses(kind, *x, chunk=n),
-            lambda *x: reference_losses(kind, *x),
-        ):
-            h, w = states.clone().requires_grad_(), head.clone().requires_grad_(learns)
-            rows = function(h, w, labels, *target)
+def test_chunked_equals_reference(kind, learns, of):
+    states, head, labels, *target = case()
+    weights = torch.linspace(0, 2, N)
+    found = {}
+    for name in ("reference", "weighted", 1, 7, 23, None):
+        h, w = states.clone().requires_grad_(), head.clone().requires_grad_(learns)
+        given = h, w, labels, *target
+        if name == "weighted":
+            total, rows = weighted_losses(kind, weights, *given, of=of, chunk=7)
+            assert not rows.loss.requires_grad
+            (3 * total).backward()
+            h.grad /= 3
+            w.grad = w.grad / 3 if learns else None
+        else:
+            rows = (
+                reference_losses(kind, *given, of)
+                if name == "reference"
+                else block_losses(kind, *given, of=of, chunk=name)
+            )
             (rows.loss * weights).sum().backward()
-            found.append((rows, h.grad, w.grad if learns else torch.zeros(())))
-        (ours, *gradients), (theirs, *wanted) = found
-        values = [(rows.loss, rows.nll, rows.accept) for rows in (ours, theirs)]
-        for a, b in zip((*values[0], *gradients), (*values[1], *wanted), strict=True):
+        found[name] = (rows, rows.loss, rows.nll, rows.accept, h.grad, *([w.grad] if learns else []))
+    reference, *wanted = found.pop("reference")
+    for rows, *ours in found.values():
+        for a, b in zip(ours, wanted, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
-        assert torch.equal(ours.hits, theirs.hits) and 0 < ours.hits.sum() < ours.hits.numel()
-        assert not any(x.requires_grad for x in (ours.nll, ours.accept))
+        assert torch.equal(rows.hits, reference.hits) and 0 < rows.hits.sum() < N
+        assert not rows.nll.requires_grad and not rows.accept.requires_grad
 
 
 @pytest.mark.parametrize("kind", [*LOSSES, SUM])
@@ -202,26 +215,31 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize(("kind", "steps"), [("ce", ()), ("lk", ()), ("lk", (7,))])
-def test_logits_never_exist_at_once(kind, steps, learns):
+@pytest.mark.parametrize("kind", ["ce", "lk"])
+@pytest.mark.parametrize("function", [block_losses, weighted_losses])
+def test_logits_never_exist_at_once(function, kind, learns):
     """The largest tensor that any operation makes, forward and backward, is one chunk of logits."""
     rows, vocab, width, chunk = 700, 1009, 8, 50
-    states = torch.randn(*steps, rows, width, requires_grad=True)
+    states = torch.randn(rows, width, requires_grad=True)
     head, labels = torch.randn(vocab, width, requires_grad=learns), torch.randint(vocab, (rows,))
     target = (torch.randn(rows, width), torch.randn(vocab, width)) if kind != "ce" else ()
+    of = torch.arange(rows) // 3  # a chunk meets 17 or 18 targets
     with Largest() as mode:
-        block_losses(kind, states, head, labels, *target, chunk=chunk).loss.sum().backward()
-    assert mode.size == math.prod(steps) * chunk * vocab
+        if function is block_losses:
+            block_losses(kind, states, head, labels, *target, of=of, chunk=chunk).loss.sum().backward()
+        else:
+            weighted_losses(kind, torch.ones(rows), states, head, labels, *target, chunk=chunk)[0].backward()
+    assert mode.size == chunk * vocab
     with Largest() as mode:
         reference_losses(kind, states, head, labels, *target).loss.sum()
-    assert mode.size == math.prod(steps) * rows * vocab
+    assert mode.size == rows * vocab
 
 
 def test_chunks_of_a_large_vocabulary_are_bounded():
-    """201,088 tokens as in gpt-oss: 128 rows of float32 logits, 103 MB, however many rows and steps."""
-    states, head = torch.zeros(2, 130, 1, requires_grad=True), torch.zeros(201_088, 1)
+    """201,088 tokens as in gpt-oss: 128 rows of float32 logits, 103 MB, however many rows there are."""
+    states, head = torch.zeros(300, 1, requires_grad=True), torch.zeros(201_088, 1)
     with Largest() as mode:
-        block_losses("ce", states, head, torch.zeros(130, dtype=torch.int64))
+        block_losses("ce", states, head, torch.zeros(300, dtype=torch.int64))
     assert mode.size <= 128 * 201_088
 
 
@@ -244,6 +262,21 @@ def test_cross_entropy_alone():
     torch.testing.assert_close(nll, F.cross_entropy(states @ head.T, labels.clamp(min=0), reduction="none"))
     assert torch.equal(hits, (states @ head.T).argmax(-1) == labels.clamp(min=0))
     assert torch.equal(nll, chunked_nll(states, head, labels.clamp(min=0), 7))
+
+
+def test_the_first_choice_of_every_row():
+    states, head, *_ = case()
+    for chunk in (1, 7, None):
+        assert torch.equal(likeliest(states, head, chunk), (states @ head.T).argmax(-1))
+    assert len(likeliest(states[:0], head)) == 0
+
+
+def test_no_rows_at_all():
+    states, head, labels, *target = case()
+    h = states[:0].clone().requires_grad_()
+    rows = block_losses("lk", h, head, labels[:0], target[0][:0], target[1])
+    rows.loss.sum().backward()
+    assert len(rows.loss) == len(rows.hits) == len(rows.accept) == len(h.grad) == 0
 
 
 def test_decay():
