@@ -116,6 +116,7 @@ def learn(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         metrics = {"loss": found.loss.item(), **found.metrics, "lr": recipe.lr * factor}
+        metrics["tokens"] = found.tokens
         metrics["tokens_per_s"] = round(found.tokens / (time.perf_counter() - began), 1)
         if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
             metrics |= judge()
@@ -206,6 +207,8 @@ def provenance(
         "cache_samples": len(cache),
         "seed": recipe.seed,
         "steps": recipe.steps,
+        "training_tokens": sum(line["tokens"] for line in lines if "tokens" in line),  # of rows, prompts too
+        "training_hours": round(sum(line["seconds"] for line in lines) / 3600, 3),
         "git": _git_describe(),
         "torch": torch.__version__,
         "losses": [line["loss"] for line in lines[-20:]],
