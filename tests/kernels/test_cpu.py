@@ -213,17 +213,22 @@ def test_attend_rows_do_not_depend_on_length_batch_or_ring(window, g, d):
         assert torch.equal(cpu.attend(q, k, v, start, window, sinks, d**-0.5, chain, depth), together)
 
 
-def test_attend_gives_a_tree_path_the_bits_of_plain_decoding():
+@pytest.mark.parametrize("window", [0, 3])
+def test_attend_gives_a_tree_path_the_bits_of_plain_decoding(window):
     t, h, kv, d, s = 7, 6, 2, 64, 160
     start = torch.tensor([124])  # the path crosses the edge of a tile of keys, not where its storage does
     (tree, depth), path = family([-1, 0, 0, 1, 2, 4, 5]), [0, 2, 4, 5, 6]
     q, (k, v), sinks = queries(1, t, h, kv, d), rings(1, kv, s, d, start, t), torch.randn(h)
-    verified = cpu.attend(q, k, v, start, 0, sinks, 0.1, tree[None], depth[None])
+    if window:
+        tree &= depth[:, None] - depth < window
+    verified = cpu.attend(q, k, v, start, window, sinks, 0.1, tree[None], depth[None])
+    late = cpu.attend(q[:, 5:], k, v, start, window, sinks, 0.1, tree[None, 5:], depth[None, 5:])
+    assert torch.equal(late, verified[:, 5:])  # of columns that came before, the keys alone
     slots = torch.tensor(path) + 124
     for x in (k, v):
         x[:, :, 124 : 124 + len(path)] = x[:, :, slots].clone()
     for i, node in enumerate(path):
-        plain = cpu.attend(q[:, node : node + 1], k, v, start + i, 0, sinks, 0.1)
+        plain = cpu.attend(q[:, node : node + 1], k, v, start + i, window, sinks, 0.1)
         assert torch.equal(plain[0, 0], verified[0, node])
 
 
