@@ -153,6 +153,19 @@ class DFlash(nn.Module):
         sure = confidence(self.confidence_head, *parts, hidden, previous).sigmoid()
         return replace(found, sure=sure)
 
+    def reset_parts(self, rng: torch.Generator) -> None:
+        """The optional parts as training begins with them: they change no guess."""
+        for layer in self.layers:
+            assert isinstance(layer, DFlashLayer)
+            for conv in (layer.attention_conv, layer.mlp_conv):
+                if conv is not None:
+                    conv.reset()
+        for part in (self.candidate_selector, self.markov_head):
+            if part is not None:
+                part.reset(rng)
+        if self.confidence_head is not None:
+            self.confidence_head.reset()
+
     def bind(self, target: Decoder) -> "BoundDFlash":
         return BoundDFlash(self, target)
 

@@ -29,7 +29,7 @@ ANGLES = struct.Struct("2qd4q").pack
 ARGMAX = struct.Struct("5q").pack
 PACKED = struct.Struct("5q").pack
 EXPAND = struct.Struct("6q").pack
-BLOCKS = struct.Struct("23qdq").pack
+BLOCKS = struct.Struct("24qdq").pack
 
 
 class _Library:
@@ -296,8 +296,9 @@ def argmax(x: Tensor) -> Tensor:
 
 
 Inputs = tuple[Tensor, ...]  # q [N, H, D], k and v [N, K, D], context_k and context_v [S, K, D], of one dtype
-# first [R+1], context [R+1] and seen [A] of ops.blocks.Layout; the length of a block, the window, the scale
-Blocks = tuple[tuple[Tensor, Tensor, Tensor], int, int, float]
+# first [R+1], context [R+1] and seen [A] of ops.blocks.Layout; the length of a block, the window, whether slots
+# hide what follows them, the scale
+Blocks = tuple[tuple[Tensor, Tensor, Tensor], int, int, bool, float]
 
 
 def blocks(inputs: Inputs, how: Blocks) -> tuple[Tensor, Tensor]:
@@ -318,11 +319,11 @@ def blocks_backward(inputs: Inputs, how: Blocks, out: Tensor, lse: Tensor, grad:
 
 def _blocks(inputs: Inputs, how: Blocks, out: Tensor, lse: Tensor, gradients: Inputs) -> bytes:
     q, k, _, context_k, _ = inputs
-    ranges, block, window, scale = how
+    ranges, block, window, causal, scale = how
     first, context, seen = ranges
     assert all(x.is_contiguous() and x.dtype == q.dtype for x in (*inputs, *gradients))
     assert len(seen) * block == len(q) and int(first[-1]) == len(seen) and int(context[-1]) == len(context_k)
     given = *(x.data_ptr() for x in inputs), KIND[q.dtype], *(x.data_ptr() for x in ranges)
     made = [x.data_ptr() for x in (out, lse, *gradients)] + [0] * (0 if gradients else 6)
-    sizes = len(first) - 1, block, q.shape[1], k.shape[1], q.shape[2], window
+    sizes = len(first) - 1, block, q.shape[1], k.shape[1], q.shape[2], window, causal
     return BLOCKS(*given, *made, *sizes, scale, _threads())

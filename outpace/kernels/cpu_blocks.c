@@ -1,10 +1,10 @@
 // Part of cpu.c: a draft's training attention. Many small blocks, each over the context of its own row and over itself,
-// forward and backward. All queries of a block see the same keys, but for a window: a block is one tile, nothing is gathered.
+// forward and backward. All queries of a block see the same keys, but for a window and where slots hide what follows: a block is one tile, nothing is gathered.
 enum { STRIP = 64, TALL = W == 16 ? 8 : 4 };  // keys of a tile; rows of a register tile
 #define UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 typedef struct { any q, k, v, context_k, context_v; int64_t kind; const int64_t *first, *context, *seen; float *out, *lse; any grad;
-                 void *dq, *dk, *dv, *d_context_k, *d_context_v; int64_t rows, B, H, K, D, window; double scale; int64_t threads; } Blocks;
+                 void *dq, *dk, *dv, *d_context_k, *d_context_v; int64_t rows, B, H, K, D, window, causal; double scale; int64_t threads; } Blocks;
 typedef struct { float *k, *v, *k_turned, *v_turned, *dk, *dv; long ld; } Keys;  // [ld, D]; turned: [D, ld]; zeros past the last key
 
 // c [TALL, 2W] += sum over i < n of a(r, i) b[i]; a(r, i) is a[r, i], or a[i, r] where turned.
@@ -59,24 +59,28 @@ static long strip(const Desk *w, const Keys *m, long from, long to) {
     times(w->R, n, w->width, w->q, w->width, m->k_turned + from, m->ld, w->p, STRIP);
     return n;
 }
-static long lowest_key(const Desk *w, long r, long seen) {  // the first context key that row r sees
-    return w->o->window ? MAX(0, seen + r / (w->o->H / w->o->K) - w->o->window + 1) : 0;
+typedef struct { long low, high; } Span;
+static Span span(const Desk *w, long r, long to, int context) {  // the keys low..high - 1, of `to`, that row r sees
+    long slot = r / (w->o->H / w->o->K), first = w->o->window ? (context ? to : 0) + slot - w->o->window + 1 : 0;
+    if (context) return (Span){MAX(0, first), to};
+    return w->o->causal ? (Span){MAX(0, first), MIN(to, slot + 1)} : (Span){0, to};
 }
 static void forward_keys(const Desk *w, const Keys *m, long to, int context) {
-    for (long from = context ? lowest_key(w, 0, to) / STRIP * STRIP : 0; from < to; from += STRIP) {
+    for (long from = span(w, 0, to, context).low / STRIP * STRIP; from < to; from += STRIP) {
         long n = strip(w, m, from, to);
         for (long r = 0; r < w->R; r++) {
-            long low = context ? lowest_key(w, r, to) - from : 0;
+            Span at = span(w, r, to, context);
+            long low = at.low - from, high = at.high - from;
             float top = w->high[r];
             vf best = all(top), total = {0};
             for (long j = 0; j < n; j += W) {
-                vi seen = (PLACES + (int)j >= (int)low) & (PLACES + (int)j < (int)(to - from));
+                vi seen = (PLACES + (int)j >= (int)low) & (PLACES + (int)j < (int)high);
                 vf x = pick(seen, load(w->p + r * STRIP + j), all(-1e30f));
                 best = pick(x > best, x, best);
             }
             UNROLL for (int i = 0; i < W; i++) top = MAX(top, best[i]);
             for (long j = 0; j < n; j += W) {
-                vf e = weights(w, r, j, low, to - from, top);
+                vf e = weights(w, r, j, low, high, top);
                 store(w->p + r * STRIP + j, e);
                 total += e;
             }
@@ -91,14 +95,17 @@ static void forward_keys(const Desk *w, const Keys *m, long to, int context) {
     }
 }
 static void backward_keys(const Desk *w, const Keys *m, long to, int context) {
-    for (long from = context ? lowest_key(w, 0, to) / STRIP * STRIP : 0; from < to; from += STRIP) {
+    for (long from = span(w, 0, to, context).low / STRIP * STRIP; from < to; from += STRIP) {
         long n = strip(w, m, from, to), width = w->width;
         memset(w->ds, 0, w->R * STRIP * sizeof(float));
         times(w->R, n, width, w->grad, width, m->v_turned + from, m->ld, w->ds, STRIP);
-        for (long r = 0; r < w->R; r++) for (long j = 0; j < n; j += W) {
-            vf p = weights(w, r, j, context ? lowest_key(w, r, to) - from : 0, to - from, w->high[r]);
-            store(w->p + r * STRIP + j, p);
-            store(w->ds + r * STRIP + j, p * (load(w->ds + r * STRIP + j) - w->delta[r]));
+        for (long r = 0; r < w->R; r++) {
+            Span at = span(w, r, to, context);
+            for (long j = 0; j < n; j += W) {
+                vf p = weights(w, r, j, at.low - from, at.high - from, w->high[r]);
+                store(w->p + r * STRIP + j, p);
+                store(w->ds + r * STRIP + j, p * (load(w->ds + r * STRIP + j) - w->delta[r]));
+            }
         }
         turned_times(n, width, w->R, w->p, STRIP, w->grad, width, m->dv + from * width, width);
         turned_times(n, width, w->R, w->ds, STRIP, w->q, width, m->dk + from * width, width);

@@ -29,7 +29,16 @@ class Layout:
         near = keys > position[:, None] - window if window else True
         return (keys < seen[:, None]) & near
 
-    def grid(self, window: int = 0) -> Tensor:
+    def own(self, window: int, causal: bool) -> Tensor:
+        """[B, B] bool: which slots of its block each slot sees: all, or where blocks are causal itself and
+        the earlier ones within the window."""
+        slot = torch.arange(self.block, device=self.seen.device)
+        behind = slot[:, None] - slot
+        if not causal:
+            return behind >= -self.block
+        return (behind >= 0) & (behind < window) if window else behind >= 0
+
+    def grid(self, window: int = 0, causal: bool = False) -> Tensor:
         """[A*B, S + A*B] bool, as one dense mask over all contexts and then all blocks."""
         A, S = len(self.seen), int(self.context[-1])
         found = torch.zeros(A * self.block, S + A * self.block, dtype=torch.bool, device=self.seen.device)
@@ -37,7 +46,7 @@ class Layout:
             queries = slice(int(self.first[row]) * self.block, int(self.first[row + 1]) * self.block)
             found[queries, int(self.context[row]) : int(self.context[row + 1])] = self.allowed(row, window)
         owner = torch.arange(A * self.block, device=found.device) // self.block
-        found[:, S:] = owner[:, None] == owner
+        found[:, S:] = (owner[:, None] == owner) & self.own(window, causal).repeat(A, A)
         return found
 
 
@@ -50,16 +59,18 @@ def block_attend(
     layout: Layout,
     window: int,
     scale: float,
+    causal: bool = False,
 ) -> Tensor:
     """q [N,H,D], k and v [N,K,D] of N = A*B packed block rows; context_k and context_v [S,K,D] -> [N,H*D].
+    `causal`: a slot sees none of its block behind it.
 
     Through the kernel no mask and no scores outlive a tile; elsewhere through the plain reference.
     """
     if rows_kernel(q):
         tensors = (x.contiguous() for x in (q, k, v, context_k, context_v))
-        out: Tensor = _Blocks.apply(*tensors, layout, window, scale)  # type: ignore[no-untyped-call]
+        out: Tensor = _Blocks.apply(*tensors, layout, window, causal, scale)  # type: ignore[no-untyped-call]
         return out
-    return reference_block_attend(q, k, v, context_k, context_v, layout, window, scale)
+    return reference_block_attend(q, k, v, context_k, context_v, layout, window, scale, causal)
 
 
 def reference_block_attend(
@@ -71,6 +82,7 @@ def reference_block_attend(
     layout: Layout,
     window: int,
     scale: float,
+    causal: bool = False,
 ) -> Tensor:
     """Row by row with all its scores, [H, n, S + B]."""
     (H, D), K, B = q.shape[1:], k.shape[1], layout.block
@@ -83,6 +95,7 @@ def reference_block_attend(
         far = torch.einsum("abkgd,skd->kgabs", blocks, context_k[theirs].float()) * scale
         allowed = layout.allowed(row, window).to(q.device).view(far.shape[2:])
         near = torch.einsum("abkgd,ackd->kgabc", blocks, own_k) * scale
+        near = near.masked_fill(~layout.own(window, causal).to(q.device), -torch.inf)
         weights = torch.cat((far.masked_fill(~allowed, -torch.inf), near), dim=-1).softmax(-1)
         far, near = weights.split((far.shape[-1], B), dim=-1)
         out = torch.einsum("kgabs,skd->abkgd", far, context_v[theirs].float())
@@ -95,8 +108,8 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *inputs, layout, window, scale = args
-        ctx.how = (layout.first, layout.context, layout.seen), layout.block, window, scale
+        *inputs, layout, window, causal, scale = args
+        ctx.how = (layout.first, layout.context, layout.seen), layout.block, window, causal, scale
         out, lse = cpu.blocks(tuple(inputs), ctx.how)
         ctx.save_for_backward(*inputs, out, lse)
         return out.to(inputs[0].dtype)
@@ -105,4 +118,4 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         found = cpu.blocks_backward(tuple(inputs), ctx.how, out, lse, grad.contiguous())
-        return *found, None, None, None
+        return *found, None, None, None, None

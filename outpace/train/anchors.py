@@ -25,6 +25,9 @@ class Sample(Protocol):
     @property
     def offset(self) -> int: ...  # position of token 0
 
+    @property
+    def final(self) -> Tensor | None: ...  # [T, C]: what the head reads at t to predict t + 1
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -38,6 +41,7 @@ class Packed:
     context_positions: Tensor  # [S] int64
     layout: Layout
     row_tokens: int  # of all rows, prompts included
+    final: Tensor | None = None  # [A, n, C]: of the token before each label, where it was asked for
 
 
 def draw_anchors(prompt_length: int, length: int, count: int, rng: torch.Generator) -> Tensor:
@@ -54,14 +58,18 @@ def pack(
     cut: int | None,
     rng: torch.Generator,
     features: Sequence[int] | None = None,
+    *,
+    final: bool = False,
 ) -> Packed:
     """Draw `count` anchors a row, from its first `cut` tokens, and pack what one step needs.
 
     The context of a row ends before its last anchor: nothing sees more. `features` are the indices into
-    aux that are wanted, None for all. Raises ValueError where no row has two tokens of response.
+    aux that are wanted, None for all; `final`: the target's final states are wanted too. Raises ValueError
+    where no row has two tokens of response, and where a row holds no final states.
     """
     within = torch.arange(block_size)
     pieces: list[tuple[Tensor, ...]] = []
+    states: list[Tensor] = []
     first, starts = [0], [0]
     for row in rows:
         tokens = row.tokens[:cut]
@@ -78,6 +86,13 @@ def pack(
         pieces.append(
             (tokens[anchors], at + row.offset, labels, valid, aux.transpose(0, 1), context, anchors)
         )
+        if final:
+            if row.final is None:
+                raise ValueError(
+                    "the cache holds no final states, with which this loss compares: build one with "
+                    "`teacher build --final`"
+                )
+            states.append(row.final[at[:, :-1].clamp(max=len(tokens) - 1)])
         first.append(first[-1] + len(anchors))
         starts.append(starts[-1] + end)
     if not pieces:
@@ -88,4 +103,5 @@ def pack(
     tokens, positions, labels, valid, aux, context, seen = (torch.cat(x) for x in zip(*pieces, strict=True))
     layout = Layout(torch.tensor(first), torch.tensor(starts), seen, block_size)
     size = sum(len(row.tokens[:cut]) for row in rows)
-    return Packed(tokens, positions, labels, valid, aux.transpose(0, 1), context, layout, size)
+    kept = torch.cat(states) if final else None
+    return Packed(tokens, positions, labels, valid, aux.transpose(0, 1), context, layout, size, kept)

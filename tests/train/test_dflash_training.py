@@ -12,15 +12,10 @@ from outpace.drafts.format_zlab import to_hf
 from outpace.drafts.load import load_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.train.anchors import pack
-from outpace.train.dflash import (
-    DFlashRecipe,
-    accuracy,
-    block_loss,
-    block_states,
-    init_dflash,
-    rows_of_step,
-    train_dflash,
-)
+from outpace.train.dflash import block_states, train_dflash
+from outpace.train.dflash_loss import Objective
+from outpace.train.dflash_recipe import DFlashRecipe, init_dflash
+from outpace.train.drafts import accuracy, rows_of_step
 
 LAYERS = (0, 2)
 RECIPE = DFlashRecipe(
@@ -111,7 +106,7 @@ def test_recomputing_layers_changes_nothing(target, cache):
     for recompute in (False, True):
         draft = draft_of(target)
         hidden = block_states(draft, target, packed, torch.float32, recompute)
-        block_loss(hidden, target.head, packed, RECIPE)[0].backward()
+        Objective.of(draft, target, RECIPE)(hidden, packed).loss.backward()
         found.append([p.grad for p in draft.parameters()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
@@ -121,17 +116,15 @@ def test_what_is_past_the_row_or_in_the_anchor_slot_has_no_gradient(target, cach
     packed = pack(cache.samples, 5, 30, None, torch.Generator().manual_seed(0))
     hidden = torch.randn(len(packed.anchors), 5, target.config.hidden_size, requires_grad=True)
     for weights in ("dpace", "decay"):
-        loss, hits = block_loss(hidden, target.head, packed, replace(RECIPE, weights=weights))
-        (grad,) = torch.autograd.grad(loss, hidden)
+        objective = Objective.of(draft_of(target), target, replace(RECIPE, weights=weights))
+        found = objective(hidden, packed)
+        (grad,) = torch.autograd.grad(found.loss, hidden)
         used = grad.abs().sum(-1) > 0
         assert not used[:, 0].any()
         assert torch.equal(used[:, 1:], packed.valid)
-        assert not hits[~packed.valid].any()
+        assert not found.hits[~packed.valid].any()
         other = packed.labels.masked_fill(~packed.valid, 50)
-        again, _ = block_loss(
-            hidden, target.head, replace(packed, labels=other), replace(RECIPE, weights=weights)
-        )
-        assert again == loss
+        assert objective(hidden, replace(packed, labels=other)).loss == found.loss
 
 
 def test_accept_len_counts_leading_hits():
