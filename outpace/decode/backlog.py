@@ -32,11 +32,9 @@ class Backlog:
     parts: list[Part] = field(default_factory=list)
     columns: int = 0
 
-    def add(self, part: Part, session: Session) -> None:
+    def add(self, part: Part) -> None:
         self.parts.append(part)
         self.columns += max(part.counts)
-        if self.columns >= MOST:
-            self.show(session)
 
     def show(self, session: Session) -> None:
         """Everything that waits, as one stretch of text."""

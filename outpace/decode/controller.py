@@ -84,7 +84,7 @@ class Adaptive:
         self.record = Record(2, costs.acceptance)
         self.speaks = True  # the draft says how sure it is; taken for granted until a proposal was seen
         self.rests = self.probing = self.hit = False
-        self.gap, self.wait = float(FIRST_GAP), 0
+        self.gap, self.wait, self.rested = float(FIRST_GAP), 0, 0  # plain steps: to come, passed
         self._rounds: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
         self._now: tuple[list[float], list[float]] = ([], [])  # by columns: drafting; the rest of the round
         self._drafted, self._corrected = 0.0, [1.0]
@@ -100,13 +100,20 @@ class Adaptive:
     def width(self, lengths: Sequence[int]) -> int:
         rows = len(lengths)
         self._now = self._seconds(rows, sum(lengths) / rows)
+        if self.rests and self.wait > 0:  # nothing to decide
+            self.wait -= 1
+            self.rested += 1
+            self.foreseen = (float(rows), self._now[1][1])
+            return 1
+        self.record.fade(KEEP_RESTING**self.rested)
+        self.rested = 0
         drafting, others = self._now
         gains = [rows * g for g in self.record.gains(self.speaks)]
         whole = [d + o for d, o in zip(drafting, others, strict=True)]
         best = fastest(gains, whole, least=2)
         pays = sum(gains[:best]) / whole[best] > rows / whole[1]
         if not self._drafts(pays, whole[best] / whole[1]):
-            self.record.fade(KEEP_RESTING)
+            self.rested = 1
             self.foreseen = (float(rows), whole[1])
             return 1
         self.record.fade(KEEP_DRAFTING)

@@ -1,14 +1,16 @@
 """propose -> verify -> commit: one forward of the target checks a whole proposal."""
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outpace.decode.backlog import Backlog, Part
+from outpace.decode.backlog import MOST, Backlog, Part
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.judge import judge_of
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
+from outpace.decode.rules import Judge, Verdict
 from outpace.decode.trace import Foreseen, Trace
 from outpace.drafts.proposal import Draft, Proposal
 from outpace.models.decoder import Decoder
@@ -51,20 +53,22 @@ def generate(
             for part in (cache, session, judge, unseen):
                 part.keep(left)
             last, alive = last[left], [alive[i] for i in left]
-        before = trace.decode_seconds
+        began = time.perf_counter()
         with trace.timed("draft"):
             width = pace.width(cache.lengths)
-            if width > 1:
+            if width > 1 or unseen.columns >= MOST:
                 unseen.show(session)
+            if width > 1:
                 proposal = pace.cut(session.propose(last, width, judge.choice))
             else:  # a plain step
                 proposal = Proposal(last[:, None], [1] * len(last))
         with trace.timed("verify"):
             out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
             logits = target.logits(out.hidden)
-            found = judge.verdict(proposal, logits)
+            found = judge.verdict(proposal, logits) if width > 1 else root_alone(judge, logits)
         with trace.timed("rest"):
-            cache.commit(found.path)
+            if width > 1:
+                cache.commit(found.path)
             for i, b in enumerate(alive):
                 if on_logits is not None:
                     on_logits(b, logits[i, found.path[i]])
@@ -73,12 +77,17 @@ def generate(
             taken = [len(columns) - 1 for columns in found.path]
             trace.add(B, alive, proposal.deepest, taken, proposal.counts)
             pace.learn(proposal, found.path)
-        with trace.timed("draft"):
-            unseen.add(verified(proposal, out.aux, found.path), session)
+            unseen.add(verified(proposal, out.aux, found.path))
         if pace.foreseen is not None:
             brought = sum(map(len, found.path))
-            trace.foreseen.append(Foreseen(*pace.foreseen, brought, trace.decode_seconds - before))
+            trace.foreseen.append(Foreseen(*pace.foreseen, brought, time.perf_counter() - began))
     return Generation(rows.emitted, trace)
+
+
+def root_alone(judge: Judge, logits: Tensor) -> Verdict:
+    """The verdict on a proposal without guesses: what plain decoding does. logits [B, 1, V]."""
+    said = judge.draw(logits[:, 0]).tolist()
+    return Verdict([[0]] * len(said), [[token] for token in said])
 
 
 def verified(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> Part:

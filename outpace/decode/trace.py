@@ -1,8 +1,6 @@
 """What each round proposed, accepted and cost; what every measurement reads."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -14,6 +12,19 @@ class Foreseen:
     seconds: float
     tokens_brought: int
     seconds_taken: float
+
+
+class Clock:
+    """`with trace.timed(part)`: adds the time inside. A class, since a generator costs a microsecond more."""
+
+    def __init__(self, seconds: dict[str, float], part: str) -> None:
+        self.seconds, self.part = seconds, part
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds[self.part] += time.perf_counter() - self.began
 
 
 @dataclass
@@ -28,13 +39,8 @@ class Trace:
     )
     foreseen: list[Foreseen] = field(default_factory=list)  # per round that a controller foresaw
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] += time.perf_counter() - began
+    def timed(self, part: str) -> "Clock":
+        return Clock(self.seconds, part)
 
     def add(
         self,

@@ -1,0 +1,274 @@
+"""Measuring a cost table: real rounds over real text, of every width in turn."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.cache.kv import Cache
+from outpace.decode.backlog import Part
+from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
+from outpace.decode.request import Request
+from outpace.decode.rules import Match
+from outpace.decode.speculative import generate, verified
+from outpace.drafts.proposal import Draft, Proposal, Session
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import Sampling
+
+LEAST_REPEATS, MOST_REPEATS = 5, 40
+PREFILL = 512
+STEADY = 48  # tokens of the run that says what a round takes beside, and how often guesses are right
+ROUTED = 512  # tokens whose experts are counted
+Told = Callable[[float], None]  # how much of the work is done, 0 to 1
+
+
+def width_grid(block: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, then in steps of an eighth to a quarter: no step that matters is missed."""
+    found = [1]
+    while found[-1] < block:
+        found.append(min(block, found[-1] + max(1, found[-1] // 8, found[-1] // 4 if found[-1] > 15 else 0)))
+    return tuple(found)
+
+
+@torch.inference_mode()
+def calibrate(
+    target: Decoder,
+    draft: Draft,
+    text: Sequence[int],
+    *,
+    contexts: Sequence[int] = (256,),
+    batches: Sequence[int] = (1,),
+    seconds: float = 20.0,
+    on_progress: Told | None = None,
+) -> Costs:
+    """text: token ids, real text of the kind that will be decoded; rows of a batch take turns in it.
+    seconds: about how long to measure, prefills not counted; at least five rounds of every width are.
+
+    Raises ValueError for a context, a batch or a text that cannot be measured.
+    """
+    widths = width_grid(draft.block_size)
+    _check(target, text, contexts, batches, widths)
+    cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
+    share = seconds / (len(cells) + 1)
+    acceptance, rest = _steady(target, draft, text[: min(contexts)], share)
+    points = []
+    for i, (batch, context) in enumerate(cells):
+        timings = _Timings(widths)
+        for part in _measure(target, draft, text, batch, context, timings, share):
+            if on_progress is not None:
+                on_progress((i + part) / len(cells))
+        points.append(timings.point(batch, context, rest))
+    shown = machine(target) | {
+        "target": f"{target.config.architecture}, {target.config.num_layers} layers",
+        "draft": f"{type(draft).__name__}, at most {draft.block_size} columns",
+    }
+    return Costs(
+        fingerprint=fingerprint(target, draft),
+        widths=widths,
+        points=tuple(points),
+        acceptance=acceptance,
+        touched=touched_experts(target, text[:ROUTED], widths),
+        said=shown,
+    )
+
+
+def quick(target: Decoder, draft: Draft, context: int = 256) -> float:
+    """About how many seconds a calibration at one context would take: from two small forwards, which run."""
+    ids = torch.zeros(1, 32, dtype=torch.int64, device=target.device)
+    took = []
+    with torch.inference_mode():
+        for n in (1, 32, 1, 32):
+            began = time.perf_counter()
+            target.logits(target(ids[:, :n], target.make_cache(1, 32)).hidden[:, -1:]).sum().item()
+            took.append(time.perf_counter() - began)
+    one, many = took[2], took[3]
+    rounds = LEAST_REPEATS * len(width_grid(draft.block_size))
+    return rounds * (one + many) + 2 * context * many / 32 + STEADY * 2 * one
+
+
+def _check(
+    target: Decoder,
+    text: Sequence[int],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    widths: tuple[int, ...],
+) -> None:
+    if not contexts or min(contexts) < 1 or not batches or min(batches) < 1:
+        raise ValueError(f"contexts {list(contexts)}, batches {list(batches)}: at least 1 of each, from 1 up")
+    longest = max(contexts) + _most_rounds(widths) + widths[-1]
+    if longest > target.config.max_position_embeddings:
+        raise ValueError(
+            f"context {max(contexts)} and what is measured behind it reach position {longest}; this "
+            f"model's positions end at {target.config.max_position_embeddings}"
+        )
+    if len(text) < min(contexts) + STEADY:
+        raise ValueError(f"{len(text)} tokens of text are too few for a context of {min(contexts)}")
+
+
+def _most_rounds(widths: tuple[int, ...]) -> int:
+    return (MOST_REPEATS + 1) * len(widths)
+
+
+def _steady(target: Decoder, draft: Draft, prompt: Sequence[int], seconds: float) -> tuple[float, float]:
+    """Real decoding: -> how often a guess is right where the one before it is; seconds of a round beside
+    draft and verify. The second of two runs: the first warms up."""
+    generate(target, draft, [prompt], Request(max_new_tokens=2))
+    began = time.perf_counter()
+    generate(target, draft, [prompt], Request(max_new_tokens=4))
+    tokens = int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began))))
+    trace = generate(target, draft, [prompt], Request(max_new_tokens=tokens)).trace
+    offered = [p for row in trace.proposed for p in row]
+    right = sum(trace.accept_lens)
+    wrong = sum(a < p for a, p in zip(trace.accept_lens, offered, strict=True))
+    return right / (right + wrong) if right + wrong else 0.0, trace.seconds["rest"] / len(trace.accepted)
+
+
+class _Timings:
+    """Seconds of every repeat, by width; medians of them that never fall as the width grows."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        self.widths = widths
+        self.verify: dict[int, list[float]] = {n: [] for n in widths}
+        self.draft: dict[int, list[float]] = {n: [] for n in widths}
+        self.rounds = 0
+
+    def point(self, batch: int, context: int, rest: float) -> Point:
+        verify = rising([statistics.median(self.verify[n]) for n in self.widths])
+        draft = rising([statistics.median(self.draft[n]) for n in self.widths[1:]])
+        spreads = [_spread(self.verify[n]) for n in self.widths]
+        return Point(
+            batch=batch,
+            context=context + self.rounds / 2,
+            verify=tuple(verify),
+            draft=(0.0, *draft),
+            rest=rest,
+            spread=statistics.median(spreads),
+        )
+
+
+def _spread(seconds: list[float]) -> float:
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / middle
+
+
+def _measure(
+    target: Decoder,
+    draft: Draft,
+    text: Sequence[int],
+    batch: int,
+    context: int,
+    timings: _Timings,
+    seconds: float,
+) -> Iterator[float]:
+    """Rounds over the text, each one token further, so that cache and draft see what they would see; the
+    widths take turns, so that a slow moment of the machine meets all of them. Yields how much is done."""
+    widths, wanted = timings.widths, draft.target_layer_ids
+    room = context + _most_rounds(widths) + widths[-1]
+    rows = [_from(text, b * len(text) // batch, room) for b in range(batch)]
+    tokens = torch.tensor(rows, device=target.device)
+    cache = target.make_cache(batch, room, slack=draft.block_size)
+    session = draft.begin(batch, room)
+    for begin in range(0, context, PREFILL):
+        chunk = tokens[:, begin : min(begin + PREFILL, context)]
+        session.observe(chunk, target(chunk, cache, aux=wanted).aux, [chunk.shape[1]] * batch)
+    judge, at, began = Match(Sampling(), rows, None), context, 0.0
+    for repeat in range(MOST_REPEATS + 1):  # the first one warms up
+        turn = repeat % len(widths)
+        for n in widths[turn:] + widths[:turn]:
+            took = _round(target, session, cache, judge, tokens[:, at : at + widths[-1]], n, wanted)
+            at += 1
+            if repeat:
+                timings.draft[n].append(took[0])
+                timings.verify[n].append(took[1])
+                timings.rounds += 1
+        if not repeat:
+            began = time.perf_counter()
+            continue
+        spent = (time.perf_counter() - began) / seconds
+        yield min(1.0, max(spent, repeat / MOST_REPEATS))
+        if repeat >= LEAST_REPEATS and spent > 1:
+            return
+
+
+def _round(
+    target: Decoder,
+    session: Session,
+    cache: Cache,
+    judge: Match,
+    ahead: Tensor,
+    n: int,
+    wanted: Sequence[int],
+) -> tuple[float, float]:
+    """One round of n columns after ahead[:, 0], the last verified token; -> seconds of draft and verify. Only
+    the root is kept, whatever was right: the text goes on as it is."""
+    _wait(target)
+    began = time.perf_counter()
+    proposal = Proposal(ahead[:, :1], [1] * len(ahead))
+    if n > 1:
+        proposal = session.propose(ahead[:, 0], n, judge.choice)
+        proposal.counts, proposal.survival is None or proposal.survival.tolist()
+    drafted = time.perf_counter()
+    proposal = widened(proposal, ahead, n)
+    start = time.perf_counter()
+    out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
+    judge.verdict(proposal, target.logits(out.hidden))
+    checked = time.perf_counter()
+    path = [[0]] * len(ahead)
+    cache.commit(path)
+    show = time.perf_counter()
+    part: Part = verified(proposal, out.aux, path)
+    session.observe(part.tokens, part.aux, part.counts)
+    _wait(target)
+    return (drafted - began) + (time.perf_counter() - show), checked - start
+
+
+def _wait(target: Decoder) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
+def widened(proposal: Proposal, ahead: Tensor, n: int) -> Proposal:
+    """n columns in every row, as a round of that width has: what the draft did not fill, the text does, behind
+    the last column. ahead [B, >= n], the text from the root on."""
+    B, N = proposal.tokens.shape
+    if N == n and min(proposal.counts) == n:
+        return proposal
+    columns = torch.arange(n, device=ahead.device).expand(B, -1)
+    given = torch.tensor(proposal.counts, device=ahead.device)[:, None]
+    tokens = torch.nn.functional.pad(proposal.tokens, (0, n - N))
+    tokens = torch.where(columns < given, tokens, ahead[:, :n])
+    parents = proposal.parents
+    if parents is not None:
+        before = (columns - 1).clamp(min=0)
+        parents = torch.where(columns < given, torch.nn.functional.pad(parents, (0, n - N)), before)
+    return Proposal(tokens, [n] * B, parents)
+
+
+def _from(text: Sequence[int], begin: int, length: int) -> list[int]:
+    """`length` tokens from `begin` on; the text begins again where it ends."""
+    return [text[(begin + i) % len(text)] for i in range(length)]
+
+
+@torch.inference_mode()
+def touched_experts(target: Decoder, text: Sequence[int], widths: tuple[int, ...]) -> Touched | None:
+    """How many distinct experts n consecutive tokens touch, counted in one forward; None without experts."""
+    config = target.config
+    if not config.num_experts:
+        return None
+    E, K = config.num_experts, config.experts_per_token
+    out = target(torch.tensor([list(text)], device=target.device), routing=True)
+    chosen = [logits.topk(K, dim=-1).indices for logits in out.routing]  # [T, K] of every layer
+    used = torch.zeros(len(chosen), len(text), E, dtype=torch.bool, device=target.device)
+    used.scatter_(2, torch.stack(chosen), True)
+    widths = tuple(n for n in widths if n <= len(text))
+    measured = []
+    for n in widths:
+        runs = used.unfold(1, n, 1).any(-1)  # [layers, T - n + 1, E]
+        measured.append(float(runs.sum(-1).double().mean()))
+    known = Touched(experts=E, per_token=K, widths=widths, measured=tuple(measured), rho=1.0)
+    more = [known.independent(n) - K for n in widths]
+    over = sum(x * x for x in more)
+    rho = sum(x * (m - K) for x, m in zip(more, measured, strict=True)) / over if over else 1.0
+    return Touched(experts=E, per_token=K, widths=widths, measured=tuple(measured), rho=rho)
