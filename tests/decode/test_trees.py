@@ -1,4 +1,4 @@
-"""Trees through the one loop: plain decoding's tokens at temperature 0, above it the target's distribution."""
+"""Trees through the one loop: plain decoding's tokens at temperature 0, the target's distribution above."""
 
 from dataclasses import dataclass
 
