@@ -25,8 +25,9 @@ class Voice:
             return None
         if self._seen is None:
             self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-            for row, tokens in zip(self._seen, self._prompts, strict=True):
-                row[torch.tensor(tokens, device=logits.device)] = True
+            held = [(b, token) for b, row in enumerate(self._prompts) for token in row]
+            at = torch.tensor(held, device=logits.device)
+            self._seen[at[:, 0], at[:, 1]] = True
         return self._seen
 
     def seen_at(self, proposal: Proposal, logits: Tensor) -> Tensor | None:
