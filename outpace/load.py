@@ -14,6 +14,7 @@ from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_session import BoundEagle3, Shape
 from outpace.drafts.formats import TargetFiles
 from outpace.drafts.load import load_dflash, load_draft
+from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
@@ -62,20 +63,31 @@ def open_template(checkpoint: Checkpoint) -> ChatTemplate | None:
 
 
 def open_draft(
-    path: str, target: Decoder, tokenizer: Tokenizer, shape: Shape | None = None
-) -> BoundDFlash | BoundEagle3 | NGram | None:
+    path: str,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    tree: int = 0,
+    depth: int = 0,
+    branch: int = 0,
+) -> BoundDFlash | BoundEagle3 | TreeOf | NGram | None:
     """ "none", "ngram", "default" (the embedded draft) or a DFlash or EAGLE-3 in any format we read.
 
-    `shape`: the chain or tree that an EAGLE-3 proposes; raises ValueError where it is given for another.
+    `tree`: columns of the tree it proposes, root included; 0: a chain. `depth`: the most guesses in a line,
+    of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or of each place (DFlash). 0 of these
+    two: as usual.
+    Raises ValueError for what this kind of draft cannot be told.
     """
-    if path == "ngram":
-        return NGram()
     draft = open_weights(path, target, tokenizer)
     if isinstance(draft, Eagle3):
-        return BoundEagle3(draft, target, shape or Shape())
-    if shape is not None:
-        raise ValueError(f"{path} is no EAGLE-3: it has no depth or branch to choose")
-    return None if draft is None else draft.bind(target)
+        return BoundEagle3(draft, target, Shape.of(tree, depth, branch))
+    if depth or (branch and not tree) or (tree and draft is None):
+        said = "depth" if depth else "branch" if branch and not tree else "tree"
+        raise ValueError(f"{said} {depth or branch or tree}: {path!r} is no draft that could be told so")
+    if draft is None:
+        return NGram() if path == "ngram" else None
+    bound = draft.bind(target)
+    return TreeOf(bound, tree, branch or TreeOf.branch) if tree else bound
 
 
 def open_weights(path: str, target: Decoder, tokenizer: Tokenizer) -> DFlash | Eagle3 | None:

@@ -124,6 +124,9 @@ EAGLE3S = {name: {"rope": rope} for name, rope in ROPES.items()} | {
     "own embedding": {"own_embedding": True},
     "whole vocabulary": {"draft_vocab_size": VOCAB},
     "target's head": {"draft_vocab_size": VOCAB, "own_head": False},
+    "two layers": {"num_layers": 2, "sliding_window": 7},
+    "one pass": {"parallel": True},
+    "one pass, a token": {"parallel": True, "mask_token_id": MASK, "num_layers": 3, "fc_norm": True},
 }
 
 

@@ -35,6 +35,12 @@ class Shape:
         if self.branch == 1 and self.nodes not in (0, self.depth + 1):
             raise ValueError(f"a chain of {self.depth} guesses has {self.depth + 1} nodes, not {self.nodes}")
 
+    @classmethod
+    def of(cls, nodes: int = 0, depth: int = 0, branch: int = 0) -> "Shape":
+        """From what a person says, 0 being "as usual": a tree of so many nodes, else a chain."""
+        usual = cls()
+        return cls(depth=depth or usual.depth, branch=branch or (8 if nodes else 1), nodes=nodes)
+
     @property
     def block_size(self) -> int:
         return self.depth + 1 if self.branch == 1 else self.nodes
@@ -213,7 +219,7 @@ class Eagle3Session:
     def _tree(self, last: Tensor, hidden: Tensor, width: int, depth: int, choice: Choice) -> Proposal:
         grown = Growth(last, self.shape.branch)
         for at in range(1, depth + 1):
-            frontier = grown.expand(choice.scores(self.logits(hidden), at))
+            frontier = grown.expand(choice.scores(self.logits(hidden), at, level=True))
             if at < depth:
                 features = self.draft.feedback(hidden)
                 row = torch.arange(len(last), device=last.device)[:, None]

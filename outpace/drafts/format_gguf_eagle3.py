@@ -131,6 +131,8 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
         ("norms", "has no norm per state (fc_norm)", c.fc_norm),
         ("norms", "feeds back the state before the norm", c.norm_output),
         ("window", "has no window here", c.sliding_window > 0),
+        ("layers", "has one layer", c.num_layers > 1),
+        ("one pass", "guesses step by step", c.parallel),
     )
     return [
         Remark(check=check, engine="llama.cpp", said=said, fatal=True) for check, said, has in faults if has

@@ -60,13 +60,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 OBJECTS = ("dflash_config", "eagle_config", "transformer_layer_config", "outpace")
 COUNTS = (
-    *("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "swa_window_size"),
-    "target_hidden_size",
+    *("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "ptd_token_id"),
+    *("swa_window_size", "target_hidden_size"),
 )
 LISTS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 FLAGS = (
     *("causal", "fc_norm", "is_causal", "norm_before_fc", "norm_before_residual", "norm_output"),
-    *("sliding_window_non_causal", "use_aux_norm", "use_swa"),
+    *("parallel_drafting", "sliding_window_non_causal", "use_aux_norm", "use_swa"),
 )
 
 

@@ -41,7 +41,10 @@ from outpace.weights.save import save_checkpoint
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SGLang's, vLLM's
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-KEYS = BODY | words(f"{IDS} eagle_config draft_vocab_size target_hidden_size use_aux_norm {' '.join(NORMS)}")
+PARALLEL, MASK = "parallel_drafting", "ptd_token_id"  # vLLM's keys for P-EAGLE
+KEYS = BODY | words(
+    f"{IDS} eagle_config draft_vocab_size target_hidden_size use_aux_norm {PARALLEL} {MASK} {' '.join(NORMS)}"
+)
 INNER_KEYS = words(f"{IDS} norm_before_fc")
 LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
@@ -142,12 +145,16 @@ def eagle3_config(
     where: str, hf: Mapping[str, Any], layer: dict[str, Any], layer_ids: list[int], norms: Mapping[str, Any]
 ) -> tuple[Eagle3Config, list[str]]:
     """`layer` is the Llama config of the one layer, `hf` the object that has the draft's own keys."""
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise LoadError(f"{where}: {layer['num_hidden_layers']} layers; only EAGLE-3 of one is supported")
+    layers = whole(where, "num_hidden_layers", layer.get("num_hidden_layers", 1), 1)
     if layer.get("attention_bias"):
         raise LoadError(f"{where}: attention_bias is true, and EAGLE-3's q, k and v have none")
     rope, notes = read_rope(where, layer, default_theta=10000.0)
-    _, window = _window(where, layer)
+    types, window = _window(where, layer, layers)
+    if len(set(types)) > 1:
+        raise LoadError(
+            f"{where}: layer_types {list(types)}: only EAGLE-3 with layers of one kind is supported"
+        )
+    parallel = hf.get(PARALLEL) or False
     fields = body_fields(layer)
     defaults = {"target_hidden_size": fields["hidden_size"], "draft_vocab_size": fields["vocab_size"]}
     sizes = {key: whole(where, key, hf.get(key) or default, 1) for key, default in defaults.items()}
@@ -158,16 +165,19 @@ def eagle3_config(
         rope=canonical_rope(rope),
         layer_ids=tuple(layer_ids),
         sliding_window=window,
+        num_layers=layers,
+        parallel=parallel,
+        mask_token_id=hf.get(MASK) if parallel else None,
         **{key: bool(norms.get(key)) for key in NORMS},
     )
     return config, notes
 
 
-def _window(where: str, layer: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+def _window(where: str, layer: Mapping[str, Any], layers: int) -> tuple[tuple[str, ...], int]:
     """LlamaConfig has no use_sliding_window: where layer_types says so, the window is there."""
     if WINDOW not in (layer.get("layer_types") or ()):
-        return (FULL,), 0
-    return read_layer_types(where, {**layer, "use_sliding_window": True}, 1)
+        return (FULL,) * layers, 0
+    return read_layer_types(where, {**layer, "use_sliding_window": True}, layers)
 
 
 def _layer_ids(
@@ -217,12 +227,13 @@ def to_hf(draft: Eagle3Draft) -> dict[str, Any]:
         "draft_vocab_size": c.draft_vocab_size if draft.own_head else None,
         "target_hidden_size": c.target_hidden_size,
         **{key: getattr(c, key) for key in NORMS},
+        **({PARALLEL: True, MASK: c.mask_token_id} if c.parallel else {}),
     }
 
 
 def layer_to_hf(c: Eagle3Config) -> dict[str, Any]:
-    types = (WINDOW if c.sliding_window else FULL,)
-    body = body_to_hf(c, layers=1, layer_types=types, window=c.sliding_window)
+    types = (WINDOW if c.sliding_window else FULL,) * c.num_layers
+    body = body_to_hf(c, layers=c.num_layers, layer_types=types, window=c.sliding_window)
     return {
         **body,
         "attention_bias": False,
@@ -238,8 +249,14 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
         ("norms", "has no norm before fc", c.norm_before_fc),
         ("window", f"reads none from the files: {own} {c.sliding_window - 1}", c.sliding_window > 0),
         ("embedding, head", "uses the target's embedding", draft.own_embedding),
+        ("layers", "runs the first alone", c.num_layers > 1),
+        ("one pass", "guesses step by step", c.parallel),
     )
-    return [Remark(check=check, engine="SGLang", said=said) for check, said, has in faults if has]
+    found = [Remark(check=check, engine="SGLang", said=said) for check, said, has in faults if has]
+    if c.parallel and c.mask_token_id is None:
+        said = "knows no learned mask_embedding"
+        found.append(Remark(check="one pass", engine="vLLM", said=said))
+    return found
 
 
 def write(draft: Eagle3Draft, folder: Path, target: TargetFiles | None = None) -> None:

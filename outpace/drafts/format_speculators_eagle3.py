@@ -97,7 +97,11 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
         ("hidden sizes", "wants a draft as wide as its target", c.hidden_size != c.target_hidden_size),
         ("layer ids", "joins three states", len(c.layer_ids) != 3),
     )
-    return [Remark(check=check, engine="speculators", said=said) for check, said, has in faults if has]
+    found = [Remark(check=check, engine="speculators", said=said) for check, said, has in faults if has]
+    if c.parallel:
+        said = "keeps a draft that guesses in one pass as another kind (peagle)"
+        found += [Remark(check="one pass", engine=e, said=said, fatal=True) for e in ("speculators", "vLLM")]
+    return found
 
 
 def write(draft: Eagle3Draft, folder: Path, target: TargetFiles | None = None) -> None:

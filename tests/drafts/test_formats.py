@@ -12,8 +12,9 @@ import tiny
 import torch
 
 from outpace.drafts import format_zlab
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
 from outpace.drafts.files import DFLASH, EAGLE3, FORMATS, detect, read_draft
-from outpace.drafts.load import build_dflash
+from outpace.drafts.load import build_dflash, build_eagle3
 from outpace.export import export_draft
 
 LAST = 77
@@ -27,7 +28,11 @@ REFUSED = {
     "norm per state": ("gguf-eagle3",),
     "two states": ("gguf-eagle3",),
     "window": ("gguf-eagle3",),
+    "two layers": ("gguf-eagle3",),
+    "one pass": ("gguf-eagle3", "speculators-eagle3"),
+    "one pass, a token": ("gguf-eagle3", "speculators-eagle3"),
 }
+OF_ONE_STEP = [v for v in samples.EAGLE3S if v not in ("two layers", "one pass", "one pass, a token")]
 
 
 def written(draft, name, folder, target):
@@ -79,7 +84,9 @@ def test_what_a_format_cannot_hold_is_refused_by_name(variant, names, target, tm
     for name in names:
         changes = samples.DFLASHES if FORMATS[name].kind == DFLASH else samples.EAGLE3S
         make = samples.dflash if FORMATS[name].kind == DFLASH else samples.eagle3
-        with pytest.raises(ValueError, match=f"{name} cannot hold this draft: (llama.cpp|transformers)"):
+        with pytest.raises(
+            ValueError, match=f"{name} cannot hold this draft: (llama.cpp|transformers|speculators)"
+        ):
             written(make(**changes[variant]), name, tmp_path, target)
         assert list(tmp_path.iterdir()) == []
 
@@ -147,30 +154,26 @@ def test_every_engine_takes_the_same_dflash(variant, name, reader, target, tmp_p
         assert difference < 1e-3
 
 
+class Listening:
+    """The likeliest guess; and what it was chosen from."""
+
+    def __init__(self):
+        self.logits = []
+
+    def tokens(self, logits, depth):
+        self.logits.append(logits[0, 0])
+        return logits.argmax(-1), None
+
+
+@torch.inference_mode()
 def our_chain(draft, hs):
-    """By the description alone: the layers are ours, hs[l + 1]."""
-    c = draft.config
-    w = {n.replace("midlayer.", "layers.0."): t for n, t in draft.tensors.items()}
-    w = {n: t.double() if t.is_floating_point() else t for n, t in w.items()}
-    rope = {f.name: getattr(c.rope, f.name) for f in dataclasses.fields(c.rope)}
-    rope |= {"rope_type": c.rope.kind, "rope_theta": c.rope.theta}
-    rope |= {"original_max_position_embeddings": c.rope.original_max_position}
-    rules = eagle3.Rules(
-        eps=c.rms_norm_eps,
-        dim=c.head_dim,
-        rope=readers.hf_rope(rope, c.head_dim),
-        normed_residual=c.norm_before_residual,
-        norm_before_fc=c.norm_before_fc,
-        fc_norm=c.fc_norm,
-        norm_output=c.norm_output,
-        window=c.sliding_window,
-    )
-    states = torch.cat([hs[k + 1].double() for k in c.layer_ids], -1)
-    embedding = w.get("embed_tokens.weight", samples.embedding())
-    head = w.get("lm_head.weight", samples.head())
-    ids = torch.arange(len(head)) + w.get("d2t", 0)
-    tokens = tiny.tokens(1, len(hs[0]))[0].tolist()
-    return eagle3.run_chain(w, rules, states, len(c.layer_ids), embedding, tokens, LAST, head, ids)
+    """Three guesses by the module that serves; our layer l is hs[l + 1]."""
+    bound = BoundEagle3(build_eagle3(draft), samples.target(), Shape(depth=3))
+    session, heard = bound.begin(1, 64), Listening()
+    states = [hs[k + 1] for k in draft.config.layer_ids]
+    session.observe(tiny.tokens(1, len(hs[0])), torch.stack(states)[:, None], [len(hs[0])])
+    said = session.propose(torch.tensor([LAST]), 4, heard).tokens[0, 1:].tolist()
+    return eagle3.Chain(torch.cat(states, -1).double(), heard.logits, said)
 
 
 EAGLE3_READERS = [
@@ -184,7 +187,7 @@ EAGLE3_READERS = [
 MISREAD = {"normed residual", "norm before fc", "own embedding"}
 
 
-@pytest.mark.parametrize("variant", samples.EAGLE3S)
+@pytest.mark.parametrize("variant", OF_ONE_STEP)
 @pytest.mark.parametrize(("name", "reader"), EAGLE3_READERS, ids=lambda x: getattr(x, "__name__", x))
 def test_every_engine_takes_the_same_eagle3(variant, name, reader, target, tmp_path):
     """The same states, the same logits of three guesses, the same tokens."""
@@ -200,7 +203,8 @@ def test_every_engine_takes_the_same_eagle3(variant, name, reader, target, tmp_p
     wanted = our_chain(draft, hs)
     assert torch.equal(found.states, wanted.states)
     same = found.tokens == wanted.tokens and all(
-        torch.allclose(a, b, atol=1e-4) for a, b in zip(found.logits, wanted.logits, strict=True)
+        torch.allclose(a.float(), b.float(), atol=1e-3)
+        for a, b in zip(found.logits, wanted.logits, strict=True)
     )
     assert same is not (reader is eagle3.sglang_eagle3 and variant in MISREAD)
 

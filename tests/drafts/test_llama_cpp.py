@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_formats import LAST, our_block, our_chain
+from test_formats import LAST, REFUSED, our_block, our_chain
 
 from outpace.convert import write_gguf
 from outpace.export import export_draft
@@ -124,9 +124,7 @@ def test_a_dflash_block(variant, target, theirs, tmp_path):
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize(
-    "variant", [v for v in samples.EAGLE3S if v not in ("norm per state", "two states", "window")]
-)
+@pytest.mark.parametrize("variant", [v for v in samples.EAGLE3S if v not in REFUSED])
 def test_an_eagle3_chain(variant, target, theirs, tmp_path):
     draft, hs = samples.eagle3(**samples.EAGLE3S[variant]), samples.hidden_states(9)
     wanted = our_chain(draft, hs)

@@ -1,0 +1,258 @@
+"""The EAGLE-3 module against its plain reference, stage by stage; how it is begun, kept and opened."""
+
+import dataclasses
+import json
+
+import draft_samples as samples
+import pytest
+import tiny
+import torch
+from eagle3_drafts import IDS, VARIANTS, Oracle, bound_eagle3, random_eagle3
+from safetensors.torch import load_file
+
+from outpace.chat.tokenizer import read_tokenizer
+from outpace.drafts.choice import Likeliest
+from outpace.drafts.eagle3 import init_eagle3
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.files import detect
+from outpace.drafts.load import build_eagle3, describe_eagle3, load_draft, save_eagle3
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.export import export_draft
+from outpace.load import loaded_files, open_draft, open_target
+from outpace.models.load import named_tensors
+from outpace.ops.attention import attend, causal, causal_attend
+from outpace.weights.checkpoint import LoadError
+
+B, T = 2, 13
+
+
+def forward(draft, target, tokens, following, attend_by=None):
+    """Whole sequences -> features, hidden, logits; the way training runs it."""
+    c = draft.config
+    features = draft.fuse(target(tokens, aux=draft.target_layer_ids).aux)
+
+    def by_flash(layer, q, k, v):
+        return causal_attend(q, k, v, c.sliding_window, None, c.head_dim**-0.5)
+
+    embeds = draft.embed(following, target)
+    cos, sin = draft.rope(torch.arange(tokens.shape[1]).expand(len(tokens), -1))
+    hidden = draft(embeds, features, cos, sin, attend_by or by_flash)
+    return features, hidden, draft.head(hidden, target)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("serving", [True, False])
+def test_the_module_is_the_equations(variant, serving):
+    """With gradients (training) and without (the CPU's kernels): the numbers of the plain reference."""
+    target = tiny.target("gpt_oss")
+    draft = random_eagle3(target, **VARIANTS[variant])
+    text = tiny.tokens(B, T + 1)
+    with torch.inference_mode(serving):
+        features, hidden, logits = forward(draft, target, text[:, :-1], text[:, 1:])
+    aux = target(text[:, :-1], aux=draft.target_layer_ids).aux.detach()
+    for b in range(B):
+        oracle = Oracle(BoundEagle3(draft, target), aux[:, b], text[b, :-1].tolist(), int(text[b, -1]))
+        with torch.no_grad():
+            wanted = oracle.stages(text[b, 1:].tolist(), oracle.features)
+        for got, stage in ((features, "fc"), (hidden, "hidden"), (logits, "logits")):
+            torch.testing.assert_close(got[b].double(), wanted[stage], atol=2e-4, rtol=2e-4)
+    wide = draft.widen(logits)
+    assert wide.shape == (B, T, tiny.VOCAB)
+    if draft.d2t is not None:
+        assert torch.equal(wide.isfinite().any(0).any(0).nonzero()[:, 0], IDS)
+        assert torch.equal(wide[..., IDS], logits)
+
+
+def test_what_comes_later_changes_nothing():
+    target, draft = tiny.target("gpt_oss"), random_eagle3(tiny.target("gpt_oss"))
+    text = tiny.tokens(1, T + 1)
+    other = torch.cat((text[:, :8], tiny.tokens(1, T - 7, seed=3)), dim=1)
+    with torch.no_grad():
+        a, b = (forward(draft, target, x[:, :-1], x[:, 1:])[2] for x in (text, other))
+    assert torch.equal(a[:, :7], b[:, :7]) and not torch.allclose(a[:, 7], b[:, 7])
+
+
+def test_training_and_the_reference_attention_agree():
+    """`attend` is the caller's: the reference with a mask gives what the flash kernel gives."""
+    target, draft = tiny.target("gpt_oss"), random_eagle3(tiny.target("gpt_oss"), sliding_window=5)
+    text = tiny.tokens(B, T + 1)
+    allowed = causal(T, 5, torch.device("cpu")).expand(B, -1, -1)
+
+    def plain(layer, q, k, v):
+        return attend(q, k, v, allowed, None, 8**-0.5)
+
+    found = forward(draft, target, text[:, :-1], text[:, 1:])
+    wanted = forward(draft, target, text[:, :-1], text[:, 1:], plain)
+    torch.testing.assert_close(found[2], wanted[2], atol=1e-4, rtol=1e-4)
+
+
+def test_every_parameter_learns():
+    target = tiny.target("gpt_oss")
+    changes = {"fc_norm": True, "norm_before_fc": True, "parallel": True, "num_layers": 2}
+    draft = random_eagle3(target, own_embedding=True, **changes).train()
+    text = tiny.tokens(B, T + 1)
+    _, hidden, logits = forward(draft, target, text[:, :-1], text[:, 1:])
+    embeds, feature = draft.masks(target)
+    (logits.logsumexp(-1).sum() + hidden.sum() + embeds.sum() + (feature**3).sum()).backward()
+    still = [n for n, p in draft.named_parameters() if p.grad is None or not p.grad.abs().sum()]
+    assert still == []
+
+
+# ---- begun -------------------------------------------------------------------------------------------
+
+
+def test_a_draft_begins_from_the_targets_head():
+    target = tiny.target("gpt_oss")
+    config = random_eagle3(target).config
+    draft = init_eagle3(config, 3, ids=IDS, head=target.dense_head)
+    assert torch.equal(draft.lm_head.weight, target.dense_head[IDS])
+    assert torch.equal(draft.target_ids(), IDS)
+    again, other = (init_eagle3(config, seed, ids=IDS) for seed in (3, 4))
+    assert torch.equal(draft.fc.weight, again.fc.weight) and not torch.equal(again.fc.weight, other.fc.weight)
+    assert draft.norm.weight.eq(1).all() and 0.015 < draft.fc.weight.std() < 0.025
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (None, "give `ids`"),
+        (IDS[:-1], "32 .draft_vocab_size. ascending"),
+        (IDS.flip(0), "ascending"),
+        (IDS + 40, "below 97"),
+    ],
+)
+def test_words_that_are_refused(ids, said):
+    with pytest.raises(ValueError, match=said):
+        init_eagle3(random_eagle3(tiny.target("gpt_oss")).config, 0, ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_layers": 0}, "at least one"),
+        ({"mask_token_id": 3}, "a parallel EAGLE-3 alone has one"),
+        ({"parallel": True, "mask_token_id": 97}, "below 97"),
+    ],
+)
+def test_configs_that_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(random_eagle3(tiny.target("gpt_oss")).config, **changes)
+
+
+# ---- kept --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", samples.EAGLE3S)
+def test_what_is_described_is_what_was_built(variant):
+    described = samples.eagle3(torch.bfloat16, **samples.EAGLE3S[variant])
+    draft = build_eagle3(described)
+    samples.same(described, describe_eagle3(draft))
+    assert {n for n, _ in named_tensors(draft) if n.startswith("layers.")} == {
+        f"layers.{i}.{n}.weight"
+        for i in range(described.config.num_layers)
+        for n in ("input_layernorm", "qkv_proj", "o_proj", "post_attention_layernorm", "mlp.gate_up_proj",
+                  "mlp.down_proj", *(() if i else ("hidden_norm",)))
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel": True, "num_layers": 2}])
+def test_save_and_load_come_back(changes, tmp_path):
+    target = tiny.target("gpt_oss")
+    draft = random_eagle3(target, **changes)
+    save_eagle3(draft, tmp_path / "draft", torch.float32)
+    assert detect(tmp_path / "draft") == "sglang-eagle3"
+    again = load_draft(tmp_path / "draft")
+    samples.same(describe_eagle3(draft), describe_eagle3(again))
+    session = [BoundEagle3(d, target, Shape(depth=3)).begin(1, 20) for d in (draft, again)]
+    text = tiny.tokens(1, 9)
+    with torch.inference_mode():
+        aux = target(text, aux=draft.target_layer_ids).aux
+        for one in session:
+            one.observe(text, aux, [9])
+        a, b = (one.propose(torch.tensor([8]), 4, Likeliest()) for one in session)
+    assert torch.equal(a.tokens, b.tokens)
+    save_eagle3(draft, tmp_path / "draft")
+    stored = load_file(tmp_path / "draft" / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.bfloat16 and stored["d2t"].dtype == torch.int64
+
+
+# ---- opened ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    folder = samples.target_folder(tmp_path_factory.mktemp("target"))
+    return folder, *open_target(str(folder))
+
+
+@pytest.mark.parametrize("name", ["sglang-eagle3", "speculators-eagle3", "gguf-eagle3"])
+def test_every_format_opens_and_drafts(name, opened, tmp_path):
+    folder, target, tokenizer = opened
+    described = samples.eagle3()
+    out = tmp_path / ("draft.gguf" if name.startswith("gguf") else "draft")
+    files = samples.open_target_files(str(folder))
+    export_draft(described, name, out, files)
+    bound = open_draft(str(out), target, tokenizer)
+    assert isinstance(bound, BoundEagle3) and bound.block_size == 6
+    samples.same(described, describe_eagle3(bound.draft))
+
+
+def test_layers_that_follow_from_the_targets_depth(opened, tmp_path):
+    """EAGLE's own files name no layers: every engine takes them by the target's depth."""
+    export_draft(samples.eagle3(layer_ids=(1, 3, 4)), "sglang-eagle3", tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    said = json.loads(path.read_text())
+    del said["eagle_config"], said["eagle_aux_hidden_state_layer_ids"]
+    path.write_text(json.dumps(said))
+    files = loaded_files(*opened[1:])
+    deeper = dataclasses.replace(files.config, num_layers=8, layer_types=files.config.layer_types[:2] * 4)
+    deep = dataclasses.replace(files, config=deeper)
+    assert load_draft(tmp_path / "draft", target=deep).target_layer_ids == (1, 3, 4)
+    with pytest.raises(LoadError, match="Name it"):
+        load_draft(tmp_path / "draft")
+
+
+def test_a_copy_of_the_targets_embedding_is_not_kept(opened, tmp_path):
+    _, target, tokenizer = opened
+    described = samples.eagle3(own_embedding=True)
+    for copy, own in ((target.embed_tokens.weight.detach().clone(), False), (None, True)):
+        if copy is not None:
+            described = dataclasses.replace(
+                described, tensors={**described.tensors, "embed_tokens.weight": copy}
+            )
+        else:
+            described = samples.eagle3(own_embedding=True)
+        out = tmp_path / f"own-{own}"
+        export_draft(described, "sglang-eagle3", out)
+        assert (open_draft(str(out), target, tokenizer).draft.embed_tokens is not None) is own
+
+
+def test_shapes_a_person_may_ask_for(opened, tmp_path):
+    folder, target, tokenizer = opened
+    save_eagle3(build_eagle3(samples.eagle3()), tmp_path / "e")
+    export_draft(samples.dflash(), "zlab", tmp_path / "d")
+    eagle, dflash = str(tmp_path / "e"), str(tmp_path / "d")
+
+    def ask(path, **said):
+        return open_draft(path, target, tokenizer, **said)
+
+    assert ask(eagle).shape == Shape(depth=5)
+    assert ask(eagle, depth=3).shape == Shape(depth=3)
+    assert ask(eagle, tree=20).shape == Shape(depth=5, branch=8, nodes=20)
+    assert ask(eagle, tree=20, depth=7, branch=4).shape == Shape(depth=7, branch=4, nodes=20)
+    tree = ask(dflash, tree=11, branch=3)
+    assert isinstance(tree, TreeOf) and (tree.nodes, tree.branch) == (11, 3)
+    assert isinstance(ask("ngram"), NGram) and ask("none") is None
+    for path, said in ((dflash, {"depth": 3}), (dflash, {"branch": 3}), ("ngram", {"tree": 9}),
+                       ("none", {"tree": 9})):  # fmt: skip
+        with pytest.raises(ValueError, match="is no draft that could be told so"):
+            ask(path, **said)
+    with pytest.raises(ValueError, match="hidden_size"):
+        open_draft(eagle, tiny.target("llama"), read_tokenizer(folder))
+
+
+def test_memory_of_a_session_is_one_layers():
+    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=4))
+    session = bound.begin(2, 100)
+    assert session.cache.nbytes == 2 * 2 * (100 + 4 + 1) * 2 * 8 * 4  # k and v, B, S, K, D, float32
