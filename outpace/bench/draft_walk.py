@@ -202,7 +202,7 @@ def work_of_round(
     draft: DFlash, target: Decoder, variant: Variant, context: int, observed: int
 ) -> dict[str, Work]:
     """By operation, of a round at batch 1: weights once, as they are stored, and the activations and the
-    remembered keys and values that are read. Norms and the few rows of a selector's codebooks are left out."""
+    remembered keys and values that are read. Norms and a selector's few rows are left out."""
     config, size = draft.config, target.dtype.itemsize
     H, K, D, N = config.num_heads, config.num_kv_heads, config.head_dim, config.block_size
     found = dict.fromkeys(OPERATIONS, Work())

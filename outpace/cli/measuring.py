@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outpace.cli.app import AsJson, Draft, Recipe, Set, Target, app, console, recipe_settings
+from outpace.cli.app import AsJson, Corpus, Draft, Recipe, Set, Target, app, console, recipe_settings
 
 
 @app.command()
@@ -42,7 +42,7 @@ def verify(
         raise typer.Exit(1)
 
 
-SUITES = ("speed", "draft-context")
+SUITES = ("speed", "draft-context", "drafts", "lossless", "controller")
 
 
 @app.command()
@@ -51,31 +51,48 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="speed: methods side by side. draft-context: a draft's cost against context, by operation."
+            help="speed: methods side by side. draft-context: a draft's cost against context, by operation. "
+            "drafts, lossless, controller: the methods that the recipe names."
         ),
     ] = "speed",
     target: Target = "default",
     draft: Draft = "default",
+    drafts: Annotated[
+        Path | None, typer.Option(help="Folder in which the drafts of a suite's recipe lie.")
+    ] = None,
     recipe: Recipe = None,
     set_: Set = None,
     quick: Annotated[bool, typer.Option("--quick", help="A short form of draft-context.")] = False,
+    corpus: Corpus = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure, interleaved, on held-out prompts; a stopped suite goes on where it was, but for speed.
+    """Measure, interleaved, on held-out prompts. Every suite but speed goes on where it was stopped.
 
     [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
 
     [bold]Example[/bold]: outpace bench --suite draft-context --out report --set contexts=2048,8192
+
+    [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
     if suite not in SUITES:
         raise ValueError(f"--suite {suite}: known are {', '.join(SUITES)}")
     if quick and suite != "draft-context":
         raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
+    compares = suite not in SUITES[:2]
+    if compares and (recipe is None or drafts is None):
+        raise ValueError(
+            f"--suite {suite} compares the drafts of a --recipe, which lie in --drafts: name both"
+        )
+    if drafts is not None and not compares:
+        raise ValueError(f"--drafts is for the suites {', '.join(SUITES[2:])}; {suite} takes one --draft")
     shown = Console(stderr=True) if as_json else console
     if suite == "speed":
-        report = _bench_speed(target, draft, recipe, set_, out, shown, printed=not as_json)
+        report = _bench_speed(target, draft, recipe, set_, out, corpus, shown, printed=not as_json)
+    elif suite == "draft-context":
+        report = _bench_draft_context(target, draft, recipe, set_, out, corpus, shown, quick)
     else:
-        report = _bench_draft_context(target, draft, recipe, set_, out, shown, quick)
+        assert drafts is not None
+        report = _bench_methods(suite, target, drafts, recipe, set_, out, corpus, shown)
     if as_json:
         print(json.dumps(report))
     else:
@@ -88,6 +105,7 @@ def _bench_speed(
     recipe: Path | None,
     set_: list[str] | None,
     out: Path,
+    corpus: Path | None,
     shown: Console,
     printed: bool,
 ) -> dict[str, Any]:
@@ -98,7 +116,7 @@ def _bench_speed(
 
     settings = recipe_settings(BenchSettings, recipe, set_)
     loaded, tokenizer = open_target(target)
-    held_out = split(read_corpus())[1]
+    held_out = split(read_corpus(corpus))[1]
     report = run_bench(loaded, open_dflash(draft, tokenizer), tokenizer, held_out, settings, shown)
     write_report(report, out)
     if printed:
@@ -112,6 +130,7 @@ def _bench_draft_context(
     recipe: Path | None,
     set_: list[str] | None,
     out: Path,
+    corpus: Path | None,
     shown: Console,
     quick: bool,
 ) -> dict[str, Any]:
@@ -128,7 +147,7 @@ def _bench_draft_context(
     dflash = open_dflash(draft, tokenizer)
     if dflash is None:
         raise ValueError(f"--draft {draft}: draft-context takes a DFlash apart; name one")
-    held_out = split(read_corpus())[1]
+    held_out = split(read_corpus(corpus))[1]
     prompts = {
         regime: held_out_prompts(tokenizer, held_out, settings.prompts, regime_lengths(regime)[0])
         for regime in settings.acceptance
@@ -136,6 +155,53 @@ def _bench_draft_context(
     report = run_draft_context(loaded, dflash, prompts, settings, out, shown)
     write_draft_context(report, out)
     return report
+
+
+def _bench_methods(
+    suite: str,
+    target: str,
+    drafts: Path,
+    recipe: Path | None,
+    set_: list[str] | None,
+    out: Path,
+    corpus: Path | None,
+    shown: Console,
+) -> dict[str, Any]:
+    from outpace.bench import comparison, comparison_report, controller_suite, lossless_suite, suites_report
+    from outpace.bench.suite import SuiteRecipe, calibration_text, measured_costs
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_target
+
+    settings = recipe_settings(SuiteRecipe, recipe, set_)
+    loaded, tokenizer = open_target(target)
+    train, held_out = split(read_corpus(corpus))
+    batch = settings.lossless_batch if suite == "lossless" else settings.batch
+    text = calibration_text(tokenizer, train)
+    costs = measured_costs(loaded, text, settings, batch, out, shown)
+    given = (loaded, tokenizer, held_out, settings, drafts, costs, out, shown)
+    if suite == "drafts":
+        report = comparison.run_comparison(*given)
+        comparison_report.write_comparison(report, out)
+    elif suite == "lossless":
+        report = lossless_suite.run_lossless(*given)
+        suites_report.write_suite(report, out, suites_report.lossless_markdown(report))
+    else:
+        report = controller_suite.run_controller(*given)
+        suites_report.write_suite(report, out, suites_report.controller_markdown(report))
+    return report
+
+
+@app.command("tables")
+def tables(page: Annotated[Path, typer.Argument(help="A Markdown page with marked tables.")]) -> None:
+    """Make a page's tables anew from the reports that its markers name.
+
+    [bold]Example[/bold]: outpace tables docs/drafts.md
+    """
+    from outpace.bench.page import update_page
+
+    if not page.is_file():
+        raise ValueError(f"{page} is no file: name a Markdown page")
+    console.print(f"{page}: {'rewritten' if update_page(page) else 'as its reports say'}")
 
 
 @app.command()

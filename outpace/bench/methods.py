@@ -1,0 +1,166 @@
+"""A method of a comparison: which draft, in what shape it proposes, how its guesses are judged."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from outpace.bench.timed import Method, Prompts, Timed, timed
+from outpace.decode import plain, speculative
+from outpace.decode.controller import Adaptive, Controller, Fixed
+from outpace.decode.costs import Costs
+from outpace.decode.request import Request
+from outpace.decode.rules import RULES
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.drafts.proposal import Draft
+from outpace.load import DEFAULT, draft_folder, open_draft
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import Sampling
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSpec:
+    """How one row of a comparison decodes. A table of a suite's recipe.
+
+    `draft`: a place under the suite's folder of drafts, "default" or "ngram". `nodes`: columns of a tree,
+    root included; 0: a chain. `branch`: followers looked at of each depth (DFlash), or of each node
+    (EAGLE-3). `depth`: guesses in a line that an EAGLE-3 makes. `rules`: how guesses are judged above
+    temperature 0, where it makes a difference. `controller`: with it, without it, or both.
+    """
+
+    draft: str
+    nodes: int = 0
+    branch: int = 0
+    depth: int = 0
+    rules: tuple[str, ...] = ("match", "rejection", "gumbel")
+    controller: tuple[bool, ...] = (False, True)
+
+    def __post_init__(self) -> None:
+        unknown = [rule for rule in self.rules if rule not in RULES]
+        if unknown or not self.rules:
+            said = f"no rule {unknown[0]!r}" if unknown else "at least one rule"
+            raise ValueError(f"a method's rules: {said}; known: {', '.join(RULES)}")
+        if not self.controller or len(set(self.controller)) < len(self.controller):
+            raise ValueError("a method's controller: true, false, or both, each once")
+        if min(self.nodes, self.branch, self.depth) < 0:
+            raise ValueError("a method's nodes, branch and depth: counts, or 0 for the draft's own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A method's draft, ready to propose. `kind` and `bytes` for the report; `trained`: what its provenance
+    says, empty for what was not trained."""
+
+    name: str
+    spec: MethodSpec
+    draft: Draft
+    kind: str
+    trained: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One line of a table: a method at a temperature, under a rule, perhaps verifying at most `width` columns
+    of what is drafted, perhaps with the controller. `method` "plain" has none of the last two."""
+
+    method: str
+    temperature: float
+    rule: str
+    width: int = 0
+    steered: bool = False
+
+    @property
+    def label(self) -> str:
+        said = [self.method, f"T={self.temperature:g}", self.rule]
+        said += [f"width {self.width}"] if self.width else []
+        return ", ".join([*said, "controller"] if self.steered else said)
+
+
+def open_method(
+    name: str, spec: MethodSpec, drafts: Path, target: Decoder, tokenizer: Tokenizer, fingerprint: str
+) -> Opened:
+    """Raises ValueError, naming the method, for a draft that is not there, that was trained for another
+    target, or that cannot propose in this shape."""
+    try:
+        return _open(name, spec, drafts, target, tokenizer, fingerprint)
+    except ValueError as error:
+        raise ValueError(f"method {name!r}: {error}") from error
+
+
+def _open(
+    name: str, spec: MethodSpec, drafts: Path, target: Decoder, tokenizer: Tokenizer, fingerprint: str
+) -> Opened:
+    if spec.draft == "ngram":
+        if spec.nodes or spec.branch or spec.depth:
+            raise ValueError("ngram has no tree and no depth to choose")
+        return Opened(name=name, spec=spec, draft=NGram(), kind="ngram", trained={})
+    place = spec.draft if spec.draft == DEFAULT else str(drafts / spec.draft)
+    trained = provenance_of(draft_folder(place), fingerprint)
+    draft = open_draft(place, target, tokenizer)
+    assert draft is not None, "a name that stands for no weights was taken above"
+    if isinstance(draft, BoundEagle3):
+        usual = Shape()
+        depth, branch = spec.depth or usual.depth, spec.branch or (8 if spec.nodes else 1)
+        if bool(spec.nodes) != (branch > 1):
+            raise ValueError("an EAGLE-3 tree needs both nodes and a branch above 1")
+        draft = replace(draft, shape=Shape(depth=depth, branch=branch, nodes=spec.nodes))
+        kind = "P-EAGLE" if draft.draft.config.parallel else "EAGLE-3"
+        return Opened(name=name, spec=spec, draft=draft, kind=kind, trained=trained)
+    if spec.depth or (spec.branch and not spec.nodes):
+        raise ValueError("depth is an EAGLE-3's, and branch a tree's: this is a chain of a DFlash")
+    shaped: Draft = draft
+    if spec.nodes:
+        shaped = TreeOf(draft, spec.nodes, spec.branch or 16)  # type: ignore[arg-type]
+    return Opened(name=name, spec=spec, draft=shaped, kind="DFlash", trained=trained)
+
+
+def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
+    """What provenance.json beside the weights says; {} where there is none. Raises ValueError where it names
+    another target."""
+    path = (folder if folder.is_dir() else folder.parent) / "provenance.json"
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    theirs = found.get("target_fingerprint")
+    if theirs != fingerprint:
+        raise ValueError(
+            f"{folder} was trained for another target ({str(theirs)[:12]}, this one is {fingerprint[:12]}): "
+            "train it from a cache of this target"
+        )
+    return found
+
+
+def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | None = None) -> Method:
+    """`opened`: None for plain decoding; `costs`: of a steered case. One controller serves all runs, and
+    remembers. No stop tokens: all emit equally many.
+
+    Raises ValueError for a width that the draft does not have.
+    """
+    sampling = Sampling(temperature=case.temperature)
+    draft = None if opened is None else opened.draft
+    if draft is not None and case.width and not 1 <= case.width <= draft.block_size:
+        raise ValueError(f"width {case.width}: {case.method} proposes at most {draft.block_size} columns")
+    controller: Controller | None = Fixed(case.width) if case.width else None
+    if case.steered:
+        assert costs is not None, "a controller reads a cost table"
+        controller = Adaptive(costs)
+
+    def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
+        request = Request(max_new_tokens=new_tokens, sampling=sampling, rule=case.rule)
+        rng = torch.Generator(target.device).manual_seed(seed)
+        if draft is None:
+            return timed(lambda told: plain.generate(target, prompts, request, rng=rng, on_tokens=told))
+        return timed(
+            lambda told: speculative.generate(
+                target, draft, prompts, request, controller=controller, rng=rng, on_tokens=told
+            )
+        )
+
+    return run

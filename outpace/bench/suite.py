@@ -1,0 +1,158 @@
+"""What the comparing suites share: one recipe that names the methods, and the prompts they all run."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from outpace.bench.methods import PLAIN, Case, MethodSpec, Opened, open_method
+from outpace.bench.prompts import held_out_prompts
+from outpace.bench.turns import Groups
+from outpace.corpus import Document
+from outpace.decode.calibrate import calibrate
+from outpace.decode.cost_file import read_costs, write_costs
+from outpace.decode.costs import Costs
+from outpace.decode.costs import fingerprint as costs_fingerprint
+from outpace.models.decoder import Decoder
+from outpace.models.load import fingerprint
+from outpace.settings import load_settings
+
+CostsOf = Callable[[Opened], Costs]
+TEXTS = ("held-out", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteRecipe:
+    """Fields of recipes/drafts/*.toml. `methods`: by name, the fields of bench.methods.MethodSpec.
+
+    drafts: `prompts` prompts, `repeats` times, every method at every temperature under each of its rules.
+    lossless: the same methods over `lossless_prompts` prompts, greedy and with coupled noise.
+    controller: each steered method beside itself at fixed `widths` (root included; those that a draft has),
+    over held-out text and over `random` tokens.
+    """
+
+    methods: dict[str, dict[str, Any]]
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    prompts: int = 16
+    prompt_tokens: int = 256
+    new_tokens: int = 256
+    batch: int = 1
+    repeats: int = 3
+    seed: int = 1
+    lossless_prompts: int = 64
+    lossless_tokens: int = 256
+    lossless_batch: int = 8
+    widths: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16)
+    texts: tuple[str, ...] = TEXTS
+    calibrate_s: float = 20.0  # per method with a controller, where no table of it is kept
+    specs: dict[str, MethodSpec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("a suite compares methods: its recipe needs a table [methods.NAME]")
+        if PLAIN in self.methods:
+            raise ValueError(f"no method may be called {PLAIN!r}: plain decoding always runs")
+        found = {}
+        for name, said in self.methods.items():
+            try:
+                found[name] = load_settings(MethodSpec, None, said)
+            except ValueError as error:
+                raise ValueError(f"method {name!r}: {error}") from error
+        object.__setattr__(self, "specs", found)
+        for name in ("prompts", "prompt_tokens", "batch", "repeats", "lossless_prompts", "lossless_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"suite: {name} {getattr(self, name)} must be at least 1")
+        for name in ("new_tokens", "lossless_tokens"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"suite: {name} {getattr(self, name)}: nothing to time after the first")
+        for count, batch in (("prompts", "batch"), ("lossless_prompts", "lossless_batch")):
+            if getattr(self, count) % getattr(self, batch):
+                raise ValueError(
+                    f"suite: {count} {getattr(self, count)} do not fill batches of {getattr(self, batch)}"
+                )
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(f"suite: temperatures {list(self.temperatures)}: at least one, none below 0")
+        if not self.widths or min(self.widths) < 2:
+            raise ValueError(f"suite: widths {list(self.widths)}: root included, so at least 2")
+        unknown = [text for text in self.texts if text not in TEXTS]
+        if unknown or not self.texts:
+            raise ValueError(f"suite: texts {list(self.texts)}; known: {', '.join(TEXTS)}")
+
+
+def open_methods(
+    recipe: SuiteRecipe, drafts: Path, target: Decoder, tokenizer: Tokenizer
+) -> dict[str, Opened]:
+    whose = fingerprint(target)
+    specs = recipe.specs.items()
+    return {name: open_method(name, spec, drafts, target, tokenizer, whose) for name, spec in specs}
+
+
+def calibration_text(tokenizer: Tokenizer, documents: Sequence[Document], tokens: int = 8192) -> list[int]:
+    """The first so many ids of real text, files one after the other."""
+    found: list[int] = []
+    for document in documents:
+        found += tokenizer.encode(document.text, add_special_tokens=False).ids
+        if len(found) >= tokens:
+            break
+    return found[:tokens]
+
+
+def measured_costs(
+    target: Decoder, text: Sequence[int], recipe: SuiteRecipe, batch: int, folder: Path, console: Console
+) -> CostsOf:
+    """Cost tables over the contexts and the batch that will be decoded, measured once and kept in `folder`.
+    `text`: token ids that the suite does not decode."""
+    contexts = (recipe.prompt_tokens, recipe.prompt_tokens + recipe.new_tokens)
+
+    def of(opened: Opened) -> Costs:
+        found = read_costs(folder, costs_fingerprint(target, opened.draft))
+        if found is None:
+            with console.status(f"calibrating {opened.name}"):
+                found = calibrate(
+                    target,
+                    opened.draft,
+                    text,
+                    contexts=contexts,
+                    batches=tuple({1, batch}),
+                    seconds=recipe.calibrate_s,
+                )
+            write_costs(found, folder)
+        return found
+
+    return of
+
+
+def cases_of(recipe: SuiteRecipe, temperature: float, steered: bool = True) -> list[Case]:
+    """Plain decoding first, with coupled noise too where a method is judged by it; then every method, also
+    with its controller if `steered`."""
+    if temperature == 0:
+        found = [Case(method=PLAIN, temperature=0.0, rule="match")]
+    else:
+        rules = {rule for spec in recipe.specs.values() for rule in spec.rules} & {"gumbel"}
+        found = [Case(method=PLAIN, temperature=temperature, rule=r) for r in ("match", *sorted(rules))]
+    for name, spec in recipe.specs.items():
+        for rule in spec.rules if temperature else ("match",):
+            for control in spec.controller:
+                if steered or not control:
+                    case = Case(method=name, temperature=temperature, rule=rule, steered=control)
+                    found.append(case)
+    return found
+
+
+def grouped(prompts: list[list[int]], batch: int) -> Groups:
+    return [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+
+
+def texts_of(
+    kind: str, recipe: SuiteRecipe, target: Decoder, tokenizer: Tokenizer, documents: Sequence[Document]
+) -> list[list[int]]:
+    """ "held-out": text nobody was trained on. "random": tokens drawn evenly, which no draft foresees."""
+    if kind == "held-out":
+        return held_out_prompts(tokenizer, documents, recipe.prompts, recipe.prompt_tokens)
+    drawn = random.Random(recipe.seed)
+    ids = sorted(set(range(target.config.vocab_size)) - set(target.config.eos_token_ids))
+    return [drawn.choices(ids, k=recipe.prompt_tokens) for _ in range(recipe.prompts)]

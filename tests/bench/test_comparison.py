@@ -1,0 +1,375 @@
+"""Drafts side by side on a tiny target: what runs, what is counted, what is refused, what survives a stop."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from rich.console import Console
+from test_prompts import document
+
+from outpace.bench import comparison, methods, turns
+from outpace.bench.comparison import reached, remarks, run_comparison
+from outpace.bench.comparison_report import write_comparison
+from outpace.bench.controller_suite import run_controller
+from outpace.bench.lossless_suite import run_lossless
+from outpace.bench.methods import Case, MethodSpec, open_method
+from outpace.bench.resume import Kept
+from outpace.bench.suite import SuiteRecipe, measured_costs, texts_of
+from outpace.bench.suites_report import controller_markdown, lossless_markdown
+from outpace.bench.timed import Timed
+from outpace.chat.tokenizer import train_bpe
+from outpace.decode import speculative
+from outpace.decode.trace import Foreseen, Trace
+from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.formats import Eagle3Config
+from outpace.drafts.load import save_dflash, save_eagle3
+from outpace.models.load import build, fingerprint, named_tensors
+from outpace.settings import load_settings
+from outpace.weights.save import write_json
+
+DOCUMENTS = [document(name, 80) for name in "abc"]
+METHODS = {
+    "ngram": {"draft": "ngram"},
+    "DFlash": {"draft": "dflash"},
+    "DFlash tree": {"draft": "dflash", "nodes": 9},
+    "EAGLE-3": {"draft": "eagle3", "depth": 3},
+    "EAGLE-3 tree": {"draft": "eagle3", "depth": 2, "branch": 3, "nodes": 7, "rules": ["match", "gumbel"]},
+    "P-EAGLE": {"draft": "p-eagle", "depth": 3, "controller": [False]},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([d.text for d in DOCUMENTS], 300)
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = build(tiny.config("gpt_oss", vocab_size=300))
+    tiny.randomise(named_tensors(model))
+    return model.eval()
+
+
+def eagle3(c, **changes):
+    config = Eagle3Config(
+        hidden_size=c.hidden_size,
+        target_hidden_size=c.hidden_size,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=44,
+        vocab_size=c.vocab_size,
+        draft_vocab_size=c.vocab_size,
+        rope=c.rope,
+        rms_norm_eps=1e-5,
+        layer_ids=(0, 1, 3),
+        **changes,
+    )
+    return Eagle3(config).eval()
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory, target):
+    """A folder of three drafts, with provenance: one cache, one budget."""
+    folder, c = tmp_path_factory.mktemp("drafts"), target.config
+    dflash = DFlash(
+        DFlashConfig(
+            hidden_size=c.hidden_size,
+            num_layers=2,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=10,
+            intermediate_size=44,
+            vocab_size=c.vocab_size,
+            rope=c.rope,
+            rms_norm_eps=1e-5,
+            block_size=5,
+            target_layer_ids=(0, 2),
+            num_target_layers=c.num_layers,
+            mask_token_id=2,
+        )
+    ).eval()
+    made = {"dflash": dflash, "eagle3": eagle3(c), "p-eagle": eagle3(c, parallel=True, mask_token_id=2)}
+    for seed, (name, draft) in enumerate(made.items()):
+        tiny.randomise(named_tensors(draft), seed=seed + 5)
+        (save_dflash if name == "dflash" else save_eagle3)(draft, folder / name)
+        said = {"target_fingerprint": fingerprint(target), "training_tokens": 7000, "training_hours": 0.5}
+        write_json(folder / name / "provenance.json", said | {"steps": 3, "cache_sha256": "c" * 64})
+    return folder
+
+
+def recipe(**changes):
+    said = {"prompts": 2, "prompt_tokens": 21, "new_tokens": 14, "repeats": 2, "lossless_prompts": 4}
+    said |= {"lossless_tokens": 17, "lossless_batch": 2, "calibrate_s": 0.01, "widths": [2, 4]}
+    return load_settings(SuiteRecipe, None, said | {"methods": METHODS} | changes)
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=80)
+
+
+def given(target, tokenizer, drafts, folder, asked):
+    text = tiny.tokens(200).tolist()
+    costs = measured_costs(target, text, asked, asked.batch, folder, quiet())
+    return target, tokenizer, DOCUMENTS, asked, drafts, costs, folder, quiet()
+
+
+@pytest.fixture(scope="module")
+def report(target, tokenizer, drafts, tmp_path_factory):
+    return run_comparison(*given(target, tokenizer, drafts, tmp_path_factory.mktemp("out"), recipe()))
+
+
+def test_every_method_runs_at_every_temperature_under_its_rules(report):
+    found = [(r["method"], r["temperature"], r["rule"], r["controller"]) for r in report["results"]]
+    wanted = [("plain", 0.0, "match", False)]
+    both = (False, True)
+    wanted += [(m, 0.0, "match", c) for m in METHODS for c in METHODS[m].get("controller", both)]
+    wanted += [("plain", 1.0, rule, False) for rule in ("match", "gumbel")]
+    for name, said in METHODS.items():
+        for rule in said.get("rules", ["match", "rejection", "gumbel"]):
+            wanted += [(name, 1.0, rule, c) for c in said.get("controller", both)]
+    assert found == wanted
+    assert len({r["label"] for r in report["results"]}) == len(found)
+    for r in report["results"]:
+        assert (r["prompts"], r["repeats"], r["new_tokens"]) == (2, 2, 14)
+        assert (r["foreseen"] is not None) == r["controller"]
+        assert r["tau"] == pytest.approx(1 + sum(r["reached"]), abs=1e-3)
+        assert r["columns"] >= 1
+    assert json.loads(json.dumps(report)) == report
+    assert report["said"] == []
+
+
+def test_texts_are_plain_decodings_where_they_must_be(report):
+    for r in report["results"]:
+        lossless = r["lossless"]
+        assert lossless["violations"] == lossless["ties"] == 0
+        if r["temperature"] == 0:
+            assert lossless["checked"] == 2 * 14
+        elif r["rule"] == "gumbel":
+            assert lossless["checked"] == 2 * 2 * 14  # every repeat has a seed of its own
+        else:
+            assert lossless["checked"] == 0
+
+
+def test_shapes_are_the_ones_asked_for(report):
+    assert {name: about["columns"] for name, about in report["methods"].items()} == {
+        "ngram": 8,
+        "DFlash": 5,
+        "DFlash tree": 9,
+        "EAGLE-3": 4,
+        "EAGLE-3 tree": 7,
+        "P-EAGLE": 4,
+    }
+    kinds = [about["kind"] for about in report["methods"].values()]
+    assert kinds == ["ngram", "DFlash", "DFlash", "EAGLE-3", "EAGLE-3", "P-EAGLE"]
+    assert report["methods"]["DFlash tree"]["trained"]["tokens"] == 7000
+    assert report["methods"]["DFlash"]["parameters"] > 0 == report["methods"]["ngram"]["parameters"]
+    tree = next(r for r in report["results"] if r["method"] == "DFlash tree" and not r["controller"])
+    assert tree["columns"] == 9
+
+
+def test_files_read_well(report, tmp_path):
+    write_comparison(report, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    text = (tmp_path / "report.md").read_text()
+    assert "| EAGLE-3 tree | gumbel |" in text and "0 / 112" in text
+    assert "| DFlash | DFlash | 5 |" in text and "0.01 M | 0.50 |" in text
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    for name in ("speedup.png", "tau.png", "time.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_method_that_changes_the_text_is_caught(target, tokenizer, drafts, tmp_path, monkeypatch):
+    honest = speculative.generate
+
+    def wrong(*args, **kwargs):
+        out = honest(*args, **kwargs)
+        if len(out.tokens[0]) > 8:  # not a rehearsal
+            out.tokens[0][9] = (out.tokens[0][9] + 1) % 300
+        return out
+
+    monkeypatch.setattr(methods.speculative, "generate", wrong)
+    asked = recipe(methods={"DFlash": {"draft": "dflash", "controller": [False]}})
+    found = run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
+    counts = {
+        (r["temperature"], r["rule"]): r["lossless"] for r in found["results"] if r["method"] != "plain"
+    }
+    assert counts[0.0, "match"]["violations"] == 2 and counts[0.0, "match"]["checked"] == 2 * 10
+    assert counts[1.0, "gumbel"]["violations"] == 4
+    total = run_lossless(*given(target, tokenizer, drafts, tmp_path / "lossless", asked))
+    assert total["violations"] == 2 * 2  # of two batches the first row, greedy and coupled
+    assert "4 violations" in lossless_markdown(total)
+
+
+def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts, tmp_path):
+    found = run_lossless(*given(target, tokenizer, drafts, tmp_path, recipe()))
+    assert (found["violations"], found["ties"], found["prompts"]) == (0, 0, 4)
+    cases = [(r["method"], r["temperature"], r["steered"]) for r in found["results"]]
+    assert len(cases) == len(set(cases)) == 2 * (5 * 2 + 1)
+    assert all(r["checked"] == 4 * 17 for r in found["results"])
+    assert found["checked"] == 22 * 4 * 17
+    assert "0 violations, 0 ties" in lossless_markdown(found)
+    assert not (tmp_path / "progress.json").exists()
+
+
+def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tmp_path):
+    few = {name: METHODS[name] for name in ("ngram", "DFlash tree", "P-EAGLE")}
+    asked = recipe(methods=few, repeats=1)
+    found = run_controller(*given(target, tokenizer, drafts, tmp_path, asked))
+    scenes = [(r["text"], r["temperature"], r["method"]) for r in found["results"]]
+    two = ("ngram", "DFlash tree")
+    assert scenes == [(x, t, m) for x in ("held-out", "random") for t in (0.0, 1.0) for m in two]
+    for r in found["results"]:
+        assert [f["width"] for f in r["fixed"]] == ([2, 4, 8] if r["method"] == "ngram" else [2, 4, 9])
+        speeds = {f["width"]: f["tokens_per_s"] for f in r["fixed"]} | {1: r["plain_tokens_per_s"]}
+        assert r["best_tokens_per_s"] == max(speeds.values()) == speeds[r["best_width"]]
+        steered = r["controller"]["tokens_per_s"]
+        assert r["over_best"] == pytest.approx(steered / r["best_tokens_per_s"], abs=2e-3)
+        assert r["over_plain"] == pytest.approx(steered / r["plain_tokens_per_s"], abs=2e-3)
+        wanted = 2 * 14 if r["temperature"] == 0 else 0
+        assert all(f["lossless"]["checked"] == wanted for f in (*r["fixed"], r["controller"]))
+        assert not any(f["lossless"]["violations"] for f in (*r["fixed"], r["controller"]))
+    assert "| random | 1 | DFlash tree |" in controller_markdown(found)
+    alone = recipe(methods={"P-EAGLE": METHODS["P-EAGLE"]})
+    with pytest.raises(ValueError, match="no method of this recipe has a controller"):
+        run_controller(*given(target, tokenizer, drafts, tmp_path, alone))
+
+
+def test_random_text_is_random_and_holds_no_end(target, tokenizer):
+    asked = recipe(prompts=40, prompt_tokens=50)
+    drawn = texts_of("random", asked, target, tokenizer, DOCUMENTS)
+    assert drawn == texts_of("random", asked, target, tokenizer, DOCUMENTS)
+    assert {len(p) for p in drawn} == {50} and len(set(map(tuple, drawn))) == 40
+    used = {t for p in drawn for t in p}
+    assert len(used) > 250 and not used & set(target.config.eos_token_ids)
+
+
+def fake(seconds):
+    trace = Trace([[2, 2]], [[1, -1]], [[3, 3]])
+    trace.foreseen.append(Foreseen(2.5, 0.25, 2, 0.5))
+    return lambda prompts, new_tokens, seed: Timed(
+        tokens=[[seed % 97, new_tokens]], first_s=0.1, decode_s=seconds, trace=trace
+    )
+
+
+def test_turns_are_kept_and_not_run_again(tmp_path):
+    told = []
+    named = {name: fake(i + 1.0) for i, name in enumerate("abc")}
+    groups = [[[1]], [[2]]]
+    first = turns.take_turns("x", named, groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), told.append)
+    assert told == [*"abc", *"bca", *"bca", *"cab"]
+    assert first["b"][1, 0].tokens == [[turns.seed_of(5, 1, 0) % 97, 9]]
+    again = turns.take_turns(
+        "x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), told.append
+    )
+    assert again == first
+    assert again["c"][0, 1].trace.foreseen == [Foreseen(2.5, 0.25, 2, 0.5)]
+    with pytest.raises(TypeError):  # another key: nothing is kept, and None is no method
+        turns.take_turns("x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 2}), told.append)
+
+
+def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monkeypatch):
+    asked = recipe(methods={"ngram": METHODS["ngram"]})
+    honest, ran = comparison.take_turns, []
+
+    def stopping(name, *rest):
+        ran.append(name)
+        if len(ran) == 2:
+            raise RuntimeError("the power failed")
+        return honest(name, *rest)
+
+    monkeypatch.setattr(comparison, "take_turns", stopping)
+    with pytest.raises(RuntimeError, match="the power failed"):
+        run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
+    kept = json.loads((tmp_path / "progress.json").read_text())["values"]
+    assert len(kept) == 4 and all(key.startswith("T=0, ") for key in kept)
+    found = run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
+    ours = [
+        kept[f"T=0, repeat {r}, group {g}"]["plain, T=0, match"]["decode_s"] for r in (0, 1) for g in (0, 1)
+    ]
+    speeds = [26 / (ours[0] + ours[1]), 26 / (ours[2] + ours[3])]
+    assert found["results"][0]["tokens_per_s_repeats"] == [round(s, 2) for s in speeds]
+    assert not (tmp_path / "progress.json").exists()
+
+
+def test_what_was_reached_is_of_all_rounds():
+    assert reached([0, 3, 1, 0]) == [0.5, 0.25, 0.25]
+    assert reached([0, 0]) == [] == reached([])
+
+
+def test_unequal_data_is_said():
+    def about(tokens, cache):
+        return {"kind": "DFlash", "trained": {"tokens": tokens, "cache_sha256": cache}}
+
+    assert remarks({"a": about(5, "x"), "b": about(5, "x"), "n": {"kind": "ngram", "trained": None}}) == []
+    said = remarks({"a": about(5, "x"), "b": about(6, "y"), "c": {"kind": "DFlash", "trained": None}})
+    assert len(said) == 3
+    assert "no provenance beside the draft of c" in said[0]
+    assert "teacher caches differ (a: x, b: y)" in said[1] and "tokens differ (a: 5, b: 6)" in said[2]
+
+
+def opened(target, tokenizer, drafts, **said):
+    return open_method("M", MethodSpec(**said), drafts, target, tokenizer, fingerprint(target))
+
+
+def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
+    other = tiny.target("llama")
+    with pytest.raises(ValueError, match=r"method 'M': .*dflash was trained for another target"):
+        spec = MethodSpec(draft="dflash")
+        open_method("M", spec, drafts, other, tokenizer, fingerprint(other))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"draft": "nowhere"}, "nowhere is not there"),
+        ({"draft": "ngram", "nodes": 8}, "ngram has no tree"),
+        ({"draft": "dflash", "depth": 3}, "depth is an EAGLE-3's"),
+        ({"draft": "dflash", "branch": 3}, "branch a tree's"),
+        ({"draft": "dflash", "nodes": 1}, "a tree of 1 nodes"),
+        ({"draft": "eagle3", "branch": 3}, "both nodes and a branch above 1"),
+        ({"draft": "eagle3", "branch": 1, "nodes": 9}, "both nodes and a branch above 1"),
+    ],
+)
+def test_shapes_a_draft_cannot_propose_are_refused(target, tokenizer, drafts, said, message):
+    with pytest.raises(ValueError, match=message):
+        opened(target, tokenizer, drafts, **said)
+
+
+def test_a_width_the_draft_does_not_have_is_refused(target, tokenizer, drafts):
+    method = opened(target, tokenizer, drafts, draft="dflash")
+    case = Case(method="M", temperature=0.0, rule="match", width=6)
+    with pytest.raises(ValueError, match="width 6: M proposes at most 5 columns"):
+        methods.run_case(case, target, method)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": {}}, "needs a table"),
+        ({"methods": {"plain": {"draft": "x"}}}, "no method may be called 'plain'"),
+        ({"methods": {"a": {"draft": "x", "node": 3}}}, "method 'a': .*did you mean `nodes`"),
+        ({"methods": {"a": {}}}, "method 'a': .*`draft` is not set"),
+        ({"methods": {"a": {"draft": "x", "rules": ["typical"]}}}, "no rule 'typical'; known: match"),
+        ({"methods": {"a": {"draft": "x", "controller": []}}}, "true, false, or both"),
+        ({"batch": 3}, "prompts 2 do not fill batches of 3"),
+        ({"lossless_batch": 3}, "lossless_prompts 4 do not fill"),
+        ({"repeats": 0}, "repeats 0 must be at least 1"),
+        ({"new_tokens": 1}, "nothing to time"),
+        ({"temperatures": [-1.0]}, "none below 0"),
+        ({"widths": [1]}, "so at least 2"),
+        ({"texts": ["poems"]}, "known: held-out, random"),
+    ],
+)
+def test_recipes_that_mean_nothing_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        recipe(**changes)
+
+
+def test_the_recipes_that_ship_are_read():
+    folder = Path(__file__).parents[2] / "recipes" / "drafts"
+    for path in folder.glob("suite*.toml"):
+        assert "DFlash" in load_settings(SuiteRecipe, path, {}).specs
