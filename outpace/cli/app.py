@@ -21,6 +21,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe's field: --set steps=500.")]
 Corpus = Annotated[Path | None, typer.Option(help="Folder of *.py files; default: the standard library.")]
+TopK = Annotated[int, typer.Option(help="Draw from the so many likeliest tokens; 0: from all.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest that hold this share; 1: from all.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this times the likeliest.")]
+Penalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Above 1: tokens of the text so far become unlikelier.")
+]
+Rule = Annotated[
+    str,
+    typer.Option(
+        help="How guesses are judged above temperature 0: match, rejection, block or gumbel. All give "
+        "the target's distribution; with gumbel a seed gives one text, whatever the draft."
+    ),
+]
+DraftTemperature = Annotated[
+    float | None, typer.Option(help="Of a draft's own draws (not with match); default: the target's.")
+]
 
 
 @app.callback()

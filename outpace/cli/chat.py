@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outpace.cli.app import Target, app, console
+from outpace.cli.app import DraftTemperature, MinP, Penalty, Rule, Target, TopK, TopP, app, console
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,8 +47,12 @@ def chat(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Of one answer.")] = 2048,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token. gpt-oss: 1.")] = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    rule: Rule = "match",
+    draft_temperature: DraftTemperature = None,
     seed: int = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Show the answer's tokens as they are, tags and all.")
@@ -69,6 +73,7 @@ def chat(
 
     [bold]Examples[/bold]: outpace chat gpt-oss-20b --draft ngram --reasoning high
     outpace chat gpt-oss-20b -m "What is 2 + 2?" --json
+    outpace chat gpt-oss-20b --temperature 1 --top-p 0.95 --repetition-penalty 1.1 --rule rejection
     git diff | outpace chat gpt-oss-20b --system "Review this." -m - > review.md
     """
     import time
@@ -82,7 +87,15 @@ def chat(
 
     request = Request(
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        sampling=Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        ),
+        rule=rule,
+        draft_temperature=draft_temperature,
     )
     functions = None if tools is None else _json_file(tools)
     screen = Screen(console, Console(stderr=True))

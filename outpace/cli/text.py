@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli.app import AsJson, Target, app, console
+from outpace.cli.app import (
+    AsJson,
+    DraftTemperature,
+    MinP,
+    Penalty,
+    Rule,
+    Target,
+    TopK,
+    TopP,
+    app,
+    console,
+)
 from outpace.cli.chat import open_talk
 
 
@@ -21,9 +32,13 @@ def generate(
         typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    rule: Rule = "match",
+    draft_temperature: DraftTemperature = None,
     seed: int = 0,
     chat: Annotated[
         bool,
@@ -52,6 +67,7 @@ def generate(
 
     [bold]Examples[/bold]: outpace generate "def fibonacci(n):" --stats
     outpace generate --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
+    outpace generate "import os" --temperature 1 --min-p 0.05 --rule gumbel --seed 7
     outpace generate "What is 2 + 2?" --chat --target gpt-oss-20b
     outpace generate "import os" --timing; outpace generate "import os" -n 4 --layers 2 --top-logits 3
     """
@@ -69,7 +85,15 @@ def generate(
     text = _prompt_text(prompt, prompt_file)
     request = Request(
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        sampling=Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        ),
+        rule=rule,
+        draft_temperature=draft_temperature,
         prefill_chunk=prefill_chunk,
     )
     began = time.perf_counter()

@@ -40,6 +40,8 @@ class Request:
             raise ValueError(f"rule {self.rule!r}: it must be one of {', '.join(RULES)}")
         if self.draft_temperature is not None and not 0 < self.draft_temperature < math.inf:
             raise ValueError(f"draft_temperature {self.draft_temperature} is not a number above 0")
+        if self.draft_temperature is not None and self.rule == "match":
+            raise ValueError("draft_temperature: with the rule match no guess is drawn; name another rule")
 
 
 @dataclass(frozen=True)

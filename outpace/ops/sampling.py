@@ -27,17 +27,20 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature {self.temperature} is not a number of at least 0")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} {getattr(self, name)} is not a number")
+        if self.temperature < 0:
+            raise ValueError(f"temperature {self.temperature} is below 0")
         if self.top_k < 0:
             raise ValueError(f"top_k {self.top_k} is below 0 (0 cuts nothing)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} is outside (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p {self.min_p} is outside [0, 1] (0 cuts nothing)")
-        if not 0 < self.repetition_penalty < math.inf:
+        if self.repetition_penalty <= 0:
             raise ValueError(
-                f"repetition_penalty {self.repetition_penalty} is not a number above 0 (1 changes nothing)"
+                f"repetition_penalty {self.repetition_penalty} is not above 0 (1 changes nothing)"
             )
 
     def for_draft(self, temperature: float | None = None) -> "Sampling":

@@ -148,8 +148,9 @@ def test_a_draft_that_hears_the_noise_is_accepted_more():
     ("wrong", "said"),
     [
         ({"rule": "greedy"}, "rule 'greedy'"),
-        ({"draft_temperature": 0.0}, "draft_temperature 0.0"),
-        ({"draft_temperature": float("nan")}, "draft_temperature nan"),
+        ({"rule": "block", "draft_temperature": 0.0}, "draft_temperature 0.0"),
+        ({"rule": "block", "draft_temperature": float("nan")}, "draft_temperature nan"),
+        ({"draft_temperature": 0.5}, "with the rule match no guess is drawn"),
     ],
 )
 def test_requests_that_are_refused(wrong, said):

@@ -1,0 +1,146 @@
+"""The rules on the embedded model and its draft, as a user has them: in Python and on the command line."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from outpace.chat.tokenizer import encode_prompt
+from outpace.cli.main import main
+from outpace.decode import plain, speculative
+from outpace.decode.controller import Fixed
+from outpace.decode.request import Request
+from outpace.decode.rules import RULES
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.load import open_draft, open_target
+from outpace.ops.sampling import Sampling, probabilities
+
+TEXTS = ("def fibonacci(n):\n    if n < 2:\n", "import os\nimport sys\n\n\nclass Reader:", "for i in range(")
+NEW = 32
+
+
+@functools.cache
+def embedded():
+    target, tokenizer = open_target("default")
+    return target, open_draft("default", target, tokenizer), tokenizer
+
+
+def prompts():
+    return [encode_prompt(embedded()[2], text) for text in TEXTS]
+
+
+def both(request, draft, seed=5):
+    target = embedded()[0]
+    by_one = plain.generate(target, prompts(), request, rng=torch.Generator().manual_seed(seed))
+    rng = torch.Generator().manual_seed(seed)
+    return by_one.tokens, speculative.generate(target, draft, prompts(), request, rng=rng)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_at_temperature_0_all_rules_are_one(penalty):
+    draft, said = embedded()[1], []
+    for rule in RULES:
+        how = Sampling(repetition_penalty=penalty)
+        answer, got = both(Request(max_new_tokens=NEW, sampling=how, rule=rule), draft)
+        assert got.tokens == answer
+        said.append(answer)
+    assert all(s == said[0] for s in said) and got.trace.tau > 1
+
+
+@pytest.mark.parametrize("kind", ["dflash", "ngram", "tree"])
+def test_one_seed_is_one_text(kind):
+    draft = embedded()[1]
+    chosen = {"dflash": draft, "ngram": NGram(), "tree": TreeOf(draft, nodes=12)}[kind]
+    for how in (Sampling(temperature=1.0), Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
+        request = Request(max_new_tokens=NEW, sampling=how, rule="gumbel")
+        answer, got = both(request, chosen)
+        assert got.tokens == answer
+        if kind != "ngram":
+            assert got.trace.tau > 1.1
+
+
+@functools.cache
+@torch.inference_mode()
+def exact(prompt, how):
+    """The likely texts of three tokens after `prompt`, at most top_k^3 of them, and their chances."""
+    target, texts, chance = embedded()[0], torch.empty(1, 0, dtype=torch.int64), torch.ones(1)
+    for _ in range(3):
+        rows = torch.cat((torch.tensor(prompt).expand(len(texts), -1), texts), dim=1)
+        p, token = probabilities(target.logits(target(rows).hidden[:, -1]), how).topk(how.top_k)
+        texts = torch.cat((texts.repeat_interleave(how.top_k, 0), token.view(-1, 1)), dim=1)
+        chance = chance.repeat_interleave(how.top_k) * p.flatten()
+    return texts, chance
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_texts_come_as_often_as_they_should(rule):
+    """600 rows of one prompt; a round verifies two guesses of each."""
+    target, draft, _ = embedded()
+    how, rows, prompt = Sampling(temperature=1.0, top_k=4), 600, prompts()[2]
+    request = Request(max_new_tokens=3, sampling=how, rule=rule)
+    got = speculative.generate(
+        target, draft, [prompt] * rows, request, rng=torch.Generator().manual_seed(8), controller=Fixed(3)
+    )
+    texts, chance = exact(tuple(prompt), how)
+    place = {tuple(text): i for i, text in enumerate(texts.tolist())}
+    counts = torch.bincount(torch.tensor([place[tuple(t)] for t in got.tokens]), minlength=len(texts))
+    often = chance * rows > 6
+    counts = torch.cat((counts[often], counts[~often].sum()[None])).double()
+    expected = torch.cat((chance[often], chance[~often].sum()[None])).double() * rows
+    k = len(counts) - 1
+    x = float(((counts - expected) ** 2 / expected).sum())
+    assert k > 10 and (x - k) / (2 * k) ** 0.5 < 4
+    assert got.trace.accept_rate > 0.1
+
+
+def outpace(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["outpace", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def test_generate_with_a_rule(monkeypatch, capsys):
+    options = ("generate", TEXTS[0], "-n", 20, "--temperature", 1, "--min-p", 0.02, "--seed", 3, "--json")
+    options = (*options, "--repetition-penalty", 1.1)
+    found = set()
+    for draft in ("none", "ngram", "default"):
+        code, out, _ = outpace(monkeypatch, capsys, *options, "--draft", draft, "--rule", "gumbel")
+        assert code == 0
+        found.add(tuple(json.loads(out)["tokens"]))
+    assert len(found) == 1
+    for rule in ("rejection", "block"):
+        more = ("--rule", rule, "--draft-temperature", 0.7, "--top-logits", 2)
+        code, out, _ = outpace(monkeypatch, capsys, *options, *more)
+        said = json.loads(out)
+        assert code == 0 and len(said["tokens"]) == len(said["top_logits"]) > 1
+
+
+def test_chat_with_a_rule(monkeypatch, capsys):
+    options = ("chat", "-m", "hi", "-n", 12, "--rule", "gumbel", "--temperature", 1, "--seed", 2, "--json")
+    found = set()
+    for draft in ("none", "default"):
+        code, out, _ = outpace(monkeypatch, capsys, *options, "--top-k", 50, "--draft", draft)
+        assert code == 0
+        found.add(tuple(json.loads(out)["tokens"]))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("chat", "-m", "x")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rule", "greedy"), "rule 'greedy': it must be one of match, rejection, block, gumbel"),
+        (("--min-p", "1.5"), "min_p 1.5 is outside [0, 1]"),
+        (("--repetition-penalty", "0"), "repetition_penalty 0.0 is not above 0"),
+        (("--repetition-penalty", "nan"), "repetition_penalty nan is not a number"),
+        (("--draft-temperature", "0.5"), "with the rule match no guess is drawn"),
+        (("--rule", "block", "--draft-temperature", "0"), "draft_temperature 0.0 is not a number above 0"),
+    ],
+)
+def test_bad_values_end_in_one_line(monkeypatch, capsys, command, options, said):
+    code, _, err = outpace(monkeypatch, capsys, *command, *options)
+    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
