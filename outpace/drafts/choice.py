@@ -12,16 +12,20 @@ from outpace.ops.sampling import Sampling, draw, greedy, probabilities, shaped
 
 class Choice(Protocol):
     """`depth` is how many tokens after the last verified one a guess stands (>= 1). V is the target's
-    vocabulary; a token that is not offered has the logit -inf."""
+    vocabulary; a token that is not offered has the logit -inf. `scores` divides logits by `temperature`."""
+
+    @property
+    def temperature(self) -> float: ...
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """logits [B, n, V] of guesses at depth .. depth + n - 1 -> tokens [B, n] int64, and q [B, n, V]
         float32 where they were drawn from it: each independently, and all of them must be proposed."""
         ...
 
-    def scores(self, logits: Tensor, depth: int) -> Tensor:
-        """[B, n, V] of depth .. depth + n - 1 -> [B, n, V] float32 by which a tree ranks the followers of a
-        node: log-probabilities, or what stands for them. At most 0; -inf where a token is not offered."""
+    def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
+        """[B, n, V] of depth .. depth + n - 1, or with `level` all of that depth, -> [B, n, V] float32 by
+        which a tree ranks the followers of a node: log-probabilities, or what stands for them. At most 0;
+        -inf where a token is not offered."""
         ...
 
 
@@ -34,7 +38,7 @@ class Likeliest:
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         return greedy(logits), None
 
-    def scores(self, logits: Tensor, depth: int) -> Tensor:
+    def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         return (logits.float() / self.temperature).log_softmax(-1)
 
 
@@ -53,8 +57,12 @@ class Drawn:
         q = probabilities(logits, self.sampling)
         return draw(q, self.rng), q
 
-    def scores(self, logits: Tensor, depth: int) -> Tensor:
-        return (logits.float() / self.sampling.temperature).log_softmax(-1)
+    def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
+        return (logits.float() / self.temperature).log_softmax(-1)
+
+    @property
+    def temperature(self) -> float:
+        return self.sampling.temperature
 
 
 @dataclass(frozen=True)
@@ -73,12 +81,17 @@ class Coupled:
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         return greedy(self._perturbed(logits, depth)), None
 
-    def scores(self, logits: Tensor, depth: int) -> Tensor:
+    def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """Normalised, so that a child stays below its parent: with equal noise on both sides, the logits of
         who wins."""
-        return self._perturbed(logits, depth).log_softmax(-1)
+        return self._perturbed(logits, depth, level).log_softmax(-1)
 
-    def _perturbed(self, logits: Tensor, depth: int) -> Tensor:
-        ahead = torch.arange(depth - 1, depth - 1 + logits.shape[1], device=logits.device)
+    @property
+    def temperature(self) -> float:
+        return self.sampling.temperature
+
+    def _perturbed(self, logits: Tensor, depth: int, level: bool = False) -> Tensor:
+        n = logits.shape[1]
+        ahead = depth - 1 + (torch.arange(n, device=logits.device) * (not level))
         keys = noise.keys(self.key, self.streams[:, None], self.places[:, None] + ahead)
         return noise.perturbed(shaped(logits, self.sampling), keys)

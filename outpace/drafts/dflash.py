@@ -15,7 +15,7 @@ from outpace.cache.kv import Cache
 from outpace.drafts.choice import Choice
 from outpace.drafts.dflash_config import DFlashConfig as DFlashConfig
 from outpace.drafts.dflash_config import default_layer_ids as default_layer_ids
-from outpace.drafts.dflash_guess import Guesses, Head, confidence, guess, survival
+from outpace.drafts.dflash_guess import Guesses, Head, Pairs, confidence, guess, survival
 from outpace.drafts.dflash_heads import BlockConv, ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.proposal import Proposal
 from outpace.models.blocks import MLP, Linear, RMSNorm
@@ -258,10 +258,13 @@ class DFlashSession:
             survival=survival(found.sure, self.draft.config.temperatures),
         )
 
-    def logits(self, last: Tensor, width: int) -> Tensor:
-        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it (width <= block_size), each
-        blind to the others; -inf where the draft has no word."""
-        return self.head.spread(self.head.logits(self.block_hidden(last, width)[:, 1:width]))
+    def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
+        """last [B] -> logits [B, width - 1, V] of the tokens 1 .. width - 1 after it (width <= block_size),
+        each blind to the others, -inf where the draft has no word; and what one adds to the next's."""
+        hidden = self.block_hidden(last, width)[:, 1:width]
+        logits = self.head.spread(self.head.logits(hidden))
+        parts = self.draft.candidate_selector, self.draft.markov_head
+        return logits, None if parts == (None, None) else Pairs(self.head, *parts, hidden)
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)

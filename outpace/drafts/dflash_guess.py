@@ -38,11 +38,42 @@ class Head:
         """Rows of this head -> the target's tokens."""
         return rows if self.ids is None else self.ids[rows]
 
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The target's tokens -> rows of this head; some row for a token it does not have."""
+        if self.ids is None:
+            return tokens
+        return torch.searchsorted(self.ids, tokens).clamp_(max=len(self.ids) - 1)
+
     def spread(self, logits: Tensor) -> Tensor:
         """[..., N] -> over the target's vocabulary [..., V], -inf where the draft has no word."""
         if self.ids is None:
             return logits
         return spread(self.ids.expand(logits.shape), logits, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What one guess adds to the logits of the next: a selector's products, or a Markov head's bias."""
+
+    head: Head
+    selector: Selector | None
+    markov: MarkovHead | None
+    hidden: Tensor  # [B, n, C] of the n places
+
+    def __call__(self, previous: Tensor, ids: Tensor) -> Tensor:
+        """previous [B, n, a], ids [B, n, k], tokens at the places before and at these -> [B, n, a, k]
+        float32; ids that the draft has no word for have some number."""
+        if self.selector is not None:
+            left = self.selector.predecessor_codebook[previous].float()
+            left = left * self.selector.hidden_projection(self.hidden).float()[:, :, None]
+            right = self.selector.successor_codebook[ids]
+        else:
+            assert self.markov is not None
+            left = self.markov.embed(previous, self.hidden[:, :, None].expand(-1, -1, previous.shape[2], -1))
+            words = self.markov.markov_w2.weight
+            assert isinstance(words, Tensor), "a draft's weights are plain tensors"
+            right = words[self.head.rows(ids)]
+        return left.float() @ right.float().transpose(-1, -2)
 
 
 def spread(ids: Tensor, values: Tensor, vocab_size: int) -> Tensor:

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Draft, Proposal, Session
-from outpace.drafts.tree import best_first
+from outpace.drafts.tree import Pairs, best_first
 
 
 class BlockSession(Session, Protocol):
     """A session whose draft guesses a whole block at once."""
 
-    def logits(self, last: Tensor, width: int) -> Tensor:
-        """last [B] -> [B, width - 1, V], of the tokens 1 .. width - 1 after it, blind to each other."""
+    def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
+        """last [B] -> logits [B, width - 1, V] of the tokens 1 .. width - 1 after it, blind to each other;
+        and what a token adds to the logits of the next one, where the draft knows."""
         ...
 
 
@@ -63,8 +64,10 @@ class TreeSession:
 
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
         """Columns in falling order of survival: the first n of them are the best tree of n."""
-        logits = self.session.logits(last, min(width, self.block))
-        return best_first(last, choice.scores(logits, 1), width, self.branch)
+        logits, pairs = self.session.block(last, min(width, self.block))
+        scores, sharper = choice.scores(logits, 1), 1 / choice.temperature
+        added = None if pairs is None else lambda previous, ids: pairs(previous, ids) * sharper
+        return best_first(last, scores, width, self.branch, added)
 
     def keep(self, rows: list[int]) -> None:
         self.session.keep(rows)

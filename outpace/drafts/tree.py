@@ -4,10 +4,9 @@ Every tree here has its columns in falling order of survival, parents before the
 n columns of one are its best tree of n columns: `cut` takes them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import accumulate
 from math import exp, inf
 
 import torch
@@ -16,10 +15,16 @@ from torch import Tensor
 from outpace.cache.tree import Tree
 from outpace.drafts.proposal import Proposal
 
+# What a predecessor adds to the log-probabilities of those that may follow it, before they are normalised:
+# previous [B, n, a] and ids [B, n, k], tokens at depths 0 .. n - 1 and 1 .. n -> [B, n, a, k] float32.
+Pairs = Callable[[Tensor, Tensor], Tensor]
 
-def best_first(last: Tensor, scores: Tensor, nodes: int, branch: int = 16) -> Proposal:
-    """The likeliest `nodes` columns where the guesses of one depth do not know those of another (DDTree,
-    arXiv 2604.12989): a node's score is the sum of its path's.
+
+def best_first(
+    last: Tensor, scores: Tensor, nodes: int, branch: int = 16, pairs: Pairs | None = None
+) -> Proposal:
+    """The likeliest `nodes` columns of a block (DDTree, arXiv 2604.12989): a node's score is the sum of its
+    path's. Without `pairs` the guesses of one depth do not know those of another.
 
     last [B] int64; scores [B, n, V], of every token 1 .. n tokens after `last`: `Choice.scores`, at most 0.
     Of each depth the `branch` best are looked at. Rows come out narrower than `nodes` where there are
@@ -27,48 +32,64 @@ def best_first(last: Tensor, scores: Tensor, nodes: int, branch: int = 16) -> Pr
     """
     assert nodes >= 1 and branch >= 1 and scores.dim() == 3 and len(last) == len(scores)
     top, ids = scores.topk(min(branch, scores.shape[-1]), dim=-1)
-    n, breadth = top.shape[1:]
+    n, k = top.shape[1:]
+    places = torch.arange(k, device=ids.device).expand_as(ids)[:, :, None]
+    followers = top[:, :, None] if pairs is None else _after_each(last, top, ids, pairs)
+    if pairs is not None:
+        followers, places = followers.sort(dim=-1, descending=True, stable=True)
+    parts = last, ids, places, followers
     # as float64, which holds ids exactly
-    host = torch.cat((last[:, None], ids.flatten(1), top.double().flatten(1)), dim=1).tolist()
-    rows = []
+    host = torch.cat([part.reshape(len(last), -1).double() for part in parts], dim=1).tolist()
+    rows, ends = [], (1, 1 + n * k, 1 + n * k + places[0].numel())
     for row in host:
-        said, values = row[1 : 1 + n * breadth], row[1 + n * breadth :]
-        parents, taken, reach = _best_paths([values[d * breadth :][:breadth] for d in range(n)], nodes)
-        tokens = [int(row[0]), *(int(said[depth * breadth + rank]) for depth, rank in taken)]
+        said, ranked, values = row[ends[0] : ends[1]], row[ends[1] : ends[2]], row[ends[2] :]
+        parents, taken, reach = _best_paths(values, ranked, (n, followers.shape[2], k), nodes)
+        tokens = [int(row[0]), *(int(said[place]) for place in taken)]
         rows.append((tokens, parents, [exp(score) for score in reach]))
     return assembled(rows, last.device)
 
 
+def _after_each(last: Tensor, top: Tensor, ids: Tensor, pairs: Pairs) -> Tensor:
+    """top, ids [B, n, k], the candidates of each depth -> [B, n, k, k]: log-probability of each after each
+    candidate of the depth before. The tokens that are no candidates keep the share they had."""
+    root = last[:, None, None].expand(-1, 1, ids.shape[2])
+    scores = top.float()[:, :, None] + pairs(torch.cat((root, ids[:, :-1]), dim=1), ids)
+    others = (1 - top.float().exp().sum(-1, keepdim=True)).clamp_(min=0).log_()
+    return (scores - torch.logaddexp(scores.logsumexp(-1), others)[..., None]).clamp_(max=0)
+
+
 def _best_paths(
-    values: list[list[float]], nodes: int
-) -> tuple[list[int], list[tuple[int, int]], list[float]]:
-    """values[d][r]: the r-th best log-probability at depth d, falling -> per column its parent's column and
-    the sum of its path (column 0 is the root), and per guess its (depth, rank).
+    values: list[float], places: list[float], shape: tuple[int, int, int], nodes: int
+) -> tuple[list[int], list[int], list[float]]:
+    """shape n, A, k; values[(d * A + a) * k + r]: the r-th best log-probability at depth d after candidate a
+    of the depth before (A = 1: after any), falling, and `places` which candidate of depth d that is -> per
+    column its parent's column and the sum of its path (column 0 is the root), and per guess its d * k +
+    candidate.
 
     Popping a node offers its next sister (same parent, rank + 1) and its first child: whatever is not yet
     offered scores no more than something that is.
     """
+    n, A, k = shape
     parents, reach = [0], [0.0]
-    taken: list[tuple[int, int]] = []
-    if not values or not values[0]:
-        return parents, taken, reach
-    breadth, deepest = len(values[0]), len(values) - 1
-    heap = [(-values[0][0], 0, 0, 0, 0)]  # falling score, then order of offering; parent, depth, rank
+    taken: list[int] = []
+    # falling score, order of offering; the parent's column, depth, rank, where the parent's followers begin
+    heap = [(-values[0], 0, 0, 0, 0, 0)] if values else []
     serial = 0
     while heap and len(parents) < nodes:
-        cost, _, parent, depth, rank = heappop(heap)
+        cost, _, parent, depth, rank, at = heappop(heap)
         if cost == inf:
             break
-        column = len(parents)
+        column, place = len(parents), int(places[at + rank])
         parents.append(parent)
-        taken.append((depth, rank))
+        taken.append(depth * k + place)
         reach.append(-cost)
-        if rank + 1 < breadth:
+        if rank + 1 < k:
             serial += 1
-            heappush(heap, (-reach[parent] - values[depth][rank + 1], serial, parent, depth, rank + 1))
-        if depth < deepest:
+            heappush(heap, (-reach[parent] - values[at + rank + 1], serial, parent, depth, rank + 1, at))
+        if depth + 1 < n:
             serial += 1
-            heappush(heap, (cost - values[depth + 1][0], serial, column, depth + 1, 0))
+            at = ((depth + 1) * A + (place if A > 1 else 0)) * k
+            heappush(heap, (cost - values[at], serial, column, depth + 1, 0, at))
     return parents, taken, reach
 
 
@@ -187,22 +208,3 @@ def cut(proposal: Proposal, columns: int) -> Proposal:
     }
     counts = [min(count, columns) for count in proposal.counts]
     return replace(proposal, tokens=proposal.tokens[:, :columns], counts=counts, **parts)
-
-
-def worth(survival: Sequence[Sequence[float]], draft_seconds: float, verify_seconds: Sequence[float]) -> int:
-    """How many columns to verify: the n that makes most tokens a second, (1 + E[accepted](n)) /
-    (C_draft + C_verify(n)), summed over rows, which share a forward (CaDDTree, arXiv 2606.01813).
-
-    survival[b][c]: how likely column c of row b is accepted, 1 at the root, falling; E[accepted](n) is the
-    sum over columns 1 .. n - 1. verify_seconds[n]: what a forward of n columns takes for this batch; what
-    lies past its end is not verified. Stops at the first decrease: with a convex cost nothing better can
-    follow it.
-    """
-    gains = [sum(row[c] for row in survival if c < len(row)) for c in range(max(map(len, survival)))]
-    best, most = 1, 0.0
-    for n, tokens in enumerate(accumulate(gains[: len(verify_seconds) - 1]), start=1):
-        rate = tokens / (draft_seconds + verify_seconds[n])
-        if rate < most:
-            break
-        best, most = n, rate
-    return best

@@ -1,11 +1,17 @@
 """Trees from a block's marginals: the block's own greedy chain and best-first are its two ends."""
 
 import pytest
+import tiny
 import torch
 
-from outpace.drafts.choice import Likeliest
+from outpace.drafts.choice import Coupled, Likeliest
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.tree import best_first
+from outpace.models.load import named_tensors
+from outpace.ops.rope import RopeConfig
+from outpace.ops.sampling import Sampling
 
 BLOCK, V = 5, 11
 
@@ -23,9 +29,9 @@ class Block:
         self.calls.append(("begin", batch, length, offset))
         return self
 
-    def logits(self, last, width):
-        self.calls.append(("logits", width))
-        return self.said[:, : width - 1]
+    def block(self, last, width):
+        self.calls.append(("block", width))
+        return self.said[:, : width - 1], None
 
     def observe(self, tokens, aux, counts):
         self.calls.append(("observe", tokens, aux, counts))
@@ -42,7 +48,7 @@ def session(draft, nodes, branch=16):
 def test_a_tree_is_best_first_over_the_block(nodes, width, depth):
     draft, last = Block(), torch.tensor([4, 9])
     proposal = session(draft, nodes).propose(last, width, Likeliest())
-    assert draft.calls == [("begin", 2, 40, 7), ("logits", depth + 1)]  # no deeper than there are columns
+    assert draft.calls == [("begin", 2, 40, 7), ("block", depth + 1)]  # no deeper than there are columns
     wanted = best_first(last, draft.said[:, :depth].log_softmax(-1), width)
     for name in ("tokens", "parents", "survival"):
         assert torch.equal(getattr(proposal, name), getattr(wanted, name))
@@ -74,3 +80,87 @@ def test_it_stands_where_its_draft_stood():
 def test_sizes_that_make_no_tree(sizes, said):
     with pytest.raises(ValueError, match=said):
         TreeOf(Block(), *sizes)
+
+
+# ---- drafts whose guesses know the one before -----------------------------------------------------------
+
+PARTS = {
+    "blind": {},
+    "selector": {"selector_rank": 9, "selector_top_k": 6},
+    "Markov": {"markov_rank": 9},
+    "gated Markov, few words": {"markov_rank": 9, "markov_gated": True, "draft_vocab_size": 31},
+    "selector, few words": {"selector_rank": 9, "selector_top_k": 6, "draft_vocab_size": 31},
+}
+
+
+def begun(parts, nodes=30, branch=6):
+    """A random DFlash over a tiny target that has seen a text, as itself and as a tree."""
+    model = tiny.target("llama")
+    c = model.config
+    config = DFlashConfig(
+        hidden_size=c.hidden_size, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
+        intermediate_size=28, vocab_size=c.vocab_size, rope=RopeConfig(theta=1000.0), rms_norm_eps=1e-5,
+        block_size=BLOCK, target_layer_ids=(0, 2), num_target_layers=c.num_layers, mask_token_id=2, **parts,
+    )  # fmt: skip
+    draft = DFlash(config)
+    tiny.randomise(named_tensors(draft))
+    if draft.d2t is not None:
+        draft.d2t.copy_(torch.arange(31) * 2 + 3)  # the words 3, 6, ..
+    bound = draft.eval().bind(model)
+    sessions, text = [x.begin(2, 40) for x in (bound, TreeOf(bound, nodes, branch))], tiny.tokens(2, 12)
+    aux = model(text, model.make_cache(2, 20), aux=bound.target_layer_ids).aux
+    for session in sessions:
+        session.observe(text, aux, [12, 7])
+    return sessions
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_tree_holds_the_chain_that_its_draft_would_propose(parts):
+    parts = PARTS[parts]  # a Markov head looks at every word
+    chain, tree = begun(parts, branch=parts.get("selector_top_k") or parts.get("draft_vocab_size") or 97)
+    last = torch.tensor([9, 41])
+    line, proposal = (s.propose(last, w, Likeliest()) for s, w in ((chain, 5), (tree, 30)))
+    assert proposal.counts == [30, 30]
+    for b in range(2):
+        column = 0
+        for d in range(1, 5):  # down the likeliest child of each
+            children = [c for c in range(1, 30) if proposal.parents[b, c] == column]
+            if not children:
+                break
+            column = min(children)
+            assert proposal.tokens[b, column] == line.tokens[b, d]
+            assert abs(proposal.survival[b, column] - line.survival[b, d]) < 1e-4
+        assert d > 1
+
+
+@torch.inference_mode()
+def test_followers_differ_by_what_they_follow():
+    """Without pairs, all nodes of a depth rank the same followers."""
+    for parts, differ in ((PARTS["blind"], False), (PARTS["selector"], True)):
+        proposal = begun(parts, nodes=60)[1].propose(torch.tensor([9, 41]), 60, Likeliest())
+        best = {}  # the likeliest follower of each token of depth 1
+        for column in range(59, 0, -1):
+            parent = int(proposal.parents[0, column])
+            if proposal.tree.depth[0, column] == 2:
+                best[parent] = int(proposal.tokens[0, column])
+        assert len(best) > 2 and (len(set(best.values())) > 1) == differ
+
+
+@torch.inference_mode()
+def test_coupled_noise_falls_on_a_tree_as_on_the_text():
+    """Every node of a depth has the noise of that place: the tree's chain is that of the coupled guesses."""
+    choice = Coupled(Sampling(temperature=0.8), 7, torch.tensor([3, 5]), torch.tensor([20, 11]))
+    last = torch.tensor([9, 41])
+    for parts in (PARTS["blind"], PARTS["selector"] | {"selector_top_k": 97}):
+        chain, tree = begun(parts, branch=97)
+        line, proposal = (s.propose(last, w, choice) for s, w in ((chain, 5), (tree, 30)))
+        assert line.tokens.tolist() != chain.propose(last, 5, Likeliest()).tokens.tolist()
+        for b in range(2):
+            assert proposal.tokens[b, 1] == line.tokens[b, 1]
+            second = [c for c in range(2, 30) if proposal.parents[b, c] == 1]
+            assert not second or proposal.tokens[b, min(second)] == line.tokens[b, 2]
+    level = torch.randn(2, 1, 97).expand(-1, 4, -1)
+    same, apart = choice.scores(level, 3, level=True), choice.scores(level, 3)
+    assert all(torch.equal(same[:, i], same[:, 0]) for i in range(4))
+    assert torch.equal(same[:, 0], apart[:, 0]) and not torch.equal(same[:, 1], apart[:, 1])

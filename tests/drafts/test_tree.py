@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outpace.drafts.proposal import Proposal
-from outpace.drafts.tree import Growth, best_first, cut, worth
+from outpace.drafts.tree import Growth, best_first, cut
 
 LAST = torch.tensor([91, 92, 93])
 
@@ -75,6 +75,38 @@ def test_best_first_is_the_best_of_all_paths(case):
     # among equals at the edge of `branch` either may be looked at
     assume(all(len(set(p)) == V or branch >= V for row in scores.tolist() for p in row))
     check(best_first(LAST[:B], scores, nodes, branch), LAST[:B], scored, nodes)
+
+
+@given(marginals(), st.integers(0, 2**31), st.sampled_from([0.0, 1.0, 3.0]))
+def test_best_first_after_each_other_is_the_best_of_all_paths(case, seed, strength):
+    """Each predecessor shifts its followers' scores; tokens outside the candidates keep their share."""
+    scores, nodes, branch = case
+    B, n, V = scores.shape
+    shift = torch.randn(n, V + 100, V, generator=torch.Generator().manual_seed(seed)) * strength
+    depth = torch.arange(n)[:, None, None]
+
+    def pairs(previous, ids):
+        return shift[depth, previous[..., None], ids[:, :, None]]
+
+    scored = []
+    for b, row in enumerate(scores):
+        top = row.topk(min(branch, V))
+        ranked, others = top.indices.tolist(), (1 - top.values.exp().sum(-1)).tolist()
+        found, level = {}, {(): 0.0}
+        for d, kept in enumerate(ranked):
+            below = {}
+            for path, reach in level.items():
+                before = path[-1] if path else int(LAST[b])
+                weights = {v: math.exp(float(row[d, v]) + float(shift[d, before, v])) for v in kept}
+                total = sum(weights.values()) + max(others[d], 0.0)
+                for v, w in weights.items():
+                    below[(*path, v)] = reach + math.log(w / total) if w else -math.inf
+            found |= below
+            level = below
+        scored.append(found)
+    assume(all(len(set(p)) == V or branch >= V for row in scores.tolist() for p in row))
+    assume(all(x > -60 or x == -math.inf for paths in scored for x in paths.values()))  # sums of float32
+    check(best_first(LAST[:B], scores, nodes, branch, pairs), LAST[:B], scored, nodes)
 
 
 @given(marginals(), st.integers(1, 40))
@@ -214,26 +246,3 @@ def test_scores_must_belong_to_the_frontier():
     grown = Growth(LAST, 2)
     with pytest.raises(AssertionError, match="scores of the frontier's nodes"):
         grown.expand(torch.zeros(3, 2, 5))
-
-
-# ---- how many columns are worth verifying -----------------------------------------------------------
-
-FALLING = st.lists(st.floats(0, 1), min_size=0, max_size=20).map(lambda x: [1.0, *sorted(x, reverse=True)])
-STEPS = st.lists(st.floats(0.001, 2), min_size=1, max_size=24)
-
-
-@given(st.lists(FALLING, min_size=1, max_size=3), st.floats(0, 3), STEPS)
-def test_worth_is_the_best_rate_where_costs_are_convex(rows, draft_seconds, steps):
-    seconds = [0.0, *itertools.accumulate(sorted(steps))]
-    reach = min(len(seconds) - 1, max(map(len, rows)))
-    rates = [sum(sum(row[:n]) for row in rows) / (draft_seconds + seconds[n]) for n in range(1, reach + 1)]
-    found = worth(rows, draft_seconds, seconds)
-    assert 1 <= found <= reach and rates[found - 1] == pytest.approx(max(rates))
-
-
-def test_worth_stops_at_the_first_decrease():
-    likely = [[1.0, 0.9, 0.9, 0.9, 0.9, 0.9]]
-    assert worth(likely, 0.5, [0, 1, 1.1, 3.0, 3.0, 3.0, 3.0]) == 2
-    assert worth(likely, 0.5, [0, 1, 1.1, 1.2, 1.3]) == 4  # what the table does not hold is not verified
-    assert worth([[1.0, 0.01]], 0.5, [0, 1, 2]) == 1  # nothing is worth guessing
-    assert worth([[1.0], [1.0, 0.9]], 0.0, [0, 1, 1.2]) == 2  # rows share a forward
