@@ -32,12 +32,13 @@ OURS = "outpace"
 ENGINES = (OURS, "SGLang", "vLLM", "speculators", "llama.cpp", "transformers")
 CHECKS = {
     DFLASH: (
-        *("layer ids", "hidden sizes", "norms", "rope", "positions", "window", "block sees", "mask token"),
-        *("anchor slot", "block size", "vocabulary", "attention bias", "embedding, head", "dtype"),
+        *("layer ids", "hidden sizes", "norms", "rope", "positions", "window", "block sees", "parts"),
+        *("mask token", "anchor slot", "block size", "vocabulary", "attention bias", "embedding, head"),
+        "dtype",
     ),
     EAGLE3: (
-        *("layer ids", "hidden sizes", "norms", "rope", "positions", "window", "vocabulary"),
-        *("attention bias", "embedding, head", "dtype"),
+        *("layer ids", "hidden sizes", "layers", "norms", "rope", "positions", "window", "one pass"),
+        *("vocabulary", "attention bias", "embedding, head", "dtype"),
     ),
 }
 FOLDERS: dict[str, Callable[[dict[str, Any], Held, ModelConfig | None], dict[str, View]]] = {

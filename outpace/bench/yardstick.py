@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outpace.bench.timed import Method, Prompts, Timed
 from outpace.decode.trace import Trace
 from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_parts import parts_of
 from outpace.drafts.load import entries
 from outpace.models.config import FULL, rope_to_hf
 from outpace.models.decoder import Decoder
@@ -203,6 +204,8 @@ def _convert(draft: DFlash | None, device: torch.device) -> tuple[Any, str]:
         ("attention biases", draft.config.attention_bias),
         ("learned mask embedding", draft.config.mask_token_id is None),
         ("causal windows", draft.config.causal),
+        ("causal full layers", draft.config.causal_full),
+        (parts_of(draft.config), parts_of(draft.config) != "none"),
     ):
         if has:
             return None, f"transformers-dflash left out: its class knows no {what}, which this draft has"

@@ -53,7 +53,6 @@ OF_SPECULATORS = {"dflash": "speculators", "eagle3": "speculators-eagle3"}
 OF_GGUF = {"dflash": "gguf", "eagle3": "gguf-eagle3"}
 # drafts of other kinds, which look much like these
 OTHERS = {
-    "DFlash2DraftModel": "a DFlash 2: it has convolutions and a selector",
     "DSparkDraftModel": "a DSpark: it has a Markov head",
     "Qwen3DSparkModel": "a DSpark: it has a Markov head",
     "Eagle3Qwen3ForCausalLM": "an EAGLE-3 with q/k norms",
@@ -85,7 +84,7 @@ def detect(path: Path) -> str:
         return "transformers"
     architectures = hf.get("architectures") or [""]
     architecture = str(architectures[0])[:60] if isinstance(architectures, list) else ""
-    if architecture == format_zlab.ARCHITECTURE:
+    if architecture in format_zlab.ARCHITECTURES:
         return "zlab"
     if architecture in format_sglang_eagle3.ARCHITECTURES:
         return "sglang-eagle3"

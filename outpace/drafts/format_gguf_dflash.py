@@ -33,6 +33,7 @@ from outpace.drafts.formats import (
     dflash_shapes,
     is_targets,
     target_layers,
+    without_parts,
 )
 from outpace.models.config import FULL, WINDOW
 from outpace.weights.contract import LoadError
@@ -106,8 +107,6 @@ def _parse(said: Metadata, target: TargetFiles | None) -> tuple[DFlashConfig, li
     if len(slides) != layers:
         raise LoadError(f"{path}: {ARCHITECTURE}.{key} names {len(slides)} layers of {layers}")
     causal = said.get("attention.causal", bool, False)
-    if causal and not all(slides):
-        raise LoadError(f"{path}: causal attention without a window is not supported")
     mask = said.header.metadata.get(MASK)
     if type(mask) is not int:
         raise LoadError(f"{path} lacks {MASK}")
@@ -121,7 +120,8 @@ def _parse(said: Metadata, target: TargetFiles | None) -> tuple[DFlashConfig, li
         mask_token_id=mask,
         layer_types=tuple(WINDOW if slide else FULL for slide in slides),
         sliding_window=window,
-        causal=causal,
+        causal=causal and any(slides),
+        causal_full=causal and not all(slides),
     )
     return canonical(config), notes
 
@@ -132,7 +132,7 @@ def keys(config: DFlashConfig) -> dict[str, Any]:
     found |= {
         "block_size": config.block_size,
         "target_layers": [k + 1 for k in config.target_layer_ids],
-        "attention.causal": config.causal,
+        "attention.causal": config.one_way,
     }
     if WINDOW in config.layer_types:
         found["attention.sliding_window"] = config.sliding_window
@@ -142,17 +142,18 @@ def keys(config: DFlashConfig) -> dict[str, Any]:
 
 def remarks(draft: DFlashDraft) -> list[Remark]:
     config = draft.config
-    mixed = config.causal and FULL in config.layer_types
+    mixed = config.causal and not config.one_way
     faults = {
         "attention bias": "has no attention biases" if config.attention_bias else "",
         "mask token": "knows no learned mask_embedding" if config.mask_token_id is None else "",
         "block sees": "is causal in all layers or in none" if mixed else "",
     }
-    return [
+    found = [
         Remark(check=check, engine="llama.cpp", said=said, fatal=True)
         for check, said in faults.items()
         if said
     ]
+    return found + without_parts(config, "llama.cpp")
 
 
 def write(draft: DFlashDraft, path: Path, target: TargetFiles | None = None) -> None:

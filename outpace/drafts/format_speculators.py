@@ -35,6 +35,7 @@ from outpace.drafts.formats import (
     shared_copies,
     stored,
     target_layers,
+    without_parts,
 )
 from outpace.models.config import FULL, WINDOW, need
 from outpace.models.config_values import check_values
@@ -230,7 +231,12 @@ def remarks(draft: DFlashDraft) -> list[Remark]:
     if config.causal and FULL in config.layer_types:
         said = "older builds make full_attention layers causal too"
         found.append(Remark(check="block sees", engine="vLLM", said=said))
-    return found + narrow_window(config, "vLLM")
+    if config.causal_full:
+        said = "has no word for causal full_attention layers"
+        found += [
+            Remark(check="block sees", engine=e, said=said, fatal=True) for e in ("vLLM", "speculators")
+        ]
+    return found + narrow_window(config, "vLLM") + without_parts(config, "vLLM")
 
 
 def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:

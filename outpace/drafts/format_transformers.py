@@ -28,6 +28,7 @@ from outpace.drafts.formats import (
     main_dtype,
     stored,
     target_layers,
+    without_parts,
 )
 from outpace.models.config import WINDOW, need
 from outpace.weights.checkpoint import LoadError, open_checkpoint
@@ -103,14 +104,14 @@ def remarks(draft: DFlashDraft) -> list[Remark]:
     faults = {
         "attention bias": "has no attention biases" if config.attention_bias else "",
         "mask token": "knows no learned mask_embedding" if config.mask_token_id is None else "",
-        "block sees": "has no causal windows" if config.causal else "",
+        "block sees": "has no causal blocks" if config.causal or config.causal_full else "",
     }
     found = [
         Remark(check=check, engine="transformers", said=said, fatal=True)
         for check, said in faults.items()
         if said
     ]
-    return found + narrow_window(config, "transformers")
+    return found + narrow_window(config, "transformers") + without_parts(config, "transformers")
 
 
 def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:

@@ -1,10 +1,16 @@
-"""DFlash in z-lab's format: what z-lab's code, SGLang and vLLM load, and what we train, keep and serve."""
+"""DFlash and DFlash 2 in z-lab's format: what z-lab's code, SGLang and vLLM load, and what we train.
+
+Parts that no engine reads there (Markov and confidence heads, a reduced vocabulary, a selector without
+convolutions) stand under "outpace", and the architecture is then our own: an engine refuses it, and none
+drafts with half of it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from outpace.drafts.dflash import DFlashConfig
+from outpace.drafts.dflash_parts import parts_of
 from outpace.drafts.format_keys import (
     BODY,
     body_fields,
@@ -30,20 +36,30 @@ from outpace.drafts.formats import (
     main_dtype,
     shared_copies,
     stored,
+    vocabulary_map,
 )
 from outpace.models.config import FULL, WINDOW, need
 from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, SECOND, OWN = "DFlashDraftModel", "DFlash2DraftModel", "OutpaceDFlashDraftModel"
+ARCHITECTURES = (ARCHITECTURE, SECOND, OWN)
 DEFAULT_MASK = "<|MASK|>"
 KEYS = BODY | words(
     "block_size dflash_config num_target_layers is_causal target_layer_ids mask_token mask_token_id "
     "eagle_aux_hidden_state_layer_ids draft_vocab_size target_hidden_size"
 )
 INNER_KEYS = words(
-    "target_layer_ids block_size mask_token mask_token_id causal use_swa swa_window_size num_target_layers"
+    "target_layer_ids block_size mask_token mask_token_id causal use_swa swa_window_size num_target_layers "
+    "conv_kernel_size conv_group_size selector_rank selector_top_k"
 )
+PARTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of dflash_config
+OWN_PARTS: dict[str, type] = {  # of "outpace"
+    "markov_rank": int,
+    "markov_gated": bool,
+    "confidence": bool,
+    "draft_vocab_size": int,
+}
 TokenId = Callable[[str], int | None]
 
 
@@ -63,6 +79,7 @@ def read(
     notes += shared_copies(str(folder), checkpoint, held, target)
     check_shapes(folder, dflash_shapes(config), {n: checkpoint.shape(theirs) for n, theirs in held.items()})
     tensors = {name: stored(checkpoint, held[name]) for name in dflash_shapes(config)}
+    notes += vocabulary_map(folder, config.rows, config.vocab_size, tensors)
     return DFlashDraft(config=config, tensors=tensors), notes
 
 
@@ -71,11 +88,11 @@ def parse(
 ) -> tuple[DFlashConfig, list[str]]:
     """A z-lab config.json, as z-lab's code, SGLang and vLLM read it. Raises LoadError or ValueError."""
     check_types(where, hf)
-    if (hf.get("architectures") or [""])[0] != ARCHITECTURE:
+    if (hf.get("architectures") or [""])[0] not in ARCHITECTURES:
         raise LoadError(f"{where}: architectures {hf.get('architectures')} is not [{ARCHITECTURE}]")
     inner = inner_object(where, hf, "dflash_config")
     refuse_meaning(where, hf)
-    refuse_meaning(where, inner, "dflash_config.")
+    refuse_meaning(where, {k: v for k, v in inner.items() if k not in PARTS}, "dflash_config.")
     rope, notes = read_rope(where, hf, default_theta=None)
     layers = need(hf, "num_hidden_layers")
     types, window = _windows(where, hf, inner, layers)
@@ -89,8 +106,10 @@ def parse(
     }
     body = body_fields(hf, head_dim=128)
     _same_sizes(where, hf, body)
+    causal, causal_full = _causal(where, hf, inner, types)
     config = DFlashConfig(
         **body,
+        **_parts(where, hf, inner),
         num_layers=layers,
         rope=rope,
         block_size=whole(where, "block_size", once(where, "block_size", block_places), 2, 4096),
@@ -102,7 +121,8 @@ def parse(
         attention_bias=hf.get("attention_bias") or False,
         layer_types=types,
         sliding_window=window,
-        causal=_causal(where, hf, inner, types),
+        causal=causal,
+        causal_full=causal_full,
     )
     notes += unknown_keys(hf, KEYS) + unknown_keys(inner, INNER_KEYS, "dflash_config.")
     return canonical(config), notes
@@ -144,23 +164,44 @@ def _windows(
     return types, window
 
 
-def _causal(where: str, hf: dict[str, Any], inner: dict[str, Any], types: tuple[str, ...]) -> bool:
-    """Whether windowed layers hide the slots behind. An explicit `is_causal` counts for every layer; without
-    one, windows are causal and full layers are not."""
+def _parts(where: str, hf: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """The optional parts: DFlash 2's in dflash_config, others under "outpace" with our architecture."""
+    architecture = hf["architectures"][0]
+    found: dict[str, Any] = {key: whole(where, f"dflash_config.{key}", inner.get(key) or 0) for key in PARTS}
+    if architecture == SECOND and not all(found.values()):
+        missing = [key for key, value in found.items() if not value]
+        raise LoadError(f"{where}: a {SECOND} needs dflash_config.{', dflash_config.'.join(missing)}")
+    own = inner_object(where, hf, "outpace")
+    for key, kind in OWN_PARTS.items():
+        if type(own.get(key, kind())) is not kind:
+            raise LoadError(f"{where}: outpace.{key} is {str(own[key])[:60]!r}, not a {kind.__name__}")
+        found[key] = own.get(key, kind())
+    if architecture != OWN and any(found[key] for key in OWN_PARTS):
+        raise LoadError(f"{where}: parts under outpace belong to a {OWN}, this is a {architecture}")
+    temperatures = own.get("temperatures", [])
+    if not isinstance(temperatures, list) or not all(type(t) is float for t in temperatures):
+        raise LoadError(f"{where}: outpace.temperatures is no list of decimals")
+    return found | {"temperatures": tuple(temperatures)}
+
+
+def _causal(
+    where: str, hf: dict[str, Any], inner: dict[str, Any], types: tuple[str, ...]
+) -> tuple[bool, bool]:
+    """Whether windowed and whether full layers hide the slots behind. An explicit `is_causal` counts for
+    every layer; without one, windows are causal and full layers are not."""
     said, nested = hf.get("is_causal"), inner.get("causal")
-    windows = WINDOW in types
-    everywhere = said if said is not None else nested
-    if everywhere and FULL in types:
+    windows, full = WINDOW in types, FULL in types
+    if nested is not None and said is None and nested and full:
         raise LoadError(
-            f"{where}: is_causal true makes full_attention layers causal too, which is not supported; "
-            "where only the windows are causal, leave the key out"
+            f"{where}: dflash_config.causal true is read by vLLM, which makes full_attention layers causal "
+            "too; SGLang and z-lab read is_causal. Write is_causal: true, or neither where only windows are"
         )
     if said is None and nested is False and windows:
         raise LoadError(
             f"{where}: dflash_config.causal false is read by vLLM and llama.cpp's converter; SGLang and "
             "z-lab read is_causal, and without it take windows as causal. Write is_causal: false"
         )
-    return windows if said is None else bool(said) and windows
+    return (windows, False) if said is None else (bool(said) and windows, bool(said) and full)
 
 
 def _mask_token_id(
@@ -200,14 +241,20 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
     }
     if config.mask_token_id is not None:
         inner["mask_token_id"] = config.mask_token_id
+    inner |= {key: getattr(config, key) for key in PARTS if getattr(config, key)}
+    own: dict[str, Any] = {key: getattr(config, key) for key in OWN_PARTS if getattr(config, key)}
+    if config.temperatures:
+        own["temperatures"] = list(config.temperatures)
     body = body_to_hf(
         config, layers=config.num_layers, layer_types=config.layer_types, window=config.sliding_window
     )
     # where only windows are causal, silence says so; true would reach the full layers too
-    causal = {} if config.causal and FULL in config.layer_types else {"is_causal": config.causal}
+    windows_alone = config.causal and FULL in config.layer_types and not config.causal_full
+    causal = {} if windows_alone else {"is_causal": config.causal or config.causal_full}
+    name = architecture(config)
     return {
-        "architectures": [ARCHITECTURE],
-        "auto_map": {"AutoModel": f"dflash.{ARCHITECTURE}"},
+        "architectures": [name],
+        "auto_map": {"AutoModel": f"dflash.{name}"},
         "model_type": "qwen3",
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
@@ -216,7 +263,16 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
         **body,
         "attention_bias": config.attention_bias,
         **causal,
+        **({"outpace": own} if own else {}),
     }
+
+
+def architecture(config: DFlashConfig) -> str:
+    """z-lab's name, or ours for what no other engine would draft with."""
+    second = [bool(getattr(config, key)) for key in PARTS]
+    if any(getattr(config, key) for key in OWN_PARTS) or any(second) != all(second):
+        return OWN
+    return SECOND if all(second) else ARCHITECTURE
 
 
 def remarks(draft: DFlashDraft) -> list[Remark]:
@@ -227,6 +283,8 @@ def remarks(draft: DFlashDraft) -> list[Remark]:
             said = "knows no learned mask_embedding"
             found.append(Remark(check="mask token", engine=engine, said=said, fatal=True))
         found += narrow_window(config, engine)
+        if architecture(config) == OWN:
+            found.append(Remark(check="parts", engine=engine, said=f"knows no {OWN}: {parts_of(config)}"))
     return found
 
 

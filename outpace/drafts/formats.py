@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.drafts.dflash import DFlashConfig
+from outpace.drafts.dflash_config import DFlashConfig
+from outpace.drafts.dflash_parts import parts_of, shapes_of_parts
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.load import Comparison, explain
 from outpace.ops.quant import dense
@@ -78,8 +79,8 @@ def canonical_rope(rope: RopeConfig) -> RopeConfig:
 
 
 def canonical(config: DFlashConfig) -> DFlashConfig:
-    """One way to say each draft: layer types written out; no window and no causal window where no layer
-    has one."""
+    """One way to say each draft: layer types written out; no window and no causality of layers that it does
+    not have."""
     windows = WINDOW in config.layer_types
     return replace(
         config,
@@ -87,7 +88,16 @@ def canonical(config: DFlashConfig) -> DFlashConfig:
         layer_types=config.layer_types or (FULL,) * config.num_layers,
         sliding_window=config.sliding_window if windows else 0,
         causal=config.causal and windows,
+        causal_full=config.causal_full and (not windows or FULL in config.layer_types),
     )
+
+
+def without_parts(config: DFlashConfig, engine: str) -> list[Remark]:
+    """Of formats that hold a plain DFlash alone."""
+    said = parts_of(config)
+    if said == "none":
+        return []
+    return [Remark(check="parts", engine=engine, said=f"holds a plain DFlash, without {said}", fatal=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +212,7 @@ def dflash_shapes(c: DFlashConfig) -> dict[str, Shape]:
                 found[f"{at}self_attn.{name}_proj.bias"] = (rows,)
         found |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
         found[f"{at}mlp.down_proj.weight"] = (C, F)
-    return found
+    return found | shapes_of_parts(c)
 
 
 def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool) -> dict[str, Shape]:

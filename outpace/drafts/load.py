@@ -19,6 +19,7 @@ from outpace.drafts.formats import (
     canonical,
     canonical_rope,
     converted,
+    dflash_shapes,
     marks,
 )
 from outpace.models.load import assign, named_tensors
@@ -47,7 +48,9 @@ def entries(config: DFlashConfig) -> list[Entry]:
         names = (f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight")
         found.append(Entry(f"{at}mlp.gate_up_proj.weight", names, gate_up))
         found.append(Entry(f"{at}mlp.down_proj.weight", (f"{at}mlp.down_proj.weight",)))
-    return found
+    done = {name for entry in found for name in entry.names} | {"t2d"}
+    left = (name for name in dflash_shapes(config) if name not in done)
+    return found + [Entry(name.replace("markov_w1.weight", "markov_w1"), (name,)) for name in left]
 
 
 def eagle3_entries(config: Eagle3Config, names: Iterable[str]) -> list[Entry]:
@@ -109,6 +112,9 @@ def describe_dflash(draft: DFlash, dtype: torch.dtype | None = None) -> DFlashDr
         for entry in entries(draft.config)
         for name, part in zip(entry.names, entry.split(ours[entry.param].detach()), strict=True)
     }
+    if draft.d2t is not None:
+        ids = draft.d2t + torch.arange(len(draft.d2t))
+        tensors["t2d"] = marks(ids, draft.config.vocab_size)
     return DFlashDraft(config=canonical(draft.config), tensors=converted(tensors, dtype))
 
 

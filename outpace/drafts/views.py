@@ -4,8 +4,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from outpace.drafts.dflash_parts import parts_of, second_parts
 from outpace.drafts.format_keys import read_layer_types, said_of
-from outpace.drafts.formats import EMBEDDING, HEAD, DFlashDraft, Eagle3Draft, canonical_rope, rope_in_words
+from outpace.drafts.formats import (
+    EMBEDDING,
+    HEAD,
+    DFlashDraft,
+    Eagle3Draft,
+    canonical_rope,
+    rope_in_words,
+)
 from outpace.models.config import FULL, WINDOW, ModelConfig, parse_rope
 from outpace.ops.rope import RopeConfig
 
@@ -66,6 +74,12 @@ def bias_words(has: Any) -> str:
     return "q, k, v, o" if has else "none"
 
 
+def one_pass(parallel: Any, mask: Any) -> str:
+    if not parallel:
+        return "no, step by step"
+    return "yes, learned mask" if mask is None else f"yes, mask {mask}"
+
+
 def source(embedding: bool, head: bool) -> str:
     whose = ("its own" if embedding else "the target's", "its own" if head else "the target's")
     return whose[0] if whose[0] == whose[1] else f"{whose[0]}, {whose[1]}"
@@ -79,12 +93,13 @@ def of_description(draft: DFlashDraft | Eagle3Draft) -> View:
     found = {"rope": rope_in_words(c.rope), "positions": f"{c.max_position_embeddings:,}"}
     if isinstance(draft, DFlashDraft):
         d = draft.config
-        causal = [d.causal and t == WINDOW for t in d.layer_types]
+        causal = [d.hides(i) for i in range(d.num_layers)]
         return found | {
             "layer ids": states([k + 1 for k in d.target_layer_ids]),
             "norms": norm_words(d.rms_norm_eps),
             "window": windows(d.layer_types, d.sliding_window),
             "block sees": sees(d.layer_types, causal),
+            "parts": parts_of(d),
             "mask token": "learned, no token" if d.mask_token_id is None else str(d.mask_token_id),
             "block size": str(d.block_size),
             "vocabulary": f"{d.vocab_size:,}",
@@ -92,10 +107,12 @@ def of_description(draft: DFlashDraft | Eagle3Draft) -> View:
             "embedding, head": source(False, False),
         }
     e = draft.config
-    types = (WINDOW if e.sliding_window else FULL,)
+    types = (WINDOW if e.sliding_window else FULL,) * e.num_layers
     norms = (e.norm_before_residual, e.norm_before_fc, e.fc_norm, e.norm_output)
     return found | {
         "layer ids": states([k + 1 for k in e.layer_ids]),
+        "layers": str(e.num_layers),
+        "one pass": one_pass(e.parallel, e.mask_token_id),
         "norms": eagle3_norms(e.rms_norm_eps, *norms),
         "window": windows(types, e.sliding_window),
         "vocabulary": f"{e.draft_vocab_size:,} of {e.vocab_size:,}",
@@ -149,6 +166,18 @@ def causal_layers(hf: Mapping[str, Any], types: Iterable[str], otherwise: Any = 
 # ---- DFlash ------------------------------------------------------------------------------------------
 
 
+def parts(hf: Mapping[str, Any], engine: str) -> str:
+    """Of a file in z-lab's format: the architecture chooses vLLM's class, the keys choose in SGLang's."""
+    inner, name = hf.get("dflash_config") or {}, (hf.get("architectures") or [""])[0]
+    keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    words = ", ".join(second_parts(*map(inner.get, keys))) or "none"
+    if name.startswith("Outpace"):
+        return f"{REFUSES}it knows no {name}"
+    if engine == "llama.cpp" and words != "none":
+        return f"{REFUSES}its converter knows no {words}"
+    return "none" if engine == "vLLM" and name == "DFlashDraftModel" else words
+
+
 def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[str, View]:
     inner = hf.get("dflash_config") or {}
     types, window = layer_types(hf)
@@ -168,6 +197,7 @@ def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[
         "rope": rope(hf, "SGLang", 1e6),
         "window": windows(types, window),
         "block sees": sees(types, causal_layers(hf, types)),
+        "parts": parts(hf, "SGLang"),
         "mask token": f"the token {named!r}" if mask is None else str(mask),
         "block size": str(block),
     }
@@ -178,6 +208,7 @@ def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[
         "rope": rope(hf, "vLLM", 1e6),
         "window": windows(wide, inner.get("swa_window_size") or window),
         "block sees": sees(wide, causal_layers(hf, types, inner.get("causal"))),
+        "parts": parts(hf, "vLLM"),
         "mask token": REFUSES + "mask_token_id is missing" if mask is None else str(mask),
         "embedding, head": source(EMBEDDING in held, HEAD in held),
     }
@@ -191,6 +222,7 @@ def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[
         "rope": rope(hf, "llama.cpp", 10000.0),
         "window": windows(ggml_types, ggml_window),
         "block sees": sees(types, [bool(said)] * len(types)),
+        "parts": parts(hf, "llama.cpp"),
         "mask token": "none" if inner_mask is None else str(inner_mask),
         "block size": str(block),
         "embedding, head": source(EMBEDDING in held, HEAD in held),
@@ -256,8 +288,12 @@ def sglang_eagle3(hf: Mapping[str, Any], held: Held, target: ModelConfig | None)
         "norms": eagle3_norms(eps, False, False, per_state, output),
         "rope": rope(hf, "SGLang", 10000.0),
         "window": "none",
+        "layers": "1",
+        "one pass": one_pass(False, None),
         "embedding, head": source(False, has_head and not whole),
     }
+    if hf.get("parallel_drafting") and "mask_embedding" in held:
+        base["one pass"] = REFUSES + "it knows no learned mask_embedding"
     vllm = base | {
         "layer ids": states(hf.get(IDS) or default_states(target)),
         "norms": eagle3_norms(eps, hf.get("norm_before_residual"), before_fc, hf.get("fc_norm"), output),
@@ -288,6 +324,8 @@ def _eagle3_base(hf: Mapping[str, Any], layer: Mapping[str, Any]) -> View:
     return {
         "positions": f"{layer.get('max_position_embeddings') or 2048:,}",
         "window": windows(types, window),
+        "layers": str(layer.get("num_hidden_layers") or 1),
+        "one pass": one_pass(hf.get("parallel_drafting"), hf.get("ptd_token_id")),
         "vocabulary": f"{hf.get('draft_vocab_size') or vocab:,} of {vocab:,}",
         "attention bias": bias_words(layer.get("attention_bias")),
     }
@@ -308,6 +346,10 @@ def _converted(
     }
     if ids and len(ids) != 3:
         found["layer ids"] = REFUSES + "it joins three states"
+    if (layer.get("num_hidden_layers") or 1) != 1:
+        found["layers"] = REFUSES + "it has one layer"
+    if hf.get("parallel_drafting"):
+        found["one pass"] = REFUSES + "it guesses step by step"
     if hf.get("fc_norm"):
         found["norms"] = REFUSES + "it has no norm per state"
     return found

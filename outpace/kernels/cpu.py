@@ -296,8 +296,8 @@ def argmax(x: Tensor) -> Tensor:
 
 
 Inputs = tuple[Tensor, ...]  # q [N, H, D], k and v [N, K, D], context_k and context_v [S, K, D], of one dtype
-# first [R+1], context [R+1] and seen [A] of ops.blocks.Layout; the length of a block, the window, whether slots
-# hide what follows them, the scale
+# first [R+1], context [R+1] and seen [A] of ops.blocks.Layout; the length of a block, the window, whether a
+# slot hides what follows it, the scale
 Blocks = tuple[tuple[Tensor, Tensor, Tensor], int, int, bool, float]
 
 

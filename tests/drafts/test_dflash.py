@@ -341,12 +341,11 @@ def test_a_window_is_causal_unless_the_config_says_no(tmp_path, said, causal):
     assert load_dflash(tmp_path).config.causal is causal
 
 
-def test_causal_full_layers_are_refused(tmp_path):
-    """`is_causal` counts for every layer in z-lab's code, SGLang and vLLM; ours has causal windows alone."""
+def test_is_causal_counts_for_every_layer(tmp_path):
     save_dflash(random_draft(**VARIANTS["window"]), tmp_path, torch.float32)
     tiny.write_config(tmp_path, is_causal=True)
-    with pytest.raises(LoadError, match="makes full_attention layers causal too"):
-        load_dflash(tmp_path)
+    config = load_dflash(tmp_path).config
+    assert config.causal and config.causal_full and config.one_way
 
 
 def test_fc_that_does_not_fit_the_layers(folder):

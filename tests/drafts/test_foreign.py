@@ -156,7 +156,6 @@ def test_speculators_eagle3_of_gpt_oss_20b(target):
 @pytest.mark.parametrize(
     ("architecture", "more", "said"),
     [
-        ("DFlash2DraftModel", {}, "a DFlash 2: it has convolutions and a selector"),
         ("DSparkDraftModel", {}, "a DSpark: it has a Markov head"),
         ("Eagle3Qwen3ForCausalLM", {}, "an EAGLE-3 with q/k norms"),
         ("LlamaForCausalLMEagle", {}, "an EAGLE-1"),

@@ -52,9 +52,18 @@ REFUSED = {  # name -> format, edit, what is said
     "theta twice": ("zlab", on_top(rope_theta=2.0), "rope_theta twice"),
     "a rope of pairs": ("zlab", on_top(is_neox_style=False), "is_neox_style = False is not supported"),
     "half a rope": ("sglang-eagle3", on_top(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    "everything causal": ("zlab", on_top(is_causal=True), "full_attention layers causal too"),
+    "everything causal": (
+        "zlab",
+        lambda c, t: (c.pop("is_causal"), c["dflash_config"].update(causal=True)),
+        "Write is_causal: true",
+    ),
+    "half a DFlash 2": (
+        "zlab", on_top(architectures=["DFlash2DraftModel"]), "needs dflash_config.conv_kernel_size"
+    ),
     "sinks": ("zlab", inside("dflash_config", attention_sink_bias=True), "attention_sink_bias = True"),
-    "a selector": ("zlab", inside("dflash_config", selector_rank=256), "selector_rank = 256"),
+    "a selector": ("zlab", inside("dflash_config", selector_rank=256), "selector_top_k go together"),
+    "a selector elsewhere": ("zlab", on_top(selector_rank=256), "selector_rank = 256"),
+    "a hidden head": ("zlab", on_top(outpace={"markov_rank": 9}), "belong to a OutpaceDFlashDraftModel"),
     "Domino": ("zlab", inside("dflash_config", shift_label=True), "shift_label = True"),
     "softcap": ("zlab", on_top(final_logit_softcapping=30.0), "final_logit_softcapping = 30"),
     "gelu": ("zlab", on_top(hidden_act="gelu"), "hidden_act"),
@@ -68,7 +77,17 @@ REFUSED = {  # name -> format, edit, what is said
     "speculators' ids": ("speculators", lambda c, t: c.pop("aux_hidden_state_layer_ids"), "vLLM needs it"),
     "speculators' anchor": ("speculators", on_top(sample_from_anchor=True), "sample_from_anchor = True"),
     "a flag that is a word": ("sglang-eagle3", on_top(norm_output="yes"), "norm_output is 'yes'"),
-    "two layers": ("sglang-eagle3", on_top(num_hidden_layers=2), "2 layers"),
+    "a layer too few": ("sglang-eagle3", on_top(num_hidden_layers=2), "missing in the checkpoint: layers.1"),
+    "no mask": ("sglang-eagle3", on_top(parallel_drafting=True), "missing in the checkpoint: mask_"),
+    "mask too large": (
+        "sglang-eagle3", on_top(parallel_drafting=True, ptd_token_id=samples.VOCAB), "mask_token_id 290"
+    ),
+    "no flag": ("sglang-eagle3", on_top(parallel_drafting="yes"), "not true or false"),
+    "layers of two kinds": (
+        "sglang-eagle3",
+        on_top(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=7),
+        "layers of one kind",
+    ),
     "biases": ("sglang-eagle3", on_top(attention_bias=True), "q, k and v have none"),
     "not quite a map": (
         "sglang-eagle3", lambda c, t: t["d2t"].__setitem__(3, t["d2t"][2] - 1), "does not give 37 different"
@@ -109,9 +128,9 @@ def test_windows_whose_causality_is_not_said(edited):
         read_draft(nested)
 
 
-def test_an_eagle3_is_not_run_yet(target, tmp_path):
+def test_an_eagle3_is_no_dflash(tmp_path):
     export_draft(samples.eagle3(), "sglang-eagle3", tmp_path / "e")
-    with pytest.raises(LoadError, match="is an EAGLE-3"):
+    with pytest.raises(LoadError, match="is an EAGLE-3, where a DFlash is asked for"):
         load_dflash(tmp_path / "e")
 
 
