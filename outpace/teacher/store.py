@@ -251,10 +251,13 @@ class TeacherCache:
 
     def sample(self, i: int) -> Sample:
         """Reads the rows of that sample alone. Raises IndexError past the end."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a teacher cache of {len(self)}")
-        at = bisect_right(self._ends, i)
-        return self._shard(at).sample(i - (self._ends[at - 1] if at else 0))
+        at, s = self._find(i)
+        return self._shard(at).sample(s)
+
+    def text(self, i: int) -> tuple[Tensor, int]:
+        """The tokens [T] int64 and prompt_length of `sample`, its states left unread."""
+        at, s = self._find(i)
+        return self._shard(at).text(s)
 
     def verify(self) -> int:
         """Compares every shard with its sha256; -> bytes checked. Raises StoreError at the first that
@@ -270,6 +273,13 @@ class TeacherCache:
                     f"{shard.sha256[:16]}..; {REBUILD}"
                 )
         return self.meta.nbytes
+
+    def _find(self, i: int) -> tuple[int, int]:
+        """Its shard, and its number there."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a teacher cache of {len(self)}")
+        at = bisect_right(self._ends, i)
+        return at, i - (self._ends[at - 1] if at else 0)
 
     def _shard(self, at: int) -> "_OpenShard":
         if at not in self._open:
@@ -306,11 +316,13 @@ class _OpenShard:
         except (SafetensorError, OSError) as error:
             raise StoreError(f"{path} cannot be read as a shard ({error}): {REBUILD}") from error
 
+    def text(self, s: int) -> tuple[Tensor, int]:
+        return self.tokens[self.begins[s] : self.begins[s + 1]].long(), self.prompt_lengths[s]
+
     def sample(self, s: int) -> Sample:
         rows = slice(self.begins[s], self.begins[s + 1])
         return Sample(
-            self.tokens[rows].long(),
-            self.prompt_lengths[s],
+            *self.text(s),
             _read(self.aux, self.scale, rows).transpose(0, 1),
             self.offsets[s],
             self.temperatures[s],

@@ -78,6 +78,8 @@ def test_every_sample_reads_its_own_rows(tmp_path, dtype, final):
     for i in (4, 0, 2, 3, 1):
         sample, n = cache.sample(i), lengths[i]
         assert sample.tokens.tolist() == list(range(i, i + n))
+        tokens, prompt_length = cache.text(i)
+        assert torch.equal(tokens, sample.tokens) and prompt_length == sample.prompt_length
         assert (sample.prompt_length, sample.temperature) == (n // 2, n % 2)
         assert sample.offset == (0 if i < 3 else 4096)
         expected = i * 100 + torch.arange(N)[:, None] * 10 + torch.arange(n)
@@ -92,6 +94,8 @@ def test_every_sample_reads_its_own_rows(tmp_path, dtype, final):
     for i in (-1, 5):
         with pytest.raises(IndexError, match=f"sample {i} of a teacher cache of 5"):
             cache.sample(i)
+        with pytest.raises(IndexError):
+            cache.text(i)
 
 
 def test_a_cache_describes_itself(tmp_path):

@@ -1,0 +1,251 @@
+"""Train an EAGLE-3 draft from a teacher cache (arXiv 2503.01840), chained or in one pass (2602.01469)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.drafts.eagle3 import Eagle3, init_eagle3
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.formats import Eagle3Config
+from outpace.drafts.load import save_eagle3
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import seeded
+from outpace.train.drafts import (
+    StepLoss,
+    Teacher,
+    TrainingRecipe,
+    accuracy,
+    features,
+    learn,
+    measure_tau,
+    provenance,
+    rows_of_step,
+    write_provenance,
+)
+from outpace.train.losses import needs_target, parse_loss
+from outpace.train.unroll import Judged, Vocabulary, gather, thinned, unroll, unrolled_loss
+
+MOST_JUDGED = 128  # samples kept from training that are judged every time
+BY_ADAM = ("lm_head.weight", "mask_hidden")  # no matrices that turn one state into another
+
+
+class Library(Teacher, Protocol):
+    """A teacher cache whose texts can be read without their states."""
+
+    def text(self, i: int) -> tuple[Tensor, int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Recipe(TrainingRecipe):
+    """An EAGLE-3 draft of any size and how to train it. Fields of recipes/eagle3-*.toml."""
+
+    num_layers: int = 1
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 512
+    draft_vocab_size: int = 0  # the most frequent tokens of the responses; 0: all, through the target's head
+    sliding_window: int = 0  # of every layer; 0: they see everything
+    target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; (): its first, middle and last
+    norm_before_residual: bool = False
+    norm_output: bool = False  # EAGLE-3.1
+    fc_norm: bool = False  # EAGLE-3.1
+    parallel: bool = False  # P-EAGLE: all guesses in one pass
+    mask_token: str | None = None  # of P-EAGLE's guesses after the first; None: a learned mask_embedding
+    steps_ahead: int = 7  # guesses in a row that are trained
+    decay: float = 0.8  # a guess of step j weighs decay^j
+    keep: float = 1.0  # of the indices, step j runs keep^j (at least 0.2): P-EAGLE's 0.8
+    loss: str = "kl"  # ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
+    recompute: bool = False  # layers are run again in the backward: less memory, a third more work
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_loss(self.loss)
+        if self.steps_ahead < 1:
+            raise ValueError(f"steps_ahead {self.steps_ahead}: at least one guess is trained")
+        if self.draft_vocab_size < 0:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: a count of tokens, or 0 for all")
+        for name in ("decay", "keep"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)} is outside 0..1, and not 0")
+        if 0 < self.sliding_window <= self.steps_ahead:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} does not reach back over steps_ahead "
+                f"{self.steps_ahead}: make it larger, or 0 for none"
+            )
+
+    def config(self, target: Decoder, tokenizer: Tokenizer, held: tuple[int, ...]) -> Eagle3Config:
+        """`held`: the layers whose states the cache holds. Raises ValueError where the mask token is not in
+        the vocabulary."""
+        theirs = target.config
+        mask = tokenizer.token_to_id(self.mask_token) if self.parallel and self.mask_token else None
+        if mask is None and self.parallel and self.mask_token:
+            raise ValueError(
+                f"the tokenizer knows no mask_token {self.mask_token!r}: name a token that text never "
+                "uses, or none for a learned embedding"
+            )
+        return Eagle3Config(
+            hidden_size=theirs.hidden_size,
+            target_hidden_size=theirs.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=theirs.vocab_size,
+            draft_vocab_size=self.draft_vocab_size or theirs.vocab_size,
+            rope=theirs.rope,
+            rms_norm_eps=theirs.rms_norm_eps,
+            layer_ids=self.target_layer_ids or tuple(sorted({held[0], held[len(held) // 2], held[-1]})),
+            norm_before_residual=self.norm_before_residual,
+            norm_output=self.norm_output,
+            fc_norm=self.fc_norm,
+            sliding_window=self.sliding_window,
+            max_position_embeddings=theirs.max_position_embeddings,
+            num_layers=self.num_layers,
+            parallel=self.parallel,
+            mask_token_id=mask,
+        )
+
+
+def frequent_tokens(cache: Library, samples: int, size: int, vocab_size: int) -> Tensor:
+    """[size] int64, ascending: the tokens that the responses of the first `samples` use most; of equally
+    frequent ones the lower."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for i in range(samples):
+        tokens, prompt_length = cache.text(i)
+        counts += torch.bincount(tokens[prompt_length:], minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def begin_eagle3(
+    recipe: Eagle3Recipe, target: Decoder, tokenizer: Tokenizer, cache: Library, init: Eagle3 | None
+) -> Eagle3:
+    """An untrained draft: normal with std 1/sqrt(fan-in), what writes into the residual stream at zero, norm
+    and head the target's own. Or a copy of `init`."""
+    if init is not None:
+        heads = {"own_embedding": init.embed_tokens is not None, "own_head": init.lm_head is not None}
+        draft = Eagle3(init.config, **heads, mapped=init.d2t is not None)
+        draft.load_state_dict(init.state_dict())
+        return draft
+    config = recipe.config(target, tokenizer, tuple(cache.meta.target_layer_ids))
+    ids, head = None, target.dense_head.detach().float()
+    if recipe.draft_vocab_size:
+        ids = frequent_tokens(cache, recipe.trained(cache), recipe.draft_vocab_size, config.vocab_size)
+    draft = init_eagle3(config, recipe.seed, ids=ids, head=head, own_head=ids is not None)
+    rng = seeded(recipe.seed)
+    with torch.no_grad():
+        for name, p in draft.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                p.zero_()
+            elif p.dim() == 2 and not name.endswith(BY_ADAM):
+                p.copy_(torch.randn(p.shape, generator=rng) * p.shape[-1] ** -0.5)
+        draft.norm.weight.copy_(target.norm.weight)
+    return draft
+
+
+@dataclass(frozen=True)
+class Course:
+    """What every step of a run has in common."""
+
+    draft: Eagle3
+    target: Decoder
+    recipe: Eagle3Recipe
+    layers: list[int] | None  # indices into the cache's aux
+    vocabulary: Vocabulary
+
+    def judged(self, rows: list[Any], keep: float, rng: torch.Generator) -> tuple[Judged, int]:
+        """Of these samples, and how many tokens they have. keep 1: every index at every step."""
+        recipe = self.recipe
+        texts = gather(rows, recipe.row_tokens, self.layers, final=needs_target(recipe.loss))
+        texts = texts.to(self.target.device)
+        indices = thinned(len(texts.at), recipe.steps_ahead, keep, rng)
+        indices = [chosen.to(self.target.device) for chosen in indices]
+        steps = unroll(self.draft, self.target, texts, indices, recipe.dtype, recipe.recompute)
+        judged = unrolled_loss(self.draft, steps, texts, self.vocabulary, recipe.loss, recipe.decay)
+        return judged, len(texts.tokens)
+
+    @torch.no_grad()
+    def unseen(self, cache: Library, kept: range) -> dict[str, Any]:
+        """`accuracy` on samples kept from training. Far below the training's, more steps will not help: it
+        takes more answers."""
+        found = []
+        for i in range(0, len(kept), self.recipe.rows):
+            rows = [cache.sample(n) for n in kept[i : i + self.recipe.rows]]
+            found.append(self.judged(rows, 1.0, seeded(self.recipe.seed, 2, i))[0])
+        hits, valid = (torch.cat([getattr(x, name) for x in found]) for name in ("hits", "valid"))
+        return {f"unseen_{k}": v for k, v in accuracy(hits, valid).items()}
+
+    def tau(self, prompts: list[list[int]]) -> float:
+        """Of a chain as long as was trained."""
+        shape = Shape(depth=self.recipe.steps_ahead)
+        bound = BoundEagle3(self.draft, self.target, shape)
+        return measure_tau(bound, self.target, prompts, self.recipe.eval_new_tokens)
+
+
+def said_of(judged: Judged) -> dict[str, Any]:
+    """`accuracy`, whose accept_len is of the indices that ran every step; and of soft labels the mean chance
+    of acceptance at each."""
+    said = accuracy(judged.hits, judged.valid)
+    if not judged.run.all():
+        whole = judged.run.all(1)
+        said["accept_len"] = accuracy(judged.hits[whole], judged.valid[whole])["accept_len"]
+    if judged.alpha is not None:
+        shares = judged.alpha.sum(0) / (judged.alpha > 0).sum(0).clamp(min=1)
+        said["alpha"] = [round(x, 4) for x in shares.tolist()]
+    return said
+
+
+def train_eagle3(
+    recipe: Eagle3Recipe,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    cache: Library,
+    held_out: list[list[int]],
+    folder: Path,
+    *,
+    init: Eagle3 | None = None,
+    started_from: dict[str, Any] | None = None,
+    stop_after: int | None = None,
+) -> Eagle3:
+    """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
+
+    `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
+    every `eval_every` steps. `init`: a draft to start from; its own sizes then stand, not the recipe's.
+    `started_from`: that draft's provenance. When the last step is done, folder/draft holds the draft in
+    SGLang's format and provenance.json. Raises ValueError where cache, target and recipe do not fit.
+    """
+    width = cache.meta.hidden_size
+    held = tuple(cache.meta.target_layer_ids)
+    draft = begin_eagle3(recipe, target, tokenizer, cache, init).to(target.device)
+    layers = features(draft.config.layer_ids, target, held, width)
+    BoundEagle3(draft, target)
+    target.requires_grad_(False)
+    if needs_target(recipe.loss) and cache.sample(0).final is None:
+        raise ValueError(
+            f"loss {recipe.loss!r} compares with the target's distribution, and the cache holds no final "
+            "states: build one with `teacher build --final`, or take loss ce"
+        )
+    course = Course(draft, target, recipe, layers, Vocabulary.of(draft, target, recipe.dtype))
+    trained = recipe.trained(cache)
+    kept = range(trained, len(cache))[:MOST_JUDGED]
+
+    def loss_of(step: int) -> StepLoss:
+        rows = [cache.sample(i) for i in rows_of_step(step, recipe, trained)]
+        judged, tokens = course.judged(rows, recipe.keep, seeded(recipe.seed, 1, step))
+        return StepLoss(judged.loss, tokens, said_of(judged))
+
+    def judge() -> dict[str, Any]:
+        metrics = course.unseen(cache, kept) if kept else {}
+        if held_out:
+            metrics["tau"] = course.tau(held_out[: recipe.eval_prompts])
+        return metrics
+
+    if learn(draft, recipe, folder, "eagle3", loss_of, judge, by_adam=BY_ADAM, stop_after=stop_after):
+        said = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
+        save_eagle3(draft, folder / "draft")
+        write_provenance(folder / "draft", said)
+    return draft.requires_grad_(False)

@@ -1,0 +1,278 @@
+"""Training an EAGLE-3: runs resume to the last digit, every step ahead is learnt, decoding accepts it."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+from outpace.decode import plain, speculative
+from outpace.decode.request import Request
+from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.load import load_draft
+from outpace.train.eagle3 import Eagle3Recipe, begin_eagle3, frequent_tokens, train_eagle3
+
+LAYERS = (0, 1, 2, 3)
+RECIPE = Eagle3Recipe(
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=56,
+    draft_vocab_size=61,
+    target_layer_ids=(0, 2, 3),
+    steps_ahead=4,
+    rows=2,
+    steps=6,
+    lr=3e-3,
+    bfloat16=False,
+    save_every=2,
+    eval_every=4,
+    eval_prompts=2,
+    eval_new_tokens=12,
+)
+TOKENIZER = SimpleNamespace(token_to_id={"<|MASK|>": 4}.get)
+PROMPTS = [[7, 8, 9], [11, 12, 13, 14, 15]]
+
+
+class Cache:
+    """What a teacher cache answers, computed on the spot."""
+
+    def __init__(self, target, texts, prompt_length=3, breaks_at=None):
+        self.meta = SimpleNamespace(target_layer_ids=LAYERS, hidden_size=target.config.hidden_size)
+        self.samples = []
+        for text in texts:
+            with torch.no_grad():
+                out = target(text[None], aux=LAYERS)
+            self.samples.append(
+                SimpleNamespace(
+                    tokens=text, prompt_length=prompt_length, aux=out.aux[:, 0], offset=0, final=out.hidden[0]
+                )
+            )
+        self.asked, self.breaks_at = 0, breaks_at
+
+    def __len__(self):
+        return len(self.samples)
+
+    def text(self, i):
+        return self.samples[i].tokens, self.samples[i].prompt_length
+
+    def sample(self, i):
+        self.asked += 1
+        if self.asked == self.breaks_at:
+            raise KeyboardInterrupt
+        return self.samples[i]
+
+
+def answers(target, prompts, new_tokens=24):
+    """Texts whose responses are the target's own, greedily."""
+    request = Request(max_new_tokens=new_tokens, stop=frozenset())
+    made = plain.generate(target, prompts, request).tokens
+    return [torch.tensor(p + t) for p, t in zip(prompts, made, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target("gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def cache(target):
+    return Cache(target, [tiny.tokens(n, seed=n) for n in (31, 17, 24)])
+
+
+def lines(folder):
+    return [json.loads(x) for x in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [x["loss"] for x in lines(folder)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"muon_lr": 0.02}, {"parallel": True, "keep": 0.7, "num_layers": 2}])
+def test_resumed_run_is_the_unbroken_run(target, cache, tmp_path, changes):
+    recipe = replace(RECIPE, **changes)
+    whole = train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "a")
+    train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "b", stop_after=3)
+    assert not (tmp_path / "b" / "draft").exists()
+    resumed = train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "b")
+    assert len(losses(tmp_path / "a")) == 6
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    for (name, p), q in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_killed_run_resumes_from_its_last_checkpoint(target, cache, tmp_path):
+    """Broken inside step 5, one line past the checkpoint of step 4, as a kill would leave it."""
+    train_eagle3(RECIPE, target, TOKENIZER, cache, [], tmp_path / "a")
+    texts = [s.tokens for s in cache.samples]
+    breaking = Cache(target, texts, breaks_at=1 + 2 * 5 + 1)  # one sample is looked at before the start
+    with pytest.raises(KeyboardInterrupt):
+        train_eagle3(RECIPE, target, TOKENIZER, breaking, [], tmp_path / "b")
+    assert len(losses(tmp_path / "b")) == 5
+    train_eagle3(RECIPE, target, TOKENIZER, breaking, [], tmp_path / "b")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_what_a_run_leaves(target, cache, tmp_path):
+    recipe = replace(RECIPE, bfloat16=True)
+    draft = train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path)
+    assert all(p.dtype == torch.float32 and not p.requires_grad for p in draft.parameters())
+    loaded = load_draft(tmp_path / "draft")
+    assert isinstance(loaded, Eagle3) and torch.equal(loaded.target_ids(), draft.target_ids())
+    ours, theirs = dict(draft.named_parameters()), dict(loaded.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, p in ours.items():
+        assert torch.equal(p.bfloat16(), theirs[name].bfloat16()), name
+    said = lines(tmp_path)
+    assert {"step", "loss", "accept_len", "accuracy", "alpha", "lr", "tokens_per_s"} <= set(said[0])
+    assert len(said[0]["accuracy"]) == len(said[0]["alpha"]) == 4
+    assert [x["step"] for x in said if "tau" in x] == [3, 5]
+    assert all(1 <= x["tau"] <= 5 for x in said if "tau" in x)
+    told = json.loads((tmp_path / "draft" / "provenance.json").read_text())
+    assert told["recipe"]["loss"] == "kl" and told["config"]["layer_ids"] == [0, 2, 3]
+    assert told["losses"] == [x["loss"] for x in said]
+    assert len(told["target_fingerprint"]) == len(told["cache_sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": "ce"},
+        {"loss": "lk", "muon_lr": 0.02},
+        {"draft_vocab_size": 0},
+        {"norm_output": True, "fc_norm": True},
+        {"parallel": True, "num_layers": 2},
+    ],
+)
+def test_one_text_is_learnt_at_every_step_ahead(target, tmp_path, changes):
+    cache = Cache(target, answers(target, [[7, 8, 9]], 24))
+    recipe = replace(RECIPE, steps=60, rows=1, lr=1e-2, save_every=100, eval_every=100, **changes)
+    train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path)
+    said = lines(tmp_path)
+    assert said[-1]["loss"] < 0.5 * said[0]["loss"]
+    assert min(said[-1]["accuracy"]) > 0.7, said[-1]
+    assert said[-1]["accept_len"] > said[0]["accept_len"] + 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel": True, "num_layers": 2, "keep": 0.8}])
+def test_a_trained_draft_is_accepted_when_decoding(target, tmp_path, changes):
+    """Real decoding of prompts that it learnt the answers of: far above an untrained one."""
+    prompts = [[7, 8, 9], [31, 5, 60]]
+    cache = Cache(target, answers(target, prompts))
+    recipe = replace(RECIPE, steps=70, rows=2, lr=1e-2, save_every=200, eval_every=200, **changes)
+    start = begin_eagle3(recipe, target, TOKENIZER, cache, None)
+    trained = train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path)
+    request = Request(max_new_tokens=24, stop=frozenset())
+    taus = {}
+    wanted = plain.generate(target, prompts, request).tokens
+    for name, draft in (("start", start), ("trained", trained), ("loaded", load_draft(tmp_path / "draft"))):
+        for shape in (Shape(depth=4), Shape(depth=4, branch=3, nodes=9)):
+            bound = BoundEagle3(draft.eval(), target, shape)
+            found = speculative.generate(target, bound, prompts, request)
+            assert found.tokens == wanted
+            taus[name, shape.branch] = found.trace.tau
+    assert max(taus["start", 1], taus["start", 3]) < 1.5, taus
+    assert min(taus["trained", 1], taus["loaded", 1]) > 2.5 and taus["trained", 3] > 2, taus
+
+
+def test_what_is_kept_from_training_is_judged_and_never_trained_on(target, tmp_path):
+    texts = [torch.arange(5 + i, 35 + i) % 90 for i in range(6)]
+    cache, asked = Cache(target, texts), []
+    plainly = cache.sample
+    cache.sample = lambda i: asked.append(i) or plainly(i)
+    recipe = replace(RECIPE, held_out_share=0.34, steps=8, eval_every=4)
+    train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path)
+    assert [i for i in asked if i > 3] == [4, 5, 4, 5] and set(asked) == set(range(6))
+    said = lines(tmp_path)
+    assert [i for i, line in enumerate(said) if "unseen_accept_len" in line] == [3, 7]
+    assert len(said[7]["unseen_accuracy"]) == RECIPE.steps_ahead
+
+
+def test_the_draft_vocabulary_is_what_responses_say_most(target):
+    texts = [torch.tensor([1, 1, 1, 5, 5, 9, 5, 2]), torch.tensor([1, 1, 1, 9, 90, 7, 9, 2])]
+    cache = Cache(target, [*texts, torch.full((30,), 60)])
+    assert frequent_tokens(cache, 2, 3, 97).tolist() == [2, 5, 9]
+    assert frequent_tokens(cache, 2, 5, 97).tolist() == [2, 5, 7, 9, 90]
+    assert frequent_tokens(cache, 2, 7, 97).tolist() == [0, 1, 2, 5, 7, 9, 90]  # the lowest of the unused
+    assert 60 in frequent_tokens(cache, 3, 1, 97)
+    recipe = replace(RECIPE, draft_vocab_size=4, held_out_share=0.34)
+    draft = begin_eagle3(recipe, target, TOKENIZER, cache, None)
+    assert draft.target_ids().tolist() == [2, 5, 7, 9]
+    torch.testing.assert_close(draft.lm_head.weight, target.head[[2, 5, 7, 9]])
+
+
+def test_layers_by_default_are_the_first_the_middle_and_the_last_held(target):
+    assert replace(RECIPE, target_layer_ids=()).config(target, TOKENIZER, (1, 2, 3, 4, 5)).layer_ids == (
+        1,
+        3,
+        5,
+    )
+    assert replace(RECIPE, target_layer_ids=()).config(target, TOKENIZER, (2,)).layer_ids == (2,)
+
+
+def test_a_draft_is_trained_on(target, cache, tmp_path):
+    init = begin_eagle3(RECIPE, target, TOKENIZER, cache, None)
+    recipe, begun = replace(RECIPE, num_heads=2, draft_vocab_size=5, steps=1), {"seed": 7}
+    before = [p.clone() for p in init.parameters()]
+    trained = train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=begun)
+    assert trained.config == init.config and torch.equal(trained.d2t, init.d2t)
+    assert any(not torch.equal(p, q) for p, q in zip(before, trained.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(before, init.parameters(), strict=True))
+    assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == begun
+
+
+def test_a_cache_without_final_states_takes_hard_labels_alone(target, cache, tmp_path):
+    bare = Cache(target, [s.tokens for s in cache.samples])
+    for sample in bare.samples:
+        sample.final = None
+    with pytest.raises(
+        ValueError, match=r"loss 'kl'.*no final states.*`teacher build --final`, or take loss ce"
+    ):
+        train_eagle3(RECIPE, target, TOKENIZER, bare, [], tmp_path)
+    train_eagle3(replace(RECIPE, loss="ce"), target, TOKENIZER, bare, [], tmp_path)
+    assert "alpha" not in lines(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel": True, "mask_token": "<|none|>"}, "mask_token"),
+        ({"target_layer_ids": (0, 5)}, r"\[5\]"),
+        ({"loss": "mse"}, "loss 'mse'"),
+        ({"steps_ahead": 0}, "steps_ahead"),
+        ({"sliding_window": 4}, "sliding_window 4 does not reach"),
+        ({"draft_vocab_size": 98}, "draft_vocab_size 98 must lie in 1..97"),
+        ({"draft_vocab_size": -1}, "draft_vocab_size -1"),
+        ({"decay": 0.0}, "decay"),
+        ({"keep": 1.5}, "keep"),
+        ({"rows": 0}, "rows"),
+        ({"row_tokens": 4}, "row_tokens 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said):
+        train_eagle3(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
+
+
+def test_another_targets_cache_is_refused(cache, tmp_path):
+    with pytest.raises(ValueError, match="width 96"):
+        train_eagle3(RECIPE, tiny.target("llama"), TOKENIZER, cache, [], tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_other_families(family, tmp_path):
+    target = tiny.target(family)
+    layers = (0, 1, 2)
+    text, cache = tiny.tokens(20), Cache.__new__(Cache)
+    with torch.no_grad():
+        out = target(text[None], aux=layers)
+    one = SimpleNamespace(tokens=text, prompt_length=2, aux=out.aux[:, 0], offset=0, final=out.hidden[0])
+    cache.meta = SimpleNamespace(target_layer_ids=layers, hidden_size=target.config.hidden_size)
+    cache.samples, cache.asked, cache.breaks_at = [one], 0, None
+    recipe = replace(RECIPE, target_layer_ids=(), steps=30, rows=1, lr=1e-2)
+    train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path)
+    assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
