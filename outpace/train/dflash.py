@@ -17,16 +17,18 @@ from outpace.ops.sampling import seeded
 from outpace.train.anchors import Packed, Sample, pack
 from outpace.train.calibration import fit_temperatures
 from outpace.train.dflash_loss import Objective, served_guesses
-from outpace.train.dflash_recipe import BY_ADAM, commonest, continued, init_dflash
+from outpace.train.dflash_recipe import BY_ADAM, continued, init_dflash
 from outpace.train.dflash_recipe import DFlashRecipe as DFlashRecipe
 from outpace.train.drafts import (
     StepLoss,
     Teacher,
     accuracy,
+    commonest,
     features,
     learn,
     measure_tau,
     provenance,
+    responses,
     rows_of_step,
     write_provenance,
 )
@@ -102,8 +104,8 @@ def train_dflash(
     draft.bind(target)
     trained = recipe.trained(cache)
     if draft.d2t is not None and (init is None or init.d2t is None):
-        texts = (s.tokens[s.prompt_length :] for s in map(cache.sample, range(trained)))
         size = len(draft.d2t), target.config.vocab_size
+        texts = responses(cache, trained)
         draft.d2t.copy_(commonest(texts, *size, target.config.eos_token_ids))
     target.requires_grad_(False)
     objective = Objective.of(draft, target, recipe)

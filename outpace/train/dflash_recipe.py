@@ -1,13 +1,11 @@
 """A DFlash draft of any size and how to train it: the recipe, where a draft begins, what it can say."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.models.config import FULL, WINDOW
@@ -157,14 +155,3 @@ def continued(config: DFlashConfig, init: DFlash, seed: int) -> DFlash:
 
 def is_part(name: str) -> bool:
     return any(part in name for part in PARTS)
-
-
-def commonest(texts: Iterable[Tensor], wanted: int, vocab_size: int, kept: Iterable[int]) -> Tensor:
-    """d2t [wanted] int64: offsets to the `wanted` commonest tokens of the texts, and to those `kept` however
-    rare they are; equals in the order of their ids."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for text in texts:
-        counts += torch.bincount(text, minlength=vocab_size)
-    counts[list(kept)] = counts.max() + 1
-    ids = counts.sort(descending=True, stable=True).indices[:wanted].sort().values
-    return ids - torch.arange(wanted)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,8 @@ class Teacher(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, index: int) -> Sample: ...
+
+    def text(self, index: int) -> tuple[Tensor, int]: ...  # its tokens and prompt_length, no states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,24 @@ def features(
             f"target_layer_ids {list(wanted)}"
         )
     return None if wanted == held else [held.index(i) for i in wanted]
+
+
+def responses(cache: Teacher, samples: int) -> Iterator[Tensor]:
+    """The responses of the first `samples`, their states left unread."""
+    for i in range(samples):
+        tokens, prompt_length = cache.text(i)
+        yield tokens[prompt_length:]
+
+
+def commonest(texts: Iterable[Tensor], wanted: int, vocab_size: int, kept: Iterable[int]) -> Tensor:
+    """d2t [wanted] int64: offsets to the `wanted` commonest tokens of the texts, and to those `kept` however
+    rare they are; equals in the order of their ids."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in texts:
+        counts += torch.bincount(text, minlength=vocab_size)
+    counts[list(kept)] = counts.max() + 1
+    ids = counts.sort(descending=True, stable=True).indices[:wanted].sort().values
+    return ids - torch.arange(wanted)
 
 
 def accuracy(hits: Tensor, valid: Tensor) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from outpace.drafts.eagle3 import Eagle3, init_eagle3
 from outpace.drafts.eagle3_session import BoundEagle3, Shape
@@ -19,10 +18,12 @@ from outpace.train.drafts import (
     Teacher,
     TrainingRecipe,
     accuracy,
+    commonest,
     features,
     learn,
     measure_tau,
     provenance,
+    responses,
     rows_of_step,
     write_provenance,
 )
@@ -31,12 +32,6 @@ from outpace.train.unroll import Judged, Vocabulary, gather, thinned, unroll, un
 
 MOST_JUDGED = 128  # samples kept from training that are judged every time
 BY_ADAM = ("lm_head.weight", "mask_hidden")  # no matrices that turn one state into another
-
-
-class Library(Teacher, Protocol):
-    """A teacher cache whose texts can be read without their states."""
-
-    def text(self, i: int) -> tuple[Tensor, int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +43,7 @@ class Eagle3Recipe(TrainingRecipe):
     num_kv_heads: int = 2
     head_dim: int = 32
     intermediate_size: int = 512
-    draft_vocab_size: int = 0  # the most frequent tokens of the responses; 0: all, through the target's head
+    draft_vocab: int = 0  # the commonest tokens of the responses; 0: all, by the target's head
     sliding_window: int = 0  # of every layer; 0: they see everything
     target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; (): its first, middle and last
     norm_before_residual: bool = False
@@ -67,8 +62,8 @@ class Eagle3Recipe(TrainingRecipe):
         parse_loss(self.loss)
         if self.steps_ahead < 1:
             raise ValueError(f"steps_ahead {self.steps_ahead}: at least one guess is trained")
-        if self.draft_vocab_size < 0:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: a count of tokens, or 0 for all")
+        if self.draft_vocab < 0:
+            raise ValueError(f"draft_vocab {self.draft_vocab}: a count of tokens, or 0 for all")
         for name in ("decay", "keep"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)} is outside 0..1, and not 0")
@@ -96,7 +91,7 @@ class Eagle3Recipe(TrainingRecipe):
             head_dim=self.head_dim,
             intermediate_size=self.intermediate_size,
             vocab_size=theirs.vocab_size,
-            draft_vocab_size=self.draft_vocab_size or theirs.vocab_size,
+            draft_vocab_size=self.draft_vocab or theirs.vocab_size,
             rope=theirs.rope,
             rms_norm_eps=theirs.rms_norm_eps,
             layer_ids=self.target_layer_ids or tuple(sorted({held[0], held[len(held) // 2], held[-1]})),
@@ -111,18 +106,8 @@ class Eagle3Recipe(TrainingRecipe):
         )
 
 
-def frequent_tokens(cache: Library, samples: int, size: int, vocab_size: int) -> Tensor:
-    """[size] int64, ascending: the tokens that the responses of the first `samples` use most; of equally
-    frequent ones the lower."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for i in range(samples):
-        tokens, prompt_length = cache.text(i)
-        counts += torch.bincount(tokens[prompt_length:], minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:size].sort().values
-
-
 def begin_eagle3(
-    recipe: Eagle3Recipe, target: Decoder, tokenizer: Tokenizer, cache: Library, init: Eagle3 | None
+    recipe: Eagle3Recipe, target: Decoder, tokenizer: Tokenizer, cache: Teacher, init: Eagle3 | None
 ) -> Eagle3:
     """An untrained draft: normal with std 1/sqrt(fan-in), what writes into the residual stream at zero, norm
     and head the target's own. Or a copy of `init`."""
@@ -133,8 +118,9 @@ def begin_eagle3(
         return draft
     config = recipe.config(target, tokenizer, tuple(cache.meta.target_layer_ids))
     ids, head = None, target.dense_head.detach().float()
-    if recipe.draft_vocab_size:
-        ids = frequent_tokens(cache, recipe.trained(cache), recipe.draft_vocab_size, config.vocab_size)
+    if recipe.draft_vocab:
+        size, said = recipe.draft_vocab, responses(cache, recipe.trained(cache))
+        ids = commonest(said, size, config.vocab_size, target.config.eos_token_ids) + torch.arange(size)
     draft = init_eagle3(config, recipe.seed, ids=ids, head=head, own_head=ids is not None)
     rng = seeded(recipe.seed)
     with torch.no_grad():
@@ -169,7 +155,7 @@ class Course:
         return judged, len(texts.tokens)
 
     @torch.no_grad()
-    def unseen(self, cache: Library, kept: range) -> dict[str, Any]:
+    def unseen(self, cache: Teacher, kept: range) -> dict[str, Any]:
         """`accuracy` on samples kept from training. Far below the training's, more steps will not help: it
         takes more answers."""
         found = []
@@ -203,7 +189,7 @@ def train_eagle3(
     recipe: Eagle3Recipe,
     target: Decoder,
     tokenizer: Tokenizer,
-    cache: Library,
+    cache: Teacher,
     held_out: list[list[int]],
     folder: Path,
     *,

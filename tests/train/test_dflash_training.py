@@ -55,6 +55,9 @@ class Cache:
     def __len__(self):
         return len(self.samples)
 
+    def text(self, i):
+        return self.samples[i].tokens, self.samples[i].prompt_length
+
     def sample(self, i):
         self.asked += 1
         if self.asked == self.breaks_at:

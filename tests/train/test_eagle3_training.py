@@ -13,7 +13,8 @@ from outpace.decode.request import Request
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_session import BoundEagle3, Shape
 from outpace.drafts.load import load_draft
-from outpace.train.eagle3 import Eagle3Recipe, begin_eagle3, frequent_tokens, train_eagle3
+from outpace.train.drafts import commonest, responses
+from outpace.train.eagle3 import Eagle3Recipe, begin_eagle3, train_eagle3
 
 LAYERS = (0, 1, 2, 3)
 RECIPE = Eagle3Recipe(
@@ -21,7 +22,7 @@ RECIPE = Eagle3Recipe(
     num_kv_heads=2,
     head_dim=8,
     intermediate_size=56,
-    draft_vocab_size=61,
+    draft_vocab=61,
     target_layer_ids=(0, 2, 3),
     steps_ahead=4,
     rows=2,
@@ -143,7 +144,7 @@ def test_what_a_run_leaves(target, cache, tmp_path):
         {},
         {"loss": "ce"},
         {"loss": "lk", "muon_lr": 0.02},
-        {"draft_vocab_size": 0},
+        {"draft_vocab": 0},
         {"norm_output": True, "fc_norm": True},
         {"parallel": True, "num_layers": 2},
     ],
@@ -195,14 +196,19 @@ def test_what_is_kept_from_training_is_judged_and_never_trained_on(target, tmp_p
 def test_the_draft_vocabulary_is_what_responses_say_most(target):
     texts = [torch.tensor([1, 1, 1, 5, 5, 9, 5, 2]), torch.tensor([1, 1, 1, 9, 90, 7, 9, 2])]
     cache = Cache(target, [*texts, torch.full((30,), 60)])
-    assert frequent_tokens(cache, 2, 3, 97).tolist() == [2, 5, 9]
-    assert frequent_tokens(cache, 2, 5, 97).tolist() == [2, 5, 7, 9, 90]
-    assert frequent_tokens(cache, 2, 7, 97).tolist() == [0, 1, 2, 5, 7, 9, 90]  # the lowest of the unused
-    assert 60 in frequent_tokens(cache, 3, 1, 97)
-    recipe = replace(RECIPE, draft_vocab_size=4, held_out_share=0.34)
+    for samples, kept, wanted in (
+        (2, (), [2, 5, 9]),
+        (2, (), [2, 5, 7, 9, 90]),
+        (2, (), [0, 1, 2, 5, 7, 9, 90]),  # the lowest of those that nothing says
+        (3, (), [60]),
+        (3, (33,), [33, 60]),  # however rare
+    ):
+        d2t = commonest(responses(cache, samples), len(wanted), 97, kept)
+        assert (d2t + torch.arange(len(wanted))).tolist() == wanted
+    recipe = replace(RECIPE, draft_vocab=4, held_out_share=0.34)
     draft = begin_eagle3(recipe, target, TOKENIZER, cache, None)
-    assert draft.target_ids().tolist() == [2, 5, 7, 9]
-    torch.testing.assert_close(draft.lm_head.weight, target.head[[2, 5, 7, 9]])
+    assert draft.target_ids().tolist() == [2, 3, 5, 9]  # 3 ends a text
+    torch.testing.assert_close(draft.lm_head.weight, target.head[[2, 3, 5, 9]])
 
 
 def test_layers_by_default_are_the_first_the_middle_and_the_last_held(target):
@@ -216,7 +222,7 @@ def test_layers_by_default_are_the_first_the_middle_and_the_last_held(target):
 
 def test_a_draft_is_trained_on(target, cache, tmp_path):
     init = begin_eagle3(RECIPE, target, TOKENIZER, cache, None)
-    recipe, begun = replace(RECIPE, num_heads=2, draft_vocab_size=5, steps=1), {"seed": 7}
+    recipe, begun = replace(RECIPE, num_heads=2, draft_vocab=5, steps=1), {"seed": 7}
     before = [p.clone() for p in init.parameters()]
     trained = train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=begun)
     assert trained.config == init.config and torch.equal(trained.d2t, init.d2t)
@@ -245,8 +251,8 @@ def test_a_cache_without_final_states_takes_hard_labels_alone(target, cache, tmp
         ({"loss": "mse"}, "loss 'mse'"),
         ({"steps_ahead": 0}, "steps_ahead"),
         ({"sliding_window": 4}, "sliding_window 4 does not reach"),
-        ({"draft_vocab_size": 98}, "draft_vocab_size 98 must lie in 1..97"),
-        ({"draft_vocab_size": -1}, "draft_vocab_size -1"),
+        ({"draft_vocab": 98}, "draft_vocab_size 98 must lie in 1..97"),
+        ({"draft_vocab": -1}, "draft_vocab -1"),
         ({"decay": 0.0}, "decay"),
         ({"keep": 1.5}, "keep"),
         ({"rows": 0}, "rows"),
