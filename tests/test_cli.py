@@ -29,8 +29,8 @@ def test_generate_streams_the_same_text_that_json_holds(monkeypatch, capsys):
 
 def test_every_draft_says_the_same(monkeypatch, capsys):
     texts = set()
-    for draft in ("none", "ngram", "default"):
-        _, out, _ = run(monkeypatch, capsys, "generate", "def main():", "-n", 40, "--draft", draft)
+    for draft in (["none"], ["ngram"], ["default"], ["default", "--tree", 12], ["default", "--tree", 70]):
+        _, out, _ = run(monkeypatch, capsys, "generate", "def main():", "-n", 40, "--draft", *draft)
         texts.add(out)
     assert len(texts) == 1
 
@@ -60,6 +60,11 @@ def test_inspect_default(monkeypatch, capsys):
         (("generate", "x", "--draft", "no/such"), "no/such is not there"),
         (("generate", "x", "--temperature", "-1"), "temperature -1.0 is below 0"),
         (("generate", "x", "-n", "0"), "max_new_tokens 0"),
+        (("generate", "x", "--tree", "1"), "a tree of 1 nodes guesses nothing"),
+        (("generate", "x", "--tree", "5000"), "a tree of 5000 nodes: at most 1024"),
+        (("generate", "x", "--tree", "8", "--draft", "ngram"), "tree 8: 'ngram' is no draft that could"),
+        (("generate", "x", "--branch", "8"), "branch 8: 'default' is no draft that could"),
+        (("generate", "x", "--depth", "8"), "depth 8: 'default' is no draft that could"),
         (("generate", "x", "-n", "200000"), "positions end at"),
         (("bench", "--out", "x", "--set", "batchs=1"), "did you mean `batches`"),
         (("bench", "--out", "x", "--set", "batches"), "write key=value"),

@@ -37,6 +37,12 @@ Rule = Annotated[
 DraftTemperature = Annotated[
     float | None, typer.Option(help="Of a draft's own draws (not with match); default: the target's.")
 ]
+TreeColumns = Annotated[
+    int,
+    typer.Option("--tree", help="Verify trees of so many tokens a round, the last one included; 0: chains."),
+]
+Depth = Annotated[int, typer.Option(help="The most guesses in a line, of an EAGLE-3; 0: as usual.")]
+Branch = Annotated[int, typer.Option(help="With --tree: followers looked at of each guess; 0: as usual.")]
 
 
 @app.callback()

@@ -10,7 +10,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outpace.cli.app import DraftTemperature, MinP, Penalty, Rule, Target, TopK, TopP, app, console
+from outpace.cli.app import (
+    Branch,
+    Depth,
+    DraftTemperature,
+    MinP,
+    Penalty,
+    Rule,
+    Target,
+    TopK,
+    TopP,
+    TreeColumns,
+    app,
+    console,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,6 +58,9 @@ def chat(
         str | None,
         typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
     ] = None,
+    tree: TreeColumns = 0,
+    depth: Depth = 0,
+    branch: Branch = 0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Of one answer.")] = 2048,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token. gpt-oss: 1.")] = 0.0,
     top_k: TopK = 0,
@@ -103,7 +119,8 @@ def chat(
     target, tokenizer = open_target(path, layers)
     stop = frozenset(target.config.eos_token_ids)
     talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
-    bound = open_draft(draft or ("default" if path == "default" else "none"), target, tokenizer)
+    own = "default" if path == "default" else "none"
+    bound = open_draft(draft or own, target, tokenizer, tree=tree, depth=depth, branch=branch)
     session = Session(target, bound, talk, request, torch.Generator().manual_seed(seed))
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s")

@@ -9,6 +9,8 @@ import typer
 
 from outpace.cli.app import (
     AsJson,
+    Branch,
+    Depth,
     DraftTemperature,
     MinP,
     Penalty,
@@ -16,6 +18,7 @@ from outpace.cli.app import (
     Target,
     TopK,
     TopP,
+    TreeColumns,
     app,
     console,
 )
@@ -31,6 +34,9 @@ def generate(
         str | None,
         typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
     ] = None,
+    tree: TreeColumns = 0,
+    depth: Depth = 0,
+    branch: Branch = 0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     top_k: TopK = 0,
@@ -67,6 +73,7 @@ def generate(
 
     [bold]Examples[/bold]: outpace generate "def fibonacci(n):" --stats
     outpace generate --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
+    outpace generate "def fibonacci(n):" --tree 16 --stats
     outpace generate "import os" --temperature 1 --min-p 0.05 --rule gumbel --seed 7
     outpace generate "What is 2 + 2?" --chat --target gpt-oss-20b
     outpace generate "import os" --timing; outpace generate "import os" -n 4 --layers 2 --top-logits 3
@@ -99,7 +106,7 @@ def generate(
     began = time.perf_counter()
     loaded, tokenizer = open_target(target, layers)
     own = "default" if target == "default" and layers is None else "none"
-    bound = open_draft(draft or own, loaded, tokenizer)
+    bound = open_draft(draft or own, loaded, tokenizer, tree=tree, depth=depth, branch=branch)
     load_seconds = time.perf_counter() - began
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)

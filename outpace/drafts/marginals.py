@@ -9,6 +9,8 @@ from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Draft, Proposal, Session
 from outpace.drafts.tree import Pairs, best_first
 
+MOST_NODES = 1024
+
 
 class BlockSession(Session, Protocol):
     """A session whose draft guesses a whole block at once."""
@@ -39,6 +41,8 @@ class TreeOf:
     def __post_init__(self) -> None:
         if self.nodes < 2:
             raise ValueError(f"a tree of {self.nodes} nodes guesses nothing: it needs at least 2")
+        if self.nodes > MOST_NODES:
+            raise ValueError(f"a tree of {self.nodes} nodes: at most {MOST_NODES}, all verified at once")
         if self.branch < 1:
             raise ValueError(f"branch {self.branch}: at least 1 follower of each depth")
 

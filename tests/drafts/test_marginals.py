@@ -75,7 +75,8 @@ def test_it_stands_where_its_draft_stood():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"), [((1, 4), "at least 2"), ((0, 4), "at least 2"), ((8, 0), "branch 0")]
+    ("sizes", "said"),
+    [((1, 4), "at least 2"), ((0, 4), "at least 2"), ((1025, 4), "at most 1024"), ((8, 0), "branch 0")],
 )
 def test_sizes_that_make_no_tree(sizes, said):
     with pytest.raises(ValueError, match=said):
