@@ -14,9 +14,9 @@ from outpace.ops.sampling import Sampling, draw, probabilities
 
 class Rejection(Match):
     """A guess x that was drawn from q is accepted with probability min(1, p(x) / q(x)); the first rejected
-    one is replaced by a draw from max(p - q, 0), normalised (arXiv 2211.17192, theorem 1). A node's
+    one is replaced by a draw from max(p - q, 0), normalised (arXiv 2211.17192, section 2.3). A node's
     children are tried in the order of their columns, the target's distribution being what is left after
-    each rejection (arXiv 2305.09781, section 4.2).
+    each rejection (SpecInfer, arXiv 2305.09781).
 
     q must be what each guess was drawn from, given all columns before it. Guesses that nobody drew (q None)
     are judged by exact match, which for them is the same rule.
@@ -57,7 +57,7 @@ class Rejection(Match):
 
 
 class Block(Rejection):
-    """Block verification (arXiv 2403.10444, algorithm 2): the guesses of a chain are judged together, and the
+    """Block verification (arXiv 2403.10444): the guesses of a chain are judged together, and the
     longest prefix that passes is kept; never fewer in the mean than by rejection."""
 
     def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
