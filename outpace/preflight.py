@@ -118,7 +118,7 @@ def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINE
         fault, note = faults.get(check, ""), strange.get(check, "")
         if fault:
             cells = {e: Cell("wrong", c.said) if c.state == "same" else c for e, c in cells.items()}
-        said, mend = meant.get(check) or shared, _mend(name, draft, cells)
+        said, mend = meant.get(check) or shared, _mend(check, name, draft, cells)
         rows.append(Row(check=check, said=said, cells=cells, fault=fault, note=note, mend=mend))
     return Preflight(
         path=str(path), format=name, kind=kind, target=target.path, rows=rows, refused=refused, notes=notes
@@ -201,8 +201,11 @@ def _remark(engine: str, check: str, name: str | None, draft: Description) -> Ce
     return None
 
 
-def _mend(name: str, draft: Description | None, cells: dict[str, Cell]) -> str:
+def _mend(check: str, name: str, draft: Description | None, cells: dict[str, Cell]) -> str:
+    """Nothing mends what an engine cannot do, however it is written."""
     parted = [e for e, c in cells.items() if c.state == "differs"]
+    if draft is not None:
+        parted = [e for e in parted if _remark(e, check, name, draft) is None]
     if draft is None or not parted:
         return ""
     direct = [e for e in parted if e in FORMATS[name].engines]

@@ -7,6 +7,7 @@ from outpace.bench.gate_decoding import gold_labels, position_offsets
 from outpace.bench.gate_forwards import Gate, cached_targets, later_slots, one_token
 from outpace.bench.timed import Prompts
 from outpace.drafts.dflash import DFlash
+from outpace.drafts.proposal import Draft
 from outpace.models.decoder import Decoder
 from outpace.teacher.store import TeacherCache
 
@@ -25,7 +26,7 @@ class GateSettings:
 
 def run_gates(
     target: Decoder,
-    draft: DFlash | None,
+    draft: DFlash | Draft | None,
     cache: TeacherCache | None,
     prompts: Prompts,
     settings: GateSettings | None = None,
@@ -38,7 +39,7 @@ def run_gates(
     """
     s = settings or GateSettings()
     block = draft.block_size if draft is not None else s.block_size
-    bound = None if draft is None else draft.bind(target)
+    bound = draft.bind(target) if isinstance(draft, DFlash) else draft
     steps: tuple[Callable[[], Gate], ...] = (
         lambda: cached_targets(target, cache, block, s.samples),
         lambda: later_slots(target, prompts, block),

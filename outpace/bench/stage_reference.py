@@ -14,14 +14,23 @@ Tensors = Mapping[str, Tensor]  # a draft's tensors, by the names of z-lab (DFla
 Stages = dict[str, Tensor]  # what is computed on the way, in order
 
 
+PIECE = 2**24  # weights taken to float64 at a time: a head may have 600 million
+
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, C] @ weight [N, C]^T -> [T, N]."""
+    rows = weight.split(max(PIECE // weight.shape[1], 1))
+    return torch.cat([x @ part.double().T for part in rows], dim=-1)
+
+
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight.double()
 
 
 def mlp(x: Tensor, w: Tensors, at: str) -> Tensor:
-    gate = x @ w[f"{at}mlp.gate_proj.weight"].double().T
-    up = x @ w[f"{at}mlp.up_proj.weight"].double().T
-    return (gate / (1 + torch.exp(-gate)) * up) @ w[f"{at}mlp.down_proj.weight"].double().T
+    gate = times(x, w[f"{at}mlp.gate_proj.weight"])
+    up = times(x, w[f"{at}mlp.up_proj.weight"])
+    return times(gate / (1 + torch.exp(-gate)) * up, w[f"{at}mlp.down_proj.weight"])
 
 
 def frequencies(rope: RopeConfig, D: int) -> tuple[list[float], float]:
@@ -81,7 +90,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
 
 
 def heads(x: Tensor, w: Tensors, name: str, D: int) -> Tensor:
-    projected = x @ w[f"{name}.weight"].double().T
+    projected = times(x, w[f"{name}.weight"])
     if f"{name}.bias" in w:
         projected = projected + w[f"{name}.bias"].double()
     return projected.unflatten(-1, (-1, D))
@@ -98,7 +107,7 @@ def eagle3_feature(w: Tensors, c: Eagle3Config, states: list[Tensor]) -> Tensor:
     joined = torch.cat(states, dim=-1)
     if c.norm_before_fc:
         joined = norm(joined, w["input_norm.weight"], c.rms_norm_eps)
-    return joined @ w["fc.weight"].double().T
+    return times(joined, w["fc.weight"])
 
 
 def eagle3_stages(
@@ -125,54 +134,64 @@ def eagle3_stages(
             read = torch.cat((token, normed), dim=-1)
         q, k, v = (heads(read, w, f"{at}self_attn.{name}_proj", D) for name in "qkv")
         mixed = attention(turned(q, positions, c.rope), turned(k, positions, c.rope), v, sees)
-        found[f"attention {i}"] = mixed @ w[f"{at}self_attn.o_proj.weight"].double().T
+        found[f"attention {i}"] = times(mixed, w[f"{at}self_attn.o_proj.weight"])
         x = residual + found[f"attention {i}"]
         found[f"mlp {i}"] = mlp(norm(x, w[f"{at}post_attention_layernorm.weight"], eps), w, at)
         x = x + found[f"mlp {i}"]
     found["hidden"] = x
     found["before the head"] = norm(x, w["norm.weight"], eps)
-    found["logits"] = found["before the head"] @ head.double().T
+    found["logits"] = times(found["before the head"], head)
     return found
 
 
-# ---- DFlash (arXiv 2602.06036) -------------------------------------------------------------------------
+# ---- DFlash (arXiv 2602.06036; its convolutions: inco.ai/blog/dflash2) -----------------------------------
 
 
 def dflash_stages(
-    w: Tensors,
-    c: DFlashConfig,
-    states: list[Tensor],
-    block: Tensor,
-    first: int,
-    head: Tensor,
+    w: Tensors, c: DFlashConfig, states: list[Tensor], block: Tensor, first: int, head: Tensor
 ) -> Stages:
     """states: per layer of target_layer_ids [S, C], of the verified tokens; block [B, C]: the embeddings of
     the anchor and its MASKs, which stand right after them. The verified text begins at rotary position first.
-    head [V, C]."""
+    head [N, C]."""
     S, B, D, eps = len(states[0]), len(block), c.head_dim, c.rms_norm_eps
     positions = list(range(first, first + S + B))
-    found: Stages = {"fc": torch.cat([x.double() for x in states], dim=-1) @ w["fc.weight"].double().T}
+    found: Stages = {"fc": times(torch.cat([x.double() for x in states], dim=-1), w["fc.weight"])}
     context = norm(found["fc"], w["hidden_norm.weight"], eps)
     x = block.double()
     key, query = torch.arange(S + B), torch.arange(S, S + B)[:, None]
     for i in range(c.num_layers):
-        at = f"layers.{i}."
-        window = c.window(i)
-        sees = key < S + B if not (window and c.causal) else key <= query
-        sees = (sees & (key > query - window) if window else sees).expand(B, -1)
-        read = norm(x, w[f"{at}input_layernorm.weight"], eps)
+        at, window = f"layers.{i}.", c.window(i)
+        sees = (key <= query if c.hides(i) else key >= 0) & (key > query - (window or S + B))
+        normed = norm(x, w[f"{at}input_layernorm.weight"], eps)
+        read = convolved(normed, normed, w, f"{at}attention_conv", 0)
         rows = torch.cat((context, read))
         q = norm(heads(read, w, f"{at}self_attn.q_proj", D), w[f"{at}self_attn.q_norm.weight"], eps)
         k = norm(heads(rows, w, f"{at}self_attn.k_proj", D), w[f"{at}self_attn.k_norm.weight"], eps)
         v = heads(rows, w, f"{at}self_attn.v_proj", D)
         mixed = attention(turned(q, positions[S:], c.rope), turned(k, positions, c.rope), v, sees)
-        out = mixed @ w[f"{at}self_attn.o_proj.weight"].double().T
+        out = times(mixed, w[f"{at}self_attn.o_proj.weight"])
         if f"{at}self_attn.o_proj.bias" in w:
             out = out + w[f"{at}self_attn.o_proj.bias"].double()
-        found[f"attention {i}"] = out
-        x = x + out
-        found[f"mlp {i}"] = mlp(norm(x, w[f"{at}post_attention_layernorm.weight"], eps), w, at)
+        found[f"attention {i}"] = convolved(out, normed, w, f"{at}attention_conv", 1)
+        x = x + found[f"attention {i}"]
+        normed = norm(x, w[f"{at}post_attention_layernorm.weight"], eps)
+        out = mlp(convolved(normed, normed, w, f"{at}mlp_conv", 0), w, at)
+        found[f"mlp {i}"] = convolved(out, normed, w, f"{at}mlp_conv", 1)
         x = x + found[f"mlp {i}"]
     found["before the head"] = norm(x, w["norm.weight"], eps)
-    found["logits"] = found["before the head"] @ head.double().T
+    found["logits"] = times(found["before the head"], head)
     return found
+
+
+def convolved(x: Tensor, read: Tensor, w: Tensors, name: str, side: int) -> Tensor:
+    """x [B, C]; the coefficients are read off `read` [B, C]. As it is where the draft has no convolutions."""
+    if f"{name}.base_kernel" not in w:
+        return x
+    base = w[f"{name}.base_kernel"][side].double()  # [taps, C]
+    delta = times(read, w[f"{name}.kernel_projection.weight"]).unflatten(-1, (2, len(base), -1))[:, side]
+    each = x.shape[1] // delta.shape[-1]  # channels of a group
+    out = torch.zeros_like(x)
+    for i in range(len(x)):
+        for t in range(min(len(base), i + 1)):
+            out[i] += (base[t] + delta[i, t].repeat_interleave(each)) * x[i - t]
+    return out

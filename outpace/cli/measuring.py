@@ -16,29 +16,63 @@ def verify(
     draft: Draft = "default",
     cache: Annotated[Path | None, typer.Option(help="Teacher cache folder.")] = None,
     prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 8,
+    stages: Annotated[
+        bool,
+        typer.Option("--stages", help="Instead: the draft's forward, stage by stage, beside a plain one."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """The gates: is the cache the target's, is the verify causal, does it accept what it must?
 
-    Exits 1 where a gate fails.
+    With --stages, the draft on 64 tokens of each prompt: fc, attention, MLP, head, against the equations in
+    float64, read from its files. Exits 1 where a gate fails, or a stage is not the reference's.
 
-    [bold]Example[/bold]: outpace verify --target default --draft default --cache work/cache
+    [bold]Examples[/bold]: outpace verify --target default --draft default --cache work/cache
+    outpace verify --target gpt-oss-20b --draft eagle3 --stages --prompts 2
     """
     from outpace.bench.gates import failed, run_gates
     from outpace.bench.prompts import held_out_prompts
     from outpace.corpus import read_corpus, split
-    from outpace.load import open_dflash, open_target
+    from outpace.load import open_draft, open_target
     from outpace.show import gates_as_json, show_gate
     from outpace.teacher.store import TeacherCache
 
+    if stages:
+        if cache is not None:
+            raise ValueError("--stages reads no teacher cache: leave --cache out")
+        _verify_stages(target, draft, prompts, as_json)
+        return
     loaded, tokenizer = open_target(target)
     texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 256)
     teacher = None if cache is None else TeacherCache.open(cache)
     on_gate = None if as_json else (lambda gate: show_gate(gate, console))
-    gates = run_gates(loaded, open_dflash(draft, tokenizer), teacher, texts, on_gate=on_gate)
+    bound = None if draft == "ngram" else open_draft(draft, loaded, tokenizer)
+    gates = run_gates(loaded, bound, teacher, texts, on_gate=on_gate)
     if as_json:
         print(json.dumps(gates_as_json(gates), indent=2))
     if failed(gates):
+        raise typer.Exit(1)
+
+
+def _verify_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.bench.stages import compare_stages, show_stages
+    from outpace.corpus import read_corpus, split
+    from outpace.drafts.files import read_draft
+    from outpace.drafts.load import build_draft
+    from outpace.load import draft_folder, loaded_files, open_target
+
+    if draft in ("none", "ngram"):
+        raise ValueError(f"--draft {draft} has no stages: name a DFlash or an EAGLE-3")
+    loaded, tokenizer = open_target(target)
+    files = read_draft(draft_folder(draft), loaded_files(loaded, tokenizer))[1]
+    texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 65)
+    found = compare_stages(build_draft(files), files, loaded, texts)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        show_stages(found, console)
+    if not found.passed:
         raise typer.Exit(1)
 
 

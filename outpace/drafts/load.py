@@ -12,6 +12,7 @@ from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.files import DFLASH, FORMATS, detect, read_draft
 from outpace.drafts.formats import (
+    Description,
     DFlashDraft,
     Eagle3Config,
     Eagle3Draft,
@@ -83,6 +84,11 @@ def load_draft(
     if FORMATS[detect(path)].kind == DFLASH:
         target = None  # it has no embedding or head of its own
     found = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
+    return build_draft(found)
+
+
+def build_draft(found: Description) -> DFlash | Eagle3:
+    """What a file of any format describes -> the module."""
     return build_dflash(found) if isinstance(found, DFlashDraft) else build_eagle3(found)
 
 

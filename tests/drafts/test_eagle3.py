@@ -22,6 +22,7 @@ from outpace.export import export_draft
 from outpace.load import loaded_files, open_draft, open_target
 from outpace.models.load import named_tensors
 from outpace.ops.attention import attend, causal, causal_attend
+from outpace.preflight import Cell, preflight
 from outpace.weights.checkpoint import LoadError
 
 B, T = 2, 13
@@ -175,6 +176,26 @@ def test_save_and_load_come_back(changes, tmp_path):
     save_eagle3(draft, tmp_path / "draft")
     stored = load_file(tmp_path / "draft" / "model.safetensors")
     assert stored["fc.weight"].dtype == torch.bfloat16 and stored["d2t"].dtype == torch.int64
+
+
+def test_what_engines_make_of_more_than_eagle3(tmp_path):
+    """Layers after the first and guesses in one pass: who runs less of it is named, and nothing mends it."""
+    files = samples.target_files(tmp_path / "target")
+    draft = samples.eagle3(num_layers=2, parallel=True, mask_token_id=samples.MASK)
+    export_draft(draft, "sglang-eagle3", tmp_path / "draft", files)
+    rows = {row.check: row for row in preflight(tmp_path / "draft", files).rows}
+    states = {
+        check: {e: c.state for e, c in rows[check].cells.items()}
+        for check in ("layers", "one pass", "layer ids")
+    }
+    for check, theirs in (("layers", "1"), ("one pass", "no, step by step")):
+        assert rows[check].cells["SGLang"] == Cell("differs", theirs) and rows[check].mend == ""
+        assert (states[check]["vLLM"], states[check]["llama.cpp"]) == ("same", "refuses")
+    assert states["layer ids"]["SGLang"] == "same"
+    learnt = samples.eagle3(parallel=True)
+    export_draft(learnt, "sglang-eagle3", tmp_path / "learnt", files)
+    found = preflight(tmp_path / "learnt", files)
+    assert next(r for r in found.rows if r.check == "one pass").cells["vLLM"].state == "refuses"
 
 
 # ---- opened ------------------------------------------------------------------------------------------

@@ -1,0 +1,258 @@
+"""A draft's forward taken apart and laid beside the plain reference: where does it first go wrong?"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from outpace.bench.stage_reference import Stages, dflash_stages, eagle3_feature, eagle3_stages
+from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
+from outpace.drafts.eagle3 import Eagle3, Eagle3Layer
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.formats import EMBEDDING, HEAD, Description, DFlashDraft, Eagle3Draft
+from outpace.models.decoder import Decoder
+from outpace.ops.attention import attend_view
+
+TIE = 1e-4  # of the largest logit: two that lie closer may change places by rounding
+TOP = 5
+GUESSES = 4  # of a draft that makes them in one pass
+# the least cosine that is no mistake, in each precision of the activations
+LEAST = {torch.float32: 1 - 1e-6, torch.bfloat16: 0.995, torch.float16: 0.9995}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """cosine: the least of any row. error: the largest difference; size: the largest number there."""
+
+    name: str
+    cosine: float
+    error: float
+    size: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """argmax: share of the rows with the same likeliest token, or a tie; ties: rows where it was one;
+    top: mean share of the reference's 5 likeliest that are among ours."""
+
+    kind: str
+    rows: int
+    stages: list[Stage]
+    argmax: float
+    ties: int
+    top: float
+    least: float  # the least cosine that passes
+
+    @property
+    def passed(self) -> bool:
+        return self.argmax == 1 and all(stage.cosine >= self.least for stage in self.stages)
+
+    @property
+    def first_wrong(self) -> str | None:
+        return next((stage.name for stage in self.stages if stage.cosine < self.least), None)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed, "first_wrong": self.first_wrong}
+
+
+@torch.inference_mode()
+def compare_stages(
+    draft: DFlash | Eagle3,
+    files: Description,
+    target: Decoder,
+    texts: Sequence[Sequence[int]],
+    offset: int = 0,
+) -> Staged:
+    """The draft's own forward, as it serves, on the target's states of each text, against the reference on
+    the same states, in float64 and from what the draft's files hold. All of a text but its last token is
+    verified; rotary positions begin at `offset`.
+
+    Raises ValueError for texts of fewer than two tokens, and without any.
+    """
+    if not texts or min(len(text) for text in texts) < 2:
+        raise ValueError("a draft is taken apart on texts of at least two tokens")
+    pairs = [_stages(draft, files, target, list(text), offset) for text in texts]
+    ours, theirs = (
+        {name: torch.cat([side[which][name].double() for side in pairs]) for name in pairs[0][0]}
+        for which in (0, 1)
+    )
+    stages = [
+        Stage(
+            name,
+            float(torch.cosine_similarity(ours[name], theirs[name], dim=-1).min()),
+            float((ours[name] - theirs[name]).abs().max()),
+            float(theirs[name].abs().max()),
+        )
+        for name in ours
+    ]
+    said, right = ours["logits"], theirs["logits"]
+    best = right.amax(-1)
+    chosen = right.gather(-1, said.argmax(-1, keepdim=True))[:, 0]
+    differ = said.argmax(-1) != right.argmax(-1)
+    tied = differ & (best - chosen < TIE * right.abs().amax(-1))
+    k = min(TOP, right.shape[-1])
+    mine, wanted = said.topk(k).indices, right.topk(k).indices
+    return Staged(
+        kind="DFlash" if isinstance(draft, DFlash) else "EAGLE-3",
+        rows=len(said),
+        stages=stages,
+        argmax=float((~differ | tied).double().mean()),
+        ties=int(tied.sum()),
+        top=float((mine[:, :, None] == wanted[:, None]).any(1).double().mean()),
+        least=LEAST.get(target.dtype, 0.995),
+    )
+
+
+def _stages(
+    draft: DFlash | Eagle3, files: Description, target: Decoder, text: list[int], offset: int
+) -> tuple[Stages, Stages]:
+    """(ours, the reference's), by the same names, each [rows, ...]."""
+    verified = torch.tensor([text[:-1]], device=target.device)
+    aux = target(verified, aux=draft.target_layer_ids, offset=offset).aux
+    assert aux is not None
+    given = target, verified, aux, text[-1], offset
+    if isinstance(draft, DFlash):
+        assert isinstance(files, DFlashDraft)
+        return _dflash(draft, files, *given)
+    assert isinstance(files, Eagle3Draft)
+    return _eagle3(draft, files, *given)
+
+
+def _cpu(x: Tensor) -> Tensor:
+    return x.detach().cpu()
+
+
+# ---- EAGLE-3 -----------------------------------------------------------------------------------------
+
+
+def _eagle3(
+    draft: Eagle3,
+    files: Eagle3Draft,
+    target: Decoder,
+    verified: Tensor,
+    aux: Tensor,
+    last: int,
+    offset: int,
+) -> tuple[Stages, Stages]:
+    """Every pair of the text, and behind them, where the draft guesses in one pass, its masks."""
+    config = draft.config
+    following = torch.cat((verified[:, 1:], verified.new_tensor([[last]])), dim=1)
+    embeds, features = draft.embed(following, target), draft.fuse(aux)
+    more = GUESSES - 1 if config.parallel else 0
+    if more:
+        masks = (mask.expand(1, more, -1) for mask in draft.masks(target))
+        embeds, features = (torch.cat(both, dim=1) for both in zip((embeds, features), masks, strict=True))
+    T = features.shape[1]
+    cache = BoundEagle3(draft, target, Shape()).begin(1, T, offset).cache
+    step, heard = cache.begin(T), []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        view = cache.layers[layer].append(k, v, step)
+        heard.append(attend_view(q, view, step, config.sliding_window, None, config.head_dim**-0.5))
+        return heard[-1]
+
+    cos, sin = draft.rope(step.positions + offset)
+    hidden = draft(embeds, features, cos, sin, attend)
+    ours, x = {"fc": features}, features
+    for i, (layer, mixed) in enumerate(zip(draft.layers, heard, strict=True)):
+        assert isinstance(layer, Eagle3Layer)
+        if layer.hidden_norm is not None and layer.norm_before_residual:
+            x = layer.hidden_norm(x)
+        ours[f"attention {i}"] = layer.o_proj(mixed)
+        x = x + ours[f"attention {i}"]
+        ours[f"mlp {i}"] = layer.mlp(layer.post_attention_layernorm(x))
+        x = x + ours[f"mlp {i}"]
+    assert torch.equal(x, hidden), "these are the stages of the forward that serves"
+    ours |= {"hidden": hidden, "fed back": draft.feedback(hidden), "before the head": draft.norm(hidden)}
+    ours["logits"] = draft.head(hidden, target)
+
+    w, config = files.tensors, files.config
+    told = eagle3_feature(w, config, [_cpu(x) for x in aux[:, 0]])
+    if more:
+        states = w["mask_hidden"].view(len(config.layer_ids), 1, -1)
+        told = torch.cat((told, eagle3_feature(w, config, list(states)).expand(more, -1)))
+    said = following[0].tolist() + [config.mask_token_id or 0] * more
+    tokens = w[EMBEDDING][said] if files.own_embedding else _cpu(target.embed(following.new_tensor(said)))
+    if "mask_embedding" in w:
+        tokens = torch.cat((tokens[: T - more], w["mask_embedding"].expand(more, -1)))
+    head = w[HEAD] if files.own_head else _cpu(target.dense_head)
+    theirs = eagle3_stages(w, config, told, tokens, offset, head)
+    theirs["fed back"] = theirs["before the head"] if config.norm_output else theirs["hidden"]
+    return {name: _cpu(x[0]) for name, x in ours.items()}, {name: theirs[name] for name in ours}
+
+
+# ---- DFlash ------------------------------------------------------------------------------------------
+
+
+def _dflash(
+    draft: DFlash,
+    files: DFlashDraft,
+    target: Decoder,
+    verified: Tensor,
+    aux: Tensor,
+    last: int,
+    offset: int,
+) -> tuple[Stages, Stages]:
+    """One block behind the text; its context's states after fc, and every stage of its rows."""
+    config, S = draft.config, verified.shape[1]
+    session = DFlashSession(draft, target, 1, S, offset)
+    session.observe(verified, aux, [S])
+    block = draft.embed_block(verified.new_tensor([last]), target)
+    step, heard = session.cache.begin(draft.block_size, both_ways=True), []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sees = replace(step, both_ways=not config.hides(layer))
+        view = session.cache.layers[layer].append(k, v, sees)
+        heard.append(attend_view(q, view, sees, config.window(layer), None, config.head_dim**-0.5))
+        return heard[-1]
+
+    cos, sin = draft.rope(step.storage + offset)
+    hidden = draft.denoise(block, cos, sin, attend)
+    ours, x = {"fc": draft.fc(aux.permute(1, 2, 0, 3).flatten(2))}, block
+    for i, (layer, mixed) in enumerate(zip(draft.layers, heard, strict=True)):
+        assert isinstance(layer, DFlashLayer)
+        out = layer.o_proj(mixed)
+        if layer.attention_conv is not None:
+            out = layer.attention_conv.after(out, layer.attention_conv.before(layer.input_layernorm(x))[1])
+        ours[f"attention {i}"], x = out, x + out
+        read = layer.post_attention_layernorm(x)
+        if layer.mlp_conv is None:
+            out = layer.mlp(read)
+        else:
+            read, delta = layer.mlp_conv.before(read)
+            out = layer.mlp_conv.after(layer.mlp(read), delta)
+        ours[f"mlp {i}"], x = out, x + out
+    assert torch.equal(draft.norm(x), hidden), "these are the stages of the forward that serves"
+    ours |= {"before the head": hidden, "logits": session.head.logits(hidden)}
+
+    w, head = files.tensors, _cpu(target.dense_head)
+    if "d2t" in w:
+        head = head[w["d2t"] + torch.arange(len(w["d2t"]))]
+    states = [_cpu(x) for x in aux[:, 0]]
+    theirs = dflash_stages(w, files.config, states, _cpu(block[0]), offset, head)
+    return {name: _cpu(x[0]) for name, x in ours.items()}, theirs
+
+
+def show_stages(found: Staged, console: Console) -> None:
+    table = Table("stage", "least cosine", "max error", "max size", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for stage in found.stages:
+        style = "" if stage.cosine >= found.least else "bold red"
+        # 9 digits: the difference to 1 is what is looked at
+        table.add_row(
+            stage.name, f"{stage.cosine:.9f}", f"{stage.error:.2e}", f"{stage.size:.3g}", style=style
+        )
+    console.print(f"[bold]{found.kind}[/bold], {found.rows} rows of logits, against float64", highlight=False)
+    console.print(table)
+    said = f"likeliest token: {found.argmax:.2%} the same ({found.ties} ties); "
+    console.print(f"{said}of the {TOP} likeliest: {found.top:.2%}", highlight=False)
+    if found.passed:
+        console.print("every stage is the reference's", style="green")
+    else:
+        wrong = f"it first goes wrong at {found.first_wrong}" if found.first_wrong else "other tokens win"
+        console.print(wrong, style="bold red")
