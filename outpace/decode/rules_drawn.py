@@ -1,5 +1,4 @@
-"""Rules for guesses that a draft drew from a distribution q: rejection, on chains and trees, and block
-verification, on chains."""
+"""Rules for guesses drawn from a q: rejection, of chains and trees, and block verification, of chains."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""The coupled rule: one seed, one text, whatever drafts and however it is batched; and the repetition
-penalty, at temperature 0 too."""
+"""The coupled rule: one seed, one text, whatever the draft and the batch; the repetition penalty, too."""
 
 import dataclasses
 import functools

@@ -1,5 +1,4 @@
-"""Every rule gives the target's distribution, to a table of probabilities: chains and trees, every way of
-sampling; and rules that are slightly wrong do not."""
+"""Every rule against tables of probabilities, on chains and trees; and rules that are slightly wrong."""
 
 import dataclasses
 

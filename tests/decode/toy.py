@@ -1,5 +1,4 @@
-"""A target and a draft that are tables over a tiny vocabulary: rounds of thousands of rows cost nothing, and
-every probability is known."""
+"""A target and a draft that are tables over a tiny vocabulary: thousands of rows, every chance known."""
 
 import math
 
