@@ -19,6 +19,11 @@ from outpace.cli.app import (
     train_app,
 )
 
+Loss = Annotated[
+    str | None,
+    typer.Option(help="ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv (docs/losses.md)."),
+]
+
 
 @train_app.command("target")
 def train_target(
@@ -67,7 +72,11 @@ def train_dflash(
     target: Target = "default",
     recipe: Recipe = None,
     set_: Set = None,
-    weights: Annotated[str | None, typer.Option(help="'decay' or 'dpace'.")] = None,
+    loss: Loss = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Of a block's positions: dpace, dpace-soft, decay, auf or flat (docs/losses.md)."),
+    ] = None,
     init: Annotated[
         str | None,
         typer.Option(
@@ -78,7 +87,11 @@ def train_dflash(
 ) -> None:
     """Train a DFlash draft from a teacher cache. Resumes where it was stopped.
 
-    [bold]Example[/bold]: outpace train dflash --cache work/cache --out work/dflash --weights dpace
+    A loss other than ce compares with the target's distribution: the cache needs final states
+    (outpace teacher build --final).
+
+    [bold]Examples[/bold]: outpace train dflash --cache work/cache --out work/dflash --weights dpace
+    outpace train dflash --cache work/cache --out work/dflash --loss 0.1*ce+0.9*tv --set selector=64
     """
     from outpace.bench.prompts import held_out_prompts
     from outpace.corpus import read_corpus, split
@@ -88,16 +101,63 @@ def train_dflash(
     from outpace.train import dflash
     from outpace.train.publish import read_provenance
 
-    settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **({"weights": weights} if weights else {}))
+    given = {name: said for name, said in (("loss", loss), ("weights", weights)) if said is not None}
+    settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **given)
     if init in ("none", "ngram"):
         raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
     loaded, tokenizer = open_target(target)
-    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
+    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded), final=settings.final)
     _, held_out = split(read_corpus(corpus))
     prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
     start = None if init is None else open_dflash(init, tokenizer)
     before = None if init is None else read_provenance(draft_folder(init))
     dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out, init=start, started_from=before)
+    console.print(f"{out / 'draft'}: saved")
+
+
+@train_app.command("eagle3")
+def train_eagle3(
+    cache: Annotated[Path, typer.Option(help="Teacher cache folder (outpace teacher build --final).")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the draft is out/draft.")],
+    target: Target = "default",
+    recipe: Recipe = None,
+    set_: Set = None,
+    loss: Loss = None,
+    init: Annotated[
+        str | None, typer.Option(help="Go on from this EAGLE-3, in any known format: its sizes stand.")
+    ] = None,
+    corpus: Corpus = None,
+) -> None:
+    """Train an EAGLE-3 draft from a teacher cache, over its own guesses. Resumes where it was stopped.
+
+    The same caches serve that DFlash learns from. Its loss is kl where none is named, which needs final
+    states (outpace teacher build --final); ce does without. --set parallel=true makes a P-EAGLE, which
+    guesses in one pass.
+
+    [bold]Examples[/bold]: outpace train eagle3 --cache work/cache --out work/eagle3 --set draft_vocab=2048
+    outpace train eagle3 --cache work/cache --out work/lk --loss lk --recipe recipes/eagle3-default.toml
+    outpace train eagle3 --cache work/cache --out work/p-eagle --recipe recipes/p-eagle.toml
+    """
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.corpus import read_corpus, split
+    from outpace.drafts.eagle3 import Eagle3
+    from outpace.load import draft_folder, open_target, open_weights
+    from outpace.models.load import fingerprint
+    from outpace.teacher.store import TeacherCache
+    from outpace.train import eagle3
+    from outpace.train.publish import read_provenance
+
+    settings = recipe_settings(eagle3.Eagle3Recipe, recipe, set_, **({} if loss is None else {"loss": loss}))
+    loaded, tokenizer = open_target(target)
+    start = None if init is None else open_weights(init, loaded, tokenizer)
+    if init is not None and not isinstance(start, Eagle3):
+        raise ValueError(f"--init {init}: it is no EAGLE-3; name the folder of one")
+    before = None if init is None else read_provenance(draft_folder(init))
+    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded), final=settings.final)
+    _, held_out = split(read_corpus(corpus))
+    prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
+    assert start is None or isinstance(start, Eagle3)
+    eagle3.train_eagle3(settings, loaded, tokenizer, teacher, prompts, out, init=start, started_from=before)
     console.print(f"{out / 'draft'}: saved")
 
 
@@ -117,7 +177,8 @@ def teacher_build(
 ) -> None:
     """Let the target answer prompts of the corpus and keep its hidden states. Resumes after a kill.
 
-    [bold]Example[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
+    [bold]Examples[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
+    outpace teacher build --out work/cache --recipe recipes/teacher-default.toml --final
     """
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target

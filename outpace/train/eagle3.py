@@ -73,6 +73,11 @@ class Eagle3Recipe(TrainingRecipe):
                 f"{self.steps_ahead}: make it larger, or 0 for none"
             )
 
+    @property
+    def final(self) -> bool:
+        """Whether training needs the target's final states."""
+        return needs_target(self.loss)
+
     def config(self, target: Decoder, tokenizer: Tokenizer, held: tuple[int, ...]) -> Eagle3Config:
         """`held`: the layers whose states the cache holds. Raises ValueError where the mask token is not in
         the vocabulary."""
@@ -146,7 +151,7 @@ class Course:
     def judged(self, rows: list[Any], keep: float, rng: torch.Generator) -> tuple[Judged, int]:
         """Of these samples, and how many tokens they have. keep 1: every index at every step."""
         recipe = self.recipe
-        texts = gather(rows, recipe.row_tokens, self.layers, final=needs_target(recipe.loss))
+        texts = gather(rows, recipe.row_tokens, self.layers, final=recipe.final)
         texts = texts.to(self.target.device)
         indices = thinned(len(texts.at), recipe.steps_ahead, keep, rng)
         indices = [chosen.to(self.target.device) for chosen in indices]
@@ -210,7 +215,7 @@ def train_eagle3(
     layers = features(draft.config.layer_ids, target, held, width)
     BoundEagle3(draft, target)
     target.requires_grad_(False)
-    if needs_target(recipe.loss) and cache.sample(0).final is None:
+    if recipe.final and cache.sample(0).final is None:
         raise ValueError(
             f"loss {recipe.loss!r} compares with the target's distribution, and the cache holds no final "
             "states: build one with `teacher build --final`, or take loss ce"
