@@ -22,7 +22,7 @@ from outpace.models.blocks import MLP, Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 from outpace.ops.linear import linear
-from outpace.ops.quant import Joined, Weight
+from outpace.ops.quant import Joined, Quant, Weight
 from outpace.ops.rope import inverse_frequencies, rope_tables, rotate_heads
 
 # (layer, q [B,T,H,D], k [B,K,T,D], v [B,K,T,D]) of a block -> [B,T,H*D]
@@ -197,8 +197,9 @@ class BoundDFlash:
 
     @cached_property
     def head(self) -> Head:
-        """Formed once: a reduced vocabulary takes its rows out of the target's head."""
-        return Head.of(self.target, self.draft.d2t)
+        """Formed once: a reduced vocabulary takes its rows out of the target's head, packed where the draft
+        is."""
+        return Head.of(self.target, self.draft.d2t, packed=isinstance(self.draft.fc.weight, Quant))
 
     def begin(self, batch: int, length: int, offset: int = 0) -> "DFlashSession":
         return DFlashSession(self.draft, self.target, batch, length, offset, self.head)

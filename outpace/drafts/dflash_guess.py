@@ -7,10 +7,11 @@ from torch import Tensor
 
 from outpace.drafts.choice import Choice, Likeliest
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
+from outpace.drafts.dflash_lean import pack, packs
 from outpace.models.decoder import Decoder
 from outpace.ops.candidates import likeliest, walk
 from outpace.ops.linear import linear
-from outpace.ops.quant import Weight
+from outpace.ops.quant import Joined, Weight
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class Head:
     vocab_size: int  # the target's
 
     @staticmethod
-    def of(target: Decoder, d2t: Tensor | None) -> "Head":
-        """d2t [N]: offsets, row i stands for the token i + d2t[i]."""
+    def of(target: Decoder, d2t: Tensor | None, packed: bool = False) -> "Head":
+        """d2t [N]: offsets, row i stands for the token i + d2t[i]. `packed`: rows of the draft's own are
+        kept in 8-bit blocks."""
+        weight, V = target.head, target.config.vocab_size
         if d2t is None:
-            return Head(target.head, None, target.config.vocab_size)
-        ids = d2t + torch.arange(len(d2t), device=d2t.device)
-        return Head(target.head[ids.to(target.device)], ids.to(target.device), target.config.vocab_size)  # type: ignore[index]
+            return Head(weight, None, V)
+        assert not isinstance(weight, Joined), "a head is one matrix"
+        ids = (d2t + torch.arange(len(d2t), device=d2t.device)).to(target.device)
+        rows = weight[ids]
+        return Head(pack(rows) if packed and packs(rows) else rows, ids, V)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] -> [..., N]."""

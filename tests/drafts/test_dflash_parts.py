@@ -1,5 +1,6 @@
 """DFlash 2's and DSpark's parts against plain re-implementations; at their start they change nothing."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -10,9 +11,12 @@ from test_dflash import CONFIG, random_draft
 from outpace.drafts.choice import Drawn, Likeliest
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_guess import Head, survival
+from outpace.drafts.dflash_lean import quantised
+from outpace.models.blocks import Linear
 from outpace.models.config import FULL, WINDOW
 from outpace.ops import block_conv as conv
 from outpace.ops.candidates import likeliest, reference_likeliest, reference_walk, walk
+from outpace.ops.quant import Quant
 from outpace.ops.sampling import Sampling
 
 CONV = {"conv_kernel_size": 2, "conv_group_size": 12}
@@ -316,3 +320,29 @@ def test_a_reduced_vocabulary_says_what_the_whole_one_says_of_its_words():
 def test_parts_that_do_not_fit(changes, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(CONFIG, **changes)
+
+
+# ---- fewer bytes -----------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_packed_weights_round_by_half_a_step_and_compute_the_same():
+    target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, **WORDS, num_heads=8, head_dim=8)
+    packed, last = quantised(draft), tiny.tokens(2, seed=4)
+    unpacked = copy.deepcopy(draft)
+    for name, module in packed.named_modules():
+        if isinstance(module, Linear) and isinstance(module.weight, Quant):
+            unpacked.get_submodule(name).weight.copy_(module.weight.dense())
+    one, other = session_of(unpacked, target), session_of(packed, target)
+    torch.testing.assert_close(one.block_hidden(last), other.block_hidden(last), atol=1e-4, rtol=1e-4)
+    assert not torch.equal(one.block_hidden(last), session_of(draft, target).block_hidden(last))
+    kinds = {n: isinstance(m.weight, Quant) for n, m in packed.named_modules() if isinstance(m, Linear)}
+    assert kinds["fc"] and kinds["layers.0.qkv_proj"] and kinds["layers.0.attention_conv.kernel_projection"]
+    assert not kinds["layers.0.mlp.down_proj"]  # 28 columns: no block divides them
+    weight, again = draft.fc.weight, packed.fc.weight.dense()
+    step = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    assert ((weight - again).unflatten(1, (-1, 32)).abs() <= 0.51 * step + 1e-4).all()
+    assert isinstance(other.head.weight, Quant) and not isinstance(one.head.weight, Quant)
+    assert isinstance(draft.fc.weight, torch.nn.Parameter)  # the draft itself is untouched
+    with pytest.raises(ValueError, match="q8_0"):
+        quantised(draft, "int4")

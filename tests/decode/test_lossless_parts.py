@@ -1,0 +1,54 @@
+"""Drafts with DFlash 2's and DSpark's parts say what plain decoding says: past the window, and in trees."""
+
+import pytest
+import tiny
+import torch
+from test_lossless import NEW, PROMPTS, answers, random_dflash
+
+from outpace.decode import speculative
+from outpace.decode.request import Request
+from outpace.drafts.dflash_lean import quantised
+from outpace.drafts.marginals import TreeOf
+
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 6, "selector_rank": 7, "selector_top_k": 5}
+PARTS = {
+    "DFlash 2": SECOND,
+    "DFlash 2, window": SECOND | {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9},
+    "DSpark": {"markov_rank": 9, "markov_gated": True, "confidence": True},
+    "causal": SECOND | {"causal_full": True},
+    "lean": SECOND | {"draft_vocab_size": 31, "temperatures": (1.0, 2.0, 0.5)},
+}
+
+
+def draft_for(model, name, block_size=4):
+    bound = random_dflash(model, block_size, **PARTS[name])
+    if bound.draft.d2t is not None:  # of what the target does say, and of much else
+        said = torch.tensor(sorted({t for row in answers("gpt_oss", True, 3) for t in row[:12]}))
+        others = torch.tensor([i for i in range(tiny.VOCAB) if i not in set(said.tolist())])
+        ids = torch.cat((said, others))[:31].sort().values
+        bound.draft.d2t.copy_(ids - torch.arange(31))
+    return bound
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_parts_say_the_same(family, name):
+    model, known = tiny.target(family, True), answers(family, True, 3)
+    got = speculative.generate(model, draft_for(model, name), PROMPTS, Request(max_new_tokens=NEW))
+    assert got.tokens == known
+    assert got.trace.accept_rate < 0.5  # usually wrong
+
+
+@pytest.mark.parametrize("name", ["DFlash 2", "DSpark", "lean"])
+def test_trees_of_parts_say_the_same(name):
+    model, known = tiny.target("gpt_oss", True), answers("gpt_oss", True, 3)
+    draft = TreeOf(draft_for(model, name), nodes=11, branch=4)
+    assert speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW)).tokens == known
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_packed_weights_say_the_same(family):
+    model, known = tiny.target(family, True), answers(family, True, 3)
+    bound = draft_for(model, "DFlash 2")
+    draft = quantised(bound.draft, "q8_0").bind(model)
+    assert speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW)).tokens == known
