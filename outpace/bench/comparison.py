@@ -146,7 +146,7 @@ def describe_method(opened: Opened) -> dict[str, Any]:
     return {
         "kind": opened.kind,
         "draft": opened.spec.draft,
-        "nodes": opened.spec.nodes,
+        "tree": opened.spec.tree,
         "columns": opened.draft.block_size,
         "parameters": sum(p.numel() for m in modules for p in m.parameters()),
         "bytes": sum(t.nbytes for m in modules for _, t in named_tensors(m)),
@@ -173,7 +173,7 @@ def remarks(about: dict[str, dict[str, Any]]) -> list[str]:
     """Where the comparison is not on equal data, it says so."""
     said = []
     trained = {name: a["trained"] for name, a in about.items() if a["trained"]}
-    unknown = [name for name, a in about.items() if a["kind"] != "ngram" and not a["trained"]]
+    unknown = [name for name, a in about.items() if a["kind"] != "n-gram" and not a["trained"]]
     if unknown:
         said.append(f"no provenance beside the draft of {', '.join(unknown)}: trained on nobody knows what")
     for what, key in (("teacher caches", "cache_sha256"), ("training budgets in tokens", "tokens")):

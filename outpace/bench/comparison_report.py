@@ -186,7 +186,7 @@ def _tau(report: dict[str, Any]) -> Any:
         if not r["accept_by_position"] or r["controller"]:
             continue
         name = r["method"]
-        if report["methods"][name]["nodes"]:
+        if report["methods"][name]["tree"]:
             axes.plot([r["columns"]], [r["tau"]], "D", color=colours[name], label=name)
         else:
             taus = list(accumulate(r["reached"], initial=1.0))

@@ -1,7 +1,7 @@
 """A method of a comparison: which draft, in what shape it proposes, how its guesses are judged."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs
 from outpace.decode.request import Request
 from outpace.decode.rules import RULES
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.dflash import BoundDFlash
+from outpace.drafts.dflash_parts import parts_of
+from outpace.drafts.eagle3_session import BoundEagle3
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.drafts.proposal import Draft
@@ -29,16 +31,15 @@ PLAIN = "plain"
 class MethodSpec:
     """How one row of a comparison decodes. A table of a suite's recipe.
 
-    `draft`: a place under the suite's folder of drafts, "default" or "ngram". `nodes`: columns of a tree,
-    root included; 0: a chain. `branch`: followers looked at of each depth (DFlash), or of each node
-    (EAGLE-3). `depth`: guesses in a line that an EAGLE-3 makes. `rules`: how guesses are judged above
+    `draft`: a place under the suite's folder of drafts, "default" or "ngram". `tree`, `depth`, `branch`: the
+    shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual. `rules`: how guesses are judged above
     temperature 0, where it makes a difference. `controller`: with it, without it, or both.
     """
 
     draft: str
-    nodes: int = 0
-    branch: int = 0
+    tree: int = 0
     depth: int = 0
+    branch: int = 0
     rules: tuple[str, ...] = ("match", "rejection", "gumbel")
     controller: tuple[bool, ...] = (False, True)
 
@@ -49,8 +50,8 @@ class MethodSpec:
             raise ValueError(f"a method's rules: {said}; known: {', '.join(RULES)}")
         if not self.controller or len(set(self.controller)) < len(self.controller):
             raise ValueError("a method's controller: true, false, or both, each once")
-        if min(self.nodes, self.branch, self.depth) < 0:
-            raise ValueError("a method's nodes, branch and depth: counts, or 0 for the draft's own")
+        if min(self.tree, self.branch, self.depth) < 0:
+            raise ValueError("a method's tree, depth and branch: counts, or 0 for the draft's own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,28 +98,22 @@ def open_method(
 def _open(
     name: str, spec: MethodSpec, drafts: Path, target: Decoder, tokenizer: Tokenizer, fingerprint: str
 ) -> Opened:
-    if spec.draft == "ngram":
-        if spec.nodes or spec.branch or spec.depth:
-            raise ValueError("ngram has no tree and no depth to choose")
-        return Opened(name=name, spec=spec, draft=NGram(), kind="ngram", trained={})
-    place = spec.draft if spec.draft == DEFAULT else str(drafts / spec.draft)
-    trained = provenance_of(draft_folder(place), fingerprint)
-    draft = open_draft(place, target, tokenizer)
-    assert draft is not None, "a name that stands for no weights was taken above"
-    if isinstance(draft, BoundEagle3):
-        usual = Shape()
-        depth, branch = spec.depth or usual.depth, spec.branch or (8 if spec.nodes else 1)
-        if bool(spec.nodes) != (branch > 1):
-            raise ValueError("an EAGLE-3 tree needs both nodes and a branch above 1")
-        draft = replace(draft, shape=Shape(depth=depth, branch=branch, nodes=spec.nodes))
-        kind = "P-EAGLE" if draft.draft.config.parallel else "EAGLE-3"
-        return Opened(name=name, spec=spec, draft=draft, kind=kind, trained=trained)
-    if spec.depth or (spec.branch and not spec.nodes):
-        raise ValueError("depth is an EAGLE-3's, and branch a tree's: this is a chain of a DFlash")
-    shaped: Draft = draft
-    if spec.nodes:
-        shaped = TreeOf(draft, spec.nodes, spec.branch or 16)  # type: ignore[arg-type]
-    return Opened(name=name, spec=spec, draft=shaped, kind="DFlash", trained=trained)
+    place = spec.draft if spec.draft in (DEFAULT, "ngram") else str(drafts / spec.draft)
+    trained = {} if place == "ngram" else provenance_of(draft_folder(place), fingerprint)
+    draft = open_draft(place, target, tokenizer, tree=spec.tree, depth=spec.depth, branch=spec.branch)
+    assert draft is not None, "a name that stands for no draft is no folder"
+    return Opened(name=name, spec=spec, draft=draft, kind=kind_of(draft), trained=trained)
+
+
+def kind_of(draft: BoundDFlash | BoundEagle3 | TreeOf | NGram) -> str:
+    match draft:
+        case NGram():
+            return "n-gram"
+        case BoundEagle3():
+            return "P-EAGLE" if draft.draft.config.parallel else "EAGLE-3"
+        case TreeOf(draft=BoundDFlash() as bound) | (BoundDFlash() as bound):
+            return f"DFlash, {parts_of(bound.draft.config)}".removesuffix(", none")
+    raise AssertionError(f"no kind of draft that open_draft gives: {draft}")
 
 
 def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:

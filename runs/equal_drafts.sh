@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Every draft of the comparison from one teacher cache with one budget, then the suites that compare them.
+#
+#   runs/equal_drafts.sh [TARGET] [WORK] [REPORT]       STEPS=2500 ROWS=6 SEED=1 CORPUS=folder
+#
+# The budget is counted in tokens of the texts trained on: STEPS x ROWS texts of the cache, prompts included, the
+# same texts in the same order for every draft (one seed, one walk). What a draft makes of a text is its own affair:
+# a DFlash draws anchors in it, an EAGLE-3 is unrolled over it. Each draft's provenance.json says what it came to.
+# Everything resumes: a finished draft is skipped, a stopped one goes on from its checkpoint, and so do the suites.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target="${1:-default}"
+work="${2:-work/equal-drafts}"
+report="${3:-reports/drafts/gpt-oss}"
+outpace="${OUTPACE:-.venv/bin/outpace}"
+steps="${STEPS:-2500}"
+corpus=(${CORPUS:+--corpus "$CORPUS"})
+budget=(--set "steps=$steps" --set "rows=${ROWS:-6}" --set "seed=${SEED:-1}" --set "eval_every=$(((steps + 1) / 2))")
+
+train() { # the command's name, the recipe's and the draft's
+  if [ -f "$work/$2/draft/provenance.json" ]; then
+    echo "$2: trained before, skipped"
+    return
+  fi
+  "$outpace" train "$1" --recipe "recipes/drafts/$2.toml" --target "$target" --cache "$work/cache" \
+    --out "$work/$2" "${budget[@]}" ${corpus[@]+"${corpus[@]}"}
+}
+
+compare() { # the suite, its folder
+  if [ -f "$2/report.json" ]; then
+    echo "$1: measured before, skipped: remove $2/report.json to measure again"
+    return
+  fi
+  "$outpace" bench --suite "$1" --recipe recipes/drafts/suite.toml --target "$target" --drafts "$work" \
+    --out "$2" ${corpus[@]+"${corpus[@]}"}
+}
+
+"$outpace" teacher build --recipe recipes/drafts/teacher.toml --target "$target" --out "$work/cache" \
+  ${corpus[@]+"${corpus[@]}"}
+train dflash dflash
+train dflash dflash-dpace
+train dflash dflash2
+train eagle3 eagle3
+train eagle3 p-eagle
+
+compare drafts "$report"
+compare lossless "$report/lossless"
+compare controller "$report/controller"
+"$outpace" tables docs/drafts.md

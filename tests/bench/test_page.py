@@ -1,0 +1,58 @@
+"""A page's tables are made from reports: those of docs/drafts.md agree with what is committed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outpace.bench.page import MARKED, TABLES, filled, update_page
+
+DOCS = Path(__file__).parents[2] / "docs"
+MARKERS = "<!-- table: noise r.json -->\nold\n<!-- end -->\n"
+REPORT = {
+    "acceptance": [
+        {
+            "regime": "9+12",
+            "variant": "cached",
+            "tau": 1.5,
+            "accepted_first": 0.25,
+            "draft_ms": 1.0,
+            "tokens_per_s": 80.0,
+            "texts_that_differ_from_plain": 0,
+            "prompts": 2,
+        }
+    ]
+}
+
+
+def test_the_drafts_page_says_what_its_reports_say():
+    text = (DOCS / "drafts.md").read_text()
+    kinds = {kind for _, kind, _, _, _ in MARKED.findall(text)}
+    assert kinds == set(TABLES)
+    assert filled(text, DOCS) == text, "run: outpace tables docs/drafts.md"
+
+
+def test_a_table_is_made_from_its_report(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("A.\n" + MARKERS + "B.\n")
+    assert update_page(page)
+    assert page.read_text().splitlines()[2:5] == ["", "Not measured yet.", ""]
+    (tmp_path / "r.json").write_text(json.dumps(REPORT))
+    assert update_page(page)
+    text = page.read_text()
+    assert "| 9+12 | cached | 1.50 | 25 % | 1.00 | 80 | 0 of 2 |" in text
+    assert text.startswith("A.\n<!-- table: noise r.json -->\n\n|") and text.endswith("|\n<!-- end -->\nB.\n")
+    assert not update_page(page)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<!-- table: poems r.json -->\n<!-- end -->\n", "no table 'poems'; known: drafts, greedy"),
+        ("<!-- table: noise r.json -->\n", "not closed"),
+        ("<!-- table: noise -->\n<!-- end -->\n", "names no report"),
+    ],
+)
+def test_markers_that_mean_nothing_are_refused(tmp_path, text, said):
+    with pytest.raises(ValueError, match=said):
+        filled(text, tmp_path)
