@@ -169,13 +169,19 @@ class Memory:
     def keep(self, rows: list[int]) -> None:
         self.k, self.v = self.k[rows], self.v[rows]
 
+    def lines(self, index: Tensor) -> Tensor:
+        """Storage indices [B, n], -1 for the trash slot -> lines of the memory as [B * K * (S + 1), D],
+        [B * K * n]."""
+        B, K, slots, _ = self.k.shape
+        slot = torch.where(index >= 0, index % self.size, self.size)
+        head = torch.arange(B * K, device=index.device).view(B, K, 1) * slots
+        return (head + slot[:, None]).flatten()
+
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the entries at storage indices `source` [B, n] to `target` [B, n]; -1 is not copied."""
-        slots = torch.where(source >= 0, target % self.size, self.size)
-        row = torch.arange(source.shape[0], device=source.device)[:, None]
+        """Copy `lines` to others."""
         for x in (self.k, self.v):
-            heads_last = x.transpose(1, 2)
-            heads_last[row, slots] = heads_last[row, source.clamp(min=0) % self.size]
+            flat = x.view(-1, x.shape[-1])
+            flat.index_copy_(0, target, flat.index_select(0, source))
 
 
 class Cache:
@@ -329,10 +335,11 @@ class Cache:
             moves.append(([start + c for c, _ in moved], [start + i for _, i in moved]))
         widest = max(len(source) for source, _ in moves)
         if widest:
-            pad = [[*s, *[-1] * (widest - len(s))] for s, _ in moves]
-            to = [[*t, *[0] * (widest - len(t))] for _, t in moves]
-            source = torch.tensor(pad, device=self.device)
-            target = torch.tensor(to, device=self.device)
+            padded = [[x + [-1] * (widest - len(x)) for x in pair] for pair in moves]
+            index = torch.tensor(padded, device=self.device).unbind(1)  # source, target: [B, n] each
+            lines: dict[int, list[Tensor]] = {}  # formed once for all layers of a size
             for memory in self.layers:
-                memory.move(source, target)
+                if memory.size not in lines:
+                    lines[memory.size] = [memory.lines(x) for x in index]
+                memory.move(*lines[memory.size])
         self.rewind([s + len(c) for s, c in zip(self.last_start, path, strict=True)])

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from outpace.cache.tree import Tree
 from outpace.drafts.proposal import Proposal
+from outpace.ops.candidates import likeliest
+from outpace.ops.fast import kernel
 
 # What a predecessor adds to the log-probabilities of those that may follow it, before they are normalised:
 # previous [B, n, a] and ids [B, n, k], tokens at depths 0 .. n - 1 and 1 .. n -> [B, n, a, k] float32.
@@ -31,7 +33,7 @@ def best_first(
     fewer paths, or only impossible ones (-inf). One wait for the device.
     """
     assert nodes >= 1 and branch >= 1 and scores.dim() == 3 and len(last) == len(scores)
-    top, ids = scores.topk(min(branch, scores.shape[-1]), dim=-1)
+    top, ids = _best(scores, branch)
     n, k = top.shape[1:]
     places = torch.arange(k, device=ids.device).expand_as(ids)[:, :, None]
     followers = top[:, :, None] if pairs is None else _after_each(last, top, ids, pairs)
@@ -49,12 +51,21 @@ def best_first(
     return assembled(rows, last.device)
 
 
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, falling: values float32 and ids."""
+    if kernel(scores) and k <= 64:
+        ids, values, _ = likeliest(scores.contiguous(), k)
+        return values, ids
+    top, ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
+    return top.float(), ids
+
+
 def _after_each(last: Tensor, top: Tensor, ids: Tensor, pairs: Pairs) -> Tensor:
     """top, ids [B, n, k], the candidates of each depth -> [B, n, k, k]: log-probability of each after each
     candidate of the depth before. The tokens that are no candidates keep the share they had."""
     root = last[:, None, None].expand(-1, 1, ids.shape[2])
-    scores = top.float()[:, :, None] + pairs(torch.cat((root, ids[:, :-1]), dim=1), ids)
-    others = (1 - top.float().exp().sum(-1, keepdim=True)).clamp_(min=0).log_()
+    scores = top[:, :, None] + pairs(torch.cat((root, ids[:, :-1]), dim=1), ids)
+    others = (1 - top.exp().sum(-1, keepdim=True)).clamp_(min=0).log_()
     return (scores - torch.logaddexp(scores.logsumexp(-1), others)[..., None]).clamp_(max=0)
 
 
@@ -148,7 +159,7 @@ class Growth:
         `Choice.scores`, at most 0, so that no child beats its parent."""
         B, F = self.frontier.shape
         assert scores.shape[:2] == (B, F), "scores of the frontier's nodes, in its order"
-        top, ids = scores.topk(min(self.branch, scores.shape[-1]), dim=-1)
+        top, ids = _best(scores, self.branch)
         reach, ids = (self.reach[:, :, None] + top).flatten(1), ids.flatten(1)
         above = self.frontier.repeat_interleave(top.shape[-1], dim=1)
         made = self.tokens.shape[1]
