@@ -59,8 +59,8 @@ def train_target(
         said = publish.publish_target(model, tokenizer, settings, train, held_out, out, out / "model", before)
     console.print(
         f"{out / 'model'}: held-out {said['held_out_bits_per_byte']} bits per byte, "
-        f"{said['repeated_8gram_share']:.1%} repeated 8-grams in greedy text "
-        f"({said['repeated_8gram_share_of_real_text']:.1%} in real text), "
+        f"{said['repeated_share']:.1%} repeated {said['repeated_ngram']}-grams in greedy text "
+        f"({said['repeated_share_of_real_text']:.1%} in real text), "
         f"its tokens at a mean probability of {said['greedy_probability']:.2f}"
     )
 

@@ -12,7 +12,6 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 
-SHORT = 4  # tokens of an n-gram too short to be a loop, whose repetition is still nothing to settle on
 SHARPEST = 1e-4  # nats: how sure of a repeated token the loss can tell apart; keeps log(1 - p) finite
 
 
@@ -49,13 +48,13 @@ def own_text_losses(
     loops vanish, so does the pressure of the first.
 
     -> unlikelihood, -log(1 - p) of every token that closes a repeated n-gram; likelihood, -log p of every
-    token that closes neither that nor a repeated SHORT-gram: what is said for the first time; and the share
-    of tokens that the first is taken of. Prompts are of one length.
+    token that closes neither that nor a repeated n/2-gram, too short to be a loop: what is said for the
+    first time; and the share of tokens that the first is taken of. Prompts are of one length.
     """
     start, longest = len(prompts[0]), max(map(len, said))
     rows = [p + s + [0] * (longest - len(s)) for p, s in zip(prompts, said, strict=True)]
     again = [repeats(s, n) + [False] * (longest - len(s)) for s in said]
-    short = [repeats(s, SHORT) + [True] * (longest - len(s)) for s in said]
+    short = [repeats(s, n // 2) + [True] * (longest - len(s)) for s in said]
     tokens, looping, known = torch.tensor(rows), torch.tensor(again), torch.tensor(short)
     total = sum(map(len, said))
     hidden = model(tokens[:, :-1]).hidden[:, start - 1 :]

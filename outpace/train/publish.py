@@ -27,7 +27,7 @@ SAMPLE_PROMPT_TOKENS = 256
 SAMPLE_TOKENS = 256
 
 
-def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> float:
+def repeated_ngrams(tokens: Sequence[int], n: int) -> float:
     """Share of the n-grams of `tokens` that occur there more than once: 0 is no repetition, 1 a loop."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     if not grams:
@@ -73,7 +73,7 @@ def publish_target(
         "training_hours": round(sum(r["seconds"] for r in log) / 3600, 2),
         "loss_curve": [[r["step"], round(r["loss"], 4)] for r in log[:: max(1, len(log) // 100)]],
         "fingerprint": fingerprint(saved),
-        **judge_target(saved, tokenizer, held_out),
+        **judge_target(saved, tokenizer, held_out, recipe.own_ngram),
         "started_from": started_from,
     }
     write_json(folder / "provenance.json", provenance)
@@ -86,8 +86,8 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]) -> dict[str, Any]:
-    """Held-out bits per byte; of greedy continuations the share of repeated 8-grams and the mean probability
+def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document], n: int) -> dict[str, Any]:
+    """Held-out bits per byte; of greedy continuations the share of repeated n-grams and the mean probability
     of a token; three samples."""
     prompts = []
     for document in held_out:
@@ -103,9 +103,10 @@ def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]
     ]
     return {
         "held_out_bits_per_byte": round(bits_per_byte(target, tokenizer, held_out), 4),
-        "repeated_8gram_share": round(sum(map(repeated_ngrams, said)) / len(said), 4),
-        "repeated_8gram_prompts": len(said),
-        "repeated_8gram_share_of_real_text": round(_real_repeats(tokenizer, held_out), 4),
+        "repeated_ngram": n,
+        "repeated_share": round(sum(repeated_ngrams(s, n) for s in said) / len(said), 4),
+        "repeated_share_of_real_text": round(_real_repeats(tokenizer, held_out, n), 4),
+        "repeated_prompts": len(said),
         "greedy_probability": round(sureness(target, prompts, said), 4),
         "greedy_samples": samples,
     }
@@ -121,12 +122,12 @@ def sureness(target: Decoder, prompts: list[list[int]], said: list[list[int]]) -
     return torch.cat(likely).mean().item()
 
 
-def _real_repeats(tokenizer: Tokenizer, held_out: list[Document]) -> float:
+def _real_repeats(tokenizer: Tokenizer, held_out: list[Document], n: int) -> float:
     """The same measure over windows of the held-out files themselves: Python repeats itself too."""
     shares = []
     for document in held_out:
         ids = encode(tokenizer, document.text)
         start = len(ids) // 3 + SAMPLE_PROMPT_TOKENS
         if len(ids) >= start + SAMPLE_TOKENS:
-            shares.append(repeated_ngrams(ids[start : start + SAMPLE_TOKENS]))
+            shares.append(repeated_ngrams(ids[start : start + SAMPLE_TOKENS], n))
     return sum(shares) / max(1, len(shares))

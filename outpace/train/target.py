@@ -25,7 +25,6 @@ from outpace.train.muon import Muon
 from outpace.train.own_text import answers, cut_prompts, own_text_losses
 from outpace.train.trainer import fit, warmup_linear
 
-
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -68,11 +67,11 @@ class TargetRecipe:
     text: float = 1.0  # weight of the loss on the rows
     settle: float = 0.0  # weight of the loss on what the model's own greedy text says for the first time ..
     unlikelihood: float = 0.0  # .. and of the loss on its loops ..
-    unlikelihood_every: int = 3  # .. in every so many steps
-    unlikelihood_rows: int = 16
-    unlikelihood_prompt: int = 128
-    unlikelihood_tokens: int = 192
-    unlikelihood_ngram: int = 8
+    own_every: int = 3  # .. in every so many steps
+    own_rows: int = 16
+    own_prompt: int = 128
+    own_tokens: int = 192
+    own_ngram: int = 8
     seed: int = 1
     bfloat16: bool = True
     save_every: int = 100
@@ -290,13 +289,13 @@ def _learn_text(model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe,
 
 def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, step: int) -> dict[str, Any]:
     """Gradients of the losses on what the model itself says, added to what is there; -> metrics."""
-    if not (recipe.unlikelihood or recipe.settle) or step % recipe.unlikelihood_every:
+    if not (recipe.unlikelihood or recipe.settle) or step % recipe.own_every:
         return {}
-    prompts = cut_prompts(stream, recipe.unlikelihood_rows, recipe.unlikelihood_prompt, recipe.seed, step)
+    prompts = cut_prompts(stream, recipe.own_rows, recipe.own_prompt, recipe.seed, step)
     rounded = _round_experts(model, False)  # decoding through the rounding is ten times slower
-    said = answers(model, prompts, recipe.unlikelihood_tokens)
+    said = answers(model, prompts, recipe.own_tokens)
     _round_experts(model, rounded)
-    unlikely, likely, repeats = own_text_losses(model, prompts, said, recipe.unlikelihood_ngram)
+    unlikely, likely, repeats = own_text_losses(model, prompts, said, recipe.own_ngram)
     (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()
     return {"repeats": repeats, "unlikelihood": unlikely.item(), "own": likely.item()}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outpace.decode import plain
 from outpace.decode.request import Request
-from outpace.train.own_text import SHARPEST, SHORT, answers, cut_prompts, own_text_losses, repeats
+from outpace.train.own_text import SHARPEST, answers, cut_prompts, own_text_losses, repeats
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5))
@@ -53,7 +53,7 @@ def test_the_losses_are_their_definitions(looping):
         unlikely, likely, share = own_text_losses(model, prompts, said, 6)
     down = up = marked = 0.0
     for answer, p in zip(said, probabilities(model, prompts, said), strict=True):
-        for chosen, looping_, known in zip(p, repeats(answer, 6), repeats(answer, SHORT), strict=True):
+        for chosen, looping_, known in zip(p, repeats(answer, 6), repeats(answer, 3), strict=True):
             marked += looping_
             down -= math.log(1 - chosen * math.exp(-SHARPEST)) if looping_ else 0
             up -= 0 if looping_ or known else math.log(chosen)

@@ -78,8 +78,8 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_digit(corpus, tmp_path):
 def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
     """The model's own text depends on nothing but the weights and the step."""
     tokenizer, train, held_out = corpus
-    settings = {"unlikelihood": 1.0, "unlikelihood_every": 2, "unlikelihood_rows": 2}
-    sizes = {"unlikelihood_prompt": 9, "unlikelihood_tokens": 24, "unlikelihood_ngram": 2}
+    settings = {"unlikelihood": 1.0, "own_every": 2, "own_rows": 2}
+    sizes = {"own_prompt": 9, "own_tokens": 24, "own_ngram": 2}
     recipe = TargetRecipe(**{**vars(RECIPE), **settings, **sizes})
     train_target(recipe, tokenizer, train, held_out, tmp_path / "whole")
     train_target(recipe, tokenizer, train, held_out, tmp_path / "broken", stop_after=3)
@@ -148,7 +148,7 @@ def test_a_start_of_another_shape_is_refused(corpus, tmp_path):
         train_target(other, tokenizer, train, held_out, tmp_path / "b", init=load_target(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("name, value", [("unlikelihood_every", 0), ("steps", 0), ("unlikelihood", -1.0)])
+@pytest.mark.parametrize("name, value", [("own_every", 0), ("steps", 0), ("unlikelihood", -1.0)])
 def test_a_recipe_that_cannot_be_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} {value}"):
         TargetRecipe(**{name: value})
@@ -192,7 +192,7 @@ def test_balance_is_one_when_even_and_grows_when_one_expert_takes_all():
 
 
 def test_repeated_ngrams():
-    assert repeated_ngrams(list(range(20))) == 0
-    assert repeated_ngrams([1, 2] * 20) == 1
-    assert repeated_ngrams([1, 2, 3]) == 0
-    assert repeated_ngrams([*range(8), 99, *range(8)]) == pytest.approx(2 / 10)
+    assert repeated_ngrams(list(range(20)), 8) == 0
+    assert repeated_ngrams([1, 2] * 20, 8) == 1
+    assert repeated_ngrams([1, 2, 3], 8) == 0
+    assert repeated_ngrams([*range(8), 99, *range(8)], 8) == pytest.approx(2 / 10)
