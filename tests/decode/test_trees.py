@@ -10,7 +10,8 @@ from scripted import Scripted, ScriptedSession
 from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, WAYS, V, biased_bonus, exact, honest, pairs, small, surprise
 
-from outpace.decode import rules, speculative
+from outpace.decode import plain, rules, speculative
+from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.proposal import Proposal
@@ -161,6 +162,15 @@ def test_trees_of_a_block_draft(family, nodes):
         assert sum(got.trace.accept_lens) >= sum(chain.trace.accept_lens)
 
 
+@pytest.mark.parametrize("columns", [2, 5, 40])
+def test_a_controller_may_ask_for_fewer_columns(columns):
+    model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
+    draft, request = TreeOf(random_dflash(model, 6), 20), Request(max_new_tokens=NEW)
+    got = speculative.generate(model, draft, PROMPTS, request, controller=Fixed(columns))
+    assert got.tokens == known
+    assert {n for counts in got.trace.nodes for n in counts if n} == {min(columns, 20)}
+
+
 # ---- above temperature 0 ----------------------------------------------------------------------------
 
 
@@ -200,6 +210,21 @@ def test_two_consecutive_tokens_of_a_tree_follow_the_target(how):
     draws, trace = pairs(by_tree, how)
     assert 0.15 < trace.accept_rate < 0.95 and set(trace.accept_lens) == {0, 1, 2}
     assert surprise(draws, exact(how)) < 3.5
+
+
+@pytest.mark.parametrize("rule", rules.RULES)
+@pytest.mark.parametrize("part", [{}, {"selector_rank": 9, "selector_top_k": 6}], ids=["blind", "selector"])
+def test_every_rule_takes_a_block_drafts_tree(part, rule):
+    """With coupled noise a tree, too, says what plain decoding says with that seed."""
+    model, request = small(), Request(max_new_tokens=3, sampling=WAYS[0], rule=rule)
+    draft, prompts = TreeOf(random_dflash(model, 4, **part), 12), [PROMPT] * 1500
+    got = speculative.generate(model, draft, prompts, request, rng=torch.Generator().manual_seed(5))
+    ids = torch.tensor(got.tokens)
+    assert surprise(ids[:, 1] * V + ids[:, 2], exact(WAYS[0])) < 3.5
+    assert sum(got.trace.accept_lens) > 0
+    if rule == "gumbel":
+        plainly = plain.generate(model, prompts, request, rng=torch.Generator().manual_seed(5))
+        assert plainly.tokens == got.tokens
 
 
 def first_child(candidates, parents, predict, counts):
