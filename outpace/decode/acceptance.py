@@ -5,8 +5,11 @@ Nothing here ever reads a guess that is still to be judged, unless the draft cho
 
 from collections.abc import Sequence
 
-PRIOR_TRIALS = 6.0  # a guess's prior weighs as much as so many trials
+PRIOR_TRIALS = 3.0  # what held before weighs as much as so many trials of late
 LENT_TRIALS = 1.5  # of a deeper guess: as good as the one it follows, until it was tried
+FIRST_TRIALS = 6.0  # of what the calibration found, against all that was tried since
+SLOWLY = 0.99  # what a round of guesses leaves of that
+TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of the draft, not of the text
 
 
 class Record:
@@ -15,7 +18,7 @@ class Record:
 
     def __init__(self, widest: int, prior: float) -> None:
         """widest: columns of the widest proposal. prior: how often a guess is right where its parent is."""
-        self.prior = prior
+        self.first, self.all_tried, self.all_taken = prior, 0.0, 0.0
         self.tried, self.taken = [0.0] * widest, [0.0] * widest  # by column, where its parent was accepted
         self.parents = [max(i - 1, 0) for i in range(widest)]  # of the last proposal, as far as it went
         self.said, self.came = [0.0] * widest, [0.0] * widest  # by depth: survival as said, and as it came
@@ -23,19 +26,24 @@ class Record:
 
     def fade(self, share: float) -> None:
         """What was learnt counts for `share` of what it did."""
-        for part in (self.tried, self.taken, self.said, self.came, self.seen_gain):
+        for part in (self.tried, self.taken, self.seen_gain):
             part[:] = [x * share for x in part]
         self.seen *= share
+
+    @property
+    def prior(self) -> float:
+        """How often a guess is right where its parent is: over the long run."""
+        return (self.all_taken + FIRST_TRIALS * self.first) / (self.all_tried + FIRST_TRIALS)
 
     # ---- without the draft's word -------------------------------------------------------------------
 
     def steps(self) -> list[float]:
         """By column: how often it was accepted where its parent was. What was rarely tried of late is held
         for as good as its parent."""
-        found = [1.0] * len(self.tried)
+        found, long_run = [1.0] * len(self.tried), self.prior
         for i in range(1, len(found)):
             parent = self.parents[i]
-            prior, weight = (found[parent], LENT_TRIALS) if parent else (self.prior, PRIOR_TRIALS)
+            prior, weight = (found[parent], LENT_TRIALS) if parent else (long_run, PRIOR_TRIALS)
             found[i] = (self.taken[i] + weight * prior) / (self.tried[i] + weight)
         return found
 
@@ -53,7 +61,7 @@ class Record:
         believed as far as the one above."""
         found = [1.0] * len(self.said)
         for d in range(1, len(found)):
-            found[d] = (self.came[d] + LENT_TRIALS * found[d - 1]) / (self.said[d] + LENT_TRIALS)
+            found[d] = (self.came[d] + TRUST_TRIALS * found[d - 1]) / (self.said[d] + TRUST_TRIALS)
         return found
 
     def corrected(
@@ -73,7 +81,7 @@ class Record:
         reach = self.reach(self.parents)
         if not speaks:
             return reach
-        weight = 1.0  # of a first guess at it
+        weight = 0.5  # of what is thought of it while none was seen
         return [(g + weight * r) / (self.seen + weight) for g, r in zip(self.seen_gain, reach, strict=True)]
 
     def foresaw(self, gains: Sequence[float]) -> None:
@@ -88,10 +96,17 @@ class Record:
         """One row of a round: of the columns verified their parents, their depth and what the draft said
         of them, and the path that was accepted."""
         taken = set(path)
+        self.all_tried *= SLOWLY
+        self.all_taken *= SLOWLY
+        if said is not None:
+            self.said = [x * TRUST_KEPT for x in self.said]
+            self.came = [x * TRUST_KEPT for x in self.came]
         for i in range(1, len(parents)):
             if parents[i] in taken:
                 self.tried[i] += 1
                 self.taken[i] += i in taken
+                self.all_tried += 1
+                self.all_taken += i in taken
             if said is not None:
                 self.said[depth[i]] += said[i]
                 self.came[depth[i]] += i in taken

@@ -230,8 +230,8 @@ def _wait(target: Decoder) -> None:
 
 
 def widened(proposal: Proposal, ahead: Tensor, n: int) -> Proposal:
-    """n columns in every row, as a round of that width has: what the draft did not fill, the text does, behind
-    the last column. ahead [B, >= n], the text from the root on."""
+    """n columns in every row, as a round of that width has: what the draft did not fill, the text does,
+    behind the last column. ahead [B, >= n], the text from the root on."""
     B, N = proposal.tokens.shape
     if N == n and min(proposal.counts) == n:
         return proposal

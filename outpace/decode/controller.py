@@ -4,8 +4,8 @@ A decision reads what earlier rounds brought, and what the draft says of guesses
 before the target runs: it changes the speed and, at temperature 0 or under the coupled rule, nothing else.
 """
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -16,8 +16,11 @@ from outpace.drafts.tree import cut
 
 KEEP_DRAFTING = 0.9  # what a round of guesses leaves of what was learnt before
 KEEP_RESTING = 0.98  # and a plain step
-FIRST_GAP = 16  # plain steps before the first probe
-PROBE_SHARE = 0.01  # of the time, for probes that go on failing
+SHARE = 0.01  # of the time that may be lost to probes
+CREDIT = 2.0  # probes that may be lost at the beginning of a text
+BANK = 8.0  # and later, where guesses gained as much before
+DEBT = 5.0  # rounds more that may be lost while they seem to pay
+GAP = 8  # plain steps from a probe that failed to the next
 STRETCH = 64  # tokens of context over which costs are taken as equal
 
 
@@ -73,9 +76,9 @@ class Adaptive:
     """Each round as many columns n as make (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest) largest,
     summed over the rows, which share a forward (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147).
 
-    Where no n beats plain decoding, drafting rests, and is probed: after 16 plain steps, then after ever
-    more while probes fail, up to where they cost one part in a hundred. One controller serves one generation
-    after another, and remembers.
+    Where no n beats plain decoding, drafting rests and is probed. An account of what guessing loses against
+    plain decoding holds it to a few probes and one part in a hundred of the time. One controller serves one
+    generation after another, and remembers.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -83,50 +86,49 @@ class Adaptive:
         self.foreseen: tuple[float, float] | None = None
         self.record = Record(2, costs.acceptance)
         self.speaks = True  # the draft says how sure it is; taken for granted until a proposal was seen
-        self.rests = self.probing = self.hit = False
-        self.gap, self.wait, self.rested = float(FIRST_GAP), 0, 0  # plain steps: to come, passed
-        self._rounds: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
-        self._now: tuple[list[float], list[float]] = ([], [])  # by columns: drafting; the rest of the round
-        self._drafted, self._corrected = 0.0, [1.0]
+        self.rests = self.missed = False  # missed: the last probe brought nothing
+        self.wait = self.rested = 0  # plain steps to come, and passed
+        self.spare: float | None = None  # seconds that may yet be lost
+        self._tables: dict[tuple[int, int], Table] = {}
+        self._now = Table.of(costs, 1, 0.0, 2)
+        self._drafted = 0.0
 
     def begin(self, block: int) -> None:
         if len(self.record.tried) != block:
             self.record = Record(block, self.costs.acceptance)
-            self._rounds = {}
+            self._tables = {}
         self.record.fade(0.5)
-        self.rests = self.probing = False
-        self.gap = float(FIRST_GAP)
+        self.rests = self.missed = False
+        self.wait, self.spare = 0, None
 
     def width(self, lengths: Sequence[int]) -> int:
-        rows = len(lengths)
-        self._now = self._seconds(rows, sum(lengths) / rows)
+        now = self._now = self._table(len(lengths), sum(lengths) / len(lengths))
         if self.rests and self.wait > 0:  # nothing to decide
             self.wait -= 1
             self.rested += 1
-            self.foreseen = (float(rows), self._now[1][1])
+            self.foreseen = (float(now.rows), now.whole[1])
             return 1
         self.record.fade(KEEP_RESTING**self.rested)
-        self.rested = 0
-        drafting, others = self._now
-        gains = [rows * g for g in self.record.gains(self.speaks)]
-        whole = [d + o for d, o in zip(drafting, others, strict=True)]
-        best = fastest(gains, whole, least=2)
-        pays = sum(gains[:best]) / whole[best] > rows / whole[1]
-        if not self._drafts(pays, whole[best] / whole[1]):
+        gains = [now.rows * g for g in self.record.gains(self.speaks)]
+        best = fastest(gains, now.whole, least=2)
+        pays = sum(gains[:best]) / now.whole[best] > now.rows / now.whole[1]
+        best = best if pays else now.even
+        if not self._drafts(pays, now.whole[best] - now.whole[1]):
             self.rested = 1
-            self.foreseen = (float(rows), whole[1])
+            self.foreseen = (float(now.rows), now.whole[1])
             return 1
+        self.rested = 0
         self.record.fade(KEEP_DRAFTING)
         width = best
         if self.speaks:  # a wider proposal may be worth more than most, where it costs next to nothing
-            room = drafting[best] + 0.02 * whole[best]
-            width = max(w for w in range(best, len(drafting)) if drafting[w] <= room)
-        self._drafted = drafting[width]
+            room = now.draft[best] + 0.02 * now.whole[best]
+            width = max(w for w in range(best, len(now.draft)) if now.draft[w] <= room)
+        self._drafted = now.draft[width]
         return width
 
     def cut(self, proposal: Proposal) -> Proposal:
         offered = self._gains(proposal)
-        whole = [self._drafted + o for o in self._now[1]]
+        whole = [self._drafted + other for other in self._now.others]
         # what the draft does not speak of is learnt only from what is verified: at least one guess
         least = 1 if self.speaks else min(2, len(offered))
         columns = fastest(offered, whole, least)
@@ -134,37 +136,26 @@ class Adaptive:
         return cut(proposal, columns)
 
     def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
-        N = proposal.tokens.shape[1]
-        if N == 1:
+        assert self.foreseen is not None and self.spare is not None, "width comes first"
+        seconds, plain = self.foreseen[1], self._now.whole[1] / len(path)
+        self.spare += SHARE * seconds - (seconds - plain * sum(map(len, path)))
+        if proposal.tokens.shape[1] == 1:
             return
-        said = self._said(proposal)
-        shape = _parents(proposal)
+        said, shape = self._said(proposal), _parents(proposal)
         for b, columns in enumerate(path):
-            n = proposal.counts[b]
-            parents = shape[b][:n]
+            parents = shape[b][: proposal.counts[b]]
             self.record.add(parents, depths(parents), columns, None if said is None else said[b])
-        self.hit = any(len(columns) > 1 for columns in path)
+        self.missed = self.rests and all(len(columns) == 1 for columns in path)
 
-    def _drafts(self, pays: bool, cost: float) -> bool:
-        """Whether this round drafts. cost: that of a probe, in plain steps."""
+    def _drafts(self, pays: bool, loss: float) -> bool:
+        """Whether this round drafts. loss: seconds that are lost where it brings nothing."""
+        self.spare = CREDIT * loss if self.spare is None else min(self.spare, BANK * loss)
+        self.rests = not pays or self.spare < -DEBT * loss
         if not self.rests:
-            self.rests, self.wait = not pays, int(self.gap)
-            self.gap = max(FIRST_GAP, self.gap * KEEP_DRAFTING)
-            self.probing = False
-            if not self.rests:
-                return True
-        elif self.probing:  # what the last round brought is known by now
-            if pays:
-                self.rests = self.probing = False
-                return True
-            if not self.hit:
-                self.probing = False
-                self.gap = min(2 * self.gap, max(FIRST_GAP, math.ceil((cost - 1) / PROBE_SHARE)))
-                self.wait = int(self.gap)
-        if self.wait > 0:
-            self.wait -= 1
+            return True
+        if self.spare < loss or (self.missed and self.spare < CREDIT * loss):
+            self.wait, self.missed = GAP - 1, False
             return False
-        self.probing, self.hit = True, False
         return True
 
     def _gains(self, proposal: Proposal) -> list[float]:
@@ -192,17 +183,40 @@ class Adaptive:
         found: list[list[float]] = proposal.survival.tolist()
         return found
 
-    def _seconds(self, rows: int, context: float) -> tuple[list[float], list[float]]:
-        """By columns (0 unused): what drafting so many takes, and what else a round of so many takes."""
+    def _table(self, rows: int, context: float) -> "Table":
         at = (rows, int(context) // STRETCH)
-        if at not in self._rounds:
-            costs, middle, block = self.costs, (at[1] + 0.5) * STRETCH, len(self.record.tried)
-            rest = costs.rest_seconds(rows)
-            self._rounds[at] = (
-                [0.0, *(costs.draft_seconds(n, middle, rows) for n in range(1, block + 1))],
-                [0.0, *(costs.verify_seconds(n, middle, rows) + rest for n in range(1, block + 1))],
-            )
-        return self._rounds[at]
+        if at not in self._tables:
+            middle = (at[1] + 0.5) * STRETCH
+            self._tables[at] = Table.of(self.costs, rows, middle, len(self.record.tried))
+        return self._tables[at]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Costs of `rows` rows near one context, by columns (0 unused): of drafting so many, of the rest of a
+    round, of both. `even`: the columns of a round that just pays, where guesses are as likely right as that
+    takes: what a probe asks for."""
+
+    rows: int
+    draft: list[float]
+    others: list[float]
+    whole: list[float]
+    even: int
+
+    @staticmethod
+    def of(costs: Costs, rows: int, context: float, block: int) -> "Table":
+        rest = costs.rest_seconds(rows)
+        draft = [0.0, *(costs.draft_seconds(n, context, rows) for n in range(1, block + 1))]
+        others = [0.0, *(costs.verify_seconds(n, context, rows) + rest for n in range(1, block + 1))]
+        whole = [d + o for d, o in zip(draft, others, strict=True)]
+        even, low, high = 2, 0.0, 1.0
+        for _ in range(7):  # halves the interval that holds the chance of a guess at which it pays
+            chance = (low + high) / 2
+            gains = [rows * chance**i for i in range(block)]
+            even = fastest(gains, whole, least=2)
+            pays = sum(gains[:even]) / whole[even] > rows / whole[1]
+            low, high = (low, chance) if pays else (chance, high)
+        return Table(rows, draft, others, whole, even)
 
 
 def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:

@@ -1,0 +1,102 @@
+"""Decoding by dice: a cost table given by hand, guesses accepted by chance, a clock that adds up."""
+
+import random
+
+import torch
+
+from outpace.decode.controller import Fixed
+from outpace.decode.costs import Costs, Point
+from outpace.drafts.proposal import Proposal
+
+
+def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1):
+    """verify[n - 1], draft[n - 1]: seconds of n columns, at every context."""
+    point = Point(batch=batch, context=256, verify=tuple(verify), draft=(0.0, *draft[1:]), rest=rest)
+    widths = tuple(range(1, len(verify) + 1))
+    return Costs(fingerprint="0", widths=widths, points=(point,), acceptance=acceptance, said={})
+
+
+def embedded(acceptance=0.5, **changes):
+    """About what the embedded model takes on two cores: 1.5 ms a token, 2.5 for eight, 1.1 for the draft."""
+    return table([1.45e-3 + 0.15e-3 * n for n in range(8)], [1.1e-3] * 8, acceptance=acceptance, **changes)
+
+
+def chain(survival=None, width=8, rows=1):
+    """Survival, if given, is of every column but the root."""
+    tokens = torch.zeros(rows, width, dtype=torch.int64)
+    said = None if survival is None else torch.tensor([[1.0, *row] for row in survival])
+    return Proposal(tokens, [width] * rows, survival=said)
+
+
+def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fade=1.0):
+    """`tokens` tokens of every row, on a clock that takes what the table says. streams: one a row,
+    f(place, dice) -> how likely each of the block's guesses is right where the one before it is. `speaks`:
+    the draft knows that, and says it to the power of `fade`. -> seconds, rounds of guesses."""
+    dice = random.Random(seed)
+    controller.begin(block)
+    rows, at = len(streams), [0] * len(streams)
+    seconds, drafted = 0.0, 0
+    while min(at) < tokens:
+        lengths = [256 + n for n in at]
+        width = controller.width(lengths)
+        context = sum(lengths) / rows
+        seconds += costs.rest_seconds(rows) + costs.draft_seconds(width, context, rows)
+        if width == 1:
+            seconds += costs.verify_seconds(1, context, rows)
+            at = [n + 1 for n in at]
+            controller.learn(chain(width=1, rows=rows), [[0]] * rows)
+            continue
+        drafted += 1
+        chances = [stream(n, dice)[: width - 1] for stream, n in zip(streams, at, strict=True)]
+        said = [running([c**fade for c in row]) for row in chances]
+        proposal = controller.cut(chain(said if speaks else None, width, rows))
+        n = proposal.tokens.shape[1]
+        seconds += costs.verify_seconds(n, context, rows)
+        path = []
+        for row in chances:
+            taken = 0
+            for chance in row:  # the dice are thrown for all guesses, however many are verified
+                hit = dice.random() < chance
+                taken += hit and taken == len(path_of(taken))
+                if not hit:
+                    break
+            path.append(list(range(1 + min(taken, n - 1))))
+        controller.learn(proposal, path)
+        at = [a + len(p) for a, p in zip(at, path, strict=True)]
+    return seconds, drafted
+
+
+def path_of(taken):
+    return range(taken)
+
+
+def running(chances):
+    found, product = [], 1.0
+    for chance in chances:
+        product *= chance
+        found.append(product)
+    return found
+
+
+def speed(controller, costs, streams, tokens=4096, **how):
+    """Tokens a second of one row, over those of plain decoding."""
+    plain = decode(Fixed(1), costs, streams, tokens)[0]
+    return plain / decode(controller, costs, streams, tokens, **how)[0]
+
+
+def best_fixed(costs, streams, tokens=4096, **how):
+    return max(speed(Fixed(n), costs, streams, tokens, **how) for n in range(1, 9))
+
+
+def steady(*chances):
+    """The same chances everywhere; the last one goes on."""
+    return lambda place, dice: [*chances, *[chances[-1]] * (8 - len(chances))]
+
+
+def switching(one, other, every):
+    return lambda place, dice: (one if place // every % 2 == 0 else other)(place, dice)
+
+
+def moody(low, high):
+    """Some places are easy, some are not, and a draft that speaks knows which."""
+    return lambda place, dice: [high if dice.random() < 0.5 else low] * 8
