@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.drafts.formats import Eagle3Config
+from outpace.drafts.vocab import Words
 from outpace.models.blocks import MLP, Embedding, Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.rope import inverse_frequencies, rope_tables, rotate_heads
@@ -143,12 +144,7 @@ class Eagle3(nn.Module):
 
     def widen(self, logits: Tensor) -> Tensor:
         """logits [..., draft_vocab] -> [..., V], -inf at the tokens that the draft cannot say."""
-        ids = self.target_ids()
-        if ids is None:
-            return logits
-        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        wide[..., ids] = logits
-        return wide
+        return Words(self.target_ids(), self.config.vocab_size).wide(logits, -torch.inf)
 
 
 def init_eagle3(

@@ -1,6 +1,6 @@
 """EAGLE-3 at work: verified states into its memory, then a chain, a dynamic tree, or all in one pass."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from outpace.drafts.choice import Choice
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.proposal import Proposal
 from outpace.drafts.tree import Growth, best_first
+from outpace.drafts.vocab import Words
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 
@@ -90,7 +91,8 @@ class Eagle3Session:
     def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int) -> None:
         self.draft, self.target, self.shape = bound.draft, bound.target, bound.shape
         config, shape = self.draft.config, self.shape
-        guessed = shape.depth * (1 if self.draft.config.parallel else shape.branch)
+        self.words = Words(self.draft.target_ids(), config.vocab_size)
+        guessed = shape.depth * (1 if config.parallel else shape.branch)
         self.scale = config.head_dim**-0.5
         self.cache = Cache(
             batch,
@@ -127,11 +129,6 @@ class Eagle3Session:
         if self.shape.branch > 1:
             return self._tree(last, hidden, width, depth, choice)
         return self._chain(last, hidden, depth, choice)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [B,T,C] -> [B,T,V] over the target's vocabulary, -inf where the draft has no row: their
-        softmax is what the draft proposes."""
-        return self.draft.widen(self.draft.head(hidden, self.target))
 
     # ---- what is verified ----------------------------------------------------------------------------
 
@@ -201,33 +198,46 @@ class Eagle3Session:
 
     def _chain(self, last: Tensor, hidden: Tensor, depth: int, choice: Choice) -> Proposal:
         verified = list(self.cache.lengths)
-        tokens, reach, drawn = [last[:, None]], [torch.ones_like(last, dtype=torch.float32)[:, None]], []
+        logits, guesses, drawn = [], [], []
         for at in range(1, depth + 1):
-            logits = self.logits(hidden)
-            guess, q = choice.tokens(logits, at)
-            tokens.append(guess)
-            reach.append(reach[-1] * probability(logits, guess))
+            logits.append(self.draft.head(hidden, self.target))
+            guess, q = self.words.choose(choice, logits[-1], at)
+            guesses.append(guess)
             drawn.append(q)
             if at < depth:
                 step = self.cache.begin(1)
                 hidden = self._run(self.draft.embed(guess, self.target), self.draft.feedback(hidden), step)
                 self.cache.advance(step)
         self.cache.rewind(verified)
-        survival = torch.cat(reach, dim=1)
-        return Proposal(torch.cat(tokens, dim=1), [depth + 1] * len(last), q=joined(drawn), survival=survival)
+        qs = [q for q in drawn if q is not None]
+        return self._line(last, torch.cat(logits, 1), torch.cat(guesses, 1), torch.cat(qs, 1) if qs else None)
+
+    def _line(self, last: Tensor, logits: Tensor, guesses: Tensor, q: Tensor | None) -> Proposal:
+        """logits [B,n,N] and the guesses [B,n] chosen of them -> one behind the other."""
+        reach = self.words.log_probabilities(logits, guesses).cumsum(1).exp()
+        tokens = torch.cat((last[:, None], guesses), dim=1)
+        q = None if q is None else F.pad(q, (0, 0, 1, 0))
+        counts = [tokens.shape[1]] * len(last)
+        return Proposal(tokens, counts, q=q, survival=F.pad(reach, (1, 0), value=1.0))
 
     def _tree(self, last: Tensor, hidden: Tensor, width: int, depth: int, choice: Choice) -> Proposal:
-        grown = Growth(last, self.shape.branch)
+        grown = Growth(last, self.shape.branch)  # of rows of the head
         for at in range(1, depth + 1):
-            frontier = grown.expand(choice.scores(self.logits(hidden), at, level=True))
+            logits = self.draft.head(hidden, self.target)
+            frontier = grown.expand(self.words.scores(choice, logits, at, level=True))
             if at < depth:
                 features = self.draft.feedback(hidden)
                 row = torch.arange(len(last), device=last.device)[:, None]
-                embeds = self.draft.embed(frontier.tokens, self.target)
+                embeds = self.draft.embed(self.words.named(frontier.tokens), self.target)
                 # the forest is never advanced: what it wrote is forgotten
                 step = self.cache.begin(embeds.shape[1], tree=grown.forest)
                 hidden = self._run(embeds, features[row, frontier.follows], step)
-        return grown.proposal(width)
+        return self._named(last, grown.proposal(width))
+
+    def _named(self, last: Tensor, tree: Proposal) -> Proposal:
+        """A tree of rows of the head -> of the target's tokens."""
+        guesses = self.words.named(tree.tokens[:, 1:])
+        return replace(tree, tokens=torch.cat((last[:, None], guesses), dim=1))
 
     def _at_once(self, last: Tensor, width: int, depth: int, choice: Choice) -> Proposal:
         """P-EAGLE (arXiv 2602.01469): the newest pair and, behind it, a mask for every further guess."""
@@ -245,23 +255,8 @@ class Eagle3Session:
         self.cache.rewind([n + count for n, count in zip(step.start, counts, strict=True)])
         row, newest = self._newest(counts)
         at = newest[:, None] + torch.arange(depth, device=last.device)
-        logits = self.logits(hidden[row[:, None], at])
+        logits = self.draft.head(hidden[row[:, None], at], self.target)
         if self.shape.branch > 1:
-            return best_first(last, choice.scores(logits, 1), width, self.shape.branch)
-        guesses, q = choice.tokens(logits, 1)
-        reach = F.pad(probability(logits, guesses).cumprod(1), (1, 0), value=1.0)
-        tokens = torch.cat((last[:, None], guesses), dim=1)
-        q = None if q is None else F.pad(q, (0, 0, 1, 0))
-        return Proposal(tokens, [depth + 1] * len(last), q=q, survival=reach)
-
-
-def probability(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[B,n,V] and [B,n] -> [B,n] float32: what the draft gives each token."""
-    chosen = logits.float().gather(-1, tokens[..., None]).squeeze(-1)
-    return (chosen - logits.float().logsumexp(-1)).exp()
-
-
-def joined(drawn: list[Tensor | None]) -> Tensor | None:
-    """One [B,1,V] per step -> [B,N,V], column 0 unused; None where nothing was drawn."""
-    parts = [q for q in drawn if q is not None]
-    return F.pad(torch.cat(parts, dim=1), (0, 0, 1, 0)) if parts else None
+            scores = self.words.scores(choice, logits, 1)
+            return self._named(last, best_first(last, scores, width, self.shape.branch))
+        return self._line(last, logits, *self.words.choose(choice, logits, 1))

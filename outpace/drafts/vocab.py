@@ -1,0 +1,51 @@
+"""A draft's vocabulary and the target's: what is chosen among the few is named among the many."""
+
+import torch
+from torch import Tensor
+
+from outpace.drafts.choice import Choice, Drawn, Likeliest
+
+NAMELESS = (Likeliest, Drawn)  # they look at logits alone, so that fewer of them give the same answer
+
+
+class Words:
+    """ids [N] int64: the target's token of each row of the draft's head; None: the same. `size`: V."""
+
+    def __init__(self, ids: Tensor | None, size: int) -> None:
+        self.ids, self.size = ids, size
+        self.rows = torch.empty(0)
+        if ids is not None:
+            self.rows = torch.zeros(size, dtype=torch.int64, device=ids.device)
+            self.rows[ids] = torch.arange(len(ids), device=ids.device)
+
+    def named(self, rows: Tensor) -> Tensor:
+        """Rows of the head -> the target's tokens."""
+        return rows if self.ids is None else self.ids[rows]
+
+    def wide(self, narrow: Tensor, rest: float) -> Tensor:
+        """[..., N] -> [..., V], `rest` at the tokens that the draft cannot say."""
+        if self.ids is None:
+            return narrow
+        return narrow.new_full((*narrow.shape[:-1], self.size), rest).index_copy_(-1, self.ids, narrow)
+
+    def choose(self, choice: Choice, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        """`Choice.tokens` of logits [B, n, N]: the target's tokens [B, n], and q [B, n, V]."""
+        if self.ids is None:
+            return choice.tokens(logits, depth)
+        if isinstance(choice, NAMELESS):
+            rows, q = choice.tokens(logits, depth)
+            return self.named(rows), None if q is None else self.wide(q, 0.0)
+        return choice.tokens(self.wide(logits, -torch.inf), depth)
+
+    def log_probabilities(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """logits [B, n, N], the target's tokens [B, n] -> [B, n] float32; -inf where it has no word."""
+        logits = logits.float()
+        rows = tokens if self.ids is None else self.rows[tokens]
+        found = logits.gather(-1, rows[..., None])[..., 0] - logits.logsumexp(-1)
+        return found if self.ids is None else found.masked_fill(self.named(rows) != tokens, -torch.inf)
+
+    def scores(self, choice: Choice, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
+        """logits [B, n, N] -> `Choice.scores` of the head's rows [B, n, N]."""
+        if self.ids is None or isinstance(choice, NAMELESS):
+            return choice.scores(logits, depth, level=level)
+        return choice.scores(self.wide(logits, -torch.inf), depth, level=level)[..., self.ids]
