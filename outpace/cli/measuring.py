@@ -58,16 +58,18 @@ def _verify_stages(target: str, draft: str, prompts: int, as_json: bool) -> None
     from outpace.bench.prompts import held_out_prompts
     from outpace.bench.stages import compare_stages, show_stages
     from outpace.corpus import read_corpus, split
+    from outpace.drafts.dflash import BoundDFlash
+    from outpace.drafts.eagle3_session import BoundEagle3
     from outpace.drafts.files import read_draft
-    from outpace.drafts.load import build_draft
-    from outpace.load import draft_folder, loaded_files, open_target
+    from outpace.load import draft_folder, loaded_files, open_draft, open_target
 
-    if draft in ("none", "ngram"):
-        raise ValueError(f"--draft {draft} has no stages: name a DFlash or an EAGLE-3")
     loaded, tokenizer = open_target(target)
+    bound = open_draft(draft, loaded, tokenizer)
+    if not isinstance(bound, BoundDFlash | BoundEagle3):
+        raise ValueError(f"--draft {draft} has no stages: name a DFlash or an EAGLE-3")
     files = read_draft(draft_folder(draft), loaded_files(loaded, tokenizer))[1]
     texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 65)
-    found = compare_stages(build_draft(files), files, loaded, texts)
+    found = compare_stages(bound.draft, files, loaded, texts)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
