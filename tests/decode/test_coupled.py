@@ -18,7 +18,7 @@ from outpace.drafts.ngram import NGram
 from outpace.ops import noise
 from outpace.ops.sampling import Sampling, shaped
 
-NEW = 20
+NEW = 14
 WAYS = {
     "as it is": Sampling(temperature=1.0),
     "cut": Sampling(temperature=0.8, top_k=30, top_p=0.9, min_p=0.02),

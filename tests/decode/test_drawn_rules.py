@@ -24,7 +24,7 @@ WAYS = {
     "penalty": Sampling(temperature=1.0, repetition_penalty=1.8),
     "all": Sampling(temperature=1.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
 }
-ROWS = 5000
+ROWS = 3500
 
 
 def judge(rule, how, rows=ROWS, seed=1, **asked):
@@ -109,6 +109,49 @@ def test_a_draft_that_says_what_cannot_be_is_never_believed():
         assert taken == 0 and found < 3.5
 
 
+def test_siblings_may_be_drawn_without_replacement():
+    """The second child from what the first left of q, which is then its q."""
+    toy, how, dice = Toy(9), WAYS["as it is"], torch.Generator().manual_seed(2)
+
+    def redraw(found):
+        tokens, q = found.tokens.clone(), found.q.clone()
+        left = q[:, 2].scatter(1, tokens[:, 1:2], 0.0)
+        q[:, 2] = left / left.sum(1, keepdim=True)
+        tokens[:, 2] = draw(q[:, 2], dice)
+        for c, up in enumerate(SHAPES["wide"]):
+            if up == 2:
+                q[:, c] = probabilities(toy.draft[1][tokens[:, 2]], how)
+                tokens[:, c] = draw(q[:, c], dice)
+        return Proposal(tokens, found.counts, found.parents, q)
+
+    texts, taken = play(toy, judge("rejection", how), "wide", ROWS, change=redraw)
+    assert surprise(cells(texts), toy.p(how)) < 3.5
+    assert taken > of("rejection", "wide", how, toy=toy)[1]
+
+    def silently(found):
+        return dataclasses.replace(redraw(found), q=found.q)
+
+    texts, _ = play(toy, judge("rejection", how), "wide", ROWS, change=silently)
+    assert surprise(cells(texts), toy.p(how)) > 5
+
+
+def shorter_behind_a_doubtful_guess(found):
+    """Offers the second guess where its q is large: a length that depends on what is then judged."""
+    second = found.tokens[:, 2:]
+    sure = (found.q[:, 2].gather(1, second)[:, 0] > 0.45) if found.q is not None else second[:, 0] < 2
+    return dataclasses.replace(found, counts=[3 if s else 2 for s in sure.tolist()])
+
+
+def test_a_length_may_not_depend_on_drawn_guesses():
+    """Undrawn ones may decide it: the target's draws do not know of them."""
+    toy, how = Toy(3), WAYS["as it is"]
+    for rule, fair in (("match", True), ("gumbel", True), ("rejection", False), ("block", False)):
+        told = judge(rule, how)
+        texts, _ = play(toy, told, "chain", ROWS, change=shorter_behind_a_doubtful_guess)
+        found = surprise(cells(texts), toy.p(how))
+        assert found < 3.5 if fair else found > 5, (rule, found)
+
+
 # ---- how often guesses live ------------------------------------------------------------------------
 
 
@@ -173,14 +216,11 @@ def joint(p, tokens, taken, left, weight, toy, how):
     sums = left.double().sum(-1)
     assert (sums[weight > 0] > 0).all()
     left = left.double() * (weight.double() / sums.where(weight > 0, 1.0))[:, None]
-    n = taken.sum(1) - 1
-    for tail, (_, a, b), count in zip(left, tokens.tolist(), n.tolist(), strict=True):
-        if count == 2:
-            total[a, b] += tail
-        elif count == 1:
-            total[a] += tail[:, None] * third[a]
-        else:
-            total += tail[:, None, None] * second[:, :, None] * third
+    none, one, both = (taken.sum(1) == n for n in (1, 2, 3))
+    total += left[none].sum(0)[:, None, None] * second[:, :, None] * third
+    first = tokens[one, 1]
+    total.index_put_((first,), left[one][:, :, None] * third[first], accumulate=True)
+    total.index_put_((tokens[both, 1], tokens[both, 2]), left[both], accumulate=True)
     return total
 
 

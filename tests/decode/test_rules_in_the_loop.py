@@ -1,5 +1,7 @@
 """The drawn and coupled rules through a real target, its cache and the loop: the target's distribution."""
 
+import functools
+
 import pytest
 import torch
 from test_rules import PROMPT, V, small, surprise
@@ -11,7 +13,7 @@ from outpace.ops.sampling import Sampling, probabilities
 
 HOW = Sampling(temperature=0.9, top_p=0.97, min_p=0.02, repetition_penalty=1.4)
 WAYS = {"as it is": Sampling(temperature=1.0), "all": HOW}
-NEW, ROWS = 4, 1600
+NEW, ROWS = 4, 1200
 
 
 class Tables:
@@ -54,6 +56,7 @@ class Tables:
         return Proposal(torch.stack(tokens, dim=1), [N] * rows, parents, drawn)
 
 
+@functools.cache
 @torch.inference_mode()
 def exact(how):
     """p(x2, x3, x4) after PROMPT, summed over x1, by running every text of four tokens."""

@@ -80,9 +80,9 @@ class Toy:
         return torch.where(texts[:, :1] < 0, self.target[0], one)
 
 
-def play(toy, judge, shape, rows, counts=None):
+def play(toy, judge, shape, rows, counts=None, change=lambda proposal: proposal):
     """One round from PROMPT and plain draws up to three tokens -> texts [rows, 3], mean guesses accepted."""
-    proposal = toy.propose(judge.choice, shape, rows, counts)
+    proposal = change(toy.propose(judge.choice, shape, rows, counts))
     found = judge.verdict(proposal, toy.verify_logits(proposal))
     texts = [list(said[:3]) for said in found.tokens]
     while min(map(len, texts)) < 3:

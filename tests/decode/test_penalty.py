@@ -1,0 +1,41 @@
+"""The repetition penalty against transformers' own greedy decoding, plain and with drafts."""
+
+import pytest
+import torch
+from test_lossless import PROMPTS, random_dflash
+
+from outpace.decode import plain, speculative
+from outpace.decode.request import Request
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.models.load import load_target
+from outpace.ops.sampling import Sampling
+from outpace.weights.checkpoint import open_checkpoint
+
+NEW, TEXTS, PENALTY = 14, PROMPTS[:2], 1.3
+
+
+def theirs(twin, prompt):
+    ids = torch.tensor([prompt])
+    said = twin.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        repetition_penalty=PENALTY,
+        eos_token_id=None,
+    )
+    return said[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])
+def test_greedy_with_a_penalty_is_what_transformers_says(family, twins):
+    folder, twin = twins(family)
+    model = load_target(open_checkpoint(folder))
+    wanted = [theirs(twin, prompt) for prompt in TEXTS]
+    request = Request(max_new_tokens=NEW, sampling=Sampling(repetition_penalty=PENALTY))
+    assert plain.generate(model, TEXTS, request).tokens == wanted
+    draft = random_dflash(model)
+    for each in (draft, TreeOf(draft, nodes=8), NGram(longest=2, shortest=1)):
+        assert speculative.generate(model, each, TEXTS, request).tokens == wanted
+    assert plain.generate(model, TEXTS, Request(max_new_tokens=NEW)).tokens != wanted
