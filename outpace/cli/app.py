@@ -16,7 +16,7 @@ app.add_typer(teacher_app, name="teacher")
 console = Console()
 
 Target = Annotated[str, typer.Option(help="The target: a checkpoint folder, a GGUF file, or 'default'.")]
-Draft = Annotated[str, typer.Option(help="A DFlash draft in any known format, 'default', 'ngram' or 'none'.")]
+Draft = Annotated[str, typer.Option(help="A draft in any known format, 'default', 'ngram' or 'none'.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe's field: --set steps=500.")]
