@@ -82,8 +82,7 @@ SHAPES = [("any", 9, False), ("wide", 14, True), ("deep", 11, True), ("deep", 30
 
 
 @pytest.mark.parametrize(("shape", "size", "ragged"), SHAPES)
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(("family", "window"), [("gpt_oss", False), *((f, True) for f in tiny.FAMILIES)])
 def test_trees_say_what_plain_decoding_says(family, window, shape, size, ragged):
     """Mostly wrong, of different sizes in one batch, deeper than the window of 7, wider than 64."""
     draft, known, prompts = scripted(family, window, 3, shape, size, ragged)
@@ -146,7 +145,7 @@ def test_a_draft_is_shown_the_states_of_the_accepted_path():
         assert (states - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("nodes", [2, 9, 40, 70])
+@pytest.mark.parametrize("nodes", [2, 9, 70])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_trees_of_a_block_draft(family, nodes):
     """A random DFlash, through its session: caches, aux states and rows that leave the batch."""
@@ -217,7 +216,7 @@ def test_two_consecutive_tokens_of_a_tree_follow_the_target(how):
 def test_every_rule_takes_a_block_drafts_tree(part, rule):
     """With coupled noise a tree, too, says what plain decoding says with that seed."""
     model, request = small(), Request(max_new_tokens=3, sampling=WAYS[0], rule=rule)
-    draft, prompts = TreeOf(random_dflash(model, 4, **part), 12), [PROMPT] * 1500
+    draft, prompts = TreeOf(random_dflash(model, 4, **part), 12), [PROMPT] * 800
     got = speculative.generate(model, draft, prompts, request, rng=torch.Generator().manual_seed(5))
     ids = torch.tensor(got.tokens)
     assert surprise(ids[:, 1] * V + ids[:, 2], exact(WAYS[0])) < 3.5

@@ -134,7 +134,7 @@ def test_every_path_says_what_plain_decoding_says(family, shapes, way):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("window", [False, True])
 def test_random_trees(window, seed, way):
     shapes = [(shape, 3 + (seed * 5 + b * 4) % 13) for b, shape in enumerate(("deep", "any", "wide"))]
@@ -167,8 +167,8 @@ def forward(model, tokens, cache, step):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("chunk", [1, 4, 9, 12, 70])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("chunk", [4, 12, 70])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_what_a_prompt_leaves_does_not_depend_on_the_slack(family, chunk, way):
     """A plain loop keeps no slack and a tree much: both must go on from the same keys and logits."""
     model, found = target(family), []
