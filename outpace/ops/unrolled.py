@@ -1,12 +1,14 @@
 """Attention of an unrolled draft: the first step's keys up to the query, and its own of later steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+TILE = 128  # queries that share a mask: fewer, and calls cost more than the hidden scores
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -46,9 +48,13 @@ class Row:
     def allowed(self, ahead: int, window: int) -> Tensor:
         """[n, last + 1 - begin] bool: key s is seen from index t where s <= t; a window hides what lies that
         far behind the query's position, t + ahead."""
-        keys = torch.arange(self.begin, self.last + 1, device=self.at.device)
-        at = self.at[:, None]
-        return (keys <= at) & (keys > at + ahead - window) if window else keys <= at
+        return _seen(self.at, self.begin, self.last, ahead, window)
+
+
+def _seen(at: Tensor, first: int, last: int, ahead: int, window: int) -> Tensor:
+    """at [n] -> [n, last + 1 - first]."""
+    keys, at = torch.arange(first, last + 1, device=at.device), at[:, None]
+    return (keys <= at) & (keys > at + ahead - window) if window else keys <= at
 
 
 def unrolled_attend(
@@ -111,12 +117,11 @@ class _Unrolled(torch.autograd.Function):
         group, ahead = q.shape[1] // k.shape[1], len(own) // 2
         out = torch.zeros(q.shape, dtype=torch.float32)
         lse = torch.full(q.shape[:2], -torch.inf)  # [N,H]
-        for row in layout.rows:
-            for keys, causal, mask in _parts(row, ahead, window, q.dtype):
-                given = (_heads(q[row.queries]), *(_heads(t[keys], group) for t in (k, v)))
-                part, part_lse = flash(*given, 0.0, causal, attn_mask=mask, scale=scale)
-                joined = out[row.queries], lse[row.queries]
-                _merge(*joined, part[0].transpose(0, 1).float(), part_lse[0].transpose(0, 1))
+        for queries, keys, mask, causal in _parts(layout, ahead, window):
+            given = (_heads(q[queries]), *(_heads(t[keys], group) for t in (k, v)))
+            bias = None if mask is None else _bias(mask, q.dtype)
+            part, part_lse = flash(*given, 0.0, causal, attn_mask=bias, scale=scale)
+            _merge(out[queries], lse[queries], part[0].transpose(0, 1).float(), part_lse[0].transpose(0, 1))
         wide = q.float()
         for own_k, own_v in zip(own[::2], own[1::2], strict=True):
             score = (wide * _wide(own_k, group)).sum(-1) * scale
@@ -131,39 +136,51 @@ class _Unrolled(torch.autograd.Function):
         q, k, v, out, lse, *own = ctx.saved_tensors
         group, ahead, scale = q.shape[1] // k.shape[1], len(own) // 2, ctx.scale
         grad = grad.view(q.shape)
-        dq = torch.zeros(q.shape, dtype=torch.float32)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for row in ctx.layout.rows:
-            mine = [_heads(t[row.queries]) for t in (grad, q)]
-            joint = _heads(out[row.queries]), lse[row.queries].T.contiguous()[None]
-            for keys, causal, mask in _parts(row, ahead, ctx.window, q.dtype):
-                given = (*mine, *(_heads(t[keys], group) for t in (k, v)), *joint)
-                found = flash_backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
-                dq[row.queries] += found[0][0].transpose(0, 1)
-                for whole, part in ((dk, found[1]), (dv, found[2])):
-                    whole[keys] += _grouped(part[0].transpose(0, 1), group)
-        wide, by_head = q.float(), grad.float()
-        delta = (by_head * out.float()).sum(-1)
+        # float32: the kernel's backward is faster in it than in bfloat16, and dk and dv are sums of parts
+        wide_k, wide_v = k.float(), v.float()
+        wide, by_head, joint = q.float(), grad.float(), out.float()
+        dq, dk, dv = (torch.zeros_like(t) for t in (wide, wide_k, wide_v))
+        for queries, keys, mask, causal in _parts(ctx.layout, ahead, ctx.window):
+            given = [_heads(t[queries]) for t in (by_head, wide)]
+            given += [_heads(t[keys], group) for t in (wide_k, wide_v)]
+            given += [_heads(joint[queries]), lse[queries].T.contiguous()[None]]
+            bias = None if mask is None else _bias(mask, torch.float32)
+            found = flash_backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
+            dq[queries] += found[0][0].transpose(0, 1)
+            for whole, part in ((dk, found[1]), (dv, found[2])):
+                whole[keys] += _grouped(part[0].transpose(0, 1), group)
+        delta = (by_head * joint).sum(-1)
         d_own = []
         for own_k, own_v in zip(own[::2], own[1::2], strict=True):
-            wide_k, wide_v = _wide(own_k, group), _wide(own_v, group)
-            weight = ((wide * wide_k).sum(-1) * scale - lse).exp()
-            ds = weight * ((by_head * wide_v).sum(-1) - delta) * scale
-            dq += ds[..., None] * wide_k
+            near_k, near_v = _wide(own_k, group), _wide(own_v, group)
+            weight = ((wide * near_k).sum(-1) * scale - lse).exp()
+            ds = weight * ((by_head * near_v).sum(-1) - delta) * scale
+            dq += ds[..., None] * near_k
             d_own.append(_grouped(ds[..., None] * wide, group).to(own_k.dtype))
             d_own.append(_grouped(weight[..., None] * by_head, group).to(own_v.dtype))
-        return dq.to(q.dtype), dk, dv, None, None, None, *d_own
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, *d_own
 
 
-def _parts(row: Row, ahead: int, window: int, dtype: torch.dtype) -> list[tuple[slice, bool, Tensor | None]]:
-    """The first step's keys that the row's queries see, as (keys, causal, mask) the flash kernel takes: what
-    lies before all queries, and a triangle; a mask where there are gaps or a window."""
-    if row.gaps or window:
-        allowed = row.allowed(ahead, window)
-        mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-        return [(slice(row.begin, row.last + 1), False, mask[None, None])]
-    triangle = (slice(row.first, row.last + 1), True, None)
-    return [triangle] if row.first == row.begin else [(slice(row.begin, row.first), False, None), triangle]
+def _parts(layout: Unrolled, ahead: int, window: int) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
+    """Queries, the first step's keys that they see, a mask [n, keys], and whether they are a triangle: of a
+    row without gaps all that lies before its queries, and a triangle; else tiles of queries, with masks."""
+    for row in layout.rows:
+        if row.gaps or window:
+            for begin in range(0, len(row.at), TILE):
+                at = row.at[begin : begin + TILE]
+                last, first = int(at[-1]), row.begin
+                if window:
+                    first = max(first, int(at[0]) + ahead - window + 1)
+                queries = slice(row.queries.start + begin, row.queries.start + begin + len(at))
+                yield queries, slice(first, last + 1), _seen(at, first, last, ahead, window), False
+        else:
+            if row.first > row.begin:
+                yield row.queries, slice(row.begin, row.first), None, False
+            yield row.queries, slice(row.first, row.last + 1), None, True
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)[None, None]
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:

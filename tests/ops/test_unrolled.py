@@ -69,6 +69,26 @@ def test_steps_see_what_the_rule_says(kind, steps, window):
             torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("every", [1, 3])
+def test_rows_longer_than_a_tile(every, window):
+    """Many tiles of queries, gaps between them or none, in value and gradient."""
+    found, n, before = [], 431, 57
+    for function in (unrolled_attend, reference_unrolled_attend):
+        rng = torch.Generator().manual_seed(3)
+        at = torch.cat([torch.arange(before, n, every), torch.arange(n, n + 300, every)])
+        first = len(range(before, n, every))
+        where = Unrolled([0, n, n + 300], [0, first, len(at)], at)
+        shapes = [(len(at), H, D), (n + 300, K, D), (n + 300, K, D)] + [(len(at), K, D)] * 4
+        q, k, v, *own = (torch.randn(s, generator=rng).requires_grad_() for s in shapes)
+        pairs = list(zip(own[::2], own[1::2], strict=True))
+        out = function(q, k, v, pairs, where, window, SCALE)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        found.append([out, *(t.grad for t in (q, k, v, *own))])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["answers", "some"])
 def test_bfloat16_stays_close(kind):
     where, tensors, own = case(kind, 3, torch.bfloat16)
