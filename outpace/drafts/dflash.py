@@ -3,7 +3,6 @@
 With the optional parts of `dflash_heads.py` it is a DFlash 2, or has DSpark's heads.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,78 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outpace.cache.kv import Cache
+from outpace.cache.kv import Cache, Step
 from outpace.drafts.choice import Choice
 from outpace.drafts.dflash_config import DFlashConfig as DFlashConfig
 from outpace.drafts.dflash_config import default_layer_ids as default_layer_ids
+from outpace.drafts.dflash_fast import FastBlock, FastContext
 from outpace.drafts.dflash_guess import Guesses, Head, Pairs, confidence, guess, survival
-from outpace.drafts.dflash_heads import BlockConv, ConfidenceHead, MarkovHead, Selector
+from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
+from outpace.drafts.dflash_layer import Attend
+from outpace.drafts.dflash_layer import DFlashLayer as DFlashLayer
 from outpace.drafts.proposal import Proposal
-from outpace.models.blocks import MLP, Linear, RMSNorm
+from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
-from outpace.ops.linear import linear
-from outpace.ops.quant import Joined, Quant, Weight
-from outpace.ops.rope import inverse_frequencies, rope_tables, rotate_heads
-
-# (layer, q [B,T,H,D], k [B,K,T,D], v [B,K,T,D]) of a block -> [B,T,H*D]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class DFlashLayer(nn.Module):
-    """A Qwen3 layer: q/k norm before rotary positions, SwiGLU. Context rows use k and v alone."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        H, K, D, C = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-        self.heads, self.kv_heads, self.head_dim = H, K, D
-        self.input_layernorm = RMSNorm(C, config.rms_norm_eps)
-        self.qkv_proj = Linear(C, (H + 2 * K) * D, config.attention_bias)
-        self.o_proj = Linear(H * D, C, config.attention_bias)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps)
-        self.k_norm = RMSNorm(D, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(C, config.rms_norm_eps)
-        self.mlp = MLP(C, config.intermediate_size)
-        convolved = config.conv_kernel_size > 0
-        self.attention_conv = BlockConv(config) if convolved else None
-        self.mlp_conv = BlockConv(config) if convolved else None
-
-    def context_weights(self) -> tuple[Weight, Tensor | None]:
-        """The rows of qkv_proj that make keys and values, and their bias."""
-        first = self.heads * self.head_dim
-        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-        assert not isinstance(weight, Joined), "a draft's q, k and v are one matrix"
-        return weight[first:], None if bias is None else bias[first:]
-
-    def context_kv(
-        self,
-        features: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        weights: tuple[Weight, Tensor | None] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """features [B,T,C] -> k, v [B,K,T,D], ready to be remembered. `weights`: `context_weights()`, where
-        they were asked for before."""
-        kv = linear(features, *(weights or self.context_weights()))
-        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        _, k, v = rotate_heads(kv, cos, sin, 0, self.kv_heads, norms)
-        return k.transpose(1, 2), v.transpose(1, 2)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        h = self.input_layernorm(x)
-        if self.attention_conv is None or self.mlp_conv is None:
-            x = x + self.attention(h, cos, sin, layer, attend)
-            return x + self.mlp(self.post_attention_layernorm(x))
-        h, delta = self.attention_conv.before(h)
-        x = x + self.attention_conv.after(self.attention(h, cos, sin, layer, attend), delta)
-        h, delta = self.mlp_conv.before(self.post_attention_layernorm(x))
-        return x + self.mlp_conv.after(self.mlp(h), delta)
-
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q, k, v = rotate_heads(self.qkv_proj(x), cos, sin, self.heads, self.kv_heads, norms)
-        out: Tensor = self.o_proj(attend(layer, q, k.transpose(1, 2), v.transpose(1, 2)))
-        return out
+from outpace.ops.fast import few
+from outpace.ops.quant import Joined, Quant
+from outpace.ops.rope import inverse_frequencies, rope_tables
 
 
 class DFlash(nn.Module):
@@ -221,7 +164,12 @@ class DFlashSession:
         config = draft.config
         self.draft, self.target = draft, target
         self.head = head or Head.of(target, draft.d2t)
-        self.weights = [layer.context_weights() for layer in draft.layers if isinstance(layer, DFlashLayer)]
+        self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
+        self.weights = [layer.context_weights() for layer in self.layers]
+        self.in_one_piece = not any(isinstance(part, Joined) for part in draft.modules())
+        # by how many rows of each sequence they take
+        self.fast_blocks: dict[int, FastBlock] = {}
+        self.fast_contexts: dict[int, FastContext] = {}
         self.cache = Cache(
             batch,
             length + draft.block_size,
@@ -239,14 +187,22 @@ class DFlashSession:
         width = max(counts)
         if not width:
             return
-        features = self.draft.context(aux[:, :, :width])
         step = self.cache.begin(width, counts)
-        cos, sin = self.draft.rope(step.storage + self.cache.offset)
-        for layer, memory, weights in zip(self.draft.layers, self.cache.layers, self.weights, strict=True):
-            assert isinstance(layer, DFlashLayer)
-            k, v = layer.context_kv(features, cos, sin, weights)
+        for memory, (k, v) in zip(self.cache.layers, self.context_kv(aux[:, :, :width], step), strict=True):
             memory.append(k, v, step)
         self.cache.advance(step)
+
+    def context_kv(self, aux: Tensor, step: Step) -> list[tuple[Tensor, Tensor]]:
+        """aux [n,B,T,C] of verified tokens -> k and v [B,K,T,D] of every layer, good until the next call."""
+        draft, positions, T = self.draft, step.storage + self.cache.offset, aux.shape[2]
+        if T <= draft.block_size and self.in_one_piece and few(aux[0]):
+            if T not in self.fast_contexts:
+                parts = draft.config, self.layers, draft.fc, draft.hidden_norm, draft.inv
+                self.fast_contexts[T] = FastContext(*parts, aux.shape[1], T)
+            return self.fast_contexts[T](aux, positions)
+        features, (cos, sin) = draft.context(aux), draft.rope(positions)
+        layers = zip(self.layers, self.weights, strict=True)
+        return [layer.context_kv(features, cos, sin, weights) for layer, weights in layers]
 
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
         hidden = self.block_hidden(last, width)[:, 1:width]
@@ -269,6 +225,7 @@ class DFlashSession:
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)
+        self.fast_blocks, self.fast_contexts = {}, {}
 
     def block_hidden(self, last: Tensor, width: int | None = None) -> Tensor:
         """last [B] -> [B, block_size, C]; where no slot depends on a later one, the first `width` alone."""
@@ -277,7 +234,7 @@ class DFlashSession:
         if width is not None and config.one_way:
             x = x[:, :width]
         step = self.cache.begin(x.shape[1], both_ways=True)
-        cos, sin = self.draft.rope(step.storage + self.cache.offset)
+        positions = step.storage + self.cache.offset
         scale = config.head_dim**-0.5
         one_way = replace(step, both_ways=False) if config.causal or config.causal_full else step
 
@@ -286,4 +243,9 @@ class DFlashSession:
             view = self.cache.layers[layer].append(k, v, sees)
             return attend_view(q, view, sees, config.window(layer), None, scale)
 
-        return self.draft.denoise(x, cos, sin, attention)
+        if self.in_one_piece and few(x):
+            B, T, _ = x.shape
+            if T not in self.fast_blocks:
+                self.fast_blocks[T] = FastBlock(config, self.layers, self.draft.norm, self.draft.inv, B, T)
+            return self.fast_blocks[T].denoise(x, positions, attention)
+        return self.draft.denoise(x, *self.draft.rope(positions), attention)

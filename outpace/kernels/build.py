@@ -21,7 +21,7 @@ FUNCTIONS = (
     *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
     *("gated", "gated_backward", "angles", "argmax", "blocks", "expand_rows"),
     "perturb",
-    *("block_conv", "block_conv_backward", "top", "walk"),
+    *("block_conv", "block_conv_backward", "top", "walk", "run"),
 )
 
 

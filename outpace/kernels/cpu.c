@@ -349,3 +349,4 @@ void unpack_mxfp4(const Packed *o) {
 #include "cpu_blocks.c"
 #include "cpu_drafts.c"
 #include "cpu_noise.c"
+#include "cpu_program.c"

@@ -19,7 +19,7 @@ MOST_TAPS = 16
 def block_conv(x: Tensor, base: Tensor, delta: Tensor, block: int, side: int) -> Tensor:
     """x [M, C], base [taps, C], delta [M, sides, taps, groups], of which `side` counts -> [M, C]."""
     out = torch.empty_like(x)
-    _c.block_conv(_conv(x, base, delta, block, side, None, out, None, None))
+    _c.block_conv(pack_conv(x, base, delta, block, side, None, out, None, None))
     return out
 
 
@@ -29,11 +29,11 @@ def block_conv_backward(
     """-> the gradients of x [M, C], of base [taps, C] float32, and of delta's side [M, taps, groups]."""
     dx, d_base = torch.empty_like(x), _empty(*base.shape)
     d_delta = delta.new_empty(len(x), *delta.shape[2:])
-    _c.block_conv_backward(_conv(x, base, delta, block, side, dy, dx, d_delta, d_base))
+    _c.block_conv_backward(pack_conv(x, base, delta, block, side, dy, dx, d_delta, d_base))
     return dx, d_base, d_delta
 
 
-def _conv(
+def pack_conv(
     x: Tensor,
     base: Tensor,
     delta: Tensor,

@@ -1,0 +1,17 @@
+// Part of cpu.c: several kernels in one call, so that what calls them is paid for once.
+typedef struct { floats x; float *y; int64_t n; } Sum;
+static void add_to(const Sum *o) { for (long i = 0; i < o->n; i++) o->y[i] += o->x[i]; }
+
+typedef struct { int64_t which; const void *with; } Call;
+typedef struct { const Call *calls; int64_t count; } Program;
+void run(const Program *p) {
+    for (const Call *c = p->calls; c < p->calls + p->count; c++) switch (c->which) {  // in the order of cpu_program.py
+        case 0: linear(c->with); break;
+        case 1: rms_norm(c->with); break;
+        case 2: rope(c->with); break;
+        case 3: gated(c->with); break;
+        case 4: block_conv(c->with); break;
+        case 5: angles(c->with); break;
+        case 6: add_to(c->with); break;
+    }
+}

@@ -1,0 +1,79 @@
+"""A draft's rounds in few calls are its modules' to the bit: every part, ragged rows, any width."""
+
+import shutil
+
+import pytest
+import tiny
+import torch
+from test_dflash import VARIANTS
+from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, drafted
+
+from outpace.drafts.choice import Likeliest
+from outpace.drafts.dflash_lean import quantised
+
+# by the compiler, not by available(): a kernel that no longer compiles must fail here
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+CASES = VARIANTS | PARTS | {f"causal, {name}": how for name, how in CAUSAL.items()}
+
+
+def sessions(draft, target, rows, offset=0):
+    """In few calls, and module by module."""
+    bound = draft.bind(target)
+    found = bound.begin(rows, 80, offset), bound.begin(rows, 80, offset)
+    found[1].in_one_piece = False
+    return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_are_the_modules(name):
+    target, draft = tiny.target("gpt_oss"), drafted(**{"head_dim": 8} | CASES[name])
+    text = tiny.tokens(3, 60)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    fast, plain = sessions(draft, target, 3, offset=70)
+    at, rng = [0, 0, 0], torch.Generator().manual_seed(3)
+    rows = [0, 1, 2]
+    for i in range(9):
+        if i == 5:
+            rows, at = [2, 0], [at[2], at[0]]
+            for session in (fast, plain):
+                session.keep([2, 0])
+        most = 12 if i == 0 else 5
+        counts = torch.randint(0 if i else 6, most, (len(rows),), generator=rng).tolist()
+        columns = [torch.arange(n, n + max(counts)) for n in at]
+        seen = torch.stack([aux[:, b, c] for b, c in zip(rows, columns, strict=True)], dim=1)
+        for session in (fast, plain):
+            session.observe(text[:, : max(counts)], seen, counts)
+        at = [n + c for n, c in zip(at, counts, strict=True)]
+        last = tiny.tokens(len(rows), seed=i)
+        assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
+        width = 2 + i % 3
+        one, other = (session.propose(last, width, Likeliest()) for session in (fast, plain))
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
+    assert fast.fast_blocks and fast.fast_contexts
+    assert not plain.fast_blocks and not plain.fast_contexts
+
+
+@torch.inference_mode()
+def test_what_a_round_gave_outlives_the_next():
+    target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, head_dim=8)
+    (session, _), last = sessions(draft, target, 2), tiny.tokens(2, seed=4)
+    hidden, proposal = session.block_hidden(last), session.propose(last, 4, Likeliest())
+    kept = hidden.clone(), proposal.tokens.clone(), proposal.survival.clone()
+    session.propose(tiny.tokens(2, seed=9), 4, Likeliest())
+    for now, then in zip((hidden, proposal.tokens, proposal.survival), kept, strict=True):
+        assert torch.equal(now, then)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("stored", ["bfloat16", "q8_0"])
+def test_stored_weights_of_other_kinds(stored):
+    target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, head_dim=8)
+    draft = quantised(draft) if stored == "q8_0" else draft.to(torch.bfloat16)
+    fast, plain = sessions(draft, target, 2)
+    text, last = tiny.tokens(2, 4), tiny.tokens(2, seed=4)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    for session in (fast, plain):
+        session.observe(text, aux, [4, 2])
+    assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
+    assert fast.fast_blocks and fast.fast_contexts
