@@ -12,6 +12,7 @@ from rich.segment import Segment, Segments
 from outpace.chat.conversation import ANALYSIS, COMMENTARY, FINAL
 from outpace.chat.talk import CALL, OTHER, Part, Talk
 from outpace.decode import plain, speculative
+from outpace.decode.controller import Controller
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft
@@ -114,6 +115,7 @@ class Session:
     talk: Talk
     request: Request  # its stop tokens are the talk's
     rng: torch.Generator
+    controller: Controller | None = None
 
     def answer(self, on_part: Callable[[Part], None], on_token: Callable[[int], None] | None = None) -> Turn:
         """Let the model speak. Raises ValueError where the conversation has outgrown its positions."""
@@ -148,7 +150,13 @@ class Session:
                 done = plain.generate(self.target, [ids], request, rng=self.rng, on_tokens=on_tokens)
             else:
                 done = speculative.generate(
-                    self.target, self.draft, [ids], request, rng=self.rng, on_tokens=on_tokens
+                    self.target,
+                    self.draft,
+                    [ids],
+                    request,
+                    controller=self.controller,
+                    rng=self.rng,
+                    on_tokens=on_tokens,
                 )
             trace = done.trace
         except KeyboardInterrupt:

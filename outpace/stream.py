@@ -15,6 +15,7 @@ from torch import Tensor
 from outpace.chat.conversation import FINAL
 from outpace.chat.talk import Part, Talk
 from outpace.decode import plain, speculative
+from outpace.decode.controller import Controller
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft
@@ -69,6 +70,11 @@ class Streamed:
             "first_token_seconds": round(self.first_token_seconds, 5),
             "seconds": {k: round(v, 5) for k, v in self.trace.seconds.items()},
         }
+        if self.trace.foreseen:
+            said["foreseen"] = {
+                "tokens_per_s": round(self.trace.foreseen_tokens_per_s, 2),
+                "error": round(self.trace.foresight_error, 4),
+            }
         if self.top:
             said["top_logits"] = [
                 [{"token": c.token, "text": c.text, "logit": round(c.logit, 4)} for c in candidates]
@@ -93,8 +99,14 @@ class Streamed:
         return (
             f"{self.prompt_tokens} + {len(self.tokens)} tokens, {self.tokens_per_s:.0f} tokens/s, "
             f"tau {self.trace.tau:.2f} over {self.trace.rounds} rounds, "
-            f"first token after {self.first_token_seconds * 1e3:.0f} ms ({seconds})"
+            f"first token after {self.first_token_seconds * 1e3:.0f} ms ({seconds})" + self._foreseen()
         )
+
+    def _foreseen(self) -> str:
+        if not self.trace.foreseen:
+            return ""
+        rate, error = self.trace.foreseen_tokens_per_s, self.trace.foresight_error
+        return f"; {rate:.0f} tokens/s were foreseen, {error:+.0%} from measured"
 
 
 class Largest:
@@ -188,6 +200,7 @@ def run(
     seed: int,
     write: Callable[[str], None],
     largest: Largest | None = None,
+    controller: Controller | None = None,
 ) -> Streamed:
     """`write` receives each piece of text that `read` makes of the tokens, when it comes."""
     pieces: list[str] = []
@@ -206,7 +219,14 @@ def run(
         done = plain.generate(target, [prompt], request, rng=rng, on_tokens=on_tokens, on_logits=largest)
     else:
         done = speculative.generate(
-            target, draft, [prompt], request, rng=rng, on_tokens=on_tokens, on_logits=largest
+            target,
+            draft,
+            [prompt],
+            request,
+            controller=controller,
+            rng=rng,
+            on_tokens=on_tokens,
+            on_logits=largest,
         )
     if largest is not None:
         largest.keep(len(done.tokens[0]))

@@ -20,6 +20,17 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cost_tables(tmp_path_factory):
+    """Commands that calibrate find no table of an earlier run, and leave none."""
+    from outpace.decode import cost_file
+
+    folder = tmp_path_factory.mktemp("costs")
+    kept, cost_file.cache_folder = cost_file.cache_folder, lambda: folder
+    yield
+    cost_file.cache_folder = kept
+
+
 @pytest.fixture(scope="session")
 def twins(tmp_path_factory):
     """family -> (folder, transformers model): what `transformers` saved, made when first asked for."""

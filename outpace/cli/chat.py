@@ -24,6 +24,7 @@ from outpace.cli.app import (
     app,
     console,
 )
+from outpace.cli.calibrate import CacheDir, Method, Verify, controller_for
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,6 +62,9 @@ def chat(
     tree: TreeColumns = 0,
     depth: Depth = 0,
     branch: Branch = 0,
+    method: Method = "auto",
+    verify: Verify = None,
+    cache_dir: CacheDir = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Of one answer.")] = 2048,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token. gpt-oss: 1.")] = 0.0,
     top_k: TopK = 0,
@@ -121,9 +125,10 @@ def chat(
     talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
     own = "default" if path == "default" else "none"
     bound = open_draft(draft or own, target, tokenizer, tree=tree, depth=depth, branch=branch)
-    session = Session(target, bound, talk, request, torch.Generator().manual_seed(seed))
+    used, pace, told = controller_for(target, bound, tokenizer, method, verify, cache_dir)
+    session = Session(target, used, talk, request, torch.Generator().manual_seed(seed), pace)
     if timing:
-        screen.note(f"loaded in {time.perf_counter() - began:.2f} s")
+        screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {told}")
     typed = not message and sys.stdin.isatty()
     run(
         session,

@@ -22,6 +22,7 @@ from outpace.cli.app import (
     app,
     console,
 )
+from outpace.cli.calibrate import CacheDir, Method, Verify, controller_for
 from outpace.cli.chat import open_talk
 
 
@@ -37,6 +38,9 @@ def generate(
     tree: TreeColumns = 0,
     depth: Depth = 0,
     branch: Branch = 0,
+    method: Method = "auto",
+    verify: Verify = None,
+    cache_dir: CacheDir = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     top_k: TopK = 0,
@@ -108,6 +112,7 @@ def generate(
     own = "default" if target == "default" and layers is None else "none"
     bound = open_draft(draft or own, loaded, tokenizer, tree=tree, depth=depth, branch=branch)
     load_seconds = time.perf_counter() - began
+    used, pace, told = controller_for(loaded, bound, tokenizer, method, verify, cache_dir)
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)
     talk = open_talk(target, tokenizer, stop, None, "medium", None, None) if chat else None
@@ -118,15 +123,15 @@ def generate(
         talk.say(text)
         ids, stop, read = talk.prompt(), talk.stop, answer_reader(talk)
     request = replace(request, stop=frozenset() if ignore_eos else stop)
-    result = run(loaded, bound, ids, read, request, seed, _hide if as_json else _write, largest)
-    said, warm = result.as_json(), None
+    result = run(loaded, used, ids, read, request, seed, _hide if as_json else _write, largest, pace)
+    said, warm = result.as_json() | {"method": told}, None
     if not as_json:
         _write("\n")
     if talk is not None:
         parts = talk.end()
         said |= {"parts": [part.as_json() for part in parts], "note": no_answer(parts, len(result.tokens))}
     if timing:
-        warm = run(loaded, bound, ids, reader(tokenizer, ids), request, seed, _hide)
+        warm = run(loaded, used, ids, reader(tokenizer, ids), request, seed, _hide, None, pace)
         said["timing"] = {"load": round(load_seconds, 6), "first": result.timing(), "warm": warm.timing()}
     if as_json:
         print(json.dumps(said))
@@ -138,7 +143,7 @@ def generate(
     if warm is not None:
         console.print(timing_table(load_seconds, result, warm))
     if stats:
-        console.print(result.summary(), style="dim", highlight=False)
+        console.print(f"{result.summary()}; {told}", style="dim", highlight=False)
 
 
 def _hide(piece: str) -> None:

@@ -107,6 +107,11 @@ class Costs:
         """The tau at which rounds of n columns are as fast as plain decoding."""
         return self.round_seconds(n, context, batch) / self.round_seconds(1, context, batch)
 
+    @property
+    def noisy(self) -> bool:
+        """Something else ran: half of the timings do not even lie within half of their median."""
+        return max(p.spread for p in self.points) > 0.5
+
     @cached_property
     def batches(self) -> tuple[int, ...]:
         return tuple(sorted({p.batch for p in self.points}))

@@ -1,0 +1,260 @@
+"""The command calibrate, and which controller a request gets: --method, --verify."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outpace.cli.app import AsJson, Branch, Depth, Draft, Target, TreeColumns, app, console, integer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from outpace.decode.controller import Controller
+    from outpace.decode.costs import Costs
+    from outpace.drafts.proposal import Draft as AnyDraft
+    from outpace.models.decoder import Decoder
+
+QUICK = 5.0  # seconds that a request may spend on a table of its own
+METHODS = ("auto", "plain", "draft")
+
+Method = Annotated[
+    str,
+    typer.Option(
+        help="auto: as many guesses a round as pay on this machine, none where none do; draft: always all of "
+        "them; plain: none."
+    ),
+]
+Verify = Annotated[
+    int | None, typer.Option(help="Guesses verified in every round, rather than as many as pay.")
+]
+CacheDir = Annotated[
+    Path | None, typer.Option(help="Where cost tables lie; default: outpace in the user's cache folder.")
+]
+
+
+@app.command()
+def calibrate(
+    target: Target = "default",
+    draft: Draft = "default",
+    tree: TreeColumns = 0,
+    depth: Depth = 0,
+    branch: Branch = 0,
+    contexts: Annotated[str, typer.Option(help="Tokens remembered, where costs are measured.")] = "256,2048",
+    batches: Annotated[str, typer.Option(help="Rows decoded together.")] = "1",
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 20.0,
+    force: Annotated[bool, typer.Option("--force", help="Measure again where there is a table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the costs into a PNG file.")] = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what drafting and verifying cost on this machine, and keep it: what --method auto goes by.
+
+    Run it while the machine is otherwise idle. The table belongs to this target, draft, machine and number
+    of threads; a changed one is measured anew.
+
+    [bold]Examples[/bold]: outpace calibrate; outpace calibrate --tree 16 --contexts 512,4096,16384
+    outpace calibrate --target gpt-oss-20b --draft DRAFT --batches 1,8 --seconds 300 --plot costs.png
+    """
+    from outpace.decode.cost_file import cache_folder, table_path, write_costs
+    from outpace.decode.costs import fingerprint
+    from outpace.load import open_draft, open_target
+
+    if not seconds > 0:
+        raise ValueError(f"--seconds {seconds}: give some time to measure in")
+    places = [integer(part, "--contexts") for part in contexts.split(",")]
+    rows = [integer(part, "--batches") for part in batches.split(",")]
+    loaded, tokenizer = open_target(target)
+    bound = open_draft(draft, loaded, tokenizer, tree=tree, depth=depth, branch=branch)
+    if bound is None:
+        raise ValueError("there is nothing to calibrate without a draft: name one with --draft")
+    folder = cache_dir or cache_folder()
+    path = table_path(folder, fingerprint(loaded, bound))
+    costs, why = (None, None) if force else kept(loaded, bound, folder)
+    if why:
+        Console(stderr=True).print(why, style="dim", highlight=False, soft_wrap=True)
+    if costs is None:
+        costs = _measured(loaded, bound, tokenizer, places, rows, seconds, quiet=as_json)
+        write_costs(costs, folder)
+    if plot is not None:
+        _draw(costs, plot)
+    if as_json:
+        print(json.dumps(as_json_table(costs) | {"file": str(path)}))
+        return
+    _show(costs)
+    console.print(f"kept in {path}", style="dim", highlight=False, soft_wrap=True)
+
+
+def kept(target: "Decoder", draft: "AnyDraft", folder: Path) -> "tuple[Costs | None, str | None]":
+    """-> the table kept for this target, draft and machine, or why one that lies there is not used."""
+    from outpace.decode.cost_file import read_costs
+    from outpace.decode.costs import fingerprint
+    from outpace.weights.contract import LoadError
+
+    try:
+        return read_costs(folder, fingerprint(target, draft)), None
+    except LoadError as error:
+        return None, f"{error}; measuring anew"
+
+
+def controller_for(
+    target: "Decoder",
+    draft: "AnyDraft | None",
+    tokenizer: "Tokenizer",
+    method: str,
+    verify: int | None,
+    cache_dir: Path | None = None,
+) -> "tuple[AnyDraft | None, Controller | None, str]":
+    """What a request asked for -> its draft, its controller, and what people are told of it.
+
+    Raises ValueError for what cannot be had.
+    """
+    from outpace.decode.controller import Adaptive, Fixed
+
+    if method not in METHODS:
+        raise ValueError(f"--method {method}: it must be one of {', '.join(METHODS)}")
+    if verify is not None and (method == "plain" or draft is None):
+        raise ValueError(f"--verify {verify}: there are no guesses to verify without a draft")
+    if draft is None or method == "plain":
+        return None, None, "plain decoding"
+    if verify is not None:
+        if not 1 <= verify < draft.block_size:
+            raise ValueError(f"--verify {verify}: this draft offers 1 to {draft.block_size - 1} guesses")
+        return draft, Fixed(verify + 1), f"{verify} guesses verified in every round"
+    if method == "draft":
+        return draft, None, "every guess verified in every round"
+    costs, told = _table_for_auto(target, draft, tokenizer, cache_dir)
+    return draft, None if costs is None else Adaptive(costs), told
+
+
+def _table_for_auto(
+    target: "Decoder", draft: "AnyDraft", tokenizer: "Tokenizer", cache_dir: Path | None
+) -> "tuple[Costs | None, str]":
+    from outpace.decode.calibrate import quick
+    from outpace.decode.cost_file import cache_folder, write_costs
+
+    folder = cache_dir or cache_folder()
+    costs, why = kept(target, draft, folder)
+    if costs is not None:
+        return costs, "as many guesses as pay"
+    expected = quick(target, draft)
+    if expected > QUICK:
+        told = f"a cost table would take {expected:.0f} s (outpace calibrate)"
+        return None, f"every guess verified in every round: {told}" + (f"; {why}" if why else "")
+    costs = _measured(target, draft, tokenizer, [256], [1], 0.5, quiet=True)
+    if costs.noisy:
+        return None, "every guess verified in every round: the machine is too busy to measure costs"
+    told = f"as many guesses as pay, by costs measured in about {expected:.1f} s"
+    try:
+        write_costs(costs, folder)
+    except OSError as error:
+        told += f", which could not be kept ({error})"
+    return costs, told + (f"; {why}" if why else "")
+
+
+def _measured(
+    target: "Decoder",
+    draft: "AnyDraft",
+    tokenizer: "Tokenizer",
+    contexts: list[int],
+    batches: list[int],
+    seconds: float,
+    quiet: bool,
+) -> "Costs":
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from outpace.corpus import read_corpus, split
+    from outpace.decode.calibrate import calibrate as measure
+
+    wanted, text = max(contexts) + 4096, list[int]()
+    for document in split(read_corpus())[1]:
+        if len(text) >= wanted:
+            break
+        text += tokenizer.encode(document.text[:20000], add_special_tokens=False).ids
+    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("", total=1.0)
+        return measure(
+            target,
+            draft,
+            text,
+            contexts=contexts,
+            batches=batches,
+            seconds=seconds,
+            on_progress=lambda done: bar.update(task, completed=done),
+        )
+
+
+def as_json_table(costs: "Costs") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    found = asdict(costs)
+    for point, p in zip(found["points"], costs.points, strict=True):
+        point["break_even"] = [round(costs.break_even(n, p.context, p.batch), 4) for n in costs.widths]
+    return found
+
+
+def _show(costs: "Costs") -> None:
+    said = "; ".join(f"{name} {value}" for name, value in costs.said.items())
+    console.print(said, style="dim", highlight=False, soft_wrap=True)
+    for p in costs.points:
+        title = f"batch {p.batch}, {p.context:,.0f} tokens remembered"
+        table = Table(title=title, title_justify="left")
+        for name in ("columns", "draft", "verify", "round", "pays from tau"):
+            table.add_column(name, justify="right")
+        if costs.touched:
+            table.add_column(f"of {costs.touched.experts} experts", justify="right")
+            table.add_column("if independent", justify="right")
+        for i, n in enumerate(costs.widths):
+            whole = costs.round_seconds(n, p.context, p.batch)
+            cells = [f"{1e3 * x:.3f} ms" for x in (p.draft[i], p.verify[i], whole)]
+            even = f"{costs.break_even(n, p.context, p.batch):.2f}"
+            table.add_row(str(n), *cells, even, *_experts(costs, i))
+        console.print(table)
+        console.print(
+            f"a round takes {1e3 * p.rest:.3f} ms beside; half of the timings lie within {p.spread:.0%}",
+            style="dim",
+            highlight=False,
+        )
+    lines = [f"a guess after a right one was right in {costs.acceptance:.0%} of the cases"]
+    if costs.touched:
+        lines.append(f"experts beyond one token's: {costs.touched.rho:.2f} of what independent ones would be")
+    if costs.noisy:
+        lines.append("[bold]the machine was busy: measure again, with --force, when it is not[/bold]")
+    for line in lines:
+        console.print(line, style="dim", highlight=False)
+
+
+def _experts(costs: "Costs", i: int) -> list[str]:
+    touched = costs.touched
+    if touched is None or i >= len(touched.measured):
+        return []
+    return [f"{touched.measured[i]:.2f}", f"{touched.independent(touched.widths[i]):.2f}"]
+
+
+def _draw(costs: "Costs", path: Path) -> None:
+    """Raises ValueError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'outpace[bench]'") from None
+    figure = Figure(figsize=(8, 4), dpi=200, layout="constrained")
+    seconds, even = figure.subplots(1, 2)
+    for p in costs.points:
+        name = f"batch {p.batch}, context {p.context:,.0f}"
+        line = seconds.plot(costs.widths, [1e3 * x for x in p.verify], marker="o", label=f"verify, {name}")
+        seconds.plot(
+            costs.widths[1:],
+            [1e3 * x for x in p.draft[1:]],
+            linestyle="--",
+            color=line[0].get_color(),
+            label=f"draft, {name}",
+        )
+        even.plot(costs.widths, [costs.break_even(n, p.context, p.batch) for n in costs.widths], marker="o")
+    seconds.set(xlabel="columns a round", ylabel="ms", ylim=0)
+    even.set(xlabel="columns a round", ylabel="tau at which it pays", ylim=0)
+    seconds.legend(fontsize=7, frameon=False)
+    figure.savefig(path, format="png")

@@ -1,0 +1,241 @@
+"""The controller on a simulated clock: the best width, rests that cost little, drafting that returns."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from simulated import best_fixed, chain, embedded, moody, speed, steady, switching, table
+
+from outpace.decode.acceptance import Record, depths
+from outpace.decode.controller import Adaptive, Fixed, Table, fastest
+from outpace.drafts.proposal import Proposal
+
+
+def rounds(controller, *said, width=8):
+    """One round for each list of survival, all guesses wrong; -> columns verified."""
+    found = []
+    for survival in said:
+        controller.width([256])
+        proposal = controller.cut(chain([survival], width))
+        controller.learn(proposal, [[0]])
+        found.append(proposal.tokens.shape[1])
+    return found
+
+
+# ---- the choice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_width_is_the_best_of_all(seed):
+    dice = random.Random(seed)
+    n = dice.randint(2, 12)
+    gains = [1.0, *sorted((dice.random() for _ in range(n - 1)), reverse=True)]
+    costs = list(itertools.accumulate(dice.choice([0.0, 0.01, 0.5, 2.0]) + 0.001 for _ in range(n)))
+    seconds = [0.0, *(1.0 + c for c in costs)]
+    rates = {k: sum(gains[:k]) / seconds[k] for k in range(1, n + 1)}
+    assert rates[fastest(gains, seconds)] == max(rates.values())
+    if n > 3:
+        tail = {k: rates[k] for k in rates if k >= 3}
+        assert tail[fastest(gains, seconds, least=3)] == max(tail.values())
+
+
+def test_a_step_in_the_costs_does_not_hide_what_lies_behind_it():
+    gains = [1.0, 0.9, 0.8, 0.7, 0.6]
+    assert fastest(gains, [0, 1.0, 2.0, 2.0, 2.0, 2.0]) == 5
+    assert fastest([1.0, 0.0], [0, 1.0, 1.0]) == 1  # nothing is verified for nothing
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cut_is_the_argmax_over_the_rows(rows):
+    costs = embedded()
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        controller = Adaptive(costs)
+        controller.begin(8)
+        said = torch.rand(rows, 7, generator=generator).sort(dim=1, descending=True).values
+        assert controller.width([256] * rows) == 8
+        got = controller.cut(chain(said.tolist(), rows=rows))
+        per_round = [costs.round_seconds(n, 288, rows, width=8) for n in range(1, 9)]
+        tokens = [rows + float(said[:, : n - 1].sum()) for n in range(1, 9)]
+        rates = [t / s for t, s in zip(tokens, per_round, strict=True)]
+        best = rates.index(max(rates))
+        assert got.tokens.shape == (rows, best + 1) and got.counts == [best + 1] * rows
+        assert controller.foreseen == pytest.approx((tokens[best], per_round[best]), rel=1e-5)
+
+
+def test_a_tree_keeps_its_best_columns_and_a_short_row_its_own():
+    costs = table([1e-3, 1.1e-3, 1.2e-3, 1.3e-3, 5e-3, 9e-3], [0.1e-3] * 6)
+    controller = Adaptive(costs)
+    controller.begin(6)
+    controller.width([9, 9])
+    tree = Proposal(
+        torch.arange(12).view(2, 6),
+        [6, 2],
+        torch.tensor([[0, 0, 0, 1, 1, 3], [0, 0, 2, 3, 4, 5]]),
+        survival=torch.tensor([[1, 0.6, 0.4, 0.4, 0.1, 0.1], [1, 0.5, 0, 0, 0, 0]]),
+    )
+    got = controller.cut(tree)
+    assert got.counts == [4, 2] and got.tokens.tolist() == [[0, 1, 2, 3], [6, 7, 8, 9]]
+    assert got.parents.tolist() == [[0, 0, 0, 1], [0, 0, 2, 3]]
+    controller.learn(got, [[0, 2], [0]])
+    assert controller.record.tried[1:4] == [2, 1, 0] and controller.record.taken[1:4] == [0, 1, 0]
+    assert controller.record.came[1] == 1 and controller.record.said[1] == pytest.approx(1.5)
+
+
+def test_survival_of_drawn_guesses_is_not_read():
+    """What is verified of them may not depend on which they are."""
+    found = set()
+    for said in ([0.99] * 7, [0.01] * 7):
+        controller = Adaptive(embedded(0.8))
+        controller.begin(8)
+        controller.width([256])
+        plain = chain([said])
+        drawn = Proposal(plain.tokens, plain.counts, q=torch.full((1, 8, 5), 0.2), survival=plain.survival)
+        got = controller.cut(drawn)
+        found.add(got.tokens.shape[1])
+        controller.learn(got, [[0]])
+        assert controller.record.said == [0.0] * 8 and got.q.shape[1] == got.tokens.shape[1]
+    assert len(found) == 1
+
+
+def test_a_draft_whose_steps_cost_is_asked_for_fewer():
+    cheap, dear = table([1e-3] * 8, [1e-4] * 8), table([1e-3] * 8, [3e-4 * n for n in range(8)])
+    widths = []
+    for costs in (cheap, dear):
+        controller = Adaptive(costs)
+        controller.begin(8)
+        widths.append(controller.width([256]))
+    assert widths[0] == 8 and 2 <= widths[1] < 6
+
+
+# ---- what is learnt --------------------------------------------------------------------------------
+
+
+def test_steps_are_shares_of_those_whose_parent_lived():
+    record = Record(4, 0.5)
+    for length in (0, 1, 1, 2, 3, 3, 3, 1) * 40:
+        record.add([0, 0, 1, 2], [0, 1, 2, 3], range(length + 1), None)
+    assert record.steps()[1:] == pytest.approx([7 / 8, 4 / 7, 3 / 4], abs=0.02)
+    assert record.reach([0, 0, 1, 2])[3] == pytest.approx(3 / 8, abs=0.02)
+    assert record.prior == pytest.approx(14 / 19, abs=0.05)
+
+
+def test_a_guess_that_was_not_tried_is_as_good_as_its_parent():
+    record = Record(4, 0.5)
+    for _ in range(50):
+        record.add([0, 0], [0, 1], [0, 1], None)
+    first, *others = record.steps()[1:]
+    assert first > 0.95 and others == [first, first]
+    record.fade(0.0)
+    assert record.steps()[1] == record.prior > 0.8
+
+
+@pytest.mark.parametrize("came", [0.2, 0.9])
+def test_a_draft_that_is_too_sure_or_not_sure_enough_is_corrected(came):
+    record, dice = Record(4, 0.5), random.Random(1)
+    for _ in range(400):
+        taken = [0]
+        while len(taken) < 4 and dice.random() < came:
+            taken.append(len(taken))
+        record.add([0, 0, 1, 2], [0, 1, 2, 3], taken, [1.0, 0.5, 0.25, 0.125])
+    corrected = record.corrected([1.0, 0.5, 0.25, 0.125], [0, 0, 1, 2], [0, 1, 2, 3])
+    assert corrected[1] == pytest.approx(came, abs=0.15)
+    assert all(a >= b for a, b in itertools.pairwise(corrected))
+
+
+def test_depths():
+    assert depths([0, 0, 0, 1, 3, 2]) == [0, 1, 1, 2, 3, 2] and depths([0]) == [0]
+
+
+# ---- resting and returning -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("speaks", [False, True])
+@pytest.mark.parametrize(("tokens", "least"), [(256, 0.975), (2048, 0.98)])
+def test_text_that_cannot_be_guessed_costs_little(acceptance, speaks, tokens, least):
+    costs = embedded(acceptance)
+    for chance in (0.0, 0.15):
+        got = speed(Adaptive(costs), costs, [steady(chance)], tokens, speaks=speaks)
+        assert got > least, (chance, got)
+
+
+def test_a_draft_that_is_sure_and_wrong_costs_little():
+    """It says 0.9 of every guess, and none is right: the account stops it before its word is corrected."""
+    costs = embedded(0.8)
+    controller, spent, tokens = Adaptive(costs), 0.0, 0
+    controller.begin(8)
+    while tokens < 512:
+        width = controller.width([256])
+        proposal = chain(width=1)
+        if width > 1:
+            proposal = controller.cut(chain([[0.9**i for i in range(1, width)]], width))
+        n = proposal.tokens.shape[1]
+        spent += costs.round_seconds(n, 288, width=width)
+        controller.learn(proposal, [[0]])
+        tokens += 1
+    assert 512 * costs.round_seconds(1, 288) / spent > 0.96
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("chance", [0.75, 0.85, 0.95])
+def test_easy_text_is_as_fast_as_by_the_best_fixed_width(acceptance, chance):
+    costs = embedded(acceptance)
+    for speaks, share in ((True, 0.95), (False, 0.93)):
+        got = [speed(Adaptive(costs), costs, [steady(chance)], 1024, seed=s, speaks=speaks) for s in range(4)]
+        best = [best_fixed(costs, [steady(chance)], 1024, seed=s) for s in range(4)]
+        assert sum(got) > share * sum(best)
+
+
+def test_drafting_returns_when_the_text_becomes_easy_and_rests_when_it_is_hard():
+    costs = embedded(0.5)
+    text = switching(steady(0.85), steady(0.05), 256)
+    for speaks in (False, True):
+        got = speed(Adaptive(costs), costs, [text], 4096, speaks=speaks)
+        fixed = best_fixed(costs, [text], 4096)
+        assert got > 1.1 and got > 1.05 * fixed, (got, fixed)
+
+
+def test_what_the_draft_says_is_worth_more_than_any_fixed_width():
+    costs, text = embedded(0.5), moody(0.1, 0.9)
+    got = [speed(Adaptive(costs), costs, [text], 2048, seed=s, speaks=True) for s in range(4)]
+    assert sum(got) > 1.03 * sum(best_fixed(costs, [text], 2048, seed=s) for s in range(4))
+
+
+def test_rows_share_a_width():
+    costs = embedded(0.6)
+    hard, easy = steady(0.05), steady(0.9)
+    both = speed(Adaptive(costs), costs, [easy, easy, hard], 1024)
+    none = speed(Adaptive(costs), costs, [hard] * 3, 1024)
+    assert both > 1.1 and 0.97 < none <= 1.001
+
+
+def test_the_next_text_begins_with_what_the_last_one_taught():
+    costs = embedded(0.3)
+    controller = Adaptive(costs)
+    first = speed(controller, costs, [steady(0.9)], 128)
+    again = speed(controller, costs, [steady(0.9)], 128, seed=1)
+    assert again > first > 1
+    controller.begin(5)  # another draft
+    assert controller.record.prior == 0.3
+
+
+def test_probes_ask_for_what_would_just_pay():
+    costs = embedded(0.1)
+    probe = Table.of(costs, 1, 256, 8)
+    rates = {n: n / probe.whole[n] for n in range(2, 9)}
+    assert 2 < probe.even < 8 and rates[probe.even] > 1 / probe.whole[1]
+    controller = Adaptive(costs)
+    controller.begin(8)
+    controller.speaks = False
+    assert controller.width([256]) == probe.even and controller.rests
+
+
+def test_a_plain_step_is_foreseen_as_such():
+    controller = Adaptive(embedded(0.0))
+    controller.begin(8)
+    widths = rounds(controller, *[[0.0] * 7] * 40)
+    assert widths.count(1) > 30
+    assert controller.foreseen == pytest.approx((1.0, embedded().round_seconds(1, 256)))
+    assert Fixed(3).foreseen is None and Fixed(3).width([1]) == 3
