@@ -1,5 +1,6 @@
 """A forward over a tree against every root-to-leaf path run as plain text: logits, aux states, the cache."""
 
+import copy
 import functools
 
 import pytest
@@ -183,3 +184,24 @@ def test_what_a_prompt_leaves_does_not_depend_on_the_slack(family, chunk, way):
     for other in found[1:]:
         for got, wanted in zip(other, found[0], strict=True):
             close(got, wanted, way)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_tree_on_a_device(device):
+    """There masks are formed without looking at the parents; a commit moves the same columns."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    N, prompt = 13, tiny.tokens(2, 20, seed=4)
+    parents, ids = trees.padded([trees.parents_of(s, N) for s in ("deep", "any")], N), tiny.tokens(2, N)
+    path, found = [trees.ancestors(row, N - 1) for row in parents.tolist()], []
+    for place in ("cpu", device):
+        model = copy.deepcopy(target("gpt_oss")).to(place)
+        cache = model.make_cache(2, 40, slack=N)
+        model(prompt.to(place), cache)
+        said = model(ids.to(place), cache, tree=Tree(parents.to(place))).hidden
+        cache.commit(path)
+        after = model(torch.tensor([[7], [8]], device=place), cache).hidden
+        found.append((said.cpu(), after.cpu()))
+    for got, wanted in zip(found[1], found[0], strict=True):
+        assert (got - wanted).abs().max() < 1e-3
