@@ -1,0 +1,83 @@
+"""The speculators package itself, on a CPU: its EAGLE-3 from a file of ours, stage by stage beside ours."""
+
+import draft_samples as samples
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from outpace.bench.stage_reference import eagle3_feature, eagle3_stages
+from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.load import build_eagle3
+from outpace.export import export_draft
+
+theirs = pytest.importorskip(
+    "speculators.models.eagle3.core",
+    reason="the speculators package, or something it imports, is not installed",
+    exc_type=ImportError,
+)
+
+T, LAST, STEPS = 13, 77, 3
+AT = 8  # the index whose walk is compared: what it reads in three steps is text
+PARTS = {
+    "fc": lambda m: m.fc,
+    "attention 0": lambda m: m.layers[0].self_attn.o_proj,
+    "mlp 0": lambda m: m.layers[0].mlp,
+    "before the head": lambda m: m.norm,
+    "logits": lambda m: m.lm_head,
+}
+
+
+class Forced:
+    """Says the true text, and keeps what it was asked with."""
+
+    def __init__(self, truth):
+        self.truth, self.logits = truth, []
+
+    def tokens(self, logits, depth):
+        self.logits.append(logits[0, 0])
+        return torch.tensor([[self.truth[depth - 1]]]), None
+
+
+def opened(draft, folder, files):
+    """Their model with the tensors of our export -> it, and what each part gave, call by call."""
+    export_draft(draft, "speculators-eagle3", folder, files)
+    config = theirs.Eagle3SpeculatorConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"  # flex attention needs a compiler
+    model = theirs.Eagle3DraftModel(config).eval()
+    found = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert not found.unexpected_keys and all("verifier" in name for name in found.missing_keys)
+    heard = {name: [] for name in PARTS}
+    for name, part in PARTS.items():
+        part(model).register_forward_hook(lambda m, i, out, name=name: heard[name].append(out[0]))
+    return model, heard
+
+
+@pytest.mark.parametrize("variant", [v for v in samples.EAGLE3S if v != "narrow" and "pass" not in v])
+@torch.inference_mode()
+def test_an_eagle3_stage_by_stage(variant, tmp_path):
+    draft, files = samples.eagle3(**samples.EAGLE3S[variant]), samples.target_files(tmp_path / "target")
+    model, heard = opened(draft, tmp_path / "draft", files)
+    c, w, hs, text = draft.config, draft.tensors, samples.hidden_states(T), tiny.tokens(1, T)
+    states = [hs[k + 1] for k in c.layer_ids]
+    following = torch.cat((text[:, 1:], torch.tensor([[LAST]])), dim=1)
+    where = {"position_ids": torch.arange(T)[None], "ttt_steps": STEPS}
+    model(torch.cat(states, -1)[None], following, torch.zeros(1, T, dtype=torch.long), **where)
+
+    embedding, head = (
+        w.get("embed_tokens.weight", samples.embedding()),
+        w.get("lm_head.weight", samples.head()),
+    )
+    stages = eagle3_stages(w, c, eagle3_feature(w, c, states), embedding[following[0]], 0, head)
+    for name in PARTS:
+        torch.testing.assert_close(heard[name][0].double(), stages[name], atol=1e-4, rtol=1e-4)
+
+    # the walk from one index on: every later step reads its own state and the true token
+    bound = BoundEagle3(build_eagle3(draft), samples.target(), Shape(depth=STEPS))
+    session, said = bound.begin(1, 64), Forced(following[0, AT + 1 :].tolist())
+    session.observe(text[:, : AT + 1], torch.stack(states)[:, None, : AT + 1], [AT + 1])
+    session.propose(following[:, AT], STEPS + 1, said)
+    # their window stays at the index while the walk goes on: past it, they train what nobody serves
+    for step in range(1 if c.sliding_window else STEPS):
+        wanted = bound.draft.widen(heard["logits"][step][AT])
+        torch.testing.assert_close(said.logits[step], wanted, atol=1e-4, rtol=1e-4)
