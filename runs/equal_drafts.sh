@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Every draft of the comparison from one teacher cache with one budget, then the suites that compare them.
 #
-#   runs/equal_drafts.sh [TARGET] [WORK] [REPORT]       STEPS=2500 ROWS=6 SEED=1 CORPUS=folder
+#   runs/equal_drafts.sh [TARGET] [WORK] [REPORT]
+#
+# In the environment: STEPS (2500), ROWS (6), SEED (1), SAMPLES of the cache (the recipe's), CORPUS (a folder), SUITE
+# (recipes/drafts/suite.toml). In minutes, to see it walk:
+#   STEPS=2 ROWS=2 SAMPLES=16 SUITE=recipes/drafts/suite-micro.toml runs/equal_drafts.sh default work/micro work/micro/report
 #
 # The budget is counted in tokens of the texts trained on: STEPS x ROWS texts of the cache, prompts included, the
 # same texts in the same order for every draft (one seed, one walk). What a draft makes of a text is its own affair:
@@ -14,6 +18,8 @@ work="${2:-work/equal-drafts}"
 report="${3:-reports/drafts/gpt-oss}"
 outpace="${OUTPACE:-.venv/bin/outpace}"
 steps="${STEPS:-2500}"
+suite="${SUITE:-recipes/drafts/suite.toml}"
+samples=(${SAMPLES:+--set "samples=$SAMPLES"})
 corpus=(${CORPUS:+--corpus "$CORPUS"})
 budget=(--set "steps=$steps" --set "rows=${ROWS:-6}" --set "seed=${SEED:-1}" --set "eval_every=$(((steps + 1) / 2))")
 
@@ -31,12 +37,12 @@ compare() { # the suite, its folder
     echo "$1: measured before, skipped: remove $2/report.json to measure again"
     return
   fi
-  "$outpace" bench --suite "$1" --recipe recipes/drafts/suite.toml --target "$target" --drafts "$work" \
+  "$outpace" bench --suite "$1" --recipe "$suite" --target "$target" --drafts "$work" \
     --out "$2" ${corpus[@]+"${corpus[@]}"}
 }
 
 "$outpace" teacher build --recipe recipes/drafts/teacher.toml --target "$target" --out "$work/cache" \
-  ${corpus[@]+"${corpus[@]}"}
+  ${samples[@]+"${samples[@]}"} ${corpus[@]+"${corpus[@]}"}
 train dflash dflash
 train dflash dflash-dpace
 train dflash dflash2

@@ -18,7 +18,7 @@ from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import PLAIN, Case, Opened, run_case
 from outpace.bench.results import Cell, joined, result
 from outpace.bench.resume import Kept
-from outpace.bench.suite import CostsOf, SuiteRecipe, cases_of, grouped, open_methods, texts_of
+from outpace.bench.suite import SuiteRecipe, cases_of, cost_tables, grouped, open_methods, texts_of
 from outpace.bench.turns import take_turns
 from outpace.corpus import Document
 from outpace.models.decoder import Decoder
@@ -33,11 +33,11 @@ def run_comparison(
     documents: Sequence[Document],
     recipe: SuiteRecipe,
     drafts: Path,
-    costs_of: CostsOf,
+    text: Sequence[int],
     folder: Path,
     console: Console,
 ) -> dict[str, Any]:
-    """-> the report. Turns measured before a stop are read from folder/progress.json, if recipe, target and
+    """-> the report. Turns measured before a stop are read from folder/progress.jsonl, if recipe, target and
     drafts are the same. Raises ValueError for a draft that is not there or another target's, and for
     prompts that the documents do not hold."""
     began = time.perf_counter()
@@ -46,8 +46,8 @@ def run_comparison(
     about = {name: describe_method(o) for name, o in opened.items()}
     whose = describe_target(target)
     kept = Kept(folder, {"recipe": said_by(recipe), "target": whose["fingerprint"], "methods": about})
-    tables = {name: costs_of(o) for name, o in opened.items() if True in o.spec.controller}
-    groups = grouped(texts_of("held-out", recipe, target, tokenizer, documents), recipe.batch)
+    tables = cost_tables(recipe, target, opened, text, recipe.batch, kept, console)
+    groups = grouped(texts_of("held-out", recipe.prompts, recipe, target, tokenizer, documents), recipe.batch)
     results = []
     with Progress(*COLUMNS, console=console) as bar:
         plans = {t: cases_of(recipe, t) for t in recipe.temperatures}
@@ -72,6 +72,7 @@ def run_comparison(
         "target": whose,
         "recipe": said_by(recipe),
         "methods": about,
+        "costs": {name: kept[f"costs of {name}"] for name in tables},
         "results": results,
         "said": remarks(about),
         "seconds": round(time.perf_counter() - began, 1),

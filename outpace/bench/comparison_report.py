@@ -71,7 +71,7 @@ def training_table(report: dict[str, Any]) -> list[str]:
                 str(about["columns"]),
                 f"{about['parameters'] / 1e6:.2f} M" if about["parameters"] else "-",
                 f"{about['bytes'] / 2**20:.1f} MiB" if about["bytes"] else "-",
-                f"{tokens / 1e6:.2f} M" if tokens else "-",
+                f"{tokens:,}" if tokens else "-",
                 f"{hours:.2f}" if hours is not None else "-",
             ]
         )

@@ -15,7 +15,7 @@ from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import PLAIN, Case, Opened, run_case
 from outpace.bench.results import Cell, over
 from outpace.bench.resume import Kept
-from outpace.bench.suite import CostsOf, SuiteRecipe, grouped, open_methods, texts_of
+from outpace.bench.suite import SuiteRecipe, cost_tables, grouped, open_methods, texts_of
 from outpace.bench.turns import take_turns
 from outpace.corpus import Document
 from outpace.models.decoder import Decoder
@@ -27,11 +27,11 @@ def run_controller(
     documents: Sequence[Document],
     recipe: SuiteRecipe,
     drafts: Path,
-    costs_of: CostsOf,
+    text: Sequence[int],
     folder: Path,
     console: Console,
 ) -> dict[str, Any]:
-    """-> the report. Turns measured before a stop are read from folder/progress.json. Methods whose recipe
+    """-> the report. Turns measured before a stop are read from folder/progress.jsonl. Methods whose recipe
     wants no controller are left out; raises ValueError where that is all of them."""
     began = time.perf_counter()
     before = machine(target.device)
@@ -42,20 +42,22 @@ def run_controller(
     about = {name: describe_method(o) for name, o in opened.items()}
     whose = describe_target(target)
     kept = Kept(folder, {"recipe": said_by(recipe), "target": whose["fingerprint"], "methods": about})
-    tables = {name: costs_of(o) for name, o in opened.items()}
-    scenes = [(text, temperature) for text in recipe.texts for temperature in recipe.temperatures]
+    tables = cost_tables(recipe, target, opened, text, recipe.batch, kept, console)
+    scenes = [(kind, temperature) for kind in recipe.texts for temperature in recipe.temperatures]
     results = []
     with Progress(*COLUMNS, console=console) as bar:
         plans = {(t, name): cases(recipe, opened[name], t) for t in recipe.temperatures for name in opened}
-        turns = recipe.repeats * (recipe.prompts // recipe.batch)
+        turns = recipe.repeats * (recipe.controller_prompts // recipe.batch)
         total = len(recipe.texts) * sum(map(len, plans.values())) * turns
         task = bar.add_task("controller", total=total)
-        for text, temperature in scenes:
-            groups = grouped(texts_of(text, recipe, target, tokenizer, documents), recipe.batch)
+        for kind, temperature in scenes:
+            groups = grouped(
+                texts_of(kind, recipe.controller_prompts, recipe, target, tokenizer, documents), recipe.batch
+            )
             for name, method in opened.items():
                 plan = plans[temperature, name]
                 runs = take_turns(
-                    f"{text}, T={temperature:g}, {name}",
+                    f"{kind}, T={temperature:g}, {name}",
                     {c.label: run_case(c, target, opened.get(c.method), tables[name]) for c in plan},
                     groups,
                     recipe.new_tokens,
@@ -64,8 +66,8 @@ def run_controller(
                     kept,
                     advancing(bar, task),
                 )
-                cell = Cell(text, recipe.batch, recipe.new_tokens, groups, runs)
-                results.append(scene(target, cell, plan, text, name, method))
+                cell = Cell(kind, recipe.batch, recipe.new_tokens, groups, runs)
+                results.append(scene(target, cell, plan, kind, name, method))
     report = {
         **provenance(),
         "machine": before,
@@ -73,6 +75,7 @@ def run_controller(
         "target": whose,
         "recipe": said_by(recipe),
         "methods": about,
+        "costs": {name: kept[f"costs of {name}"] for name in tables},
         "results": results,
         "seconds": round(time.perf_counter() - began, 1),
     }

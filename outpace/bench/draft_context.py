@@ -92,7 +92,7 @@ def run_draft_context(
     console: Console,
 ) -> dict[str, Any]:
     """-> the report. `prompts`: for each regime of settings.acceptance. What was measured before a stop is
-    read from folder/progress.json, if it was measured with these settings, this target and this draft.
+    read from folder/progress.jsonl, if it was measured with these settings, this target and this draft.
     Raises ValueError where a shape does not fit the memory, and where the draft is another target's."""
     began = time.perf_counter()
     draft.bind(target)

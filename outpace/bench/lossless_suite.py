@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from outpace.bench.lossless import Check, compare, same
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import PLAIN, Case, run_case
 from outpace.bench.resume import Kept
-from outpace.bench.suite import CostsOf, SuiteRecipe, grouped, open_methods, texts_of
+from outpace.bench.suite import SuiteRecipe, cost_tables, grouped, open_methods, texts_of
 from outpace.bench.turns import seed_of
 from outpace.corpus import Document
 from outpace.models.decoder import Decoder
@@ -30,11 +30,11 @@ def run_lossless(
     documents: Sequence[Document],
     recipe: SuiteRecipe,
     drafts: Path,
-    costs_of: CostsOf,
+    text: Sequence[int],
     folder: Path,
     console: Console,
 ) -> dict[str, Any]:
-    """-> the report; cases counted before a stop are read from folder/progress.json. A difference at
+    """-> the report; cases counted before a stop are read from folder/progress.jsonl. A difference at
     temperature 0 is excused by a tie alone, and ties are counted; with coupled noise nothing excuses."""
     began = time.perf_counter()
     before = machine(target.device)
@@ -42,8 +42,8 @@ def run_lossless(
     about = {name: describe_method(o) for name, o in opened.items()}
     whose = describe_target(target)
     kept = Kept(folder, {"recipe": said_by(recipe), "target": whose["fingerprint"], "methods": about})
-    tables = {name: costs_of(o) for name, o in opened.items() if True in o.spec.controller}
-    prompts = texts_of("held-out", _sized(recipe), target, tokenizer, documents)
+    tables = cost_tables(recipe, target, opened, text, recipe.lossless_batch, kept, console)
+    prompts = texts_of("held-out", recipe.lossless_prompts, recipe, target, tokenizer, documents)
     groups = grouped(prompts, recipe.lossless_batch)
     found: list[dict[str, Any]] = []
     with Progress(*COLUMNS, console=console) as bar:
@@ -75,6 +75,7 @@ def run_lossless(
         "target": whose,
         "recipe": said_by(recipe),
         "methods": about,
+        "costs": {name: kept[f"costs of {name}"] for name in tables},
         "prompts": len(prompts),
         "new_tokens": recipe.lossless_tokens,
         "batch": recipe.lossless_batch,
@@ -86,10 +87,6 @@ def run_lossless(
     }
     kept.done()
     return report
-
-
-def _sized(recipe: SuiteRecipe) -> SuiteRecipe:
-    return replace(recipe, prompts=recipe.lossless_prompts, batch=recipe.lossless_batch)
 
 
 def _cases(recipe: SuiteRecipe, temperature: float, rule: str) -> list[Case]:

@@ -32,8 +32,8 @@ class MethodSpec:
     """How one row of a comparison decodes. A table of a suite's recipe.
 
     `draft`: a place under the suite's folder of drafts, "default" or "ngram". `tree`, `depth`, `branch`: the
-    shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual. `rules`: how guesses are judged above
-    temperature 0, where it makes a difference. `controller`: with it, without it, or both.
+    shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual. `rules`: how guesses
+    are judged above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
     """
 
     draft: str

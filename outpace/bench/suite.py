@@ -1,7 +1,9 @@
 """What the comparing suites share: one recipe that names the methods, and the prompts they all run."""
 
+import dataclasses
+import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,16 @@ from tokenizers import Tokenizer
 
 from outpace.bench.methods import PLAIN, Case, MethodSpec, Opened, open_method
 from outpace.bench.prompts import held_out_prompts
+from outpace.bench.resume import Kept
 from outpace.bench.turns import Groups
 from outpace.corpus import Document
 from outpace.decode.calibrate import calibrate
-from outpace.decode.cost_file import read_costs, write_costs
+from outpace.decode.cost_file import FORMAT, from_json
 from outpace.decode.costs import Costs
-from outpace.decode.costs import fingerprint as costs_fingerprint
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.settings import load_settings
 
-CostsOf = Callable[[Opened], Costs]
 TEXTS = ("held-out", "random")
 
 
@@ -32,7 +33,7 @@ class SuiteRecipe:
     drafts: `prompts` prompts, `repeats` times, every method at every temperature under each of its rules.
     lossless: the same methods over `lossless_prompts` prompts, greedy and with coupled noise.
     controller: each steered method beside itself at fixed `widths` (root included; those that a draft has),
-    over held-out text and over `random` tokens.
+    after `controller_prompts` prompts of held-out text, and as many of `random` tokens.
     """
 
     methods: dict[str, dict[str, Any]]
@@ -46,7 +47,8 @@ class SuiteRecipe:
     lossless_prompts: int = 64
     lossless_tokens: int = 256
     lossless_batch: int = 8
-    widths: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16)
+    controller_prompts: int = 6
+    widths: tuple[int, ...] = (2, 4, 6, 8, 12, 16)
     texts: tuple[str, ...] = TEXTS
     calibrate_s: float = 20.0  # per method with a controller, where no table of it is kept
     specs: dict[str, MethodSpec] = field(init=False)
@@ -63,13 +65,19 @@ class SuiteRecipe:
             except ValueError as error:
                 raise ValueError(f"method {name!r}: {error}") from error
         object.__setattr__(self, "specs", found)
-        for name in ("prompts", "prompt_tokens", "batch", "repeats", "lossless_prompts", "lossless_batch"):
+        counts = ("prompts", "prompt_tokens", "batch", "repeats")
+        for name in (*counts, "lossless_prompts", "lossless_batch", "controller_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"suite: {name} {getattr(self, name)} must be at least 1")
         for name in ("new_tokens", "lossless_tokens"):
             if getattr(self, name) < 2:
                 raise ValueError(f"suite: {name} {getattr(self, name)}: nothing to time after the first")
-        for count, batch in (("prompts", "batch"), ("lossless_prompts", "lossless_batch")):
+        batched = (
+            ("prompts", "batch"),
+            ("controller_prompts", "batch"),
+            ("lossless_prompts", "lossless_batch"),
+        )
+        for count, batch in batched:
             if getattr(self, count) % getattr(self, batch):
                 raise ValueError(
                     f"suite: {count} {getattr(self, count)} do not fill batches of {getattr(self, batch)}"
@@ -101,29 +109,35 @@ def calibration_text(tokenizer: Tokenizer, documents: Sequence[Document], tokens
     return found[:tokens]
 
 
-def measured_costs(
-    target: Decoder, text: Sequence[int], recipe: SuiteRecipe, batch: int, folder: Path, console: Console
-) -> CostsOf:
-    """Cost tables over the contexts and the batch that will be decoded, measured once and kept in `folder`.
-    `text`: token ids that the suite does not decode."""
-    contexts = (recipe.prompt_tokens, recipe.prompt_tokens + recipe.new_tokens)
-
-    def of(opened: Opened) -> Costs:
-        found = read_costs(folder, costs_fingerprint(target, opened.draft))
-        if found is None:
-            with console.status(f"calibrating {opened.name}"):
-                found = calibrate(
+def cost_tables(
+    recipe: SuiteRecipe,
+    target: Decoder,
+    opened: dict[str, Opened],
+    text: Sequence[int],
+    batch: int,
+    kept: Kept,
+    console: Console,
+) -> dict[str, Costs]:
+    """Of every method with a controller: measured over the contexts and the batch that will be decoded, once
+    a run. `text`: token ids that the suite does not decode."""
+    found = {}
+    for name, method in opened.items():
+        if True not in method.spec.controller:
+            continue
+        key = f"costs of {name}"
+        if key not in kept:
+            with console.status(f"calibrating {name}"):
+                measured = calibrate(
                     target,
-                    opened.draft,
+                    method.draft,
                     text,
-                    contexts=contexts,
+                    contexts=(recipe.prompt_tokens, recipe.prompt_tokens + recipe.new_tokens),
                     batches=tuple({1, batch}),
                     seconds=recipe.calibrate_s,
                 )
-            write_costs(found, folder)
-        return found
-
-    return of
+            kept[key] = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(measured)}))
+        found[name] = from_json(kept[key], key)
+    return found
 
 
 def cases_of(recipe: SuiteRecipe, temperature: float, steered: bool = True) -> list[Case]:
@@ -148,11 +162,16 @@ def grouped(prompts: list[list[int]], batch: int) -> Groups:
 
 
 def texts_of(
-    kind: str, recipe: SuiteRecipe, target: Decoder, tokenizer: Tokenizer, documents: Sequence[Document]
+    kind: str,
+    count: int,
+    recipe: SuiteRecipe,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
 ) -> list[list[int]]:
     """ "held-out": text nobody was trained on. "random": tokens drawn evenly, which no draft foresees."""
     if kind == "held-out":
-        return held_out_prompts(tokenizer, documents, recipe.prompts, recipe.prompt_tokens)
+        return held_out_prompts(tokenizer, documents, count, recipe.prompt_tokens)
     drawn = random.Random(recipe.seed)
     ids = sorted(set(range(target.config.vocab_size)) - set(target.config.eos_token_ids))
-    return [drawn.choices(ids, k=recipe.prompt_tokens) for _ in range(recipe.prompts)]
+    return [drawn.choices(ids, k=recipe.prompt_tokens) for _ in range(count)]

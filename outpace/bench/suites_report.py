@@ -55,7 +55,7 @@ def lossless_table(report: dict[str, Any]) -> list[str]:
 def controller_markdown(report: dict[str, Any]) -> str:
     recipe = report["recipe"]
     measured = (
-        f"**Measured**: {recipe['prompts']} prompts of {recipe['prompt_tokens']} tokens, "
+        f"**Measured**: {recipe['controller_prompts']} prompts of {recipe['prompt_tokens']} tokens, "
         f"{recipe['new_tokens']} new tokens each, batch {recipe['batch']}, {recipe['repeats']} repeats, "
         "lengths in turns"
     )

@@ -204,17 +204,15 @@ def _bench_methods(
     shown: Console,
 ) -> dict[str, Any]:
     from outpace.bench import comparison, comparison_report, controller_suite, lossless_suite, suites_report
-    from outpace.bench.suite import SuiteRecipe, calibration_text, measured_costs
+    from outpace.bench.suite import SuiteRecipe, calibration_text
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target
 
     settings = recipe_settings(SuiteRecipe, recipe, set_)
     loaded, tokenizer = open_target(target)
     train, held_out = split(read_corpus(corpus))
-    batch = settings.lossless_batch if suite == "lossless" else settings.batch
     text = calibration_text(tokenizer, train)
-    costs = measured_costs(loaded, text, settings, batch, out, shown)
-    given = (loaded, tokenizer, held_out, settings, drafts, costs, out, shown)
+    given = (loaded, tokenizer, held_out, settings, drafts, text, out, shown)
     if suite == "drafts":
         report = comparison.run_comparison(*given)
         comparison_report.write_comparison(report, out)

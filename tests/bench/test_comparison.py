@@ -16,7 +16,7 @@ from outpace.bench.controller_suite import run_controller
 from outpace.bench.lossless_suite import run_lossless
 from outpace.bench.methods import Case, MethodSpec, open_method
 from outpace.bench.resume import Kept
-from outpace.bench.suite import SuiteRecipe, measured_costs, texts_of
+from outpace.bench.suite import SuiteRecipe, texts_of
 from outpace.bench.suites_report import controller_markdown, lossless_markdown
 from outpace.bench.timed import Timed
 from outpace.chat.tokenizer import train_bpe
@@ -104,6 +104,7 @@ def drafts(tmp_path_factory, target):
 def recipe(**changes):
     said = {"prompts": 2, "prompt_tokens": 21, "new_tokens": 11, "repeats": 2, "lossless_prompts": 4}
     said |= {"lossless_tokens": 17, "lossless_batch": 2, "calibrate_s": 0.01, "widths": [2, 4]}
+    said |= {"controller_prompts": 2}
     return load_settings(SuiteRecipe, None, said | {"methods": METHODS} | changes)
 
 
@@ -112,9 +113,7 @@ def quiet():
 
 
 def given(target, tokenizer, drafts, folder, asked):
-    text = tiny.tokens(200).tolist()
-    costs = measured_costs(target, text, asked, asked.batch, folder, quiet())
-    return target, tokenizer, DOCUMENTS, asked, drafts, costs, folder, quiet()
+    return target, tokenizer, DOCUMENTS, asked, drafts, tiny.tokens(200).tolist(), folder, quiet()
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +139,7 @@ def test_every_method_runs_at_every_temperature_under_its_rules(report):
         assert r["columns"] >= 1
     assert json.loads(json.dumps(report)) == report
     assert report["said"] == []
+    assert set(report["costs"]) == {m for m in METHODS if True in METHODS[m].get("controller", both)}
 
 
 def test_texts_are_plain_decodings_where_they_must_be(report):
@@ -176,7 +176,7 @@ def test_files_read_well(report, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == report
     text = (tmp_path / "report.md").read_text()
     assert "| EAGLE-3 tree | gumbel |" in text and "0 / 44" in text
-    assert "| DFlash | DFlash | 5 |" in text and "0.01 M | 0.50 |" in text
+    assert "| DFlash | DFlash | 5 |" in text and "7,000 | 0.50 |" in text
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     for name in ("speedup.png", "tau.png", "time.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -212,7 +212,7 @@ def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts,
     assert all(r["checked"] == 4 * 17 for r in found["results"])
     assert found["checked"] == 18 * 4 * 17
     assert "0 violations, 0 ties" in lossless_markdown(found)
-    assert not (tmp_path / "progress.json").exists()
+    assert not (tmp_path / "progress.jsonl").exists()
 
 
 def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tmp_path):
@@ -239,9 +239,9 @@ def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tm
 
 
 def test_random_text_is_random_and_holds_no_end(target, tokenizer):
-    asked = recipe(prompts=40, prompt_tokens=50)
-    drawn = texts_of("random", asked, target, tokenizer, DOCUMENTS)
-    assert drawn == texts_of("random", asked, target, tokenizer, DOCUMENTS)
+    asked = recipe(prompt_tokens=50)
+    drawn = texts_of("random", 40, asked, target, tokenizer, DOCUMENTS)
+    assert drawn == texts_of("random", 40, asked, target, tokenizer, DOCUMENTS)
     assert {len(p) for p in drawn} == {50} and len(set(map(tuple, drawn))) == 40
     used = {t for p in drawn for t in p}
     assert len(used) > 250 and not used & set(target.config.eos_token_ids)
@@ -284,15 +284,39 @@ def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monke
     monkeypatch.setattr(comparison, "take_turns", stopping)
     with pytest.raises(RuntimeError, match="the power failed"):
         run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
-    kept = json.loads((tmp_path / "progress.json").read_text())["values"]
-    assert len(kept) == 4 and all(key.startswith("T=0, ") for key in kept)
+    kept = dict(x for line in read_lines(tmp_path)[1:] for x in line.items())
+    assert len(kept) == 5 and sum(key.startswith("T=0, ") for key in kept) == 4
+    assert kept["costs of ngram"]["widths"] == [1, 2, 3, 4, 5, 6, 7, 8]
     found = run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
     ours = [
         kept[f"T=0, repeat {r}, group {g}"]["plain, T=0, match"]["decode_s"] for r in (0, 1) for g in (0, 1)
     ]
     speeds = [20 / (ours[0] + ours[1]), 20 / (ours[2] + ours[3])]
     assert found["results"][0]["tokens_per_s_repeats"] == [round(s, 2) for s in speeds]
-    assert not (tmp_path / "progress.json").exists()
+    assert not (tmp_path / "progress.jsonl").exists()
+
+
+def read_lines(folder):
+    return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+
+
+def test_what_is_kept_survives_a_kill(tmp_path):
+    kept = Kept(tmp_path, {"of": (1, 2)})
+    assert kept.names == [] and not (tmp_path / "progress.jsonl").exists()
+    kept["a"], kept["b"] = [1, None], {"x": 2.5}
+    with (tmp_path / "progress.jsonl").open("ab") as file:
+        file.write(b'{"c":[1,2')  # killed while it wrote
+    again = Kept(tmp_path, {"of": [1, 2]})
+    assert {name: again[name] for name in again.names} == {"a": [1, None], "b": {"x": 2.5}}
+    assert "c" not in again
+    again["d"] = 4
+    assert read_lines(tmp_path) == [{"key": {"of": [1, 2]}}, {"a": [1, None]}, {"b": {"x": 2.5}}, {"d": 4}]
+    other = Kept(tmp_path, {"of": 3})
+    assert other.names == []
+    other["e"] = 5
+    assert read_lines(tmp_path) == [{"key": {"of": 3}}, {"e": 5}]
+    other.done()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_reached_is_of_all_rounds():

@@ -230,7 +230,7 @@ def test_the_report_is_whole(tmp_path, calm):
     assert [r["variant"] for r in report["acceptance"]] == list(VARIANTS)
     assert all(r["texts_that_differ_from_plain"] == 0 for r in report["acceptance"])
     assert json.loads(json.dumps(report)) == report
-    assert not (tmp_path / "progress.json").exists()
+    assert not (tmp_path / "progress.jsonl").exists()
     write_draft_context(report, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "## draft, full attention" in text and "| 9+12 | noise cached |" in text
@@ -256,14 +256,15 @@ def test_a_stopped_run_goes_on(tmp_path, calm, monkeypatch):
     monkeypatch.setattr(draft_context, "measure", stopping)
     with pytest.raises(RuntimeError, match="the power failed"):
         run(tmp_path)
-    kept = json.loads((tmp_path / "progress.json").read_text())["values"]
+    lines = (tmp_path / "progress.jsonl").read_text().splitlines()[1:]
+    kept = dict(x for line in lines for x in json.loads(line).items())
     report = run(tmp_path)
     assert [name for name, _ in seen] == ["draft", "draft", *["draft, full attention"] * 3]
     assert len(report["cells"]) == 2 * 2 * 3
     assert report["cells"][0]["seconds"] == kept["cell draft 20"][0]["seconds"]
     seen.clear()
     monkeypatch.setattr(draft_context, "measure", honest)
-    (tmp_path / "progress.json").write_text(json.dumps({"key": {"of": "another"}, "values": {"floor": 1.0}}))
+    (tmp_path / "progress.jsonl").write_text('{"key":{"of":"another"}}\n{"floor":1.0}\n')
     assert run(tmp_path, contexts=(20,))["floor"]["read_bytes_per_s"] == 10**10
 
 

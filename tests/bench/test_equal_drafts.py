@@ -13,7 +13,7 @@ from test_prompts import document
 from outpace.bench.comparison import run_comparison
 from outpace.bench.comparison_report import write_comparison
 from outpace.bench.page import update_page
-from outpace.bench.suite import SuiteRecipe, measured_costs
+from outpace.bench.suite import SuiteRecipe
 from outpace.chat.tokenizer import train_bpe
 from outpace.corpus import Document
 from outpace.models.load import build as build_target
@@ -86,8 +86,8 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
         said["controller"] = [False, True] if name == "DFlash 2" else [False]
     suite = load_settings(SuiteRecipe, None, suite | few | {"temperatures": [0.0]})
     folder, quiet = tmp_path / "reports", Console(file=io.StringIO())
-    costs = measured_costs(target, tiny.tokens(200).tolist(), suite, 1, folder, quiet)
-    report = run_comparison(target, tokenizer, documents, suite, work, costs, folder, quiet)
+    text = tiny.tokens(200).tolist()
+    report = run_comparison(target, tokenizer, documents, suite, work, text, folder, quiet)
     assert report["said"] == []  # one cache, one budget, everyone's origin known
     trained = {name: a["trained"] for name, a in report["methods"].items() if name != "n-gram"}
     assert (
