@@ -19,7 +19,7 @@ FLAGS = ["-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-
 FLAGS += ["--param=avoid-fma-max-bits=0"]
 FUNCTIONS = (
     *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
-    *("gated", "gated_backward", "angles", "argmax", "blocks", "expand_rows"),
+    *("gated", "gated_backward", "angles", "turn_heads", "argmax", "blocks", "expand_rows"),
     "perturb",
     *("block_conv", "block_conv_backward", "top", "walk", "run"),
 )

@@ -26,6 +26,7 @@ ATTEND = struct.Struct("23qdq").pack
 ROUTE = struct.Struct("14q").pack
 MOE = struct.Struct("27q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
+TURN = struct.Struct("9qdq").pack
 ARGMAX = struct.Struct("5q").pack
 PACKED = struct.Struct("5q").pack
 EXPAND = struct.Struct("6q").pack
@@ -135,6 +136,17 @@ def rope_(
     table, sines = cos.data_ptr(), sin.data_ptr()
     _c.rope(ROPE(address, table, sines, q, k, q_kind, k_kind, eps, m, n_heads, n_kv, head_dim, _threads()))
     return qkv
+
+
+def turn_heads(x: Tensor, cos: Tensor, sin: Tensor, turned: int, sign: float = 1.0) -> Tensor:
+    """x [M, H, D] float32 or bfloat16, cos and sin [M, D/2] -> a copy whose first `turned` heads are rotated;
+    sign -1 rotates back."""
+    m, h, d = x.shape
+    assert x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and cos.shape == (m, d // 2)
+    y = torch.empty_like(x)
+    tensors = x.data_ptr(), y.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    _c.turn_heads(TURN(*tensors, KIND[x.dtype], m, h, turned, d, sign, _threads()))
+    return y
 
 
 def attend(

@@ -69,6 +69,24 @@ void angles(const Angles *o) {
     }
 }
 
+// ---- heads turned by their angles, x to y: the first `turned` of each row's H heads, half against half; sign -1 turns back
+typedef struct { any x; void *y; floats cos, sin; int64_t kind, M, H, turned, D; double sign; int64_t threads; } Turn;
+static void turn_row(const Turn *o, long m) {
+    long half = o->D / 2, first = m * o->H * o->D, end = first + o->turned * o->D;
+    for (long a = first; a < end; a += o->D) for (long i = 0; i < half; i += W) {
+        long n = half - i;
+        vf u = fetch(o->x, o->kind, a + i, n), v = fetch(o->x, o->kind, a + half + i, n);
+        vf c = part(o->cos + m * half + i, n), s = part(o->sin + m * half + i, n) * (float)o->sign;
+        put(o->y, o->kind, a + i, n, u * c - v * s);
+        put(o->y, o->kind, a + half + i, n, v * c + u * s);
+    }
+    memcpy((void *)row(o->y, o->kind, end), row(o->x, o->kind, end), at(o->kind, (o->H - o->turned) * o->D));
+}
+void turn_heads(const Turn *o) {
+    int threads = team((double)o->M * o->H * o->D, 65536, o->threads);
+    EACH_ROW(o->M, turn_row(o, m));
+}
+
 // ---- the place of the largest value of each row, the first among equals
 typedef struct { floats x; int64_t *y, M, N, threads; } Largest;
 static void largest(const Largest *o, long m) {

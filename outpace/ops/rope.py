@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace.kernels import cpu
-from outpace.ops.fast import MOST_ROWS, few
+from outpace.ops.fast import MOST_ROWS, few, rows_kernel
 from outpace.ops.norm import rms_norm
 
 
@@ -107,7 +108,13 @@ def rotate_heads(
         cpu.rope_(flat, *angles, heads, kv_heads, D, *(norms or ()))
         q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=2)
         return q, k, v
-    q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=2)
+    split = heads, kv_heads, kv_heads
+    if norms is None and rows_kernel(qkv):
+        whole = qkv.unflatten(-1, (-1, D))
+        turned: Tensor = _Turned.apply(whole, cos, sin, heads + kv_heads)  # type: ignore[no-untyped-call]
+        q, k, v = turned.split(split, dim=2)
+        return q, k, v
+    q, k, v = qkv.unflatten(-1, (-1, D)).split(split, dim=2)
     if norms is not None:
         q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
     return rotate(q, cos, sin), rotate(k, cos, sin), v
@@ -115,6 +122,34 @@ def rotate_heads(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves: x [B, T, H, D], cos and sin [B, T, D/2]; dimension i pairs with i + D/2."""
+    if rows_kernel(x):
+        return _Turned.apply(x, cos, sin, x.shape[2])  # type: ignore[no-any-return, no-untyped-call]
+    return reference_rotate(x, cos, sin)
+
+
+def reference_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, :, None], sin[:, :, None]
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class _Turned(torch.autograd.Function):
+    """The first `turned` heads of x [B, T, H, D] rotated, in one pass; the gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.turned = turned
+        return _turn(x, cos, sin, turned, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, ctx.turned, -1.0), None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, sign: float) -> Tensor:
+    B, T, _, D = x.shape
+    cos, sin = (a.expand(B, T, -1).reshape(-1, D // 2) for a in (cos, sin))
+    rows = x.reshape(-1, *x.shape[2:]).contiguous()
+    return cpu.turn_heads(rows, cos, sin, turned, sign).view(x.shape)

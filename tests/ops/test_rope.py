@@ -7,7 +7,14 @@ import tiny
 import torch
 
 from outpace.models.config import parse_rope, rope_to_hf
-from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate
+from outpace.ops.rope import (
+    RopeConfig,
+    inverse_frequencies,
+    reference_rotate,
+    rope_tables,
+    rotate,
+    rotate_heads,
+)
 
 POSITIONS = torch.tensor([0, 1, 2, 31, 32, 33, 4095, 4096, 65536, 131071, 131072])
 GPT_OSS_20B = {
@@ -112,3 +119,28 @@ def test_configs_round_trip(kind):
 def test_linear_scaling_divides_positions():
     plain, scaled = RopeConfig(theta=1e4), RopeConfig(theta=1e4, kind="linear", factor=4.0)
     assert torch.allclose(inverse_frequencies(plain, 8) / 4, inverse_frequencies(scaled, 8), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [6, 20, 32])
+def test_the_kernel_turns_and_turns_back_as_the_reference(dtype, head_dim):
+    rng = torch.Generator().manual_seed(head_dim)
+    x = torch.randn(2, 5, 4, head_dim, generator=rng).to(dtype)
+    dy = torch.randn(2, 5, 4, head_dim, generator=rng).to(dtype)
+    angles = torch.randn(1, 5, head_dim // 2, generator=rng)
+    cos, sin = angles.cos() * 1.3, angles.sin() * 1.3
+
+    def grown(turn):
+        leaf = x.clone().requires_grad_()
+        y = turn(leaf, cos, sin)
+        y.backward(dy)
+        return y.detach(), leaf.grad
+
+    exact = {torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    for ours, theirs in zip(grown(rotate), grown(reference_rotate), strict=True):
+        assert ours.dtype == dtype and (ours - theirs).abs().max() < exact
+
+    qkv = x[:, :, :3].reshape(2, 5, -1)  # one query, one key and one value head
+    q, k, v = rotate_heads(qkv.clone().requires_grad_(), cos, sin, 1, 1)
+    wanted = reference_rotate(x, cos, sin)
+    assert (torch.cat((q, k), 2) - wanted[:, :, :2]).abs().max() < exact and torch.equal(v, x[:, :, 2:3])
