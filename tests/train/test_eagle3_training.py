@@ -144,8 +144,7 @@ def test_what_a_run_leaves(target, cache, tmp_path):
         {},
         {"loss": "ce"},
         {"loss": "lk", "muon_lr": 0.02},
-        {"draft_vocab": 0},
-        {"norm_output": True, "fc_norm": True},
+        {"draft_vocab": 0, "norm_output": True, "fc_norm": True},
         {"parallel": True, "num_layers": 2},
     ],
 )
@@ -170,14 +169,17 @@ def test_a_trained_draft_is_accepted_when_decoding(target, tmp_path, changes):
     request = Request(max_new_tokens=24, stop=frozenset())
     taus = {}
     wanted = plain.generate(target, prompts, request).tokens
-    for name, draft in (("start", start), ("trained", trained), ("loaded", load_draft(tmp_path / "draft"))):
-        for shape in (Shape(depth=4), Shape(depth=4, branch=3, nodes=9)):
-            bound = BoundEagle3(draft.eval(), target, shape)
-            found = speculative.generate(target, bound, prompts, request)
-            assert found.tokens == wanted
-            taus[name, shape.branch] = found.trace.tau
-    assert max(taus["start", 1], taus["start", 3]) < 1.5, taus
-    assert min(taus["trained", 1], taus["loaded", 1]) > 2.5 and taus["trained", 3] > 2, taus
+    chain, tree = Shape(depth=4), Shape(depth=4, branch=3, nodes=9)
+    loaded = load_draft(tmp_path / "draft")
+    for name, draft, shape in (
+        ("start", start, chain),
+        ("trained", trained, chain),
+        ("loaded", loaded, tree),
+    ):
+        found = speculative.generate(target, BoundEagle3(draft.eval(), target, shape), prompts, request)
+        assert found.tokens == wanted
+        taus[name] = found.trace.tau
+    assert taus["start"] < 1.5 and taus["trained"] > 2.5 and taus["loaded"] > 2, taus
 
 
 def test_what_is_kept_from_training_is_judged_and_never_trained_on(target, tmp_path):
@@ -279,6 +281,6 @@ def test_other_families(family, tmp_path):
     one = SimpleNamespace(tokens=text, prompt_length=2, aux=out.aux[:, 0], offset=0, final=out.hidden[0])
     cache.meta = SimpleNamespace(target_layer_ids=layers, hidden_size=target.config.hidden_size)
     cache.samples, cache.asked, cache.breaks_at = [one], 0, None
-    recipe = replace(RECIPE, target_layer_ids=(), steps=30, rows=1, lr=1e-2)
+    recipe = replace(RECIPE, target_layer_ids=(), steps=12, rows=1, lr=1e-2)
     train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path)
-    assert losses(tmp_path)[-1] < 0.7 * losses(tmp_path)[0]
+    assert losses(tmp_path)[-1] < 0.8 * losses(tmp_path)[0]
