@@ -151,5 +151,5 @@ class _Turned(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, sign: float) -> Tensor:
     B, T, _, D = x.shape
     cos, sin = (a.expand(B, T, -1).reshape(-1, D // 2) for a in (cos, sin))
-    rows = x.reshape(-1, *x.shape[2:]).contiguous()
+    rows = x.reshape(B * T, *x.shape[2:]).contiguous()
     return cpu.turn_heads(rows, cos, sin, turned, sign).view(x.shape)
