@@ -203,7 +203,7 @@ def _show(costs: "Costs") -> None:
     for p in costs.points:
         title = f"batch {p.batch}, {p.context:,.0f} tokens remembered"
         table = Table(title=title, title_justify="left")
-        for name in ("columns", "draft", "verify", "round", "pays from tau"):
+        for name in ("columns", "draft", "verify", "round", "break-even"):
             table.add_column(name, justify="right")
         if costs.touched:
             table.add_column(f"of {costs.touched.experts} experts", justify="right")

@@ -81,7 +81,7 @@ class Record:
         reach = self.reach(self.parents)
         if not speaks:
             return reach
-        weight = 0.5  # of what is thought of it while none was seen
+        weight = 0.25  # of what is thought of it while none was seen
         return [(g + weight * r) / (self.seen + weight) for g, r in zip(self.seen_gain, reach, strict=True)]
 
     def foresaw(self, gains: Sequence[float]) -> None:

@@ -29,14 +29,14 @@ def chain(survival=None, width=8, rows=1):
 
 
 def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fade=1.0):
-    """`tokens` tokens of every row, on a clock that takes what the table says. streams: one a row,
+    """`tokens` tokens a row in the mean, on a clock that takes what the table says. streams: one a row,
     f(place, dice) -> how likely each of the block's guesses is right where the one before it is. `speaks`:
     the draft knows that, and says it to the power of `fade`. -> seconds, rounds of guesses."""
     dice = random.Random(seed)
     controller.begin(block)
     rows, at = len(streams), [0] * len(streams)
     seconds, drafted = 0.0, 0
-    while min(at) < tokens:
+    while sum(at) < tokens * rows:
         lengths = [256 + n for n in at]
         width = controller.width(lengths)
         context = sum(lengths) / rows
@@ -84,8 +84,17 @@ def speed(controller, costs, streams, tokens=4096, **how):
     return plain / decode(controller, costs, streams, tokens, **how)[0]
 
 
-def best_fixed(costs, streams, tokens=4096, **how):
-    return max(speed(Fixed(n), costs, streams, tokens, **how) for n in range(1, 9))
+def best_fixed(costs, *texts, context=512):
+    """The same of the best fixed width, by arithmetic. A text is a list of moods, the chance of a guess where
+    the one before it is right; in each round one of them, all equally likely. The texts share the tokens."""
+    found = []
+    for n in range(1, 9):
+        seconds = 0.0  # of a token
+        for moods in texts:
+            tokens = sum(sum(chance**i for i in range(n)) for chance in moods) / len(moods)
+            seconds += costs.round_seconds(n, context) / tokens / len(texts)
+        found.append(costs.round_seconds(1, context) / seconds)
+    return max(found)
 
 
 def steady(*chances):

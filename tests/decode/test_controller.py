@@ -65,7 +65,7 @@ def test_a_cut_is_the_argmax_over_the_rows(rows):
 
 
 def test_a_tree_keeps_its_best_columns_and_a_short_row_its_own():
-    costs = table([1e-3, 1.1e-3, 1.2e-3, 1.3e-3, 5e-3, 9e-3], [0.1e-3] * 6)
+    costs = table([1e-3, 1.1e-3, 1.2e-3, 1.3e-3, 5e-3, 9e-3], [0.1e-3] * 6, batch=2)
     controller = Adaptive(costs)
     controller.begin(6)
     controller.width([9, 9])
@@ -80,7 +80,7 @@ def test_a_tree_keeps_its_best_columns_and_a_short_row_its_own():
     assert got.parents.tolist() == [[0, 0, 0, 1], [0, 0, 2, 3]]
     controller.learn(got, [[0, 2], [0]])
     assert controller.record.tried[1:4] == [2, 1, 0] and controller.record.taken[1:4] == [0, 1, 0]
-    assert controller.record.came[1] == 1 and controller.record.said[1] == pytest.approx(1.5)
+    assert controller.record.came[1] == 0.96 and controller.record.said[1] == pytest.approx(1.46)
 
 
 def test_survival_of_drawn_guesses_is_not_read():
@@ -126,7 +126,7 @@ def test_a_guess_that_was_not_tried_is_as_good_as_its_parent():
     for _ in range(50):
         record.add([0, 0], [0, 1], [0, 1], None)
     first, *others = record.steps()[1:]
-    assert first > 0.95 and others == [first, first]
+    assert first > 0.95 and others == pytest.approx([first, first])
     record.fade(0.0)
     assert record.steps()[1] == record.prior > 0.8
 
@@ -184,8 +184,7 @@ def test_easy_text_is_as_fast_as_by_the_best_fixed_width(acceptance, chance):
     costs = embedded(acceptance)
     for speaks, share in ((True, 0.95), (False, 0.93)):
         got = [speed(Adaptive(costs), costs, [steady(chance)], 1024, seed=s, speaks=speaks) for s in range(4)]
-        best = [best_fixed(costs, [steady(chance)], 1024, seed=s) for s in range(4)]
-        assert sum(got) > share * sum(best)
+        assert sum(got) / 4 > share * best_fixed(costs, [chance])
 
 
 def test_drafting_returns_when_the_text_becomes_easy_and_rests_when_it_is_hard():
@@ -193,18 +192,18 @@ def test_drafting_returns_when_the_text_becomes_easy_and_rests_when_it_is_hard()
     text = switching(steady(0.85), steady(0.05), 256)
     for speaks in (False, True):
         got = speed(Adaptive(costs), costs, [text], 4096, speaks=speaks)
-        fixed = best_fixed(costs, [text], 4096)
+        fixed = best_fixed(costs, [0.85], [0.05])
         assert got > 1.1 and got > 1.05 * fixed, (got, fixed)
 
 
 def test_what_the_draft_says_is_worth_more_than_any_fixed_width():
     costs, text = embedded(0.5), moody(0.1, 0.9)
     got = [speed(Adaptive(costs), costs, [text], 2048, seed=s, speaks=True) for s in range(4)]
-    assert sum(got) > 1.03 * sum(best_fixed(costs, [text], 2048, seed=s) for s in range(4))
+    assert sum(got) / 4 > 1.03 * best_fixed(costs, [0.1, 0.9])
 
 
 def test_rows_share_a_width():
-    costs = embedded(0.6)
+    costs = embedded(0.6, batch=3)
     hard, easy = steady(0.05), steady(0.9)
     both = speed(Adaptive(costs), costs, [easy, easy, hard], 1024)
     none = speed(Adaptive(costs), costs, [hard] * 3, 1024)
@@ -237,5 +236,7 @@ def test_a_plain_step_is_foreseen_as_such():
     controller.begin(8)
     widths = rounds(controller, *[[0.0] * 7] * 40)
     assert widths.count(1) > 30
+    while controller.width([256]) > 1:
+        controller.learn(chain(width=1), [[0]])
     assert controller.foreseen == pytest.approx((1.0, embedded().round_seconds(1, 256)))
     assert Fixed(3).foreseen is None and Fixed(3).width([1]) == 3

@@ -1,0 +1,289 @@
+"""Cost tables: lines between the points, files that are refused, experts counted, real measurements."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import tiny
+import torch
+from test_lossless import random_dflash
+
+from outpace.decode import calibrate as measuring
+from outpace.decode import speculative
+from outpace.decode.calibrate import calibrate, quick, touched_experts, widened, width_grid
+from outpace.decode.controller import Adaptive
+from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
+from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
+from outpace.decode.request import Request
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.drafts.proposal import Proposal
+from outpace.weights.contract import LoadError
+
+TEXT = tiny.tokens(400, seed=4).tolist()
+
+
+def point(batch=1, context=100.0, scale=1.0, **changes):
+    verify, draft = (1.0, 1.5, 3.0), (0.0, 0.5, 0.7)
+    said = {
+        "verify": tuple(scale * x for x in verify),
+        "draft": tuple(scale * x for x in draft),
+        "rest": 0.25,
+    }
+    return Point(batch=batch, context=context, **(said | changes))
+
+
+def costs(*points, **changes):
+    said = {"fingerprint": "f" * 64, "widths": (1, 2, 4), "acceptance": 0.5, "said": {"draft": "none"}}
+    return Costs(points=points or (point(),), **(said | changes))
+
+
+# ---- the table -------------------------------------------------------------------------------------
+
+
+def test_lines_between_widths_and_beyond():
+    table = costs()
+    assert [table.verify_seconds(n, 7) for n in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.25, 3.0, 4.5]
+    assert [table.draft_seconds(n, 7) for n in (1, 2, 3, 4)] == [0.0, 0.5, pytest.approx(0.6), 0.7]
+    assert table.round_seconds(4, 7) == 0.7 + 3.0 + 0.25 and table.round_seconds(1, 7) == 1.25
+    assert table.round_seconds(2, 7, width=4) == 0.7 + 1.5 + 0.25
+    assert table.break_even(4, 7) == 3.95 / 1.25 and table.break_even(1, 7) == 1
+
+
+def test_lines_between_contexts_and_batches():
+    table = costs(point(), point(context=300.0, scale=2.0), point(batch=5, scale=3.0))
+    assert table.verify_seconds(2, 50) == table.verify_seconds(2, 100) == 1.5
+    assert table.verify_seconds(2, 200) == 2.25 and table.verify_seconds(2, 400) == 3.75
+    assert table.verify_seconds(2, 100, 3) == pytest.approx((1.5 + 4.5) / 2)
+    assert table.verify_seconds(2, 100, 10) == 9.0  # what 4 columns of 5 rows take
+    assert costs(point(batch=5)).verify_seconds(2, 100, 2) == 1.5
+    falling = costs(point(), point(context=300.0, scale=0.5))
+    assert falling.verify_seconds(2, 900) == 0.75  # noise does not go on falling
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_rises_is_the_nearest_that_does(seed):
+    rng = torch.Generator().manual_seed(seed)
+    ys = (torch.rand(5, generator=rng) * 4).round().tolist()
+    got = rising(ys)
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(got))
+    grid = [i / 12 for i in range(49)]  # means of up to 4 whole numbers lie on it
+    best = min(
+        sum((a - b) ** 2 for a, b in zip(ys, zs, strict=True))
+        for zs in itertools.combinations_with_replacement(sorted({*grid[::3], *got}), 5)
+    )
+    assert sum((a - b) ** 2 for a, b in zip(ys, got, strict=True)) == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.parametrize("block", [2, 8, 16, 60, 256])
+def test_widths_are_dense_where_it_matters(block):
+    grid = width_grid(block)
+    assert grid[0] == 1 and grid[-1] == block and len(grid) < 30
+    assert set(range(1, min(block, 16) + 1)) <= set(grid)
+    assert all(b - a <= max(1, a / 4) for a, b in itertools.pairwise(grid))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"widths": (2, 3, 4)}, "ascend from 1"),
+        ({"widths": (1, 2)}, "costs for 2 widths"),
+        ({"points": ()}, "needs points"),
+        ({"points": (point(), point())}, "one at each"),
+        ({"points": (point(rest=-1.0),)}, "not a time"),
+        ({"points": (point(verify=(1.0, math.nan, 2.0)),)}, "not a time"),
+        ({"points": (point(verify=(0.0, 1.0, 2.0)),)}, "not a time"),
+        ({"acceptance": 1.5}, "no share"),
+    ],
+)
+def test_a_table_that_nobody_measured_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(costs(), **change)
+
+
+# ---- its file --------------------------------------------------------------------------------------
+
+
+def test_a_table_comes_back_as_it_was(tmp_path):
+    touched = Touched(experts=5, per_token=3, widths=(1, 2), measured=(3.0, 3.9), rho=0.9)
+    for table in (costs(), costs(point(), point(batch=4), touched=touched)):
+        path = write_costs(table, tmp_path)
+        assert read_costs(tmp_path, table.fingerprint) == table
+        assert path == table_path(tmp_path, table.fingerprint) and not list(path.parent.glob("*.tmp"))
+    assert read_costs(tmp_path, "a" * 64) is None
+
+
+def spoil(said, **changes):
+    return json.dumps(said | changes)
+
+
+SPOILT = [
+    (lambda said: "{", "JSON"),
+    (lambda said: spoil(said, format=2), "has format 2; this version reads 1"),
+    (lambda said: spoil(said, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
+    (lambda said: spoil(said, points=[]), "is no cost table"),
+    (lambda said: spoil(said, points=[{**said["points"][0], "speed": 1}]), "is no cost table"),
+    (lambda said: spoil(said, points=[{**said["points"][0], "verify": ["1", 2, 3]}]), "is no cost table"),
+    (lambda said: spoil(said, widths=None), "is no cost table"),
+    (lambda said: json.dumps({k: v for k, v in said.items() if k != "touched"}), "is no cost table"),
+    (lambda said: "[]", "object"),
+]
+
+
+@pytest.mark.parametrize(("how", "said"), SPOILT)
+def test_a_file_that_is_spoilt_or_foreign_is_refused_by_name(tmp_path, how, said):
+    path = write_costs(costs(), tmp_path)
+    path.write_text(how(json.loads(path.read_text())))
+    with pytest.raises(LoadError, match=said) as refused:
+        read_costs(tmp_path, "f" * 64)
+    assert str(path) in str(refused.value)
+
+
+def test_where_tables_lie(monkeypatch, tmp_path):
+    monkeypatch.delenv("OUTPACE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "outpace"
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+
+
+def test_the_fingerprint_knows_target_draft_and_machine(monkeypatch):
+    model = tiny.target("gpt_oss")
+    known = {fingerprint(model, random_dflash(model))}
+    assert known == {fingerprint(model, random_dflash(model))}
+    for target, draft in (
+        (model, random_dflash(model, 5)),
+        (model, random_dflash(model, seed=1)),
+        (model, NGram()),
+        (model, NGram(block_size=5)),
+        (model, TreeOf(random_dflash(model), 9)),
+        (model, TreeOf(random_dflash(model), 8)),
+        (tiny.target("qwen3"), NGram()),
+        (tiny.target("qwen3", seed=1), NGram()),
+    ):
+        known.add(fingerprint(target, draft))
+    assert len(known) == 9
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert fingerprint(model, NGram()) not in known
+
+
+# ---- experts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_are_counted_as_by_hand(family):
+    model, text, widths = tiny.target(family), TEXT[:40], (1, 2, 3, 5)
+    got = touched_experts(model, text, widths)
+    with torch.inference_mode():
+        logits = model(torch.tensor([text]), routing=True).routing
+    counts = {n: [] for n in widths}
+    for layer in logits:
+        chosen = [sorted(range(5), key=lambda e: -row[e])[:3] for row in layer.tolist()]
+        for n in widths:
+            counts[n] += [len({e for c in chosen[i : i + n] for e in c}) for i in range(len(text) - n + 1)]
+    assert len(logits) == sum(model.config.moe_layers)
+    assert got.measured == pytest.approx([sum(c) / len(c) for c in counts.values()])
+    assert got.measured[0] == 3 and got.experts == 5 and got.per_token == 3
+    assert got.independent(2) == pytest.approx(5 * (1 - 0.4**2))
+    fit = [3 + got.rho * (got.independent(n) - 3) for n in widths]
+    off = sum((a - b) ** 2 for a, b in zip(fit, got.measured, strict=True))
+    for other in (got.rho - 0.01, got.rho + 0.01):
+        worse = [3 + other * (got.independent(n) - 3) for n in widths]
+        assert off < sum((a - b) ** 2 for a, b in zip(worse, got.measured, strict=True))
+
+
+def test_a_dense_model_touches_none():
+    assert touched_experts(tiny.target("llama"), TEXT, (1, 2)) is None
+
+
+# ---- measuring -------------------------------------------------------------------------------------
+
+
+def drafts(model):
+    return {
+        "chain": random_dflash(model, 3),
+        "tree": TreeOf(random_dflash(model, 3), nodes=5),
+        "ngram": NGram(block_size=3),
+    }
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "ngram"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
+    model, ran = tiny.target(family), []
+    draft, forward = drafts(model)[name], type(model).forward
+
+    def watched(self, tokens, cache=None, *, counts=None, tree=None, **more):
+        if cache is not None and tokens.shape[1] <= 5:
+            assert counts is None or counts == [tokens.shape[1]] * len(tokens)
+            ran.append((len(tokens), tokens.shape[1], tree is not None))
+        return forward(self, tokens, cache, counts=counts, tree=tree, **more)
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    monkeypatch.setattr(measuring, "STEADY", 4)
+    shares = []
+    got = calibrate(
+        model, draft, TEXT, contexts=(60, 11), batches=(1, 2), seconds=1e-6, on_progress=shares.append
+    )
+    widths = width_grid(draft.block_size)
+    assert got.widths == widths and got.fingerprint == fingerprint(model, draft)
+    assert sorted((p.batch, p.context > 60) for p in got.points) == [(b, c) for b in (1, 2) for c in (0, 1)]
+    for p in got.points:
+        assert list(p.verify) == sorted(p.verify) and p.draft[0] == 0 and p.rest > 0
+        assert min(p.draft[1:]) > 0
+    for batch in (1, 2):
+        for n in widths:
+            of_it = [tree for b, width, tree in ran if (b, width) == (batch, n)]
+            assert len(of_it) >= 2 * measuring.LEAST_REPEATS
+            if name == "tree" and n > 1 and batch == 2:
+                assert all(of_it)
+    assert shares == sorted(shares) and 0 < shares[0] and shares[-1] <= 1
+    assert (got.touched is None) == (family == "qwen3")
+
+
+def test_a_proposal_is_filled_up_with_text():
+    ahead = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
+    short = Proposal(torch.tensor([[5, 1, 2], [15, 3, 0]]), [3, 2])
+    got = widened(short, ahead, 4)
+    assert got.tokens.tolist() == [[5, 1, 2, 8], [15, 3, 17, 18]] and got.counts == [4, 4]
+    tree = Proposal(short.tokens, [3, 2], torch.tensor([[0, 0, 0], [0, 0, 2]]))
+    assert widened(tree, ahead, 4).parents.tolist() == [[0, 0, 0, 2], [0, 0, 1, 2]]
+    assert widened(short, ahead, 4).parents is None
+
+
+def test_a_controller_with_a_measured_table_says_what_plain_says():
+    model = tiny.target("gpt_oss")
+    draft = random_dflash(model, 4)
+    controller = Adaptive(calibrate(model, draft, TEXT, contexts=(20,), seconds=0.01))
+    prompts, request = [TEXT[:9], TEXT[40:60]], Request(max_new_tokens=40)
+    got = speculative.generate(model, draft, prompts, request, controller=controller)
+    assert got.tokens == speculative.generate(model, draft, prompts, request).tokens
+    trace = got.trace
+    assert len(trace.foreseen) == len(trace.accepted)
+    assert sum(f.tokens_brought for f in trace.foreseen) == sum(a + 1 for a in trace.accept_lens)
+    assert all(f.tokens > 0 and f.seconds > 0 and f.seconds_taken > 0 for f in trace.foreseen)
+    measured = sum(f.tokens_brought for f in trace.foreseen) / sum(f.seconds_taken for f in trace.foreseen)
+    assert trace.foresight_error == pytest.approx(trace.foreseen_tokens_per_s / measured - 1)
+
+
+def test_quick_is_a_time():
+    model = tiny.target("qwen3")
+    assert 0 < quick(model, NGram(block_size=3)) < quick(model, NGram(block_size=16)) < 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"contexts": ()}, "at least 1 of each"),
+        ({"contexts": (0,)}, "at least 1 of each"),
+        ({"batches": (0, 2)}, "at least 1 of each"),
+        ({"contexts": (1000,)}, "too few for a context of 1000"),
+        ({"contexts": (135_150,)}, "positions end at"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes, said):
+    model = tiny.target("llama")
+    with pytest.raises(ValueError, match=said):
+        calibrate(model, NGram(block_size=3), TEXT, **({"contexts": (8,)} | changes))
