@@ -81,9 +81,12 @@ def open_draft(
     draft = open_weights(path, target, tokenizer)
     if isinstance(draft, Eagle3):
         return BoundEagle3(draft, target, Shape.of(tree, depth, branch))
-    if depth or (branch and not tree) or (tree and draft is None):
-        said = "depth" if depth else "branch" if branch and not tree else "tree"
-        raise ValueError(f"{said} {depth or branch or tree}: {path!r} is no draft that could be told so")
+    if depth:
+        raise ValueError(f"depth {depth}: an EAGLE-3 alone walks so many steps, and {path!r} is none")
+    if tree and draft is None:
+        raise ValueError(f"tree {tree}: {path!r} proposes no trees")
+    if branch and not tree:
+        raise ValueError(f"branch {branch}: say of how many nodes the tree shall be (tree)")
     if draft is None:
         return NGram() if path == "ngram" else None
     bound = draft.bind(target)

@@ -15,6 +15,7 @@ from outpace.drafts.vocab import Words
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 
+MOST_ROWS = 4096  # guesses of a round; every one has its place in a memory
 MOST_HELD = 64  # verified tokens that wait for the next proposal; a prompt's are run as they come
 
 
@@ -32,9 +33,20 @@ class Shape:
         if self.depth < 1 or self.branch < 1:
             raise ValueError(f"depth {self.depth}, branch {self.branch}: each must be at least 1")
         if self.branch > 1 and self.nodes < 2:
-            raise ValueError(f"a tree of {self.nodes} nodes: the root and one guess are the least")
+            raise ValueError(
+                f"branch {self.branch} makes a tree, and of {self.nodes} nodes there is none: the root and "
+                "one guess are the least"
+            )
         if self.branch == 1 and self.nodes not in (0, self.depth + 1):
-            raise ValueError(f"a chain of {self.depth} guesses has {self.depth + 1} nodes, not {self.nodes}")
+            raise ValueError(
+                f"branch 1 makes a chain, and one of {self.depth} guesses has {self.depth + 1} nodes, not "
+                f"{self.nodes}"
+            )
+        if max(self.depth * self.branch, self.nodes) > MOST_ROWS:
+            raise ValueError(
+                f"depth {self.depth}, branch {self.branch}, nodes {self.nodes}: a round would write or "
+                f"verify more than {MOST_ROWS} rows a sequence"
+            )
 
     @classmethod
     def of(cls, nodes: int = 0, depth: int = 0, branch: int = 0) -> "Shape":

@@ -265,9 +265,15 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
     tree = ask(dflash, tree=11, branch=3)
     assert isinstance(tree, TreeOf) and (tree.nodes, tree.branch) == (11, 3)
     assert isinstance(ask("ngram"), NGram) and ask("none") is None
-    for path, said in ((dflash, {"depth": 3}), (dflash, {"branch": 3}), ("ngram", {"tree": 9}),
-                       ("none", {"tree": 9})):  # fmt: skip
-        with pytest.raises(ValueError, match="is no draft that could be told so"):
+    for path, said, told in (
+        (dflash, {"depth": 3}, "an EAGLE-3 alone walks"),
+        (dflash, {"branch": 3}, "how many nodes"),
+        ("ngram", {"tree": 9}, "'ngram' proposes no trees"),
+        ("none", {"tree": 9}, "'none' proposes no trees"),
+        (eagle, {"branch": 3}, "branch 3 makes a tree"),
+        (eagle, {"tree": -2}, "of -2 nodes"),
+    ):
+        with pytest.raises(ValueError, match=told):
             ask(path, **said)
     with pytest.raises(ValueError, match="hidden_size"):
         open_draft(eagle, tiny.target("llama"), read_tokenizer(folder))

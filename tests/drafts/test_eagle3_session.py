@@ -180,8 +180,10 @@ def test_long_prompts_wait_no_longer_than_they_must():
     ("changes", "said"),
     [
         ({"depth": 0}, "at least 1"),
-        ({"branch": 3}, "a tree of 0 nodes"),
-        ({"depth": 4, "nodes": 9}, "a chain of 4 guesses has 5 nodes"),
+        ({"branch": 3}, "of 0 nodes there is none"),
+        ({"depth": 4, "nodes": 9}, "one of 4 guesses has 5 nodes, not 9"),
+        ({"depth": 5000}, "more than 4096 rows"),
+        ({"depth": 5, "branch": 1000, "nodes": 9}, "more than 4096 rows"),
     ],
 )
 def test_shapes_that_are_refused(changes, said):
