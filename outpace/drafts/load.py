@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from outpace.drafts import format_sglang_eagle3, format_zlab
 from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.dflash_lean import quantised
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.files import DFLASH, FORMATS, detect, read_draft
 from outpace.drafts.formats import (
@@ -74,17 +75,23 @@ def eagle3_entries(config: Eagle3Config, names: Iterable[str]) -> list[Entry]:
 
 
 def load_draft(
-    path: Path | str, tokenizer: Tokenizer | None = None, target: TargetFiles | None = None
+    path: Path | str,
+    tokenizer: Tokenizer | None = None,
+    target: TargetFiles | None = None,
+    *,
+    quantize: str | None = None,
 ) -> DFlash | Eagle3:
     """A draft in any format. Raises LoadError where tensors are missing, left over or misshapen (`fc` is
     checked against the number of layers it reads), where the config contradicts itself, where a DFlash's MASK
     token cannot be resolved, and where an EAGLE-3 leaves its layers to the depth of a target that is not
-    given. An EAGLE-3's embedding or head that is a copy of the target's is not kept."""
+    given. An EAGLE-3's embedding or head that is a copy of the target's is not kept. `quantize` "q8_0" packs
+    a draft's matrices in 8-bit blocks; ValueError for another."""
     path = Path(path)
     if FORMATS[detect(path)].kind == DFLASH:
         target = None  # it has no embedding or head of its own
     found = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
-    return build_draft(found)
+    draft = build_draft(found)
+    return draft if quantize is None else quantised(draft, quantize)
 
 
 def build_draft(found: Description) -> DFlash | Eagle3:

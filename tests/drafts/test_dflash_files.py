@@ -13,9 +13,10 @@ from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, drafted
 from outpace.drafts import format_zlab
 from outpace.drafts.dflash_parts import parts_of
 from outpace.drafts.files import DFLASH, FORMATS, read_draft
-from outpace.drafts.load import describe_dflash, load_dflash, save_dflash
+from outpace.drafts.load import describe_dflash, load_dflash, load_draft, save_dflash
 from outpace.export import export_draft
 from outpace.models.load import named_tensors
+from outpace.ops.quant import Quant
 from outpace.preflight import preflight
 from outpace.weights.checkpoint import LoadError
 
@@ -30,6 +31,14 @@ def test_round_trip(name, tmp_path):
     assert describe_dflash(again).config == describe_dflash(draft).config
     for (name, a), (_, b) in zip(named_tensors(draft), named_tensors(again), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_loading_packs_where_it_is_asked_to(tmp_path):
+    save_dflash(drafted(**CONV), tmp_path, torch.float32)
+    packed = load_draft(tmp_path, quantize="q8_0")
+    assert isinstance(packed.fc.weight, Quant) and not isinstance(load_draft(tmp_path).fc.weight, Quant)
+    with pytest.raises(ValueError, match="q8_0"):
+        load_draft(tmp_path, quantize="fp4")
 
 
 def test_names_on_disk_are_the_public_ones(tmp_path):

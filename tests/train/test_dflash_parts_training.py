@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -13,13 +15,15 @@ from outpace.drafts.dflash_guess import Head
 from outpace.drafts.load import load_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.ops.blocks import block_attend, reference_block_attend
+from outpace.settings import load_settings
 from outpace.train.anchors import pack
 from outpace.train.calibration import GRID, expected_error, fit_temperatures
 from outpace.train.dflash import block_states, train_dflash
 from outpace.train.dflash_loss import Objective, predecessors, served_guesses
-from outpace.train.dflash_recipe import continued, init_dflash
+from outpace.train.dflash_recipe import DFlashRecipe, continued, init_dflash
 from outpace.train.drafts import commonest
 
+ROOT = Path(__file__).parent.parent.parent
 PARTS = {
     "conv": {"conv": 2},
     "selector": {"selector": 7},
@@ -230,7 +234,7 @@ def test_the_selector_is_right_where_the_backbone_is_not(target, tmp_path):
     assert lines[0]["accept_len"] == lines[0]["base_accept_len"]  # it began as nothing
 
 
-@pytest.mark.parametrize("loss", ["kl", "0.1*ce+0.9*tv", "lk"])
+@pytest.mark.parametrize("loss", ["kl", "0.1*ce+0.9*tv"])
 def test_losses_on_the_targets_distribution(target, tmp_path, loss):
     _, lines = trained_on(target, tmp_path, tiny.tokens(30, seed=8), loss=loss, conv=2, markov=9)
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
@@ -257,8 +261,9 @@ def test_final_states_are_of_the_token_before_each_label(target, cache):
                 assert torch.equal(packed.final[b, k], sample.final[place + k])
 
 
-@pytest.mark.parametrize("confident", ["match", "overlap"])
-@pytest.mark.parametrize("parts", [{}, {"markov": 9}, {"selector": 7}])
+@pytest.mark.parametrize(
+    ("confident", "parts"), [("match", {"selector": 7}), ("match", {}), ("overlap", {"markov": 9})]
+)
 def test_confidence_follows_what_is_right(target, tmp_path, confident, parts):
     text = torch.cat([tiny.tokens(40, seed=1)] * 2 + [tiny.tokens(60, seed=2)])
     how = {"confidence": True, "confident": confident, "confidence_weight": 5.0, **parts}
@@ -355,3 +360,13 @@ def test_causality_is_of_the_layers_that_there_are(target):
     assert (full.causal, full.causal_full, set(full.layer_types)) == (False, True, {FULL})
     assert (windows.causal, windows.causal_full, set(windows.layer_types)) == (True, False, {WINDOW})
     assert full.one_way and windows.one_way
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/d*.toml")), ids=lambda path: path.stem)
+def test_recipes_that_ship_make_drafts(target, path):
+    """Each is read, and its draft fits a target of the width they are made for."""
+    recipe = load_settings(DFlashRecipe, path, {})
+    big = SimpleNamespace(config=replace(target.config, hidden_size=256, vocab_size=4096))
+    config = recipe.config(big, TOKENIZER, LAYERS)
+    assert config.num_layers == recipe.num_layers and config.rows == (recipe.draft_vocab or 4096)
+    assert bool(config.conv_kernel_size) == bool(recipe.conv) and config.selector_rank == recipe.selector
