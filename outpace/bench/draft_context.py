@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from outpace.bench.draft_shapes import SHAPES, check_memory, describe, pairs
+from outpace.bench.draft_shapes import SHAPES, check_memory, check_positions, describe, pairs
 from outpace.bench.draft_variants import ABOUT, SESSIONS, VARIANTS, Recomputed, Remembering, Variant
 from outpace.bench.draft_walk import Clock, Work, walk_round, work_of_round
 from outpace.bench.floor import read_bandwidth
@@ -35,7 +35,8 @@ CHUNK = 4096  # rows of made-up context appended at once
 class DraftContextSettings:
     """`shapes`: the draft as it is; the same weights without its window (where it has one); the published
     draft of gpt-oss-20b with random weights. `observed`: verified tokens a round. A cell (shape, context,
-    variant) is repeated until it has taken `cell_s` seconds, at least twice and at most `repeats` times.
+    variant) is repeated until it has taken `cell_s` seconds, at most `repeats` times, and at least twice, or
+    once where one round takes longer than that.
     `acceptance`: "P+D", prompts of P and answers of D tokens, over which the variants really decode."""
 
     shapes: tuple[str, ...] = SHAPES
@@ -93,15 +94,15 @@ def run_draft_context(
 ) -> dict[str, Any]:
     """-> the report. `prompts`: for each regime of settings.acceptance. What was measured before a stop is
     read from folder/progress.jsonl, if it was measured with these settings, this target and this draft.
-    Raises ValueError where a shape does not fit the memory, and where the draft is another target's."""
+    The floor is the best reading rate seen before any cell.
+    Raises ValueError where a shape does not fit the memory or a context its positions, and where the draft is
+    another target's."""
     began = time.perf_counter()
     draft.bind(target)
     before = machine(target.device)
     asked = json.loads(json.dumps(dataclasses.asdict(settings)))
     whose = {"target": fingerprint(target), "draft": fingerprint(draft)}  # type: ignore[arg-type]
     kept = Kept(folder, {"settings": asked, **whose, "threads": torch.get_num_threads()})
-    if "floor" not in kept:
-        kept["floor"] = read_bandwidth()
     said, shapes = [], {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
@@ -109,6 +110,7 @@ def run_draft_context(
         task = bar.add_task("draft-context", total=total)
         for name, shape, ends in pairs(settings.shapes, draft, target, settings.seed):
             shapes[name] = describe(shape, ends, max(settings.contexts) + shape.block_size)
+            check_positions(name, shape, max(settings.contexts))
             check_memory(name, shapes[name]["needed_bytes"], settings.memory_gib)
             for _ in measure_shape(name, shape, ends, settings, kept, bar):
                 bar.advance(task)
@@ -121,16 +123,17 @@ def run_draft_context(
             bar.advance(task)
     left_out = [s for s in settings.shapes if s not in shapes]
     said += [f"{name} left out: this draft has no window" for name in left_out]
+    floor = max(kept[name] for name in kept.names if name.startswith("floor "))
     cells = [cell for name in kept.names if name.startswith("cell ") for cell in kept[name]]
     report = {
         **provenance(),
         "machine": before,
         "versions": versions(),
         "settings": asked,
-        "floor": {"read_bytes_per_s": round(kept["floor"])},
+        "floor": {"read_bytes_per_s": round(floor)},
         "variants": {v: ABOUT[v] for v in VARIANTS if v in settings.variants},
         "shapes": shapes,
-        "cells": [with_rates(cell, kept["floor"]) for cell in cells],
+        "cells": [with_rates(cell, floor) for cell in cells],
         "acceptance": [row for regime in prompts for row in kept[f"acceptance {regime}"]],
         "said": said,
         "seconds": round(time.perf_counter() - began, 1),
@@ -152,6 +155,7 @@ def measure_shape(
                 rehearse(sessions, settings)
             with torch.inference_mode():
                 grow(sessions, context, settings.seed)
+                kept[f"floor {name} {context}"] = read_bandwidth(repeats=3)
                 kept[f"cell {name} {context}"] = measure(name, sessions, context, settings)
         yield
 
@@ -217,7 +221,8 @@ def measure(
     for repeat in range(-1, settings.repeats):
         for variant, session in sessions.items():
             spent = sum(wholes[variant]) + sum(sum(c.seconds.values()) for c in clocks[variant])
-            if len(wholes[variant]) >= 2 and spent > settings.cell_s:
+            dear = min(wholes[variant], default=0.0) > settings.cell_s
+            if len(wholes[variant]) >= (1 if dear else 2) and spent > settings.cell_s:
                 continue
             began = time.perf_counter()
             session.propose(last, config.block_size, Likeliest())

@@ -109,6 +109,15 @@ def describe(draft: DFlash, target: Decoder, longest: int) -> dict[str, Any]:
     }
 
 
+def check_positions(name: str, draft: DFlash, context: int) -> None:
+    last, end = context + draft.block_size, draft.config.max_position_embeddings
+    if last > end:
+        raise ValueError(
+            f"draft-context: a block behind context {context} reaches position {last}, and the positions of "
+            f"{name} end at {end}: ask for shorter contexts"
+        )
+
+
 def check_memory(name: str, needed: dict[str, int], limit_gib: float) -> None:
     total = sum(needed.values())
     if total > limit_gib * 2**30:

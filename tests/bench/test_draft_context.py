@@ -203,7 +203,7 @@ def quiet():
 
 @pytest.fixture
 def calm(monkeypatch):
-    monkeypatch.setattr(draft_context, "read_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(draft_context, "read_bandwidth", lambda repeats: 1e10)
 
 
 def run(folder, window=6, **changes):
@@ -264,7 +264,8 @@ def test_a_stopped_run_goes_on(tmp_path, calm, monkeypatch):
     assert report["cells"][0]["seconds"] == kept["cell draft 20"][0]["seconds"]
     seen.clear()
     monkeypatch.setattr(draft_context, "measure", honest)
-    (tmp_path / "progress.jsonl").write_text('{"key":{"of":"another"}}\n{"floor":1.0}\n')
+    other = '{"key":{"of":"another"}}\n{"floor draft 20":1e12}\n'
+    (tmp_path / "progress.jsonl").write_text(other)
     assert run(tmp_path, contexts=(20,))["floor"]["read_bytes_per_s"] == 10**10
 
 
@@ -287,6 +288,21 @@ def small_published():
 def test_a_shape_too_large_is_refused_before_it_is_measured(tmp_path, calm):
     with pytest.raises(ValueError, match=r"draft takes 0\.0 GiB \(weights 0\.0, keys and values"):
         run(tmp_path, memory_gib=1e-6)
+
+
+def test_a_context_past_the_last_position_is_refused(tmp_path, calm):
+    with pytest.raises(
+        ValueError, match=r"context 131070 reaches position 131075, .* of draft end at 131072"
+    ):
+        run(tmp_path, contexts=(20, 131070))
+
+
+def test_a_dear_round_is_measured_once(tmp_path, calm):
+    """What one round alone exceeds is not rehearsed and not repeated."""
+    once = run(tmp_path, contexts=(20,), cell_s=0.0, repeats=5, shapes=("draft",))
+    assert [c["repeats"] for c in once["cells"]] == [1, 1, 1]
+    often = run(tmp_path, contexts=(20,), cell_s=100.0, repeats=5, shapes=("draft",))
+    assert [c["repeats"] for c in often["cells"]] == [5, 5, 5]
 
 
 def test_a_foreign_draft_is_refused(tmp_path, calm):
