@@ -49,7 +49,7 @@ FORMATS = {
     "gguf-eagle3": _format(EAGLE3, format_gguf_eagle3, "llama.cpp"),
 }
 CANONICAL = {DFLASH: "zlab", EAGLE3: "sglang-eagle3"}
-OF_SPECULATORS = {"dflash": "speculators", "eagle3": "speculators-eagle3"}
+OF_SPECULATORS = {"dflash": "speculators", "eagle3": "speculators-eagle3", "peagle": "speculators-eagle3"}
 OF_GGUF = {"dflash": "gguf", "eagle3": "gguf-eagle3"}
 # drafts of other kinds, which look much like these
 OTHERS = {

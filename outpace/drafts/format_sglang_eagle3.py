@@ -88,8 +88,12 @@ def assemble(
     wanted = eagle3_shapes(config, embedding=EMBEDDING in held, head=head, mapped="d2t" in held)
     if "d2t" in held and "t2d" not in held:
         del wanted["t2d"]
-    check_shapes(where, wanted, {name: checkpoint.shape(theirs) for name, theirs in held.items()})
-    tensors = {name: stored(checkpoint, held[name]) for name in wanted}
+    shapes = {name: checkpoint.shape(theirs) for name, theirs in held.items()}
+    mask = "mask_hidden"
+    if shapes.get(mask, ())[:2] == (1, 1):  # as speculators' code has it
+        shapes[mask] = shapes[mask][1:]
+    check_shapes(where, wanted, shapes)
+    tensors = {name: stored(checkpoint, held[name]).reshape(wanted[name]) for name in wanted}
     notes += vocabulary_map(where, config.draft_vocab_size, config.vocab_size, tensors)
     return Eagle3Draft(config=config, tensors=tensors), notes
 

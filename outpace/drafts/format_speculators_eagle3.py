@@ -1,4 +1,4 @@
-"""EAGLE-3 in speculators' format: what vLLM and speculators' own code load."""
+"""EAGLE-3, and P-EAGLE, in speculators' format: what vLLM and speculators' own code load."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 from outpace.drafts.format_keys import whole_numbers, words
 from outpace.drafts.format_sglang_eagle3 import (
     IDS,
+    MASK,
     NORMS,
+    PARALLEL,
     assemble,
     default_ids,
     eagle3_config,
@@ -33,8 +35,13 @@ from outpace.drafts.formats import (
 from outpace.weights.checkpoint import LoadError, open_checkpoint
 from outpace.weights.save import save_checkpoint
 
-TYPE = "eagle3"
-KEYS = ENVELOPE | words(f"{IDS} embed_requires_grad enable_sp_ulysses {' '.join(NORMS)}")
+TYPE, PARALLEL_TYPE = "eagle3", "peagle"
+# speculators_model_type -> what config.json calls the classes of the model and of its config
+CLASSES = {
+    TYPE: ("Eagle3DraftModel", "Eagle3SpeculatorConfig"),
+    PARALLEL_TYPE: ("PEagleSpeculator", "PEagleSpeculatorConfig"),
+}
+KEYS = ENVELOPE | words(f"{IDS} embed_requires_grad enable_sp_ulysses mask_token_id {' '.join(NORMS)}")
 # transformer_layer_config is written as the difference from these
 LLAMA = {
     "vocab_size": 32000,
@@ -60,7 +67,10 @@ def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3D
 
 
 def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[Eagle3Config, list[str]]:
-    layer, notes = open_envelope(where, hf, TYPE, "llama", LLAMA, KEYS)
+    parallel = hf.get("speculators_model_type") == PARALLEL_TYPE
+    layer, notes = open_envelope(where, hf, PARALLEL_TYPE if parallel else TYPE, "llama", LLAMA, KEYS)
+    if parallel and hf.get("mask_token_id") is None:
+        raise LoadError(f"{where}: mask_token_id is missing; without it nothing stands for the later guesses")
     if hf.get("norm_before_residual") is None:
         raise LoadError(
             f"{where}: norm_before_residual is missing; vLLM takes true, speculators' code and llama.cpp's "
@@ -72,16 +82,20 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[E
     else:
         layer_ids, noted = default_ids(where, target)
         notes += noted
-    config, more = eagle3_config(where, hf, layer, layer_ids, {key: hf.get(key) for key in NORMS})
+    said = {**hf, PARALLEL: parallel, MASK: hf.get("mask_token_id")}
+    config, more = eagle3_config(where, said, layer, layer_ids, {key: hf.get(key) for key in NORMS})
     return config, notes + more
 
 
 def to_hf(draft: Eagle3Draft, target: TargetFiles | None) -> dict[str, Any]:
     c = draft.config
     layer = {"model_type": "llama", **layer_to_hf(c)}
+    kind = PARALLEL_TYPE if c.parallel else TYPE
+    model_class, config_class = CLASSES[kind]
     return {
-        "architectures": ["Eagle3DraftModel"],
-        **seal_envelope(TYPE, "Eagle3SpeculatorConfig", layer, STEPS, target),
+        "architectures": [model_class],
+        **seal_envelope(kind, config_class, layer, STEPS, target),
+        **({"mask_token_id": c.mask_token_id} if c.parallel else {}),
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": None if c.target_hidden_size == c.hidden_size else c.target_hidden_size,
         IDS: [k + 1 for k in c.layer_ids],
@@ -98,8 +112,8 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
         ("layer ids", "joins three states", len(c.layer_ids) != 3),
     )
     found = [Remark(check=check, engine="speculators", said=said) for check, said, has in faults if has]
-    if c.parallel:
-        said = "keeps a draft that guesses in one pass as another kind (peagle)"
+    if c.parallel and c.mask_token_id is None:
+        said = "knows no learned mask_embedding"
         found += [Remark(check="one pass", engine=e, said=said, fatal=True) for e in ("speculators", "vLLM")]
     return found
 
@@ -108,5 +122,7 @@ def write(draft: Eagle3Draft, folder: Path, target: TargetFiles | None = None) -
     config = to_hf(draft, target)
     assert target is not None
     tensors = {**draft.tensors, **copies(draft.tensors, target)}
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"][None]  # [1, 1, states], as theirs
     named = ((name.replace("midlayer.", "layers.0."), t) for name, t in tensors.items())
     save_checkpoint(folder, config | {"dtype": main_dtype(draft.tensors)}, named)

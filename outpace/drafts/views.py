@@ -310,6 +310,7 @@ def speculators_eagle3(hf: Mapping[str, Any], held: Held, target: ModelConfig | 
     more = (hf.get("norm_before_fc"), hf.get("fc_norm"), hf.get("norm_output"))
     base |= {
         "layer ids": states(hf.get(IDS) or default_states(target)),
+        "one pass": one_pass(hf.get("speculators_model_type") == "peagle", hf.get("mask_token_id")),
         "rope": rope(layer, "vLLM", 10000.0),
         "embedding, head": source(EMBEDDING in held, HEAD in held),
     }
@@ -348,7 +349,7 @@ def _converted(
         found["layer ids"] = REFUSES + "it joins three states"
     if (layer.get("num_hidden_layers") or 1) != 1:
         found["layers"] = REFUSES + "it has one layer"
-    if hf.get("parallel_drafting"):
+    if base["one pass"] != one_pass(False, None):
         found["one pass"] = REFUSES + "it guesses step by step"
     if hf.get("fc_norm"):
         found["norms"] = REFUSES + "it has no norm per state"

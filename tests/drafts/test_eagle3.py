@@ -198,6 +198,21 @@ def test_what_engines_make_of_more_than_eagle3(tmp_path):
     assert next(r for r in found.rows if r.check == "one pass").cells["vLLM"].state == "refuses"
 
 
+def test_a_one_pass_draft_of_speculators_needs_its_mask(tmp_path):
+    files = samples.target_files(tmp_path / "target")
+    draft = samples.eagle3(parallel=True, mask_token_id=samples.MASK)
+    out = samples.edited(tmp_path, files, draft, "speculators-eagle3", lambda config, tensors: None)
+    said = json.loads((out / "config.json").read_text())
+    assert (said["speculators_model_type"], said["mask_token_id"]) == ("peagle", samples.MASK)
+    assert load_file(out / "model.safetensors")["mask_hidden"].shape == (1, 1, 3 * 96)
+    wanted = {"vLLM": "same", "speculators": "same", "llama.cpp": "refuses"}
+    row = next(r for r in preflight(out, files).rows if r.check == "one pass")
+    assert {engine: row.cells[engine].state for engine in wanted} == wanted
+    out = samples.edited(tmp_path, files, draft, "speculators-eagle3", lambda c, t: c.pop("mask_token_id"))
+    with pytest.raises(LoadError, match="mask_token_id is missing"):
+        load_draft(out)
+
+
 # ---- opened ------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ REFUSED = {
     "window": ("gguf-eagle3",),
     "two layers": ("gguf-eagle3",),
     "one pass": ("gguf-eagle3", "speculators-eagle3"),
-    "one pass, a token": ("gguf-eagle3", "speculators-eagle3"),
+    "one pass, a token": ("gguf-eagle3",),
 }
 OF_ONE_STEP = [v for v in samples.EAGLE3S if v not in ("two layers", "one pass", "one pass, a token")]
 

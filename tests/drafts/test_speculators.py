@@ -17,6 +17,8 @@ theirs = pytest.importorskip(
     exc_type=ImportError,
 )
 
+parallel = pytest.importorskip("speculators.models.peagle.core", exc_type=ImportError)
+
 T, LAST, STEPS = 13, 77, 3
 AT = 8  # the index whose walk is compared: what it reads in three steps is text
 PARTS = {
@@ -39,12 +41,12 @@ class Forced:
         return torch.tensor([[self.truth[depth - 1]]]), None
 
 
-def opened(draft, folder, files):
+def opened(draft, folder, files, kind=theirs.Eagle3DraftModel):
     """Their model with the tensors of our export -> it, and what each part gave, call by call."""
     export_draft(draft, "speculators-eagle3", folder, files)
-    config = theirs.Eagle3SpeculatorConfig.from_pretrained(folder)
+    config = kind.config_class.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"  # flex attention needs a compiler
-    model = theirs.Eagle3DraftModel(config).eval()
+    model = kind(config).eval()
     found = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert not found.unexpected_keys and all("verifier" in name for name in found.missing_keys)
     heard = {name: [] for name in PARTS}
@@ -81,3 +83,46 @@ def test_an_eagle3_stage_by_stage(variant, tmp_path):
     for step in range(1 if c.sliding_window else STEPS):
         wanted = bound.draft.widen(heard["logits"][step][AT])
         torch.testing.assert_close(said.logits[step], wanted, atol=1e-4, rtol=1e-4)
+
+
+class Heard(Exception):
+    """Their forward goes on to a loss, which is not asked for."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "fc_norm": True}, {"sliding_window": 5}])
+@torch.inference_mode()
+def test_guesses_in_one_pass(changes, tmp_path, monkeypatch):
+    """Theirs is for training: with every index at depth 0 and one chain of masks it is our one pass."""
+    draft = samples.eagle3(parallel=True, mask_token_id=samples.MASK, **changes)
+    files = samples.target_files(tmp_path / "target")
+    model, heard = opened(draft, tmp_path / "draft", files, parallel.PEagleDraftModel)
+    chain = torch.arange(1, STEPS)
+    places = (
+        torch.cat((torch.arange(T), torch.full_like(chain, AT))),
+        torch.cat((torch.zeros(T), chain)).long(),
+    )
+    monkeypatch.setattr(parallel, "generate_cod_sample_indices", lambda **said: places)
+
+    def stop(*given):
+        raise Heard
+
+    model.lm_head.register_forward_hook(stop)
+    c, hs, text = draft.config, samples.hidden_states(T), tiny.tokens(1, T)
+    states = [hs[k + 1] for k in c.layer_ids]
+    following = torch.cat((text[:, 1:], torch.tensor([[LAST]])), dim=1)
+    with pytest.raises(Heard):
+        model(torch.cat(states, -1)[None], following, torch.zeros(1, T, dtype=torch.long),
+              verifier_last_hidden_states=hs[-1][None])  # fmt: skip
+
+    bound = BoundEagle3(build_eagle3(draft), samples.target(), Shape(depth=STEPS))
+    session, said = bound.begin(1, 64), Listening()
+    session.observe(text[:, : AT + 1], torch.stack(states)[:, None, : AT + 1], [AT + 1])
+    session.propose(following[:, AT], STEPS + 1, said)
+    wanted = heard["logits"][0][[AT, *range(T, T + STEPS - 1)]]
+    torch.testing.assert_close(said.logits, bound.draft.widen(wanted), atol=1e-4, rtol=1e-4)
+
+
+class Listening:
+    def tokens(self, logits, depth):
+        self.logits = logits[0]
+        return logits.argmax(-1), None
