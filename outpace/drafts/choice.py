@@ -79,19 +79,19 @@ class Coupled:
     places: Tensor
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        return greedy(self._perturbed(logits, depth)), None
+        return greedy(self._perturbed(shaped(logits, self.sampling), depth)), None
 
     def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """Normalised, so that a child stays below its parent: with equal noise on both sides, the logits of
-        who wins."""
-        return self._perturbed(logits, depth, level).log_softmax(-1)
+        who wins. Nothing is cut: a tree has room for what the draft alone would leave out, and keeps more."""
+        return self._perturbed(logits.float() / self.temperature, depth, level).log_softmax(-1)
 
     @property
     def temperature(self) -> float:
         return self.sampling.temperature
 
-    def _perturbed(self, logits: Tensor, depth: int, level: bool = False) -> Tensor:
-        n = logits.shape[1]
-        ahead = depth - 1 + (torch.arange(n, device=logits.device) * (not level))
+    def _perturbed(self, scaled: Tensor, depth: int, level: bool = False) -> Tensor:
+        n = scaled.shape[1]
+        ahead = depth - 1 + (torch.arange(n, device=scaled.device) * (not level))
         keys = noise.keys(self.key, self.streams[:, None], self.places[:, None] + ahead)
-        return noise.perturbed(shaped(logits, self.sampling), keys)
+        return noise.perturbed(scaled, keys)
