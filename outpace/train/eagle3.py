@@ -31,7 +31,7 @@ from outpace.train.losses import needs_target, parse_loss
 from outpace.train.unroll import Judged, Vocabulary, gather, thinned, unroll, unrolled_loss
 
 MOST_JUDGED = 128  # samples kept from training that are judged every time
-BY_ADAM = ("lm_head.weight", "mask_hidden")  # no matrices that turn one state into another
+BY_ADAM = ("lm_head.weight", "embed_tokens.weight", "mask_hidden")  # tables of rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,7 @@ class Eagle3Recipe(TrainingRecipe):
         for name in ("decay", "keep"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)} is outside 0..1, and not 0")
-        if 0 < self.sliding_window <= self.steps_ahead:
-            raise ValueError(
-                f"sliding_window {self.sliding_window} does not reach back over steps_ahead "
-                f"{self.steps_ahead}: make it larger, or 0 for none"
-            )
+        _check_window(self.sliding_window, self.steps_ahead)
 
     @property
     def final(self) -> bool:
@@ -111,6 +107,14 @@ class Eagle3Recipe(TrainingRecipe):
         )
 
 
+def _check_window(window: int, steps_ahead: int) -> None:
+    if 0 < window <= steps_ahead:
+        raise ValueError(
+            f"sliding_window {window} does not reach back over steps_ahead {steps_ahead}: make it larger, "
+            "or 0 for none; or guess fewer steps ahead"
+        )
+
+
 def begin_eagle3(
     recipe: Eagle3Recipe, target: Decoder, tokenizer: Tokenizer, cache: Teacher, init: Eagle3 | None
 ) -> Eagle3:
@@ -122,7 +126,7 @@ def begin_eagle3(
         draft.load_state_dict(init.state_dict())
         return draft
     config = recipe.config(target, tokenizer, tuple(cache.meta.target_layer_ids))
-    ids, head = None, target.dense_head.detach().float()
+    ids, head = None, target.dense_head.detach()
     if recipe.draft_vocab:
         size, said = recipe.draft_vocab, responses(cache, recipe.trained(cache))
         ids = commonest(said, size, config.vocab_size, target.config.eos_token_ids) + torch.arange(size)
@@ -214,6 +218,7 @@ def train_eagle3(
     draft = begin_eagle3(recipe, target, tokenizer, cache, init).to(target.device)
     layers = features(draft.config.layer_ids, target, held, width)
     BoundEagle3(draft, target)
+    _check_window(draft.config.sliding_window, recipe.steps_ahead)
     target.requires_grad_(False)
     if recipe.final and cache.sample(0).final is None:
         raise ValueError(

@@ -177,7 +177,7 @@ class _Chunked(torch.autograd.Function):
         nll, hits = torch.empty_like(loss), torch.empty_like(loss, dtype=torch.bool)
         accept = None if target_states is None else torch.empty_like(loss)
         by_row, learns = ctx.needs_input_grad[:2]
-        at_once = by_row and (weights is not None or not learns)
+        at_once = (by_row or learns) and (weights is not None or not learns)
         d_states = torch.empty_like(states) if at_once else None
         d_head = torch.zeros_like(head, dtype=torch.float32) if at_once and learns else None
         for part in rows.parts():

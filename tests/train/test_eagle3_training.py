@@ -233,6 +233,12 @@ def test_a_draft_is_trained_on(target, cache, tmp_path):
     assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == begun
 
 
+def test_a_start_whose_window_is_too_short_is_refused(target, cache, tmp_path):
+    init = begin_eagle3(replace(RECIPE, sliding_window=6), target, TOKENIZER, cache, None)
+    with pytest.raises(ValueError, match="sliding_window 6 does not reach back over steps_ahead 6"):
+        train_eagle3(replace(RECIPE, steps_ahead=6), target, TOKENIZER, cache, [], tmp_path, init=init)
+
+
 def test_a_cache_without_final_states_takes_hard_labels_alone(target, cache, tmp_path):
     bare = Cache(target, [s.tokens for s in cache.samples])
     for sample in bare.samples:

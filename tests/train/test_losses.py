@@ -271,6 +271,21 @@ def test_the_first_choice_of_every_row():
     assert len(likeliest(states[:0], head)) == 0
 
 
+@pytest.mark.parametrize("kind", ["ce", "lk"])
+def test_a_head_may_learn_alone(kind):
+    states, head, labels, *target = case()
+    found = []
+    for function in (block_losses, reference_losses, None):
+        w = head.clone().requires_grad_()
+        if function is None:
+            weighted_losses(kind, torch.ones(N), states, w, labels, *target)[0].backward()
+        else:
+            function(kind, states, w, labels, *target).loss.sum().backward()
+        found.append(w.grad)
+    for ours in (found[0], found[2]):
+        torch.testing.assert_close(ours, found[1], atol=2e-5, rtol=1e-5)
+
+
 def test_no_rows_at_all():
     states, head, labels, *target = case()
     h = states[:0].clone().requires_grad_()
