@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(not cpu.available(), reason=f"kernels not built: {cpu.why_not()}")
 def test_eight_lanes_pass_the_same_tests():
     tests = [str(HERE / name) for name in ("test_cpu.py", "test_cpu_rows.py", "test_block_formats.py")]
+    tests.append(str(HERE.parent / "ops" / "test_noise.py"))
     environment = os.environ | {"OUTPACE_CFLAGS": "-mno-avx512f"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, cwd=HERE.parent.parent, capture_output=True, text=True)
