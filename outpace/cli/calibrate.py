@@ -203,14 +203,14 @@ def _show(costs: "Costs") -> None:
     for p in costs.points:
         title = f"batch {p.batch}, {p.context:,.0f} tokens remembered"
         table = Table(title=title, title_justify="left")
-        for name in ("columns", "draft", "verify", "round", "break-even"):
+        for name in ("columns", "draft ms", "verify ms", "round ms", "break-even"):
             table.add_column(name, justify="right")
         if costs.touched:
             table.add_column(f"of {costs.touched.experts} experts", justify="right")
-            table.add_column("if independent", justify="right")
+            table.add_column("random", justify="right")
         for i, n in enumerate(costs.widths):
             whole = costs.round_seconds(n, p.context, p.batch)
-            cells = [f"{1e3 * x:.3f} ms" for x in (p.draft[i], p.verify[i], whole)]
+            cells = [f"{1e3 * x:.3f}" for x in (p.draft[i], p.verify[i], whole)]
             even = f"{costs.break_even(n, p.context, p.batch):.2f}"
             table.add_row(str(n), *cells, even, *_experts(costs, i))
         console.print(table)

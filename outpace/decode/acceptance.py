@@ -22,13 +22,12 @@ class Record:
         self.tried, self.taken = [0.0] * widest, [0.0] * widest  # by column, where its parent was accepted
         self.parents = [max(i - 1, 0) for i in range(widest)]  # of the last proposal, as far as it went
         self.said, self.came = [0.0] * widest, [0.0] * widest  # by depth: survival as said, and as it came
-        self.seen, self.seen_gain = 0.0, [0.0] * widest  # proposals with survival; by column, corrected
+        self.seen, self.seen_gain = [0.0] * widest, [0.0] * widest  # by column: proposals, their survival
 
     def fade(self, share: float) -> None:
         """What was learnt counts for `share` of what it did."""
-        for part in (self.tried, self.taken, self.seen_gain):
+        for part in (self.tried, self.taken, self.seen, self.seen_gain):
             part[:] = [x * share for x in part]
-        self.seen *= share
 
     @property
     def prior(self) -> float:
@@ -77,18 +76,24 @@ class Record:
 
     def gains(self, speaks: bool) -> list[float]:
         """By column: what it adds to the accepted tokens of one row, before the proposal is made. `speaks`:
-        the draft says how sure it is."""
-        reach = self.reach(self.parents)
+        the draft says how sure it is. A column that was not asked for of late is held to follow the one
+        before it as that one follows its own."""
         if not speaks:
-            return reach
-        weight = 0.25  # of what is thought of it while none was seen
-        return [(g + weight * r) / (self.seen + weight) for g, r in zip(self.seen_gain, reach, strict=True)]
+            return self.reach(self.parents)
+        found, step = [1.0], self.steps()[1]
+        weight = 0.25  # of what is thought of a column while none was seen
+        for gain, seen in zip(self.seen_gain[1:], self.seen[1:], strict=True):
+            before = found[-1]
+            found.append(min(before, (gain + weight * before * step) / (seen + weight)))
+            step = found[-1] / before if before else 0.0
+        return found
 
-    def foresaw(self, gains: Sequence[float]) -> None:
-        """The corrected survival of a proposal, whether or not all of it is verified."""
-        self.seen += 1
-        for i, gain in enumerate(gains):
-            self.seen_gain[i] += gain
+    def foresaw(self, gains: Sequence[float], asked: int) -> None:
+        """The corrected survival of a proposal, whether or not all of it is verified; of the columns `asked`
+        for, those that were not offered gain nothing."""
+        for i in range(asked):
+            self.seen[i] += 1
+            self.seen_gain[i] += gains[i] if i < len(gains) else 0.0
 
     def add(
         self, parents: Sequence[int], depth: Sequence[int], path: Sequence[int], said: Sequence[float] | None

@@ -91,7 +91,7 @@ class Adaptive:
         self.spare: float | None = None  # seconds that may yet be lost
         self._tables: dict[tuple[int, int], Table] = {}
         self._now = Table.of(costs, 1, 0.0, 2)
-        self._drafted = 0.0
+        self._asked, self._drafted = 1, 0.0  # columns, and the seconds that they take
 
     def begin(self, block: int) -> None:
         if len(self.record.tried) != block:
@@ -123,7 +123,7 @@ class Adaptive:
         if self.speaks:  # a wider proposal may be worth more than most, where it costs next to nothing
             room = now.draft[best] + 0.02 * now.whole[best]
             width = max(w for w in range(best, len(now.draft)) if now.draft[w] <= room)
-        self._drafted = now.draft[width]
+        self._asked, self._drafted = width, now.draft[width]
         return width
 
     def cut(self, proposal: Proposal) -> Proposal:
@@ -170,7 +170,7 @@ class Adaptive:
                 row = record.reach(parents)
             else:
                 row = record.corrected(said[b][:n], parents, depths(parents))
-                record.foresaw(row)
+                record.foresaw(row, self._asked)
             for i, gain in enumerate(row):
                 found[i] += gain
         return found

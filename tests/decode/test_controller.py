@@ -5,7 +5,19 @@ import random
 
 import pytest
 import torch
-from simulated import best_fixed, chain, embedded, moody, speed, steady, switching, table
+from simulated import (
+    best_fixed,
+    chain,
+    decode,
+    embedded,
+    experts,
+    moody,
+    speed,
+    steady,
+    switching,
+    table,
+    walker,
+)
 
 from outpace.decode.acceptance import Record, depths
 from outpace.decode.controller import Adaptive, Fixed, Table, fastest
@@ -159,6 +171,40 @@ def test_text_that_cannot_be_guessed_costs_little(acceptance, speaks, tokens, le
     for chance in (0.0, 0.15):
         got = speed(Adaptive(costs), costs, [steady(chance)], tokens, speaks=speaks)
         assert got > least, (chance, got)
+
+
+@pytest.mark.parametrize("made", [experts, walker])
+@pytest.mark.parametrize("speaks", [False, True])
+def test_other_costs_too(made, speaks):
+    for acceptance in (0.3, 0.8):
+        costs = made(acceptance)
+        assert speed(Adaptive(costs), costs, [steady(0.0)], 512, speaks=speaks) > 0.975
+        got = [speed(Adaptive(costs), costs, [steady(0.85)], 1024, seed=s, speaks=speaks) for s in range(4)]
+        assert sum(got) / 4 > 0.93 * best_fixed(costs, [0.85])
+
+
+TEXTS = [steady(0.05), steady(0.65), steady(0.52, 0.38, 0.5), steady(0.9), moody(0.1, 0.9)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("speaks", "fade"), [(False, 1.0), (True, 1.0), (True, 0.5), (True, 1.5)])
+def test_as_many_tokens_come_as_were_foreseen(text, speaks, fade):
+    """Also of a draft that is too sure (fade below 1), or not sure enough."""
+    errors = []
+    for seed in range(3):
+        counting = Counting(embedded(0.5))
+        decode(counting, counting.costs, [text], 1024, speaks=speaks, seed=seed, fade=fade)
+        errors.append(counting.foretold / counting.brought - 1)
+    assert max(map(abs, errors)) < 0.1 and abs(sum(errors)) / 3 < 0.06
+
+
+class Counting(Adaptive):
+    foretold = brought = 0.0
+
+    def learn(self, proposal, path):
+        self.foretold += self.foreseen[0]
+        self.brought += sum(map(len, path))
+        super().learn(proposal, path)
 
 
 def test_a_draft_that_is_sure_and_wrong_costs_little():
