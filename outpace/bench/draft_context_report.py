@@ -150,12 +150,18 @@ def _over_context(report: dict[str, Any]) -> Any:
             axes.plot(*at, "o-", color=COLOURS[variant], label=variant, markersize=3.5)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        contexts = sorted({c["context"] for c in report["cells"]})
+        axes.set_xticks(contexts, [short(n) for n in contexts], fontsize=8)
         axes.set_title(shape, fontsize=10)
         axes.set_xlabel("context, tokens")
         bare(axes)
     panels[0].set_ylabel("ms a round")
     panels[0].legend(frameon=False, fontsize=8)
     return figure
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def _stacked(report: dict[str, Any]) -> Any:
@@ -170,7 +176,7 @@ def _stacked(report: dict[str, Any]) -> Any:
             ms = [1000 * next(o["seconds"] for o in c["operations"] if o["operation"] == name) for c in found]
             axes.bar(range(len(found)), ms, 0.7, bottom=below, color=colour, label=name)
             below = [a + b for a, b in zip(below, ms, strict=True)]
-        axes.set_xticks(range(len(found)), [f"{c['context']:,}" for c in found], fontsize=8)
+        axes.set_xticks(range(len(found)), [short(c["context"]) for c in found], fontsize=8)
         axes.set_title(shape, fontsize=10)
         axes.set_ylabel("ms")
         bare(axes)

@@ -4,7 +4,8 @@
     ...made...
     <!-- end -->
 
-The path is relative to the page. Where there is no such report yet, the table says so.
+The path is relative to the page. Where there is no such report yet, the table says so. The kind "pictures"
+shows what lies beside the report.
 """
 
 import json
@@ -42,6 +43,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
+PICTURES = "pictures"
+
+
 def filled(text: str, folder: Path) -> str:
     """The page's text with every marked table made anew. Raises ValueError for a table nobody knows, and
     where markers are not closed."""
@@ -50,12 +54,16 @@ def filled(text: str, folder: Path) -> str:
 
     def made(found: re.Match[str]) -> str:
         opening, kind, path, _, closing = found.groups()
-        if kind not in TABLES:
-            raise ValueError(f"no table {kind!r}; known: {', '.join(TABLES)}")
+        if kind not in (*TABLES, PICTURES):
+            raise ValueError(f"no table {kind!r}; known: {', '.join(TABLES)}, {PICTURES}")
         report = folder / path
         if not report.is_file():
             return f"{opening}\nNot measured yet.\n\n{closing}"
-        lines = TABLES[kind](json.loads(report.read_text(encoding="utf-8")))
+        if kind == PICTURES:
+            beside = sorted(picture.name for picture in report.parent.glob("*.png"))
+            lines = [f"![{name.removesuffix('.png')}]({Path(path).with_name(name)})\n" for name in beside]
+        else:
+            lines = TABLES[kind](json.loads(report.read_text(encoding="utf-8")))
         return f"{opening}\n" + "\n".join(lines) + closing
 
     return MARKED.sub(made, text)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.bench.page import MARKED, TABLES, filled, update_page
+from outpace.bench.page import MARKED, PICTURES, TABLES, filled, update_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 MARKERS = "<!-- table: noise r.json -->\nold\n<!-- end -->\n"
@@ -28,7 +28,7 @@ REPORT = {
 def test_the_drafts_page_says_what_its_reports_say():
     text = (DOCS / "drafts.md").read_text()
     kinds = {kind for _, kind, _, _, _ in MARKED.findall(text)}
-    assert kinds == set(TABLES)
+    assert kinds == {*TABLES, PICTURES}
     assert filled(text, DOCS) == text, "run: outpace tables docs/drafts.md"
 
 
@@ -43,6 +43,14 @@ def test_a_table_is_made_from_its_report(tmp_path):
     assert "| 9+12 | cached | 1.50 | 25 % | 1.00 | 80 | 0 of 2 |" in text
     assert text.startswith("A.\n<!-- table: noise r.json -->\n\n|") and text.endswith("|\n<!-- end -->\nB.\n")
     assert not update_page(page)
+
+
+def test_pictures_are_those_beside_the_report(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name in ("report.json", "b.png", "a.png"):
+        (tmp_path / "deep" / name).write_text("{}")
+    found = filled("<!-- table: pictures deep/report.json -->\n<!-- end -->\n", tmp_path)
+    assert found.splitlines()[1:-1] == ["", "![a](deep/a.png)", "", "![b](deep/b.png)"]
 
 
 @pytest.mark.parametrize(
