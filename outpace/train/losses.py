@@ -94,6 +94,8 @@ def _apply(kind: str, given: tuple[Tensor | None, ...], weights: Tensor | None, 
         raise ValueError(f"loss {kind!r} compares with the target's distribution: give its final states")
     assert head is not None and (target_states is None) == (target_head is None)
     chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
+    if not torch.is_grad_enabled():  # of which a Function's forward is not told
+        given = tuple(None if x is None else x.detach() for x in given)
     return _Chunked.apply(*given, weights, mix, chunk)  # type: ignore[no-untyped-call]
 
 

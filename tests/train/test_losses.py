@@ -286,6 +286,25 @@ def test_a_head_may_learn_alone(kind):
         torch.testing.assert_close(ours, found[1], atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_judging_forms_no_gradients(learns):
+    """Without grad mode there is one product a chunk for the draft and one for the target."""
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func._schema.name in ("aten::mm", "aten::matmul")
+            return func(*args, **(kwargs or {}))
+
+    states, head, labels, *target = case()
+    given = (states.requires_grad_(), head.requires_grad_(learns), labels, *target)
+    for at, graded in ((torch.no_grad, 0), (torch.enable_grad, 4 + 4 * learns)):
+        with at(), Products() as mode:
+            weighted_losses("lk", torch.ones(N), *given, chunk=6)
+        assert mode.count == 2 * 4 + graded
+
+
 def test_no_rows_at_all():
     states, head, labels, *target = case()
     h = states[:0].clone().requires_grad_()
