@@ -53,7 +53,7 @@ def best_first(
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, falling: values float32 and ids."""
-    if kernel(scores) and k <= 64:
+    if kernel(scores) and k <= 64:  # what the kernel takes: for more, `likeliest` would sort the row
         ids, values, _ = likeliest(scores.contiguous(), k)
         return values, ids
     top, ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
@@ -196,9 +196,8 @@ class Growth:
         score = self.scores.gather(1, order)
         counts = [1 + real for real in (score > -torch.inf).sum(1).tolist()]
         column = torch.arange(n + 1, device=order.device).expand(B, -1)
-        place = torch.zeros(
-            B, M + 1, dtype=torch.int64, device=order.device
-        )  # the last one is the root's, -1
+        place = torch.zeros(B, M + 1, dtype=torch.int64, device=order.device)
+        # the last one is the root's, which is candidate -1
         place.scatter_(1, order, column[:, 1:])
         parents = place.gather(1, self.above.gather(1, order) % (M + 1))
         parents = torch.where(score > -torch.inf, parents, column[:, 1:])

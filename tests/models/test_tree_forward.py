@@ -143,13 +143,14 @@ def test_random_trees(window, seed, way):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_tree_grown_level_by_level_is_the_tree_at_once(family, way):
+def test_a_tree_grown_level_by_level_is_the_tree_at_once(family, batch, way):
     """What is held is behind the verified tokens and in front of the new ones, in rings too."""
     model, N = target(family), 13
-    rows = [trees.parents_of(shape, N, 3) for shape in ("any", "deep")]
+    rows = [trees.parents_of(shape, N, 3) for shape in ("any", "deep")][:batch]
     parents = trees.padded(rows, N)
-    ids, prompts = tiny.tokens(2, N, seed=9), [tiny.tokens(n, seed=n).tolist() for n in PREFIXES[:2]]
+    ids, prompts = tiny.tokens(batch, N, seed=9), [tiny.tokens(n, seed=n).tolist() for n in PREFIXES[:batch]]
     wanted = model(ids, prefilled(model, prompts, N, slack=N), tree=Tree(parents)).hidden
     cache, got = prefilled(model, prompts, N, slack=N), []
     for begin, end in ((0, 1), (1, 5), (5, 6), (6, N)):
