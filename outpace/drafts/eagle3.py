@@ -13,6 +13,8 @@ from outpace.ops.rope import inverse_frequencies, rope_tables, rotate_heads
 
 # (layer, q [B,T,H,D], k [B,K,T,D], v [B,K,T,D]) -> [B,T,H*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, k [B,K,T,D], v [B,K,T,D]): remember them
+Keep = Callable[[int, Tensor, Tensor], object]
 
 
 class Eagle3Layer(nn.Module):
@@ -31,9 +33,10 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(C, config.rms_norm_eps)
         self.mlp = MLP(C, config.intermediate_size)
 
-    def forward(
-        self, x: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend
-    ) -> Tensor:
+    def read(
+        self, x: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """-> the residual [B,T,C]; q [B,T,H,D]; k, v [B,K,T,D], ready to be remembered."""
         if self.hidden_norm is None:
             residual, read = x, self.input_layernorm(x)
         else:
@@ -41,7 +44,13 @@ class Eagle3Layer(nn.Module):
             residual = normed if self.norm_before_residual else x
             read = torch.cat((self.input_layernorm(embeds), normed), dim=-1)  # [B,T,2C]
         q, k, v = rotate_heads(self.qkv_proj(read), cos, sin, self.heads, self.kv_heads)
-        x = residual + self.o_proj(attend(layer, q, k.transpose(1, 2), v.transpose(1, 2)))
+        return residual, q, k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(
+        self, x: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend
+    ) -> Tensor:
+        residual, q, k, v = self.read(x, embeds, cos, sin)
+        x = residual + self.o_proj(attend(layer, q, k, v))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -114,6 +123,18 @@ class Eagle3(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x, embeds, cos, sin, i, attend)
         return x
+
+    def remember(
+        self, embeds: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend, keep: Keep
+    ) -> None:
+        """`forward` as far as later tokens will ask for it: of the last layer, keys and values alone."""
+        x = feature
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Eagle3Layer)
+            if i + 1 < len(self.layers):
+                x = layer(x, embeds, cos, sin, i, attend)
+            else:
+                keep(i, *layer.read(x, embeds, cos, sin)[2:])
 
     def head(self, hidden: Tensor, target: Decoder | None = None) -> Tensor:
         """hidden [..., C] -> logits [..., draft_vocab]. The target is read where its head serves."""

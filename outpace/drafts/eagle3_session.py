@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outpace.cache.kv import Cache, Step
 from outpace.drafts.choice import Choice
-from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.eagle3 import Attend, Eagle3
 from outpace.drafts.proposal import Proposal
 from outpace.drafts.tree import Growth, best_first
 from outpace.drafts.vocab import Words
@@ -171,7 +171,12 @@ class Eagle3Session:
         if max(known):
             embeds = self.draft.embed(tokens[:, 1:], self.target)
             step = self.cache.begin(max(known), known)
-            self._run(embeds, self.draft.fuse(aux[:, :, :-1]), step)
+            cos, sin = self.draft.rope(step.positions + self.cache.offset)
+            features, attend = self.draft.fuse(aux[:, :, :-1]), self._attend(step)
+            layers = self.cache.layers
+            self.draft.remember(
+                embeds, features, cos, sin, attend, lambda i, k, v: layers[i].append(k, v, step)
+            )
             self.cache.advance(step)
         row, newest = self._newest(counts)
         self.held = [(tokens[row, newest][:, None], aux[:, row, newest][:, :, None], [1] * len(counts))]
@@ -198,13 +203,17 @@ class Eagle3Session:
 
     def _run(self, embeds: Tensor, features: Tensor, step: Step) -> Tensor:
         cos, sin = self.draft.rope(step.positions + self.cache.offset)
+        return self.draft(embeds, features, cos, sin, self._attend(step))  # type: ignore[no-any-return]
+
+    def _attend(self, step: Step) -> Attend:
+        """Each layer remembers what it is given, and its queries meet what it remembers."""
         window = self.draft.config.sliding_window
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             view = self.cache.layers[layer].append(k, v, step)
             return attend_view(q, view, step, window, None, self.scale)
 
-        return self.draft(embeds, features, cos, sin, attend)  # type: ignore[no-any-return]
+        return attend
 
     # ---- what is guessed -----------------------------------------------------------------------------
 

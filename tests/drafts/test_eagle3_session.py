@@ -157,9 +157,10 @@ def test_narrower_proposals_and_skipped_ones(kind):
             assert torch.equal(found.tokens, whole[number].tokens)
 
 
-def test_long_prompts_wait_no_longer_than_they_must():
+@pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"num_layers": 2, "norm_output": True}])
+def test_long_prompts_wait_no_longer_than_they_must(changes):
     """Pieces longer than what may wait are run as they come; the text is the same in one piece."""
-    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=3), sliding_window=5)
+    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=3), **changes)
     text = tiny.tokens(2, 200, seed=8)
     aux = bound.target(text, aux=bound.target_layer_ids).aux
     found = []
