@@ -9,7 +9,7 @@ from outpace.drafts.choice import Choice, Likeliest
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_lean import pack, packs
 from outpace.models.decoder import Decoder
-from outpace.ops.candidates import likeliest, walk
+from outpace.ops.candidates import likeliest, share, walk
 from outpace.ops.linear import linear
 from outpace.ops.quant import Joined, Weight
 
@@ -135,7 +135,7 @@ def _selected(
         at = slice(t, t + 1)
         scores = selector.scores(last[:, None], ids[:, at], values[:, at], h[:, at])
         tokens, q = choice.tokens(spread(ids[:, at], scores, head.vocab_size), t + 1)
-        places.append((tokens, q, scores.softmax(-1).amax(-1)))
+        places.append((tokens, q, share(scores.amax(-1), scores, values[:, at], lse[:, at])))
         last = tokens[:, 0]
     return _joined(places)
 

@@ -47,11 +47,17 @@ def reference_walk(
     for t in range(ids.shape[1]):
         scores = pair_scores(last, ids[:, t], values[:, t], h[:, t], before, after)
         best, place = scores.max(-1)
-        outside = (1 - (values[:, t] - lse[:, t, None]).exp().sum(-1)).clamp(min=0).log() + lse[:, t]
         last = ids[:, t].gather(1, place[:, None])[:, 0]
         chosen.append(last)
-        sure.append((best - torch.logaddexp(scores.logsumexp(-1), outside)).exp())
+        sure.append(share(best, scores, values[:, t], lse[:, t]))
     return torch.stack(chosen, dim=1), torch.stack(sure, dim=1)
+
+
+def share(best: Tensor, scores: Tensor, values: Tensor, lse: Tensor) -> Tensor:
+    """How likely a candidate of score `best` [...] is in its whole row, where the candidates of logits
+    `values` [..., k] have `scores` [..., k] instead, and `lse` [...] is over all the row's logits."""
+    outside = (1 - (values - lse[..., None]).exp().sum(-1)).clamp(min=0).log() + lse
+    return (best - torch.logaddexp(scores.logsumexp(-1), outside)).exp()
 
 
 def pair_scores(

@@ -194,6 +194,8 @@ def test_what_is_drawn_comes_from_the_q_that_is_said(name):
             scores[words] = logits
         torch.testing.assert_close(proposal.q[0, t + 1], (scores / 0.7).softmax(-1), atol=1e-5, rtol=1e-4)
         assert proposal.q[0, t + 1, tokens[t + 1]] > 0
+    first = session.propose(last, 4, Likeliest()).survival[0, 1]  # what is drawn later does not change it
+    torch.testing.assert_close(proposal.survival[0, 1], first)
     assert (proposal.survival.diff(dim=1) <= 0).all()
 
 
