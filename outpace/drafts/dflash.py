@@ -20,6 +20,7 @@ from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend
 from outpace.drafts.dflash_layer import DFlashLayer as DFlashLayer
 from outpace.drafts.proposal import Proposal
+from outpace.drafts.vocab import Words
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
@@ -164,6 +165,7 @@ class DFlashSession:
         config = draft.config
         self.draft, self.target = draft, target
         self.head = head or Head.of(target, draft.d2t)
+        self.words = Words(self.head.ids, self.head.vocab_size)
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = not any(isinstance(part, Joined) for part in draft.modules())
@@ -216,12 +218,11 @@ class DFlashSession:
         )
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
-        """last [B] -> logits [B, width - 1, V] of the tokens 1 .. width - 1 after it (width <= block_size),
-        each blind to the others, -inf where the draft has no word; and what one adds to the next's."""
+        """last [B] -> logits [B, width - 1, N] of `words`, 1 .. width - 1 tokens after it (width <=
+        block_size), each blind to the others; and what one adds to the next's."""
         hidden = self.block_hidden(last, width)[:, 1:width]
-        logits = self.head.spread(self.head.logits(hidden))
         parts = self.draft.candidate_selector, self.draft.markov_head
-        return logits, None if parts == (None, None) else Pairs(self.head, *parts, hidden)
+        return self.head.logits(hidden), None if parts == (None, None) else Pairs(self.head, *parts, hidden)
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)

@@ -8,16 +8,20 @@ from torch import Tensor
 from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Draft, Proposal, Session
 from outpace.drafts.tree import Pairs, best_first
+from outpace.drafts.vocab import Words
 
 MOST_NODES = 1024
 
 
 class BlockSession(Session, Protocol):
-    """A session whose draft guesses a whole block at once."""
+    """A session whose draft guesses a whole block at once. `words`: what it can say."""
+
+    @property
+    def words(self) -> Words: ...
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
-        """last [B] -> logits [B, width - 1, V] of the tokens 1 .. width - 1 after it, blind to each other;
-        and what a token adds to the logits of the next one, where the draft knows."""
+        """last [B] -> logits [B, width - 1, N] of its words, 1 .. width - 1 tokens after it, blind to each
+        other; and what a token adds to the logits of the next one, where the draft knows."""
         ...
 
 
@@ -69,9 +73,9 @@ class TreeSession:
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
         """Columns in falling order of survival: the first n of them are the best tree of n."""
         logits, pairs = self.session.block(last, min(width, self.block))
-        scores, sharper = choice.scores(logits, 1), 1 / choice.temperature
+        words, sharper = self.session.words, 1 / choice.temperature
         added = None if pairs is None else lambda previous, ids: pairs(previous, ids) * sharper
-        return best_first(last, scores, width, self.branch, added)
+        return best_first(last, words.scores(choice, logits, 1), width, self.branch, added, words)
 
     def keep(self, rows: list[int]) -> None:
         self.session.keep(rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outpace.cache.tree import Tree
 from outpace.drafts.proposal import Proposal
+from outpace.drafts.vocab import Words
 from outpace.ops.candidates import likeliest
 from outpace.ops.fast import kernel
 
@@ -23,17 +24,24 @@ Pairs = Callable[[Tensor, Tensor], Tensor]
 
 
 def best_first(
-    last: Tensor, scores: Tensor, nodes: int, branch: int = 16, pairs: Pairs | None = None
+    last: Tensor,
+    scores: Tensor,
+    nodes: int,
+    branch: int = 16,
+    pairs: Pairs | None = None,
+    words: Words | None = None,
 ) -> Proposal:
     """The likeliest `nodes` columns of a block (DDTree, arXiv 2604.12989): a node's score is the sum of its
     path's. Without `pairs` the guesses of one depth do not know those of another.
 
-    last [B] int64; scores [B, n, V], of every token 1 .. n tokens after `last`: `Choice.scores`, at most 0.
-    Of each depth the `branch` best are looked at. Rows come out narrower than `nodes` where there are
-    fewer paths, or only impossible ones (-inf). One wait for the device.
+    last [B] int64; scores [B, n, V], of every token 1 .. n tokens after `last`: `Choice.scores`, at most 0;
+    or of every one of `words` [B, n, N]. Of each depth the `branch` best are looked at. Rows come out
+    narrower than `nodes` where there are fewer paths, or only impossible ones (-inf). One wait for the
+    device.
     """
     assert nodes >= 1 and branch >= 1 and scores.dim() == 3 and len(last) == len(scores)
     top, ids = _best(scores, branch)
+    ids = ids if words is None else words.named(ids)
     n, k = top.shape[1:]
     places = torch.arange(k, device=ids.device).expand_as(ids)[:, :, None]
     followers = top[:, :, None] if pairs is None else _after_each(last, top, ids, pairs)

@@ -9,6 +9,7 @@ from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.tree import best_first
+from outpace.drafts.vocab import Words
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import Sampling
@@ -19,7 +20,7 @@ BLOCK, V = 5, 11
 class Block:
     """A block draft with fixed logits; remembers how it was used."""
 
-    block_size, target_layer_ids = BLOCK, (1, 3)
+    block_size, target_layer_ids, words = BLOCK, (1, 3), Words(None, V)
 
     def __init__(self, batch=2, seed=0):
         self.said = torch.randn(batch, BLOCK - 1, V, generator=torch.Generator().manual_seed(seed)) * 2
@@ -123,6 +124,8 @@ def test_the_tree_holds_the_chain_that_its_draft_would_propose(parts):
     last = torch.tensor([9, 41])
     line, proposal = (s.propose(last, w, Likeliest()) for s, w in ((chain, 5), (tree, 30)))
     assert proposal.counts == [30, 30]
+    if "draft_vocab_size" in parts:
+        assert set(proposal.tokens[:, 1:].flatten().tolist()) <= set(range(3, 96, 3))
     for b in range(2):
         column = 0
         for d in range(1, 5):  # down the likeliest child of each
