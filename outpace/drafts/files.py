@@ -77,7 +77,7 @@ def detect(path: Path) -> str:
     hf = read_config(path)
     kind = hf.get("speculators_model_type")
     if kind is not None:
-        if kind not in OF_SPECULATORS:
+        if not isinstance(kind, str) or kind not in OF_SPECULATORS:
             raise LoadError(f"{path}: speculators' {str(kind)[:60]!r} is neither a DFlash nor an EAGLE-3")
         return OF_SPECULATORS[kind]
     if hf.get("model_type") == format_transformers.MODEL_TYPE:

@@ -208,9 +208,14 @@ def test_a_one_pass_draft_of_speculators_needs_its_mask(tmp_path):
     wanted = {"vLLM": "same", "speculators": "same", "llama.cpp": "refuses"}
     row = next(r for r in preflight(out, files).rows if r.check == "one pass")
     assert {engine: row.cells[engine].state for engine in wanted} == wanted
-    out = samples.edited(tmp_path, files, draft, "speculators-eagle3", lambda c, t: c.pop("mask_token_id"))
-    with pytest.raises(LoadError, match="mask_token_id is missing"):
-        load_draft(out)
+    for edit, told in (
+        (lambda c, t: c.pop("mask_token_id"), "mask_token_id is missing"),
+        (lambda c, t: c.update(speculators_model_type="eagle3"), "left over in the checkpoint: mask_hidden"),
+        (lambda c, t: c.update(speculators_model_type=["peagle"]), "neither a DFlash nor an EAGLE-3"),
+    ):
+        out = samples.edited(tmp_path, files, draft, "speculators-eagle3", edit)
+        with pytest.raises(LoadError, match=told):
+            load_draft(out)
 
 
 # ---- opened ------------------------------------------------------------------------------------------
