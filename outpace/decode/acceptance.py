@@ -5,10 +5,11 @@ Nothing here ever reads a guess that is still to be judged, unless the draft cho
 
 from collections.abc import Sequence
 
+KEPT = 0.9  # what a round of guesses leaves of what was learnt before
 PRIOR_TRIALS = 3.0  # what held before weighs as much as so many trials of late
 LENT_TRIALS = 1.5  # of a deeper guess: as good as the one it follows, until it was tried
 FIRST_TRIALS = 6.0  # of what the calibration found, against all that was tried since
-SLOWLY = 0.99  # what a round of guesses leaves of that
+SLOWLY = 0.99  # and what a round leaves of that
 TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of the draft, not of the text
 
 
@@ -28,6 +29,14 @@ class Record:
         """What was learnt counts for `share` of what it did."""
         for part in (self.tried, self.taken, self.seen, self.seen_gain):
             part[:] = [x * share for x in part]
+
+    def drafts(self) -> None:
+        """A round of guesses begins."""
+        self.fade(KEPT)
+        self.all_tried *= SLOWLY
+        self.all_taken *= SLOWLY
+        self.said = [x * TRUST_KEPT for x in self.said]
+        self.came = [x * TRUST_KEPT for x in self.came]
 
     @property
     def prior(self) -> float:
@@ -55,10 +64,10 @@ class Record:
 
     # ---- with it ------------------------------------------------------------------------------------
 
-    def trust(self) -> list[float]:
+    def trust(self, deepest: int) -> list[float]:
         """By depth: what came of what the draft said, over what it said. Depths of which little is known are
         believed as far as the one above."""
-        found = [1.0] * len(self.said)
+        found = [1.0] * (deepest + 1)
         for d in range(1, len(found)):
             found[d] = (self.came[d] + TRUST_TRIALS * found[d - 1]) / (self.said[d] + TRUST_TRIALS)
         return found
@@ -67,7 +76,7 @@ class Record:
         self, survival: Sequence[float], parents: Sequence[int], depth: Sequence[int]
     ) -> list[float]:
         """The draft's word, corrected; a guess lives no longer than its parent."""
-        trust, found = self.trust(), [1.0]
+        trust, found = self.trust(max(depth)), [1.0]
         for i in range(1, len(survival)):
             found.append(min(found[parents[i]], survival[i] * trust[depth[i]]))
         return found
@@ -101,11 +110,6 @@ class Record:
         """One row of a round: of the columns verified their parents, their depth and what the draft said
         of them, and the path that was accepted."""
         taken = set(path)
-        self.all_tried *= SLOWLY
-        self.all_taken *= SLOWLY
-        if said is not None:
-            self.said = [x * TRUST_KEPT for x in self.said]
-            self.came = [x * TRUST_KEPT for x in self.came]
         for i in range(1, len(parents)):
             if parents[i] in taken:
                 self.tried[i] += 1
@@ -118,7 +122,8 @@ class Record:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
+    """By column; padding, its own parent, stands at the root's."""
     found = [0]
     for i in range(1, len(parents)):
-        found.append(found[parents[i]] + 1)
+        found.append(0 if parents[i] == i else found[parents[i]] + 1)
     return found

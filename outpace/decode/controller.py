@@ -7,15 +7,14 @@ before the target runs: it changes the speed and, at temperature 0 or under the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outpace.decode.acceptance import Record, depths
 from outpace.decode.costs import Costs
 from outpace.drafts.proposal import Proposal
 from outpace.drafts.tree import cut
 
-KEEP_DRAFTING = 0.9  # what a round of guesses leaves of what was learnt before
-KEEP_RESTING = 0.98  # and a plain step
+RESTING = 0.98  # what a plain step leaves of what was learnt before
 SHARE = 0.01  # of the time that may be lost to probes
 CREDIT = 2.0  # probes that may be lost at the beginning of a text
 BANK = 8.0  # and later, where guesses gained as much before
@@ -91,6 +90,7 @@ class Adaptive:
         self.spare: float | None = None  # seconds that may yet be lost
         self._tables: dict[tuple[int, int], Table] = {}
         self._now = Table.of(costs, 1, 0.0, 2)
+        self._rows: list[Row] = []
         self._asked, self._drafted = 1, 0.0  # columns, and the seconds that they take
 
     def begin(self, block: int) -> None:
@@ -108,7 +108,7 @@ class Adaptive:
             self.rested += 1
             self.foreseen = (float(now.rows), now.whole[1])
             return 1
-        self.record.fade(KEEP_RESTING**self.rested)
+        self.record.fade(RESTING**self.rested)
         gains = [now.rows * g for g in self.record.gains(self.speaks)]
         best = fastest(gains, now.whole, least=2)
         pays = sum(gains[:best]) / now.whole[best] > now.rows / now.whole[1]
@@ -118,7 +118,7 @@ class Adaptive:
             self.foreseen = (float(now.rows), now.whole[1])
             return 1
         self.rested = 0
-        self.record.fade(KEEP_DRAFTING)
+        self.record.drafts()
         width = best
         if self.speaks:  # a wider proposal may be worth more than most, where it costs next to nothing
             room = now.draft[best] + 0.02 * now.whole[best]
@@ -141,10 +141,8 @@ class Adaptive:
         self.spare += SHARE * seconds - (seconds - plain * sum(map(len, path)))
         if proposal.tokens.shape[1] == 1:
             return
-        said, shape = self._said(proposal), _parents(proposal)
-        for b, columns in enumerate(path):
-            parents = shape[b][: proposal.counts[b]]
-            self.record.add(parents, depths(parents), columns, None if said is None else said[b])
+        for columns, n, (parents, depth, said) in zip(path, proposal.counts, self._rows, strict=True):
+            self.record.add(parents[:n], depth, columns, said)
         self.missed = self.rests and all(len(columns) == 1 for columns in path)
 
     def _drafts(self, pays: bool, loss: float) -> bool:
@@ -160,27 +158,18 @@ class Adaptive:
 
     def _gains(self, proposal: Proposal) -> list[float]:
         """By column, what it is expected to add, summed over the rows."""
-        said, shape, record = self._said(proposal), _parents(proposal), self.record
-        self.speaks = said is not None
-        record.parents[: len(shape[0])] = shape[0]
+        record, self._rows = self.record, _rows(proposal)
+        self.speaks = self._rows[0].said is not None
+        record.parents[: len(self._rows[0].parents)] = self._rows[0].parents
         found = [0.0] * proposal.tokens.shape[1]
-        for b, n in enumerate(proposal.counts):
-            parents = shape[b][:n]
+        for n, (parents, depth, said) in zip(proposal.counts, self._rows, strict=True):
             if said is None:
-                row = record.reach(parents)
+                row = record.reach(parents[:n])
             else:
-                row = record.corrected(said[b][:n], parents, depths(parents))
+                row = record.corrected(said[:n], parents, depth)
                 record.foresaw(row, self._asked)
             for i, gain in enumerate(row):
                 found[i] += gain
-        return found
-
-    def _said(self, proposal: Proposal) -> list[list[float]] | None:
-        """The draft's survival; not of guesses that were drawn: what is verified of those may not depend on
-        which they are, and their survival may."""
-        if proposal.survival is None or proposal.q is not None:
-            return None
-        found: list[list[float]] = proposal.survival.tolist()
         return found
 
     def _table(self, rows: int, context: float) -> "Table":
@@ -231,9 +220,22 @@ def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) ->
     return best
 
 
-def _parents(proposal: Proposal) -> list[list[int]]:
+class Row(NamedTuple):
+    """One row of a proposal, by column. `said`: its survival; None where the draft gives none."""
+
+    parents: list[int]
+    depth: list[int]
+    said: list[float] | None
+
+
+def _rows(proposal: Proposal) -> list[Row]:
+    """Survival is left out where guesses were drawn: what is verified of those may not depend on which they
+    are, and their survival may."""
+    B, N = proposal.tokens.shape
+    silent = proposal.survival is None or proposal.q is not None
+    said = [None] * B if silent else proposal.survival.tolist()  # type: ignore[union-attr]
     if proposal.parents is None:
-        chain = [max(i - 1, 0) for i in range(proposal.tokens.shape[1])]
-        return [chain] * len(proposal.counts)
-    found: list[list[int]] = proposal.parents.tolist()
-    return found
+        chain = [max(i - 1, 0) for i in range(N)]
+        return [Row(chain, list(range(N)), row) for row in said]
+    shapes: list[list[int]] = proposal.parents.tolist()
+    return [Row(parents, depths(parents), row) for parents, row in zip(shapes, said, strict=True)]
