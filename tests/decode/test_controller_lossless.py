@@ -7,6 +7,8 @@ import tiny
 import torch
 from scripted import Scripted
 from test_lossless import NEW, PROMPTS, answers, half, random_dflash
+from test_rules import PROMPT, V, small, surprise
+from test_rules_in_the_loop import ROWS, WAYS, Tables, exact
 
 from outpace.decode import plain, speculative
 from outpace.decode.backlog import Backlog, Part, joined
@@ -109,6 +111,18 @@ def test_the_coupled_rule_says_the_same_too(name):
             rng=torch.Generator().manual_seed(5),
         )
         assert got.tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"), [("rejection", "chain"), ("block", "chain"), ("rejection", "tree"), ("match", "tree")]
+)
+def test_drawn_guesses_keep_the_targets_distribution(rule, shape):
+    request = Request(max_new_tokens=4, sampling=WAYS["all"], rule=rule)
+    dice, rng = Dice(1), torch.Generator().manual_seed(7)
+    got = speculative.generate(small(), Tables(shape), [PROMPT] * ROWS, request, controller=dice, rng=rng)
+    ids = torch.tensor(got.tokens)
+    assert surprise(ids[:, 1:] @ torch.tensor([V * V, V, 1]), exact(WAYS["all"])) < 3.5
+    assert len(dice.verified) > 1
 
 
 class Watched:
