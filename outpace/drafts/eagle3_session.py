@@ -104,6 +104,7 @@ class Eagle3Session:
         self.draft, self.target, self.shape = bound.draft, bound.target, bound.shape
         config, shape = self.draft.config, self.shape
         self.words = Words(self.draft.target_ids(), config.vocab_size)
+        self.masks = self.draft.masks(self.target) if config.parallel else None
         guessed = shape.depth * (1 if config.parallel else shape.branch)
         self.scale = config.head_dim**-0.5
         self.cache = Cache(
@@ -135,8 +136,8 @@ class Eagle3Session:
 
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
         depth = min(self.shape.depth, width - 1)
-        if self.draft.config.parallel:
-            return self._at_once(last, width, depth, choice)
+        if self.masks is not None:
+            return self._at_once(last, self.masks, width, depth, choice)
         hidden = self._run_pairs(last)
         if self.shape.branch > 1:
             return self._tree(last, hidden, width, depth, choice)
@@ -260,10 +261,12 @@ class Eagle3Session:
         guesses = self.words.named(tree.tokens[:, 1:])
         return replace(tree, tokens=torch.cat((last[:, None], guesses), dim=1))
 
-    def _at_once(self, last: Tensor, width: int, depth: int, choice: Choice) -> Proposal:
+    def _at_once(
+        self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, choice: Choice
+    ) -> Proposal:
         """P-EAGLE (arXiv 2602.01469): the newest pair and, behind it, a mask for every further guess."""
         embeds, features, counts = self._pairs(last)
-        masks, more = self.draft.masks(self.target), depth - 1
+        more = depth - 1
         columns = torch.arange(embeds.shape[1] + more, device=last.device)
         real = (columns < torch.tensor(counts, device=last.device)[:, None])[:, :, None]
         embeds, features = (
