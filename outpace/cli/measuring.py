@@ -94,7 +94,7 @@ def bench(
     target: Target = "default",
     draft: Draft = "default",
     drafts: Annotated[
-        Path | None, typer.Option(help="Folder in which the drafts of a suite's recipe lie.")
+        Path | None, typer.Option(help="Folder in which the drafts of a suite's recipe lie; default: here.")
     ] = None,
     recipe: Recipe = None,
     set_: Set = None,
@@ -115,20 +115,21 @@ def bench(
     if quick and suite != "draft-context":
         raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
     compares = suite not in SUITES[:2]
-    if compares and (recipe is None or drafts is None):
+    if compares and recipe is None:
         raise ValueError(
-            f"--suite {suite} compares the drafts of a --recipe, which lie in --drafts: name both"
+            f"--suite {suite} compares the methods of a --recipe, such as recipes/drafts/suite-embedded.toml"
         )
     if drafts is not None and not compares:
         raise ValueError(f"--drafts is for the suites {', '.join(SUITES[2:])}; {suite} takes one --draft")
+    if draft != "default" and compares:
+        raise ValueError(f"--draft {draft}: the drafts of --suite {suite} are named in its --recipe")
     shown = Console(stderr=True) if as_json else console
     if suite == "speed":
         report = _bench_speed(target, draft, recipe, set_, out, corpus, shown, printed=not as_json)
     elif suite == "draft-context":
         report = _bench_draft_context(target, draft, recipe, set_, out, corpus, shown, quick)
     else:
-        assert drafts is not None
-        report = _bench_methods(suite, target, drafts, recipe, set_, out, corpus, shown)
+        report = _bench_methods(suite, target, drafts or Path(), recipe, set_, out, corpus, shown)
     if as_json:
         print(json.dumps(report))
     else:

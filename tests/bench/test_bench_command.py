@@ -28,9 +28,13 @@ controller = [false]
             ("--suite", "speeds"),
             "--suite speeds: known are speed, draft-context, drafts, lossless, controller",
         ),
-        (("--suite", "drafts"), "--suite drafts compares the drafts of a --recipe, which lie in --drafts"),
-        (("--suite", "lossless", "--drafts", "x"), "name both"),
+        (("--suite", "drafts"), "--suite drafts compares the methods of a --recipe, such as"),
+        (("--suite", "lossless", "--drafts", "x"), "compares the methods of a --recipe"),
         (("--suite", "speed", "--drafts", "x"), "--drafts is for the suites drafts, lossless, controller"),
+        (
+            ("--suite", "drafts", "--recipe", "x", "--draft", "y"),
+            "--draft y: the drafts of --suite drafts are",
+        ),
         (("--quick",), "--quick shortens draft-context, not speed"),
         (("--suite", "draft-context", "--draft", "ngram"), "draft-context takes a DFlash apart; name one"),
         (("--suite", "draft-context", "--set", "contexts=9,8"), "contexts [9, 8]: give counts of tokens"),
@@ -54,14 +58,7 @@ def test_a_page_that_is_not_there(monkeypatch, capsys, tmp_path):
 
 def test_a_suite_as_typed(monkeypatch, capsys, tmp_path):
     (tmp_path / "suite.toml").write_text(RECIPE)
-    given = (
-        "--recipe",
-        str(tmp_path / "suite.toml"),
-        "--drafts",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "out"),
-    )
+    given = ("--recipe", str(tmp_path / "suite.toml"), "--out", str(tmp_path / "out"))
     code, out, _ = run(monkeypatch, capsys, "bench", "--suite", "drafts", *given, "--json")
     assert code == 0
     report = json.loads(out)
