@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outpace.drafts.proposal import Draft
 from outpace.models.decoder import Decoder
@@ -193,15 +193,24 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+def _some_bytes(tensor: Tensor) -> bytes:
+    """Of its first and its last row, wherever they lie: flattening could copy gigabytes."""
+    if not tensor.numel():
+        return b""
+    ends = [tensor.detach(), tensor.detach()]
+    while ends[0].dim() > 1:
+        ends = [ends[0][0], ends[1][-1]]
+    few = torch.cat((ends[0].reshape(-1)[:16], ends[1].reshape(-1)[-16:]))
+    return few.view(torch.uint8).cpu().numpy().tobytes()
+
+
 def identity(thing: Any) -> str:
     """Config, and of every tensor its name, shape, dtype and a few bytes: a model of the size of gpt-oss is
     known again without reading it. Of a dataclass, its fields, but for the target it is bound to."""
     if isinstance(thing, nn.Module):
         digest = hashlib.sha256(repr(getattr(thing, "config", None)).encode())
         for name, tensor in sorted(named_tensors(thing)):
-            flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
-            some = torch.cat((flat[:64], flat[-64:])).cpu().numpy().tobytes()
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + some)
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + _some_bytes(tensor))
         return f"{type(thing).__name__} {digest.hexdigest()}"
     if is_dataclass(thing):
         values = [(f.name, getattr(thing, f.name)) for f in fields(thing)]

@@ -5,6 +5,7 @@ import random
 import pytest
 import tiny
 import torch
+from eagle3_drafts import bound_eagle3
 from scripted import Scripted
 from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, V, small, surprise
@@ -14,6 +15,7 @@ from outpace.decode import plain, speculative
 from outpace.decode.backlog import Backlog, Part, joined
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
+from outpace.drafts.eagle3_session import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.drafts.tree import cut
@@ -61,6 +63,10 @@ def draft(name, model, known):
             return TreeOf(random_dflash(model, 4), nodes=9)
         case "ngram":
             return NGram(block_size=6)
+        case "walked chain":
+            return bound_eagle3(model, shape=Shape(depth=4))
+        case "walked tree":
+            return bound_eagle3(model, shape=Shape(depth=3, branch=3, nodes=9))
         case "half":
             return Short(known, PROMPTS, half)
     raise AssertionError(name)
@@ -81,10 +87,10 @@ class Short(Scripted):
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("name", ["chain", "tree", "ngram", "half"])
+@pytest.mark.parametrize("name", ["chain", "tree", "ngram", "half", "walked chain", "walked tree"])
 def test_any_decision_says_the_same(family, name):
     model, known = tiny.target(family), answers(family, True, 3)
-    for seed in range(3):
+    for seed in range(2):
         dice = Dice(seed)
         got = speculative.generate(
             model, draft(name, model, known), PROMPTS, Request(max_new_tokens=NEW), controller=dice

@@ -8,6 +8,7 @@ import math
 import pytest
 import tiny
 import torch
+from eagle3_drafts import bound_eagle3
 from test_lossless import random_dflash
 
 from outpace.decode import calibrate as measuring
@@ -17,6 +18,7 @@ from outpace.decode.controller import Adaptive
 from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
 from outpace.decode.request import Request
+from outpace.drafts.eagle3_session import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.drafts.proposal import Proposal
@@ -206,10 +208,11 @@ def drafts(model):
         "chain": random_dflash(model, 3),
         "tree": TreeOf(random_dflash(model, 3), nodes=5),
         "ngram": NGram(block_size=3),
+        "walked": bound_eagle3(model, shape=Shape(depth=2)),
     }
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "ngram"])
+@pytest.mark.parametrize("name", ["chain", "tree", "ngram", "walked"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     model, ran = tiny.target(family), []
