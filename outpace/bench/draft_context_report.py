@@ -99,8 +99,8 @@ def operations_table(cell: dict[str, Any]) -> list[str]:
     rows = [
         [
             r["operation"],
-            f"{r['bytes'] / 1e6:,.1f}",
-            f"{r['flops'] / 1e9:,.2f}",
+            significant(r["bytes"] / 1e6),
+            significant(r["flops"] / 1e9),
             f"{1000 * r['seconds']:,.3f}",
             f"{r['bytes_per_s'] / 1e9:.1f}",
             f"{100 * r['share_of_floor']:.0f} %",
@@ -112,14 +112,19 @@ def operations_table(cell: dict[str, Any]) -> list[str]:
     rows.append(
         [
             f"whole round (taken apart {1000 * cell['taken_apart_seconds']:,.2f} ms)",
-            f"{whole[0] / 1e6:,.1f}",
-            f"{whole[1] / 1e9:,.2f}",
+            significant(whole[0] / 1e6),
+            significant(whole[1] / 1e9),
             f"{1000 * whole[2]:,.3f}",
             f"{whole[0] / whole[2] / 1e9:.1f}",
             f"{100 * cell['share_of_floor']:.0f} %",
         ]
     )
     return table(("operation", "MB", "GFLOP", "ms", "GB/s", "share of the floor"), rows)
+
+
+def significant(x: float) -> str:
+    """Three digits that count."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def acceptance_table(report: dict[str, Any]) -> list[str]:

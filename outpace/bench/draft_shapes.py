@@ -61,13 +61,14 @@ def _noise(into: Tensor, rng: torch.Generator) -> Tensor:
 def needed_bytes(draft: DFlash, target: Decoder, longest: int) -> dict[str, int]:
     """By part, at a context of `longest`: what the largest cell holds at once."""
     config, size = draft.config, target.dtype.itemsize
-    full = [i for i in range(config.num_layers) if not config.window(i)]
+    windows = [config.window(i) for i in range(config.num_layers)]
+    rows = [min(longest, w + config.block_size) if w else longest for w in windows]
     kv_row = 2 * config.num_kv_heads * config.head_dim * size
     return {
         "weights": sum(t.nbytes for m in (draft, target) for _, t in named_tensors(m)),
-        "keys and values": len(full) * longest * kv_row,
+        "keys and values": sum(rows) * kv_row,
         "fused states": longest * config.hidden_size * size,
-        "one layer's rows in the making": 6 * longest * kv_row if full else 0,
+        "one layer's rows in the making": 6 * max(rows) * kv_row,
     }
 
 

@@ -189,6 +189,8 @@ def test_the_published_shape_fits_the_machine_it_is_meant_for():
     assert 0.75e9 < parameters < 0.85e9
     needed = needed_bytes(draft, tiny.target("gpt_oss"), 120 * 1024)
     assert needed["keys and values"] == 8 * 120 * 1024 * 2 * 8 * 64 * 4  # 3.75 GiB in float32
+    windowed = needed_bytes(made(6), tiny.target("gpt_oss"), 900)
+    assert windowed["keys and values"] == 3 * (6 + 5) * 2 * 2 * 10 * 4
     assert needed["fused states"] == 120 * 1024 * 2880 * 4
 
 
