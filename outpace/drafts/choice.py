@@ -90,6 +90,12 @@ class Coupled:
     def temperature(self) -> float:
         return self.sampling.temperature
 
+    def noise(self, ids: Tensor, vocab_size: int) -> Tensor:
+        """ids [B, n, k] of tokens 1 .. n places ahead -> the noise of each there [B, n, k] float32: for a
+        draft that chooses among a few, as `tokens` would among all."""
+        still = torch.zeros(*ids.shape[:2], vocab_size, device=ids.device)
+        return self._perturbed(still, 1).gather(-1, ids)
+
     def _perturbed(self, scaled: Tensor, depth: int, level: bool = False) -> Tensor:
         n = scaled.shape[1]
         ahead = depth - 1 + (torch.arange(n, device=scaled.device) * (not level))

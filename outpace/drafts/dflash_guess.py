@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.drafts.choice import Choice, Likeliest
+from outpace.drafts.choice import Choice, Coupled, Drawn, Likeliest
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_lean import pack, packs
 from outpace.models.decoder import Decoder
-from outpace.ops.candidates import likeliest, share, walk
+from outpace.ops.candidates import all_pairs, likeliest, share, walk
 from outpace.ops.linear import linear
 from outpace.ops.quant import Joined, Weight
+from outpace.ops.sampling import shaped
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,30 @@ def _selected(
     books = selector.predecessor_codebook, selector.successor_codebook
     if isinstance(choice, Likeliest):
         return Guesses(*_and_none(walk(last, ids, values, lse, h, *books)))
-    places = []
-    for t in range(hidden.shape[1]):
-        at = slice(t, t + 1)
-        scores = selector.scores(last[:, None], ids[:, at], values[:, at], h[:, at])
-        tokens, q = choice.tokens(spread(ids[:, at], scores, head.vocab_size), t + 1)
-        places.append((tokens, q, share(scores.amax(-1), scores, values[:, at], lse[:, at])))
-        last = tokens[:, 0]
-    return _joined(places)
+    previous = torch.cat((last[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]), dim=1)
+    scores = all_pairs(previous, ids, values, h, *books)
+    sure = share(scores.amax(-1), scores, values[:, :, None], lse[:, :, None])
+    row = torch.arange(len(last), device=last.device)
+    at, tokens, drawn, best = torch.zeros_like(last), [], [], []  # at: which candidate came before
+    noise = choice.noise(ids, head.vocab_size) if isinstance(choice, Coupled) else None
+    for t in range(ids.shape[1]):
+        found = scores[row, t, at][:, None]  # [B, 1, k]
+        best.append(sure[row, t, at])
+        if isinstance(choice, Drawn):  # among the few alone: no other has a chance
+            place, q = choice.tokens(found, t + 1)
+            drawn.append(q)
+            at = place[:, 0]
+        elif isinstance(choice, Coupled) and noise is not None:
+            at = (shaped(found[:, 0], choice.sampling) + noise[:, t]).argmax(-1)
+        else:
+            said, _ = choice.tokens(spread(ids[:, t : t + 1], found, head.vocab_size), t + 1)
+            at = (ids[:, t] == said).long().argmax(-1)
+        tokens.append(ids[row, t, at])
+    q = None
+    if drawn:
+        q = torch.cat([x for x in drawn if x is not None], dim=1)
+        q = q.new_zeros(*q.shape[:2], head.vocab_size).scatter_(-1, ids, q)
+    return Guesses(torch.stack(tokens, dim=1), q, torch.stack(best, dim=1))
 
 
 def _corrected(

@@ -66,3 +66,12 @@ def pair_scores(
     """previous [...], ids and values [..., k], h [..., r] -> S [..., k] float32."""
     pairs = (before[previous].float() * h.float())[..., None, :] * after[ids].float()
     return values.float() + pairs.sum(-1)
+
+
+def all_pairs(
+    previous: Tensor, ids: Tensor, values: Tensor, h: Tensor, before: Tensor, after: Tensor
+) -> Tensor:
+    """previous [..., m], ids and values [..., k], h [..., r] -> S of every candidate after every
+    predecessor [..., m, k] float32."""
+    left = before[previous].float() * h.float()[..., None, :]
+    return values.float()[..., None, :] + left @ after[ids].float().mT

@@ -8,7 +8,7 @@ import tiny
 import torch
 from test_dflash import CONFIG, random_draft
 
-from outpace.drafts.choice import Drawn, Likeliest
+from outpace.drafts.choice import Coupled, Drawn, Likeliest
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_guess import Head, survival
 from outpace.drafts.dflash_lean import quantised
@@ -197,6 +197,29 @@ def test_what_is_drawn_comes_from_the_q_that_is_said(name):
     first = session.propose(last, 4, Likeliest()).survival[0, 1]  # what is drawn later does not change it
     torch.testing.assert_close(proposal.survival[0, 1], first)
     assert (proposal.survival.diff(dim=1) <= 0).all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}])
+@pytest.mark.parametrize("name", ["selector", "lean"])
+def test_coupled_walks_take_what_the_noise_favours(name, sampling):
+    """Chosen among the candidates; here among all tokens, the others at -inf."""
+    target, draft = tiny.target("gpt_oss"), drafted(**PARTS[name])
+    (session, last), moved = (session_of(draft, target), tiny.tokens(2, seed=4)), 0
+    for key in range(12):
+        how = Sampling(temperature=0.8, **sampling)
+        choice = Coupled(how, key, streams=torch.tensor([3, 8]), places=torch.tensor([40, 7]))
+        proposal, previous = session.propose(last, 4, choice), last
+        hidden, s = session.block_hidden(last)[:, 1:], draft.candidate_selector
+        for t in range(3):
+            rows, values, _ = likeliest(session.head.logits(hidden[:, t]), s.top_k)
+            ids = session.head.tokens(rows)
+            scores = s.scores(previous, ids, values, s.hidden_projection(hidden[:, t]))
+            everything = torch.full((2, tiny.VOCAB), -torch.inf).scatter(-1, ids, scores)
+            previous = choice.tokens(everything[:, None], t + 1)[0][:, 0]
+            assert torch.equal(proposal.tokens[:, t + 1], previous)
+        moved += int((proposal.tokens != session.propose(last, 4, Likeliest()).tokens).any())
+    assert moved > 3 and proposal.q is None
 
 
 def test_survival_is_the_product_of_scaled_chances():
