@@ -160,7 +160,7 @@ def test_speculators_eagle3_of_gpt_oss_20b(target):
         ("Eagle3Qwen3ForCausalLM", {}, "an EAGLE-3 with q/k norms"),
         ("LlamaForCausalLMEagle", {}, "an EAGLE-1"),
         ("LlamaForCausalLM", {}, "is no draft that is known here"),
-        ("PEagle", {"speculators_model_type": "peagle"}, "'peagle' is neither a DFlash nor an EAGLE-3"),
+        ("MtpDraft", {"speculators_model_type": "mtp"}, "'mtp' is neither a DFlash nor an EAGLE-3"),
     ],
 )
 def test_other_drafts_are_named(tmp_path, architecture, more, said):
