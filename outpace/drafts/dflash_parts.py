@@ -1,8 +1,10 @@
 """A DFlash's optional parts as files hold them: in words, and by the tensors' names."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from outpace.drafts.dflash_config import DFlashConfig
+from outpace.weights.checkpoint import LoadError
 
 Shape = tuple[int, ...]
 
@@ -25,6 +27,19 @@ def second_parts(taps: Any, group: Any, rank: Any, top_k: Any) -> list[str]:
     """DFlash 2's, in words."""
     found = [f"convolutions {taps} x {group}"] if taps else []
     return found + ([f"selector {rank} of {top_k}"] if rank else [])
+
+
+def temperatures_in(where: str, own: Mapping[str, Any]) -> tuple[float, ...]:
+    """What the "outpace" object of a config.json says of them. Raises LoadError for what is no list of
+    decimals."""
+    found = own.get("temperatures", [])
+    if not isinstance(found, list) or not all(type(t) is float for t in found):
+        raise LoadError(f"{where}: outpace.temperatures is no list of decimals")
+    return tuple(found)
+
+
+def temperatures_out(config: DFlashConfig) -> dict[str, Any]:
+    return {"temperatures": list(config.temperatures)} if config.temperatures else {}
 
 
 def shapes_of_parts(c: DFlashConfig) -> dict[str, Shape]:

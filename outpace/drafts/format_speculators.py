@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from outpace.drafts.dflash import DFlashConfig
+from outpace.drafts.dflash_parts import temperatures_in, temperatures_out
 from outpace.drafts.format_keys import (
     BODY,
     body_fields,
@@ -111,6 +112,7 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[D
         block_size=whole(where, "block_size", hf.get("block_size", 8), 2, 4096),
         target_layer_ids=tuple(k - 1 for k in states),
         num_target_layers=target_layers(where, inner_object(where, hf, "outpace"), target),
+        temperatures=temperatures_in(where, inner_object(where, hf, "outpace")),
         mask_token_id=whole(where, "mask_token_id", need(hf, "mask_token_id")),
         attention_bias=layer.get("attention_bias") or False,
         layer_types=types,
@@ -217,7 +219,11 @@ def to_hf(config: DFlashConfig, target: TargetFiles | None) -> dict[str, Any]:
         # true even where no layer has a window: older vLLM reads false as "every layer is causal"
         "sliding_window_non_causal": not config.causal,
         "sample_from_anchor": False,
-        "outpace": {"num_target_layers": config.num_target_layers, COPIED: [EMBEDDING, HEAD]},
+        "outpace": {
+            "num_target_layers": config.num_target_layers,
+            COPIED: [EMBEDDING, HEAD],
+            **temperatures_out(config),
+        },
     }
 
 

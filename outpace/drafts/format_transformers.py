@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.drafts.dflash import DFlashConfig
+from outpace.drafts.dflash_parts import temperatures_in, temperatures_out
 from outpace.drafts.format_keys import (
     BODY,
     body_fields,
@@ -71,6 +72,7 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[D
         block_size=whole(where, "block_size", hf.get("block_size", 16), 2, 4096),
         target_layer_ids=tuple(whole_numbers(where, "target_layer_ids", need(hf, "target_layer_ids")) or ()),
         num_target_layers=target_layers(where, said, target),
+        temperatures=temperatures_in(where, said),
         mask_token_id=whole(where, "mask_token_id", need(hf, "mask_token_id")),
         layer_types=types,
         # they count how far back a query sees; here the query itself is counted too
@@ -95,7 +97,7 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        "outpace": {"num_target_layers": config.num_target_layers},
+        "outpace": {"num_target_layers": config.num_target_layers, **temperatures_out(config)},
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.drafts.dflash import DFlashConfig
-from outpace.drafts.dflash_parts import parts_of
+from outpace.drafts.dflash_parts import parts_of, temperatures_in, temperatures_out
 from outpace.drafts.format_keys import (
     BODY,
     body_fields,
@@ -178,10 +178,7 @@ def _parts(where: str, hf: dict[str, Any], inner: dict[str, Any]) -> dict[str, A
         found[key] = own.get(key, kind())
     if architecture != OWN and any(found[key] for key in OWN_PARTS):
         raise LoadError(f"{where}: parts under outpace belong to a {OWN}, this is a {architecture}")
-    temperatures = own.get("temperatures", [])
-    if not isinstance(temperatures, list) or not all(type(t) is float for t in temperatures):
-        raise LoadError(f"{where}: outpace.temperatures is no list of decimals")
-    return found | {"temperatures": tuple(temperatures)}
+    return found | {"temperatures": temperatures_in(where, own)}
 
 
 def _causal(
@@ -243,8 +240,7 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
         inner["mask_token_id"] = config.mask_token_id
     inner |= {key: getattr(config, key) for key in PARTS if getattr(config, key)}
     own: dict[str, Any] = {key: getattr(config, key) for key in OWN_PARTS if getattr(config, key)}
-    if config.temperatures:
-        own["temperatures"] = list(config.temperatures)
+    own |= temperatures_out(config)
     body = body_to_hf(
         config, layers=config.num_layers, layer_types=config.layer_types, window=config.sliding_window
     )

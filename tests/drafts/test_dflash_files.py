@@ -33,6 +33,15 @@ def test_round_trip(name, tmp_path):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("to", [n for n, f in FORMATS.items() if f.kind == DFLASH])
+def test_temperatures_travel_with_every_format(to, tmp_path):
+    target = samples.target_files(tmp_path / "target")
+    draft = samples.dflash(temperatures=(1.0, 2.0, 0.5, 1.5))
+    out = tmp_path / ("draft.gguf" if to == "gguf" else "draft")
+    assert not export_draft(draft, to, out, target)
+    assert read_draft(out, target)[1].config == draft.config
+
+
 def test_loading_packs_where_it_is_asked_to(tmp_path):
     save_dflash(drafted(**CONV), tmp_path, torch.float32)
     packed = load_draft(tmp_path, quantize="q8_0")
