@@ -140,9 +140,9 @@ def _table_for_auto(
     costs, why = kept(target, draft, folder)
     if costs is not None:
         return costs, "as many guesses as pay"
-    expected = quick(target, draft)
+    expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:
-        told = f"a cost table would take {expected:.0f} s (outpace calibrate)"
+        told = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
         return None, f"every guess verified in every round: {told}" + (f"; {why}" if why else "")
     costs = _measured(target, draft, tokenizer, [256], [1], 0.5, quiet=True)
     if costs.noisy:

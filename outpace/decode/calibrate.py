@@ -1,5 +1,6 @@
 """Measuring a cost table: real rounds over real text, of every width in turn."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,18 +75,25 @@ def calibrate(
     )
 
 
-def quick(target: Decoder, draft: Draft, context: int = 256) -> float:
-    """About how many seconds a calibration at one context would take: from two small forwards, which run."""
+@torch.inference_mode()
+def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = math.inf) -> float:
+    """About how many seconds a calibration at one context would take, from a few small forwards: no more of
+    them than show that it is above `enough`."""
     ids = torch.zeros(1, 32, dtype=torch.int64, device=target.device)
-    took = []
-    with torch.inference_mode():
-        for n in (1, 32, 1, 32):
-            began = time.perf_counter()
-            target.logits(target(ids[:, :n], target.make_cache(1, 32)).hidden[:, -1:]).sum().item()
-            took.append(time.perf_counter() - began)
-    one, many = took[2], took[3]
-    rounds = LEAST_REPEATS * len(width_grid(draft.block_size))
-    return rounds * (one + many) + 2 * context * many / 32 + STEADY * 2 * one
+
+    def timed(n: int) -> float:
+        began = time.perf_counter()
+        target.logits(target(ids[:, :n], target.make_cache(1, 32)).hidden[:, -1:]).sum().item()
+        return time.perf_counter() - began
+
+    timed(1)  # the first one reads the weights, and may build the kernels
+    one = timed(1)
+    rounds = (LEAST_REPEATS + 1) * len(width_grid(draft.block_size)) + STEADY
+    if rounds * one > enough:
+        return rounds * one
+    timed(32)
+    many = timed(32)
+    return rounds * (one + many) / 2 + 2 * context * many / 32
 
 
 def _check(

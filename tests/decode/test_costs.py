@@ -273,7 +273,18 @@ def test_a_controller_with_a_measured_table_says_what_plain_says():
 
 def test_quick_is_a_time():
     model = tiny.target("qwen3")
-    assert 0 < quick(model, NGram(block_size=3)) < quick(model, NGram(block_size=16)) < 60
+    assert 0 < quick(model, NGram(block_size=3)) < 60
+
+
+def test_quick_stops_where_it_knows_enough(monkeypatch):
+    model, ran = tiny.target("qwen3"), []
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda self, t, *a, **k: ran.append(t.shape[1]) or forward(self, t, *a, **k)
+    )
+    assert quick(model, NGram(block_size=16), enough=1e-9) > 1e-9 and ran == [1, 1]
+    quick(model, NGram(block_size=16))
+    assert ran == [1, 1, 1, 1, 32, 32]
 
 
 @pytest.mark.parametrize(
