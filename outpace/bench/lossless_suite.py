@@ -6,20 +6,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from outpace.bench.comparison import COLUMNS, describe_method, said_by
 from outpace.bench.described import describe_target
-from outpace.bench.lossless import Check, compare, same
+from outpace.bench.lossless import Check, compare
+from outpace.bench.lossless_coupled import compare_coupled
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import PLAIN, Case, run_case
 from outpace.bench.resume import Kept
 from outpace.bench.suite import SuiteRecipe, cost_tables, grouped, open_methods, texts_of
 from outpace.bench.turns import seed_of
 from outpace.corpus import Document
+from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
+from outpace.ops.sampling import Sampling
 
 WAYS = ((0.0, "match"), (1.0, "gumbel"))  # temperature and rule under which a text is a function of the seed
 
@@ -34,8 +38,8 @@ def run_lossless(
     folder: Path,
     console: Console,
 ) -> dict[str, Any]:
-    """-> the report; cases counted before a stop are read from folder/progress.jsonl. A difference at
-    temperature 0 is excused by a tie alone, and ties are counted; with coupled noise nothing excuses."""
+    """-> the report; cases counted before a stop are read from folder/progress.jsonl. A difference is excused
+    by a tie alone, and ties are counted."""
     began = time.perf_counter()
     before = machine(target.device)
     opened = open_methods(recipe, drafts, target, tokenizer)
@@ -62,7 +66,7 @@ def run_lossless(
                     for case, run in runs.items():
                         bar.update(task, description=case.label)
                         said = run(texts, recipe.lossless_tokens, seed).tokens
-                        counted[case.label] = asdict(_count(target, temperature, texts, said, answers))
+                        counted[case.label] = asdict(count(target, case, texts, said, answers, seed))
                     kept[key] = counted
                 for case in cases:
                     totals[case] += Check(**kept[key][case.label])
@@ -97,14 +101,22 @@ def _cases(recipe: SuiteRecipe, temperature: float, rule: str) -> list[Case]:
     ]
 
 
-def _count(
+def count(
     target: Decoder,
-    temperature: float,
+    case: Case,
     prompts: list[list[int]],
     said: list[list[int]],
     answers: list[list[int]],
+    seed: int,
 ) -> Check:
+    """One batch of `case` against plain decoding's `answers`, both with this seed."""
+    how = Sampling(temperature=case.temperature)
+    request = Request(max_new_tokens=len(answers[0]), sampling=how, rule=case.rule)
     total = Check()
-    for prompt, tokens, answer in zip(prompts, said, answers, strict=True):
-        total += same(tokens, answer) if temperature else compare(target, prompt, tokens, answer)
+    for row, (prompt, tokens, answer) in enumerate(zip(prompts, said, answers, strict=True)):
+        if case.temperature:
+            rng = torch.Generator(target.device).manual_seed(seed)
+            total += compare_coupled(target, prompt, tokens, answer, request, rng, row)
+        else:
+            total += compare(target, prompt, tokens, answer)
     return total

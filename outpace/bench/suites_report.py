@@ -32,7 +32,8 @@ def lossless_markdown(report: dict[str, Any]) -> str:
 
 TIES = """\
 - violations: rows that differ from plain decoding's and are no tie; what follows a row's first difference has
-  another prefix and is not compared. A tie is two logits within 1e-4 in float32, and excuses at T = 0 alone.
+  another prefix and is not compared. A tie is two logits within 1e-4 in float32, the noise of their place
+  added where there is any.
 - gumbel: noise that is a function of seed, row and place: the same seed must give plain decoding's text.
 """
 
