@@ -139,11 +139,11 @@ class Adaptive:
         assert self.foreseen is not None and self.spare is not None, "width comes first"
         seconds, plain = self.foreseen[1], self._now.whole[1] / len(path)
         self.spare += SHARE * seconds - (seconds - plain * sum(map(len, path)))
-        if proposal.tokens.shape[1] == 1:
+        if self.rested:  # a plain step
             return
+        self.missed = self.rests and all(len(columns) == 1 for columns in path)
         for columns, n, (parents, depth, said) in zip(path, proposal.counts, self._rows, strict=True):
             self.record.add(parents[:n], depth, columns, said)
-        self.missed = self.rests and all(len(columns) == 1 for columns in path)
 
     def _drafts(self, pays: bool, loss: float) -> bool:
         """Whether this round drafts. loss: seconds that are lost where it brings nothing."""
