@@ -14,7 +14,7 @@ from outpace.drafts.load import save_dflash
 from outpace.models.decoder import Decoder
 from outpace.ops.blocks import block_attend
 from outpace.ops.sampling import seeded
-from outpace.train.anchors import Packed, Sample, pack
+from outpace.train.anchors import Packed, pack
 from outpace.train.calibration import fit_temperatures
 from outpace.train.dflash_loss import Objective, served_guesses
 from outpace.train.dflash_recipe import BY_ADAM, continued, init_dflash
@@ -61,15 +61,20 @@ def block_states(
 
 @torch.no_grad()
 def unseen(
-    draft: DFlash, target: Decoder, samples: list[Sample], recipe: DFlashRecipe, layers: list[int] | None
+    draft: DFlash,
+    target: Decoder,
+    cache: Teacher,
+    kept: range,
+    recipe: DFlashRecipe,
+    layers: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """On samples kept from training: hits, valid and sure [A, n], through the code that serves. Far fewer
-    hits than training's, and more steps will not help: it takes more answers."""
+    """On the samples `kept` from training: hits, valid and sure [A, n], through the code that serves. Far
+    fewer hits than training's, and more steps will not help: it takes more answers."""
     hits, valid, sure = [], [], []
     head = Head.of(target, draft.d2t)
-    for i in range(0, len(samples), recipe.rows):
+    for i in range(0, len(kept), recipe.rows):
         rng = seeded(recipe.seed, 2, i)
-        rows = samples[i : i + recipe.rows]
+        rows = [cache.sample(n) for n in kept[i : i + recipe.rows]]
         packed = pack(rows, recipe.block_size, recipe.anchors, recipe.row_tokens, rng, layers)
         right, chance = served_guesses(draft, head, block_states(draft, target, packed, recipe.dtype), packed)
         hits.append(right)
@@ -109,7 +114,7 @@ def train_dflash(
         draft.d2t.copy_(commonest(texts, *size, target.config.eos_token_ids))
     target.requires_grad_(False)
     objective = Objective.of(draft, target, recipe)
-    kept = [cache.sample(i) for i in range(trained, len(cache))]
+    kept = recipe.judged(cache)
 
     def loss_of(step: int) -> StepLoss:
         rows = [cache.sample(i) for i in rows_of_step(step, recipe, trained)]
@@ -122,7 +127,7 @@ def train_dflash(
     def judge() -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         if kept:
-            hits, valid, _ = unseen(draft, target, kept, recipe, layers)
+            hits, valid, _ = unseen(draft, target, cache, kept, recipe, layers)
             metrics = {f"unseen_{k}": v for k, v in accuracy(hits, valid).items()}
         if held_out:
             prompts = held_out[: recipe.eval_prompts]
@@ -131,7 +136,7 @@ def train_dflash(
 
     if learn(draft, recipe, folder, "dflash", loss_of, judge, by_adam=BY_ADAM, stop_after=stop_after):
         if kept:
-            hits, valid, sure = unseen(draft, target, kept, recipe, layers)
+            hits, valid, sure = unseen(draft, target, cache, kept, recipe, layers)
             draft.config = replace(draft.config, temperatures=fit_temperatures(sure, hits, valid))
         said = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
         save_dflash(draft, folder / "draft")

@@ -23,6 +23,8 @@ from outpace.train.muon import Muon
 from outpace.train.trainer import fit, warmup_cosine
 from outpace.weights.save import write_json
 
+MOST_JUDGED = 128  # samples kept from training: they are read again every time
+
 
 class Meta(Protocol):
     @property
@@ -79,6 +81,10 @@ class TrainingRecipe:
     def trained(self, cache: Teacher) -> int:
         """The samples before this one are trained on; it and those behind are kept for judging."""
         return len(cache) - int(len(cache) * self.held_out_share)
+
+    def judged(self, cache: Teacher) -> range:
+        """Of those kept, the samples that are judged every time."""
+        return range(self.trained(cache), len(cache))[:MOST_JUDGED]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from outpace.train.drafts import (
 from outpace.train.losses import needs_target, parse_loss
 from outpace.train.unroll import Judged, Vocabulary, gather, thinned, unroll, unrolled_loss
 
-MOST_JUDGED = 128  # samples kept from training that are judged every time
 BY_ADAM = ("lm_head.weight", "embed_tokens.weight", "mask_hidden")  # tables of rows
 
 
@@ -227,7 +226,7 @@ def train_eagle3(
         )
     course = Course(draft, target, recipe, layers, Vocabulary.of(draft, target, recipe.dtype))
     trained = recipe.trained(cache)
-    kept = range(trained, len(cache))[:MOST_JUDGED]
+    kept = recipe.judged(cache)
 
     def loss_of(step: int) -> StepLoss:
         rows = [cache.sample(i) for i in rows_of_step(step, recipe, trained)]
