@@ -1,5 +1,6 @@
 """New tokens that branch: who follows whom, who sees whom, and how deep each stands."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,3 +84,12 @@ def _by_doubling(parents: Tensor) -> tuple[Tensor, Tensor]:
         sees |= sees.gather(1, above[:, :, None].expand(-1, -1, U))
         above = above.gather(1, above)
     return sees, sees.sum(2) - 1
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """`Tree.depth` of one row, on the host: parents by column -> depth by column; padding, its own parent,
+    stands at the root's."""
+    found = [0]
+    for i in range(1, len(parents)):
+        found.append(0 if parents[i] == i else found[parents[i]] + 1)
+    return found

@@ -119,11 +119,3 @@ class Record:
             if said is not None:
                 self.said[depth[i]] += said[i]
                 self.came[depth[i]] += i in taken
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    """By column; padding, its own parent, stands at the root's."""
-    found = [0]
-    for i in range(1, len(parents)):
-        found.append(0 if parents[i] == i else found[parents[i]] + 1)
-    return found

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from outpace.decode.acceptance import Record, depths
+from outpace.cache.tree import depths
+from outpace.decode.acceptance import Record
 from outpace.decode.costs import Costs
 from outpace.drafts.proposal import Proposal
 from outpace.drafts.tree import cut
@@ -231,11 +232,6 @@ class Row(NamedTuple):
 def _rows(proposal: Proposal) -> list[Row]:
     """Survival is left out where guesses were drawn: what is verified of those may not depend on which they
     are, and their survival may."""
-    B, N = proposal.tokens.shape
     silent = proposal.survival is None or proposal.q is not None
-    said = [None] * B if silent else proposal.survival.tolist()  # type: ignore[union-attr]
-    if proposal.parents is None:
-        chain = [max(i - 1, 0) for i in range(N)]
-        return [Row(chain, list(range(N)), row) for row in said]
-    shapes: list[list[int]] = proposal.parents.tolist()
-    return [Row(parents, depths(parents), row) for parents, row in zip(shapes, said, strict=True)]
+    said = [None] * len(proposal.counts) if silent else proposal.survival.tolist()  # type: ignore[union-attr]
+    return [Row(parents, depths(parents), row) for parents, row in zip(proposal.above, said, strict=True)]

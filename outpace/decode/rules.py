@@ -47,20 +47,20 @@ class Judge(Protocol):
 
 def exact_match(
     candidates: list[list[int]],
-    parents: list[list[int]] | None,
+    parents: list[list[int]],
     predict: list[list[int]],
     counts: list[int],
 ) -> list[list[int]]:
     """candidates (column 0: the last verified token), predict (the target's token after each column) ->
     the accepted path of each row: from the root on to the child that equals the target's token, while
     one does.
-    Row b offers counts[b] - 1 guesses; without `parents` each follows the one before it.
+    Row b offers counts[b] - 1 guesses.
     """
     found = []
-    for b, (tokens, said, count) in enumerate(zip(candidates, predict, counts, strict=True)):
+    for tokens, above, said, count in zip(candidates, parents, predict, counts, strict=True):
         path = [0]
         for column in range(1, count):
-            parent = column - 1 if parents is None else parents[b][column]
+            parent = above[column]
             if parent == path[-1] and tokens[column] == said[parent]:
                 path.append(column)
         found.append(path)
@@ -69,9 +69,8 @@ def exact_match(
 
 def follow(proposal: Proposal, predict: Tensor) -> Verdict:
     """predict [B, N], the target's token after each column: guesses live while they equal it."""
-    said = predict.tolist()  # the round's one wait for the device
-    parents = None if proposal.parents is None else proposal.parents.tolist()
-    path = exact_match(proposal.tokens.tolist(), parents, said, proposal.counts)
+    tokens, said = torch.stack((proposal.tokens, predict)).tolist()  # the verdict's one wait for the device
+    path = exact_match(tokens, proposal.above, said, proposal.counts)
     return Verdict(path, [[row[i] for i in columns] for columns, row in zip(path, said, strict=True)])
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outpace.cache.tree import Tree
+from outpace.cache.tree import Tree, depths
 from outpace.drafts.choice import Choice
 
 
@@ -32,12 +32,21 @@ class Proposal:
     def tree(self) -> Tree | None:
         return None if self.parents is None else Tree(self.parents)
 
+    @cached_property
+    def above(self) -> list[list[int]]:
+        """`parents`, of a chain too, where the loop looks at them: they cross from the device once."""
+        B, N = self.tokens.shape
+        if self.parents is None:
+            return [[max(i - 1, 0) for i in range(N)]] * B
+        found: list[list[int]] = self.parents.tolist()
+        return found
+
     @property
     def deepest(self) -> list[int]:
         """Per row: how many guesses the longest path has."""
-        if self.tree is None:
+        if self.parents is None:
             return [count - 1 for count in self.counts]
-        return self.tree.depth.amax(1).tolist()
+        return [max(depths(parents)) for parents in self.above]
 
 
 class Session(Protocol):

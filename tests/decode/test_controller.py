@@ -19,7 +19,8 @@ from simulated import (
     walker,
 )
 
-from outpace.decode.acceptance import Record, depths
+from outpace.cache.tree import depths
+from outpace.decode.acceptance import Record
 from outpace.decode.controller import Adaptive, Fixed, Table, fastest
 from outpace.drafts.proposal import Proposal
 

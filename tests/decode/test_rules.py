@@ -34,16 +34,21 @@ def rounds(draw):
     return draw(ids), draw(ids), counts
 
 
+def chains(candidates):
+    return [[max(i - 1, 0) for i in range(len(row))] for row in candidates]
+
+
 @given(rounds())
 def test_against_plain_python(case):
     candidates, predict, counts = case
-    paths = rules.exact_match(candidates, None, predict, counts)
+    paths = rules.exact_match(candidates, chains(candidates), predict, counts)
     assert paths == [list(range(n + 1)) for n in formula(*case)]
 
 
 def test_gold_guesses_are_all_taken():
     text = tiny.tokens(3, 9).tolist()
-    paths = rules.exact_match([t[:8] for t in text], None, [t[1:] for t in text], [8, 8, 8])
+    guesses = [t[:8] for t in text]
+    paths = rules.exact_match(guesses, chains(guesses), [t[1:] for t in text], [8, 8, 8])
     assert paths == [list(range(8))] * 3
 
 
