@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from outpace.drafts.formats import Eagle3Config
-from outpace.drafts.vocab import Words
 from outpace.models.blocks import MLP, Embedding, Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.rope import inverse_frequencies, rope_tables, rotate_heads
@@ -162,10 +161,6 @@ class Eagle3(nn.Module):
     def target_ids(self) -> Tensor | None:
         """[draft_vocab] int64: the target's token of each row of the head; None: the same."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def widen(self, logits: Tensor) -> Tensor:
-        """logits [..., draft_vocab] -> [..., V], -inf at the tokens that the draft cannot say."""
-        return Words(self.target_ids(), self.config.vocab_size).wide(logits, -torch.inf)
 
 
 def init_eagle3(
