@@ -12,7 +12,6 @@ from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_guess import Head, confidence
 from outpace.drafts.dflash_heads import Selector
 from outpace.models.decoder import Decoder
-from outpace.ops.candidates import likeliest
 from outpace.train.anchors import Packed
 from outpace.train.dflash_recipe import DFlashRecipe
 from outpace.train.losses import Rows, block_losses, block_weights, default_gamma
@@ -68,7 +67,9 @@ class Objective:
             head = torch.cat((head, w2.to(head.dtype)), dim=-1)
         final = None if packed.final is None else packed.final.flatten(0, 1).to(recipe.dtype)
         theirs = None if final is None else self.head
-        rows = block_losses(recipe.loss, given, head, labels, final, theirs)
+        selector = draft.candidate_selector  # never beside a Markov head: its candidates are of these logits
+        top = 0 if selector is None else selector.top_k
+        rows = block_losses(recipe.loss, given, head, labels, final, theirs, top=top)
         known, shape = (labels >= 0) & packed.valid.flatten(), packed.valid.shape
         gamma = recipe.gamma or default_gamma(packed.layout.block)
         unsaid = replace(rows, nll=rows.nll.masked_fill(labels < 0, torch.inf))
@@ -76,8 +77,8 @@ class Objective:
         how = {"alpha": recipe.alpha, "gamma": gamma}
         weights = block_weights(recipe.weights, judged, packed.valid, **how).flatten()
         loss, hits, more = _mean(rows.loss, weights * known), rows.hits & known, {}
-        if draft.candidate_selector is not None:
-            nll, chosen, has = self.selected(draft.candidate_selector, states, labels, previous)
+        if selector is not None and rows.top is not None:
+            nll, chosen, has = self.selected(selector, states, rows.top, labels, previous)
             more = {"recall": (has & known).sum().item() / max(1, int(known.sum()))}
             more["base_accept_len"] = _leading(hits.view(shape))
             hits = chosen & known
@@ -89,17 +90,15 @@ class Objective:
         return Judged(loss, hits.view(shape), more)
 
     def selected(
-        self, selector: Selector, states: Tensor, labels: Tensor, previous: Tensor
+        self, selector: Selector, states: Tensor, top: Tensor, labels: Tensor, previous: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row: -log of the label's share among the candidates (0 where it is none of them), whether it
-        has the largest score, and whether it is among them. Gradients reach the states too: the candidates'
-        own logits are part of their scores."""
+        """Per row, of its candidates `top` [n, k]: -log of the label's share among them (0 where it is none),
+        whether it has the largest score, and whether it is among them. Gradients reach the states too: the
+        candidates' own logits are part of their scores."""
         found = []
         for i in range(0, len(states), ROWS):
             part = slice(i, i + ROWS)
-            with torch.no_grad():
-                logits = (states[part] @ self.head.T).float()
-                rows = likeliest(logits, selector.top_k)[0]
+            rows = top[part]
             given = (selector, states[part], rows, previous[part])
             scores = checkpoint(self._scores, *given, use_reentrant=False)
             is_label = rows == labels[part, None]

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.ops import candidates
+
 CHUNK_LOGITS = 2**20  # a chunk of float32 logits of this many entries stays in cache
 LEAST_ROWS = 128  # of a chunk: fewer, and reading the head costs more than the product
 LOSSES = ("ce", "kl", "tv", "nla", "lk")
@@ -41,6 +43,7 @@ class Rows:
     nll: Tensor  # float32: -log q(label); 0 without a label
     hits: Tensor  # bool: no logit of the row exceeds the label's
     accept: Tensor | None  # float32: alpha; None without target_states
+    top: Tensor | None = None  # int64 [n, k]: rows of `head` with the largest logits, falling; if asked for
 
 
 def block_losses(
@@ -53,10 +56,12 @@ def block_losses(
     *,
     of: Tensor | None = None,
     chunk: int | None = None,
+    top: int = 0,
 ) -> Rows:
     """states [n, C], head [V, C], labels [m] int64 (-1: none), target_states [m, C'], target_head [V, C'] ->
     Rows of [n]. `kind` is one of LOSSES, or a sum of them: "0.1*ce+0.9*tv". Row i is about label and target
-    i, or of[i] where `of` [n] int64, ascending, is given: rows that share a target then share the work.
+    i, or of[i] where `of` [n] int64, ascending, is given: rows that share a target then share the work. Of
+    each row's largest logits `top` are named.
 
     Row t of a teacher's final states is about token t + 1: for the label at position t, give row t - 1.
     Products in the states' dtype, softmax and losses in float32; logits exist for `chunk` rows at a time.
@@ -64,8 +69,8 @@ def block_losses(
     where one needs target_states that are not given.
     """
     given = states, head, labels, target_states, target_head, of
-    _, loss, nll, hits, accept = _apply(kind, given, None, chunk)
-    return Rows(loss, nll, hits, accept)
+    _, *rows = _apply(kind, given, None, chunk, top)
+    return Rows(*rows)
 
 
 def weighted_losses(
@@ -83,11 +88,13 @@ def weighted_losses(
     """sum_i weights[i] * loss[i] of `block_losses`, and its Rows, without a gradient. For weights [n] known
     beforehand: a head that learns then costs a third less, all gradients being formed in one pass."""
     given = states, head, labels, target_states, target_head, of
-    total, loss, nll, hits, accept = _apply(kind, given, weights, chunk)
-    return total, Rows(loss, nll, hits, accept)
+    total, *rows = _apply(kind, given, weights, chunk, 0)
+    return total, Rows(*rows)
 
 
-def _apply(kind: str, given: tuple[Tensor | None, ...], weights: Tensor | None, chunk: int | None) -> Any:
+def _apply(
+    kind: str, given: tuple[Tensor | None, ...], weights: Tensor | None, chunk: int | None, top: int
+) -> Any:
     _, head, _, target_states, target_head, _ = given
     mix = parse_loss(kind)
     if target_states is None and set(mix) - {"ce"}:
@@ -96,7 +103,7 @@ def _apply(kind: str, given: tuple[Tensor | None, ...], weights: Tensor | None, 
     chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
     if not torch.is_grad_enabled():  # of which a Function's forward is not told
         given = tuple(None if x is None else x.detach() for x in given)
-    return _Chunked.apply(*given, weights, mix, chunk)  # type: ignore[no-untyped-call]
+    return _Chunked.apply(*given, weights, mix, chunk, top)  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -173,17 +180,18 @@ class _Chunked(torch.autograd.Function):
     it is formed in the forward where the weights are known, else it costs the logits once more."""
 
     @staticmethod
-    def forward(ctx, states, head, labels, target_states, target_head, of, weights, mix, chunk):  # type: ignore[no-untyped-def]
+    def forward(ctx, states, head, labels, target_states, target_head, of, weights, mix, chunk, top):  # type: ignore[no-untyped-def]
         rows = _Rows(states, head, labels, target_states, target_head, of, mix, chunk)
         loss = torch.empty(len(states), dtype=torch.float32, device=states.device)
         nll, hits = torch.empty_like(loss), torch.empty_like(loss, dtype=torch.bool)
         accept = None if target_states is None else torch.empty_like(loss)
+        best = labels.new_empty(len(states), min(top, len(head))) if top else None
         by_row, learns = ctx.needs_input_grad[:2]
         at_once = (by_row or learns) and (weights is not None or not learns)
         d_states = torch.empty_like(states) if at_once else None
         d_head = torch.zeros_like(head, dtype=torch.float32) if at_once and learns else None
         for part in rows.parts():
-            found = rows.chunk(part)
+            found = rows.chunk(part, best)
             loss[part], nll[part], hits[part] = found.loss, found.nll, found.hits
             if accept is not None and found.accept is not None:
                 accept[part] = found.accept
@@ -192,24 +200,24 @@ class _Chunked(torch.autograd.Function):
         total = None if weights is None else (weights * loss).sum()
         ctx.rows, ctx.weighted = rows, weights is not None
         ctx.save_for_backward(d_states, d_head)
-        fixed = (nll, hits, accept, None if weights is None else loss)
+        fixed = (nll, hits, accept, best, None if weights is None else loss)
         ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
-        return total, loss, nll, hits, accept
+        return total, loss, nll, hits, accept, best
 
     @staticmethod
     def backward(ctx, total, loss, *_):  # type: ignore[no-untyped-def]
         d_states, d_head = ctx.saved_tensors
         if ctx.weighted:
             d_head = None if d_head is None else d_head * total
-            return d_states * total.to(d_states.dtype), d_head, *[None] * 7
+            return d_states * total.to(d_states.dtype), d_head, *[None] * 8
         if d_states is not None:
-            return d_states * loss[:, None].to(d_states.dtype), None, *[None] * 7
+            return d_states * loss[:, None].to(d_states.dtype), None, *[None] * 8
         rows = ctx.rows
         d_states = torch.empty_like(rows.states)
         d_head = torch.zeros_like(rows.head, dtype=torch.float32)
         for part in rows.parts():
             rows.back(rows.chunk(part), part, loss[part], d_states, d_head)
-        return d_states, d_head, *[None] * 7
+        return d_states, d_head, *[None] * 8
 
 
 class _Rows:
@@ -235,8 +243,11 @@ class _Rows:
     def parts(self) -> Iterator[slice]:
         return (slice(i, i + self.size) for i in range(0, len(self.states), self.size))
 
-    def chunk(self, part: slice) -> "_Chunk":
+    def chunk(self, part: slice, best: Tensor | None = None) -> "_Chunk":
+        """`best` [n, k]: where the k likeliest of these rows are written."""
         z = (self.states[part] @ self.head.T).float()
+        if best is not None:
+            best[part] = candidates.likeliest(z, best.shape[1])[0]
         labels = self.labels[part] if self.of is None else self.labels[self.of[part]]
         if self.target_states is None or self.target_head is None:
             return _of_logits(z, None, None, labels, self.mix)
