@@ -18,6 +18,7 @@ from outpace.weights.gguf import GGUFCheckpoint
 
 EMBEDDING = "model.embed_tokens.weight"  # of a target
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+PACKED = "q8_0"
 
 
 def draft_path(path: str) -> Path:
@@ -58,8 +59,10 @@ def export_draft(
     out: Path,
     target: TargetFiles | None = None,
     dtype: torch.dtype | None = None,
+    packed: bool = False,
 ) -> list[Remark]:
     """Write a draft in a format; what comes back are the engines that will not take it as it is meant.
+    `packed`: its matrices in 8-bit blocks (Q8_0), which only GGUF has.
 
     Raises ValueError where the format cannot hold it or holds the other kind, where the target does not fit
     the draft, or is needed and missing.
@@ -69,7 +72,9 @@ def export_draft(
         to = "gguf-eagle3"
     if to not in FORMATS:
         raise ValueError(f"--to {to}: the formats are {', '.join(FORMATS)}")
-    chosen = FORMATS[to]
+    chosen, is_gguf = FORMATS[to], to.startswith("gguf")
+    if packed and not is_gguf:
+        raise ValueError(f"--dtype {PACKED}: only gguf holds packed blocks, not {to}")
     if chosen.kind != kind:
         of_kind = [name for name, f in FORMATS.items() if f.kind == kind]
         raise ValueError(f"--to {to} holds a {chosen.kind}; this is a {kind}: choose {' or '.join(of_kind)}")
@@ -79,9 +84,10 @@ def export_draft(
         told = "; ".join(f"{r.engine} {r.said}" for r in fatal)
         raise ValueError(f"{to} cannot hold this draft: {told}")
     check_fit(draft, target)
-    check_place(out, is_file=to.startswith("gguf"))
+    check_place(out, is_file=is_gguf)
     out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.write(replace(draft, tensors=converted(draft.tensors, dtype)), out, target)
+    more = {"packed": True} if packed else {}
+    chosen.write(replace(draft, tensors=converted(draft.tensors, dtype)), out, target, **more)
     return found
 
 

@@ -70,15 +70,16 @@ def open_draft(
     tree: int = 0,
     depth: int = 0,
     branch: int = 0,
+    quantize: str | None = None,
 ) -> BoundDFlash | BoundEagle3 | TreeOf | NGram | None:
     """ "none", "ngram", "default" (the embedded draft) or a DFlash or EAGLE-3 in any format we read.
 
     `tree`: columns of the tree it proposes, root included; 0: a chain. `depth`: the most guesses in a line,
     of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or of each place (DFlash). 0 of these
-    two: as usual.
+    two: as usual. `quantize`: "q8_0" packs its matrices in 8-bit blocks, as `drafts.load.load_draft` does.
     Raises ValueError for what this kind of draft cannot be told.
     """
-    draft = open_weights(path, target, tokenizer)
+    draft = open_weights(path, target, tokenizer, quantize)
     if isinstance(draft, Eagle3):
         return BoundEagle3(draft, target, Shape.of(tree, depth, branch))
     if depth:
@@ -93,18 +94,27 @@ def open_draft(
     return TreeOf(bound, tree, branch or TreeOf.branch) if tree else bound
 
 
-def open_weights(path: str, target: Decoder, tokenizer: Tokenizer) -> DFlash | Eagle3 | None:
-    """The draft by itself; None for the names that stand for no weights."""
-    if path in ("none", "ngram"):
+def open_weights(
+    path: str, target: Decoder, tokenizer: Tokenizer, quantize: str | None = None
+) -> DFlash | Eagle3 | None:
+    """The draft by itself; None for the names that stand for no weights. Raises ValueError where these are to
+    be packed."""
+    if weightless(path, quantize):
         return None
-    return load_draft(draft_folder(path), tokenizer, loaded_files(target, tokenizer))
+    return load_draft(draft_folder(path), tokenizer, loaded_files(target, tokenizer), quantize=quantize)
 
 
-def open_dflash(path: str, tokenizer: Tokenizer) -> DFlash | None:
+def open_dflash(path: str, tokenizer: Tokenizer, quantize: str | None = None) -> DFlash | None:
     """`open_weights` for those who can use nothing but a DFlash. Raises LoadError for another kind."""
-    if path in ("none", "ngram"):
+    if weightless(path, quantize):
         return None
-    return load_dflash(draft_folder(path), tokenizer)
+    return load_dflash(draft_folder(path), tokenizer, quantize=quantize)
+
+
+def weightless(path: str, quantize: str | None) -> bool:
+    if path in ("none", "ngram") and quantize is not None:
+        raise ValueError(f"draft weights {quantize!r}: {path!r} has no weights; name a DFlash or an EAGLE-3")
+    return path in ("none", "ngram")
 
 
 def loaded_files(target: Decoder, tokenizer: Tokenizer) -> TargetFiles:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from tokenizers import Tokenizer
 from torch import nn
 
-from outpace.bench.described import describe_target
+from outpace.bench.described import describe_target, parameters
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import PLAIN, Case, Opened, run_case
 from outpace.bench.results import Cell, joined, result
@@ -147,9 +147,10 @@ def describe_method(opened: Opened) -> dict[str, Any]:
     return {
         "kind": opened.kind,
         "draft": opened.spec.draft,
+        "weights": opened.spec.weights,
         "tree": opened.spec.tree,
         "columns": opened.draft.block_size,
-        "parameters": sum(p.numel() for m in modules for p in m.parameters()),
+        "parameters": sum(map(parameters, modules)),
         "bytes": sum(t.nbytes for m in modules for _, t in named_tensors(m)),
         "trained": {
             "tokens": trained.get("training_tokens"),

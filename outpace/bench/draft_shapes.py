@@ -1,5 +1,6 @@
 """The drafts whose cost is measured: the one given, with and without its window, and gpt-oss-20b's shape."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.bench.described import parameters
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.models.config import FULL
 from outpace.models.decoder import Decoder
@@ -85,9 +87,9 @@ def pairs(
         elif shape == PUBLISHED_20B:
             yield shape, *random_pair(published_draft(), shape, seed)
         elif windowed:
-            twin = DFlash(replace(config, layer_types=(FULL,) * config.num_layers, sliding_window=0))
-            twin.load_state_dict(draft.state_dict(), assign=True)
-            yield shape, twin.eval(), target
+            twin = copy.copy(draft)  # the same modules: a window is the session's matter
+            twin.config = replace(config, layer_types=(FULL,) * config.num_layers, sliding_window=0)
+            yield shape, twin, target
 
 
 def describe(draft: DFlash, target: Decoder, longest: int) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def describe(draft: DFlash, target: Decoder, longest: int) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "block_size": config.block_size,
         "windows": [config.window(i) for i in range(config.num_layers)],
-        "parameters": sum(p.numel() for p in draft.parameters()),
+        "parameters": parameters(draft),
         "weights": sorted({str(t.dtype).removeprefix("torch.") for t in weights.values() if t.dim() > 1}),
         "keys_and_values": str(target.dtype).removeprefix("torch."),
         "needed_bytes": needed_bytes(draft, target, longest),

@@ -32,14 +32,16 @@ class MethodSpec:
     """How one row of a comparison decodes. A table of a suite's recipe.
 
     `draft`: a place under the suite's folder of drafts, "default" or "ngram". `tree`, `depth`, `branch`: the
-    shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual. `rules`: how guesses
-    are judged above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
+    shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual. `weights`: "q8_0" packs
+    its matrices in 8-bit blocks; None: as in its files. `rules`: how guesses are judged above temperature 0,
+    where it makes a difference. `controller`: with it, without it, or both.
     """
 
     draft: str
     tree: int = 0
     depth: int = 0
     branch: int = 0
+    weights: str | None = None
     rules: tuple[str, ...] = ("match", "rejection", "gumbel")
     controller: tuple[bool, ...] = (False, True)
 
@@ -100,7 +102,8 @@ def _open(
 ) -> Opened:
     place = spec.draft if spec.draft in (DEFAULT, "ngram") else str(drafts / spec.draft)
     trained = {} if place == "ngram" else provenance_of(draft_folder(place), fingerprint)
-    draft = open_draft(place, target, tokenizer, tree=spec.tree, depth=spec.depth, branch=spec.branch)
+    shape = {"tree": spec.tree, "depth": spec.depth, "branch": spec.branch}
+    draft = open_draft(place, target, tokenizer, **shape, quantize=spec.weights)
     assert draft is not None, "a name that stands for no draft is no folder"
     return Opened(name=name, spec=spec, draft=draft, kind=kind_of(draft), trained=trained)
 

@@ -23,6 +23,7 @@ from outpace.models.config import FULL, rope_to_hf
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
 from outpace.models.save import save_target
+from outpace.ops.quant import Quant
 
 EXPERTS = ("batched_mm", "grouped_mm", "eager")
 ATTENTION = ("sdpa", "eager")
@@ -206,6 +207,7 @@ def _convert(draft: DFlash | None, device: torch.device) -> tuple[Any, str]:
         ("causal windows", draft.config.causal),
         ("causal full layers", draft.config.causal_full),
         (parts_of(draft.config), parts_of(draft.config) != "none"),
+        ("packed weights", any(isinstance(part, Quant) for part in draft.modules())),
     ):
         if has:
             return None, f"transformers-dflash left out: its class knows no {what}, which this draft has"

@@ -17,6 +17,13 @@ console = Console()
 
 Target = Annotated[str, typer.Option(help="The target: a checkpoint folder, a GGUF file, or 'default'.")]
 Draft = Annotated[str, typer.Option(help="A draft in any known format, 'default', 'ngram' or 'none'.")]
+DraftWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="q8_0: the draft's matrices in blocks of 8 bits, half of bfloat16's bytes; default: as in its "
+        "files. The text stays the same."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe's field: --set steps=500.")]

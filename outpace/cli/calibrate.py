@@ -8,7 +8,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Branch, Depth, Draft, Target, TreeColumns, app, console, integer
+from outpace.cli.app import (
+    AsJson,
+    Branch,
+    Depth,
+    Draft,
+    DraftWeights,
+    Target,
+    TreeColumns,
+    app,
+    console,
+    integer,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,6 +51,7 @@ CacheDir = Annotated[
 def calibrate(
     target: Target = "default",
     draft: Draft = "default",
+    draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
     depth: Depth = 0,
     branch: Branch = 0,
@@ -58,6 +70,7 @@ def calibrate(
 
     [bold]Examples[/bold]: outpace calibrate; outpace calibrate --tree 16 --contexts 512,4096,16384
     outpace calibrate --target gpt-oss-20b --draft DRAFT --batches 1,8 --seconds 300 --plot costs.png
+    outpace calibrate --draft DRAFT --draft-weights q8_0
     """
     from outpace.decode.cost_file import cache_folder, table_path, write_costs
     from outpace.decode.costs import fingerprint
@@ -68,7 +81,8 @@ def calibrate(
     places = [integer(part, "--contexts") for part in contexts.split(",")]
     rows = [integer(part, "--batches") for part in batches.split(",")]
     loaded, tokenizer = open_target(target)
-    bound = open_draft(draft, loaded, tokenizer, tree=tree, depth=depth, branch=branch)
+    shape = {"tree": tree, "depth": depth, "branch": branch}
+    bound = open_draft(draft, loaded, tokenizer, **shape, quantize=draft_weights)
     if bound is None:
         raise ValueError("there is nothing to calibrate without a draft: name one with --draft")
     folder = cache_dir or cache_folder()

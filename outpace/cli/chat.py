@@ -14,6 +14,7 @@ from outpace.cli.app import (
     Branch,
     Depth,
     DraftTemperature,
+    DraftWeights,
     MinP,
     Penalty,
     Rule,
@@ -59,6 +60,7 @@ def chat(
         str | None,
         typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
     ] = None,
+    draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
     depth: Depth = 0,
     branch: Branch = 0,
@@ -124,7 +126,8 @@ def chat(
     stop = frozenset(target.config.eos_token_ids)
     talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
     own = "default" if path == "default" else "none"
-    bound = open_draft(draft or own, target, tokenizer, tree=tree, depth=depth, branch=branch)
+    shape = {"tree": tree, "depth": depth, "branch": branch}
+    bound = open_draft(draft or own, target, tokenizer, **shape, quantize=draft_weights)
     used, pace, told = controller_for(target, bound, tokenizer, method, verify, cache_dir)
     session = Session(target, used, talk, request, torch.Generator().manual_seed(seed), pace)
     if timing:

@@ -29,7 +29,9 @@ def export(
         str | None,
         typer.Option(help="The target's checkpoint, or 'default'. Needed for speculators and gguf."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16 or f32; as stored without it.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, f32, or q8_0 for gguf; as stored without it.")
+    ] = None,
 ) -> None:
     """Write a draft in an engine's own format, every fact in all the places where an engine looks.
 
@@ -37,19 +39,20 @@ def export(
     its embedding and head; GGUF carries its vocabulary: both need --target.
 
     [bold]Examples[/bold]: outpace export run/draft --to zlab --out draft
-    outpace export default --to gguf --target default --out dflash-draft.gguf
+    outpace export default --to gguf --target default --out dflash-draft.gguf --dtype q8_0
     """
     from outpace.drafts.files import read_draft
-    from outpace.export import DTYPES, draft_path, export_draft, open_target_files
+    from outpace.export import DTYPES, PACKED, draft_path, export_draft, open_target_files
 
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in (*DTYPES, PACKED):
+        raise ValueError(f"--dtype {dtype}: choose {', '.join((*DTYPES, PACKED))}")
     files = None if target is None else open_target_files(target)
     path = draft_path(draft)
     if out.exists() and out.resolve() == path.resolve():
         raise ValueError(f"{out} is the draft itself: choose another place")
     found, description, notes = read_draft(path, files)
-    remarks = export_draft(description, to, out, files, None if dtype is None else DTYPES[dtype])
+    precision = None if dtype is None else DTYPES.get(dtype)
+    remarks = export_draft(description, to, out, files, precision, packed=dtype == PACKED)
     for note in notes:
         console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
     for remark in remarks:

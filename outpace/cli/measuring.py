@@ -7,7 +7,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outpace.cli.app import AsJson, Corpus, Draft, Recipe, Set, Target, app, console, recipe_settings
+from outpace.cli.app import (
+    AsJson,
+    Corpus,
+    Draft,
+    DraftWeights,
+    Recipe,
+    Set,
+    Target,
+    app,
+    console,
+    recipe_settings,
+)
 
 
 @app.command()
@@ -93,6 +104,7 @@ def bench(
     ] = "speed",
     target: Target = "default",
     draft: Draft = "default",
+    draft_weights: DraftWeights = None,
     drafts: Annotated[
         Path | None, typer.Option(help="Folder in which the drafts of a suite's recipe lie; default: here.")
     ] = None,
@@ -107,6 +119,8 @@ def bench(
     [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
 
     [bold]Example[/bold]: outpace bench --suite draft-context --out report --set contexts=2048,8192
+
+    [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-weights q8_0
 
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
@@ -123,11 +137,17 @@ def bench(
         raise ValueError(f"--drafts is for the suites {', '.join(SUITES[2:])}; {suite} takes one --draft")
     if draft != "default" and compares:
         raise ValueError(f"--draft {draft}: the drafts of --suite {suite} are named in its --recipe")
+    if draft_weights is not None and compares:
+        raise ValueError(
+            f"--draft-weights {draft_weights}: in --suite {suite} every method says it for itself, in the "
+            f'--recipe: weights = "{draft_weights}"'
+        )
     shown = Console(stderr=True) if as_json else console
+    given = (target, draft, draft_weights, recipe, set_, out, corpus, shown)
     if suite == "speed":
-        report = _bench_speed(target, draft, recipe, set_, out, corpus, shown, printed=not as_json)
+        report = _bench_speed(*given, printed=not as_json)
     elif suite == "draft-context":
-        report = _bench_draft_context(target, draft, recipe, set_, out, corpus, shown, quick)
+        report = _bench_draft_context(*given, quick)
     else:
         report = _bench_methods(suite, target, drafts or Path(), recipe, set_, out, corpus, shown)
     if as_json:
@@ -139,6 +159,7 @@ def bench(
 def _bench_speed(
     target: str,
     draft: str,
+    weights: str | None,
     recipe: Path | None,
     set_: list[str] | None,
     out: Path,
@@ -154,7 +175,8 @@ def _bench_speed(
     settings = recipe_settings(BenchSettings, recipe, set_)
     loaded, tokenizer = open_target(target)
     held_out = split(read_corpus(corpus))[1]
-    report = run_bench(loaded, open_dflash(draft, tokenizer), tokenizer, held_out, settings, shown)
+    dflash = open_dflash(draft, tokenizer, weights)
+    report = run_bench(loaded, dflash, tokenizer, held_out, settings, shown)
     write_report(report, out)
     if printed:
         print_report(report, shown)
@@ -164,6 +186,7 @@ def _bench_speed(
 def _bench_draft_context(
     target: str,
     draft: str,
+    weights: str | None,
     recipe: Path | None,
     set_: list[str] | None,
     out: Path,
@@ -181,7 +204,7 @@ def _bench_draft_context(
     said = (QUICK if quick else {}) | parse_overrides(DraftContextSettings, set_ or [])
     settings = load_settings(DraftContextSettings, recipe, said)
     loaded, tokenizer = open_target(target)
-    dflash = open_dflash(draft, tokenizer)
+    dflash = open_dflash(draft, tokenizer, weights)
     if dflash is None:
         raise ValueError(f"--draft {draft}: draft-context takes a DFlash apart; name one")
     held_out = split(read_corpus(corpus))[1]

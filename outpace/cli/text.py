@@ -12,6 +12,7 @@ from outpace.cli.app import (
     Branch,
     Depth,
     DraftTemperature,
+    DraftWeights,
     MinP,
     Penalty,
     Rule,
@@ -35,6 +36,7 @@ def generate(
         str | None,
         typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
     ] = None,
+    draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
     depth: Depth = 0,
     branch: Branch = 0,
@@ -110,7 +112,8 @@ def generate(
     began = time.perf_counter()
     loaded, tokenizer = open_target(target, layers)
     own = "default" if target == "default" and layers is None else "none"
-    bound = open_draft(draft or own, loaded, tokenizer, tree=tree, depth=depth, branch=branch)
+    shape = {"tree": tree, "depth": depth, "branch": branch}
+    bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)
     load_seconds = time.perf_counter() - began
     used, pace, told = controller_for(loaded, bound, tokenizer, method, verify, cache_dir)
     largest = None if top_logits is None else Largest(top_logits, tokenizer)

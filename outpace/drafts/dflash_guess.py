@@ -12,6 +12,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.candidates import all_pairs, likeliest, share, walk
 from outpace.ops.linear import linear
 from outpace.ops.quant import Joined, Weight
+from outpace.ops.quant import rows as rows_of
 from outpace.ops.sampling import shaped
 
 
@@ -76,9 +77,7 @@ class Pairs:
         else:
             assert self.markov is not None
             left = self.markov.embed(previous, self.hidden[:, :, None].expand(-1, -1, previous.shape[2], -1))
-            words = self.markov.markov_w2.weight
-            assert isinstance(words, Tensor), "a draft's weights are plain tensors"
-            right = words[self.head.rows(ids)]
+            right = rows_of(self.markov.markov_w2.weight, self.head.rows(ids), torch.float32)
         return left.float() @ right.float().transpose(-1, -2)
 
 

@@ -22,10 +22,13 @@ def quantised(draft: Draft, format: str = "q8_0") -> Draft:
     are read a row at a time, and what is not a product's weight stay as they are.
 
     It guesses almost what the draft does; the text is the target's with either. Raises ValueError for a
-    format that is not known.
+    format that is not known, and where it would pack nothing.
     """
-    if format not in FORMATS:
-        raise ValueError(f"quantize {format!r}: known are {', '.join(FORMATS)}")
+    check_format(format)
+    if not any(isinstance(m, Linear) and packs(m.weight) for m in draft.modules()):
+        raise ValueError(
+            f"draft weights {format!r}: blocks of {BLOCK} divide the rows of none of its matrices"
+        )
     packed = copy.deepcopy(draft)
     for module in packed.modules():
         if isinstance(module, Linear) and packs(module.weight):
@@ -33,6 +36,12 @@ def quantised(draft: Draft, format: str = "q8_0") -> Draft:
             del module.weight  # a parameter's name takes no module
             module.weight = pack(weight)
     return packed
+
+
+def check_format(format: str | None) -> None:
+    """Raises ValueError where it is one that is not known."""
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"draft weights {format!r}: known are {', '.join(FORMATS)}")
 
 
 def packs(weight: Weight) -> TypeGuard[Tensor]:

@@ -14,6 +14,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
+from outpace.drafts.dflash_lean import pack, packs
 from outpace.drafts.formats import EMBEDDING, HEAD, TargetFiles, canonical_rope
 from outpace.ops.quant import Quant, dense
 from outpace.ops.rope import RopeConfig, inverse_frequencies
@@ -226,11 +227,15 @@ def write_file(
     vocabulary: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     config: Any,
+    packed: bool = False,
 ) -> None:
     """`keys` without the architecture's name, `tensors` by llama.cpp's names. Vectors are widened to float32,
-    which llama.cpp wants of norms. The file gets its name when it is whole."""
+    which llama.cpp wants of norms. `packed`: matrices become blocks of Q8_0, but for those that blocks do not
+    divide and the embedding, which is read a row at a time. The file gets its name when it is whole."""
     widened = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if _vector(t)}
     record = json.dumps({"config": asdict(config), "widened": widened}, sort_keys=True)
+    if packed and not any(_multiplies(name, tensor) for name, tensor in tensors.items()):
+        raise ValueError("q8_0: blocks of 32 divide the rows of none of its matrices; leave it as stored")
     temporary = path.with_name(path.name + ".tmp")
     writer = gguf.GGUFWriter(temporary, architecture)
     try:
@@ -238,6 +243,10 @@ def write_file(
         add_metadata(writer, {f"{architecture}.{key}": value for key, value in keys.items()})
         add_metadata(writer, {**vocabulary, RECORD: record})
         for name, tensor in tensors.items():
+            if packed and _multiplies(name, tensor):
+                blocks = pack(tensor).data.contiguous().numpy()
+                writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+                continue
             plain = tensor.float() if _vector(tensor) else tensor
             if plain.dtype not in KINDS:
                 raise ValueError(f"{name} is {plain.dtype}: GGUF has no such type; choose --dtype")
@@ -251,6 +260,12 @@ def write_file(
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _multiplies(name: str, tensor: Tensor) -> bool:
+    """Whether it is the matrix of a product, in rows that blocks divide."""
+    is_matrix = tensor.dim() == 2 and tensor.is_floating_point()
+    return is_matrix and name != WHOLE[EMBEDDING] and packs(tensor)
 
 
 def _vector(tensor: Tensor) -> bool:

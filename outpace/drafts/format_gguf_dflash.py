@@ -156,9 +156,9 @@ def remarks(draft: DFlashDraft) -> list[Remark]:
     return found + without_parts(config, "llama.cpp")
 
 
-def write(draft: DFlashDraft, path: Path, target: TargetFiles | None = None) -> None:
+def write(draft: DFlashDraft, path: Path, target: TargetFiles | None = None, packed: bool = False) -> None:
     """Raises ValueError without a target, whose vocabulary the file needs; embedding and head are taken from
-    the target when llama.cpp runs it."""
+    the target when llama.cpp runs it. `packed`: matrices in Q8_0."""
     if target is None:
         raise ValueError("a GGUF draft carries its target's vocabulary: give --target")
     config = draft.config
@@ -166,4 +166,4 @@ def write(draft: DFlashDraft, path: Path, target: TargetFiles | None = None) -> 
     if by_factors(config.rope):
         tensors[ROPE_FACTORS] = rope_factors(config.rope, config.head_dim)
     vocabulary = {**target.vocabulary(), MASK: config.mask_token_id}
-    write_file(path, ARCHITECTURE, keys(config), vocabulary, tensors, config)
+    write_file(path, ARCHITECTURE, keys(config), vocabulary, tensors, config, packed)

@@ -139,9 +139,9 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
     ]
 
 
-def write(draft: Eagle3Draft, path: Path, target: TargetFiles | None = None) -> None:
+def write(draft: Eagle3Draft, path: Path, target: TargetFiles | None = None, packed: bool = False) -> None:
     """d2t holds target ids there, and t2d follows from it. Raises ValueError without a target, whose
-    vocabulary the file needs."""
+    vocabulary the file needs. `packed`: matrices in Q8_0."""
     if target is None:
         raise ValueError("a GGUF draft carries its target's vocabulary: give --target")
     config = draft.config
@@ -152,4 +152,4 @@ def write(draft: Eagle3Draft, path: Path, target: TargetFiles | None = None) -> 
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     if by_factors(config.rope):
         tensors[ROPE_FACTORS] = rope_factors(config.rope, config.head_dim)
-    write_file(path, ARCHITECTURE, keys(config), target.vocabulary(), tensors, config)
+    write_file(path, ARCHITECTURE, keys(config), target.vocabulary(), tensors, config, packed)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from outpace.drafts import format_sglang_eagle3, format_zlab
 from outpace.drafts.dflash import DFlash, DFlashConfig
-from outpace.drafts.dflash_lean import quantised
+from outpace.drafts.dflash_lean import check_format, quantised
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.files import DFLASH, FORMATS, detect, read_draft
 from outpace.drafts.formats import (
@@ -85,8 +85,9 @@ def load_draft(
     checked against the number of layers it reads), where the config contradicts itself, where a DFlash's MASK
     token cannot be resolved, and where an EAGLE-3 leaves its layers to the depth of a target that is not
     given. An EAGLE-3's embedding or head that is a copy of the target's is not kept. `quantize` "q8_0" packs
-    a draft's matrices in 8-bit blocks; ValueError for another."""
+    a draft's matrices in 8-bit blocks; ValueError for another, and where blocks divide no row of it."""
     path = Path(path)
+    check_format(quantize)
     if FORMATS[detect(path)].kind == DFLASH:
         target = None  # it has no embedding or head of its own
     found = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
@@ -99,9 +100,12 @@ def build_draft(found: Description) -> DFlash | Eagle3:
     return build_dflash(found) if isinstance(found, DFlashDraft) else build_eagle3(found)
 
 
-def load_dflash(path: Path | str, tokenizer: Tokenizer | None = None) -> DFlash:
+def load_dflash(
+    path: Path | str, tokenizer: Tokenizer | None = None, *, quantize: str | None = None
+) -> DFlash:
     """`load_draft` for those who can use nothing but a DFlash; raises LoadError for another kind too."""
-    found = load_draft(path, tokenizer) if FORMATS[detect(Path(path))].kind == DFLASH else None
+    is_dflash = FORMATS[detect(Path(path))].kind == DFLASH
+    found = load_draft(path, tokenizer, quantize=quantize) if is_dflash else None
     if not isinstance(found, DFlash):
         raise LoadError(f"{path} is an EAGLE-3, where a DFlash is asked for")
     return found

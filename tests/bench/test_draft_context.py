@@ -19,6 +19,7 @@ from outpace.decode import plain, speculative
 from outpace.decode.request import Request
 from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.dflash_lean import quantised
 from outpace.load import open_dflash, open_target
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
@@ -208,11 +209,10 @@ def calm(monkeypatch):
     monkeypatch.setattr(draft_context, "read_bandwidth", lambda repeats: 1e10)
 
 
-def run(folder, window=6, **changes):
+def run(folder, window=6, draft=None, **changes):
     texts = {"9+12": [p[:9] for p in PROMPTS]}
-    return run_draft_context(
-        tiny.target("gpt_oss"), made(window), texts, settings(**changes), folder, quiet()
-    )
+    draft = made(window) if draft is None else draft
+    return run_draft_context(tiny.target("gpt_oss"), draft, texts, settings(**changes), folder, quiet())
 
 
 def test_the_report_is_whole(tmp_path, calm):
@@ -237,6 +237,20 @@ def test_the_report_is_whole(tmp_path, calm):
     text = (tmp_path / "report.md").read_text()
     assert "## draft, full attention" in text and "| 9+12 | noise cached |" in text
     assert text.count("whole round (taken apart") == 2 * 3
+
+
+def test_a_packed_draft_is_measured_as_it_lies(tmp_path, calm):
+    draft = made(6)
+    found = [run(tmp_path / d, draft=x, contexts=(20,)) for d, x in (("a", draft), ("b", quantised(draft)))]
+    for whole, packed in zip(*(report["cells"] for report in found), strict=True):
+        nbytes = [{r["operation"]: r["bytes"] for r in c["operations"]} for c in (whole, packed)]
+        assert nbytes[1]["mlp"] < 0.7 * nbytes[0]["mlp"] and packed["bytes"] < whole["bytes"]
+        assert nbytes[1]["o"] == nbytes[0]["o"]  # 60 columns: no block divides them
+    shapes = [report["shapes"] for report in found]
+    for name, windows in (("draft", [6] * 3), ("draft, full attention", [0] * 3)):
+        assert shapes[1][name]["windows"] == windows
+        assert shapes[1][name]["parameters"] == shapes[0][name]["parameters"]
+    assert shapes[1]["draft"]["weights"] == ["float32", "uint8"]
 
 
 def test_a_draft_without_a_window_is_not_measured_twice(tmp_path, calm):
