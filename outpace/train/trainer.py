@@ -57,11 +57,12 @@ def fit(
     go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole, so
     that a killed run resumes from the last one and its log is cut back to the same step.
     `stop_after` ends this call early, with a checkpoint (for tests and time limits).
+    Raises ValueError for a checkpoint that is damaged or of another run.
     """
     keep_heap()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
-    first = _resume(checkpoint, log, stateful) if checkpoint.exists() else 0
+    first = _resume(checkpoint, log, stateful, steps) if checkpoint.exists() else 0
     if not first:
         log.unlink(missing_ok=True)
     last = steps if stop_after is None else min(steps, first + stop_after)
@@ -92,14 +93,20 @@ def _save(path: Path, step: int, stateful: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def _resume(path: Path, log: Path, stateful: dict[str, Any]) -> int:
+def _resume(path: Path, log: Path, stateful: dict[str, Any], steps: int) -> int:
     try:
         saved = torch.load(path, weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}): delete it to begin this run anew") from error
-    for name, part in stateful.items():
-        part.load_state_dict(saved[name])
     step: int = saved["step"]
+    other = f"{path} is of another run ({{}}): give this one a folder of its own, or delete it to begin anew"
+    if step > steps:
+        raise ValueError(other.format(f"it stands at step {step}, and {steps} are asked for"))
+    try:
+        for name, part in stateful.items():
+            part.load_state_dict(saved[name])
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(other.format("its weights or optimizers have other shapes")) from error
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     temporary = log.with_suffix(".tmp")
     temporary.write_text("".join(line for line in lines if json.loads(line)["step"] < step))

@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import tiny
 import torch
+from taught import PROMPTS, TOKENIZER, Taught
 
 from outpace.decode import plain, speculative
 from outpace.decode.request import Request
@@ -34,37 +35,7 @@ RECIPE = Eagle3Recipe(
     eval_prompts=2,
     eval_new_tokens=12,
 )
-TOKENIZER = SimpleNamespace(token_to_id={"<|MASK|>": 4}.get)
-PROMPTS = [[7, 8, 9], [11, 12, 13, 14, 15]]
-
-
-class Cache:
-    """What a teacher cache answers, computed on the spot."""
-
-    def __init__(self, target, texts, prompt_length=3, breaks_at=None):
-        self.meta = SimpleNamespace(target_layer_ids=LAYERS, hidden_size=target.config.hidden_size)
-        self.samples = []
-        for text in texts:
-            with torch.no_grad():
-                out = target(text[None], aux=LAYERS)
-            self.samples.append(
-                SimpleNamespace(
-                    tokens=text, prompt_length=prompt_length, aux=out.aux[:, 0], offset=0, final=out.hidden[0]
-                )
-            )
-        self.asked, self.breaks_at = 0, breaks_at
-
-    def __len__(self):
-        return len(self.samples)
-
-    def text(self, i):
-        return self.samples[i].tokens, self.samples[i].prompt_length
-
-    def sample(self, i):
-        self.asked += 1
-        if self.asked == self.breaks_at:
-            raise KeyboardInterrupt
-        return self.samples[i]
+Cache = partial(Taught, held=LAYERS)
 
 
 def answers(target, prompts, new_tokens=24):
@@ -272,6 +243,20 @@ def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, said):
         train_eagle3(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"draft_vocab": 60}, "other shapes"),
+        ({"muon_lr": 0.02}, "other shapes"),
+        ({"steps": 2}, "stands at step 3, and 2"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(target, cache, tmp_path, changes, said):
+    train_eagle3(RECIPE, target, TOKENIZER, cache, [], tmp_path, stop_after=3)
+    with pytest.raises(ValueError, match=f"checkpoint.pt is of another run .*{said}"):
+        train_eagle3(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
+
+
 def test_another_targets_cache_is_refused(cache, tmp_path):
     with pytest.raises(ValueError, match="width 96"):
         train_eagle3(RECIPE, tiny.target("llama"), TOKENIZER, cache, [], tmp_path)
@@ -280,13 +265,7 @@ def test_another_targets_cache_is_refused(cache, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_other_families(family, tmp_path):
     target = tiny.target(family)
-    layers = (0, 1, 2)
-    text, cache = tiny.tokens(20), Cache.__new__(Cache)
-    with torch.no_grad():
-        out = target(text[None], aux=layers)
-    one = SimpleNamespace(tokens=text, prompt_length=2, aux=out.aux[:, 0], offset=0, final=out.hidden[0])
-    cache.meta = SimpleNamespace(target_layer_ids=layers, hidden_size=target.config.hidden_size)
-    cache.samples, cache.asked, cache.breaks_at = [one], 0, None
+    cache = Taught(target, [tiny.tokens(20)], (0, 1, 2), prompt_length=2)
     recipe = replace(RECIPE, target_layer_ids=(), steps=12, rows=1, lr=1e-2)
     train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path)
     assert losses(tmp_path)[-1] < 0.8 * losses(tmp_path)[0]
