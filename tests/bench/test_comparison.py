@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
@@ -22,7 +23,6 @@ from outpace.bench.timed import Timed
 from outpace.chat.tokenizer import train_bpe
 from outpace.decode import speculative
 from outpace.decode.trace import Foreseen, Trace
-from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.formats import Eagle3Config
 from outpace.drafts.load import save_dflash, save_eagle3
@@ -75,24 +75,11 @@ def eagle3(c, **changes):
 def drafts(tmp_path_factory, target):
     """A folder of three drafts, with provenance: one cache, one budget."""
     folder, c = tmp_path_factory.mktemp("drafts"), target.config
-    dflash = DFlash(
-        DFlashConfig(
-            hidden_size=c.hidden_size,
-            num_layers=2,
-            num_heads=6,
-            num_kv_heads=3,
-            head_dim=10,
-            intermediate_size=44,
-            vocab_size=c.vocab_size,
-            rope=c.rope,
-            rms_norm_eps=1e-5,
-            block_size=5,
-            target_layer_ids=(0, 2),
-            num_target_layers=c.num_layers,
-            mask_token_id=2,
-        )
-    ).eval()
-    made = {"dflash": dflash, "eagle3": eagle3(c), "p-eagle": eagle3(c, parallel=True, mask_token_id=2)}
+    made = {
+        "dflash": random_dflash(target),
+        "eagle3": eagle3(c),
+        "p-eagle": eagle3(c, parallel=True, mask_token_id=2),
+    }
     for seed, (name, draft) in enumerate(made.items()):
         tiny.randomise(named_tensors(draft), seed=seed + 5)
         (save_dflash if name == "dflash" else save_eagle3)(draft, folder / name)

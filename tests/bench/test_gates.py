@@ -7,17 +7,16 @@ import json
 import pytest
 import tiny
 import torch
+from dflash_drafts import random_dflash
 
 from outpace.bench.gate_decoding import gold_labels, position_offsets
 from outpace.bench.gate_forwards import cached_targets, later_slots, one_token
 from outpace.bench.gates import GateSettings, failed, run_gates
 from outpace.decode import plain, rules
 from outpace.decode.request import Request
-from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.proposal import Proposal
 from outpace.models import attention
 from outpace.models.blocks import Experts
-from outpace.models.load import named_tensors
 
 BLOCK = 4
 LAYERS = (1, 2)
@@ -297,25 +296,7 @@ def test_all_of_them_and_what_cannot_run_says_why(target, prompts):
 
 
 def test_with_a_draft_and_a_cache_all_five_run(target, prompts):
-    c = target.config
-    draft = DFlash(
-        DFlashConfig(
-            hidden_size=c.hidden_size,
-            num_layers=2,
-            num_heads=6,
-            num_kv_heads=3,
-            head_dim=10,
-            intermediate_size=44,
-            vocab_size=c.vocab_size,
-            rope=c.rope,
-            rms_norm_eps=1e-5,
-            block_size=BLOCK,
-            target_layer_ids=LAYERS,
-            num_target_layers=c.num_layers,
-            mask_token_id=2,
-        )
-    ).eval()
-    tiny.randomise(named_tensors(draft), seed=9)
+    draft = random_dflash(target, block_size=BLOCK, target_layer_ids=LAYERS)
     settings = GateSettings(new_tokens=12, positions=5, offsets=(0, 70000))
     gates = run_gates(target, draft, Texts(target, prompts), prompts, settings)
     assert [g.passed for g in gates] == [True] * 5, [g.said for g in gates]

@@ -6,6 +6,7 @@ import json
 import pytest
 import tiny
 import torch
+from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
@@ -18,7 +19,6 @@ from outpace.chat.tokenizer import train_bpe
 from outpace.decode import plain, speculative
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
-from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.models.load import build, named_tensors
 
 DOCUMENTS = [document(name, 80) for name in "abc"]
@@ -39,26 +39,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def draft(target):
-    c = target.config
-    made = DFlash(
-        DFlashConfig(
-            hidden_size=c.hidden_size,
-            num_layers=2,
-            num_heads=6,
-            num_kv_heads=3,
-            head_dim=10,
-            intermediate_size=44,
-            vocab_size=c.vocab_size,
-            rope=c.rope,
-            rms_norm_eps=1e-5,
-            block_size=5,
-            target_layer_ids=(0, 2),
-            num_target_layers=c.num_layers,
-            mask_token_id=2,
-        )
-    ).eval()
-    tiny.randomise(named_tensors(made), seed=9)
-    return made
+    return random_dflash(target)
 
 
 def quiet():

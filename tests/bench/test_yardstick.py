@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from dflash_drafts import random_dflash
 
 from outpace.bench.lossless import compare
 from outpace.bench.timed import our_methods
 from outpace.bench.yardstick import open_yardstick
-from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.dflash import DFlash
 from outpace.models.config import WINDOW
 from outpace.models.load import build, named_tensors
 
@@ -19,34 +20,12 @@ pytest.importorskip(
 )
 
 
-def draft_for(target, **changes):
-    config = target.config
-    said = {
-        "hidden_size": config.hidden_size,
-        "num_layers": 2,
-        "num_heads": 6,
-        "num_kv_heads": 3,
-        "head_dim": 10,
-        "intermediate_size": 44,
-        "vocab_size": config.vocab_size,
-        "rope": config.rope,
-        "rms_norm_eps": 1e-5,
-        "block_size": 5,
-        "target_layer_ids": (0, 2),
-        "num_target_layers": config.num_layers,
-        "mask_token_id": 2,
-    }
-    draft = DFlash(DFlashConfig(**said | changes)).eval()
-    tiny.randomise(named_tensors(draft), seed=9)
-    return draft
-
-
 @pytest.fixture(scope="module")
 def opened():
     """A target fond of token 7, and a draft that leans towards it: right now and then."""
     target = build(tiny.config("gpt_oss"))
     tiny.randomise(named_tensors(target))
-    draft = draft_for(target)
+    draft = random_dflash(target)
     with torch.no_grad():
         target.lm_head.weight[7] *= 4
         target.embed_tokens.weight[draft.config.mask_token_id] = target.lm_head.weight[7]
@@ -111,7 +90,7 @@ def same_lengths(target, draft, yardstick, seed):
 )
 def test_what_their_class_cannot_hold_is_left_out_with_the_reason(changes, reason):
     target = tiny.target("gpt_oss")
-    yardstick = open_yardstick(target, draft_for(target, **changes), ())
+    yardstick = open_yardstick(target, random_dflash(target, **changes), ())
     assert list(yardstick.methods()) == ["transformers"]
     assert any(reason in line for line in yardstick.said)
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from test_dflash_training import LAYERS, RECIPE, TOKENIZER, Cache, losses
+from taught import TOKENIZER
+from test_dflash_training import LAYERS, RECIPE, Cache, losses
 
 from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash_guess import Head
@@ -42,19 +43,9 @@ def target():
     return tiny.target("gpt_oss")
 
 
-class FinalCache(Cache):
-    """With the target's final states."""
-
-    def __init__(self, target, texts, **how):
-        super().__init__(target, texts, **how)
-        for sample in self.samples:
-            with torch.no_grad():
-                sample.final = target(sample.tokens[None], offset=sample.offset).hidden[0]
-
-
 @pytest.fixture(scope="module")
 def cache(target):
-    return FinalCache(target, [tiny.tokens(n, seed=n) for n in (31, 17, 24)])
+    return Cache(target, [tiny.tokens(n, seed=n) for n in (31, 17, 24)])
 
 
 def drafted(target, random=True, **parts):
@@ -213,7 +204,7 @@ def test_resumed_run_is_the_unbroken_run(target, cache, tmp_path, name):
 
 
 def trained_on(target, tmp_path, text, **changes):
-    cache = FinalCache(target, [text])
+    cache = Cache(target, [text])
     recipe = replace(RECIPE, steps=60, rows=1, anchors=40, lr=1e-2, save_every=100, eval_every=100)
     draft = train_dflash(replace(recipe, **changes), target, TOKENIZER, cache, [], tmp_path)
     return draft, [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]

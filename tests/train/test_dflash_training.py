@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import tiny
 import torch
+from taught import PROMPTS, TOKENIZER, Taught
 
 from outpace.drafts.format_zlab import to_hf
 from outpace.drafts.load import load_dflash
@@ -34,35 +35,7 @@ RECIPE = DFlashRecipe(
     eval_prompts=2,
     eval_new_tokens=12,
 )
-TOKENIZER = SimpleNamespace(token_to_id={"<|MASK|>": 4}.get)
-PROMPTS = [[7, 8, 9], [11, 12, 13, 14, 15]]
-
-
-class Cache:
-    """What a teacher cache answers, computed on the spot."""
-
-    def __init__(self, target, texts, prompt_length=3, offset=0, breaks_at=None):
-        self.meta = SimpleNamespace(target_layer_ids=LAYERS, hidden_size=target.config.hidden_size)
-        self.samples = []
-        for text in texts:
-            with torch.no_grad():
-                aux = target(text[None], aux=LAYERS, offset=offset).aux[:, 0]
-            self.samples.append(
-                SimpleNamespace(tokens=text, prompt_length=prompt_length, aux=aux, offset=offset)
-            )
-        self.asked, self.breaks_at = 0, breaks_at
-
-    def __len__(self):
-        return len(self.samples)
-
-    def text(self, i):
-        return self.samples[i].tokens, self.samples[i].prompt_length
-
-    def sample(self, i):
-        self.asked += 1
-        if self.asked == self.breaks_at:
-            raise KeyboardInterrupt
-        return self.samples[i]
+Cache = partial(Taught, held=LAYERS)
 
 
 @pytest.fixture(scope="module")
