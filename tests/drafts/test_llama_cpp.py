@@ -94,19 +94,15 @@ def theirs(target, tmp_path_factory):
     context.close()
 
 
-def opened(draft, target, theirs, folder):
-    export_draft(draft, "gguf", folder / "draft.gguf", target)
+def opened(draft, target, theirs, folder, packed=False):
+    export_draft(draft, "gguf", folder / "draft.gguf", target, packed=packed)
     context = Context(folder / "draft.gguf", theirs)
     context.hand_out_states()
     return context
 
 
-@pytest.mark.parametrize(
-    "variant", [v for v in samples.DFLASHES if v not in ("biases", "some causal windows")]
-)
-def test_a_dflash_block(variant, target, theirs, tmp_path):
-    draft, hs = samples.dflash(**samples.DFLASHES[variant]), samples.hidden_states(13)
-    context = opened(draft, target, theirs, tmp_path)
+def block_logits(draft, hs, context):
+    """Theirs and ours [block, V] after the states `hs` of a text."""
     L.llama_set_causal_attn(context.context, draft.config.causal)
     states = torch.cat([hs[k + 1] for k in draft.config.target_layer_ids], -1)
     for s, row in enumerate(states):
@@ -120,8 +116,26 @@ def test_a_dflash_block(variant, target, theirs, tmp_path):
     context.close()
     with torch.inference_mode():
         wanted = samples.target().logits(our_block(draft, hs)[None])[0]
+    return found, wanted
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in samples.DFLASHES if v not in ("biases", "some causal windows")]
+)
+def test_a_dflash_block(variant, target, theirs, tmp_path):
+    draft, hs = samples.dflash(**samples.DFLASHES[variant]), samples.hidden_states(13)
+    found, wanted = block_logits(draft, hs, opened(draft, target, theirs, tmp_path))
     assert (found - wanted).abs().max() < 1e-4
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def test_a_packed_dflash_block(target, theirs, tmp_path):
+    """It rounds its activations to eight bits too where a weight is Q8_0; ours stay float32."""
+    draft, hs = samples.dflash(), samples.hidden_states(13)
+    found, wanted = block_logits(draft, hs, opened(draft, target, theirs, tmp_path, packed=True))
+    assert torch.cosine_similarity(found, wanted, dim=-1).min() > 0.995
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    assert (found - wanted).abs().max() > 1e-3  # the blocks were read
 
 
 @pytest.mark.parametrize("variant", [v for v in samples.EAGLE3S if v not in REFUSED])
