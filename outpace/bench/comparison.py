@@ -1,9 +1,7 @@
 """Drafts of one target side by side on equal prompts: acceptance, speed, where time goes, violations."""
 
 import dataclasses
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
-from torch import nn
 
-from outpace.bench.described import describe_target, parameters
-from outpace.bench.machine import machine, provenance, versions
-from outpace.bench.methods import PLAIN, Case, Opened, run_case
+from outpace.bench.begun import begin
+from outpace.bench.methods import PLAIN, Case
 from outpace.bench.results import Cell, joined, result
-from outpace.bench.resume import Kept
-from outpace.bench.suite import SuiteRecipe, cases_of, cost_tables, grouped, open_methods, texts_of
+from outpace.bench.suite import SuiteRecipe, cases_of, grouped, texts_of
 from outpace.bench.turns import take_turns
 from outpace.corpus import Document
 from outpace.models.decoder import Decoder
-from outpace.models.load import named_tensors
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
@@ -40,13 +34,7 @@ def run_comparison(
     """-> the report. Turns measured before a stop are read from folder/progress.jsonl, if recipe, target and
     drafts are the same. Raises ValueError for a draft that is not there or another target's, and for
     prompts that the documents do not hold."""
-    began = time.perf_counter()
-    before = machine(target.device)
-    opened = open_methods(recipe, drafts, target, tokenizer)
-    about = {name: describe_method(o) for name, o in opened.items()}
-    whose = describe_target(target)
-    kept = Kept(folder, {"recipe": said_by(recipe), "target": whose["fingerprint"], "methods": about})
-    tables = cost_tables(recipe, target, opened, text, recipe.batch, kept, console)
+    suite = begin(target, tokenizer, recipe, drafts, text, folder, console, batch=recipe.batch)
     groups = grouped(texts_of("held-out", recipe.prompts, recipe, target, tokenizer, documents), recipe.batch)
     results = []
     with Progress(*COLUMNS, console=console) as bar:
@@ -55,30 +43,17 @@ def run_comparison(
         for temperature, cases in plans.items():
             runs = take_turns(
                 f"T={temperature:g}",
-                {c.label: run_case(c, target, opened.get(c.method), tables.get(c.method)) for c in cases},
+                {c.label: suite.method(c, target) for c in cases},
                 groups,
                 recipe.new_tokens,
                 recipe.repeats,
                 recipe.seed,
-                kept,
+                suite.kept,
                 advancing(bar, task),
             )
             cell = Cell(f"T={temperature:g}", recipe.batch, recipe.new_tokens, groups, runs)
             results += [row(target, cell, case) for case in cases]
-    report = {
-        **provenance(),
-        "machine": before,
-        "versions": versions(),
-        "target": whose,
-        "recipe": said_by(recipe),
-        "methods": about,
-        "costs": {name: kept[f"costs of {name}"] for name in tables},
-        "results": results,
-        "said": remarks(about),
-        "seconds": round(time.perf_counter() - began, 1),
-    }
-    kept.done()
-    return report
+    return suite.report(results=results, said=remarks(suite.frame["methods"]))
 
 
 def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
@@ -86,14 +61,6 @@ def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
         bar.update(task, description=method, advance=1)
 
     return told
-
-
-def said_by(recipe: SuiteRecipe) -> dict[str, Any]:
-    """The recipe as it was asked for, as it reads back from JSON."""
-    found = dataclasses.asdict(recipe)
-    del found["specs"]
-    read: dict[str, Any] = json.loads(json.dumps(found))
-    return read
 
 
 def row(target: Decoder, cell: Cell, case: Case) -> dict[str, Any]:
@@ -138,37 +105,6 @@ def reached(accepted: list[int]) -> list[float]:
     would commit is 1 + the sum of the first n - 1, as far as its rounds would be these."""
     most = max(accepted, default=0)
     return [sum(a >= k for a in accepted) / len(accepted) for k in range(1, most + 1)]
-
-
-def describe_method(opened: Opened) -> dict[str, Any]:
-    """What a reader needs to judge a row: the draft's kind and weights, and what it was trained on."""
-    trained = opened.trained
-    modules = [m for m in walk(opened.draft) if isinstance(m, nn.Module) and not isinstance(m, Decoder)]
-    return {
-        "kind": opened.kind,
-        "draft": opened.spec.draft,
-        "weights": opened.spec.weights,
-        "tree": opened.spec.tree,
-        "columns": opened.draft.block_size,
-        "parameters": sum(map(parameters, modules)),
-        "bytes": sum(t.nbytes for m in modules for _, t in named_tensors(m)),
-        "trained": {
-            "tokens": trained.get("training_tokens"),
-            "hours": trained.get("training_hours"),
-            "steps": trained.get("steps"),
-            "cache_sha256": trained.get("cache_sha256"),
-        }
-        if trained
-        else None,
-    }
-
-
-def walk(draft: Any) -> list[Any]:
-    """The fields of a bound draft, and of what it wraps."""
-    found = []
-    for value in vars(draft).values():
-        found += [value, *(walk(value) if dataclasses.is_dataclass(value) else [])]
-    return found
 
 
 def remarks(about: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,0 +1,116 @@
+"""A suite of methods begun: drafts opened and described, costs measured, and the frame of its report."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tokenizers import Tokenizer
+from torch import nn
+
+from outpace.bench.described import describe_target, parameters
+from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.methods import Case, Opened, run_case
+from outpace.bench.resume import Kept
+from outpace.bench.suite import SuiteRecipe, cost_tables, open_methods
+from outpace.bench.timed import Method
+from outpace.decode.costs import Costs
+from outpace.models.decoder import Decoder
+from outpace.models.load import named_tensors
+
+
+@dataclass(frozen=True)
+class Begun:
+    """`tables`: of the methods with a controller. `kept`: what was measured before a stop, if recipe, target
+    and drafts were the same. `frame`: what the report says beside its results."""
+
+    opened: dict[str, Opened]
+    tables: dict[str, Costs]
+    kept: Kept
+    frame: dict[str, Any]
+    since: float
+
+    def method(self, case: Case, target: Decoder) -> Method:
+        return run_case(case, target, self.opened.get(case.method), self.tables.get(case.method))
+
+    def report(self, **found: Any) -> dict[str, Any]:
+        """The whole report: nothing needs to be kept any longer."""
+        self.kept.done()
+        return {**self.frame, **found, "seconds": round(time.perf_counter() - self.since, 1)}
+
+
+def begin(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    recipe: SuiteRecipe,
+    drafts: Path,
+    text: Sequence[int],
+    folder: Path,
+    console: Console,
+    *,
+    batch: int,
+    steered: bool = False,
+) -> Begun:
+    """`text`: token ids that costs are measured over, `batch` rows of them at a time. `steered`: the methods
+    with a controller alone. Raises ValueError for a draft that is not there or another target's."""
+    since, before = time.perf_counter(), machine(target.device)
+    opened = open_methods(recipe, drafts, target, tokenizer)
+    if steered:
+        opened = {name: method for name, method in opened.items() if True in method.spec.controller}
+    about = {name: describe_method(method) for name, method in opened.items()}
+    whose, asked = describe_target(target), said_by(recipe)
+    kept = Kept(folder, {"recipe": asked, "target": whose["fingerprint"], "methods": about})
+    tables = cost_tables(recipe, target, opened, text, batch, kept, console)
+    frame = {
+        **provenance(),
+        "machine": before,
+        "versions": versions(),
+        "target": whose,
+        "recipe": asked,
+        "methods": about,
+        "costs": {name: kept[f"costs of {name}"] for name in tables},
+    }
+    return Begun(opened, tables, kept, frame, since)
+
+
+def said_by(recipe: SuiteRecipe) -> dict[str, Any]:
+    """The recipe as it was asked for, as it reads back from JSON."""
+    found = dataclasses.asdict(recipe)
+    del found["specs"]
+    read: dict[str, Any] = json.loads(json.dumps(found))
+    return read
+
+
+def describe_method(opened: Opened) -> dict[str, Any]:
+    """What a reader needs to judge a row: the draft's kind and weights, and what it was trained on."""
+    trained = opened.trained
+    modules = [m for m in walk(opened.draft) if isinstance(m, nn.Module) and not isinstance(m, Decoder)]
+    return {
+        "kind": opened.kind,
+        "draft": opened.spec.draft,
+        "weights": opened.spec.weights,
+        "tree": opened.spec.tree,
+        "columns": opened.draft.block_size,
+        "parameters": sum(map(parameters, modules)),
+        "bytes": sum(t.nbytes for m in modules for _, t in named_tensors(m)),
+        "trained": {
+            "tokens": trained.get("training_tokens"),
+            "hours": trained.get("training_hours"),
+            "steps": trained.get("steps"),
+            "cache_sha256": trained.get("cache_sha256"),
+        }
+        if trained
+        else None,
+    }
+
+
+def walk(draft: Any) -> list[Any]:
+    """The fields of a bound draft, and of what it wraps."""
+    found = []
+    for value in vars(draft).values():
+        found += [value, *(walk(value) if dataclasses.is_dataclass(value) else [])]
+    return found
