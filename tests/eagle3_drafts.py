@@ -11,6 +11,7 @@ from outpace.drafts.eagle3 import init_eagle3
 from outpace.drafts.eagle3_session import BoundEagle3, Shape
 from outpace.drafts.formats import Eagle3Config
 from outpace.drafts.load import describe_eagle3
+from outpace.drafts.vocab import Words
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
 
@@ -136,4 +137,9 @@ def paths(proposal, row):
     return found
 
 
-__all__ = ["VARIANTS", "Oracle", "bound_eagle3", "norm", "paths", "random_eagle3"]
+def over_all(draft, logits):
+    """logits [..., draft_vocab] -> [..., V], -inf at the tokens that the draft cannot say."""
+    return Words(draft.target_ids(), draft.config.vocab_size).wide(logits, -torch.inf)
+
+
+__all__ = ["VARIANTS", "Oracle", "bound_eagle3", "norm", "over_all", "paths", "random_eagle3"]

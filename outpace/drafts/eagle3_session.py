@@ -10,7 +10,7 @@ from outpace.cache.kv import Cache, Step
 from outpace.drafts.choice import Choice
 from outpace.drafts.eagle3 import Attend, Eagle3
 from outpace.drafts.proposal import Proposal
-from outpace.drafts.tree import Growth, best_first
+from outpace.drafts.tree import MOST_NODES, Growth, best_first, check_nodes
 from outpace.drafts.vocab import Words
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
@@ -32,20 +32,19 @@ class Shape:
     def __post_init__(self) -> None:
         if self.depth < 1 or self.branch < 1:
             raise ValueError(f"depth {self.depth}, branch {self.branch}: each must be at least 1")
-        if self.branch > 1 and self.nodes < 2:
-            raise ValueError(
-                f"branch {self.branch} makes a tree, and of {self.nodes} nodes there is none: the root and "
-                "one guess are the least"
-            )
+        if self.branch > 1:
+            check_nodes(self.nodes)
         if self.branch == 1 and self.nodes not in (0, self.depth + 1):
             raise ValueError(
                 f"branch 1 makes a chain, and one of {self.depth} guesses has {self.depth + 1} nodes, not "
                 f"{self.nodes}"
             )
-        if max(self.depth * self.branch, self.nodes) > MOST_ROWS:
+        if self.depth >= MOST_NODES:
+            raise ValueError(f"depth {self.depth}: a round verifies at most {MOST_NODES} nodes")
+        if self.depth * self.branch > MOST_ROWS:
             raise ValueError(
-                f"depth {self.depth}, branch {self.branch}, nodes {self.nodes}: a round would write or "
-                f"verify more than {MOST_ROWS} rows a sequence"
+                f"depth {self.depth}, branch {self.branch}: a round would run {self.depth * self.branch} "
+                f"guesses, and {MOST_ROWS} are the most"
             )
 
     @classmethod

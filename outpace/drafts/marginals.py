@@ -7,10 +7,8 @@ from torch import Tensor
 
 from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Draft, Proposal, Session
-from outpace.drafts.tree import Pairs, best_first
+from outpace.drafts.tree import Pairs, best_first, check_nodes
 from outpace.drafts.vocab import Words
-
-MOST_NODES = 1024
 
 
 class BlockSession(Session, Protocol):
@@ -43,10 +41,7 @@ class TreeOf:
     branch: int = 16
 
     def __post_init__(self) -> None:
-        if self.nodes < 2:
-            raise ValueError(f"a tree of {self.nodes} nodes guesses nothing: it needs at least 2")
-        if self.nodes > MOST_NODES:
-            raise ValueError(f"a tree of {self.nodes} nodes: at most {MOST_NODES}, all verified at once")
+        check_nodes(self.nodes)
         if self.branch < 1:
             raise ValueError(f"branch {self.branch}: at least 1 follower of each depth")
 

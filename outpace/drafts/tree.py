@@ -18,9 +18,19 @@ from outpace.drafts.vocab import Words
 from outpace.ops.candidates import likeliest
 from outpace.ops.fast import kernel
 
+MOST_NODES = 1024  # of a tree: the target's logits of all of them are formed at once
+
 # What a predecessor adds to the log-probabilities of those that may follow it, before they are normalised:
 # previous [B, n, a] and ids [B, n, k], tokens at depths 0 .. n - 1 and 1 .. n -> [B, n, a, k] float32.
 Pairs = Callable[[Tensor, Tensor], Tensor]
+
+
+def check_nodes(nodes: int) -> None:
+    """Raises ValueError for a count, root included, that makes no tree or is verified by nobody."""
+    if nodes < 2:
+        raise ValueError(f"a tree of {nodes} nodes guesses nothing: it needs at least 2")
+    if nodes > MOST_NODES:
+        raise ValueError(f"a tree of {nodes} nodes: at most {MOST_NODES}, all verified at once")
 
 
 def best_first(

@@ -7,7 +7,7 @@ import draft_samples as samples
 import pytest
 import tiny
 import torch
-from eagle3_drafts import IDS, VARIANTS, Oracle, bound_eagle3, random_eagle3
+from eagle3_drafts import IDS, VARIANTS, Oracle, bound_eagle3, over_all, random_eagle3
 from safetensors.torch import load_file
 
 from outpace.chat.tokenizer import read_tokenizer
@@ -58,7 +58,7 @@ def test_the_module_is_the_equations(variant, serving):
             wanted = oracle.stages(text[b, 1:].tolist(), oracle.features)
         for got, stage in ((features, "fc"), (hidden, "hidden"), (logits, "logits")):
             torch.testing.assert_close(got[b].double(), wanted[stage], atol=2e-4, rtol=2e-4)
-    wide = draft.widen(logits)
+    wide = over_all(draft, logits)
     assert wide.shape == (B, T, tiny.VOCAB)
     if draft.d2t is not None:
         assert torch.equal(wide.isfinite().any(0).any(0).nonzero()[:, 0], IDS)
@@ -290,7 +290,7 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
         (dflash, {"branch": 3}, "how many nodes"),
         ("ngram", {"tree": 9}, "'ngram' proposes no trees"),
         ("none", {"tree": 9}, "'none' proposes no trees"),
-        (eagle, {"branch": 3}, "branch 3 makes a tree"),
+        (eagle, {"branch": 3}, "a tree of 0 nodes guesses nothing"),
         (eagle, {"tree": -2}, "of -2 nodes"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -181,10 +181,11 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
     ("changes", "said"),
     [
         ({"depth": 0}, "at least 1"),
-        ({"branch": 3}, "of 0 nodes there is none"),
+        ({"branch": 3}, "a tree of 0 nodes guesses nothing"),
+        ({"branch": 8, "nodes": 99999}, "a tree of 99999 nodes: at most 1024"),
         ({"depth": 4, "nodes": 9}, "one of 4 guesses has 5 nodes, not 9"),
-        ({"depth": 5000}, "more than 4096 rows"),
-        ({"depth": 5, "branch": 1000, "nodes": 9}, "more than 4096 rows"),
+        ({"depth": 1024}, "depth 1024: a round verifies at most 1024 nodes"),
+        ({"depth": 5, "branch": 1000, "nodes": 9}, "5000 guesses, and 4096 are the most"),
     ],
 )
 def test_shapes_that_are_refused(changes, said):

@@ -4,6 +4,7 @@ import draft_samples as samples
 import pytest
 import tiny
 import torch
+from eagle3_drafts import over_all
 from safetensors.torch import load_file
 
 from outpace.bench.stage_reference import eagle3_feature, eagle3_stages
@@ -81,7 +82,7 @@ def test_an_eagle3_stage_by_stage(variant, tmp_path):
     session.propose(following[:, AT], STEPS + 1, said)
     # their window stays at the index while the walk goes on: past it, they train what nobody serves
     for step in range(1 if c.sliding_window else STEPS):
-        wanted = bound.draft.widen(heard["logits"][step][AT])
+        wanted = over_all(bound.draft, heard["logits"][step][AT])
         torch.testing.assert_close(said.logits[step], wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -119,7 +120,7 @@ def test_guesses_in_one_pass(changes, tmp_path, monkeypatch):
     session.observe(text[:, : AT + 1], torch.stack(states)[:, None, : AT + 1], [AT + 1])
     session.propose(following[:, AT], STEPS + 1, said)
     wanted = heard["logits"][0][[AT, *range(T, T + STEPS - 1)]]
-    torch.testing.assert_close(said.logits, bound.draft.widen(wanted), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(said.logits, over_all(bound.draft, wanted), atol=1e-4, rtol=1e-4)
 
 
 class Listening:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from eagle3_drafts import over_all
 
 from outpace.drafts.eagle3 import init_eagle3
 from outpace.drafts.eagle3_session import BoundEagle3, Shape
@@ -157,7 +158,7 @@ def test_unrolled_is_the_served_chain(target, samples, name):
             session.observe(row.tokens[None, : t + 1], row.aux[:, None, : t + 1], [t + 1])
             forced = Forced(row.tokens[t + 2 :])
             session.propose(row.tokens[None, t + 1], STEPS + 1, forced)
-            ours = torch.stack([draft.widen(draft.head(step.hidden[n])) for step in steps])
+            ours = torch.stack([over_all(draft, draft.head(step.hidden[n])) for step in steps])
             torch.testing.assert_close(torch.stack(forced.logits), ours, atol=3e-4, rtol=1e-4)
 
 
@@ -199,7 +200,7 @@ def test_the_loss_is_the_one_written_out(target, samples, kind, mapped, thin):
             said = (ids == label).nonzero()
             says = target.logits(row.final[t + 1 + j]).argmax()
             known = (ids == (label if kind == "ce" else says)).any()
-            logits = draft.widen(draft.head(step.hidden[place], target))
+            logits = over_all(draft, draft.head(step.hidden[place], target))
             assert judged.hits[n, j] == (logits.argmax() == label)
             if not known:
                 continue
