@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import torch
 from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -20,6 +19,7 @@ from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft
 from outpace.models.decoder import Decoder
+from outpace.ops.sampling import generator
 
 Read = Callable[[int], str]  # a token -> what it adds to the text that people see
 
@@ -214,7 +214,7 @@ def run(
                 pieces.append(piece)
                 write(piece)
 
-    rng = torch.Generator().manual_seed(seed)
+    rng = generator(seed, target.device)
     if draft is None:
         done = plain.generate(target, [prompt], request, rng=rng, on_tokens=on_tokens, on_logits=largest)
     else:

@@ -57,6 +57,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("inspect", "no/such/folder"), "no/such/folder is not there"),
         (("generate", ""), "the prompt is empty"),
         (("generate",), "give a prompt, or --prompt-file"),
+        (("generate", "x", "--temperature", 1, "--seed", 2**64), f"seed {2**64}: it must lie in"),
         (("generate", "x", "--draft", "no/such"), "no/such is not there"),
         (("generate", "x", "--temperature", "-1"), "temperature -1.0 is below 0"),
         (("generate", "x", "-n", "0"), "max_new_tokens 0"),

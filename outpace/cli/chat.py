@@ -100,12 +100,10 @@ def chat(
     """
     import time
 
-    import torch
-
     from outpace.converse import Screen, Session, run
     from outpace.decode.request import Request
     from outpace.load import open_draft, open_target
-    from outpace.ops.sampling import Sampling
+    from outpace.ops.sampling import Sampling, generator
 
     request = Request(
         max_new_tokens=max_new_tokens,
@@ -129,7 +127,7 @@ def chat(
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own, target, tokenizer, **shape, quantize=draft_weights)
     used, pace, told = controller_for(target, bound, tokenizer, method, verify, cache_dir)
-    session = Session(target, used, talk, request, torch.Generator().manual_seed(seed), pace)
+    session = Session(target, used, talk, request, generator(seed, target.device), pace)
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {told}")
     typed = not message and sys.stdin.isatty()

@@ -50,6 +50,13 @@ class Sampling:
         return replace(self, temperature=own, repetition_penalty=1.0)
 
 
+def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """What a person's seed stands for. Raises ValueError for one of more than 64 bits."""
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed {seed}: it must lie in -2^63 .. 2^64 - 1")
+    return torch.Generator(device).manual_seed(seed)
+
+
 def seeded(*numbers: int) -> torch.Generator:
     """A generator that depends on nothing but the numbers: step n of a resumed run draws what step n
     of an unbroken one would have drawn."""
