@@ -7,9 +7,8 @@ from torch import Tensor
 
 from outpace.drafts.proposal import Session
 
-MOST = (
-    512  # columns that wait: a draft may rest for a whole text, and states of all of it would fill the memory
-)
+# columns that wait: a draft may rest for a whole text, and states of all of it would fill the memory
+MOST = 512
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def _round(
     proposal = Proposal(ahead[:, :1], [1] * len(ahead))
     if n > 1:
         proposal = session.propose(ahead[:, 0], n, judge.choice)
-        proposal.counts, proposal.survival is None or proposal.survival.tolist()
+        _wait(target)  # a controller reads the proposal before the target runs
     drafted = time.perf_counter()
     proposal = widened(proposal, ahead, n)
     start = time.perf_counter()

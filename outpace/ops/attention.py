@@ -41,9 +41,8 @@ def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | 
     B, T, H, D = q.shape
     if D % 8 == 0 and kernel(q):
         given = q, view.k, view.v, step.starts, window, sinks, scale
-        if (
-            step.tree is not None
-        ):  # of any width: the flash kernel's answers are not plain decoding's to the bit
+        if step.tree is not None:
+            # of any width: the flash kernel's answers are not plain decoding's to the bit
             return cpu.attend(*given, step.tree.within(window), step.tree.depth, first=view.first)
         if T <= FEW:
             return cpu.attend(*given, both_ways=step.both_ways, first=view.first)
