@@ -64,7 +64,7 @@ def unseen(
     draft: DFlash,
     target: Decoder,
     cache: Teacher,
-    kept: range,
+    kept: list[int],
     recipe: DFlashRecipe,
     layers: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,17 +107,16 @@ def train_dflash(
     draft = _begin(recipe, target, tokenizer, held, init)
     layers = features(draft.config.target_layer_ids, target, held, cache.meta.hidden_size)
     draft.bind(target)
-    trained = recipe.trained(cache)
     if draft.d2t is not None and (init is None or init.d2t is None):
         size = len(draft.d2t), target.config.vocab_size
-        texts = responses(cache, trained)
+        texts = responses(cache, recipe.trained(cache))
         draft.d2t.copy_(commonest(texts, *size, target.config.eos_token_ids))
     target.requires_grad_(False)
     objective = Objective.of(draft, target, recipe)
-    kept = recipe.judged(cache)
+    taught, kept = recipe.taught(cache), recipe.judged(cache)
 
     def loss_of(step: int) -> StepLoss:
-        rows = [cache.sample(i) for i in rows_of_step(step, recipe, trained)]
+        rows = [cache.sample(taught[i]) for i in rows_of_step(step, recipe, len(taught))]
         rng = seeded(recipe.seed, 1, step)
         how = recipe.block_size, recipe.anchors, recipe.row_tokens, rng, layers
         packed = pack(rows, *how, final=recipe.final)

@@ -82,9 +82,30 @@ class TrainingRecipe:
         """The samples before this one are trained on; it and those behind are kept for judging."""
         return len(cache) - int(len(cache) * self.held_out_share)
 
-    def judged(self, cache: Teacher) -> range:
+    def judged(self, cache: Teacher) -> list[int]:
         """Of those kept, the samples that are judged every time."""
-        return range(self.trained(cache), len(cache))[:MOST_JUDGED]
+        return self._with_guesses(cache, range(self.trained(cache), len(cache))[:MOST_JUDGED])
+
+    def taught(self, cache: Teacher) -> list[int]:
+        """The samples that are trained on. Raises ValueError where there is none."""
+        trained = self.trained(cache)
+        found = self._with_guesses(cache, range(trained))
+        if not found:
+            within = f" within row_tokens {self.row_tokens}" if self.row_tokens else ""
+            raise ValueError(
+                f"none of {trained} cached rows has a guess to learn from: that takes a response of at least "
+                f"two tokens{within}"
+            )
+        return found
+
+    def _with_guesses(self, cache: Teacher, samples: range) -> list[int]:
+        """A step of none but rows without a guess would end a long run."""
+        found = []
+        for i in samples:
+            tokens, prompt_length = cache.text(i)
+            if len(tokens[: self.row_tokens]) >= max(prompt_length, 1) + 2:
+                found.append(i)
+        return found
 
 
 @dataclass(frozen=True)
@@ -158,7 +179,7 @@ def optimizers(
 
 
 def rows_of_step(step: int, recipe: TrainingRecipe, size: int) -> list[int]:
-    """The step's rows of an endless walk over a cache of `size`, shuffled anew every epoch."""
+    """The step's rows of an endless walk over `size` samples, shuffled anew every epoch."""
     found = []
     for n in range(step * recipe.rows, (step + 1) * recipe.rows):
         epoch, i = divmod(n, size)

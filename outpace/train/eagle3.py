@@ -163,7 +163,7 @@ class Course:
         return judged, len(texts.tokens)
 
     @torch.no_grad()
-    def unseen(self, cache: Teacher, kept: range) -> dict[str, Any]:
+    def unseen(self, cache: Teacher, kept: list[int]) -> dict[str, Any]:
         """`accuracy` on samples kept from training. Far below the training's, more steps will not help: it
         takes more answers."""
         found = []
@@ -225,11 +225,10 @@ def train_eagle3(
             "states: build one with `teacher build --final`, or take loss ce"
         )
     course = Course(draft, target, recipe, layers, Vocabulary.of(draft, target, recipe.dtype))
-    trained = recipe.trained(cache)
-    kept = recipe.judged(cache)
+    taught, kept = recipe.taught(cache), recipe.judged(cache)
 
     def loss_of(step: int) -> StepLoss:
-        rows = [cache.sample(i) for i in rows_of_step(step, recipe, trained)]
+        rows = [cache.sample(taught[i]) for i in rows_of_step(step, recipe, len(taught))]
         judged, tokens = course.judged(rows, recipe.keep, seeded(recipe.seed, 1, step))
         return StepLoss(judged.loss, tokens, said_of(judged))
 

@@ -257,6 +257,18 @@ def test_another_runs_checkpoint_is_refused(target, cache, tmp_path, changes, sa
         train_eagle3(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
 
 
+def test_rows_without_a_guess_are_left_out(target, tmp_path):
+    """A step of such rows alone would end the run, and resuming would end it there again."""
+    texts = [tiny.tokens(n, seed=n) for n in (4, 31, 4, 4, 17, 3, 3, 24)]  # a prompt has 3 of them
+    recipe = replace(RECIPE, rows=1, held_out_share=0.38)
+    train_eagle3(recipe, target, TOKENIZER, Cache(target, texts), [], tmp_path)
+    assert {line["tokens"] for line in lines(tmp_path)} == {31, 17}
+    with pytest.raises(ValueError, match=r"none of 5 cached rows has a guess.* within row_tokens 4"):
+        train_eagle3(
+            replace(recipe, row_tokens=4), target, TOKENIZER, Cache(target, texts), [], tmp_path / "short"
+        )
+
+
 def test_another_targets_cache_is_refused(cache, tmp_path):
     with pytest.raises(ValueError, match="width 96"):
         train_eagle3(RECIPE, tiny.target("llama"), TOKENIZER, cache, [], tmp_path)
