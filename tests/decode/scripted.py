@@ -57,3 +57,18 @@ class ScriptedSession:
             counts.append(count)
         width = max(counts)
         return Proposal(torch.tensor([r[:width] for r in rows]), counts)
+
+
+class Forgetful:
+    """A draft that is its own session and remembers nothing: `propose` goes by the last token alone."""
+
+    target_layer_ids = ()
+
+    def begin(self, batch, length, offset=0):
+        return self
+
+    def observe(self, tokens, aux, counts):
+        pass
+
+    def keep(self, rows):
+        pass

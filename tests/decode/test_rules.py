@@ -9,6 +9,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import Forgetful
 
 from outpace.decode import plain, rules, speculative
 from outpace.decode.request import Request
@@ -78,20 +79,10 @@ def exact(how):
     return math.prod(each).reshape(V, V, V).sum(0).flatten()
 
 
-class Habit:
+class Habit(Forgetful):
     """Always guesses the same follower of a token: right now and then, and blind to what is drawn."""
 
     block_size = 3
-    target_layer_ids = ()
-
-    def begin(self, batch, length, offset=0):
-        return self
-
-    def observe(self, tokens, aux, counts):
-        pass
-
-    def keep(self, rows):
-        pass
 
     def propose(self, last, width, choice):
         follower = torch.tensor([4, 0, 5, 1, 6, 2, 3])

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from scripted import Forgetful
 from test_rules import PROMPT, V, small, surprise
 
 from outpace.decode import speculative
@@ -16,26 +17,16 @@ WAYS = {"as it is": Sampling(temperature=1.0), "all": HOW}
 NEW, ROWS = 4, 1200
 
 
-class Tables:
+class Tables(Forgetful):
     """Guesses by a table of logits after each token: a chain, or a tree with two guesses after the last
     token and one and two behind those. Drawn one by one where the choice draws, else the best by scores."""
 
     block_size = 6
-    target_layer_ids = ()
 
     def __init__(self, shape):
         self.parents = {"chain": [0, 0, 1], "tree": [0, 0, 1, 0, 3, 3]}[shape]
         self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(2)) * 1.5
         self.line = shape == "chain"
-
-    def begin(self, batch, length, offset=0):
-        return self
-
-    def observe(self, tokens, aux, counts):
-        pass
-
-    def keep(self, rows):
-        pass
 
     def propose(self, last, width, choice):
         N, rows = len(self.parents), len(last)

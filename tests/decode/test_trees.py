@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 import trees
-from scripted import Scripted, ScriptedSession
+from scripted import Forgetful, Scripted, ScriptedSession
 from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, WAYS, V, biased_bonus, exact, honest, pairs, small, surprise
 
@@ -173,22 +173,12 @@ def test_a_controller_may_ask_for_fewer_columns(columns):
 # ---- above temperature 0 ----------------------------------------------------------------------------
 
 
-class Forked:
+class Forked(Forgetful):
     """Guesses three followers of every token and two of each of those: often right somewhere, and blind to
     what is drawn. Some rows offer only a part."""
 
     block_size = 10
-    target_layer_ids = ()
     parents = (0, 0, 0, 0, 1, 1, 2, 2, 3, 3)
-
-    def begin(self, batch, length, offset=0):
-        return self
-
-    def observe(self, tokens, aux, counts):
-        pass
-
-    def keep(self, rows):
-        pass
 
     def propose(self, last, width, choice):
         step, columns = [0, 1, 3, 5, 0, 2, 1, 4, 3, 6], [last]
