@@ -33,6 +33,8 @@ class Shape:
         if self.depth < 1 or self.branch < 1:
             raise ValueError(f"depth {self.depth}, branch {self.branch}: each must be at least 1")
         if self.branch > 1:
+            if not self.nodes:
+                raise ValueError(f"branch {self.branch} grows a tree: say of how many nodes")
             check_nodes(self.nodes)
         if self.branch == 1 and self.nodes not in (0, self.depth + 1):
             raise ValueError(
