@@ -290,7 +290,7 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
         (dflash, {"branch": 3}, "how many nodes"),
         ("ngram", {"tree": 9}, "'ngram' proposes no trees"),
         ("none", {"tree": 9}, "'none' proposes no trees"),
-        (eagle, {"branch": 3}, "a tree of 0 nodes guesses nothing"),
+        (eagle, {"branch": 3}, "branch 3 grows a tree"),
         (eagle, {"tree": -2}, "of -2 nodes"),
     ):
         with pytest.raises(ValueError, match=told):
