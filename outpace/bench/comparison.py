@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from tokenizers import Tokenizer
 
 from outpace.bench.begun import begin
 from outpace.bench.methods import PLAIN, Case
+from outpace.bench.progress import progress
 from outpace.bench.results import Cell, joined, result
 from outpace.bench.suite import SuiteRecipe, cases_of, grouped, texts_of
 from outpace.bench.turns import take_turns
 from outpace.corpus import Document
 from outpace.models.decoder import Decoder
-
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 def run_comparison(
@@ -37,7 +36,7 @@ def run_comparison(
     suite = begin(target, tokenizer, recipe, drafts, text, folder, console, batch=recipe.batch)
     groups = grouped(texts_of("held-out", recipe.prompts, recipe, target, tokenizer, documents), recipe.batch)
     results = []
-    with Progress(*COLUMNS, console=console) as bar:
+    with progress(console) as bar:
         plans = {t: cases_of(recipe, t) for t in recipe.temperatures}
         task = bar.add_task("drafts", total=sum(map(len, plans.values())) * recipe.repeats * len(groups))
         for temperature, cases in plans.items():

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from outpace.bench.begun import begin
-from outpace.bench.comparison import COLUMNS, advancing, row
+from outpace.bench.comparison import advancing, row
 from outpace.bench.methods import PLAIN, Case, Opened
+from outpace.bench.progress import progress
 from outpace.bench.results import Cell, over
 from outpace.bench.suite import SuiteRecipe, grouped, texts_of
 from outpace.bench.turns import take_turns
@@ -36,7 +36,7 @@ def run_controller(
     plans = {(t, name): cases(recipe, o, t) for t in recipe.temperatures for name, o in suite.opened.items()}
     turns = recipe.repeats * (recipe.controller_prompts // recipe.batch)
     results = []
-    with Progress(*COLUMNS, console=console) as bar:
+    with progress(console) as bar:
         task = bar.add_task("controller", total=len(recipe.texts) * sum(map(len, plans.values())) * turns)
         for kind in recipe.texts:
             prompts = texts_of(kind, recipe.controller_prompts, recipe, target, tokenizer, documents)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from outpace.bench.draft_shapes import SHAPES, check_memory, check_positions, describe, pairs
 from outpace.bench.draft_variants import ABOUT, SESSIONS, VARIANTS, Recomputed, Remembering, Variant
 from outpace.bench.draft_walk import Clock, Work, walk_round, work_of_round
 from outpace.bench.floor import read_bandwidth
 from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
 from outpace.decode import plain, speculative
 from outpace.decode.request import Request
@@ -104,8 +105,7 @@ def run_draft_context(
     whose = {"target": fingerprint(target), "draft": fingerprint(draft)}  # type: ignore[arg-type]
     kept = Kept(folder, {"settings": asked, **whose, "threads": torch.get_num_threads()})
     said, shapes = [], {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with progress(console) as bar:
         total = len(settings.shapes) * len(settings.contexts) + len(settings.acceptance)
         task = bar.add_task("draft-context", total=total)
         for name, shape, ends in pairs(settings.shapes, draft, target, settings.seed):

@@ -1,7 +1,6 @@
 """What a DFlash draft may remember of its context: as it is served, nothing, and the block's own rows too."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from outpace.cache.kv import Step
 from outpace.drafts.choice import Choice
-from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
+from outpace.drafts.dflash import BoundDFlash, DFlash, DFlashLayer, DFlashSession
 from outpace.drafts.dflash_guess import Head
 from outpace.drafts.proposal import Proposal
 from outpace.models.decoder import Decoder
@@ -105,24 +104,10 @@ SESSIONS: dict[Variant, type[DFlashSession]] = {
 
 
 @dataclass(frozen=True)
-class Remembering:
+class Remembering(BoundDFlash):
     """A DFlash bound to its target, with one of the three memories."""
 
-    draft: DFlash
-    target: Decoder
     variant: Variant
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        return self.draft.target_layer_ids
-
-    @property
-    def block_size(self) -> int:
-        return self.draft.block_size
-
-    @cached_property
-    def head(self) -> Head:
-        return Head.of(self.target, self.draft.d2t)
 
     def begin(self, batch: int, length: int, offset: int = 0) -> DFlashSession:
         return SESSIONS[self.variant](self.draft, self.target, batch, length, offset, self.head)

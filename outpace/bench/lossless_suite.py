@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from outpace.bench.begun import begin
-from outpace.bench.comparison import COLUMNS
 from outpace.bench.lossless import Check, compare
 from outpace.bench.lossless_coupled import compare_coupled
 from outpace.bench.methods import PLAIN, Case
+from outpace.bench.progress import progress
 from outpace.bench.suite import SuiteRecipe, grouped, texts_of
 from outpace.bench.turns import seed_of
 from outpace.corpus import Document
@@ -42,7 +41,7 @@ def run_lossless(
     prompts = texts_of("held-out", recipe.lossless_prompts, recipe, target, tokenizer, documents)
     groups = grouped(prompts, batch)
     found: list[dict[str, Any]] = []
-    with Progress(*COLUMNS, console=console) as bar:
+    with progress(console) as bar:
         ways = [[*_cases(recipe, *way)] for way in WAYS]
         task = bar.add_task("lossless", total=sum(len(w) + 1 for w in ways) * len(groups))
         for (temperature, rule), cases in zip(WAYS, ways, strict=True):

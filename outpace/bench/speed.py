@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from outpace.bench import yardstick
 from outpace.bench.described import describe_draft, describe_target
 from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.progress import progress
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.results import Cell, agreement, result
 from outpace.bench.timed import Method, our_methods
@@ -116,8 +117,7 @@ def run_bench(
     said: list[str] = []
     methods = _methods(target, draft, settings, said)
     cells = _cells(tokenizer, held_out_documents, settings)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with progress(console) as bar:
         task = bar.add_task("bench", total=sum(len(_plan(c, methods, settings)) for c in cells))
         for n, cell in enumerate(cells):
             limit = settings.budget_s and settings.budget_s * (n + 1) / len(cells)

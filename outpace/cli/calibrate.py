@@ -90,7 +90,10 @@ def calibrate(
     costs, why = (None, None) if force else kept(loaded, bound, folder)
     if why:
         Console(stderr=True).print(why, style="dim", highlight=False, soft_wrap=True)
+    if plot is not None and not plot.parent.is_dir():
+        raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
     if costs is None:
+        path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be kept is better known beforehand
         costs = _measured(loaded, bound, tokenizer, places, rows, seconds, quiet=as_json)
         write_costs(costs, folder)
     if plot is not None:

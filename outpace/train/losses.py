@@ -166,14 +166,6 @@ def chunked_nll(hidden: Tensor, head: Tensor, labels: Tensor, chunk: int | None 
     return block_losses("ce", hidden, head, labels, chunk=chunk).loss
 
 
-def chunked_nll_and_hits(
-    hidden: Tensor, head: Tensor, labels: Tensor, chunk: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """chunked_nll, and whether no logit of the row exceeds the label's [n] bool."""
-    rows = block_losses("ce", hidden, head, labels, chunk=chunk)
-    return rows.loss, rows.hits
-
-
 class _Chunked(torch.autograd.Function):
     """A row's gradient d @ head (d: of its logits) is linear in the row's weight, so with a frozen head it is
     formed in the forward and only scaled in the backward. The gradient of a head that learns mixes the rows:

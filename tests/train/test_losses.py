@@ -15,7 +15,6 @@ from outpace.train.losses import (
     block_losses,
     block_weights,
     chunked_nll,
-    chunked_nll_and_hits,
     decay_weights,
     default_gamma,
     dpace_weights,
@@ -258,7 +257,8 @@ def test_losses_that_need_the_target():
 
 def test_cross_entropy_alone():
     states, head, labels, *_ = case()
-    nll, hits = chunked_nll_and_hits(states, head, labels.clamp(min=0), 7)
+    rows = block_losses("ce", states, head, labels.clamp(min=0), chunk=7)
+    nll, hits = rows.loss, rows.hits
     torch.testing.assert_close(nll, F.cross_entropy(states @ head.T, labels.clamp(min=0), reduction="none"))
     assert torch.equal(hits, (states @ head.T).argmax(-1) == labels.clamp(min=0))
     assert torch.equal(nll, chunked_nll(states, head, labels.clamp(min=0), 7))
