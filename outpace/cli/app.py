@@ -38,7 +38,8 @@ Rule = Annotated[
     str,
     typer.Option(
         help="How guesses are judged above temperature 0: match, rejection, block or gumbel. All give "
-        "the target's distribution; with gumbel a seed gives one text, whatever the draft."
+        "the target's distribution; with gumbel a seed gives one text, whatever the draft. Trees of guesses "
+        "that nobody drew are matched under rejection and block, too."
     ),
 ]
 DraftTemperature = Annotated[

@@ -152,8 +152,7 @@ def learn(
         return metrics
 
     parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}}
-    every = recipe.save_every
-    fit(folder, recipe.steps, update, parts, save_every=every, title=title, stop_after=stop_after)
+    fit(folder, recipe, update, parts, title=title, stop_after=stop_after)
     done: int = json.loads(log_lines(folder)[-1])["step"] + 1
     return done == recipe.steps
 

@@ -342,14 +342,6 @@ def train_target(
         return metrics
 
     parts = {"model": model, "muon": muon, "adam": adam}
-    fit(
-        folder,
-        recipe.steps,
-        update,
-        parts,
-        save_every=recipe.save_every,
-        title="target",
-        stop_after=stop_after,
-    )
+    fit(folder, recipe, update, parts, title="target", stop_after=stop_after)
     model.dtype = torch.float32
     return model

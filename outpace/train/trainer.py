@@ -7,11 +7,25 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    class Run(DataclassInstance, Protocol):
+        """What the loop reads of a recipe."""
+
+        @property
+        def steps(self) -> int: ...
+
+        @property
+        def save_every(self) -> int: ...
+
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
@@ -43,26 +57,27 @@ def keep_heap() -> None:
 
 def fit(
     folder: Path,
-    steps: int,
+    recipe: "Run",
     update: Callable[[int], dict[str, Any]],
     stateful: dict[str, Any],
     *,
-    save_every: int,
     title: str,
     stop_after: int | None = None,
 ) -> None:
-    """Call update(step) for every step from the last checkpoint to `steps`, logging what it returns.
+    """Call update(step) for every step from the last checkpoint to `recipe.steps`, logging what it returns.
 
     `stateful` names what a checkpoint holds (anything with state_dict and load_state_dict). Metrics
     go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole, so
-    that a killed run resumes from the last one and its log is cut back to the same step.
+    that a killed run resumes from the last one and its log is cut back to the same step. A recipe that
+    changed since is followed from there on, and the changed fields are named above the bar.
     `stop_after` ends this call early, with a checkpoint (for tests and time limits).
     Raises ValueError for a checkpoint that is damaged or of another run.
     """
     keep_heap()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
-    first = _resume(checkpoint, log, stateful, steps) if checkpoint.exists() else 0
+    asked, steps = json.loads(json.dumps(asdict(recipe))), recipe.steps
+    first, before = _resume(checkpoint, log, stateful, steps) if checkpoint.exists() else (0, asked)
     if not first:
         log.unlink(missing_ok=True)
     last = steps if stop_after is None else min(steps, first + stop_after)
@@ -75,6 +90,10 @@ def fit(
     )
     with log.open("a") as lines, Progress(*columns, refresh_per_second=2) as bar:
         task = bar.add_task(title, total=steps, completed=first, said="")
+        for name in sorted(n for n in asked if asked[n] != before.get(n, asked[n])):
+            bar.console.print(
+                f"from step {first} on: {name} {asked[name]}, it was {before[name]}", style="dim"
+            )
         for step in range(first, last):
             began = time.perf_counter()
             metrics = update(step)
@@ -83,17 +102,19 @@ def fit(
             lines.flush()
             said = "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr")
             bar.update(task, advance=1, said=said)
-            if (step + 1) % save_every == 0 or step + 1 == last:
-                _save(checkpoint, step + 1, stateful)
+            if (step + 1) % recipe.save_every == 0 or step + 1 == last:
+                _save(checkpoint, step + 1, asked, stateful)
 
 
-def _save(path: Path, step: int, stateful: dict[str, Any]) -> None:
+def _save(path: Path, step: int, recipe: dict[str, Any], stateful: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
-    torch.save({"step": step, **{k: v.state_dict() for k, v in stateful.items()}}, temporary)
+    states = {k: v.state_dict() for k, v in stateful.items()}
+    torch.save({"step": step, "recipe": recipe, **states}, temporary)
     os.replace(temporary, path)
 
 
-def _resume(path: Path, log: Path, stateful: dict[str, Any], steps: int) -> int:
+def _resume(path: Path, log: Path, stateful: dict[str, Any], steps: int) -> tuple[int, dict[str, Any]]:
+    """-> the step to go on with, and the recipe as it was."""
     try:
         saved = torch.load(path, weights_only=True)
     except Exception as error:
@@ -111,4 +132,4 @@ def _resume(path: Path, log: Path, stateful: dict[str, Any], steps: int) -> int:
     temporary = log.with_suffix(".tmp")
     temporary.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
     os.replace(temporary, log)
-    return step
+    return step, saved.get("recipe", {})

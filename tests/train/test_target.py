@@ -75,6 +75,16 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_digit(corpus, tmp_path):
         assert torch.equal(ours, theirs)
 
 
+def test_a_resumed_run_says_what_changed_in_its_recipe(corpus, tmp_path, capsys):
+    tokenizer, train, held_out = corpus
+    train_target(RECIPE, tokenizer, train, held_out, tmp_path, stop_after=2)
+    changed = dataclasses.replace(RECIPE, muon_lr=0.5, steps=4)
+    train_target(changed, tokenizer, train, held_out, tmp_path)
+    said = capsys.readouterr().out
+    assert f"from step 2 on: muon_lr 0.5, it was {RECIPE.muon_lr}" in said
+    assert "from step 2 on: steps 4, it was 6" in said and said.count("it was") == 2
+
+
 def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
     """The model's own text depends on nothing but the weights and the step."""
     tokenizer, train, held_out = corpus
