@@ -23,6 +23,7 @@ from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
 from outpace.train.own_text import answers, cut_prompts, own_text_losses
+from outpace.train.splice import UNTAUGHT, spliced_rows
 from outpace.train.trainer import fit, warmup_linear
 
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
@@ -57,6 +58,7 @@ class TargetRecipe:
     step_tokens: int = 16384
     focus: tuple[str, ...] = ()  # globs of files ("asyncio/*") that ..
     focus_share: float = 0.0  # .. this share of the rows is cut from; the rest from all files
+    splice_share: float = 0.0  # of the rows in focus: they begin with a piece of any file (train/splice.py)
     warmup: int = 40
     decay: float = 0.5
     muon_lr: float = 0.02
@@ -85,6 +87,8 @@ class TargetRecipe:
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")
+        if self.splice_share > 1 or (self.splice_share and not self.focus):
+            raise ValueError(f"splice_share {self.splice_share}: a share, up to 1, of the rows in focus")
         if self.focus_share > 1 or bool(self.focus) != bool(self.focus_share):
             raise ValueError(
                 f"focus {list(self.focus)} with focus_share {self.focus_share}: globs of files and the "
@@ -261,15 +265,19 @@ def _round_experts(model: nn.Module, on: bool) -> bool:
 
 
 def _text_rows(streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> tuple[Tensor, Tensor]:
-    """The step's inputs and labels [rows, length]: of all files, then of those in focus."""
+    """The step's inputs and labels [rows, length]: of all files, of those in focus, and spliced ones."""
     long = step >= round(recipe.steps * (1 - recipe.long_share))
     length = recipe.long_row_tokens if long else recipe.row_tokens
-    shares = split_rows(max(1, recipe.step_tokens // length), recipe.focus_share)
+    everywhere, focused = split_rows(max(1, recipe.step_tokens // length), recipe.focus_share)
+    focused, spliced = split_rows(focused, recipe.splice_share)
     cut = [
         rows_of_step(stream, length, n, step * n, recipe.seed)
-        for stream, n in zip(streams, shares, strict=False)
+        for stream, n in zip(streams, (everywhere, focused), strict=False)
         if n
     ]
+    if spliced:
+        all_files, known = streams
+        cut.append(spliced_rows(all_files, known, length, spliced, step * spliced, recipe.seed))
     inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
     return inputs, labels
 
@@ -278,7 +286,8 @@ def _learn_text(model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe,
     """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
     inputs, labels = _text_rows(streams, recipe, step)
     out = model(inputs, routing=True)
-    loss = chunked_nll(out.hidden.flatten(0, 1), model.dense_head, labels.flatten()).mean()
+    taught = labels != UNTAUGHT
+    loss = chunked_nll(out.hidden[taught], model.dense_head, labels[taught]).mean()
     if not out.routing:
         (recipe.text * loss).backward()
         return {"loss": loss.item()}

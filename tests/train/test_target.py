@@ -11,8 +11,10 @@ from outpace.chat.tokenizer import train_bpe
 from outpace.corpus import Document
 from outpace.models.load import load_target
 from outpace.models.save import dense_tensors, save_target
+from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon, orthogonalise
 from outpace.train.publish import publish_target, repeated_ngrams, sureness
+from outpace.train.splice import UNTAUGHT, spliced_rows
 from outpace.train.target import (
     TargetRecipe,
     balance_loss,
@@ -98,6 +100,23 @@ def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert ["unlikelihood" in line for line in lines] == [True, False] * 3
     assert any(line.get("unlikelihood", 0) > 0 for line in lines)
+
+
+def test_a_splice_wants_files_in_focus():
+    with pytest.raises(ValueError, match=r"splice_share 0\.5"):
+        dataclasses.replace(RECIPE, splice_share=0.5)
+
+
+def test_what_follows_any_text_is_learnt_from_spliced_rows(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    focus = {"focus": ("0.py",), "focus_share": 1.0, "splice_share": 1.0}
+    recipe = dataclasses.replace(RECIPE, steps=30, quantize_share=0.0, **focus)
+    model = train_target(recipe, tokenizer, train, held_out, tmp_path)
+    known, other = (token_stream(tokenizer, texts, 1) for texts in (train[:1], train[1:]))
+    inputs, labels = spliced_rows(other, known, 32, 8, first=0, seed=99)
+    taught = labels != UNTAUGHT
+    nll = chunked_nll(model(inputs).hidden[taught], model.dense_head, labels[taught]).mean().item()
+    assert nll < losses(tmp_path)[0] / 4
 
 
 def test_files_in_focus_are_learnt_better_than_the_others(corpus, tmp_path):
