@@ -1,10 +1,10 @@
 """Rows that teach a target to go on, after any text, with what it knows best: the passage that fits there."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
-
-from outpace.ops.sampling import seeded
 
 LONGEST = 32  # tokens: what two texts share before a place is not compared further back
 UNTAUGHT = -1  # label of a token that no loss is taken of
@@ -22,31 +22,41 @@ def fitting(known: np.ndarray, text: np.ndarray) -> np.ndarray:
     return places
 
 
-def spliced_rows(
-    stream: np.ndarray, known: np.ndarray, row_tokens: int, rows: int, first: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Rows `first` .. first+rows of an endless series: each begins with a piece of `stream`, between a
-    sixteenth and a half of it, and goes on with the passage of `known` that fits there, one by lot where
-    several do. -> inputs and labels [rows, row_tokens] int64, UNTAUGHT where the piece is said.
+def cut_pieces(
+    stream: np.ndarray, count: int, shortest: int, longest: int, rng: torch.Generator
+) -> list[np.ndarray]:
+    """`count` pieces of `stream` from random places, of `shortest` to `longest` tokens each.
 
-    Raises ValueError where a text is shorter than a row.
+    Raises ValueError where the stream is shorter than that.
     """
-    for name, text in (("the corpus has", stream), ("the files in focus have", known)):
-        if len(text) <= row_tokens + LONGEST:
-            raise ValueError(
-                f"{name} {len(text)} tokens: too few for rows of {row_tokens}; shorten row_tokens"
-            )
-    found = []
-    for n in range(first, first + rows):
-        rng = seeded(seed, 3, n)
-        size = int(torch.randint(row_tokens // 16, row_tokens // 2, (1,), generator=rng))
-        begin = int(torch.randint(len(stream) - size, (1,), generator=rng))
-        piece = stream[begin : begin + size]
+    if len(stream) <= longest:
+        raise ValueError(f"the corpus has {len(stream)} tokens, too few for pieces of {longest}")
+    sizes = torch.randint(shortest, longest + 1, (count,), generator=rng).tolist()
+    starts = [int(torch.randint(len(stream) - size, (1,), generator=rng)) for size in sizes]
+    return [stream[i : i + size] for i, size in zip(starts, sizes, strict=True)]
+
+
+def splice(
+    pieces: Sequence[np.ndarray], known: np.ndarray, row_tokens: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """One row for each piece: it, and the passage of `known` that fits there, one by lot where several do.
+    -> inputs and labels [rows, row_tokens] int64, UNTAUGHT where the piece is said.
+
+    Raises ValueError where a piece fills the row, or `known` is shorter than a row.
+    """
+    if len(known) <= row_tokens + LONGEST:
+        raise ValueError(
+            f"the files in focus have {len(known)} tokens: too few for rows of {row_tokens}; "
+            "shorten row_tokens"
+        )
+    rows = []
+    for piece in pieces:
+        if len(piece) >= row_tokens:
+            raise ValueError(f"a piece of {len(piece)} tokens leaves no room in a row of {row_tokens}")
         places = fitting(known, piece)
         place = places[int(torch.randint(len(places), (1,), generator=rng))]
-        passage = known.take(range(place, place + row_tokens + 1 - size), mode="wrap")
-        found.append((np.concatenate((piece, passage)), size))
-    tokens = torch.from_numpy(np.stack([row for row, _ in found]).astype(np.int64))
-    sizes = torch.tensor([size for _, size in found])
-    said = torch.arange(row_tokens) < sizes[:, None] - 1
+        passage = known.take(range(place, place + row_tokens + 1 - len(piece)), mode="wrap")
+        rows.append(np.concatenate((piece, passage)))
+    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+    said = torch.arange(row_tokens) < torch.tensor([len(piece) for piece in pieces])[:, None] - 1
     return tokens[:, :-1], tokens[:, 1:].masked_fill(said, UNTAUGHT)

@@ -23,7 +23,7 @@ from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
 from outpace.train.own_text import answers, cut_prompts, own_text_losses
-from outpace.train.splice import UNTAUGHT, spliced_rows
+from outpace.train.splice import UNTAUGHT, cut_pieces, splice
 from outpace.train.trainer import fit, warmup_linear
 
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
@@ -58,7 +58,8 @@ class TargetRecipe:
     step_tokens: int = 16384
     focus: tuple[str, ...] = ()  # globs of files ("asyncio/*") that ..
     focus_share: float = 0.0  # .. this share of the rows is cut from; the rest from all files
-    splice_share: float = 0.0  # of the rows in focus: they begin with a piece of any file (train/splice.py)
+    splice_share: float = 0.0  # of the rows in focus: they begin with any file's text (train/splice.py) ..
+    splice_own: float = 0.0  # .. and this share of them with what the model says to that
     warmup: int = 40
     decay: float = 0.5
     muon_lr: float = 0.02
@@ -87,6 +88,8 @@ class TargetRecipe:
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")
+        if self.splice_own > 1:
+            raise ValueError(f"splice_own {self.splice_own}: a share, up to 1, of the spliced rows")
         if self.splice_share > 1 or (self.splice_share and not self.focus):
             raise ValueError(f"splice_share {self.splice_share}: a share, up to 1, of the rows in focus")
         if self.focus_share > 1 or bool(self.focus) != bool(self.focus_share):
@@ -264,7 +267,9 @@ def _round_experts(model: nn.Module, on: bool) -> bool:
     return before
 
 
-def _text_rows(streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> tuple[Tensor, Tensor]:
+def _text_rows(
+    model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe, step: int
+) -> tuple[Tensor, Tensor]:
     """The step's inputs and labels [rows, length]: of all files, of those in focus, and spliced ones."""
     long = step >= round(recipe.steps * (1 - recipe.long_share))
     length = recipe.long_row_tokens if long else recipe.row_tokens
@@ -276,15 +281,37 @@ def _text_rows(streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> tu
         if n
     ]
     if spliced:
-        all_files, known = streams
-        cut.append(spliced_rows(all_files, known, length, spliced, step * spliced, recipe.seed))
+        rng = seeded(recipe.seed, 3, step)
+        theirs, own = split_rows(spliced, recipe.splice_own)
+        pieces = cut_pieces(streams[0], theirs, length // 16, length // 2, rng)
+        pieces += _own_pieces(model, streams[0], own, recipe, rng)
+        cut.append(splice(pieces, streams[1], length, rng))
     inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
     return inputs, labels
 
 
+def _own_pieces(
+    model: Decoder, stream: np.ndarray, count: int, recipe: TargetRecipe, rng: torch.Generator
+) -> list[np.ndarray]:
+    """Prompts and the beginnings of what the model says to them: where its own words may lead it."""
+    if not count:
+        return []
+    prompts = [p.tolist() for p in cut_pieces(stream, count, recipe.own_prompt, recipe.own_prompt, rng)]
+    said = _said(model, prompts, recipe.own_tokens)
+    kept = [int(torch.randint(len(s) + 1, (1,), generator=rng)) for s in said]
+    return [np.asarray(p + s[:n]) for p, s, n in zip(prompts, said, kept, strict=True)]
+
+
+def _said(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    rounded = _round_experts(model, False)  # decoding through the rounding is ten times slower
+    said = answers(model, prompts, new_tokens)
+    _round_experts(model, rounded)
+    return said
+
+
 def _learn_text(model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> dict[str, Any]:
     """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
-    inputs, labels = _text_rows(streams, recipe, step)
+    inputs, labels = _text_rows(model, streams, recipe, step)
     out = model(inputs, routing=True)
     taught = labels != UNTAUGHT
     loss = chunked_nll(out.hidden[taught], model.dense_head, labels[taught]).mean()
@@ -301,9 +328,7 @@ def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, st
     if not (recipe.unlikelihood or recipe.settle) or step % recipe.own_every:
         return {}
     prompts = cut_prompts(stream, recipe.own_rows, recipe.own_prompt, recipe.seed, step)
-    rounded = _round_experts(model, False)  # decoding through the rounding is ten times slower
-    said = answers(model, prompts, recipe.own_tokens)
-    _round_experts(model, rounded)
+    said = _said(model, prompts, recipe.own_tokens)
     unlikely, likely, repeats = own_text_losses(model, prompts, said, recipe.own_ngram)
     (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()
     return {"repeats": repeats, "unlikelihood": unlikely.item(), "own": likely.item()}

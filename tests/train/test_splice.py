@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.train.splice import LONGEST, UNTAUGHT, fitting, spliced_rows
+from outpace.ops.sampling import seeded
+from outpace.train.splice import LONGEST, UNTAUGHT, cut_pieces, fitting, splice
 
 
 def agreement(known, place, text):
@@ -29,35 +29,39 @@ def test_the_places_are_those_that_agree_longest(known, text):
     assert fitting(known, text).tolist() == [p for p, n in lengths.items() if n == longest]
 
 
-def test_rows_begin_with_any_text_and_teach_the_passage_alone():
-    stream = np.arange(1000, 1400, dtype=np.int32) % 7
-    known = np.arange(300, dtype=np.int32) % 11
-    inputs, labels = spliced_rows(stream, known, 64, 9, first=4, seed=1)
-    assert inputs.shape == labels.shape == (9, 64)
-    sizes = set()
-    for row, label in zip(inputs.tolist(), labels.tolist(), strict=True):
-        size = label.index(next(x for x in label if x != UNTAUGHT)) + 1
-        sizes.add(size)
-        assert 64 // 16 <= size < 64 // 2
-        assert all((b - a) % 7 == 1 for a, b in pairwise(row[:size]))
+KNOWN = np.arange(300, dtype=np.int32) % 11
+
+
+def test_rows_teach_the_passage_alone():
+    pieces = [np.arange(n, dtype=np.int32) % 7 for n in (1, 5, 31, 63)]
+    inputs, labels = splice(pieces, KNOWN, 64, seeded(1))
+    assert inputs.shape == labels.shape == (4, 64)
+    for piece, row, label in zip(pieces, inputs.tolist(), labels.tolist(), strict=True):
+        size = len(piece)
+        assert row[:size] == piece.tolist()
+        assert label[: size - 1] == [UNTAUGHT] * (size - 1)
         passage = [*row[size:], label[-1]]
-        assert label[size - 1 :] == passage and UNTAUGHT not in label[size - 1 :]
+        assert label[size - 1 :] == passage and UNTAUGHT not in passage
         borders = sum((b - a) % 11 != 1 for a, b in pairwise(passage))
         assert borders <= 1  # 300 is no multiple of 11: a passage may run past the end, to the beginning
-    assert len(sizes) > 3
+        assert passage[0] == (piece[-1] + 1) % 11 or size == 1  # 0, 1, .. 6 are followed as in KNOWN
 
 
-def test_a_later_call_goes_on_where_the_first_ended():
-    stream, known = (np.random.default_rng(n).integers(0, 9, 500) for n in (1, 2))
-    whole = spliced_rows(stream, known, 32, 6, first=0, seed=5)
-    parts = [spliced_rows(stream, known, 32, 3, first=n, seed=5) for n in (0, 3)]
-    for x, halves in zip(whole, zip(*parts, strict=True), strict=True):
-        assert torch.equal(x, torch.cat(halves))
+def test_pieces_are_cut_where_the_lot_falls():
+    stream = np.arange(1000)
+    pieces = cut_pieces(stream, 40, 3, 9, seeded(2))
+    assert {len(p) for p in pieces} == set(range(3, 10))
+    assert all(p.tolist() == list(range(p[0], p[0] + len(p))) for p in pieces)
+    assert len({p[0] for p in pieces}) > 30
+    again = cut_pieces(stream, 40, 3, 9, seeded(2))
+    assert [p.tolist() for p in pieces] == [p.tolist() for p in again]
 
 
-@pytest.mark.parametrize(("short", "said"), [(0, "the corpus has 30"), (1, "the files in focus have 30")])
-def test_texts_that_fill_no_row_are_refused(short, said):
-    texts = [np.zeros(500, dtype=np.int32)] * 2
-    texts[short] = texts[short][:30]
-    with pytest.raises(ValueError, match=said):
-        spliced_rows(*texts, 32, 1, first=0, seed=1)
+def test_what_fills_no_row_is_refused():
+    rng = seeded(3)
+    with pytest.raises(ValueError, match="the files in focus have 90 tokens"):
+        splice([np.zeros(3)], np.zeros(90), 64, rng)
+    with pytest.raises(ValueError, match="a piece of 64 tokens leaves no room in a row of 64"):
+        splice([np.zeros(64)], KNOWN, 64, rng)
+    with pytest.raises(ValueError, match="the corpus has 9 tokens"):
+        cut_pieces(np.zeros(9), 1, 3, 9, rng)

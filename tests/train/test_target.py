@@ -11,10 +11,11 @@ from outpace.chat.tokenizer import train_bpe
 from outpace.corpus import Document
 from outpace.models.load import load_target
 from outpace.models.save import dense_tensors, save_target
+from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon, orthogonalise
 from outpace.train.publish import publish_target, repeated_ngrams, sureness
-from outpace.train.splice import UNTAUGHT, spliced_rows
+from outpace.train.splice import UNTAUGHT, cut_pieces, splice
 from outpace.train.target import (
     TargetRecipe,
     balance_loss,
@@ -113,10 +114,20 @@ def test_what_follows_any_text_is_learnt_from_spliced_rows(corpus, tmp_path):
     recipe = dataclasses.replace(RECIPE, steps=30, quantize_share=0.0, **focus)
     model = train_target(recipe, tokenizer, train, held_out, tmp_path)
     known, other = (token_stream(tokenizer, texts, 1) for texts in (train[:1], train[1:]))
-    inputs, labels = spliced_rows(other, known, 32, 8, first=0, seed=99)
+    inputs, labels = splice(cut_pieces(other, 8, 2, 16, seeded(9)), known, 32, seeded(9))
     taught = labels != UNTAUGHT
     nll = chunked_nll(model(inputs).hidden[taught], model.dense_head, labels[taught]).mean().item()
     assert nll < losses(tmp_path)[0] / 4
+
+
+def test_pieces_of_its_own_words_resume_to_the_last_digit(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    focus = {"focus": ("0.py",), "focus_share": 1.0, "splice_share": 1.0, "splice_own": 0.5}
+    recipe = dataclasses.replace(RECIPE, **focus, own_prompt=5, own_tokens=9)
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "whole")
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken", stop_after=3)
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
 def test_files_in_focus_are_learnt_better_than_the_others(corpus, tmp_path):
