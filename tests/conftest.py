@@ -45,3 +45,12 @@ def twins(tmp_path_factory):
         return made[family]
 
     return twin
+
+
+@pytest.fixture
+def few_repeats(monkeypatch):
+    """A calibration of moments, which any request may make for itself: its figures mean nothing."""
+    monkeypatch.setattr("outpace.decode.calibrate.LEAST_REPEATS", 2)
+    monkeypatch.setattr("outpace.decode.calibrate.MOST_REPEATS", 2)
+    monkeypatch.setattr("outpace.decode.calibrate.STEADY", 8)
+    monkeypatch.setattr("outpace.cli.calibrate.QUICK", 1e9)

@@ -6,17 +6,9 @@ import pytest
 from test_cli import run
 
 from outpace.cli import calibrate as command
-from outpace.decode import calibrate as measuring
 
 QUICKLY = ("calibrate", "--contexts", 32, "--seconds", 0.1)
-
-
-@pytest.fixture(autouse=True)
-def _few_repeats(monkeypatch):
-    monkeypatch.setattr(measuring, "LEAST_REPEATS", 2)
-    monkeypatch.setattr(measuring, "MOST_REPEATS", 2)
-    monkeypatch.setattr(measuring, "STEADY", 8)
-    monkeypatch.setattr(command, "QUICK", 1e9)
+pytestmark = pytest.mark.usefixtures("few_repeats")
 
 
 def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):

@@ -5,18 +5,8 @@ import json
 import pytest
 from test_cli import run
 
-from outpace.cli import calibrate as command
-from outpace.decode import calibrate as measuring
-
+pytestmark = pytest.mark.usefixtures("few_repeats")
 PACKED = ("--draft-weights", "q8_0")
-
-
-@pytest.fixture(autouse=True)
-def _few_repeats(monkeypatch):
-    monkeypatch.setattr(measuring, "LEAST_REPEATS", 2)
-    monkeypatch.setattr(measuring, "MOST_REPEATS", 2)
-    monkeypatch.setattr(measuring, "STEADY", 8)
-    monkeypatch.setattr(command, "QUICK", 1e9)
 
 
 def test_the_text_is_the_same_and_the_table_is_another(monkeypatch, capsys, tmp_path):

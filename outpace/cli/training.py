@@ -35,7 +35,8 @@ def train_target(
     ] = None,
     corpus: Corpus = None,
 ) -> None:
-    """Train a small gpt-oss from raw text and save it with MXFP4 experts. Resumes where it was stopped.
+    """Train a small gpt-oss (its experts saved in MXFP4) or a dense Qwen3 from raw text. Resumes where
+    it was stopped.
 
     [bold]Example[/bold]: outpace train target --recipe recipes/target-micro.toml --out work/micro
     """

@@ -9,15 +9,13 @@ from torch import Tensor
 from outpace.decode import plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
-from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 
 SHARPEST = 1e-4  # nats: how sure of a repeated token the loss can tell apart; keeps log(1 - p) finite
 
 
-def cut_prompts(stream: np.ndarray, rows: int, tokens: int, seed: int, step: int) -> list[list[int]]:
+def cut_prompts(stream: np.ndarray, rows: int, tokens: int, rng: torch.Generator) -> list[list[int]]:
     """`rows` windows of `tokens` ids at random places of the corpus."""
-    rng = seeded(seed, step)
     starts = torch.randint(len(stream) - tokens, (rows,), generator=rng).tolist()
     return [stream[i : i + tokens].tolist() for i in starts]
 

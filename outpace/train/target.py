@@ -90,6 +90,11 @@ class TargetRecipe:
                 raise ValueError(f"{name} {value} is below 0")
         if self.splice_own > 1:
             raise ValueError(f"splice_own {self.splice_own}: a share, up to 1, of the spliced rows")
+        if self.splice_own and self.own_prompt + self.own_tokens >= self.row_tokens:
+            raise ValueError(
+                f"splice_own {self.splice_own}: own_prompt {self.own_prompt} and "
+                f"own_tokens {self.own_tokens} leave no room for a passage in row_tokens {self.row_tokens}"
+            )
         if self.splice_share > 1 or (self.splice_share and not self.focus):
             raise ValueError(f"splice_share {self.splice_share}: a share, up to 1, of the rows in focus")
         if self.focus_share > 1 or bool(self.focus) != bool(self.focus_share):
@@ -296,7 +301,7 @@ def _own_pieces(
     """Prompts and the beginnings of what the model says to them: where its own words may lead it."""
     if not count:
         return []
-    prompts = [p.tolist() for p in cut_pieces(stream, count, recipe.own_prompt, recipe.own_prompt, rng)]
+    prompts = cut_prompts(stream, count, recipe.own_prompt, rng)
     said = _said(model, prompts, recipe.own_tokens)
     kept = [int(torch.randint(len(s) + 1, (1,), generator=rng)) for s in said]
     return [np.asarray(p + s[:n]) for p, s, n in zip(prompts, said, kept, strict=True)]
@@ -327,7 +332,7 @@ def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, st
     """Gradients of the losses on what the model itself says, added to what is there; -> metrics."""
     if not (recipe.unlikelihood or recipe.settle) or step % recipe.own_every:
         return {}
-    prompts = cut_prompts(stream, recipe.own_rows, recipe.own_prompt, recipe.seed, step)
+    prompts = cut_prompts(stream, recipe.own_rows, recipe.own_prompt, seeded(recipe.seed, step))
     said = _said(model, prompts, recipe.own_tokens)
     unlikely, likely, repeats = own_text_losses(model, prompts, said, recipe.own_ngram)
     (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()

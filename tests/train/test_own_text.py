@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from outpace.decode import plain
 from outpace.decode.request import Request
+from outpace.ops.sampling import seeded
 from outpace.train.own_text import SHARPEST, answers, cut_prompts, own_text_losses, repeats
 
 
@@ -24,8 +25,8 @@ def test_repeats_by_definition(tokens, n):
 
 def test_prompts_depend_on_the_step_alone():
     stream = torch.arange(500).numpy()
-    first = cut_prompts(stream, 3, 7, seed=1, step=4)
-    assert first == cut_prompts(stream, 3, 7, seed=1, step=4) != cut_prompts(stream, 3, 7, seed=1, step=5)
+    first = cut_prompts(stream, 3, 7, seeded(1, 4))
+    assert first == cut_prompts(stream, 3, 7, seeded(1, 4)) != cut_prompts(stream, 3, 7, seeded(1, 5))
     assert all(p == list(range(p[0], p[0] + 7)) for p in first)
 
 

@@ -103,9 +103,17 @@ def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
     assert any(line.get("unlikelihood", 0) > 0 for line in lines)
 
 
-def test_a_splice_wants_files_in_focus():
-    with pytest.raises(ValueError, match=r"splice_share 0\.5"):
-        dataclasses.replace(RECIPE, splice_share=0.5)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"splice_share": 0.5}, "splice_share 0.5: a share, up to 1, of the rows in focus"),
+        ({"splice_own": 1.5}, "splice_own 1.5: a share"),
+        ({"splice_own": 0.5, "own_prompt": 30, "own_tokens": 2}, "no room for a passage in row_tokens 32"),
+    ],
+)
+def test_splices_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(RECIPE, **settings)
 
 
 def test_what_follows_any_text_is_learnt_from_spliced_rows(corpus, tmp_path):
