@@ -36,11 +36,10 @@ def cut_pieces(
     return [stream[i : i + size] for i, size in zip(starts, sizes, strict=True)]
 
 
-def splice(
-    pieces: Sequence[np.ndarray], known: np.ndarray, row_tokens: int, rng: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """One row for each piece: it, and the passage of `known` that fits there, one by lot where several do.
-    -> inputs and labels [rows, row_tokens] int64, UNTAUGHT where the piece is said.
+def splice(pieces: Sequence[np.ndarray], known: np.ndarray, row_tokens: int) -> tuple[Tensor, Tensor]:
+    """One row for each piece: it, and the passage of `known` that fits there, the first where several do, so
+    that the same words lead to the same place in every row. -> inputs and labels [rows, row_tokens] int64,
+    UNTAUGHT where the piece is said.
 
     Raises ValueError where a piece fills the row, or `known` is shorter than a row.
     """
@@ -53,8 +52,7 @@ def splice(
     for piece in pieces:
         if len(piece) >= row_tokens:
             raise ValueError(f"a piece of {len(piece)} tokens leaves no room in a row of {row_tokens}")
-        places = fitting(known, piece)
-        place = places[int(torch.randint(len(places), (1,), generator=rng))]
+        place = fitting(known, piece)[0]
         passage = known.take(range(place, place + row_tokens + 1 - len(piece)), mode="wrap")
         rows.append(np.concatenate((piece, passage)))
     tokens = torch.from_numpy(np.stack(rows).astype(np.int64))

@@ -290,7 +290,7 @@ def _text_rows(
         theirs, own = split_rows(spliced, recipe.splice_own)
         pieces = cut_pieces(streams[0], theirs, length // 16, length // 2, rng)
         pieces += _own_pieces(model, streams[0], own, recipe, rng)
-        cut.append(splice(pieces, streams[1], length, rng))
+        cut.append(splice(pieces, streams[1], length))
     inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
     return inputs, labels
 

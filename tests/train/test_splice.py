@@ -34,7 +34,7 @@ KNOWN = np.arange(300, dtype=np.int32) % 11
 
 def test_rows_teach_the_passage_alone():
     pieces = [np.arange(n, dtype=np.int32) % 7 for n in (1, 5, 31, 63)]
-    inputs, labels = splice(pieces, KNOWN, 64, seeded(1))
+    inputs, labels = splice(pieces, KNOWN, 64)
     assert inputs.shape == labels.shape == (4, 64)
     for piece, row, label in zip(pieces, inputs.tolist(), labels.tolist(), strict=True):
         size = len(piece)
@@ -60,8 +60,8 @@ def test_pieces_are_cut_where_the_lot_falls():
 def test_what_fills_no_row_is_refused():
     rng = seeded(3)
     with pytest.raises(ValueError, match="the files in focus have 90 tokens"):
-        splice([np.zeros(3)], np.zeros(90), 64, rng)
+        splice([np.zeros(3)], np.zeros(90), 64)
     with pytest.raises(ValueError, match="a piece of 64 tokens leaves no room in a row of 64"):
-        splice([np.zeros(64)], KNOWN, 64, rng)
+        splice([np.zeros(64)], KNOWN, 64)
     with pytest.raises(ValueError, match="the corpus has 9 tokens"):
         cut_pieces(np.zeros(9), 1, 3, 9, rng)
