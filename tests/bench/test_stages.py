@@ -13,6 +13,7 @@ from rich.console import Console
 from outpace.bench.stages import compare_stages, show_stages
 from outpace.cli.main import main
 from outpace.drafts.load import build_dflash, build_eagle3
+from outpace.load import EMBEDDED
 
 TEXTS = [tiny.tokens(n, seed=n).tolist() for n in (19, 2, 11)]
 
@@ -149,9 +150,10 @@ def verify(monkeypatch, capsys, *arguments):
 
 def test_the_command(monkeypatch, capsys, tmp_path):
     """On the embedded draft."""
+    block = json.loads((EMBEDDED / "dflash" / "config.json").read_text())["block_size"]
     code, out, _ = verify(monkeypatch, capsys, "--prompts", "1", "--json")
     said = json.loads(out)
-    assert code == 0 and said["passed"] and said["kind"] == "DFlash" and said["rows"] == 8
+    assert code == 0 and said["passed"] and said["kind"] == "DFlash" and said["rows"] == block
     code, _, err = verify(monkeypatch, capsys, "--draft", "ngram")
     assert code == 2 and "has no stages" in err
     code, _, err = verify(monkeypatch, capsys, "--cache", str(tmp_path))
