@@ -94,12 +94,19 @@ def _write_shard(folder: Path, n: int, held: dict[str, Tensor]) -> tuple[Path, l
     temporary = folder / f"shard-{n}.safetensors.tmp"
     try:
         save_file(held, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o666 & ~_umask())  # safetensors makes files that the owner alone may read
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return temporary, list(held), sum(t.nbytes for t in held.values())
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no other way to ask
+    os.umask(mask)
+    return mask
 
 
 def stream_file(

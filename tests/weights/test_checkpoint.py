@@ -1,6 +1,7 @@
 """Checkpoint folders: what is written is read back, and what is wrong is refused by name."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -268,3 +269,13 @@ def test_rope_is_read_in_both_forms():
     assert parse_config(old).rope == parse_config(tiny.LLAMA).rope
     old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
     assert parse_config(old).rope == parse_config(tiny.LLAMA).rope
+
+
+def test_weights_may_be_read_by_whoever_reads_the_config(tmp_path):
+    before = os.umask(0o022)
+    try:
+        save_checkpoint(tmp_path, {}, [("a", torch.zeros(2))])
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {0o644}
