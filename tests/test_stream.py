@@ -16,6 +16,7 @@ from outpace.load import EMBEDDED
 from outpace.ops.sampling import Sampling
 from outpace.stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
 
+LAYERS = json.loads((EMBEDDED / "target" / "config.json").read_text())["num_hidden_layers"]
 TEXT = "def f(x):\n    return x  # gr\u00f6\u00dfer \U0001f642\n" * 9
 
 
@@ -217,8 +218,8 @@ def test_layers_and_largest_logits(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--layers", 99), "layers 99: give 1 to "),
-        (("--layers", 3, "--draft", "default"), "; this one has 3"),
+        (("--layers", LAYERS + 1), f"layers {LAYERS + 1}: give 1 to {LAYERS}"),
+        (("--layers", 3, "--draft", "default"), f"num_target_layers {LAYERS}; this one has 3"),
         (("--top-logits", 0), "top_logits 0: ask for at least 1"),
     ],
 )

@@ -17,7 +17,7 @@ from outpace.doctor.forward import read_attention, read_mlps
 from outpace.doctor.mistakes import Mistake, attention_mistakes, mlp_mistakes
 from outpace.doctor.reading import Reading, right_reading
 from outpace.doctor.sides import layer_of
-from outpace.doctor.speech import CHANCE, GOOD, token_losses
+from outpace.doctor.speech import CHANCE, token_losses
 from outpace.doctor.weights import attention_weights, mlp_weights
 from outpace.models.blocks import Experts
 from outpace.models.decoder import Decoder
@@ -173,12 +173,12 @@ def check_scale(losses: dict[Names, Tensor], vocab: int) -> Check:
     found = gains(losses)
     if not found:
         return Check(name=name, verdict="skipped", said="the model has no experts")
-    base, chance, good = float(losses[AS_IS].mean()), CHANCE * math.log(vocab), GOOD * math.log(vocab)
+    base, chance = float(losses[AS_IS].mean()), CHANCE * math.log(vocab)
     said = ", ".join(f"{g.loss:.2f} {g.said.split(': ')[1]}" for g in found)
     said = f"{base:.2f} nats a token as it is, {said}"
     evidence = {"as it is": base} | _figures(found)
     best = found[0]
-    if best.better and best.loss < good:
+    if best.better and best.loss < chance:
         said = f"{best.said}: read so, the text is predicted better ({said}; z = {best.z:.0f})"
         return Check(name=name, verdict="fail", said=said, evidence=evidence)
     if base < chance and all(g.worse for g in found):
@@ -191,9 +191,9 @@ def check_scale(losses: dict[Names, Tensor], vocab: int) -> Check:
 
 def check_readings(losses: dict[Names, Tensor], vocab: int) -> Check:
     found, base = gains(losses), float(losses[AS_IS].mean())
-    best, chance, good = _plainest(found), CHANCE * math.log(vocab), GOOD * math.log(vocab)
+    best, chance = _plainest(found), CHANCE * math.log(vocab)
     evidence = _figures(found)
-    if best.better and best.loss < good:
+    if best.better and best.loss < chance:
         others = [g.said for g in found if _as_good(g, best, losses)]
         also = f" (or {' or '.join(others)}: this text does not tell them apart)" if others else ""
         said = (

@@ -10,14 +10,14 @@ from outpace.decode import plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.train.losses import chunked_nll
+from outpace.train.splice import cut_pieces
 
 SHARPEST = 1e-4  # nats: how sure of a repeated token the loss can tell apart; keeps log(1 - p) finite
 
 
 def cut_prompts(stream: np.ndarray, rows: int, tokens: int, rng: torch.Generator) -> list[list[int]]:
-    """`rows` windows of `tokens` ids at random places of the corpus."""
-    starts = torch.randint(len(stream) - tokens, (rows,), generator=rng).tolist()
-    return [stream[i : i + tokens].tolist() for i in starts]
+    """`rows` windows of `tokens` ids at random places of the corpus. Raises ValueError where it is shorter."""
+    return [piece.tolist() for piece in cut_pieces(stream, rows, tokens, tokens, rng)]
 
 
 def repeats(tokens: Sequence[int], n: int) -> list[bool]:

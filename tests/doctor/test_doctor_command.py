@@ -9,6 +9,8 @@ from planted import each, plant
 from outpace.cli.main import main
 from outpace.load import target_path
 
+LAYERS = json.loads((target_path("default") / "config.json").read_text())["num_hidden_layers"]
+
 
 def run(monkeypatch, capsys, *arguments):
     """-> exit code, stdout, stderr."""
@@ -52,7 +54,7 @@ def test_a_failure_exits_1_and_json_says_what(monkeypatch, capsys, tmp_path):
         (("default", "--reference", "gguf"), "--reference gguf needs a file"),
         (("default", "other"), "a second path belongs to --reference"),
         (("default", "--tokens", 1), "at least 2"),
-        (("default", "--layers", 99), "give 1 to "),
+        (("default", "--layers", LAYERS + 1), f"give 1 to {LAYERS}"),
         (("default", "--reference", "hf", "no/such"), "no/such is not there"),
         (("default", "--text", "no/such.txt"), "no/such.txt"),
     ],
