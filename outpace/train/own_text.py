@@ -16,7 +16,7 @@ SHARPEST = 1e-4  # nats: how sure of a repeated token the loss can tell apart; k
 
 
 def cut_prompts(stream: np.ndarray, rows: int, tokens: int, rng: torch.Generator) -> list[list[int]]:
-    """`rows` windows of `tokens` ids at random places of the corpus. Raises ValueError where it is shorter."""
+    """`rows` windows of `tokens` ids from random places. Raises ValueError where the corpus is shorter."""
     return [piece.tolist() for piece in cut_pieces(stream, rows, tokens, tokens, rng)]
 
 
