@@ -1,0 +1,59 @@
+"""Rows of training text: the whole corpus as one stream, cut anew every epoch, and the files in focus."""
+
+from fnmatch import fnmatch
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.chat.tokenizer import END_OF_TEXT, encode, token_id
+from outpace.corpus import Document
+from outpace.ops.sampling import seeded
+
+
+def token_stream(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
+    """All documents in one shuffled row of ids, each closed by <|endoftext|>; int32 [n]."""
+    end = token_id(tokenizer, END_OF_TEXT)
+    order = torch.randperm(len(documents), generator=seeded(seed)).tolist()
+    ids: list[int] = []
+    for i in order:
+        ids += [*encode(tokenizer, documents[i].text), end]
+    return np.asarray(ids, dtype=np.int32)
+
+
+def rows_of_step(
+    stream: np.ndarray, row_tokens: int, rows: int, first: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Rows `first` .. first+rows of an endless walk over shuffled, non-overlapping windows, whose cut
+    points move every epoch. -> inputs and labels [rows, row_tokens] int64."""
+    per_epoch = (len(stream) - 1) // row_tokens - 1
+    if per_epoch < 1:
+        raise ValueError(
+            f"the corpus has {len(stream)} tokens: too few for rows of {row_tokens}; shorten row_tokens"
+        )
+    found = []
+    for n in range(first, first + rows):
+        epoch, i = divmod(n, per_epoch)
+        rng = seeded(seed, epoch)
+        shift = int(torch.randint(row_tokens, (1,), generator=rng))
+        window = int(torch.randperm(per_epoch, generator=rng)[i])
+        begin = shift + window * row_tokens
+        found.append(stream[begin : begin + row_tokens + 1])
+    tokens = torch.from_numpy(np.stack(found).astype(np.int64))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def split_rows(rows: int, focus_share: float) -> tuple[int, int]:
+    """How many of a step's rows come from all files, and how many from those in focus."""
+    focused = round(rows * focus_share)
+    return rows - focused, focused
+
+
+def matching(documents: list[Document], globs: tuple[str, ...]) -> list[Document]:
+    """The documents whose name fits a glob. Raises ValueError for a glob that fits none."""
+    for glob in globs:
+        if not any(fnmatch(d.name, glob) for d in documents):
+            example = documents[0].name
+            raise ValueError(f"focus {glob!r} fits none of the {len(documents)} files, such as {example}")
+    return [d for d in documents if any(fnmatch(d.name, glob) for glob in globs)]
