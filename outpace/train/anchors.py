@@ -44,11 +44,18 @@ class Packed:
     final: Tensor | None = None  # [A, n, C]: of the token before each label, where it was asked for
 
 
-def draw_anchors(prompt_length: int, length: int, count: int, rng: torch.Generator) -> Tensor:
+def draw_anchors(
+    prompt_length: int, length: int, count: int, rng: torch.Generator, first: Tensor | None = None
+) -> Tensor:
     """Up to `count` positions, ascending, without repetition, [A] int64: an anchor and its successor are
-    both of the response, prompt_length <= anchor <= length - 2. Empty where the row has none."""
+    both of the response, prompt_length <= anchor <= length - 2. Empty where the row has none. Those in
+    `first` that may be anchors are taken before any other."""
     room = max(0, length - 1 - prompt_length)
-    return (prompt_length + torch.randperm(room, generator=rng)[:count]).sort().values
+    drawn = prompt_length + torch.randperm(room, generator=rng)
+    if first is not None:
+        early = torch.isin(drawn, first)
+        drawn = torch.cat((drawn[early], drawn[~early]))
+    return drawn[:count].sort().values
 
 
 def pack(
@@ -60,20 +67,23 @@ def pack(
     features: Sequence[int] | None = None,
     *,
     final: bool = False,
+    begun: Sequence[Tensor] | None = None,
 ) -> Packed:
     """Draw `count` anchors a row, from its first `cut` tokens, and pack what one step needs.
 
     The context of a row ends before its last anchor: nothing sees more. `features` are the indices into
-    aux that are wanted, None for all; `final`: the target's final states are wanted too. Raises ValueError
+    aux that are wanted, None for all; `final`: the target's final states are wanted too; `begun`: for each
+    row the positions to take as anchors before any is drawn (train/rounds.py). Raises ValueError
     where no row has two tokens of response, and where a row holds no final states.
     """
     within = torch.arange(block_size)
     pieces: list[tuple[Tensor, ...]] = []
     states: list[Tensor] = []
     first, starts = [0], [0]
-    for row in rows:
+    for i, row in enumerate(rows):
         tokens = row.tokens[:cut]
-        anchors = draw_anchors(row.prompt_length, len(tokens), count, rng)
+        early = None if begun is None else begun[i]
+        anchors = draw_anchors(row.prompt_length, len(tokens), count, rng, early)
         if not len(anchors):
             continue
         end = int(anchors[-1])

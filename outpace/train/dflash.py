@@ -32,6 +32,7 @@ from outpace.train.drafts import (
     rows_of_step,
     write_provenance,
 )
+from outpace.train.rounds import Rounds
 
 
 def block_states(
@@ -114,13 +115,17 @@ def train_dflash(
     target.requires_grad_(False)
     objective = Objective.of(draft, target, recipe)
     taught, kept = recipe.taught(cache), recipe.judged(cache)
+    rounds = Rounds(len(cache), recipe.anchors)
 
     def loss_of(step: int) -> StepLoss:
-        rows = [cache.sample(taught[i]) for i in rows_of_step(step, recipe, len(taught))]
+        samples = [taught[i] for i in rows_of_step(step, recipe, len(taught))]
+        rows = [cache.sample(i) for i in samples]
         rng = seeded(recipe.seed, 1, step)
         how = recipe.block_size, recipe.anchors, recipe.row_tokens, rng, layers
-        packed = pack(rows, *how, final=recipe.final)
+        begun = [rounds.of(i, row.prompt_length) for i, row in zip(samples, rows, strict=True)]
+        packed = pack(rows, *how, final=recipe.final, begun=begun if recipe.rounds else None)
         found = objective(block_states(draft, target, packed, recipe.dtype, recipe.recompute), packed)
+        rounds.ended(samples, packed.layout, found.hits)
         return StepLoss(found.loss, packed.row_tokens, accuracy(found.hits, packed.valid) | found.more)
 
     def judge() -> dict[str, Any]:
@@ -133,7 +138,8 @@ def train_dflash(
             metrics["tau"] = measure_tau(draft.bind(target), target, prompts, recipe.eval_new_tokens)
         return metrics
 
-    if learn(draft, recipe, folder, "dflash", loss_of, judge, by_adam=BY_ADAM, stop_after=stop_after):
+    parts = {"rounds": rounds} if recipe.rounds else {}
+    if learn(draft, recipe, folder, "dflash", loss_of, judge, parts, by_adam=BY_ADAM, stop_after=stop_after):
         if kept:
             hits, valid, sure = unseen(draft, target, cache, kept, recipe, layers)
             draft.config = replace(draft.config, temperatures=fit_temperatures(sure, hits, valid))

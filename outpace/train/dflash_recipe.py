@@ -36,6 +36,7 @@ class DFlashRecipe(TrainingRecipe):
     sliding_window: int = 0  # of every layer; 0: they see all of the context
     target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; () is all of them
     anchors: int = 128  # of a row
+    rounds: bool = False  # they stand where decoding's rounds would begin (train/rounds.py), not anywhere
     loss: str = "ce"  # of train/losses.py: ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
     weights: str = "dpace"  # of the positions of a block: dpace, dpace-soft, decay, auf, flat
     alpha: float = 0.5  # D-PACE's smoothing

@@ -122,13 +122,14 @@ def learn(
     title: str,
     loss_of: Callable[[int], StepLoss],
     judge: Callable[[], dict[str, Any]],
+    more: dict[str, Any] | None = None,
     *,
     by_adam: Sequence[str] = (),
     stop_after: int | None = None,
 ) -> bool:
     """Train `draft` in place on loss_of(step) of every step, from folder/checkpoint.pt where there is one;
-    -> whether the last step is done. `judge` is asked every `eval_every` steps and at the end. `by_adam`:
-    as in `optimizers`."""
+    -> whether the last step is done. `judge` is asked every `eval_every` steps and at the end. `more`: what a
+    checkpoint holds besides the draft and its optimizers. `by_adam`: as in `optimizers`."""
     learners = optimizers(draft, recipe, by_adam)
     warmup = max(1, round(recipe.steps * recipe.warmup_share))
 
@@ -151,7 +152,7 @@ def learn(
             metrics |= judge()
         return metrics
 
-    parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}}
+    parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}, **(more or {})}
     fit(folder, recipe, update, parts, title=title, stop_after=stop_after)
     done: int = json.loads(log_lines(folder)[-1])["step"] + 1
     return done == recipe.steps

@@ -19,7 +19,6 @@ from outpace.models.load import build
 from outpace.models.save import dense_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
-from outpace.train.lookahead import Lookahead
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
 from outpace.train.own_text import answers, cut_prompts, own_text_losses
@@ -27,7 +26,6 @@ from outpace.train.rows import matching, rows_of_step, split_rows, token_stream
 from outpace.train.splice import UNTAUGHT, cut_pieces, splice
 from outpace.train.trainer import fit, warmup_linear
 
-MAY_BE_ZERO = ("seed", "warmup", "lookahead_layer")
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -77,9 +75,6 @@ class TargetRecipe:
     own_prompt: int = 128
     own_tokens: int = 192
     own_ngram: int = 8
-    lookahead: float = 0.0  # weight of the loss on tokens after the next (train/lookahead.py) ..
-    lookahead_tokens: int = 8  # .. on so many of them ..
-    lookahead_layer: int = 0  # .. read from this layer's output
     seed: int = 1
     bfloat16: bool = True
     save_every: int = 100
@@ -89,12 +84,10 @@ class TargetRecipe:
         if self.architecture not in TRAINED:
             raise ValueError(f"architecture {self.architecture!r}: known are {', '.join(TRAINED)}")
         for name, value in vars(self).items():
-            if type(value) is int and value < 1 and name not in MAY_BE_ZERO:
+            if type(value) is int and value < 1 and name not in ("seed", "warmup"):
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")
-        if not 0 <= self.lookahead_layer < self.num_layers:
-            raise ValueError(f"lookahead_layer {self.lookahead_layer}: layers are 0..{self.num_layers - 1}")
         if self.splice_own > 1:
             raise ValueError(f"splice_own {self.splice_own}: a share, up to 1, of the spliced rows")
         if self.splice_own and self.own_prompt + self.own_tokens >= self.row_tokens:
@@ -200,18 +193,15 @@ def bits_per_byte(
     return nll / math.log(2) / size
 
 
-def optimizers(learning: nn.Module, recipe: TargetRecipe) -> tuple[Muon, torch.optim.AdamW]:
+def optimizers(model: nn.Module, recipe: TargetRecipe) -> tuple[Muon, torch.optim.AdamW]:
     """Matrices inside the blocks learn by Muon; embedding, head, router, norms and biases by AdamW."""
     inner = [
         p
-        for name, p in learning.named_parameters()
-        if p.dim() >= 2
-        and ("layers." in name or "matrices" in name)
-        and "router" not in name
-        and "bias" not in name
+        for name, p in model.named_parameters()
+        if p.dim() >= 2 and "layers." in name and "router" not in name and "bias" not in name
     ]
     known = {id(p) for p in inner}
-    rest = [p for p in learning.parameters() if id(p) not in known]
+    rest = [p for p in model.parameters() if id(p) not in known]
     adam = torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return Muon(inner, recipe.muon_lr, weight_decay=recipe.weight_decay), adam
 
@@ -277,23 +267,18 @@ def _said(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[lis
     return said
 
 
-def _learn_text(
-    model: Decoder, ahead: Lookahead | None, streams: list[np.ndarray], recipe: TargetRecipe, step: int
-) -> dict[str, Any]:
-    """Gradients of the losses on the step's rows, added to what is there; -> metrics."""
+def _learn_text(model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> dict[str, Any]:
+    """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
     inputs, labels = _text_rows(model, streams, recipe, step)
-    out = model(inputs, routing=True, aux=() if ahead is None else (recipe.lookahead_layer,))
+    out = model(inputs, routing=True)
     taught = labels != UNTAUGHT
     loss = chunked_nll(out.hidden[taught], model.dense_head, labels[taught]).mean()
-    total, metrics = recipe.text * loss, {"loss": loss.item()}
-    if out.routing:
-        balance = balance_loss(out.routing, recipe.experts_per_token)
-        total, metrics["balance"] = total + recipe.balance * balance, balance.item()
-    if ahead is not None and out.aux is not None:
-        later = ahead(out.aux[0], model.dense_head.detach(), labels)
-        total, metrics["ahead"] = total + recipe.lookahead * later.mean(), later.tolist()
-    total.backward()
-    return metrics
+    if not out.routing:
+        (recipe.text * loss).backward()
+        return {"loss": loss.item()}
+    balance = balance_loss(out.routing, recipe.experts_per_token)
+    (recipe.text * loss + recipe.balance * balance).backward()
+    return {"loss": loss.item(), "balance": balance.item()}
 
 
 def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, step: int) -> dict[str, Any]:
@@ -327,9 +312,7 @@ def train_target(
     if init is not None:
         _take_weights(model, init)
     model.dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
-    ahead = Lookahead(recipe.hidden_size, recipe.lookahead_tokens) if recipe.lookahead else None
-    learning = nn.ModuleList([model] if ahead is None else [model, ahead])
-    muon, adam = optimizers(learning, recipe)
+    muon, adam = optimizers(model, recipe)
     streams = [token_stream(tokenizer, train, recipe.seed)]
     if recipe.focus:
         streams.append(token_stream(tokenizer, matching(train, recipe.focus), recipe.seed))
@@ -341,9 +324,8 @@ def train_target(
         for optimizer, lr in ((muon, recipe.muon_lr), (adam, recipe.adam_lr)):
             for group in optimizer.param_groups:  # looked up anew: loading a checkpoint replaces them
                 group["lr"] = lr * factor
-        metrics = _learn_own_text(model, streams[0], recipe, step)
-        metrics |= _learn_text(model, ahead, streams, recipe, step)
-        nn.utils.clip_grad_norm_(learning.parameters(), 1.0)
+        metrics = _learn_own_text(model, streams[0], recipe, step) | _learn_text(model, streams, recipe, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in (muon, adam):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -351,7 +333,7 @@ def train_target(
             metrics["bits_per_byte"] = bits_per_byte(model, tokenizer, held_out[::8])
         return metrics
 
-    parts = {"model": model, "muon": muon, "adam": adam} | ({} if ahead is None else {"ahead": ahead})
+    parts = {"model": model, "muon": muon, "adam": adam}
     fit(folder, recipe, update, parts, title="target", stop_after=stop_after)
     model.dtype = torch.float32
     return model

@@ -36,6 +36,16 @@ def test_anchors_have_loss_on_themselves_and_their_successor():
     assert {int(a) for x in drawn for a in x} == set(range(10, 59))
 
 
+def test_the_first_are_taken_before_any_other_where_they_may_be_anchors():
+    first = torch.tensor([5, 30, 30, 58, 59, 200, 9])  # 30 twice; 9 is of the prompt, 59 the last token
+    for i in range(50):
+        drawn = draw_anchors(10, 60, 7, rng(i), first).tolist()
+        assert len(set(drawn)) == 7 and drawn == sorted(drawn) and {30, 58} <= set(drawn)
+    assert draw_anchors(10, 60, 2, rng(), first).tolist() == [30, 58]
+    of_many = [draw_anchors(10, 60, 5, rng(i), torch.arange(20, 40)).tolist() for i in range(50)]
+    assert {a for drawn in of_many for a in drawn} == set(range(20, 40))
+
+
 def test_pack():
     rows = [sample(19, 4, 1), sample(6, 5, 2), sample(31, 2, 3, offset=1000)]  # the second has no anchor
     packed = pack(rows, 5, 6, 25, rng())

@@ -119,9 +119,9 @@ def test_every_row_is_seen_once_an_epoch():
     assert seen[:7] != seen[7:14]
 
 
-@pytest.mark.parametrize("muon_lr", [0.0, 0.02])
-def test_resumed_run_is_the_unbroken_run(target, cache, tmp_path, muon_lr):
-    recipe = replace(RECIPE, muon_lr=muon_lr)
+@pytest.mark.parametrize("changes", [{}, {"muon_lr": 0.02}, {"rounds": True}])
+def test_resumed_run_is_the_unbroken_run(target, cache, tmp_path, changes):
+    recipe = replace(RECIPE, **changes)
     whole = train_dflash(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "a")
     train_dflash(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path / "b", stop_after=3)
     assert not (tmp_path / "b" / "config.json").exists()

@@ -135,18 +135,6 @@ def test_pieces_of_its_own_words_resume_to_the_last_digit(corpus, tmp_path):
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
-def test_states_that_look_ahead_resume_to_the_last_digit_and_leave_no_weights(corpus, tmp_path):
-    tokenizer, train, held_out = corpus
-    recipe = dataclasses.replace(RECIPE, lookahead=0.5, lookahead_tokens=3, lookahead_layer=1)
-    whole = train_target(recipe, tokenizer, train, held_out, tmp_path / "whole")
-    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken", stop_after=3)
-    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken")
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-    plain = train_target(RECIPE, tokenizer, train, held_out, tmp_path / "plain")
-    assert losses(tmp_path / "whole") != losses(tmp_path / "plain")
-    assert dense_tensors(whole).keys() == dense_tensors(plain).keys()
-
-
 def test_files_in_focus_are_learnt_better_than_the_others(corpus, tmp_path):
     tokenizer, train, held_out = corpus
     recipe = dataclasses.replace(RECIPE, steps=30, focus=("[01].py",), focus_share=1.0, quantize_share=0.0)

@@ -1,0 +1,63 @@
+"""Anchors follow the rounds: what is drawn settles where decoding would begin its blocks."""
+
+from types import SimpleNamespace
+
+import torch
+
+from outpace.train.anchors import pack
+from outpace.train.rounds import Rounds
+
+BLOCK, PROMPT = 5, 4
+
+
+def row(T, seed):
+    tokens = torch.randint(50, (T,), generator=torch.Generator().manual_seed(seed))
+    return SimpleNamespace(tokens=tokens, prompt_length=PROMPT, aux=torch.zeros(2, T, 6), offset=0)
+
+
+def drafted(packed, hard):
+    """Hits of a draft that guesses every token right but those at the positions `hard`."""
+    at = packed.layout.seen[:, None] + torch.arange(1, BLOCK)
+    return ~torch.isin(at, hard) & packed.valid
+
+
+def begins(T, hard):
+    """The anchors of decoding itself, one round after the other."""
+    found, at = [], PROMPT
+    while at <= T - 2:
+        found.append(at)
+        at += 1
+        while at not in hard and at < found[-1] + BLOCK:
+            at += 1
+    return found
+
+
+def test_they_settle_on_the_rounds_of_decoding():
+    hard = torch.tensor([9, 10, 17, 23, 31, 32, 33, 40])
+    samples, rows = [3, 1], [row(47, 1), row(38, 2)]
+    rounds = Rounds(5, 12)
+    for step in range(30):
+        rng = torch.Generator().manual_seed(step)
+        begun = [rounds.of(i, r.prompt_length) for i, r in zip(samples, rows, strict=True)]
+        packed = pack(rows, BLOCK, 12, None, rng, begun=begun)
+        rounds.ended(samples, packed.layout, drafted(packed, hard))
+    for sample, r in zip(samples, rows, strict=True):
+        real = begins(len(r.tokens), hard.tolist())
+        settled = set(rounds.of(sample, PROMPT).tolist()) & set(range(len(r.tokens) - 1))
+        assert len(settled) >= 6 and len(settled & set(real)) >= 0.7 * len(settled)
+    assert (rounds.begins[[0, 2, 4]] == -1).all()
+
+
+def test_the_first_round_of_a_response_is_always_among_them():
+    rounds = Rounds(1, 3)
+    packed = pack(
+        [row(30, 1)], BLOCK, 3, None, torch.Generator().manual_seed(1), begun=[rounds.of(0, PROMPT)]
+    )
+    assert packed.layout.seen[0] == PROMPT
+
+
+def test_a_block_that_is_right_to_its_end_is_followed_behind_the_bonus():
+    rounds = Rounds(1, 4)
+    packed = pack([row(90, 1)], BLOCK, 1, None, torch.Generator().manual_seed(1), begun=[rounds.of(0, 4)])
+    rounds.ended([0], packed.layout, packed.valid)
+    assert rounds.begins.tolist() == [[4 + BLOCK, -1, -1, -1]]
