@@ -31,7 +31,11 @@ def train_target(
     recipe: Recipe = None,
     set_: Set = None,
     init: Annotated[
-        str | None, typer.Option(help="Go on from the weights and tokenizer of a folder, or 'default'.")
+        str | None,
+        typer.Option(
+            help="Go on from the weights and tokenizer of a folder, or 'default'; its sizes then stand, not "
+            "the recipe's."
+        ),
     ] = None,
     corpus: Corpus = None,
 ) -> None:
@@ -45,10 +49,11 @@ def train_target(
     from outpace.load import open_target, target_path
     from outpace.train import publish, target
 
-    settings = recipe_settings(target.TargetRecipe, recipe, set_)
+    start, known = (None, None) if init is None else open_target(init)
+    shape = {} if start is None else target.shape_of(start.config)
+    settings = recipe_settings(target.TargetRecipe, recipe, set_, **shape)
     train, held_out = split(read_corpus(corpus))
     out.mkdir(parents=True, exist_ok=True)
-    start, known = (None, None) if init is None else open_target(init)
     if not (out / "tokenizer.json").exists():
         bpe = known or train_bpe((d.text for d in train), settings.vocab_size)
         bpe.save(str(out / "tokenizer.json.tmp"))

@@ -151,6 +151,18 @@ class TargetRecipe:
         )
 
 
+def shape_of(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a recipe that a trained target settles."""
+    own = ("architecture", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    rope = config.rope
+    positions = {"original_max_position": rope.original_max_position, "rope_factor": rope.factor}
+    found = {name: getattr(config, name) for name in own} | positions | {"rope_theta": rope.theta}
+    if not config.num_experts:
+        return found | {"intermediate_size": config.intermediate_size}
+    experts = ("expert_size", "num_experts", "experts_per_token", "sliding_window")
+    return found | {name: getattr(config, name) for name in experts}
+
+
 def init_weights(model: nn.Module, seed: int) -> None:
     """Normal with std 1/sqrt(fan-in); what writes into the residual stream starts at zero."""
     rng = seeded(seed)

@@ -18,9 +18,11 @@ from outpace.train.publish import publish_target, repeated_ngrams, sureness
 from outpace.train.rows import matching, rows_of_step, split_rows, token_stream
 from outpace.train.splice import UNTAUGHT, cut_pieces, splice
 from outpace.train.target import (
+    TRAINED,
     TargetRecipe,
     balance_loss,
     bits_per_byte,
+    shape_of,
     train_target,
 )
 
@@ -191,6 +193,13 @@ def test_a_start_of_another_shape_is_refused(corpus, tmp_path):
     save_target(model, tmp_path / "model")
     with pytest.raises(ValueError, match="differ in sliding_window"):
         train_target(other, tokenizer, train, held_out, tmp_path / "b", init=load_target(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("architecture", TRAINED)
+def test_the_shape_of_a_start_is_a_recipe_of_its_own(architecture):
+    recipe = dataclasses.replace(RECIPE, architecture=architecture, intermediate_size=80, rope_theta=5e4)
+    config = recipe.config(7)
+    assert TargetRecipe(**shape_of(config)).config(7) == config
 
 
 @pytest.mark.parametrize("name, value", [("own_every", 0), ("steps", 0), ("unlikelihood", -1.0)])
