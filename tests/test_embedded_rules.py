@@ -75,9 +75,10 @@ def exact(prompt, how):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_texts_come_as_often_as_they_should(rule):
-    """300 rows of one prompt; a round verifies two guesses of each."""
+    """300 rows of one prompt; a round verifies two guesses of each. Hot, for the target is sure of its words: at
+    temperature 1 a few texts would have all the chance."""
     target, draft, _ = embedded()
-    how, rows, prompt = Sampling(temperature=1.0, top_k=3), 300, prompts()[2]
+    how, rows, prompt = Sampling(temperature=3.0, top_k=3), 300, prompts()[0]
     request = Request(max_new_tokens=3, sampling=how, rule=rule)
     got = speculative.generate(
         target, draft, [prompt] * rows, request, rng=torch.Generator().manual_seed(8), controller=Fixed(3)
@@ -91,7 +92,7 @@ def test_texts_come_as_often_as_they_should(rule):
     k = len(counts) - 1
     x = float(((counts - expected) ** 2 / expected).sum())
     assert k > 10 and (x - k) / (2 * k) ** 0.5 < 4
-    assert got.trace.accept_rate > 0.1
+    assert got.trace.accept_rate > 0.25
 
 
 def outpace(monkeypatch, capsys, *arguments):

@@ -27,6 +27,14 @@ def target(tmp_path_factory):
     return samples.target_files(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A folder with a DFlash that every format can say."""
+    folder = tmp_path_factory.mktemp("plain") / "draft"
+    export_draft(samples.dflash(torch.bfloat16), "zlab", folder)
+    return folder
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """run(*arguments) -> exit code, stdout, stderr, each on lines of any length."""
@@ -45,13 +53,19 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("to", ["zlab", "speculators", "transformers", "gguf"])
-def test_the_embedded_draft_goes_out_and_comes_back(run, tmp_path, to):
+def test_a_draft_goes_out_and_comes_back(run, plain, target, tmp_path, to):
     out = tmp_path / "draft.gguf" if to == "gguf" else tmp_path / to
-    code, said, _ = run("export", "default", "--to", to, "--out", out, "--target", "default")
+    code, said, _ = run("export", plain, "--to", to, "--out", out, "--target", target.path)
     assert code == 0 and f"written as {to} (from zlab)" in said
-    code, said, _ = run("import", out, "--out", tmp_path / "back", "--target", "default")
+    code, said, _ = run("import", out, "--out", tmp_path / "back", "--target", target.path)
     assert code == 0 and f"zlab, read from {to}" in said
-    samples.same(read_draft(EMBEDDED_DRAFT)[1], read_draft(tmp_path / "back")[1])
+    samples.same(read_draft(plain)[1], read_draft(tmp_path / "back")[1])
+
+
+def test_the_embedded_draft_goes_out_and_comes_back(run, tmp_path):
+    code, said, _ = run("export", "default", "--to", "zlab", "--out", tmp_path / "d", "--target", "default")
+    assert code == 0 and "written as zlab (from zlab)" in said
+    samples.same(read_draft(EMBEDDED_DRAFT)[1], read_draft(tmp_path / "d")[1])
 
 
 def test_the_precision_may_be_changed(run, tmp_path):
@@ -104,8 +118,8 @@ ERRORS = [
     (("export", "no/such", "--to", "zlab", "--out", "OUT"), "no/such is not there"),
     (("export", "default", "--to", "onnx", "--out", "OUT"), "--to onnx: the formats are zlab, speculators"),
     (("export", "default", "--to", "sglang-eagle3", "--out", "OUT"), "this is a DFlash: choose zlab or"),
-    (("export", "default", "--to", "speculators", "--out", "OUT"), "give --target"),
-    (("export", "default", "--to", "gguf", "--out", "OUT.gguf"), "give --target"),
+    (("export", "PLAIN", "--to", "speculators", "--out", "OUT"), "give --target"),
+    (("export", "PLAIN", "--to", "gguf", "--out", "OUT.gguf"), "give --target"),
     (("export", "default", "--to", "zlab", "--out", "OUT", "--dtype", "q4"), "--dtype q4: choose"),
     (("export", "default", "--to", "zlab", "--out", "OUT", "--target", "TARGET"), "is for a target with"),
     (("export", "default", "--to", "zlab", "--out", EMBEDDED_DRAFT), "is the draft itself"),
@@ -119,8 +133,13 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), ERRORS)
-def test_errors_are_one_sentence_and_leave_nothing(run, target, tmp_path, arguments, said):
-    places = {"TARGET": target.path, "OUT": tmp_path / "out", "OUT.gguf": tmp_path / "out.gguf"}
+def test_errors_are_one_sentence_and_leave_nothing(run, plain, target, tmp_path, arguments, said):
+    places = {
+        "PLAIN": plain,
+        "TARGET": target.path,
+        "OUT": tmp_path / "out",
+        "OUT.gguf": tmp_path / "out.gguf",
+    }
     code, out, err = run(*(places.get(str(a), a) for a in arguments))
     assert code == 2 and out == "" and said in err
     assert list(tmp_path.iterdir()) == []

@@ -184,7 +184,7 @@ def teacher_build(
     """Let the target answer prompts of the corpus and keep its hidden states. Resumes after a kill.
 
     [bold]Examples[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
-    outpace teacher build --out work/cache --recipe recipes/teacher-default.toml --final
+    outpace teacher build --out work/cache --recipe recipes/drafts/teacher.toml
     """
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target

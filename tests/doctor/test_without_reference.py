@@ -84,14 +84,14 @@ def test_a_text_tells_how_the_weights_want_to_be_read(edit, said, length, named,
 def test_explanations_that_are_as_good_are_all_named(tmp_path):
     """A base of 10,000 is wrong; some hundred tokens do not say which larger one is right."""
     wrong = plant(DEFAULT, tmp_path / "wrong", rope_parameters=ROPE | {"rope_theta": 1e4})
-    check = each_alone(load_target(wrong), 96)
+    check = each_alone(load_target(wrong), 192)
     assert check.verdict == "fail" and "does not tell them apart" in check.said
     assert all(f"RoPE base {base}" in check.said for base in ("150,000", "500,000", "1,000,000"))
 
 
 def test_two_mistakes_at_once(tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", both(SPLIT, scales(1))))
-    found = {c.name: c for c in try_readings(model, text(48), math.inf)}
+    found = {c.name: c for c in try_readings(model, text(96), math.inf)}
     named = "split nibbles (GGML's order) and expert scale off by one: halved, the"
     assert found["known mistakes"].said.startswith("read with " + named)
     assert found["scale of the experts"].verdict == "skipped"  # no scale alone makes the text predictable
@@ -100,7 +100,9 @@ def test_two_mistakes_at_once(tmp_path):
 @pytest.mark.parametrize(("by", "best"), [(0, None), (1, "halved"), (-1, "doubled")])
 def test_scale_bias_127_or_128(by, best, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", scales(by)))
-    check = check_scale(read_with(model, text(96), [AS_IS, *((name,) for name in SCALES)]), 4096)
+    check = check_scale(
+        read_with(model, text(96), [AS_IS, *((name,) for name in SCALES)]), model.config.vocab_size
+    )
     assert check.verdict == ("fail" if best else "pass")
     assert best is None or check.said.startswith(f"expert scale off by one: {best}")
 
@@ -110,7 +112,8 @@ def test_what_cannot_be_told_is_not_guessed(tmp_path):
     rows = each("embed_tokens.weight", lambda x, config: x.flip(0))
     model = load_target(plant(DEFAULT, tmp_path / "wrong", rows))
     found = read_with(model, text(64), [AS_IS, *((name,) for name in SCALES)])
-    for check in (check_scale(found, 4096), check_readings(found, 4096)):
+    size = model.config.vocab_size
+    for check in (check_scale(found, size), check_readings(found, size)):
         assert check.verdict == "skipped" and check.said.startswith("undecided")
 
 
