@@ -75,8 +75,8 @@ def exact(prompt, how):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_texts_come_as_often_as_they_should(rule):
-    """300 rows of one prompt; a round verifies two guesses of each. Hot, for the target is sure of its words: at
-    temperature 1 a few texts would have all the chance."""
+    """300 rows of one prompt; a round verifies two guesses of each. Hot, for the target is sure of its words:
+    at temperature 1 a few texts would have all the chance."""
     target, draft, _ = embedded()
     how, rows, prompt = Sampling(temperature=3.0, top_k=3), 300, prompts()[0]
     request = Request(max_new_tokens=3, sampling=how, rule=rule)

@@ -1,4 +1,4 @@
-"""A page's tables are made from reports: those of docs/drafts.md agree with what is committed."""
+"""A page's tables are made from reports: those of docs/drafts.md and README.md agree with what is committed."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from outpace.bench.page import MARKED, PICTURES, TABLES, filled, update_page
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 MARKERS = "<!-- table: noise r.json -->\nold\n<!-- end -->\n"
 REPORT = {
     "acceptance": [
@@ -30,6 +31,12 @@ def test_the_drafts_page_says_what_its_reports_say():
     kinds = {kind for _, kind, _, _, _ in MARKED.findall(text)}
     assert kinds == {*TABLES, PICTURES}
     assert filled(text, DOCS) == text, "run: outpace tables docs/drafts.md"
+
+
+def test_the_readme_says_what_its_report_says():
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- table: greedy " in text
+    assert filled(text, ROOT) == text, "run: outpace tables README.md"
 
 
 def test_a_table_is_made_from_its_report(tmp_path):
