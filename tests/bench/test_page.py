@@ -1,4 +1,4 @@
-"""A page's tables are made from reports: those of docs/drafts.md and README.md agree with what is committed."""
+"""A page's tables are made from reports: docs/drafts.md and README.md agree with what is committed."""
 
 import json
 from pathlib import Path
