@@ -8,6 +8,7 @@ from typing import Any
 from outpace.bench.methods import PLAIN
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
+from outpace.decode.cost_file import from_json
 from outpace.weights.save import write_atomically, write_json
 
 LEGEND = """\
@@ -15,7 +16,9 @@ LEGEND = """\
 - columns: tokens verified per round and row, the last verified one included.
 - tokens/s: from the first token to the last, median of the repeats; speedup: over plain decoding of the same
   prompts at the same temperature in the same run, drawn the ordinary way.
-- foreseen: tokens/s that the controller foresaw for its rounds, over what those rounds brought, less 1.
+- foreseen: the speedup that the controller expected, by a cost table measured before the first turn and by
+  the draft's guesses, and how far that is from the measured one. In tokens/s: how far the tokens/s foreseen
+  are from those measured, which asks of the machine to be as fast in the turns as it was for the table.
 - differ: tokens that differ from plain decoding's and are no tie / of tokens compared. Under the rule gumbel
   the text is a function of the seed, and nothing excuses; under others at T > 0 there is nothing to compare.
 """
@@ -105,18 +108,29 @@ def speed_table(report: dict[str, Any], temperature: float) -> list[str]:
                 f"{free['tokens_per_s']:.0f}",
                 f"{free['speedup']:.2f}x",
                 f"{steered['speedup']:.2f}x" if steered else "-",
-                _foreseen(steered),
+                *foreseen(report, steered),
                 differ(free["lossless"], steered["lossless"] if steered else None),
             ]
         )
     columns = ("method", "rule", "tau", "columns", "draft / verify / rest, ms", "tokens/s", "speedup")
-    return table((*columns, "with controller", "foreseen", "differ"), rows)
+    return table((*columns, "with controller", *FORESEEN, "differ"), rows)
 
 
-def _foreseen(steered: dict[str, Any] | None) -> str:
+FORESEEN = ("foreseen", "in tokens/s")
+
+
+def foreseen(report: dict[str, Any], steered: dict[str, Any] | None) -> tuple[str, str]:
+    """Two cells about a row with a controller: the speedup that it foresaw, with its error, and the error in
+    tokens/s. Both sides of a ratio meet the machine's slow minutes; a time foreseen knows nothing of them."""
     if steered is None or steered["foreseen"] is None:
-        return "-"
-    return f"{100 * steered['foreseen']['error']:+.0f} %"
+        return "-", "-"
+    recipe, said = report["recipe"], steered["foreseen"]
+    costs = from_json(report["costs"][steered["method"]], f"costs of {steered['method']}")
+    middle = recipe["prompt_tokens"] + recipe["new_tokens"] / 2
+    plain = recipe["batch"] / costs.verify_seconds(1, middle, recipe["batch"])
+    speedup = said["tokens_per_s"] / plain
+    error = speedup / steered["speedup"] - 1
+    return f"{speedup:.2f}x, {100 * error:+.0f} %", f"{100 * said['error']:+.0f} %"
 
 
 def differ(*counts: dict[str, int] | None) -> str:

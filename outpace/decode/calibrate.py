@@ -56,7 +56,7 @@ def calibrate(
     acceptance, rest = _steady(target, draft, text[: min(contexts)], share)
     points = []
     for i, (batch, context) in enumerate(cells):
-        timings = _Timings(widths)
+        timings = Timings(widths)
         for part in _measure(target, draft, text, batch, context, timings, share):
             if on_progress is not None:
                 on_progress((i + part) / len(cells))
@@ -133,8 +133,8 @@ def _steady(target: Decoder, draft: Draft, prompt: Sequence[int], seconds: float
     return right / (right + wrong) if right + wrong else 0.0, trace.seconds["rest"] / len(trace.accepted)
 
 
-class _Timings:
-    """Seconds of every repeat, by width; medians of them that never fall as the width grows."""
+class Timings:
+    """Seconds of every repeat, by width; what a cost table makes of them."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         self.widths = widths
@@ -143,22 +143,27 @@ class _Timings:
         self.rounds = 0
 
     def point(self, batch: int, context: int, rest: float) -> Point:
-        verify = rising([statistics.median(self.verify[n]) for n in self.widths])
-        draft = rising([statistics.median(self.draft[n]) for n in self.widths[1:]])
-        spreads = [_spread(self.verify[n]) for n in self.widths]
+        """First quartiles, which what else runs on the machine hardly moves, all times one factor: decoding
+        pays for slow rounds too, so that together they take as long as all repeats took. They never fall
+        as the width grows."""
+        low = {n: _quartiles(self.verify[n])[0] for n in self.widths}
+        drafted = {n: _quartiles(self.draft[n])[0] for n in self.widths[1:]}
+        calm = sum(len(self.verify[n]) * (low[n] + drafted.get(n, 0.0)) for n in self.widths)
+        all_of = sum(sum(self.verify[n]) + (sum(self.draft[n]) if n > 1 else 0.0) for n in self.widths)
+        slow = all_of / calm
+        spreads = [(high - first) / middle for first, middle, high in map(_quartiles, self.verify.values())]
         return Point(
             batch=batch,
             context=context + self.rounds / 2,
-            verify=tuple(verify),
-            draft=(0.0, *draft),
+            verify=tuple(slow * s for s in rising(list(low.values()))),
+            draft=(0.0, *(slow * s for s in rising(list(drafted.values())))),
             rest=rest,
             spread=statistics.median(spreads),
         )
 
 
-def _spread(seconds: list[float]) -> float:
-    low, middle, high = statistics.quantiles(seconds, n=4)
-    return (high - low) / middle
+def _quartiles(seconds: list[float]) -> list[float]:
+    return statistics.quantiles(seconds, n=4, method="inclusive")
 
 
 def _measure(
@@ -167,7 +172,7 @@ def _measure(
     text: Sequence[int],
     batch: int,
     context: int,
-    timings: _Timings,
+    timings: Timings,
     seconds: float,
 ) -> Iterator[float]:
     """Rounds over the text, each one token further, so that cache and draft see what they would see; the

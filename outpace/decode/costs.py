@@ -20,7 +20,7 @@ from outpace.ops.fast import kernel
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Medians, in seconds, at one batch size and one context (tokens remembered per row).
+    """Seconds at one batch size and one context (tokens remembered per row).
 
     verify[i], draft[i]: of widths[i] columns per row, root included. `verify` is the target's forward, its
     logits and the verdict; `draft` is one proposal and the observation of what was verified (0 for one

@@ -115,17 +115,20 @@ def train_dflash(
     target.requires_grad_(False)
     objective = Objective.of(draft, target, recipe)
     taught, kept = recipe.taught(cache), recipe.judged(cache)
-    rounds = Rounds(len(cache), recipe.anchors)
+    rounds = Rounds(len(cache), recipe.anchors) if recipe.rounds else None
 
     def loss_of(step: int) -> StepLoss:
         samples = [taught[i] for i in rows_of_step(step, recipe, len(taught))]
         rows = [cache.sample(i) for i in samples]
         rng = seeded(recipe.seed, 1, step)
         how = recipe.block_size, recipe.anchors, recipe.row_tokens, rng, layers
-        begun = [rounds.of(i, row.prompt_length) for i, row in zip(samples, rows, strict=True)]
-        packed = pack(rows, *how, final=recipe.final, begun=begun if recipe.rounds else None)
+        begun = None
+        if rounds:
+            begun = [rounds.of(i, row.prompt_length) for i, row in zip(samples, rows, strict=True)]
+        packed = pack(rows, *how, final=recipe.final, begun=begun)
         found = objective(block_states(draft, target, packed, recipe.dtype, recipe.recompute), packed)
-        rounds.ended(samples, packed.layout, found.hits)
+        if rounds:
+            rounds.ended(samples, packed.layout, found.hits)
         return StepLoss(found.loss, packed.row_tokens, accuracy(found.hits, packed.valid) | found.more)
 
     def judge() -> dict[str, Any]:
@@ -138,7 +141,7 @@ def train_dflash(
             metrics["tau"] = measure_tau(draft.bind(target), target, prompts, recipe.eval_new_tokens)
         return metrics
 
-    parts = {"rounds": rounds} if recipe.rounds else {}
+    parts = {"rounds": rounds} if rounds else {}
     if learn(draft, recipe, folder, "dflash", loss_of, judge, parts, by_adam=BY_ADAM, stop_after=stop_after):
         if kept:
             hits, valid, sure = unseen(draft, target, cache, kept, recipe, layers)

@@ -13,7 +13,7 @@ from test_lossless import random_dflash
 
 from outpace.decode import calibrate as measuring
 from outpace.decode import speculative
-from outpace.decode.calibrate import calibrate, quick, touched_experts, widened, width_grid
+from outpace.decode.calibrate import Timings, calibrate, quick, touched_experts, widened, width_grid
 from outpace.decode.controller import Adaptive
 from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
@@ -172,6 +172,22 @@ def test_the_fingerprint_knows_target_draft_and_machine(monkeypatch):
 
 
 # ---- experts ---------------------------------------------------------------------------------------
+
+
+def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
+    calm = {1: (2.0, 0.0), 2: (2.4, 1.0), 4: (3.0, 1.2)}
+    timings = Timings(tuple(calm))
+    for repeat in range(20):
+        for n, (verify, draft) in calm.items():
+            held_up = 9.0 if (repeat + n) % 3 == 0 else 0.0
+            timings.verify[n].append(verify + held_up)
+            timings.draft[n].append(draft)
+    found = timings.point(batch=1, context=64, rest=0.5)
+    slow = found.verify[0] / 2.0
+    assert found.verify == pytest.approx([slow * verify for verify, _ in calm.values()])
+    assert found.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
+    took = sum(sum(timings.verify[n]) + (sum(timings.draft[n]) if n > 1 else 0) for n in calm)
+    assert 20 * (sum(found.verify) + sum(found.draft)) == pytest.approx(took)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
