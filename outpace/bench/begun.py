@@ -16,11 +16,28 @@ from outpace.bench.described import describe_target, parameters
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import Case, Opened, run_case
 from outpace.bench.resume import Kept
-from outpace.bench.suite import SuiteRecipe, cost_tables, open_methods
+from outpace.bench.suite import SuiteRecipe, cost_tables, grouped, open_methods, texts_of
 from outpace.bench.timed import Method
+from outpace.bench.turns import Groups
+from outpace.corpus import Document
 from outpace.decode.costs import Costs
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a suite is given. `documents`: the files whose text is decoded; `text`: token ids that costs are
+    measured over; `drafts`: the folder that the recipe's drafts lie in; `folder`: where the report will."""
+
+    target: Decoder
+    tokenizer: Tokenizer
+    documents: Sequence[Document]
+    recipe: SuiteRecipe
+    drafts: Path
+    text: Sequence[int]
+    folder: Path
+    console: Console
 
 
 @dataclass(frozen=True)
@@ -28,14 +45,23 @@ class Begun:
     """`tables`: of the methods with a controller. `kept`: what was measured before a stop, if recipe, target
     and drafts were the same. `frame`: what the report says beside its results."""
 
+    asked: Asked
     opened: dict[str, Opened]
     tables: dict[str, Costs]
     kept: Kept
     frame: dict[str, Any]
     since: float
 
-    def method(self, case: Case, target: Decoder) -> Method:
-        return run_case(case, target, self.opened.get(case.method), self.tables.get(case.method))
+    def method(self, case: Case) -> Method:
+        opened, costs = self.opened.get(case.method), self.tables.get(case.method)
+        return run_case(case, self.asked.target, opened, costs)
+
+    def prompts(self, kind: str, count: int, batch: int) -> Groups:
+        """`kind` of suite.TEXTS."""
+        asked = self.asked
+        return grouped(
+            texts_of(kind, count, asked.recipe, asked.target, asked.tokenizer, asked.documents), batch
+        )
 
     def report(self, **found: Any) -> dict[str, Any]:
         """The whole report: nothing needs to be kept any longer."""
@@ -43,38 +69,28 @@ class Begun:
         return {**self.frame, **found, "seconds": round(time.perf_counter() - self.since, 1)}
 
 
-def begin(
-    target: Decoder,
-    tokenizer: Tokenizer,
-    recipe: SuiteRecipe,
-    drafts: Path,
-    text: Sequence[int],
-    folder: Path,
-    console: Console,
-    *,
-    batch: int,
-    steered: bool = False,
-) -> Begun:
-    """`text`: token ids that costs are measured over, `batch` rows of them at a time. `steered`: the methods
-    with a controller alone. Raises ValueError for a draft that is not there or another target's."""
+def begin(asked: Asked, *, batch: int, steered: bool = False) -> Begun:
+    """Costs are measured of `batch` rows at a time. `steered`: the methods with a controller alone. Raises
+    ValueError for a draft that is not there or another target's."""
+    target, recipe = asked.target, asked.recipe
     since, before = time.perf_counter(), machine(target.device)
-    opened = open_methods(recipe, drafts, target, tokenizer)
+    opened = open_methods(recipe, asked.drafts, target, asked.tokenizer)
     if steered:
         opened = {name: method for name, method in opened.items() if True in method.spec.controller}
     about = {name: describe_method(method) for name, method in opened.items()}
-    whose, asked = describe_target(target), said_by(recipe)
-    kept = Kept(folder, {"recipe": asked, "target": whose["fingerprint"], "methods": about})
-    tables = cost_tables(recipe, target, opened, text, batch, kept, console)
+    whose, said = describe_target(target), said_by(recipe)
+    kept = Kept(asked.folder, {"recipe": said, "target": whose["fingerprint"], "methods": about})
+    tables = cost_tables(recipe, target, opened, asked.text, batch, kept, asked.console)
     frame = {
         **provenance(),
         "machine": before,
         "versions": versions(),
         "target": whose,
-        "recipe": asked,
+        "recipe": said,
         "methods": about,
         "costs": {name: kept[f"costs of {name}"] for name in tables},
     }
-    return Begun(opened, tables, kept, frame, since)
+    return Begun(asked, opened, tables, kept, frame, since)
 
 
 def said_by(recipe: SuiteRecipe) -> dict[str, Any]:

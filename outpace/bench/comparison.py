@@ -2,47 +2,35 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress, TaskID
-from tokenizers import Tokenizer
 
-from outpace.bench.begun import begin
+from outpace.bench.begun import Asked, begin
 from outpace.bench.methods import PLAIN, Case
 from outpace.bench.progress import progress
 from outpace.bench.results import Cell, joined, result
-from outpace.bench.suite import SuiteRecipe, cases_of, grouped, texts_of
+from outpace.bench.suite import cases_of
 from outpace.bench.turns import take_turns
-from outpace.corpus import Document
 from outpace.models.decoder import Decoder
 
 
-def run_comparison(
-    target: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    recipe: SuiteRecipe,
-    drafts: Path,
-    text: Sequence[int],
-    folder: Path,
-    console: Console,
-) -> dict[str, Any]:
-    """-> the report. Turns measured before a stop are read from folder/progress.jsonl, if recipe, target and
-    drafts are the same. Raises ValueError for a draft that is not there or another target's, and for
+def run_comparison(asked: Asked) -> dict[str, Any]:
+    """-> the report. Turns measured before a stop are read from progress.jsonl, if recipe, target
+    and drafts are the same. Raises ValueError for a draft that is not there or another target's, and for
     prompts that the documents do not hold."""
-    suite = begin(target, tokenizer, recipe, drafts, text, folder, console, batch=recipe.batch)
-    groups = grouped(texts_of("held-out", recipe.prompts, recipe, target, tokenizer, documents), recipe.batch)
+    target, recipe = asked.target, asked.recipe
+    suite = begin(asked, batch=recipe.batch)
+    groups = suite.prompts("held-out", recipe.prompts, recipe.batch)
     results = []
-    with progress(console) as bar:
+    with progress(asked.console) as bar:
         plans = {t: cases_of(recipe, t) for t in recipe.temperatures}
         task = bar.add_task("drafts", total=sum(map(len, plans.values())) * recipe.repeats * len(groups))
         for temperature, cases in plans.items():
             runs = take_turns(
                 f"T={temperature:g}",
-                {c.label: suite.method(c, target) for c in cases},
+                {c.label: suite.method(c) for c in cases},
                 groups,
                 recipe.new_tokens,
                 recipe.repeats,

@@ -1,50 +1,35 @@
 """The controller beside every fixed length and plain decoding, on text that drafts foresee and on noise."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from tokenizers import Tokenizer
-
-from outpace.bench.begun import begin
+from outpace.bench.begun import Asked, begin
 from outpace.bench.comparison import advancing, row
 from outpace.bench.methods import PLAIN, Case, Opened
 from outpace.bench.progress import progress
 from outpace.bench.results import Cell, over
-from outpace.bench.suite import SuiteRecipe, grouped, texts_of
+from outpace.bench.suite import SuiteRecipe
 from outpace.bench.turns import take_turns
-from outpace.corpus import Document
 from outpace.models.decoder import Decoder
 
 
-def run_controller(
-    target: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    recipe: SuiteRecipe,
-    drafts: Path,
-    text: Sequence[int],
-    folder: Path,
-    console: Console,
-) -> dict[str, Any]:
-    """-> the report. Turns measured before a stop are read from folder/progress.jsonl. Methods whose recipe
+def run_controller(asked: Asked) -> dict[str, Any]:
+    """-> the report. Turns measured before a stop are read from progress.jsonl. Methods whose recipe
     wants no controller are left out; raises ValueError where that is all of them."""
+    target, recipe = asked.target, asked.recipe
     if not any(True in spec.controller for spec in recipe.specs.values()):
         raise ValueError("controller: no method of this recipe has a controller to measure")
-    suite = begin(target, tokenizer, recipe, drafts, text, folder, console, batch=recipe.batch, steered=True)
+    suite = begin(asked, batch=recipe.batch, steered=True)
     plans = {(t, name): cases(recipe, o, t) for t in recipe.temperatures for name, o in suite.opened.items()}
     turns = recipe.repeats * (recipe.controller_prompts // recipe.batch)
     results = []
-    with progress(console) as bar:
+    with progress(asked.console) as bar:
         task = bar.add_task("controller", total=len(recipe.texts) * sum(map(len, plans.values())) * turns)
         for kind in recipe.texts:
-            prompts = texts_of(kind, recipe.controller_prompts, recipe, target, tokenizer, documents)
-            groups = grouped(prompts, recipe.batch)
+            groups = suite.prompts(kind, recipe.controller_prompts, recipe.batch)
             for (temperature, name), plan in plans.items():
                 runs = take_turns(
                     f"{kind}, T={temperature:g}, {name}",
-                    {c.label: suite.method(c, target) for c in plan},
+                    {c.label: suite.method(c) for c in plan},
                     groups,
                     recipe.new_tokens,
                     recipe.repeats,

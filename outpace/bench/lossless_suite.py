@@ -1,22 +1,17 @@
 """Every method against plain decoding, token by token: greedy, and with coupled noise at temperature 1."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from tokenizers import Tokenizer
 
-from outpace.bench.begun import begin
+from outpace.bench.begun import Asked, begin
 from outpace.bench.lossless import Check, compare
 from outpace.bench.lossless_coupled import compare_coupled
 from outpace.bench.methods import PLAIN, Case
 from outpace.bench.progress import progress
-from outpace.bench.suite import SuiteRecipe, grouped, texts_of
+from outpace.bench.suite import SuiteRecipe
 from outpace.bench.turns import seed_of
-from outpace.corpus import Document
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
@@ -24,29 +19,20 @@ from outpace.ops.sampling import Sampling
 WAYS = ((0.0, "match"), (1.0, "gumbel"))  # temperature and rule under which a text is a function of the seed
 
 
-def run_lossless(
-    target: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    recipe: SuiteRecipe,
-    drafts: Path,
-    text: Sequence[int],
-    folder: Path,
-    console: Console,
-) -> dict[str, Any]:
-    """-> the report; cases counted before a stop are read from folder/progress.jsonl. A difference is excused
+def run_lossless(asked: Asked) -> dict[str, Any]:
+    """-> the report; cases counted before a stop are read from progress.jsonl. A difference is excused
     by a tie alone, and ties are counted."""
+    target, recipe = asked.target, asked.recipe
     batch = recipe.lossless_batch
-    suite = begin(target, tokenizer, recipe, drafts, text, folder, console, batch=batch)
-    prompts = texts_of("held-out", recipe.lossless_prompts, recipe, target, tokenizer, documents)
-    groups = grouped(prompts, batch)
+    suite = begin(asked, batch=batch)
+    groups = suite.prompts("held-out", recipe.lossless_prompts, batch)
     found: list[dict[str, Any]] = []
-    with progress(console) as bar:
+    with progress(asked.console) as bar:
         ways = [[*_cases(recipe, *way)] for way in WAYS]
         task = bar.add_task("lossless", total=sum(len(w) + 1 for w in ways) * len(groups))
         for (temperature, rule), cases in zip(WAYS, ways, strict=True):
-            plain = suite.method(Case(method=PLAIN, temperature=temperature, rule=rule), target)
-            runs = {c: suite.method(c, target) for c in cases}
+            plain = suite.method(Case(method=PLAIN, temperature=temperature, rule=rule))
+            runs = {c: suite.method(c) for c in cases}
             totals = dict.fromkeys(cases, Check())
             for group, texts in enumerate(groups):
                 key = f"T={temperature:g}, group {group}"
@@ -64,7 +50,7 @@ def run_lossless(
                 bar.advance(task, len(cases) + 1)
             found += [{**asdict(c), "label": c.label, **asdict(totals[c])} for c in cases]
     return suite.report(
-        prompts=len(prompts),
+        prompts=recipe.lossless_prompts,
         new_tokens=recipe.lossless_tokens,
         batch=batch,
         results=found,

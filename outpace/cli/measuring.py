@@ -228,6 +228,7 @@ def _bench_methods(
     shown: Console,
 ) -> dict[str, Any]:
     from outpace.bench import comparison, comparison_report, controller_suite, lossless_suite, suites_report
+    from outpace.bench.begun import Asked
     from outpace.bench.suite import SuiteRecipe, calibration_text
     from outpace.corpus import read_corpus, split
     from outpace.load import open_target
@@ -236,15 +237,24 @@ def _bench_methods(
     loaded, tokenizer = open_target(target)
     train, held_out = split(read_corpus(corpus))
     text = calibration_text(tokenizer, train)
-    given = (loaded, tokenizer, held_out, settings, drafts, text, out, shown)
+    asked = Asked(
+        target=loaded,
+        tokenizer=tokenizer,
+        documents=held_out,
+        recipe=settings,
+        drafts=drafts,
+        text=text,
+        folder=out,
+        console=shown,
+    )
     if suite == "drafts":
-        report = comparison.run_comparison(*given)
+        report = comparison.run_comparison(asked)
         comparison_report.write_comparison(report, out)
     elif suite == "lossless":
-        report = lossless_suite.run_lossless(*given)
+        report = lossless_suite.run_lossless(asked)
         suites_report.write_suite(report, out, suites_report.lossless_markdown(report))
     else:
-        report = controller_suite.run_controller(*given)
+        report = controller_suite.run_controller(asked)
         suites_report.write_suite(report, out, suites_report.controller_markdown(report))
     return report
 

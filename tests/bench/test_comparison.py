@@ -11,6 +11,7 @@ from rich.console import Console
 from test_prompts import document
 
 from outpace.bench import comparison, methods, turns
+from outpace.bench.begun import Asked
 from outpace.bench.comparison import reached, remarks, run_comparison
 from outpace.bench.comparison_report import write_comparison
 from outpace.bench.controller_suite import run_controller
@@ -100,12 +101,21 @@ def quiet():
 
 
 def given(target, tokenizer, drafts, folder, asked):
-    return target, tokenizer, DOCUMENTS, asked, drafts, tiny.tokens(200).tolist(), folder, quiet()
+    return Asked(
+        target=target,
+        tokenizer=tokenizer,
+        documents=DOCUMENTS,
+        recipe=asked,
+        drafts=drafts,
+        text=tiny.tokens(200).tolist(),
+        folder=folder,
+        console=quiet(),
+    )
 
 
 @pytest.fixture(scope="module")
 def report(target, tokenizer, drafts, tmp_path_factory):
-    return run_comparison(*given(target, tokenizer, drafts, tmp_path_factory.mktemp("out"), recipe()))
+    return run_comparison(given(target, tokenizer, drafts, tmp_path_factory.mktemp("out"), recipe()))
 
 
 def test_every_method_runs_at_every_temperature_under_its_rules(report):
@@ -180,19 +190,19 @@ def test_a_method_that_changes_the_text_is_caught(target, tokenizer, drafts, tmp
 
     monkeypatch.setattr(methods.speculative, "generate", wrong)
     asked = recipe(methods={"DFlash": {"draft": "dflash", "controller": [False]}})
-    found = run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
+    found = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     counts = {
         (r["temperature"], r["rule"]): r["lossless"] for r in found["results"] if r["method"] != "plain"
     }
     assert counts[0.0, "match"]["violations"] == 2 and counts[0.0, "match"]["checked"] == 2 * 10
     assert counts[1.0, "gumbel"]["violations"] == 4
-    total = run_lossless(*given(target, tokenizer, drafts, tmp_path / "lossless", asked))
+    total = run_lossless(given(target, tokenizer, drafts, tmp_path / "lossless", asked))
     assert total["violations"] == 2 * 2  # of two batches the first row, greedy and coupled
     assert "4 violations" in lossless_markdown(total)
 
 
 def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts, tmp_path):
-    found = run_lossless(*given(target, tokenizer, drafts, tmp_path, recipe()))
+    found = run_lossless(given(target, tokenizer, drafts, tmp_path, recipe()))
     assert (found["violations"], found["ties"], found["prompts"]) == (0, 0, 4)
     cases = [(r["method"], r["temperature"], r["steered"]) for r in found["results"]]
     assert len(cases) == len(set(cases)) == 2 * (3 * 2 + 3)
@@ -205,7 +215,7 @@ def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts,
 def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tmp_path):
     few = {name: METHODS[name] for name in ("ngram", "DFlash tree", "P-EAGLE")}
     asked = recipe(methods=few, repeats=1)
-    found = run_controller(*given(target, tokenizer, drafts, tmp_path, asked))
+    found = run_controller(given(target, tokenizer, drafts, tmp_path, asked))
     scenes = [(r["text"], r["temperature"], r["method"]) for r in found["results"]]
     two = ("ngram", "DFlash tree")
     assert scenes == [(x, t, m) for x in ("held-out", "random") for t in (0.0, 1.0) for m in two]
@@ -222,7 +232,7 @@ def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tm
     assert "| random | 1 | DFlash tree |" in controller_markdown(found)
     alone = recipe(methods={"P-EAGLE": METHODS["P-EAGLE"]})
     with pytest.raises(ValueError, match="no method of this recipe has a controller"):
-        run_controller(*given(target, tokenizer, drafts, tmp_path, alone))
+        run_controller(given(target, tokenizer, drafts, tmp_path, alone))
 
 
 def test_random_text_is_random_and_holds_no_end(target, tokenizer):
@@ -270,11 +280,11 @@ def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monke
 
     monkeypatch.setattr(comparison, "take_turns", stopping)
     with pytest.raises(RuntimeError, match="the power failed"):
-        run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
+        run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     kept = dict(x for line in read_lines(tmp_path)[1:] for x in line.items())
     assert len(kept) == 5 and sum(key.startswith("T=0, ") for key in kept) == 4
     assert kept["costs of ngram"]["widths"] == [1, 2, 3, 4, 5, 6, 7, 8]
-    found = run_comparison(*given(target, tokenizer, drafts, tmp_path, asked))
+    found = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     ours = [
         kept[f"T=0, repeat {r}, group {g}"]["plain, T=0, match"]["decode_s"] for r in (0, 1) for g in (0, 1)
     ]

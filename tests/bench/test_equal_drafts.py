@@ -10,6 +10,7 @@ import tiny
 from rich.console import Console
 from test_prompts import document
 
+from outpace.bench.begun import Asked
 from outpace.bench.comparison import run_comparison
 from outpace.bench.comparison_report import write_comparison
 from outpace.bench.page import update_page
@@ -87,7 +88,8 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     suite = load_settings(SuiteRecipe, None, suite | few | {"temperatures": [0.0]})
     folder, quiet = tmp_path / "reports", Console(file=io.StringIO())
     text = tiny.tokens(200).tolist()
-    report = run_comparison(target, tokenizer, documents, suite, work, text, folder, quiet)
+    given = {"recipe": suite, "drafts": work, "text": text, "folder": folder, "console": quiet}
+    report = run_comparison(Asked(target=target, tokenizer=tokenizer, documents=documents, **given))
     assert report["said"] == []  # one cache, one budget, everyone's origin known
     trained = {name: a["trained"] for name, a in report["methods"].items() if name != "n-gram"}
     assert (
