@@ -16,6 +16,7 @@ from outpace.drafts.formats import TargetFiles
 from outpace.drafts.load import load_dflash, load_draft
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
+from outpace.drafts.suffix import NODES, Suffix, is_suffix, load_suffix
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
 from outpace.ops.quant import dense
@@ -25,6 +26,7 @@ from outpace.weights.stops import generation_stops
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DEFAULT = "default"
+SUFFIX = "suffix"  # answers of the embedded target, to be looked up
 
 
 def target_path(path: str) -> Path:
@@ -71,14 +73,22 @@ def open_draft(
     depth: int = 0,
     branch: int = 0,
     quantize: str | None = None,
-) -> BoundDFlash | BoundEagle3 | TreeOf | NGram | None:
-    """ "none", "ngram", "default" (the embedded draft) or a DFlash or EAGLE-3 in any format we read.
+) -> BoundDFlash | BoundEagle3 | TreeOf | NGram | Suffix | None:
+    """ "none", "ngram", "default" (the embedded DFlash), "suffix" (the embedded answers), or the place of a
+    DFlash or EAGLE-3 in any format we read, or of other answers (`drafts.suffix`).
 
-    `tree`: columns of the tree it proposes, root included; 0: a chain. `depth`: the most guesses in a line,
-    of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or of each place (DFlash). 0 of these
-    two: as usual. `quantize`: "q8_0" packs its matrices in 8-bit blocks, as `drafts.load.load_draft` does.
+    `tree`: columns of the tree it proposes, root included; 0: a chain, of answers the usual tree. `depth`:
+    the most guesses in a line, of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or of each
+    place (DFlash). 0 of these two: as usual. `quantize`: "q8_0" packs its matrices in 8-bit blocks, as
+    `drafts.load.load_draft` does.
     Raises ValueError for what this kind of draft cannot be told.
     """
+    if not weightless(path, quantize) and is_suffix(draft_folder(path)):
+        if quantize is not None or depth or branch:
+            raise ValueError(
+                f"{path} looks answers up: it has a tree, and no depth, branch or weights to pack"
+            )
+        return load_suffix(draft_folder(path), target.config.vocab_size, tree or NODES)
     draft = open_weights(path, target, tokenizer, quantize)
     if isinstance(draft, Eagle3):
         return BoundEagle3(draft, target, Shape.of(tree, depth, branch))
@@ -92,6 +102,11 @@ def open_draft(
         return NGram() if path == "ngram" else None
     bound = draft.bind(target)
     return TreeOf(bound, tree, branch or TreeOf.branch) if tree else bound
+
+
+def own_draft(target: str) -> str:
+    """The name of the draft that is used where none is named: the fastest that ships with this target."""
+    return SUFFIX if target == DEFAULT else "none"
 
 
 def open_weights(
@@ -132,7 +147,9 @@ def loaded_files(target: Decoder, tokenizer: Tokenizer) -> TargetFiles:
 
 
 def draft_folder(path: str) -> Path:
-    folder = EMBEDDED / "dflash" if path == DEFAULT else Path(path)
+    folder = {DEFAULT: EMBEDDED / "dflash", SUFFIX: EMBEDDED / "suffix"}.get(path, Path(path))
     if not folder.exists():
-        raise LoadError(f"{folder} is not there: name a draft's place, {DEFAULT!r}, 'ngram' or 'none'")
+        raise LoadError(
+            f"{folder} is not there: name a draft's place, {DEFAULT!r}, {SUFFIX!r}, 'ngram' or 'none'"
+        )
     return folder

@@ -21,6 +21,8 @@ from outpace.bench.timed import Method
 from outpace.bench.turns import Groups
 from outpace.corpus import Document
 from outpace.decode.costs import Costs
+from outpace.drafts.proposal import Draft
+from outpace.drafts.suffix import Suffix
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
 
@@ -112,7 +114,7 @@ def describe_method(opened: Opened) -> dict[str, Any]:
         "tree": opened.spec.tree,
         "columns": opened.draft.block_size,
         "parameters": sum(map(parameters, modules)),
-        "bytes": sum(t.nbytes for m in modules for _, t in named_tensors(m)),
+        "bytes": sum(t.nbytes for m in modules for _, t in named_tensors(m)) + looked_up(opened.draft),
         "trained": {
             "tokens": trained.get("training_tokens"),
             "hours": trained.get("training_hours"),
@@ -122,6 +124,11 @@ def describe_method(opened: Opened) -> dict[str, Any]:
         if trained
         else None,
     }
+
+
+def looked_up(draft: Draft) -> int:
+    """Bytes of the answers that a draft looks up."""
+    return draft.answers.text.nbytes + draft.answers.order.nbytes if isinstance(draft, Suffix) else 0
 
 
 def walk(draft: Any) -> list[Any]:

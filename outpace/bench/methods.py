@@ -20,7 +20,8 @@ from outpace.drafts.eagle3_session import BoundEagle3
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.drafts.proposal import Draft
-from outpace.load import DEFAULT, draft_folder, open_draft
+from outpace.drafts.suffix import Suffix
+from outpace.load import DEFAULT, SUFFIX, draft_folder, open_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 
@@ -31,10 +32,10 @@ PLAIN = "plain"
 class MethodSpec:
     """How one row of a comparison decodes. A table of a suite's recipe.
 
-    `draft`: a place under the suite's folder of drafts, "default" or "ngram". `tree`, `depth`, `branch`: the
-    shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual. `weights`: "q8_0" packs
-    its matrices in 8-bit blocks; None: as in its files. `rules`: how guesses are judged above temperature 0,
-    where it makes a difference. `controller`: with it, without it, or both.
+    `draft`: a place under the suite's folder of drafts, "default", "suffix" or "ngram". `tree`, `depth`,
+    `branch`: the shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual.
+    `weights`: "q8_0" packs its matrices in 8-bit blocks; None: as in its files. `rules`: how guesses are
+    judged above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
     """
 
     draft: str
@@ -100,7 +101,7 @@ def open_method(
 def _open(
     name: str, spec: MethodSpec, drafts: Path, target: Decoder, tokenizer: Tokenizer, fingerprint: str
 ) -> Opened:
-    place = spec.draft if spec.draft in (DEFAULT, "ngram") else str(drafts / spec.draft)
+    place = spec.draft if spec.draft in (DEFAULT, SUFFIX, "ngram") else str(drafts / spec.draft)
     trained = {} if place == "ngram" else provenance_of(draft_folder(place), fingerprint)
     shape = {"tree": spec.tree, "depth": spec.depth, "branch": spec.branch}
     draft = open_draft(place, target, tokenizer, **shape, quantize=spec.weights)
@@ -108,10 +109,12 @@ def _open(
     return Opened(name=name, spec=spec, draft=draft, kind=kind_of(draft), trained=trained)
 
 
-def kind_of(draft: BoundDFlash | BoundEagle3 | TreeOf | NGram) -> str:
+def kind_of(draft: BoundDFlash | BoundEagle3 | TreeOf | NGram | Suffix) -> str:
     match draft:
         case NGram():
             return "n-gram"
+        case Suffix():
+            return "suffix"
         case BoundEagle3():
             return "P-EAGLE" if draft.draft.config.parallel else "EAGLE-3"
         case TreeOf(draft=BoundDFlash() as bound) | (BoundDFlash() as bound):

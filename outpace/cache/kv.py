@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from outpace.cache.moves import move
 from outpace.cache.tree import Tree
 
 FEW = 64  # new tokens of a row: up to here order costs nothing, above keys stand in the order of the text
@@ -169,20 +170,6 @@ class Memory:
     def keep(self, rows: list[int]) -> None:
         self.k, self.v = self.k[rows], self.v[rows]
 
-    def lines(self, index: Tensor) -> Tensor:
-        """Storage indices [B, n], -1 for the trash slot -> lines of the memory as [B * K * (S + 1), D],
-        [B * K * n]."""
-        B, K, slots, _ = self.k.shape
-        slot = torch.where(index >= 0, index % self.size, self.size)
-        head = torch.arange(B * K, device=index.device).view(B, K, 1) * slots
-        return (head + slot[:, None]).flatten()
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy `lines` to others."""
-        for x in (self.k, self.v):
-            flat = x.view(-1, x.shape[-1])
-            flat.index_copy_(0, target, flat.index_select(0, source))
-
 
 class Cache:
     """One memory per layer and one length per sequence. K and V always move together, in all layers.
@@ -336,10 +323,6 @@ class Cache:
         widest = max(len(source) for source, _ in moves)
         if widest:
             padded = [[x + [-1] * (widest - len(x)) for x in pair] for pair in moves]
-            index = torch.tensor(padded, device=self.device).unbind(1)  # source, target: [B, n] each
-            lines: dict[int, list[Tensor]] = {}  # formed once for all layers of a size
-            for memory in self.layers:
-                if memory.size not in lines:
-                    lines[memory.size] = [memory.lines(x) for x in index]
-                memory.move(*lines[memory.size])
+            index = torch.tensor(padded, device=self.device).transpose(0, 1).contiguous()
+            move([x for memory in self.layers for x in (memory.k, memory.v)], *index)
         self.rewind([s + len(c) for s, c in zip(self.last_start, path, strict=True)])

@@ -16,7 +16,16 @@ app.add_typer(teacher_app, name="teacher")
 console = Console()
 
 Target = Annotated[str, typer.Option(help="The target: a checkpoint folder, a GGUF file, or 'default'.")]
-Draft = Annotated[str, typer.Option(help="A draft in any known format, 'default', 'ngram' or 'none'.")]
+Draft = Annotated[
+    str, typer.Option(help="A draft in any known format, 'default', 'suffix', 'ngram' or 'none'.")
+]
+OwnDraft = Annotated[
+    str | None,
+    typer.Option(
+        help="A draft in any known format, 'suffix', 'default' (a DFlash), 'ngram' or 'none'. Left out: "
+        "suffix beside the default target, none beside others."
+    ),
+]
 DraftWeights = Annotated[
     str | None,
     typer.Option(

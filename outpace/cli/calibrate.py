@@ -12,8 +12,8 @@ from outpace.cli.app import (
     AsJson,
     Branch,
     Depth,
-    Draft,
     DraftWeights,
+    OwnDraft,
     Target,
     TreeColumns,
     app,
@@ -50,7 +50,7 @@ CacheDir = Annotated[
 @app.command()
 def calibrate(
     target: Target = "default",
-    draft: Draft = "default",
+    draft: OwnDraft = None,
     draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
     depth: Depth = 0,
@@ -74,7 +74,7 @@ def calibrate(
     """
     from outpace.decode.cost_file import cache_folder, table_path, write_costs
     from outpace.decode.costs import fingerprint
-    from outpace.load import open_draft, open_target
+    from outpace.load import open_draft, open_target, own_draft
 
     if not seconds > 0:
         raise ValueError(f"--seconds {seconds}: give some time to measure in")
@@ -82,7 +82,7 @@ def calibrate(
     rows = [integer(part, "--batches") for part in batches.split(",")]
     loaded, tokenizer = open_target(target)
     shape = {"tree": tree, "depth": depth, "branch": branch}
-    bound = open_draft(draft, loaded, tokenizer, **shape, quantize=draft_weights)
+    bound = open_draft(draft or own_draft(target), loaded, tokenizer, **shape, quantize=draft_weights)
     if bound is None:
         raise ValueError("there is nothing to calibrate without a draft: name one with --draft")
     folder = cache_dir or cache_folder()

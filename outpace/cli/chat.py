@@ -16,6 +16,7 @@ from outpace.cli.app import (
     DraftTemperature,
     DraftWeights,
     MinP,
+    OwnDraft,
     Penalty,
     Rule,
     Target,
@@ -56,10 +57,7 @@ def chat(
     date: Annotated[
         str | None, typer.Option(help="The current date that the model is told; default: today's.")
     ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
-    ] = None,
+    draft: OwnDraft = None,
     draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
     depth: Depth = 0,
@@ -102,7 +100,7 @@ def chat(
 
     from outpace.converse import Screen, Session, run
     from outpace.decode.request import Request
-    from outpace.load import open_draft, open_target
+    from outpace.load import open_draft, open_target, own_draft
     from outpace.ops.sampling import Sampling, generator
 
     request = Request(
@@ -123,9 +121,8 @@ def chat(
     target, tokenizer = open_target(path, layers)
     stop = frozenset(target.config.eos_token_ids)
     talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
-    own = "default" if path == "default" else "none"
     shape = {"tree": tree, "depth": depth, "branch": branch}
-    bound = open_draft(draft or own, target, tokenizer, **shape, quantize=draft_weights)
+    bound = open_draft(draft or own_draft(path), target, tokenizer, **shape, quantize=draft_weights)
     used, pace, told = controller_for(target, bound, tokenizer, method, verify, cache_dir)
     session = Session(target, used, talk, request, generator(seed, target.device), pace)
     if timing:

@@ -14,6 +14,7 @@ from outpace.cli.app import (
     DraftTemperature,
     DraftWeights,
     MinP,
+    OwnDraft,
     Penalty,
     Rule,
     Target,
@@ -32,10 +33,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     target: Target = "default",
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Draft folder, 'ngram', 'default' or 'none'; default: the default target's own."),
-    ] = None,
+    draft: OwnDraft = None,
     draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
     depth: Depth = 0,
@@ -91,7 +89,7 @@ def generate(
 
     from outpace.chat.tokenizer import encode_prompt
     from outpace.decode.request import Request
-    from outpace.load import open_draft, open_target
+    from outpace.load import open_draft, open_target, own_draft
     from outpace.ops.sampling import Sampling
     from outpace.stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
 
@@ -111,7 +109,7 @@ def generate(
     )
     began = time.perf_counter()
     loaded, tokenizer = open_target(target, layers)
-    own = "default" if target == "default" and layers is None else "none"
+    own = own_draft(target) if layers is None else "none"
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)
     load_seconds = time.perf_counter() - began

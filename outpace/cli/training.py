@@ -167,6 +167,31 @@ def train_eagle3(
     console.print(f"{out / 'draft'}: saved")
 
 
+@train_app.command("suffix")
+def train_suffix(
+    cache: Annotated[Path, typer.Option(help="Teacher cache folder (outpace teacher build).")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the draft is out/draft.")],
+    target: Target = "default",
+    answers: Annotated[int | None, typer.Option(min=1, help="Only so many of them; default: all.")] = None,
+) -> None:
+    """Make a draft that looks up what the target said before: the cache's answers, sorted. Takes seconds.
+
+    [bold]Example[/bold]: outpace train suffix --cache work/cache --out work/suffix
+    outpace generate "import os" --draft work/suffix/draft --tree 16 --stats
+    """
+    from outpace.load import open_target
+    from outpace.models.load import fingerprint
+    from outpace.teacher.store import TeacherCache
+    from outpace.train.suffix import build_suffix
+
+    loaded, _ = open_target(target)
+    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
+    with console.status("sorting the answers"):
+        found = build_suffix(loaded, teacher, out, answers)
+    used = min(answers or len(teacher), len(teacher))
+    console.print(f"{out / 'draft'}: {len(found.text) - used:,} tokens of {used:,} answers")
+
+
 @teacher_app.command("build")
 def teacher_build(
     out: Annotated[Path, typer.Option(help="Folder of the cache.")],

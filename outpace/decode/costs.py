@@ -212,6 +212,8 @@ def identity(thing: Any) -> str:
         for name, tensor in sorted(named_tensors(thing)):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + _some_bytes(tensor))
         return f"{type(thing).__name__} {digest.hexdigest()}"
+    if isinstance(thing, Tensor):
+        return f"{tuple(thing.shape)} {thing.dtype} {hashlib.sha256(_some_bytes(thing)).hexdigest()}"
     if is_dataclass(thing):
         values = [(f.name, getattr(thing, f.name)) for f in fields(thing)]
         known = [f"{name}={identity(v)}" for name, v in values if not isinstance(v, Decoder)]

@@ -53,6 +53,7 @@ OF_SPECULATORS = {"dflash": "speculators", "eagle3": "speculators-eagle3", "peag
 OF_GGUF = {"dflash": "gguf", "eagle3": "gguf-eagle3"}
 # drafts of other kinds, which look much like these
 OTHERS = {
+    "OutpaceSuffix": "answers that are looked up: it has no weights",
     "DSparkDraftModel": "a DSpark: it has a Markov head",
     "Qwen3DSparkModel": "a DSpark: it has a Markov head",
     "Eagle3Qwen3ForCausalLM": "an EAGLE-3 with q/k norms",

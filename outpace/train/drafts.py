@@ -245,22 +245,29 @@ def provenance(
 ) -> dict[str, Any]:
     """What provenance.json says: enough to make this draft again, and to know whose it is."""
     lines = [json.loads(line) for line in log_lines(folder)]
-    meta = asdict(cache.meta) if is_dataclass(cache.meta) else vars(cache.meta)
     return {
         "recipe": asdict(recipe),
         "config": asdict(config),
-        "target_fingerprint": fingerprint(target),
-        "cache_sha256": hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest(),
-        "cache_samples": len(cache),
+        **origin(target, cache),
         "seed": recipe.seed,
         "steps": recipe.steps,
         "training_tokens": sum(line["tokens"] for line in lines if "tokens" in line),  # of rows, prompts too
         "training_hours": round(sum(line["seconds"] for line in lines) / 3600, 3),
-        "git": _git_describe(),
-        "torch": torch.__version__,
         "losses": [line["loss"] for line in lines[-20:]],
         "tau": [[line["step"], line["tau"]] for line in lines if "tau" in line],
         "unseen": [[line["step"], line["unseen_accuracy"]] for line in lines if "unseen_accuracy" in line],
+    }
+
+
+def origin(target: Decoder, cache: Teacher) -> dict[str, Any]:
+    """Whose draft it is, and from what it was made by what."""
+    meta = asdict(cache.meta) if is_dataclass(cache.meta) else vars(cache.meta)
+    return {
+        "target_fingerprint": fingerprint(target),
+        "cache_sha256": hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest(),
+        "cache_samples": len(cache),
+        "git": _git_describe(),
+        "torch": torch.__version__,
     }
 
 

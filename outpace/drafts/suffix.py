@@ -1,0 +1,101 @@
+"""Lookup in answers that the target gave before: a tree of what followed the last tokens there. No model.
+
+SuffixDecoding (arXiv 2411.04975) over a teacher cache, its counts shared among contexts of several lengths.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outpace.drafts.choice import Choice
+from outpace.drafts.proposal import Proposal
+from outpace.drafts.tree import assembled, check_nodes
+from outpace.ops.suffixes import CONTEXTS, Suffixes
+from outpace.weights.checkpoint import LoadError, open_checkpoint, to_tensor
+from outpace.weights.hf import read_config
+from outpace.weights.save import save_checkpoint
+
+ARCHITECTURE = "OutpaceSuffix"
+NODES = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Suffix:
+    """Proposes trees of `nodes` columns, root included. Nothing is drawn and nothing is read of the target:
+    q is None, and rejection rules take its guesses as certain ones. Raises ValueError for sizes that make no
+    tree."""
+
+    answers: Suffixes
+    vocab_size: int
+    nodes: int = NODES
+    target_layer_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_nodes(self.nodes)
+
+    @property
+    def block_size(self) -> int:
+        return self.nodes
+
+    def begin(self, batch: int, length: int, offset: int = 0) -> "SuffixSession":
+        return SuffixSession(self.answers, batch)
+
+
+class SuffixSession:
+    def __init__(self, answers: Suffixes, batch: int) -> None:
+        self.answers = answers
+        self.tails: list[list[int]] = [[] for _ in range(batch)]  # as much as is ever looked up
+
+    def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
+        for tail, row, count in zip(self.tails, tokens.tolist(), counts, strict=True):
+            tail += row[:count]
+            del tail[: -CONTEXTS[0]]
+
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        """Columns in falling order of survival, as counted: the first n of them are the best tree of n."""
+        rows = []
+        for tail, token in zip(self.tails, last.tolist(), strict=True):
+            found = self.answers.grow([*tail[1 - CONTEXTS[0] :], token], width - 1)
+            rows.append(([token, *found.tokens], [0, *found.parents], [1.0, *found.reach]))
+        return assembled(rows, last.device)
+
+    def keep(self, rows: list[int]) -> None:
+        self.tails = [self.tails[b] for b in rows]
+
+
+def save_suffix(answers: Suffixes, vocab_size: int, folder: Path) -> None:
+    """folder/config.json and model.safetensors; what stood there before goes when these are whole."""
+    config = {"architectures": [ARCHITECTURE], "vocab_size": vocab_size}
+    text = answers.text.short() if vocab_size <= torch.iinfo(torch.int16).max else answers.text
+    save_checkpoint(folder, config, [("text", text), ("order", answers.order)])
+
+
+def is_suffix(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and read_config(folder).get("architectures") == [ARCHITECTURE]
+
+
+def load_suffix(folder: Path, vocab_size: int, nodes: int = NODES) -> Suffix:
+    """`vocab_size`: the target's. Raises LoadError, naming the folder, for answers of another vocabulary and
+    for files that `save_suffix` did not write; ValueError for `nodes` that make no tree."""
+    ours = read_config(folder).get("vocab_size")
+    if ours != vocab_size:
+        raise LoadError(
+            f"{folder} holds answers of a target with vocab_size {ours}; this one has {vocab_size}: build it "
+            "from this target's cache (outpace train suffix)"
+        )
+    files = open_checkpoint(folder)
+    names = set(files.names())
+    if names != {"text", "order"}:
+        raise LoadError(f"{folder} holds {', '.join(sorted(names))[:80]}, where text and order belong")
+    text, order = (to_tensor(files.get(name)) for name in ("text", "order"))
+    n = len(text) if text.dim() == 1 else 0
+    whole = text.dtype in (torch.int16, torch.int32) and order.dtype == torch.int32
+    if not n or not whole or order.shape != text.shape:
+        raise LoadError(f"{folder}: text and order are two lists of one length, of integers, and not empty")
+    if int(text.min()) < -1 or int(text.max()) >= vocab_size:
+        raise LoadError(f"{folder}: text has tokens outside the vocabulary of {vocab_size}")
+    if int(order.min()) < 0 or int(order.max()) >= n or bool((order.bincount(minlength=n) != 1).any()):
+        raise LoadError(f"{folder}: order does not name every place of the text once")
+    return Suffix(Suffixes(text.int(), order), vocab_size, nodes)
