@@ -43,6 +43,9 @@ compare() { # the suite, its folder
 
 "$outpace" teacher build --recipe recipes/drafts/teacher.toml --target "$target" --out "$work/cache" \
   ${samples[@]+"${samples[@]}"} ${corpus[@]+"${corpus[@]}"}
+if [ ! -f "$work/suffix/draft/provenance.json" ]; then
+  "$outpace" train suffix --target "$target" --cache "$work/cache" --out "$work/suffix"
+fi
 train dflash dflash
 train dflash dflash-dpace
 train dflash dflash2

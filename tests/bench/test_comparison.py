@@ -394,4 +394,4 @@ def test_the_recipes_that_ship_are_read():
     found = {path.stem: load_settings(SuiteRecipe, path, {}).specs for path in folder.glob("suite*.toml")}
     assert set(found) == {"suite", "suite-micro", "suite-embedded"}
     assert found["suite"] == found["suite-micro"]
-    assert {spec.draft for spec in found["suite-embedded"].values()} == {"ngram", "default"}
+    assert {spec.draft for spec in found["suite-embedded"].values()} == {"ngram", "default", "suffix"}

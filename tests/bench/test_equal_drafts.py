@@ -24,6 +24,7 @@ from outpace.teacher.build import TeacherRecipe, build
 from outpace.teacher.store import TeacherCache
 from outpace.train.dflash import DFlashRecipe, train_dflash
 from outpace.train.eagle3 import Eagle3Recipe, train_eagle3
+from outpace.train.suffix import build_suffix
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "drafts"
@@ -56,6 +57,7 @@ def walked(tmp_path_factory):
     )
     cache = TeacherCache.open(work / "cache", target_fingerprint=fingerprint(target))
     prompts = [tiny.tokens(9).tolist()]
+    build_suffix(target, cache, work / "suffix")
     for kind, name in TRAINED:
         path, given = RECIPES / f"{name}.toml", (target, tokenizer, cache, prompts, work / name)
         if kind == "dflash":
@@ -68,7 +70,8 @@ def walked(tmp_path_factory):
 def test_the_script_trains_what_the_suite_compares():
     suite = load_settings(SuiteRecipe, RECIPES / "suite.toml", {})
     compared = {spec.draft for spec in suite.specs.values()}
-    assert compared == {"ngram"} | {f"{name}/draft" for _, name in TRAINED}
+    assert compared == {"ngram", "suffix/draft"} | {f"{name}/draft" for _, name in TRAINED}
+    assert re.search(r'train suffix .*--cache "\$work/cache" --out "\$work/suffix"', SCRIPT)
     assert {kind for kind, _ in TRAINED} == {"dflash", "eagle3"}
 
 
@@ -92,11 +95,9 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     report = run_comparison(Asked(target=target, tokenizer=tokenizer, documents=documents, **given))
     assert report["said"] == []  # one cache, one budget, everyone's origin known
     trained = {name: a["trained"] for name, a in report["methods"].items() if name != "n-gram"}
-    assert (
-        len({t["tokens"] for t in trained.values()})
-        == len({t["cache_sha256"] for t in trained.values()})
-        == 1
-    )
+    assert len({t["cache_sha256"] for t in trained.values()}) == 1
+    assert trained.pop("suffix")["tokens"] is None  # it is made of the cache, without steps
+    assert len({t["tokens"] for t in trained.values()}) == 1
     assert next(iter(trained.values()))["tokens"] > 2 * 3 * (8 + 1)
     assert all(r["lossless"]["violations"] == 0 for r in report["results"])
     assert {r["method"] for r in report["results"]} == {"plain", *suite.specs}

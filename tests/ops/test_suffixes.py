@@ -1,0 +1,128 @@
+"""The sorted text and what is grown from it, against searching the text from end to end."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.kernels import cpu
+from outpace.ops import suffixes
+from outpace.ops.suffixes import BRANCH, CONTEXTS, DEEPEST, DOUBT, ENOUGH, SAMPLES, SORTED, Suffixes
+
+# few letters, so that contexts repeat; -1 ends an answer
+texts = st.lists(st.sampled_from([-1, 0, 1, 2, 3]), min_size=1, max_size=120)
+tails = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+
+
+def of(text):
+    return Suffixes.of(torch.tensor(text, dtype=torch.int32))
+
+
+@given(texts)
+def test_suffixes_stand_in_the_order_of_their_first_tokens(text):
+    order = of(text).order.tolist()
+    wanted = sorted(range(len(text)), key=lambda i: text[i : i + SORTED])
+    assert [text[i : i + SORTED] for i in order] == [text[i : i + SORTED] for i in wanted]
+    assert sorted(order) == list(range(len(text)))
+
+
+def test_of_a_long_run_the_first_tokens_alone_count():
+    """More equal suffixes than are told apart: still an order, still every place once."""
+    answers = of([5] * 200 + [-1])
+    assert sorted(answers.order.tolist()) == list(range(201))
+    grown = answers.grow([5] * 30, 60)
+    assert grown.tokens == [5] * DEEPEST and grown.parents == list(range(DEEPEST))
+
+
+def followers(text, known):
+    """By searching: how often each token, or an end, follows `known`."""
+    found = defaultdict(int)
+    for i in range(len(text) - len(known) + 1):
+        if text[i : i + len(known)] == known:
+            end = i + len(known)
+            found[text[end] if end < len(text) else -1] += 1
+    return found
+
+
+def by_searching(text, tail, nodes):
+    """The same tree from nothing but counts: paths, and how likely each is reached."""
+    contexts, widest = [], 0
+    for length in CONTEXTS:
+        if length <= len(tail) and sum(followers(text, tail[-length:]).values()) > widest:
+            contexts.append(tail[-length:])
+            widest = sum(followers(text, tail[-length:]).values())
+    reach, offered, taken = {(): 1.0}, [()], []
+    while offered and len(taken) <= nodes:
+        path = max(offered, key=lambda p: reach[p])
+        offered.remove(path)
+        taken.append(path)
+        chance, left = defaultdict(float), 1.0
+        for context in contexts:
+            counts = followers(text, [*context, *path])
+            total = sum(counts.values())
+            if total:
+                share = left * total / (total + DOUBT)
+                for token, count in counts.items():
+                    chance[token] += share * count / total
+                left -= share
+                if left < ENOUGH:
+                    break
+        chance.pop(-1, None)
+        for token in sorted(chance, key=lambda t: -chance[t])[:BRANCH]:
+            reach[*path, token] = reach[path] * chance[token]
+            offered.append((*path, token))
+    return [reach[p] for p in taken[1:]], reach
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 6]), min_size=1, max_size=SAMPLES), tails)
+def test_a_tree_is_what_searching_finds(text, tail):
+    """Texts so short that every occurrence is looked at. Equals may stand in another order."""
+    grown = of(text).reference.grow(tail, 9)
+    wanted, reach = by_searching(text, tail, 9)
+    assert grown.reach == pytest.approx(wanted)
+    paths = [()]
+    for token, parent in zip(grown.tokens, grown.parents, strict=True):
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths)
+    assert [reach[p] for p in paths[1:]] == pytest.approx(grown.reach)
+
+
+@settings(deadline=None)
+@given(texts, tails, st.integers(1, 40))
+def test_the_kernel_agrees_to_the_bit(text, tail, nodes):
+    assert cpu.available()
+    answers = of(text)
+    assert answers.grow(tail, nodes) == answers.reference.grow(tail, nodes)
+
+
+@settings(deadline=None)
+@given(texts, tails, st.integers(1, 12), st.integers(0, 20))
+def test_the_first_columns_are_the_best_tree_of_so_many(text, tail, nodes, more):
+    few, many = of(text).grow(tail, nodes), of(text).grow(tail, nodes + more)
+    assert tuple(part[: len(few.tokens)] for part in many) == few
+    assert many.reach == sorted(many.reach, reverse=True) and min(many.tokens, default=0) >= 0
+    assert all(parent <= column for column, parent in enumerate(many.parents))
+
+
+def test_where_there_are_no_kernels_it_is_the_same(monkeypatch):
+    answers = of([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, -1, 3, 1, 4, 1, 5, 8, -1])
+    wanted = answers.grow([3, 1, 4, 1, 5], 6)
+    monkeypatch.setattr(suffixes.cpu, "available", lambda: False)
+    assert answers.grow([3, 1, 4, 1, 5], 6) == wanted
+    assert {wanted.tokens[0], wanted.tokens[1]} == {9, 8}
+
+
+def test_a_longer_context_outweighs_a_shorter_one():
+    """Behind 1 2 3 4 comes 9, behind any other 3 4 comes 5."""
+    answers = of([1, 2, 3, 4, 9, -1] * 3 + [0, 7, 3, 4, 5, -1] * 9)
+    assert answers.grow([1, 2, 3, 4], 2).tokens == [9, 5]
+    assert answers.grow([0, 7, 3, 4], 2).tokens == [5, 9]
+    assert answers.grow([6, 6, 3, 4], 2).tokens == [5, 9]  # nothing but the short one is known
+
+
+def test_nothing_known_is_nothing_said():
+    assert of([1, 2, 3, -1]).grow([7, 8], 4) == ([], [], [])
+    assert of([-1]).grow([1], 4) == ([], [], [])
