@@ -86,7 +86,8 @@ def open_draft(
     if not weightless(path, quantize) and is_suffix(draft_folder(path)):
         if quantize is not None or depth or branch:
             raise ValueError(
-                f"{path} looks answers up: it has a tree, and no depth, branch or weights to pack"
+                f"{path} looks answers up, and has no depth, no branch and no weights to pack: leave these "
+                "out, or name a DFlash or an EAGLE-3"
             )
         return load_suffix(draft_folder(path), target.config.vocab_size, tree or NODES)
     draft = open_weights(path, target, tokenizer, quantize)

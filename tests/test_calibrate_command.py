@@ -15,9 +15,9 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     options = (*QUICKLY, "--cache-dir", tmp_path, "--json")
     code, out, _ = run(monkeypatch, capsys, *options)
     first = json.loads(out)
-    assert code == 0 and first["widths"] == list(range(1, 9)) and first["touched"]["experts"] == 8
+    assert code == 0 and first["widths"] == list(range(1, 13)) and first["touched"]["experts"] == 8
     assert first["points"][0]["break_even"][0] == 1 and min(first["points"][0]["break_even"]) == 1
-    assert first["said"]["draft"].startswith("Bound")
+    assert first["said"]["draft"].startswith("Suffix, at most 12 columns")
     _, out, _ = run(monkeypatch, capsys, *options)
     assert json.loads(out) == first
     _, out, _ = run(monkeypatch, capsys, *options, "--force")
@@ -97,8 +97,8 @@ def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
     ("arguments", "said"),
     [
         (("generate", "x", "--method", "fast"), "--method fast: it must be one of auto, plain, draft"),
-        (("generate", "x", "--verify", 0), "--verify 0: this draft offers 1 to 7 guesses"),
-        (("generate", "x", "--verify", 8), "--verify 8: this draft offers 1 to 7 guesses"),
+        (("generate", "x", "--verify", 0), "--verify 0: this draft offers 1 to 11 guesses"),
+        (("generate", "x", "--verify", 12), "--verify 12: this draft offers 1 to 11 guesses"),
         (("generate", "x", "--verify", 2, "--draft", "none"), "no guesses to verify without a draft"),
         (("generate", "x", "--verify", 2, "--method", "plain"), "no guesses to verify"),
         (("calibrate", "--draft", "none"), "nothing to calibrate without a draft"),

@@ -6,19 +6,20 @@ import pytest
 from test_cli import run
 
 pytestmark = pytest.mark.usefixtures("few_repeats")
+OWN = ("--draft", "default")
 PACKED = ("--draft-weights", "q8_0")
 
 
 def test_the_text_is_the_same_and_the_table_is_another(monkeypatch, capsys, tmp_path):
     options = ("generate", "import os\n", "-n", 24, "--ignore-eos", "--method", "draft", "--json")
     texts, taus = set(), []
-    for more in (("--draft", "none"), (), PACKED, (*PACKED, "--tree", 6)):
+    for more in (("--draft", "none"), OWN, (*OWN, *PACKED), (*OWN, *PACKED, "--tree", 6)):
         code, out, _ = run(monkeypatch, capsys, *options, *more)
         assert code == 0
         texts.add(json.loads(out)["text"])
         taus.append(json.loads(out)["tau"])
     assert len(texts) == 1 and taus[0] == 1 < min(taus[1:])
-    for more in ((), PACKED, PACKED):
+    for more in (OWN, (*OWN, *PACKED), (*OWN, *PACKED)):
         options = ("calibrate", "--contexts", 32, "--seconds", 0.1, "--cache-dir", tmp_path, "--json")
         assert run(monkeypatch, capsys, *options, *more)[0] == 0
     assert len(list((tmp_path / "costs").iterdir())) == 2
@@ -26,7 +27,7 @@ def test_the_text_is_the_same_and_the_table_is_another(monkeypatch, capsys, tmp_
 
 def test_a_conversation(monkeypatch, capsys):
     options = ("chat", "default", "-m", "x = 1", "-n", 4, "--json", "--method", "draft")
-    found = [run(monkeypatch, capsys, *options, *more) for more in ((), PACKED)]
+    found = [run(monkeypatch, capsys, *options, *more) for more in (OWN, (*OWN, *PACKED))]
     assert found[0][0] == found[1][0] == 0
     assert json.loads(found[0][1])["tokens"] == json.loads(found[1][1])["tokens"]
 
@@ -55,7 +56,8 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
     ("arguments", "said"),
     [
         (("generate", "x", "--draft", "ngram", *PACKED), "draft weights 'q8_0': 'ngram' has no weights"),
-        (("generate", "x", "--draft-weights", "int4"), "draft weights 'int4': known are q8_0"),
+        (("generate", "x", *OWN, "--draft-weights", "int4"), "draft weights 'int4': known are q8_0"),
+        (("generate", "x", *PACKED), "suffix looks answers up, and has no depth, no branch and no weights"),
         (("calibrate", "--draft", "none", *PACKED), "'none' has no weights"),
         (
             ("bench", "--suite", "drafts", "--recipe", "x", "--out", "o", *PACKED),

@@ -16,7 +16,7 @@ SORTED = 64  # tokens of a suffix that decide its place
 CONTEXTS = (16, 8, 4, 2)  # how many of the last tokens are looked for, the most telling first
 DEEPEST = SORTED - CONTEXTS[0]  # guesses in a line
 DOUBT = 4.0  # a context seen n times is believed as n / (n + DOUBT); the shorter ones share the rest
-ENOUGH = 0.02  # a rest that is not shared any more
+ENOUGH = 0.1  # a rest that is not shared any more
 SAMPLES = 16  # occurrences of a context that are looked at, evenly spread over what follows
 BRANCH = 8  # followers of a node that may become nodes
 

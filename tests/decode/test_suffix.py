@@ -136,7 +136,7 @@ def test_answers_of_another_vocabulary_are_refused(tmp_path):
 
 @pytest.mark.parametrize("asked", [{"depth": 3}, {"tree": 8, "branch": 2}, {"quantize": "q8_0"}, {"tree": 1}])
 def test_what_it_cannot_be_told_is_refused(asked):
-    with pytest.raises(ValueError, match=r"no depth, branch or weights to pack|guesses nothing"):
+    with pytest.raises(ValueError, match=r"no depth, no branch and no weights to pack|guesses nothing"):
         open_draft("suffix", *open_target("default"), **asked)
 
 
