@@ -21,7 +21,7 @@ SAMPLES = 16  # occurrences of a context that are looked at, evenly spread over 
 BRANCH = 8  # followers of a node that may become nodes
 
 
-class Tree(NamedTuple):
+class Grown(NamedTuple):
     """By column, without the root: the token; its parent's column, 0 being the root; how likely it is reached
     as far as the counts say, falling, no child before its parent."""
 
@@ -64,7 +64,7 @@ class Suffixes:
     def of(text: Tensor) -> "Suffixes":
         return Suffixes(text, sort_suffixes(text))
 
-    def grow(self, tail: Sequence[int], nodes: int) -> Tree:
+    def grow(self, tail: Sequence[int], nodes: int) -> Grown:
         """The likeliest `nodes` columns after `tail`, best first; fewer where less is known."""
         if not cpu.available():
             return self.reference.grow(tail, nodes)
@@ -80,7 +80,7 @@ class Suffixes:
             doubt=DOUBT,
             enough=ENOUGH,
         )
-        return Tree(*found)
+        return Grown(*found)
 
     @cached_property
     def reference(self) -> "Reference":
@@ -139,8 +139,8 @@ class Reference:
                 break
         return sorted(chance.items(), key=lambda pair: -pair[1])[:BRANCH]
 
-    def grow(self, tail: Sequence[int], nodes: int) -> Tree:
-        tree = Tree([], [], [])
+    def grow(self, tail: Sequence[int], nodes: int) -> Grown:
+        tree = Grown([], [], [])
         # falling reach, order of offering; parent's column, depth, token, the parent's contexts
         heap: list[tuple[float, int, int, int, int, list[Interval]]] = []
         serial = 0
