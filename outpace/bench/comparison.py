@@ -102,8 +102,10 @@ def remarks(about: dict[str, dict[str, Any]]) -> list[str]:
     if unknown:
         said.append(f"no provenance beside the draft of {', '.join(unknown)}: trained on nobody knows what")
     for what, key in (("teacher caches", "cache_sha256"), ("training budgets in tokens", "tokens")):
-        values = {t[key] for t in trained.values()} - {None}  # None: made of the cache, without steps
-        if len(values) > 1:
-            parts = ", ".join(f"{name}: {str(t[key])[:12]}" for name, t in trained.items() if t[key])
+        said_of = {name: t[key] for name, t in trained.items()}
+        if key == "tokens":  # answers are looked up without steps
+            said_of = {name: n for name, n in said_of.items() if about[name]["kind"] != "suffix"}
+        if len(set(said_of.values())) > 1:
+            parts = ", ".join(f"{name}: {str(value)[:12]}" for name, value in said_of.items())
             said.append(f"not on equal data: {what} differ ({parts})")
     return said

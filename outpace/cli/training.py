@@ -188,7 +188,7 @@ def train_suffix(
     teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
     with console.status("sorting the answers"):
         found = build_suffix(loaded, teacher, out, answers)
-    used = min(answers or len(teacher), len(teacher))
+    used = int((found.text < 0).sum())
     console.print(f"{out / 'draft'}: {len(found.text) - used:,} tokens of {used:,} answers")
 
 

@@ -16,6 +16,7 @@ from outpace.drafts import (
 )
 from outpace.drafts.format_zlab import TokenId
 from outpace.drafts.formats import Description, DFlashDraft, Read, Remark, TargetFiles
+from outpace.drafts.suffix import ARCHITECTURE
 from outpace.weights.checkpoint import LoadError, is_gguf
 from outpace.weights.gguf_header import read_header
 from outpace.weights.hf import read_config
@@ -53,7 +54,7 @@ OF_SPECULATORS = {"dflash": "speculators", "eagle3": "speculators-eagle3", "peag
 OF_GGUF = {"dflash": "gguf", "eagle3": "gguf-eagle3"}
 # drafts of other kinds, which look much like these
 OTHERS = {
-    "OutpaceSuffix": "answers that are looked up: it has no weights",
+    ARCHITECTURE: "answers that are looked up: it has no weights",
     "DSparkDraftModel": "a DSpark: it has a Markov head",
     "Qwen3DSparkModel": "a DSpark: it has a Markov head",
     "Eagle3Qwen3ForCausalLM": "an EAGLE-3 with q/k norms",
