@@ -330,6 +330,11 @@ def test_unequal_data_is_said():
     assert len(said) == 3
     assert "no provenance beside the draft of c" in said[0]
     assert "teacher caches differ (a: x, b: y)" in said[1] and "tokens differ (a: 5, b: 6)" in said[2]
+    looked_up = about(None, "x") | {"kind": "suffix"}
+    assert remarks({"a": about(5, "x"), "s": looked_up}) == []  # it is made without steps
+    assert "tokens differ (a: 5, b: None)" in remarks({"a": about(5, "x"), "b": about(None, "x")})[0]
+    other = remarks({"a": about(5, "x"), "s": about(None, None) | {"kind": "suffix"}})
+    assert "teacher caches differ (a: x, s: None)" in other[0]
 
 
 def opened(target, tokenizer, drafts, **said):
