@@ -2,7 +2,6 @@
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 import tiny
@@ -369,34 +368,3 @@ def test_a_width_the_draft_does_not_have_is_refused(target, tokenizer, drafts):
     case = Case(method="M", temperature=0.0, rule="match", width=6)
     with pytest.raises(ValueError, match="width 6: M proposes at most 5 columns"):
         methods.run_case(case, target, method)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"methods": {}}, "needs a table"),
-        ({"methods": {"plain": {"draft": "x"}}}, "no method may be called 'plain'"),
-        ({"methods": {"a": {"draft": "x", "tre": 3}}}, "method 'a': .*did you mean `tree`"),
-        ({"methods": {"a": {}}}, "method 'a': .*`draft` is not set"),
-        ({"methods": {"a": {"draft": "x", "rules": ["typical"]}}}, "no rule 'typical'; known: match"),
-        ({"methods": {"a": {"draft": "x", "controller": []}}}, "true, false, or both"),
-        ({"batch": 3}, "prompts 2 do not fill batches of 3"),
-        ({"lossless_batch": 3}, "lossless_prompts 4 do not fill"),
-        ({"repeats": 0}, "repeats 0 must be at least 1"),
-        ({"new_tokens": 1}, "nothing to time"),
-        ({"temperatures": [-1.0]}, "none below 0"),
-        ({"widths": [1]}, "so at least 2"),
-        ({"texts": ["poems"]}, "known: held-out, random"),
-    ],
-)
-def test_recipes_that_mean_nothing_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
-        recipe(**changes)
-
-
-def test_the_recipes_that_ship_are_read():
-    folder = Path(__file__).parents[2] / "recipes" / "drafts"
-    found = {path.stem: load_settings(SuiteRecipe, path, {}).specs for path in folder.glob("suite*.toml")}
-    assert set(found) == {"suite", "suite-micro", "suite-embedded"}
-    assert found["suite"] == found["suite-micro"]
-    assert {spec.draft for spec in found["suite-embedded"].values()} == {"ngram", "default", "suffix"}
