@@ -32,6 +32,29 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_request_goes_by_the_table_of_its_rule_or_by_the_greedy_one(monkeypatch, capsys, tmp_path):
+    drawn = ("generate", "import os\n", "-n", 8, "--json", "--temperature", 1, "--rule", "gumbel")
+    places = ("--draft", "ngram", "--cache-dir", tmp_path)
+    monkeypatch.setattr(command, "QUICK", 0.0)
+
+    def told():
+        code, out, _ = run(monkeypatch, capsys, *drawn, *places)
+        assert code == 0
+        return json.loads(out)["method"]
+
+    assert told().startswith("every guess verified in every round: a cost table would take")
+    for rule, said in (
+        ("greedy", "by greedy costs (outpace calibrate --rule gumbel)"),
+        ("gumbel", "guesses as pay"),
+    ):
+        code, out, _ = run(monkeypatch, capsys, *QUICKLY, *places, "--rule", rule, "--json")
+        assert code == 0 and json.loads(out)["said"]["judged"] == rule
+        assert told().endswith(said)
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+    code, _, err = run(monkeypatch, capsys, *QUICKLY, "--rule", "typical")
+    assert code == 2 and "--rule typical: it must be one of greedy, match" in err
+
+
 def test_every_method_says_the_same(monkeypatch, capsys, tmp_path):
     found, told = set(), []
     options = ("generate", "import os\n", "-n", 24, "--ignore-eos", "--json", "--cache-dir", tmp_path)

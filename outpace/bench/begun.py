@@ -4,7 +4,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from outpace.bench.described import describe_target, parameters
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import Case, Opened, run_case
 from outpace.bench.resume import Kept
-from outpace.bench.suite import SuiteRecipe, cost_tables, grouped, open_methods, texts_of
+from outpace.bench.suite import SuiteRecipe, Tables, cost_tables, grouped, open_methods, texts_of
 from outpace.bench.timed import Method
 from outpace.bench.turns import Groups
 from outpace.corpus import Document
@@ -44,19 +44,22 @@ class Asked:
 
 @dataclass(frozen=True)
 class Begun:
-    """`tables`: of the methods with a controller. `kept`: what was measured before a stop, if recipe, target
+    """`tables`: of the cases with a controller. `kept`: what was measured before a stop, if recipe, target
     and drafts were the same. `frame`: what the report says beside its results."""
 
     asked: Asked
     opened: dict[str, Opened]
-    tables: dict[str, Costs]
+    tables: Tables
     kept: Kept
     frame: dict[str, Any]
     since: float
 
     def method(self, case: Case) -> Method:
-        opened, costs = self.opened.get(case.method), self.tables.get(case.method)
-        return run_case(case, self.asked.target, opened, costs)
+        return run_case(case, self.asked.target, self.opened.get(case.method), self.costs(case))
+
+    def costs(self, case: Case) -> Costs | None:
+        """What its controller reads; None without one."""
+        return self.tables[case.method, case.request.judged] if case.steered else None
 
     def prompts(self, kind: str, count: int, batch: int) -> Groups:
         """`kind` of suite.TEXTS."""
@@ -71,18 +74,17 @@ class Begun:
         return {**self.frame, **found, "seconds": round(time.perf_counter() - self.since, 1)}
 
 
-def begin(asked: Asked, *, batch: int, steered: bool = False) -> Begun:
-    """Costs are measured of `batch` rows at a time. `steered`: the methods with a controller alone. Raises
-    ValueError for a draft that is not there or another target's."""
+def begin(asked: Asked, cases: Sequence[Case], batch: int) -> Begun:
+    """cases: all that will be decoded, `batch` rows at a time. Raises ValueError for a draft that is not
+    there or another target's."""
     target, recipe = asked.target, asked.recipe
     since, before = time.perf_counter(), machine(target.device)
-    opened = open_methods(recipe, asked.drafts, target, asked.tokenizer)
-    if steered:
-        opened = {name: method for name, method in opened.items() if True in method.spec.controller}
+    names = {case.method for case in cases}
+    opened = open_methods(recipe, names, asked.drafts, target, asked.tokenizer)
     about = {name: describe_method(method) for name, method in opened.items()}
     whose, said = describe_target(target), said_by(recipe)
     kept = Kept(asked.folder, {"recipe": said, "target": whose["fingerprint"], "methods": about})
-    tables = cost_tables(recipe, target, opened, asked.text, batch, kept, asked.console)
+    tables = cost_tables(recipe, target, opened, cases, asked.text, batch, kept, asked.console)
     frame = {
         **provenance(),
         "machine": before,
@@ -90,14 +92,14 @@ def begin(asked: Asked, *, batch: int, steered: bool = False) -> Begun:
         "target": whose,
         "recipe": said,
         "methods": about,
-        "costs": {name: kept[f"costs of {name}"] for name in tables},
+        "costs": {f"{name}, {judged}": kept[f"costs of {name}, {judged}"] for name, judged in tables},
     }
     return Begun(asked, opened, tables, kept, frame, since)
 
 
 def said_by(recipe: SuiteRecipe) -> dict[str, Any]:
     """The recipe as it was asked for, as it reads back from JSON."""
-    found = dataclasses.asdict(recipe)
+    found = asdict(recipe)
     del found["specs"]
     read: dict[str, Any] = json.loads(json.dumps(found))
     return read

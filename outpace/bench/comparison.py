@@ -13,6 +13,8 @@ from outpace.bench.progress import progress
 from outpace.bench.results import Cell, joined, result
 from outpace.bench.suite import cases_of
 from outpace.bench.turns import take_turns
+from outpace.decode.costs import Costs
+from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
 
 
@@ -21,11 +23,11 @@ def run_comparison(asked: Asked) -> dict[str, Any]:
     and drafts are the same. Raises ValueError for a draft that is not there or another target's, and for
     prompts that the documents do not hold."""
     target, recipe = asked.target, asked.recipe
-    suite = begin(asked, batch=recipe.batch)
+    plans = {t: cases_of(recipe, t) for t in recipe.temperatures}
+    suite = begin(asked, [case for cases in plans.values() for case in cases], recipe.batch)
     groups = suite.prompts("held-out", recipe.prompts, recipe.batch)
     results = []
     with progress(asked.console) as bar:
-        plans = {t: cases_of(recipe, t) for t in recipe.temperatures}
         task = bar.add_task("drafts", total=sum(map(len, plans.values())) * recipe.repeats * len(groups))
         for temperature, cases in plans.items():
             runs = take_turns(
@@ -39,7 +41,7 @@ def run_comparison(asked: Asked) -> dict[str, Any]:
                 advancing(bar, task),
             )
             cell = Cell(f"T={temperature:g}", recipe.batch, recipe.new_tokens, groups, runs)
-            results += [row(target, cell, case) for case in cases]
+            results += [row(target, cell, case, suite.costs(case)) for case in cases]
     return suite.report(results=results, said=remarks(suite.frame["methods"]))
 
 
@@ -50,7 +52,7 @@ def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
     return told
 
 
-def row(target: Decoder, cell: Cell, case: Case) -> dict[str, Any]:
+def row(target: Decoder, cell: Cell, case: Case, costs: Costs | None) -> dict[str, Any]:
     """One line of the comparison. Speedup is over plain decoding at the same temperature, drawn the ordinary
     way; with coupled noise the text must be plain's of the same seed."""
     plain = Case(method=PLAIN, temperature=case.temperature, rule="match")
@@ -67,13 +69,6 @@ def row(target: Decoder, cell: Cell, case: Case) -> dict[str, Any]:
     ]
     rounds = len(trace.accepted)
     parts = {p: 1000 * trace.seconds[p] / max(rounds, 1) for p in ("draft", "verify", "rest")}
-    foreseen = None
-    if trace.foreseen:
-        foreseen = {
-            "tokens_per_s": round(trace.foreseen_tokens_per_s, 2),
-            "error": round(trace.foresight_error, 4),
-            "rounds": len(trace.foreseen),
-        }
     return found | {
         "method": case.method,
         "rule": case.rule,
@@ -83,7 +78,22 @@ def row(target: Decoder, cell: Cell, case: Case) -> dict[str, Any]:
         "columns": round(statistics.fmean(columns), 3) if columns else 1.0,
         "reached": [round(share, 4) for share in reached(trace.accept_lens)],
         "round_ms": {part: round(ms, 4) for part, ms in parts.items()},
-        "foreseen": foreseen,
+        "foreseen": None if costs is None else foreseen(trace, cell, costs, found["speedup"]),
+    }
+
+
+def foreseen(trace: Trace, cell: Cell, costs: Costs, speedup: float) -> dict[str, float]:
+    """Against what was measured, twice: the speedup, both sides of which meet the machine's slow minutes, and
+    tokens/s, of which what was foreseen knows nothing of them."""
+    middle = statistics.fmean(len(prompt) for group in cell.groups for prompt in group) + cell.new_tokens / 2
+    plain = cell.batch / costs.verify_seconds(1, middle, cell.batch)
+    expected = trace.foreseen_tokens_per_s / plain
+    return {
+        "speedup": round(expected, 4),
+        "speedup_error": round(expected / speedup - 1, 4),
+        "tokens_per_s": round(trace.foreseen_tokens_per_s, 2),
+        "error": round(trace.foresight_error, 4),
+        "rounds": len(trace.foreseen),
     }
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from outpace.bench.methods import PLAIN
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
-from outpace.decode.cost_file import from_json
 from outpace.weights.save import write_atomically, write_json
 
 LEGEND = """\
@@ -108,7 +107,7 @@ def speed_table(report: dict[str, Any], temperature: float) -> list[str]:
                 f"{free['tokens_per_s']:.0f}",
                 f"{free['speedup']:.2f}x",
                 f"{steered['speedup']:.2f}x" if steered else "-",
-                *foreseen(report, steered),
+                *foreseen(steered),
                 differ(free["lossless"], steered["lossless"] if steered else None),
             ]
         )
@@ -119,18 +118,13 @@ def speed_table(report: dict[str, Any], temperature: float) -> list[str]:
 FORESEEN = ("foreseen", "in tokens/s")
 
 
-def foreseen(report: dict[str, Any], steered: dict[str, Any] | None) -> tuple[str, str]:
+def foreseen(steered: dict[str, Any] | None) -> tuple[str, str]:
     """Two cells about a row with a controller: the speedup that it foresaw, with its error, and the error in
-    tokens/s. Both sides of a ratio meet the machine's slow minutes; a time foreseen knows nothing of them."""
-    if steered is None or steered["foreseen"] is None:
+    tokens/s."""
+    said = steered and steered["foreseen"]
+    if not said:
         return "-", "-"
-    recipe, said = report["recipe"], steered["foreseen"]
-    costs = from_json(report["costs"][steered["method"]], f"costs of {steered['method']}")
-    middle = recipe["prompt_tokens"] + recipe["new_tokens"] / 2
-    plain = recipe["batch"] / costs.verify_seconds(1, middle, recipe["batch"])
-    speedup = said["tokens_per_s"] / plain
-    error = speedup / steered["speedup"] - 1
-    return f"{speedup:.2f}x, {100 * error:+.0f} %", f"{100 * said['error']:+.0f} %"
+    return f"{said['speedup']:.2f}x, {100 * said['speedup_error']:+.0f} %", f"{100 * said['error']:+.0f} %"
 
 
 def differ(*counts: dict[str, int] | None) -> str:

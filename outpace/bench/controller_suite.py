@@ -2,23 +2,28 @@
 
 from typing import Any
 
-from outpace.bench.begun import Asked, begin
+from outpace.bench.begun import Asked, Begun, begin
 from outpace.bench.comparison import advancing, row
 from outpace.bench.methods import PLAIN, Case, Opened
 from outpace.bench.progress import progress
 from outpace.bench.results import Cell, over
 from outpace.bench.suite import SuiteRecipe
 from outpace.bench.turns import take_turns
-from outpace.models.decoder import Decoder
 
 
 def run_controller(asked: Asked) -> dict[str, Any]:
     """-> the report. Turns measured before a stop are read from progress.jsonl. Methods whose recipe
     wants no controller are left out; raises ValueError where that is all of them."""
-    target, recipe = asked.target, asked.recipe
-    if not any(True in spec.controller for spec in recipe.specs.values()):
+    recipe = asked.recipe
+    names = [name for name, spec in recipe.specs.items() if True in spec.controller]
+    if not names:
         raise ValueError("controller: no method of this recipe has a controller to measure")
-    suite = begin(asked, batch=recipe.batch, steered=True)
+    steered = [
+        Case(method=name, temperature=t, rule="match", steered=True)
+        for t in recipe.temperatures
+        for name in names
+    ]
+    suite = begin(asked, steered, recipe.batch)
     plans = {(t, name): cases(recipe, o, t) for t in recipe.temperatures for name, o in suite.opened.items()}
     turns = recipe.repeats * (recipe.controller_prompts // recipe.batch)
     results = []
@@ -38,7 +43,7 @@ def run_controller(asked: Asked) -> dict[str, Any]:
                     advancing(bar, task),
                 )
                 cell = Cell(kind, recipe.batch, recipe.new_tokens, groups, runs)
-                results.append(scene(target, cell, plan, kind, name))
+                results.append(scene(suite, cell, plan, kind, name))
     return suite.report(results=results)
 
 
@@ -52,9 +57,9 @@ def cases(recipe: SuiteRecipe, opened: Opened, temperature: float) -> list[Case]
     return [Case(method=PLAIN, **how), *fixed, steered]  # type: ignore[arg-type]
 
 
-def scene(target: Decoder, cell: Cell, plan: list[Case], text: str, name: str) -> dict[str, Any]:
+def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> dict[str, Any]:
     """One method on one kind of text: every length, the best of them, and what the controller makes of it."""
-    rows = [row(target, cell, case) for case in plan]
+    rows = [row(suite.asked.target, cell, case, suite.costs(case)) for case in plan]
     fixed = [r for r in rows if r["width"]]
     steered = next(r for r in rows if r["controller"])
     plain = next(r for r in rows if r["method"] == PLAIN)

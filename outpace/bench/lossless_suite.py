@@ -24,11 +24,11 @@ def run_lossless(asked: Asked) -> dict[str, Any]:
     by a tie alone, and ties are counted."""
     target, recipe = asked.target, asked.recipe
     batch = recipe.lossless_batch
-    suite = begin(asked, batch=batch)
+    ways = [[*_cases(recipe, *way)] for way in WAYS]
+    suite = begin(asked, [case for cases in ways for case in cases], batch)
     groups = suite.prompts("held-out", recipe.lossless_prompts, batch)
     found: list[dict[str, Any]] = []
     with progress(asked.console) as bar:
-        ways = [[*_cases(recipe, *way)] for way in WAYS]
         task = bar.add_task("lossless", total=sum(len(w) + 1 for w in ways) * len(groups))
         for (temperature, rule), cases in zip(WAYS, ways, strict=True):
             plain = suite.method(Case(method=PLAIN, temperature=temperature, rule=rule))

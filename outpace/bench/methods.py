@@ -1,7 +1,7 @@
 """A method of a comparison: which draft, in what shape it proposes, how its guesses are judged."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,11 @@ class Case:
     steered: bool = False
 
     @property
+    def request(self) -> Request:
+        """But for how long: no stop tokens, so that all emit equally many."""
+        return Request(max_new_tokens=1, sampling=Sampling(temperature=self.temperature), rule=self.rule)
+
+    @property
     def label(self) -> str:
         said = [self.method, f"T={self.temperature:g}", self.rule]
         said += [f"width {self.width}"] if self.width else []
@@ -140,11 +145,10 @@ def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
 
 def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | None = None) -> Method:
     """`opened`: None for plain decoding; `costs`: of a steered case. One controller serves all runs, and
-    remembers. No stop tokens: all emit equally many.
+    remembers.
 
     Raises ValueError for a width that the draft does not have.
     """
-    sampling = Sampling(temperature=case.temperature)
     draft = None if opened is None else opened.draft
     if draft is not None and case.width and not 1 <= case.width <= draft.block_size:
         raise ValueError(f"width {case.width}: {case.method} proposes at most {draft.block_size} columns")
@@ -154,7 +158,7 @@ def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | 
         controller = Adaptive(costs)
 
     def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
-        request = Request(max_new_tokens=new_tokens, sampling=sampling, rule=case.rule)
+        request = replace(case.request, max_new_tokens=new_tokens)
         rng = torch.Generator(target.device).manual_seed(seed)
         if draft is None:
             return timed(lambda told: plain.generate(target, prompts, request, rng=rng, on_tokens=told))

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from outpace.models.load import fingerprint
 from outpace.settings import load_settings
 
 TEXTS = ("held-out", "random")
+Tables = dict[tuple[str, str], Costs]  # by method, and one of decode.request.JUDGED
 PASSES = 3  # over all tables, one after the other: a busy minute of the machine meets one pass of some
 
 
@@ -51,7 +52,7 @@ class SuiteRecipe:
     controller_prompts: int = 6
     widths: tuple[int, ...] = (2, 4, 6, 8, 12, 16)
     texts: tuple[str, ...] = TEXTS
-    calibrate_s: float = 24.0  # per method with a controller, in passes of which the calmest is kept
+    calibrate_s: float = 24.0  # per method with a controller and rule, in passes of which the calmest is kept
     specs: dict[str, MethodSpec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,10 +94,10 @@ class SuiteRecipe:
 
 
 def open_methods(
-    recipe: SuiteRecipe, drafts: Path, target: Decoder, tokenizer: Tokenizer
+    recipe: SuiteRecipe, names: Collection[str], drafts: Path, target: Decoder, tokenizer: Tokenizer
 ) -> dict[str, Opened]:
     whose = fingerprint(target)
-    specs = recipe.specs.items()
+    specs = [(name, spec) for name, spec in recipe.specs.items() if name in names]
     return {name: open_method(name, spec, drafts, target, tokenizer, whose) for name, spec in specs}
 
 
@@ -114,33 +115,37 @@ def cost_tables(
     recipe: SuiteRecipe,
     target: Decoder,
     opened: dict[str, Opened],
+    cases: Sequence[Case],
     text: Sequence[int],
     batch: int,
     kept: Kept,
     console: Console,
-) -> dict[str, Costs]:
-    """Of every method with a controller: measured over the contexts and the batch that will be decoded, once
-    a run. `text`: token ids that the suite does not decode."""
-    steered = {name: m for name, m in opened.items() if True in m.spec.controller}
-    missing = [name for name in steered if f"costs of {name}" not in kept]
-    passes: dict[str, list[Costs]] = {name: [] for name in missing}
+) -> Tables:
+    """Of every case with a controller: measured over the contexts and the batch that will be decoded, and
+    judged as they will be, once a run. `text`: token ids that the suite does not decode."""
+    wanted = {
+        (c.method, c.request.judged): f"costs of {c.method}, {c.request.judged}" for c in cases if c.steered
+    }
+    missing = [table for table, key in wanted.items() if key not in kept]
+    passes: dict[tuple[str, str], list[Costs]] = {table: [] for table in missing}
     for turn in range(PASSES):
-        for name in missing:
-            with console.status(f"calibrating {name}, pass {turn + 1} of {PASSES}"):
-                passes[name].append(
+        for name, judged in missing:
+            with console.status(f"calibrating {name}, {judged}, pass {turn + 1} of {PASSES}"):
+                passes[name, judged].append(
                     calibrate(
                         target,
-                        steered[name].draft,
+                        opened[name].draft,
                         text,
                         contexts=(recipe.prompt_tokens, recipe.prompt_tokens + recipe.new_tokens),
                         batches=tuple({1, batch}),
                         seconds=recipe.calibrate_s / PASSES,
+                        judged=judged,
                     )
                 )
-    for name, tables in passes.items():
-        calmest = min(tables, key=lambda costs: sum(costs.points[0].verify))
-        kept[f"costs of {name}"] = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(calmest)}))
-    return {name: from_json(kept[f"costs of {name}"], f"costs of {name}") for name in steered}
+    for table, costs in passes.items():
+        calmest = min(costs, key=lambda found: sum(found.points[0].verify))
+        kept[wanted[table]] = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(calmest)}))
+    return {table: from_json(kept[key], key) for table, key in wanted.items()}
 
 
 def cases_of(recipe: SuiteRecipe, temperature: float, steered: bool = True) -> list[Case]:

@@ -85,7 +85,7 @@ def controller_table(report: dict[str, Any]) -> list[str]:
             f"{r['best_speedup']:.2f}x",
             f"{r['over_plain']:.2f}x",
             f"{r['over_best']:.2f}",
-            *foreseen(report, r["controller"] | {"method": r["method"]}),
+            *foreseen(r["controller"]),
             f"{r['controller']['columns']:.1f}",
         ]
         for r in report["results"]

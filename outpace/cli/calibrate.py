@@ -55,6 +55,9 @@ def calibrate(
     tree: TreeColumns = 0,
     depth: Depth = 0,
     branch: Branch = 0,
+    rule: Annotated[
+        str, typer.Option(help="How guesses are judged: greedy, or one of generate's rules.")
+    ] = "greedy",
     contexts: Annotated[str, typer.Option(help="Tokens remembered, where costs are measured.")] = "256,2048",
     batches: Annotated[str, typer.Option(help="Rows decoded together.")] = "1",
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 20.0,
@@ -65,16 +68,20 @@ def calibrate(
 ) -> None:
     """Measure what drafting and verifying cost on this machine, and keep it: what --method auto goes by.
 
-    Run it while the machine is otherwise idle. The table belongs to this target, draft, machine and number
-    of threads; a changed one is measured anew.
+    Run it while the machine is otherwise idle. The table belongs to this target, draft, machine, number of
+    threads and rule; a changed one is measured anew. A request whose rule has none goes by the greedy one.
 
     [bold]Examples[/bold]: outpace calibrate; outpace calibrate --tree 16 --contexts 512,4096,16384
     outpace calibrate --target gpt-oss-20b --draft DRAFT --batches 1,8 --seconds 300 --plot costs.png
-    outpace calibrate --draft DRAFT --draft-weights q8_0
+    outpace calibrate --draft DRAFT --draft-weights q8_0; outpace calibrate --draft default --rule gumbel
     """
     from outpace.decode.cost_file import cache_folder, table_path, write_costs
     from outpace.decode.costs import fingerprint
+    from outpace.decode.request import JUDGED
     from outpace.load import open_draft, open_target, own_draft
+
+    if rule not in JUDGED:
+        raise ValueError(f"--rule {rule}: it must be one of {', '.join(JUDGED)}")
 
     if not seconds > 0:
         raise ValueError(f"--seconds {seconds}: give some time to measure in")
@@ -86,15 +93,15 @@ def calibrate(
     if bound is None:
         raise ValueError("there is nothing to calibrate without a draft: name one with --draft")
     folder = cache_dir or cache_folder()
-    path = table_path(folder, fingerprint(loaded, bound))
-    costs, why = (None, None) if force else kept(loaded, bound, folder)
+    path = table_path(folder, fingerprint(loaded, bound, rule))
+    costs, why = (None, None) if force else kept(loaded, bound, folder, rule)
     if why:
         Console(stderr=True).print(why, style="dim", highlight=False, soft_wrap=True)
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
     if costs is None:
         path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be kept is better known beforehand
-        costs = _measured(loaded, bound, tokenizer, places, rows, seconds, quiet=as_json)
+        costs = _measured(loaded, bound, tokenizer, rule, places, rows, seconds, quiet=as_json)
         write_costs(costs, folder)
     if plot is not None:
         _draw(costs, plot)
@@ -105,14 +112,16 @@ def calibrate(
     console.print(f"kept in {path}", style="dim", highlight=False, soft_wrap=True)
 
 
-def kept(target: "Decoder", draft: "AnyDraft", folder: Path) -> "tuple[Costs | None, str | None]":
-    """-> the table kept for this target, draft and machine, or why one that lies there is not used."""
+def kept(
+    target: "Decoder", draft: "AnyDraft", folder: Path, judged: str
+) -> "tuple[Costs | None, str | None]":
+    """-> the table kept for this target, draft, machine and rule, or why one that lies there is not used."""
     from outpace.decode.cost_file import read_costs
     from outpace.decode.costs import fingerprint
     from outpace.weights.contract import LoadError
 
     try:
-        return read_costs(folder, fingerprint(target, draft)), None
+        return read_costs(folder, fingerprint(target, draft, judged)), None
     except LoadError as error:
         return None, f"{error}; measuring anew"
 
@@ -121,11 +130,13 @@ def controller_for(
     target: "Decoder",
     draft: "AnyDraft | None",
     tokenizer: "Tokenizer",
+    judged: str,
     method: str,
     verify: int | None,
     cache_dir: Path | None = None,
 ) -> "tuple[AnyDraft | None, Controller | None, str]":
-    """What a request asked for -> its draft, its controller, and what people are told of it.
+    """What a request asked for -> its draft, its controller, and what people are told of it. `judged`: the
+    request's.
 
     Raises ValueError for what cannot be had.
     """
@@ -143,25 +154,29 @@ def controller_for(
         return draft, Fixed(verify + 1), f"{verify} guesses verified in every round"
     if method == "draft":
         return draft, None, "every guess verified in every round"
-    costs, told = _table_for_auto(target, draft, tokenizer, cache_dir)
+    costs, told = _table_for_auto(target, draft, tokenizer, judged, cache_dir)
     return draft, None if costs is None else Adaptive(costs), told
 
 
 def _table_for_auto(
-    target: "Decoder", draft: "AnyDraft", tokenizer: "Tokenizer", cache_dir: Path | None
+    target: "Decoder", draft: "AnyDraft", tokenizer: "Tokenizer", judged: str, cache_dir: Path | None
 ) -> "tuple[Costs | None, str]":
     from outpace.decode.calibrate import quick
     from outpace.decode.cost_file import cache_folder, write_costs
+    from outpace.decode.request import GREEDY
 
     folder = cache_dir or cache_folder()
-    costs, why = kept(target, draft, folder)
+    costs, why = kept(target, draft, folder, judged)
     if costs is not None:
         return costs, "as many guesses as pay"
     expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:
+        near = None if judged == GREEDY else kept(target, draft, folder, GREEDY)[0]
+        if near is not None:
+            return near, f"as many guesses as pay, by greedy costs (outpace calibrate --rule {judged})"
         told = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
         return None, f"every guess verified in every round: {told}" + (f"; {why}" if why else "")
-    costs = _measured(target, draft, tokenizer, [256], [1], 0.5, quiet=True)
+    costs = _measured(target, draft, tokenizer, judged, [256], [1], 0.5, quiet=True)
     if costs.noisy:
         return None, "every guess verified in every round: the machine is too busy to measure costs"
     told = f"as many guesses as pay, by costs measured in about {expected:.1f} s"
@@ -176,6 +191,7 @@ def _measured(
     target: "Decoder",
     draft: "AnyDraft",
     tokenizer: "Tokenizer",
+    judged: str,
     contexts: list[int],
     batches: list[int],
     seconds: float,
@@ -201,6 +217,7 @@ def _measured(
             contexts=contexts,
             batches=batches,
             seconds=seconds,
+            judged=judged,
             on_progress=lambda done: bar.update(task, completed=done),
         )
 

@@ -123,7 +123,7 @@ def chat(
     talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own_draft(path), target, tokenizer, **shape, quantize=draft_weights)
-    used, pace, told = controller_for(target, bound, tokenizer, method, verify, cache_dir)
+    used, pace, told = controller_for(target, bound, tokenizer, request.judged, method, verify, cache_dir)
     session = Session(target, used, talk, request, generator(seed, target.device), pace)
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {told}")

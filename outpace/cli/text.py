@@ -113,7 +113,7 @@ def generate(
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)
     load_seconds = time.perf_counter() - began
-    used, pace, told = controller_for(loaded, bound, tokenizer, method, verify, cache_dir)
+    used, pace, told = controller_for(loaded, bound, tokenizer, request.judged, method, verify, cache_dir)
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)
     talk = open_talk(target, tokenizer, stop, None, "medium", None, None) if chat else None

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,16 +12,19 @@ from torch import Tensor
 from outpace.cache.kv import Cache
 from outpace.decode.backlog import Part
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
-from outpace.decode.request import Request
-from outpace.decode.rules import Match
+from outpace.decode.judge import judge_of
+from outpace.decode.request import GREEDY, JUDGED, Request
+from outpace.decode.rules import Judge
 from outpace.decode.speculative import generate, verified
+from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft, Proposal, Session
 from outpace.models.decoder import Decoder
-from outpace.ops.sampling import Sampling
+from outpace.ops.sampling import Sampling, generator
 
 LEAST_REPEATS, MOST_REPEATS = 5, 40
 PREFILL = 512
 STEADY = 48  # tokens of the run that says what a round takes beside, and how often guesses are right
+SEED = 1  # of what is drawn while costs are measured
 ROUTED = 512  # tokens whose experts are counted
 Told = Callable[[float], None]  # how much of the work is done, 0 to 1
 
@@ -42,31 +46,34 @@ def calibrate(
     contexts: Sequence[int] = (256,),
     batches: Sequence[int] = (1,),
     seconds: float = 20.0,
+    judged: str = GREEDY,
     on_progress: Told | None = None,
 ) -> Costs:
     """text: token ids, real text of the kind that will be decoded; rows of a batch take turns in it.
     seconds: about how long to measure, prefills not counted; at least five rounds of every width are.
+    judged: one of decode.request.JUDGED; a rule draws at temperature 1, and has the draft draw where it must.
 
-    Raises ValueError for a context, a batch or a text that cannot be measured.
+    Raises ValueError for a context, a batch, a text or a rule that cannot be measured.
     """
-    widths = width_grid(draft.block_size)
+    widths, request = width_grid(draft.block_size), _asked(judged)
     _check(target, text, contexts, batches, widths)
     cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
     share = seconds / (len(cells) + 1)
-    acceptance, rest = _steady(target, draft, text[: min(contexts)], share)
+    acceptance, rest = _steady(target, draft, text[: min(contexts)], request, share)
     points = []
     for i, (batch, context) in enumerate(cells):
         timings = Timings(widths)
-        for part in _measure(target, draft, text, batch, context, timings, share):
+        for part in _measure(target, draft, text, batch, context, request, timings, share):
             if on_progress is not None:
                 on_progress((i + part) / len(cells))
         points.append(timings.point(batch, context, rest))
     shown = machine(target) | {
         "target": f"{target.config.architecture}, {target.config.num_layers} layers",
         "draft": f"{type(draft).__name__}, at most {draft.block_size} columns",
+        "judged": judged,
     }
     return Costs(
-        fingerprint=fingerprint(target, draft),
+        fingerprint=fingerprint(target, draft, judged),
         widths=widths,
         points=tuple(points),
         acceptance=acceptance,
@@ -96,6 +103,14 @@ def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = mat
     return rounds * (one + many) / 2 + 2 * context * many / 32
 
 
+def _asked(judged: str) -> Request:
+    if judged not in JUDGED:
+        raise ValueError(f"no rule {judged!r} to measure; known: {', '.join(JUDGED)}")
+    if judged == GREEDY:
+        return Request(max_new_tokens=1)
+    return Request(max_new_tokens=1, sampling=Sampling(temperature=1.0), rule=judged)
+
+
 def _check(
     target: Decoder,
     text: Sequence[int],
@@ -119,14 +134,21 @@ def _most_rounds(widths: tuple[int, ...]) -> int:
     return (MOST_REPEATS + 1) * len(widths)
 
 
-def _steady(target: Decoder, draft: Draft, prompt: Sequence[int], seconds: float) -> tuple[float, float]:
+def _steady(
+    target: Decoder, draft: Draft, prompt: Sequence[int], request: Request, seconds: float
+) -> tuple[float, float]:
     """Real decoding: -> how often a guess is right where the one before it is; seconds of a round beside
     draft and verify. The second of two runs: the first warms up."""
-    generate(target, draft, [prompt], Request(max_new_tokens=2))
+
+    def run(tokens: int) -> Trace:
+        asked = replace(request, max_new_tokens=tokens)
+        return generate(target, draft, [prompt], asked, rng=generator(SEED, target.device)).trace
+
+    run(2)
     began = time.perf_counter()
-    generate(target, draft, [prompt], Request(max_new_tokens=4))
+    run(4)
     tokens = int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began))))
-    trace = generate(target, draft, [prompt], Request(max_new_tokens=tokens)).trace
+    trace = run(tokens)
     offered = [p for row in trace.proposed for p in row]
     right = sum(trace.accept_lens)
     wrong = sum(a < p for a, p in zip(trace.accept_lens, offered, strict=True))
@@ -172,6 +194,7 @@ def _measure(
     text: Sequence[int],
     batch: int,
     context: int,
+    request: Request,
     timings: Timings,
     seconds: float,
 ) -> Iterator[float]:
@@ -186,7 +209,7 @@ def _measure(
     for begin in range(0, context, PREFILL):
         chunk = tokens[:, begin : min(begin + PREFILL, context)]
         session.observe(chunk, target(chunk, cache, aux=wanted).aux, [chunk.shape[1]] * batch)
-    judge, at, began = Match(Sampling(), rows, None), context, 0.0
+    judge, at, began = judge_of(request, rows, generator(SEED, target.device)), context, 0.0
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
         turn = repeat % len(widths)
         for n in widths[turn:] + widths[:turn]:
@@ -209,7 +232,7 @@ def _round(
     target: Decoder,
     session: Session,
     cache: Cache,
-    judge: Match,
+    judge: Judge,
     ahead: Tensor,
     n: int,
     wanted: Sequence[int],

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.decode.request import GREEDY
 from outpace.drafts.proposal import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
@@ -160,9 +161,11 @@ def rising(ys: list[float]) -> list[float]:
 # ---- what a table belongs to --------------------------------------------------------------------
 
 
-def fingerprint(target: Decoder, draft: Draft) -> str:
-    """Of target, draft and machine: a table measured for another of them is not used."""
+def fingerprint(target: Decoder, draft: Draft, judged: str = GREEDY) -> str:
+    """Of target, draft, machine, and how guesses are judged (decode.request.JUDGED): a table measured for
+    another of them is not used."""
     parts = [*machine(target).items(), ("target", identity(target)), ("draft", identity(draft))]
+    parts += [("judged", judged)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -14,6 +14,9 @@ from outpace.drafts.proposal import Session
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 
+GREEDY = "greedy"
+JUDGED = (GREEDY, *RULES)
+
 OnTokens = Callable[[int, list[int]], None]  # row, its new tokens
 OnLogits = Callable[[int, Tensor], None]  # row, logits [n, V] of its next n tokens; the last may not be kept
 
@@ -42,6 +45,11 @@ class Request:
             raise ValueError(f"draft_temperature {self.draft_temperature} is not a number above 0")
         if self.draft_temperature is not None and self.rule == "match":
             raise ValueError("draft_temperature: with the rule match no guess is drawn; name another rule")
+
+    @property
+    def judged(self) -> str:
+        """One of JUDGED: the rule, or "greedy" at temperature 0, where all rules are one."""
+        return self.rule if self.sampling.temperature else GREEDY
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ def guess(
 def _selected(
     head: Head, selector: Selector, logits: Tensor, hidden: Tensor, last: Tensor, choice: Choice
 ) -> Guesses:
-    """DFlash 2's walk: at each place, one of the likeliest few after the one chosen before."""
+    """DFlash 2's walk: at each place, one of the likeliest few after the one chosen before. What would be
+    drawn after every candidate is drawn at once, and the walk looks it up: one of them is used, so each
+    place is drawn from the row of its own predecessor."""
     rows, values, lse = likeliest(logits, selector.top_k)
     ids = head.tokens(rows)
     h = selector.hidden_projection(hidden)
@@ -133,27 +135,32 @@ def _selected(
     previous = torch.cat((last[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]), dim=1)
     scores = all_pairs(previous, ids, values, h, *books)
     sure = share(scores.amax(-1), scores, values[:, :, None], lse[:, :, None])
-    row = torch.arange(len(last), device=last.device)
-    at, tokens, drawn, best = torch.zeros_like(last), [], [], []  # at: which candidate came before
-    noise = choice.noise(ids, head.vocab_size) if isinstance(choice, Coupled) else None
-    for t in range(ids.shape[1]):
-        found = scores[row, t, at][:, None]  # [B, 1, k]
-        best.append(sure[row, t, at])
-        if isinstance(choice, Drawn):  # among the few alone: no other has a chance
-            place, q = choice.tokens(found, t + 1)
-            drawn.append(q)
-            at = place[:, 0]
-        elif isinstance(choice, Coupled) and noise is not None:
-            at = (shaped(found[:, 0], choice.sampling) + noise[:, t]).argmax(-1)
-        else:
-            said, _ = choice.tokens(spread(ids[:, t : t + 1], found, head.vocab_size), t + 1)
-            at = (ids[:, t] == said).long().argmax(-1)
-        tokens.append(ids[row, t, at])
     q = None
-    if drawn:
-        q = torch.cat([x for x in drawn if x is not None], dim=1)
+    if isinstance(choice, Drawn):  # among the few alone: no other has a chance
+        after, q = choice.tokens(scores.flatten(1, 2), 1)
+        after = after.view(scores.shape[:-1])
+    else:
+        assert isinstance(choice, Coupled), "guesses are the likeliest, drawn, or coupled"
+        noise = choice.noise(ids, head.vocab_size)
+        after = (shaped(scores, choice.sampling) + noise[:, :, None]).argmax(-1)
+    before, places = _followed(after)
+    sure = sure.gather(-1, before)[..., 0]
+    if q is not None:
+        q = q.view(scores.shape).take_along_dim(before[..., None], dim=2)[:, :, 0]
         q = q.new_zeros(*q.shape[:2], head.vocab_size).scatter_(-1, ids, q)
-    return Guesses(torch.stack(tokens, dim=1), q, torch.stack(best, dim=1))
+    return Guesses(ids.gather(-1, places)[..., 0], q, sure)
+
+
+def _followed(after: Tensor) -> tuple[Tensor, Tensor]:
+    """after [B, n, k] int64: which candidate of place t was drawn, had candidate a come before it. -> on the
+    walk from candidate 0, what came before and what was drawn, [B, n, 1] each."""
+    before, places = [], []
+    at = torch.zeros_like(after[:, 0, :1])
+    for t in range(after.shape[1]):
+        before.append(at)
+        at = after[:, t].gather(-1, at)
+        places.append(at)
+    return torch.stack(before, dim=1), torch.stack(places, dim=1)
 
 
 def _corrected(

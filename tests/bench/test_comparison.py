@@ -131,11 +131,20 @@ def test_every_method_runs_at_every_temperature_under_its_rules(report):
     for r in report["results"]:
         assert (r["prompts"], r["repeats"], r["new_tokens"]) == (2, 2, 10)
         assert (r["foreseen"] is not None) == r["controller"]
+        if r["controller"]:
+            said = r["foreseen"]
+            assert said["speedup_error"] == pytest.approx(
+                said["speedup"] / r["speedup"] - 1, rel=0.01, abs=1e-3
+            )
         assert r["tau"] == pytest.approx(1 + sum(r["reached"]), abs=1e-3)
         assert r["columns"] >= 1
     assert json.loads(json.dumps(report)) == report
     assert report["said"] == []
-    assert set(report["costs"]) == {m for m in METHODS if True in METHODS[m].get("controller", both)}
+    rules = {
+        m: ["greedy", *said.get("rules", ["match", "rejection", "gumbel"])] for m, said in METHODS.items()
+    }
+    steered = [m for m in METHODS if True in METHODS[m].get("controller", both)]
+    assert set(report["costs"]) == {f"{m}, {rule}" for m in steered for rule in rules[m]}
 
 
 def test_texts_are_plain_decodings_where_they_must_be(report):
@@ -281,8 +290,8 @@ def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monke
     with pytest.raises(RuntimeError, match="the power failed"):
         run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     kept = dict(x for line in read_lines(tmp_path)[1:] for x in line.items())
-    assert len(kept) == 5 and sum(key.startswith("T=0, ") for key in kept) == 4
-    assert kept["costs of ngram"]["widths"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(kept) == 7 and sum(key.startswith("T=0, ") for key in kept) == 4
+    assert kept["costs of ngram, greedy"]["widths"] == [1, 2, 3, 4, 5, 6, 7, 8]
     found = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     ours = [
         kept[f"T=0, repeat {r}, group {g}"]["plain, T=0, match"]["decode_s"] for r in (0, 1) for g in (0, 1)

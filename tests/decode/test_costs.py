@@ -18,6 +18,7 @@ from outpace.decode.controller import Adaptive
 from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
 from outpace.decode.request import Request
+from outpace.drafts.choice import Coupled, Drawn, Likeliest
 from outpace.drafts.eagle3_session import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
@@ -166,7 +167,8 @@ def test_the_fingerprint_knows_target_draft_and_machine(monkeypatch):
         (tiny.target("qwen3", seed=1), NGram()),
     ):
         known.add(fingerprint(target, draft))
-    assert len(known) == 9
+    known.add(fingerprint(model, NGram(), "gumbel"))
+    assert len(known) == 10
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert fingerprint(model, NGram()) not in known
 
@@ -262,6 +264,38 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     assert (got.touched is None) == (family == "qwen3")
 
 
+@pytest.mark.parametrize("name", ["chain", "tree", "ngram", "walked"])
+@pytest.mark.parametrize(
+    ("judged", "choice"),
+    [
+        ("greedy", Likeliest),
+        ("match", Likeliest),
+        ("rejection", Drawn),
+        ("block", Drawn),
+        ("gumbel", Coupled),
+    ],
+)
+def test_a_table_is_measured_as_its_rule_decodes(name, judged, choice, monkeypatch):
+    model = tiny.target("qwen3")
+    draft, chosen, temperatures = drafts(model)[name], set(), set()
+    session, judge = type(draft.begin(1, 8)), measuring.judge_of
+    propose = session.propose
+
+    def watched(self, last, width, choice):
+        chosen.add(type(choice))
+        return propose(self, last, width, choice)
+
+    def told(request, *more):
+        temperatures.add(request.sampling.temperature)
+        return judge(request, *more)
+
+    monkeypatch.setattr(session, "propose", watched)
+    monkeypatch.setattr(measuring, "judge_of", told)
+    got = calibrate(model, draft, TEXT, contexts=(11,), seconds=1e-6, judged=judged)
+    assert chosen == {choice} and temperatures == {0.0 if judged == "greedy" else 1.0}
+    assert got.said["judged"] == judged and got.fingerprint == fingerprint(model, draft, judged)
+
+
 def test_a_proposal_is_filled_up_with_text():
     ahead = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
     short = Proposal(torch.tensor([[5, 1, 2], [15, 3, 0]]), [3, 2])
@@ -311,6 +345,7 @@ def test_quick_stops_where_it_knows_enough(monkeypatch):
         ({"batches": (0, 2)}, "at least 1 of each"),
         ({"contexts": (1000,)}, "too few for a context of 1000"),
         ({"contexts": (135_150,)}, "positions end at"),
+        ({"judged": "typical"}, "no rule 'typical' to measure; known: greedy, match"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, said):
