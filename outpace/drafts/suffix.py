@@ -1,4 +1,4 @@
-"""Lookup in answers that the target gave before: a tree of what followed the last tokens there. No model.
+"""Lookup in the text so far and in earlier answers: a tree of what followed the last tokens there. No model.
 
 SuffixDecoding (arXiv 2411.04975) over a teacher cache, its counts shared among contexts of several lengths.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from outpace.drafts.choice import Choice
 from outpace.drafts.proposal import Proposal
 from outpace.drafts.tree import assembled, check_nodes
-from outpace.ops.suffixes import CONTEXTS, Suffixes
+from outpace.ops.suffixes import Suffixes
 from outpace.weights.checkpoint import LoadError, open_checkpoint, to_tensor
 from outpace.weights.hf import read_config
 from outpace.weights.save import save_checkpoint
@@ -40,29 +40,35 @@ class Suffix:
         return self.nodes
 
     def begin(self, batch: int, length: int, offset: int = 0) -> "SuffixSession":
-        return SuffixSession(self.answers, batch)
+        return SuffixSession(self.answers, batch, length)
 
 
 class SuffixSession:
-    def __init__(self, answers: Suffixes, batch: int) -> None:
+    def __init__(self, answers: Suffixes, batch: int, length: int) -> None:
         self.answers = answers
-        self.tails: list[list[int]] = [[] for _ in range(batch)]  # as much as is ever looked up
+        self.said = torch.empty(
+            batch, length + 1, dtype=torch.int32
+        )  # where lookup runs, whatever the target's device
+        self.lengths = [0] * batch
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
-        for tail, row, count in zip(self.tails, tokens.tolist(), counts, strict=True):
-            tail += row[:count]
-            del tail[: -CONTEXTS[0]]
+        tokens = tokens.cpu()
+        for b, count in enumerate(counts):
+            n = self.lengths[b]
+            self.said[b, n : n + count] = tokens[b, :count]
+            self.lengths[b] = n + count
 
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
         """Columns in falling order of survival, as counted: the first n of them are the best tree of n."""
         rows = []
-        for tail, token in zip(self.tails, last.tolist(), strict=True):
-            found = self.answers.grow([*tail[1 - CONTEXTS[0] :], token], width - 1)
+        for said, n, token in zip(self.said, self.lengths, last.tolist(), strict=True):
+            said[n] = token
+            found = self.answers.grow(said[: n + 1], width - 1)
             rows.append(([token, *found.tokens], [0, *found.parents], [1.0, *found.reach]))
         return assembled(rows, last.device)
 
     def keep(self, rows: list[int]) -> None:
-        self.tails = [self.tails[b] for b in rows]
+        self.said, self.lengths = self.said[rows], [self.lengths[b] for b in rows]
 
 
 def save_suffix(answers: Suffixes, vocab_size: int, folder: Path) -> None:

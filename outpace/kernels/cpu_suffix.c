@@ -1,13 +1,14 @@
-// Part of cpu.c: what followed the last tokens of a text where they occurred in another one, whose suffixes are sorted, as a tree.
+// Part of cpu.c: what followed the last tokens of a text where they occurred in it before and in another one, whose suffixes are sorted, as a tree.
 // ops/suffixes.py says the same in Python, and what the numbers are.
 
-enum { MOST_CONTEXTS = 8, MOST_SAMPLES = 64, MOST_BRANCH = 16 };
-typedef struct { long lo, hi, known; } Interval;
-typedef struct { Interval at[MOST_CONTEXTS]; long count; } Contexts;
+enum { MOST_CONTEXTS = 8, MOST_SAMPLES = 64, MOST_RECENT = 16, MOST_BRANCH = 16 };
+// suffixes lo .. hi - 1 that begin with the same `known` tokens; or, `own`, lo = 0 and hi of the places `at` in the text itself
+typedef struct { long own, lo, hi, known; int32_t at[MOST_RECENT]; } Context;
+typedef struct { Context at[MOST_CONTEXTS]; long count; } Contexts;
 typedef struct { double reach; long token, column, depth; } Offer;
 typedef struct {
-    const int32_t *text, *order; const int64_t *tail, *lengths;
-    int64_t n, tail_length, contexts, nodes, samples, branch, deepest; double doubt, enough;
+    const int32_t *text, *order, *said; const int64_t *lengths;
+    int64_t n, end, contexts, nodes, samples, recent, branch, deepest; double doubt, own_doubt, enough;
     int64_t *tokens, *parents; double *reach; int64_t *count;
 } Grow;
 
@@ -15,20 +16,37 @@ INLINE long follower(const Grow *o, long at, long known) {
     long place = o->order[at] + known;
     return place < o->n ? o->text[place] : -1;
 }
-static Interval narrowed(const Grow *o, Interval f, long token) {
-    long lo = f.lo, hi = f.hi;
-    while (lo < hi) { long middle = (lo + hi) / 2; if (follower(o, middle, f.known) < token) lo = middle + 1; else hi = middle; }
+INLINE long own_follower(const Grow *o, long place) { return place < o->end ? o->said[place] : -1; }
+static Context narrowed(const Grow *o, const Context *f, long token) {
+    if (f->own) {
+        Context found = {.own = 1};
+        for (long i = 0; i < f->hi; i++) if (own_follower(o, f->at[i]) == token) found.at[found.hi++] = f->at[i] + 1;
+        return found;
+    }
+    long lo = f->lo, hi = f->hi;
+    while (lo < hi) { long middle = (lo + hi) / 2; if (follower(o, middle, f->known) < token) lo = middle + 1; else hi = middle; }
     long first = lo;
-    for (hi = f.hi; lo < hi; ) { long middle = (lo + hi) / 2; if (follower(o, middle, f.known) <= token) lo = middle + 1; else hi = middle; }
-    return (Interval){first, lo, f.known + 1};
+    for (hi = f->hi; lo < hi; ) { long middle = (lo + hi) / 2; if (follower(o, middle, f->known) <= token) lo = middle + 1; else hi = middle; }
+    return (Context){.lo = first, .hi = lo, .known = f->known + 1};
 }
 static Contexts contexts(const Grow *o) {
     Contexts found = {.count = 0};
-    long widest = 0;
+    Context own[MOST_CONTEXTS];
+    long widest = 0, widest_own = 0, longest = o->contexts ? o->lengths[0] : 0, seen[MOST_CONTEXTS] = {0};
+    for (long i = 0; i < o->contexts; i++) own[i] = (Context){.own = 1};
+    for (long p = o->end - 1; p > 0; p--) {
+        long same = 0;
+        while (same < longest && same < p && o->said[p - 1 - same] == o->said[o->end - 1 - same]) same++;
+        for (long i = 0; same && i < o->contexts; i++) {
+            if (same < o->lengths[i]) continue;
+            if (seen[i]++ < o->recent) own[i].at[own[i].hi++] = p;
+        }
+    }
     for (long i = 0; i < o->contexts; i++) {
-        if (o->lengths[i] > o->tail_length) continue;
-        Interval here = {0, o->n, 0};
-        for (long j = o->tail_length - o->lengths[i]; j < o->tail_length && here.lo < here.hi; j++) here = narrowed(o, here, o->tail[j]);
+        if (o->lengths[i] > o->end) continue;
+        if (seen[i] > widest_own) widest_own = seen[i], found.at[found.count++] = own[i];
+        Context here = {.hi = o->n};
+        for (long j = o->end - o->lengths[i]; j < o->end && here.lo < here.hi; j++) here = narrowed(o, &here, o->said[j]);
         if (here.hi - here.lo > widest) widest = here.hi - here.lo, found.at[found.count++] = here;
     }
     return found;
@@ -38,11 +56,11 @@ static long offer(const Grow *o, const Contexts *c, long column, long depth, dou
     double chance[MOST_CONTEXTS * MOST_SAMPLES], left = 1;
     if (depth >= o->deepest) return 0;
     for (long i = 0; i < c->count; i++) {
-        Interval f = c->at[i];
-        long total = f.hi - f.lo, looked = MIN(total, o->samples);
-        double share = left * total / (total + o->doubt);
+        const Context *f = c->at + i;
+        long total = f->hi - f->lo, looked = f->own ? total : MIN(total, o->samples);
+        double share = left * total / (total + (f->own ? o->own_doubt : o->doubt));
         for (long s = 0; s < looked; s++) {
-            long token = follower(o, f.lo + (2 * s + 1) * total / (2 * looked), f.known), t = 0;
+            long token = f->own ? own_follower(o, f->at[s]) : follower(o, f->lo + (2 * s + 1) * total / (2 * looked), f->known), t = 0;
             if (token < 0) continue;
             while (t < count && tokens[t] != token) t++;
             if (t == count) tokens[count] = token, chance[count++] = 0;
@@ -74,7 +92,7 @@ void grow(const Grow *o) {
         Contexts *own = of + ++columns, *above = of + taken.column;
         own->count = 0;
         for (long i = 0; i < above->count; i++) {
-            Interval f = narrowed(o, above->at[i], taken.token);
+            Context f = narrowed(o, above->at + i, taken.token);
             if (f.lo < f.hi) own->at[own->count++] = f;
         }
         offered += offer(o, own, columns, taken.depth, taken.reach, offers + offered);

@@ -1,7 +1,6 @@
-"""A sorted text: where the last tokens of another text occur in it, and what tends to follow them there."""
+"""Where the last tokens of a text occur, in itself and in a sorted one, and what tends to follow them."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -16,8 +15,10 @@ SORTED = 64  # tokens of a suffix that decide its place
 CONTEXTS = (16, 8, 4, 2)  # how many of the last tokens are looked for, the most telling first
 DEEPEST = SORTED - CONTEXTS[0]  # guesses in a line
 DOUBT = 4.0  # a context seen n times is believed as n / (n + DOUBT); the shorter ones share the rest
+OWN_DOUBT = 1.0  # the same, of a context seen earlier in this very text
 ENOUGH = 0.1  # a rest that is not shared any more
 SAMPLES = 16  # occurrences of a context that are looked at, evenly spread over what follows
+RECENT = 8  # occurrences in this very text, the latest
 BRANCH = 8  # followers of a node that may become nodes
 
 
@@ -53,6 +54,15 @@ class Interval(NamedTuple):
     known: int
 
 
+class Places(NamedTuple):
+    """Of the text that is continued, the places right behind some tokens, the latest first."""
+
+    at: tuple[int, ...]
+
+
+Context = Interval | Places
+
+
 @dataclass(frozen=True, eq=False)
 class Suffixes:
     """text and order [n] int32: as `sort_suffixes` takes and gives them."""
@@ -64,20 +74,23 @@ class Suffixes:
     def of(text: Tensor) -> "Suffixes":
         return Suffixes(text, sort_suffixes(text))
 
-    def grow(self, tail: Sequence[int], nodes: int) -> Grown:
-        """The likeliest `nodes` columns after `tail`, best first; fewer where less is known."""
+    def grow(self, said: Tensor, nodes: int) -> Grown:
+        """said [m] int32, a text so far -> the likeliest `nodes` columns after it, best first; fewer where
+        less is known."""
         if not cpu.available():
-            return self.reference.grow(tail, nodes)
+            return self.reference.grow(said.tolist(), nodes)
         found = cpu_suffix.grow(
             self.text,
             self.order,
-            tail,
+            said,
             nodes,
             contexts=CONTEXTS,
             samples=SAMPLES,
+            recent=RECENT,
             branch=BRANCH,
             deepest=DEEPEST,
             doubt=DOUBT,
+            own_doubt=OWN_DOUBT,
             enough=ENOUGH,
         )
         return Grown(*found)
@@ -94,6 +107,36 @@ class Reference:
     text: list[int]
     order: list[int]
 
+    def grow(self, said: list[int], nodes: int) -> Grown:
+        lookup, tree = Lookup(self.text, self.order, said), Grown([], [], [])
+        # falling reach, order of offering; parent's column, depth, token, the parent's contexts
+        heap: list[tuple[float, int, int, int, int, list[Context]]] = []
+        serial = 0
+
+        def offer(column: int, depth: int, reach: float, contexts: list[Context]) -> None:
+            nonlocal serial
+            for token, chance in lookup.followers(contexts) if depth < DEEPEST else ():
+                heappush(heap, (-(reach * chance), serial, column, depth + 1, token, contexts))
+                serial += 1
+
+        offer(0, 0, 1.0, lookup.contexts())
+        while heap and len(tree.tokens) < nodes:
+            cost, _, parent, depth, token, contexts = heappop(heap)
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.reach.append(-cost)
+            offer(len(tree.tokens), depth, -cost, lookup.all_narrowed(contexts, token))
+        return tree
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One text to continue, `said`, and what it is looked up in."""
+
+    text: list[int]
+    order: list[int]
+    said: list[int]
+
     def token(self, at: int, known: int) -> int:
         place = self.order[at] + known
         return self.text[place] if place < len(self.text) else -1
@@ -104,59 +147,63 @@ class Reference:
         lo, hi = bisect_left(places, token, **how), bisect_right(places, token, **how)  # type: ignore[call-overload]
         return Interval(lo, hi, found.known + 1)
 
-    def contexts(self, tail: Sequence[int]) -> list[Interval]:
-        """Where the last CONTEXTS tokens of `tail` occur, the longest that does first; of two with the same
-        occurrences the longer one."""
-        found: list[Interval] = []
-        for length in CONTEXTS:
-            if length > len(tail):
-                continue
-            here = Interval(0, len(self.order), 0)
-            for token in tail[-length:]:
-                here = self.narrowed(here, token)
-            widest = found[-1].hi - found[-1].lo if found else 0
-            if here.hi - here.lo > widest:
-                found.append(here)
+    def all_narrowed(self, contexts: list[Context], token: int) -> list[Context]:
+        """These contexts with `token` behind them, as far as it occurs there."""
+        found: list[Context] = []
+        for context in contexts:
+            if isinstance(context, Places):
+                at = tuple(p + 1 for p in context.at if p < len(self.said) and self.said[p] == token)
+                found += [Places(at)] if at else []
+            else:
+                here = self.narrowed(context, token)
+                found += [here] if here.lo < here.hi else []
         return found
 
-    def followers(self, contexts: list[Interval]) -> list[tuple[int, float]]:
+    def contexts(self) -> list[Context]:
+        """Where the last CONTEXTS tokens occur, the longest that does first, and of one length the text's own
+        before the others; of two with the same occurrences the longer one."""
+        found: list[Context] = []
+        widest = widest_own = 0
+        for length in CONTEXTS:
+            if length > len(self.said):
+                continue
+            tail = self.said[-length:]
+            own = [p for p in range(len(self.said) - 1, length - 1, -1) if self.said[p - length : p] == tail]
+            if len(own) > widest_own:
+                found.append(Places(tuple(own[:RECENT])))
+                widest_own = len(own)
+            here = Interval(0, len(self.order), 0)
+            for token in tail:
+                here = self.narrowed(here, token)
+            if here.hi - here.lo > widest:
+                found.append(here)
+                widest = here.hi - here.lo
+        return found
+
+    def sampled(self, context: Context) -> tuple[list[int], int, float]:
+        """Up to SAMPLES tokens that follow, -1 for an end; of how many occurrences; how these are doubted."""
+        if isinstance(context, Places):
+            tokens = [self.said[p] if p < len(self.said) else -1 for p in context.at]
+            return tokens, len(tokens), OWN_DOUBT
+        total = context.hi - context.lo
+        looked = min(total, SAMPLES)
+        places = (context.lo + (2 * i + 1) * total // (2 * looked) for i in range(looked))
+        return [self.token(at, context.known) for at in places], total, DOUBT
+
+    def followers(self, contexts: list[Context]) -> list[tuple[int, float]]:
         """The likeliest BRANCH tokens after these contexts, falling, the first seen of equals first:
 
         p(token) = sum over contexts of their share of what the longer ones left, times its part in them.
         """
         chance: dict[int, float] = {}
         left = 1.0
-        for lo, hi, known in contexts:
-            total = hi - lo
-            share = left * total / (total + DOUBT)
-            looked = min(total, SAMPLES)
-            for i in range(looked):
-                token = self.token(lo + (2 * i + 1) * total // (2 * looked), known)
+        for context in contexts:
+            tokens, total, doubt = self.sampled(context)
+            share = left * total / (total + doubt)
+            for token in tokens:
                 if token >= 0:
-                    chance[token] = chance.get(token, 0.0) + share / looked
+                    chance[token] = chance.get(token, 0.0) + share / len(tokens)
             left -= share
             if left < ENOUGH:
                 break
         return sorted(chance.items(), key=lambda pair: -pair[1])[:BRANCH]
-
-    def grow(self, tail: Sequence[int], nodes: int) -> Grown:
-        tree = Grown([], [], [])
-        # falling reach, order of offering; parent's column, depth, token, the parent's contexts
-        heap: list[tuple[float, int, int, int, int, list[Interval]]] = []
-        serial = 0
-
-        def offer(column: int, depth: int, reach: float, contexts: list[Interval]) -> None:
-            nonlocal serial
-            for token, chance in self.followers(contexts) if depth < DEEPEST else ():
-                heappush(heap, (-(reach * chance), serial, column, depth + 1, token, contexts))
-                serial += 1
-
-        offer(0, 0, 1.0, self.contexts(tail))
-        while heap and len(tree.tokens) < nodes:
-            cost, _, parent, depth, token, contexts = heappop(heap)
-            tree.tokens.append(token)
-            tree.parents.append(parent)
-            tree.reach.append(-cost)
-            narrower = [self.narrowed(c, token) for c in contexts]
-            offer(len(tree.tokens), depth, -cost, [c for c in narrower if c.lo < c.hi])
-        return tree

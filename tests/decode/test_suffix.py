@@ -88,10 +88,11 @@ def test_every_row_is_looked_up_by_itself():
     assert session.propose(torch.tensor([4]), 5, Likeliest()).tokens[0, 1] == 3
 
 
-def test_long_texts_leave_only_what_is_looked_up():
-    session = draft().begin(1, 9999)
-    session.observe(torch.zeros(1, 500, dtype=torch.int64), None, [500])
-    assert len(session.tails[0]) == 16
+def test_what_the_text_said_before_is_proposed_too():
+    session = draft().begin(1, 99)
+    session.observe(torch.tensor([[40, 41, 42, 43, 1, 40]]), None, [6])
+    found = session.propose(torch.tensor([41]), 3, Likeliest())
+    assert found.tokens.tolist() == [[41, 42, 43]] and found.above[0] == [0, 0, 1]
 
 
 def test_files_come_back(tmp_path):
@@ -99,7 +100,8 @@ def test_files_come_back(tmp_path):
     assert is_suffix(tmp_path) and load_file(tmp_path / "model.safetensors")["text"].dtype == torch.int16
     back = load_suffix(tmp_path, tiny.VOCAB, 4)
     assert back.answers.text.tolist() == TEXT and back.block_size == 4
-    assert back.answers.grow([5, 6, 7], 5) == draft().answers.grow([5, 6, 7], 5)
+    said = torch.tensor([5, 6, 7], dtype=torch.int32)
+    assert back.answers.grow(said, 5) == draft().answers.grow(said, 5)
     save_suffix(draft().answers, 200_000, tmp_path)
     assert load_file(tmp_path / "model.safetensors")["text"].dtype == torch.int32
     assert load_suffix(tmp_path, 200_000).answers.text.tolist() == TEXT

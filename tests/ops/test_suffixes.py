@@ -1,6 +1,6 @@
 """The sorted text and what is grown from it, against searching the text from end to end."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -9,15 +9,30 @@ from hypothesis import strategies as st
 
 from outpace.kernels import cpu
 from outpace.ops import suffixes
-from outpace.ops.suffixes import BRANCH, CONTEXTS, DEEPEST, DOUBT, ENOUGH, SAMPLES, SORTED, Suffixes
+from outpace.ops.suffixes import (
+    BRANCH,
+    CONTEXTS,
+    DEEPEST,
+    DOUBT,
+    ENOUGH,
+    OWN_DOUBT,
+    RECENT,
+    SAMPLES,
+    SORTED,
+    Suffixes,
+)
 
 # few letters, so that contexts repeat; -1 ends an answer
 texts = st.lists(st.sampled_from([-1, 0, 1, 2, 3]), min_size=1, max_size=120)
-tails = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+tails = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def of(text):
     return Suffixes.of(torch.tensor(text, dtype=torch.int32))
+
+
+def grow(answers, said, nodes):
+    return answers.grow(torch.tensor(said, dtype=torch.int32), nodes)
 
 
 @given(texts)
@@ -32,7 +47,7 @@ def test_of_a_long_run_the_first_tokens_alone_count():
     """More equal suffixes than are told apart: still an order, still every place once."""
     answers = of([5] * 200 + [-1])
     assert sorted(answers.order.tolist()) == list(range(201))
-    grown = answers.grow([5] * 30, 60)
+    grown = grow(answers, [5] * 30, 60)
     assert grown.tokens == [5] * DEEPEST and grown.parents == list(range(DEEPEST))
 
 
@@ -46,13 +61,19 @@ def followers(text, known):
     return found
 
 
-def by_searching(text, tail, nodes):
+def by_searching(text, said, nodes):
     """The same tree from nothing but counts: paths, and how likely each is reached."""
-    contexts, widest = [], 0
+    contexts, widest, widest_own = [], 0, 0  # tokens, or the places behind them in `said`
     for length in CONTEXTS:
-        if length <= len(tail) and sum(followers(text, tail[-length:]).values()) > widest:
-            contexts.append(tail[-length:])
-            widest = sum(followers(text, tail[-length:]).values())
+        if length > len(said):
+            continue
+        own = [p for p in range(length, len(said)) if said[p - length : p] == said[-length:]]
+        if len(own) > widest_own:
+            contexts.append(own[-RECENT:])
+            widest_own = len(own)
+        if sum(followers(text, said[-length:]).values()) > widest:
+            contexts.append(tuple(said[-length:]))
+            widest = sum(followers(text, said[-length:]).values())
     reach, offered, taken = {(): 1.0}, [()], []
     while offered and len(taken) <= nodes:
         path = max(offered, key=lambda p: reach[p])
@@ -60,10 +81,14 @@ def by_searching(text, tail, nodes):
         taken.append(path)
         chance, left = defaultdict(float), 1.0
         for context in contexts:
-            counts = followers(text, [*context, *path])
+            if isinstance(context, tuple):
+                counts, doubt = followers(text, [*context, *path]), DOUBT
+            else:
+                here = [p + len(path) for p in context if said[p : p + len(path)] == list(path)]
+                counts, doubt = Counter(said[p] if p < len(said) else -1 for p in here), OWN_DOUBT
             total = sum(counts.values())
             if total:
-                share = left * total / (total + DOUBT)
+                share = left * total / (total + doubt)
                 for token, count in counts.items():
                     chance[token] += share * count / total
                 left -= share
@@ -95,13 +120,13 @@ def test_a_tree_is_what_searching_finds(text, tail):
 def test_the_kernel_agrees_to_the_bit(text, tail, nodes):
     assert cpu.available()
     answers = of(text)
-    assert answers.grow(tail, nodes) == answers.reference.grow(tail, nodes)
+    assert grow(answers, tail, nodes) == answers.reference.grow(tail, nodes)
 
 
 @settings(deadline=None)
 @given(texts, tails, st.integers(1, 12), st.integers(0, 20))
 def test_the_first_columns_are_the_best_tree_of_so_many(text, tail, nodes, more):
-    few, many = of(text).grow(tail, nodes), of(text).grow(tail, nodes + more)
+    few, many = grow(of(text), tail, nodes), grow(of(text), tail, nodes + more)
     assert tuple(part[: len(few.tokens)] for part in many) == few
     assert many.reach == sorted(many.reach, reverse=True) and min(many.tokens, default=0) >= 0
     assert all(parent <= column for column, parent in enumerate(many.parents))
@@ -109,20 +134,34 @@ def test_the_first_columns_are_the_best_tree_of_so_many(text, tail, nodes, more)
 
 def test_where_there_are_no_kernels_it_is_the_same(monkeypatch):
     answers = of([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, -1, 3, 1, 4, 1, 5, 8, -1])
-    wanted = answers.grow([3, 1, 4, 1, 5], 6)
+    wanted = grow(answers, [3, 1, 4, 1, 5], 6)
     monkeypatch.setattr(suffixes.cpu, "available", lambda: False)
-    assert answers.grow([3, 1, 4, 1, 5], 6) == wanted
+    assert grow(answers, [3, 1, 4, 1, 5], 6) == wanted
     assert {wanted.tokens[0], wanted.tokens[1]} == {9, 8}
 
 
 def test_a_longer_context_outweighs_a_shorter_one():
     """Behind 1 2 3 4 comes 9, behind any other 3 4 comes 5."""
     answers = of([1, 2, 3, 4, 9, -1] * 3 + [0, 7, 3, 4, 5, -1] * 9)
-    assert answers.grow([1, 2, 3, 4], 2).tokens == [9, 5]
-    assert answers.grow([0, 7, 3, 4], 2).tokens == [5, 9]
-    assert answers.grow([6, 6, 3, 4], 2).tokens == [5, 9]  # nothing but the short one is known
+    assert grow(answers, [1, 2, 3, 4], 2).tokens == [9, 5]
+    assert grow(answers, [0, 7, 3, 4], 2).tokens == [5, 9]
+    assert grow(answers, [6, 6, 3, 4], 2).tokens == [5, 9]  # nothing but the short one is known
+
+
+def test_the_text_itself_is_looked_up_first():
+    """Behind 1 2 the answers have 3, this text 4; a longer context in the answers outweighs both."""
+    answers = of([1, 2, 3, -1] * 6 + [7, 8, 1, 2, 9, -1] * 20)
+    assert grow(answers, [1, 2, 4, 0, 0, 1, 2], 1).tokens == [4]
+    assert grow(answers, [0, 0, 1, 2], 2).tokens == [9, 3]
+    assert grow(answers, [1, 2, 4, 0, 7, 8, 1, 2], 2).tokens == [9, 4]
+
+
+def test_of_many_places_in_the_text_the_latest_count():
+    early, late = [1, 2, 3] * 20, [1, 2, 4] * RECENT
+    assert grow(of([-1]), [*early, *late, 1, 2], 1).tokens == [4]
+    assert grow(of([-1]), [0, *late, *early, 1, 2], 1).tokens == [3]
 
 
 def test_nothing_known_is_nothing_said():
-    assert of([1, 2, 3, -1]).grow([7, 8], 4) == ([], [], [])
-    assert of([-1]).grow([1], 4) == ([], [], [])
+    assert grow(of([1, 2, 3, -1]), [7, 8], 4) == ([], [], [])
+    assert grow(of([-1]), [1], 4) == ([], [], [])
