@@ -34,10 +34,12 @@ static Contexts contexts(const Grow *o) {
     Context own[MOST_CONTEXTS];
     long widest = 0, widest_own = 0, longest = o->contexts ? o->lengths[0] : 0, seen[MOST_CONTEXTS] = {0};
     for (long i = 0; i < o->contexts; i++) own[i] = (Context){.own = 1};
+    int32_t last = o->end ? o->said[o->end - 1] : -1;
     for (long p = o->end - 1; p > 0; p--) {
-        long same = 0;
+        if (o->said[p - 1] != last) continue;
+        long same = 1;
         while (same < longest && same < p && o->said[p - 1 - same] == o->said[o->end - 1 - same]) same++;
-        for (long i = 0; same && i < o->contexts; i++) {
+        for (long i = 0; i < o->contexts; i++) {
             if (same < o->lengths[i]) continue;
             if (seen[i]++ < o->recent) own[i].at[own[i].hi++] = p;
         }
