@@ -19,7 +19,7 @@ def run_controller(asked: Asked) -> dict[str, Any]:
     if not names:
         raise ValueError("controller: no method of this recipe has a controller to measure")
     steered = [
-        Case(method=name, temperature=t, rule="match", steered=True)
+        Case(method=name, temperature=t, rule=rule(t), steered=True)
         for t in recipe.temperatures
         for name in names
     ]
@@ -49,12 +49,19 @@ def run_controller(asked: Asked) -> dict[str, Any]:
 
 def cases(recipe: SuiteRecipe, opened: Opened, temperature: float) -> list[Case]:
     """Plain, the widths that this draft has, its own whole width, and the controller."""
-    how = {"temperature": temperature, "rule": "match"}
-    own = opened.draft.block_size
-    widths = sorted({*(w for w in recipe.widths if w < own), own})
-    fixed = [Case(method=opened.name, width=w, **how) for w in widths]  # type: ignore[arg-type]
-    steered = Case(method=opened.name, steered=True, **how)  # type: ignore[arg-type]
-    return [Case(method=PLAIN, **how), *fixed, steered]  # type: ignore[arg-type]
+    own, drawn = opened.draft.block_size, rule(temperature)
+    fixed = [
+        Case(method=opened.name, temperature=temperature, rule=drawn, width=n)
+        for n in sorted({*(w for w in recipe.widths if w < own), own})
+    ]
+    steered = Case(method=opened.name, temperature=temperature, rule=drawn, steered=True)
+    plain = [Case(method=PLAIN, temperature=temperature, rule=r) for r in dict.fromkeys(("match", drawn))]
+    return [*plain, *fixed, steered]
+
+
+def rule(temperature: float) -> str:
+    """Every length says the same text, so that lengths alone differ."""
+    return "gumbel" if temperature else "match"
 
 
 def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> dict[str, Any]:
