@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outpace.cache.kv import Cache
 from outpace.decode.backlog import Part
+from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
 from outpace.decode.judge import judge_of
 from outpace.decode.request import GREEDY, JUDGED, Request
@@ -21,7 +22,8 @@ from outpace.drafts.proposal import Draft, Proposal, Session
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
 
-LEAST_REPEATS, MOST_REPEATS = 5, 40
+LEAST_REPEATS, MOST_REPEATS = 3, 12
+ROUNDS = 3  # of a width in a turn
 PREFILL = 512
 STEADY = 48  # tokens of the run that says what a round takes beside, and how often guesses are right
 SEED = 1  # of what is drawn while costs are measured
@@ -50,7 +52,7 @@ def calibrate(
     on_progress: Told | None = None,
 ) -> Costs:
     """text: token ids, real text of the kind that will be decoded; rows of a batch take turns in it.
-    seconds: about how long to measure, prefills not counted; at least five rounds of every width are.
+    seconds: about how long to measure, prefills not counted; at least six rounds of every width are.
     judged: one of decode.request.JUDGED; a rule draws at temperature 1, and has the draft draw where it must.
 
     Raises ValueError for a context, a batch, a text or a rule that cannot be measured.
@@ -59,7 +61,8 @@ def calibrate(
     _check(target, text, contexts, batches, widths)
     cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
     share = seconds / (len(cells) + 1)
-    acceptance, rest = _steady(target, draft, text[: min(contexts)], request, share)
+    prompt = text[: min(contexts)]
+    acceptance, rest = _steady(target, draft, prompt, request, share)
     points = []
     for i, (batch, context) in enumerate(cells):
         timings = Timings(widths)
@@ -72,7 +75,7 @@ def calibrate(
         "draft": f"{type(draft).__name__}, at most {draft.block_size} columns",
         "judged": judged,
     }
-    return Costs(
+    costs = Costs(
         fingerprint=fingerprint(target, draft, judged),
         widths=widths,
         points=tuple(points),
@@ -80,6 +83,8 @@ def calibrate(
         touched=touched_experts(target, text[:ROUTED], widths),
         said=shown,
     )
+    _, rest = _steady(target, draft, prompt, request, share, Adaptive(costs))  # who decides takes time too
+    return replace(costs, points=tuple(replace(p, rest=rest) for p in points))
 
 
 @torch.inference_mode()
@@ -95,7 +100,7 @@ def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = mat
 
     timed(1)  # the first one reads the weights, and may build the kernels
     one = timed(1)
-    rounds = (LEAST_REPEATS + 1) * len(width_grid(draft.block_size)) + STEADY
+    rounds = (LEAST_REPEATS + 1) * len(width_grid(draft.block_size)) * ROUNDS + 2 * STEADY
     if rounds * one > enough:
         return rounds * one
     timed(32)
@@ -131,18 +136,24 @@ def _check(
 
 
 def _most_rounds(widths: tuple[int, ...]) -> int:
-    return (MOST_REPEATS + 1) * len(widths)
+    return (MOST_REPEATS + 1) * len(widths) * ROUNDS
 
 
 def _steady(
-    target: Decoder, draft: Draft, prompt: Sequence[int], request: Request, seconds: float
+    target: Decoder,
+    draft: Draft,
+    prompt: Sequence[int],
+    request: Request,
+    seconds: float,
+    controller: Controller | None = None,
 ) -> tuple[float, float]:
     """Real decoding: -> how often a guess is right where the one before it is; seconds of a round beside
     draft and verify. The second of two runs: the first warms up."""
 
     def run(tokens: int) -> Trace:
         asked = replace(request, max_new_tokens=tokens)
-        return generate(target, draft, [prompt], asked, rng=generator(SEED, target.device)).trace
+        rng = generator(SEED, target.device)
+        return generate(target, draft, [prompt], asked, controller=controller, rng=rng).trace
 
     run(2)
     began = time.perf_counter()
@@ -199,7 +210,9 @@ def _measure(
     seconds: float,
 ) -> Iterator[float]:
     """Rounds over the text, each one token further, so that cache and draft see what they would see; the
-    widths take turns, so that a slow moment of the machine meets all of them. Yields how much is done."""
+    widths take turns, so that a slow moment of the machine meets all of them. In a turn a width has ROUNDS
+    rounds on end, of which the first is not counted: rounds of one kind are a little faster among their like,
+    plain steps the most. Yields how much is done."""
     widths, wanted = timings.widths, draft.target_layer_ids
     room = context + _most_rounds(widths) + widths[-1]
     rows = [_from(text, b * len(text) // batch, room) for b in range(batch)]
@@ -213,12 +226,13 @@ def _measure(
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
         turn = repeat % len(widths)
         for n in widths[turn:] + widths[:turn]:
-            took = _round(target, session, cache, judge, tokens[:, at : at + widths[-1]], n, wanted)
-            at += 1
-            if repeat:
-                timings.draft[n].append(took[0])
-                timings.verify[n].append(took[1])
+            for nth in range(ROUNDS):
+                took = _round(target, session, cache, judge, tokens[:, at : at + widths[-1]], n, wanted)
+                at += 1
                 timings.rounds += 1
+                if repeat and nth:
+                    timings.draft[n].append(took[0])
+                    timings.verify[n].append(took[1])
         if not repeat:
             began = time.perf_counter()
             continue

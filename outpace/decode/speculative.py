@@ -54,14 +54,17 @@ def generate(
                 part.keep(left)
             last, alive = last[left], [alive[i] for i in left]
         began = time.perf_counter()
-        with trace.timed("draft"):
+        with trace.timed("rest"):
             width = pace.width(cache.lengths)
+        with trace.timed("draft"):
             if width > 1 or unseen.columns >= MOST:
                 unseen.show(session)
             if width > 1:
-                proposal = pace.cut(session.propose(last, width, judge.choice))
+                proposal = session.propose(last, width, judge.choice)
             else:  # a plain step
                 proposal = Proposal(last[:, None], [1] * len(last))
+        with trace.timed("rest"):
+            proposal = pace.cut(proposal) if width > 1 else proposal
         with trace.timed("verify"):
             out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
             logits = target.logits(out.hidden)
