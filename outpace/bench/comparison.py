@@ -86,7 +86,7 @@ def foreseen(trace: Trace, cell: Cell, costs: Costs, speedup: float) -> dict[str
     """Against what was measured, twice: the speedup, both sides of which meet the machine's slow minutes, and
     tokens/s, of which what was foreseen knows nothing of them."""
     middle = statistics.fmean(len(prompt) for group in cell.groups for prompt in group) + cell.new_tokens / 2
-    plain = cell.batch / costs.verify_seconds(1, middle, cell.batch)
+    plain = cell.batch / costs.plain_seconds(middle, cell.batch)
     expected = trace.foreseen_tokens_per_s / plain
     return {
         "speedup": round(expected, 4),

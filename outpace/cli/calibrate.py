@@ -249,7 +249,8 @@ def _show(costs: "Costs") -> None:
             table.add_row(str(n), *cells, even, *_experts(costs, i))
         console.print(table)
         console.print(
-            f"a round takes {1e3 * p.rest:.3f} ms beside; half of the timings lie within {p.spread:.0%}",
+            f"a round takes {1e3 * p.rest:.3f} ms beside, plain decoding {1e3 * p.plain:.3f} ms a token; "
+            f"half of the timings lie within {p.spread:.0%}",
             style="dim",
             highlight=False,
         )

@@ -16,7 +16,7 @@ from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, ri
 from outpace.decode.judge import judge_of
 from outpace.decode.request import GREEDY, JUDGED, Request
 from outpace.decode.rules import Judge
-from outpace.decode.speculative import generate, verified
+from outpace.decode.speculative import generate, root_alone, verified
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft, Proposal, Session
 from outpace.models.decoder import Decoder
@@ -173,6 +173,7 @@ class Timings:
         self.widths = widths
         self.verify: dict[int, list[float]] = {n: [] for n in widths}
         self.draft: dict[int, list[float]] = {n: [] for n in widths}
+        self.plain: list[float] = []
         self.rounds = 0
 
     def point(self, batch: int, context: int, rest: float) -> Point:
@@ -183,7 +184,8 @@ class Timings:
         drafted = {n: _quartiles(self.draft[n])[0] for n in self.widths[1:]}
         calm = sum(len(self.verify[n]) * (low[n] + drafted.get(n, 0.0)) for n in self.widths)
         all_of = sum(sum(self.verify[n]) + (sum(self.draft[n]) if n > 1 else 0.0) for n in self.widths)
-        slow = all_of / calm
+        plain = _quartiles(self.plain)[0]
+        slow = (all_of + sum(self.plain)) / (calm + len(self.plain) * plain)
         spreads = [(high - first) / middle for first, middle, high in map(_quartiles, self.verify.values())]
         return Point(
             batch=batch,
@@ -191,6 +193,7 @@ class Timings:
             verify=tuple(slow * s for s in rising(list(low.values()))),
             draft=(0.0, *(slow * s for s in rising(list(drafted.values())))),
             rest=rest,
+            plain=slow * plain,
             spread=statistics.median(spreads),
         )
 
@@ -211,22 +214,29 @@ def _measure(
 ) -> Iterator[float]:
     """Rounds over the text, each one token further, so that cache and draft see what they would see; the
     widths take turns, so that a slow moment of the machine meets all of them. In a turn a width has ROUNDS
-    rounds on end, of which the first is not counted: rounds of one kind are a little faster among their like,
-    plain steps the most. Yields how much is done."""
+    rounds on end, of which the first is not counted: rounds of one kind are a little faster among their like.
+    Steps of plain decoding, over a cache of their own, are one kind more. Yields how much is done."""
     widths, wanted = timings.widths, draft.target_layer_ids
+    kinds = (0, *widths)  # 0: plain decoding
     room = context + _most_rounds(widths) + widths[-1]
     rows = [_from(text, b * len(text) // batch, room) for b in range(batch)]
     tokens = torch.tensor(rows, device=target.device)
     cache = target.make_cache(batch, room, slack=draft.block_size)
+    alone = target.make_cache(batch, room)
     session = draft.begin(batch, room)
     for begin in range(0, context, PREFILL):
         chunk = tokens[:, begin : min(begin + PREFILL, context)]
         session.observe(chunk, target(chunk, cache, aux=wanted).aux, [chunk.shape[1]] * batch)
+        target(chunk, alone)
     judge, at, began = judge_of(request, rows, generator(SEED, target.device)), context, 0.0
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
-        turn = repeat % len(widths)
-        for n in widths[turn:] + widths[:turn]:
+        turn = repeat % len(kinds)
+        for n in kinds[turn:] + kinds[:turn]:
             for nth in range(ROUNDS):
+                if not n:
+                    step = _plain_step(target, alone, judge, tokens[:, at])
+                    timings.plain += [step] if repeat and nth else []
+                    continue
                 took = _round(target, session, cache, judge, tokens[:, at : at + widths[-1]], n, wanted)
                 at += 1
                 timings.rounds += 1
@@ -240,6 +250,13 @@ def _measure(
         yield min(1.0, max(spent, repeat / MOST_REPEATS))
         if repeat >= LEAST_REPEATS and spent > 1:
             return
+
+
+def _plain_step(target: Decoder, cache: Cache, judge: Judge, last: Tensor) -> float:
+    _wait(target)
+    began = time.perf_counter()
+    judge.draw(target.logits(target(last[:, None], cache).hidden[:, 0])).tolist()
+    return time.perf_counter() - began
 
 
 def _round(
@@ -263,7 +280,8 @@ def _round(
     proposal = widened(proposal, ahead, n)
     start = time.perf_counter()
     out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
-    judge.verdict(proposal, target.logits(out.hidden))
+    logits = target.logits(out.hidden)
+    judge.verdict(proposal, logits) if n > 1 else root_alone(judge, logits)
     checked = time.perf_counter()
     path = [[0]] * len(ahead)
     cache.commit(path)

@@ -25,8 +25,8 @@ class Point:
 
     verify[i], draft[i]: of widths[i] columns per row, root included. `verify` is the target's forward, its
     logits and the verdict; `draft` is one proposal and the observation of what was verified (0 for one
-    column); `rest` is everything else of a round. `spread`: half of the timings lie within this share of
-    their median, for the median width.
+    column); `rest` is everything else of a round, the controller's own time included; `plain` is a step of
+    plain decoding. `spread`: half of the timings lie within this share of their median, for the median width.
     """
 
     batch: int
@@ -34,6 +34,7 @@ class Point:
     verify: tuple[float, ...]
     draft: tuple[float, ...]
     rest: float
+    plain: float
     spread: float = 0.0
 
 
@@ -73,10 +74,14 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            numbers = (*p.verify, *p.draft, p.rest, p.context)
+            numbers = (*p.verify, *p.draft, p.rest, p.plain, p.context)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
-            if not all(math.isfinite(x) and x >= 0 for x in numbers) or min(p.verify) <= 0 or p.batch < 1:
+            if (
+                not all(math.isfinite(x) and x >= 0 for x in numbers)
+                or min(*p.verify, p.plain) <= 0
+                or p.batch < 1
+            ):
                 raise ValueError(f"batch {p.batch}, context {p.context}: a cost is not a time")
 
     @property
@@ -99,13 +104,19 @@ class Costs:
         near = min(self.points, key=lambda p: abs(p.batch - batch))
         return near.rest
 
+    def plain_seconds(self, context: float, batch: int = 1) -> float:
+        """A step of plain decoding, where there is neither a draft to show states to nor a verdict."""
+        near = min(self.batches, key=lambda b: abs(b - batch))
+        points = sorted((p for p in self.points if p.batch == near), key=lambda p: p.context)
+        return _line([p.context for p in points], [p.plain for p in points], max(context, points[0].context))
+
     def round_seconds(self, n: int, context: float, batch: int = 1, width: int | None = None) -> float:
         """A whole round: drafted to `width` columns (default n), n of them verified."""
         drafted = self.draft_seconds(width or n, context, batch)
         return drafted + self.verify_seconds(n, context, batch) + self.rest_seconds(batch)
 
     def break_even(self, n: int, context: float, batch: int = 1) -> float:
-        """The tau at which rounds of n columns are as fast as plain decoding."""
+        """The tau at which rounds of n columns are as fast as rounds without guesses."""
         return self.round_seconds(n, context, batch) / self.round_seconds(1, context, batch)
 
     @property

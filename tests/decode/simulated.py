@@ -11,7 +11,8 @@ from outpace.drafts.proposal import Proposal
 
 def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1):
     """verify[n - 1], draft[n - 1]: seconds of n columns, at every context."""
-    point = Point(batch=batch, context=256, verify=tuple(verify), draft=(0.0, *draft[1:]), rest=rest)
+    parts = {"verify": tuple(verify), "draft": (0.0, *draft[1:]), "rest": rest, "plain": verify[0]}
+    point = Point(batch=batch, context=256, **parts)
     widths = tuple(range(1, len(verify) + 1))
     return Costs(fingerprint="0", widths=widths, points=(point,), acceptance=acceptance, said={})
 

@@ -34,6 +34,7 @@ def point(batch=1, context=100.0, scale=1.0, **changes):
         "verify": tuple(scale * x for x in verify),
         "draft": tuple(scale * x for x in draft),
         "rest": 0.25,
+        "plain": 0.875 * scale,
     }
     return Point(batch=batch, context=context, **(said | changes))
 
@@ -59,6 +60,8 @@ def test_lines_between_contexts_and_batches():
     table = costs(point(), point(context=300.0, scale=2.0), point(batch=5, scale=3.0))
     assert table.verify_seconds(2, 50) == table.verify_seconds(2, 100) == 1.5
     assert table.verify_seconds(2, 200) == 2.25 and table.verify_seconds(2, 400) == 3.75
+    assert table.plain_seconds(50) == 0.875 and table.plain_seconds(200) == 1.5 * 0.875
+    assert table.plain_seconds(100, 4) == 3 * 0.875
     assert table.verify_seconds(2, 100, 3) == pytest.approx((1.5 + 4.5) / 2)
     assert table.verify_seconds(2, 100, 10) == 9.0  # what 4 columns of 5 rows take
     assert costs(point(batch=5)).verify_seconds(2, 100, 2) == 1.5
@@ -124,7 +127,7 @@ def spoil(said, **changes):
 
 SPOILT = [
     (lambda said: "{", "JSON"),
-    (lambda said: spoil(said, format=2), "has format 2; this version reads 1"),
+    (lambda said: spoil(said, format=1), "has format 1; this version reads 2"),
     (lambda said: spoil(said, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
     (lambda said: spoil(said, points=[]), "is no cost table"),
     (lambda said: spoil(said, points=[{**said["points"][0], "speed": 1}]), "is no cost table"),
@@ -184,12 +187,14 @@ def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
             held_up = 9.0 if (repeat + n) % 3 == 0 else 0.0
             timings.verify[n].append(verify + held_up)
             timings.draft[n].append(draft)
+        timings.plain.append(1.5)
     found = timings.point(batch=1, context=64, rest=0.5)
     slow = found.verify[0] / 2.0
     assert found.verify == pytest.approx([slow * verify for verify, _ in calm.values()])
     assert found.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
     took = sum(sum(timings.verify[n]) + (sum(timings.draft[n]) if n > 1 else 0) for n in calm)
-    assert 20 * (sum(found.verify) + sum(found.draft)) == pytest.approx(took)
+    assert found.plain == pytest.approx(slow * 1.5)
+    assert 20 * (sum(found.verify) + sum(found.draft) + found.plain) == pytest.approx(took + 20 * 1.5)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
@@ -253,7 +258,7 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     assert sorted((p.batch, p.context > 60) for p in got.points) == [(b, c) for b in (1, 2) for c in (0, 1)]
     for p in got.points:
         assert list(p.verify) == sorted(p.verify) and p.draft[0] == 0 and p.rest > 0
-        assert min(p.draft[1:]) > 0
+        assert min(p.draft[1:]) > 0 and p.plain > 0
     for batch in (1, 2):
         for n in widths:
             of_it = [tree for b, width, tree in ran if (b, width) == (batch, n)]
