@@ -23,7 +23,8 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
 
 LEAST_REPEATS, MOST_REPEATS = 3, 12
-ROUNDS = 3  # of a width in a turn
+ROUNDS = 3  # of a width in a turn; the first is not counted
+STEPS, SETTLED = 12, 4  # of plain decoding in a turn; those from SETTLED on are counted
 PREFILL = 512
 STEADY = 48  # tokens of the run that says what a round takes beside, and how often guesses are right
 SEED = 1  # of what is drawn while costs are measured
@@ -100,7 +101,7 @@ def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = mat
 
     timed(1)  # the first one reads the weights, and may build the kernels
     one = timed(1)
-    rounds = (LEAST_REPEATS + 1) * len(width_grid(draft.block_size)) * ROUNDS + 2 * STEADY
+    rounds = (LEAST_REPEATS + 1) * (len(width_grid(draft.block_size)) * ROUNDS + STEPS) + 2 * STEADY
     if rounds * one > enough:
         return rounds * one
     timed(32)
@@ -136,7 +137,7 @@ def _check(
 
 
 def _most_rounds(widths: tuple[int, ...]) -> int:
-    return (MOST_REPEATS + 1) * len(widths) * ROUNDS
+    return (MOST_REPEATS + 1) * max(len(widths) * ROUNDS, STEPS)
 
 
 def _steady(
@@ -214,8 +215,9 @@ def _measure(
 ) -> Iterator[float]:
     """Rounds over the text, each one token further, so that cache and draft see what they would see; the
     widths take turns, so that a slow moment of the machine meets all of them. In a turn a width has ROUNDS
-    rounds on end, of which the first is not counted: rounds of one kind are a little faster among their like.
-    Steps of plain decoding, over a cache of their own, are one kind more. Yields how much is done."""
+    rounds on end: rounds of one kind are a little faster among their like. Steps of plain decoding, over a
+    cache of their own, are one kind more, and settle slowest: neighbours read the same experts, where a wide
+    round has just read all of them. Yields how much is done."""
     widths, wanted = timings.widths, draft.target_layer_ids
     kinds = (0, *widths)  # 0: plain decoding
     room = context + _most_rounds(widths) + widths[-1]
@@ -228,15 +230,18 @@ def _measure(
         chunk = tokens[:, begin : min(begin + PREFILL, context)]
         session.observe(chunk, target(chunk, cache, aux=wanted).aux, [chunk.shape[1]] * batch)
         target(chunk, alone)
-    judge, at, began = judge_of(request, rows, generator(SEED, target.device)), context, 0.0
+    judge, began = judge_of(request, rows, generator(SEED, target.device)), 0.0
+    at = alone_at = context
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
         turn = repeat % len(kinds)
         for n in kinds[turn:] + kinds[:turn]:
+            if not n:
+                steps = tokens[:, alone_at : alone_at + STEPS].split(1, dim=1)
+                took_plain = [_plain_step(target, alone, judge, last) for last in steps]
+                timings.plain += took_plain[SETTLED:] if repeat else []
+                alone_at += STEPS
+                continue
             for nth in range(ROUNDS):
-                if not n:
-                    step = _plain_step(target, alone, judge, tokens[:, at])
-                    timings.plain += [step] if repeat and nth else []
-                    continue
                 took = _round(target, session, cache, judge, tokens[:, at : at + widths[-1]], n, wanted)
                 at += 1
                 timings.rounds += 1
@@ -253,9 +258,10 @@ def _measure(
 
 
 def _plain_step(target: Decoder, cache: Cache, judge: Judge, last: Tensor) -> float:
+    """last [B, 1]; -> seconds."""
     _wait(target)
     began = time.perf_counter()
-    judge.draw(target.logits(target(last[:, None], cache).hidden[:, 0])).tolist()
+    judge.draw(target.logits(target(last, cache).hidden[:, 0])).tolist()
     return time.perf_counter() - began
 
 
