@@ -4,7 +4,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from outpace.bench.described import describe_target, parameters
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.methods import Case, Opened, run_case
 from outpace.bench.resume import Kept
-from outpace.bench.suite import SuiteRecipe, Tables, cost_tables, grouped, open_methods, texts_of
+from outpace.bench.suite import SuiteRecipe, Tables, cost_tables, costs_key, grouped, open_methods, texts_of
 from outpace.bench.timed import Method
 from outpace.bench.turns import Groups
 from outpace.corpus import Document
@@ -75,8 +75,8 @@ class Begun:
 
 
 def begin(asked: Asked, cases: Sequence[Case], batch: int) -> Begun:
-    """cases: all that will be decoded, `batch` rows at a time. Raises ValueError for a draft that is not
-    there or another target's."""
+    """cases: every method that will be decoded, `batch` rows at a time, and every one with a controller.
+    Raises ValueError for a draft that is not there or another target's."""
     target, recipe = asked.target, asked.recipe
     since, before = time.perf_counter(), machine(target.device)
     names = {case.method for case in cases}
@@ -92,14 +92,14 @@ def begin(asked: Asked, cases: Sequence[Case], batch: int) -> Begun:
         "target": whose,
         "recipe": said,
         "methods": about,
-        "costs": {f"{name}, {judged}": kept[f"costs of {name}, {judged}"] for name, judged in tables},
+        "costs": {", ".join(table): kept[costs_key(table)] for table in tables},
     }
     return Begun(asked, opened, tables, kept, frame, since)
 
 
 def said_by(recipe: SuiteRecipe) -> dict[str, Any]:
     """The recipe as it was asked for, as it reads back from JSON."""
-    found = asdict(recipe)
+    found = dataclasses.asdict(recipe)
     del found["specs"]
     read: dict[str, Any] = json.loads(json.dumps(found))
     return read

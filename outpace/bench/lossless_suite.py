@@ -1,6 +1,6 @@
 """Every method against plain decoding, token by token: greedy, and with coupled noise at temperature 1."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from outpace.bench.methods import PLAIN, Case
 from outpace.bench.progress import progress
 from outpace.bench.suite import SuiteRecipe
 from outpace.bench.turns import seed_of
-from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
-from outpace.ops.sampling import Sampling
 
 WAYS = ((0.0, "match"), (1.0, "gumbel"))  # temperature and rule under which a text is a function of the seed
 
@@ -77,8 +75,7 @@ def count(
     seed: int,
 ) -> Check:
     """One batch of `case` against plain decoding's `answers`, both with this seed."""
-    how = Sampling(temperature=case.temperature)
-    request = Request(max_new_tokens=len(answers[0]), sampling=how, rule=case.rule)
+    request = replace(case.request, max_new_tokens=len(answers[0]))
     total = Check()
     for row, (prompt, tokens, answer) in enumerate(zip(prompts, said, answers, strict=True)):
         if case.temperature:

@@ -123,10 +123,8 @@ def cost_tables(
 ) -> Tables:
     """Of every case with a controller: measured over the contexts and the batch that will be decoded, and
     judged as they will be, once a run. `text`: token ids that the suite does not decode."""
-    wanted = {
-        (c.method, c.request.judged): f"costs of {c.method}, {c.request.judged}" for c in cases if c.steered
-    }
-    missing = [table for table, key in wanted.items() if key not in kept]
+    wanted = list(dict.fromkeys((c.method, c.request.judged) for c in cases if c.steered))
+    missing = [table for table in wanted if costs_key(table) not in kept]
     passes: dict[tuple[str, str], list[Costs]] = {table: [] for table in missing}
     for turn in range(PASSES):
         for name, judged in missing:
@@ -144,8 +142,13 @@ def cost_tables(
                 )
     for table, costs in passes.items():
         calmest = min(costs, key=lambda found: sum(found.points[0].verify))
-        kept[wanted[table]] = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(calmest)}))
-    return {table: from_json(kept[key], key) for table, key in wanted.items()}
+        kept[costs_key(table)] = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(calmest)}))
+    return {table: from_json(kept[costs_key(table)], costs_key(table)) for table in wanted}
+
+
+def costs_key(table: tuple[str, str]) -> str:
+    """What it is kept as, of method and rule."""
+    return f"costs of {', '.join(table)}"
 
 
 def cases_of(recipe: SuiteRecipe, temperature: float, steered: bool = True) -> list[Case]:

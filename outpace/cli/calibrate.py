@@ -82,7 +82,6 @@ def calibrate(
 
     if rule not in JUDGED:
         raise ValueError(f"--rule {rule}: it must be one of {', '.join(JUDGED)}")
-
     if not seconds > 0:
         raise ValueError(f"--seconds {seconds}: give some time to measure in")
     places = [integer(part, "--contexts") for part in contexts.split(",")]

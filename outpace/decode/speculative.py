@@ -64,7 +64,8 @@ def generate(
             else:  # a plain step
                 proposal = Proposal(last[:, None], [1] * len(last))
         with trace.timed("rest"):
-            proposal = pace.cut(proposal) if width > 1 else proposal
+            if width > 1:
+                proposal = pace.cut(proposal)
         with trace.timed("verify"):
             out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
             logits = target.logits(out.hidden)

@@ -78,7 +78,7 @@ class Suffixes:
         """said [m] int32, a text so far -> the likeliest `nodes` columns after it, best first; fewer where
         less is known."""
         if not cpu.available():
-            return self.reference.grow(said.tolist(), nodes)
+            return self.lookup(said.tolist()).grow(nodes)
         found = cpu_suffix.grow(
             self.text,
             self.order,
@@ -95,43 +95,18 @@ class Suffixes:
         )
         return Grown(*found)
 
+    def lookup(self, said: list[int]) -> "Lookup":
+        return Lookup(*self._lists, said)
+
     @cached_property
-    def reference(self) -> "Reference":
-        return Reference(self.text.tolist(), self.order.tolist())
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The same in Python, where there is no kernel; the kernel agrees with it to the bit."""
-
-    text: list[int]
-    order: list[int]
-
-    def grow(self, said: list[int], nodes: int) -> Grown:
-        lookup, tree = Lookup(self.text, self.order, said), Grown([], [], [])
-        # falling reach, order of offering; parent's column, depth, token, the parent's contexts
-        heap: list[tuple[float, int, int, int, int, list[Context]]] = []
-        serial = 0
-
-        def offer(column: int, depth: int, reach: float, contexts: list[Context]) -> None:
-            nonlocal serial
-            for token, chance in lookup.followers(contexts) if depth < DEEPEST else ():
-                heappush(heap, (-(reach * chance), serial, column, depth + 1, token, contexts))
-                serial += 1
-
-        offer(0, 0, 1.0, lookup.contexts())
-        while heap and len(tree.tokens) < nodes:
-            cost, _, parent, depth, token, contexts = heappop(heap)
-            tree.tokens.append(token)
-            tree.parents.append(parent)
-            tree.reach.append(-cost)
-            offer(len(tree.tokens), depth, -cost, lookup.all_narrowed(contexts, token))
-        return tree
+    def _lists(self) -> tuple[list[int], list[int]]:
+        return self.text.tolist(), self.order.tolist()
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """One text to continue, `said`, and what it is looked up in."""
+    """The same in Python, where there is no kernel; the kernel agrees with it to the bit. `said` is the text
+    to continue, text and order are what it is looked up in."""
 
     text: list[int]
     order: list[int]
@@ -207,3 +182,24 @@ class Lookup:
             if left < ENOUGH:
                 break
         return sorted(chance.items(), key=lambda pair: -pair[1])[:BRANCH]
+
+    def grow(self, nodes: int) -> Grown:
+        tree = Grown([], [], [])
+        # falling reach, order of offering; parent's column, depth, token, the parent's contexts
+        heap: list[tuple[float, int, int, int, int, list[Context]]] = []
+        serial = 0
+
+        def offer(column: int, depth: int, reach: float, contexts: list[Context]) -> None:
+            nonlocal serial
+            for token, chance in self.followers(contexts) if depth < DEEPEST else ():
+                heappush(heap, (-(reach * chance), serial, column, depth + 1, token, contexts))
+                serial += 1
+
+        offer(0, 0, 1.0, self.contexts())
+        while heap and len(tree.tokens) < nodes:
+            cost, _, parent, depth, token, contexts = heappop(heap)
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.reach.append(-cost)
+            offer(len(tree.tokens), depth, -cost, self.all_narrowed(contexts, token))
+        return tree

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import time
 
 import pytest
 import tiny
@@ -244,7 +245,7 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     def watched(self, tokens, cache=None, *, counts=None, tree=None, **more):
         if cache is not None and tokens.shape[1] <= 5:
             assert counts is None or counts == [tokens.shape[1]] * len(tokens)
-            ran.append((len(tokens), tokens.shape[1], tree is not None))
+            ran.append((len(tokens), tokens.shape[1], tree is not None) if counts else "plain")
         return forward(self, tokens, cache, counts=counts, tree=tree, **more)
 
     monkeypatch.setattr(type(model), "forward", watched)
@@ -259,10 +260,13 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     for p in got.points:
         assert list(p.verify) == sorted(p.verify) and p.draft[0] == 0 and p.rest > 0
         assert min(p.draft[1:]) > 0 and p.plain > 0
+    turns = 2 * (measuring.LEAST_REPEATS + 1)  # of each batch, in two contexts; the first warms up
+    assert ran.count("plain") == 2 * turns * measuring.STEPS
+    rounds = [run for run in ran if run != "plain"]
     for batch in (1, 2):
         for n in widths:
-            of_it = [tree for b, width, tree in ran if (b, width) == (batch, n)]
-            assert len(of_it) >= 2 * measuring.LEAST_REPEATS
+            of_it = [tree for b, width, tree in rounds if (b, width) == (batch, n)]
+            assert len(of_it) >= turns * measuring.ROUNDS
             if name == "tree" and n > 1 and batch == 2:
                 assert all(of_it)
     assert shares == sorted(shares) and 0 < shares[0] and shares[-1] <= 1
@@ -299,6 +303,17 @@ def test_a_table_is_measured_as_its_rule_decodes(name, judged, choice, monkeypat
     got = calibrate(model, draft, TEXT, contexts=(11,), seconds=1e-6, judged=judged)
     assert chosen == {choice} and temperatures == {0.0 if judged == "greedy" else 1.0}
     assert got.said["judged"] == judged and got.fingerprint == fingerprint(model, draft, judged)
+
+
+def test_what_a_controller_takes_is_in_the_rest_of_a_round(monkeypatch):
+    class Slow(Adaptive):
+        def width(self, lengths):
+            time.sleep(0.02)
+            return super().width(lengths)
+
+    monkeypatch.setattr(measuring, "Adaptive", Slow)
+    got = calibrate(tiny.target("qwen3"), NGram(block_size=3), TEXT, contexts=(11,), seconds=1e-6)
+    assert all(p.rest > 0.02 for p in got.points)
 
 
 def test_a_proposal_is_filled_up_with_text():
