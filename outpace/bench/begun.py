@@ -74,8 +74,9 @@ class Begun:
         return {**self.frame, **found, "seconds": round(time.perf_counter() - self.since, 1)}
 
 
-def begin(asked: Asked, cases: Sequence[Case], batch: int) -> Begun:
-    """cases: every method that will be decoded, `batch` rows at a time, and every one with a controller.
+def begin(asked: Asked, cases: Sequence[Case], batch: int, exact: bool = True) -> Begun:
+    """cases: every method that will be decoded, `batch` rows at a time, and every one with a controller. Its
+    costs are measured as `exact` as timings need them, or as quickly as a count of differences may do.
     Raises ValueError for a draft that is not there or another target's."""
     target, recipe = asked.target, asked.recipe
     since, before = time.perf_counter(), machine(target.device)
@@ -84,7 +85,7 @@ def begin(asked: Asked, cases: Sequence[Case], batch: int) -> Begun:
     about = {name: describe_method(method) for name, method in opened.items()}
     whose, said = describe_target(target), said_by(recipe)
     kept = Kept(asked.folder, {"recipe": said, "target": whose["fingerprint"], "methods": about})
-    tables = cost_tables(recipe, target, opened, cases, asked.text, batch, kept, asked.console)
+    tables = cost_tables(recipe, target, opened, cases, asked.text, batch, kept, asked.console, exact=exact)
     frame = {
         **provenance(),
         "machine": before,

@@ -23,7 +23,7 @@ def run_lossless(asked: Asked) -> dict[str, Any]:
     target, recipe = asked.target, asked.recipe
     batch = recipe.lossless_batch
     ways = [[*_cases(recipe, *way)] for way in WAYS]
-    suite = begin(asked, [case for cases in ways for case in cases], batch)
+    suite = begin(asked, [case for cases in ways for case in cases], batch, exact=False)
     groups = suite.prompts("held-out", recipe.lossless_prompts, batch)
     found: list[dict[str, Any]] = []
     with progress(asked.console) as bar:

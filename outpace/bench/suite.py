@@ -120,22 +120,28 @@ def cost_tables(
     batch: int,
     kept: Kept,
     console: Console,
+    exact: bool,
 ) -> Tables:
     """Of every case with a controller: measured over the contexts and the batch that will be decoded, and
-    judged as they will be, once a run. `text`: token ids that the suite does not decode."""
+    judged as they will be, once a run. `text`: token ids that the suite does not decode. exact: in PASSES, at
+    more than one context and batch, as timings need it; otherwise once, which a choice of columns needs."""
+    contexts, batches, turns = (recipe.prompt_tokens,), (batch,), 1
+    if exact:
+        contexts, batches = (*contexts, recipe.prompt_tokens + recipe.new_tokens), tuple({1, batch})
+        turns = PASSES
     wanted = list(dict.fromkeys((c.method, c.request.judged) for c in cases if c.steered))
     missing = [table for table in wanted if costs_key(table) not in kept]
     passes: dict[tuple[str, str], list[Costs]] = {table: [] for table in missing}
-    for turn in range(PASSES):
+    for turn in range(turns):
         for name, judged in missing:
-            with console.status(f"calibrating {name}, {judged}, pass {turn + 1} of {PASSES}"):
+            with console.status(f"calibrating {name}, {judged}, pass {turn + 1} of {turns}"):
                 passes[name, judged].append(
                     calibrate(
                         target,
                         opened[name].draft,
                         text,
-                        contexts=(recipe.prompt_tokens, recipe.prompt_tokens + recipe.new_tokens),
-                        batches=tuple({1, batch}),
+                        contexts=contexts,
+                        batches=batches,
                         seconds=recipe.calibrate_s / PASSES,
                         judged=judged,
                     )

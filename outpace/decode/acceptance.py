@@ -45,6 +45,11 @@ class Record:
 
     # ---- without the draft's word -------------------------------------------------------------------
 
+    @property
+    def first_step(self) -> float:
+        """How often the likeliest guess after the root is accepted."""
+        return (self.taken[1] + PRIOR_TRIALS * self.prior) / (self.tried[1] + PRIOR_TRIALS)
+
     def steps(self) -> list[float]:
         """By column: how often it was accepted where its parent was. What was rarely tried of late is held
         for as good as its parent."""
@@ -78,7 +83,8 @@ class Record:
         """The draft's word, corrected; a guess lives no longer than its parent."""
         trust, found = self.trust(max(depth)), [1.0]
         for i in range(1, len(survival)):
-            found.append(min(found[parents[i]], survival[i] * trust[depth[i]]))
+            own, above = survival[i] * trust[depth[i]], found[parents[i]]
+            found.append(own if own < above else above)
         return found
 
     # ---- what is likely to come ---------------------------------------------------------------------
@@ -89,12 +95,15 @@ class Record:
         before it as that one follows its own."""
         if not speaks:
             return self.reach(self.parents)
-        found, step = [1.0], self.steps()[1]
+        before, step = 1.0, self.first_step
+        found = [before]
         weight = 0.25  # of what is thought of a column while none was seen
         for gain, seen in zip(self.seen_gain[1:], self.seen[1:], strict=True):
-            before = found[-1]
-            found.append(min(before, (gain + weight * before * step) / (seen + weight)))
-            step = found[-1] / before if before else 0.0
+            now = (gain + weight * before * step) / (seen + weight)
+            now = now if now < before else before
+            found.append(now)
+            step = now / before if before else 0.0
+            before = now
         return found
 
     def foresaw(self, gains: Sequence[float], asked: int) -> None:

@@ -109,7 +109,8 @@ class Adaptive:
             self.rested += 1
             self.foreseen = (float(now.rows), now.whole[1])
             return 1
-        self.record.fade(RESTING**self.rested)
+        if self.rested:
+            self.record.fade(RESTING**self.rested)
         gains = [now.rows * g for g in self.record.gains(self.speaks)]
         best = fastest(gains, now.whole, least=2)
         pays = sum(gains[:best]) / now.whole[best] > now.rows / now.whole[1]
