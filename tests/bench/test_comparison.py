@@ -217,6 +217,8 @@ def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts,
     assert all(r["checked"] == 4 * 12 for r in found["results"])
     assert found["checked"] == 18 * 4 * 12
     assert "0 violations, 0 ties" in lossless_markdown(found)
+    points = [(p["batch"], p["context"]) for costs in found["costs"].values() for p in costs["points"]]
+    assert len(points) == len(found["costs"]) and {batch for batch, _ in points} == {2}
     assert not (tmp_path / "progress.jsonl").exists()
 
 
