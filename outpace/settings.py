@@ -12,8 +12,11 @@ T = TypeVar("T")
 UNIONS = (Union, types.UnionType)
 
 
-def load_settings(cls: type[T], path: Path | None, overrides: dict[str, Any]) -> T:
-    """`cls` from the recipe at `path` (None: its defaults alone), then `overrides` on top.
+def load_settings(
+    cls: type[T], path: Path | None, overrides: dict[str, Any], source: str = "an override"
+) -> T:
+    """`cls` from the recipe at `path` (None: its defaults alone), then `overrides` on top, which errors call
+    `source`.
 
     `cls` is a dataclass whose fields are bool, int, float, str, Path, Literal, tuples, lists, dicts with
     string keys, unions of these, or further dataclasses (a table of the recipe). An int is taken where
@@ -31,7 +34,7 @@ def load_settings(cls: type[T], path: Path | None, overrides: dict[str, Any]) ->
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"recipe {path} is not TOML: {error}") from error
     recipe = _values(cls, found, str(path), "")
-    override = _values(cls, overrides, "an override", "")
+    override = _values(cls, overrides, source, "")
     return _make(cls, _merge(recipe, override), f"{path}" if path else "the settings")
 
 

@@ -63,7 +63,7 @@ class SuiteRecipe:
         found = {}
         for name, said in self.methods.items():
             try:
-                found[name] = load_settings(MethodSpec, None, said)
+                found[name] = load_settings(MethodSpec, None, said, source="its table")
             except ValueError as error:
                 raise ValueError(f"method {name!r}: {error}") from error
         object.__setattr__(self, "specs", found)
