@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The dense target of the comparison: a Qwen3 by the embedded gpt-oss's own recipes, text and tokenizer, in fewer
-# steps. Its MLPs are as wide as the two experts of 160 that a token of that one goes through. All its layers attend to
-# everything, which takes two thirds of a step of 1,024-token rows: after the first part rows are shorter.
+# steps. Its MLPs are as wide as the two experts of 160 that a token of that one goes through. After the first part rows
+# are shorter than that one's: no longer than the texts of the comparison.
 #
 #   runs/dense_target.sh [WORK]        # an hour and a quarter on two cores; -> WORK/splice/model
 #
