@@ -125,9 +125,10 @@ def cost_tables(
     """Of every case with a controller: measured over the contexts and the batch that will be decoded, and
     judged as they will be, once a run. `text`: token ids that the suite does not decode. exact: in PASSES, at
     more than one context and batch, as timings need it; otherwise once, which a choice of columns needs."""
-    contexts, batches, turns = (recipe.prompt_tokens,), (batch,), 1
+    contexts, batches, turns = [recipe.prompt_tokens], {batch}, 1
     if exact:
-        contexts, batches = (*contexts, recipe.prompt_tokens + recipe.new_tokens), tuple({1, batch})
+        contexts.append(recipe.prompt_tokens + recipe.new_tokens)
+        batches.add(1)
         turns = PASSES
     wanted = list(dict.fromkeys((c.method, c.request.judged) for c in cases if c.steered))
     missing = [table for table in wanted if costs_key(table) not in kept]
@@ -141,7 +142,7 @@ def cost_tables(
                         opened[name].draft,
                         text,
                         contexts=contexts,
-                        batches=batches,
+                        batches=sorted(batches),
                         seconds=recipe.calibrate_s / PASSES,
                         judged=judged,
                     )
