@@ -47,7 +47,7 @@ class Record:
 
     @property
     def first_step(self) -> float:
-        """How often the likeliest guess after the root is accepted."""
+        """`steps()[1]`, without the others."""
         return (self.taken[1] + PRIOR_TRIALS * self.prior) / (self.tried[1] + PRIOR_TRIALS)
 
     def steps(self) -> list[float]:

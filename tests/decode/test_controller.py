@@ -130,6 +130,7 @@ def test_steps_are_shares_of_those_whose_parent_lived():
     for length in (0, 1, 1, 2, 3, 3, 3, 1) * 40:
         record.add([0, 0, 1, 2], [0, 1, 2, 3], range(length + 1), None)
     assert record.steps()[1:] == pytest.approx([7 / 8, 4 / 7, 3 / 4], abs=0.02)
+    assert record.first_step == record.steps()[1]
     assert record.reach([0, 0, 1, 2])[3] == pytest.approx(3 / 8, abs=0.02)
     assert record.prior == pytest.approx(14 / 19, abs=0.05)
 
