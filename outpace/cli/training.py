@@ -53,6 +53,10 @@ def train_target(
     shape = {} if start is None else target.shape_of(start.config)
     settings = recipe_settings(target.TargetRecipe, recipe, set_, **shape)
     train, held_out = split(read_corpus(corpus))
+    if not train or not held_out:  # the split goes by the files' names
+        raise ValueError(
+            f"corpus: {len(train)} files to train on and {len(held_out)} held out, where each needs one: add files"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "tokenizer.json").exists():
         bpe = known or train_bpe((d.text for d in train), settings.vocab_size)
