@@ -55,7 +55,7 @@ def train_target(
     train, held_out = split(read_corpus(corpus))
     if not train or not held_out:  # the split goes by the files' names
         raise ValueError(
-            f"corpus: {len(train)} files to train on and {len(held_out)} held out, where each needs one: add files"
+            f"corpus: {len(train)} files to train on and {len(held_out)} held out; each needs one: add files"
         )
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "tokenizer.json").exists():
