@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def result(
         "batch": cell.batch,
         "temperature": temperature,
         "tokens_per_s": round(statistics.median(speeds), 2),
-        "speedup": round(over(speeds, beside), 3),
+        "speedup": round(over(runs, plain), 3),
         "plain_tokens_per_s": round(statistics.median(beside), 2),  # of the same prompts and repeats
         "tau": round(trace.tau, 4),
         "accept_len": {
@@ -92,9 +92,22 @@ def joined(traces: Iterable[Trace]) -> Trace:
     return whole
 
 
-def over(speeds: Sequence[float], others: Sequence[float]) -> float:
-    """How much faster, repeat against the same repeat: both met the same minute of the machine."""
-    return statistics.median(a / b for a, b in zip(speeds, others, strict=True))
+def over(runs: Runs, others: Runs) -> float:
+    """How much faster `runs` are than `others` of the same turns: two runs of a turn meet the same minute of
+    the machine. Of a group of prompts the median of its repeats counts, by how long `others` take over it:
+    were all repeats equal, this would be all seconds over all seconds."""
+    theirs = ours = 0.0
+    for group in {group for _, group in runs}:
+        turns = [turn for turn in runs if turn[1] == group]
+        pace = statistics.median(_pace(others[turn]) for turn in turns)
+        theirs += pace
+        ours += pace * statistics.median(_pace(runs[turn]) / _pace(others[turn]) for turn in turns)
+    return theirs / ours
+
+
+def _pace(run: Timed) -> float:
+    """Seconds a token."""
+    return run.decode_s / run.decoded
 
 
 def _speeds(runs: Runs, whole: bool = False) -> list[float]:

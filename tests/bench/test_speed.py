@@ -84,6 +84,24 @@ def test_the_report_has_the_promised_shape(report):
     assert json.loads(json.dumps(report)) == report
 
 
+def test_a_speedup_sets_runs_of_one_turn_against_each_other():
+    def run(decode_s, tokens=9):
+        return Timed(tokens=[[7] * tokens], first_s=0.5, decode_s=decode_s, trace=Trace())
+
+    def runs(*seconds):  # of two groups in three repeats
+        return {(i // 2, i % 2): run(s) for i, s in enumerate(seconds)}
+
+    plain = runs(2.0, 6.0, 4.0, 12.0, 2.0, 6.0)  # the whole machine is slow in the second repeat
+    twice = runs(1.0, 3.0, 2.0, 6.0, 1.0, 3.0)
+    assert results.over(plain, plain) == 1.0 and results.over(twice, plain) == 2.0
+    once = runs(1.0, 3.0, 2.0, 6.0, 9.0, 3.0)  # and for one run alone in the third
+    assert results.over(once, plain) == 2.0
+    uneven = runs(1.0, 6.0, 2.0, 12.0, 1.0, 6.0)  # of the first group alone twice as fast: 7 s for 8
+    assert results.over(uneven, plain) == pytest.approx(8 / 7)
+    shorter = {turn: run(seconds.decode_s / 4, 3) for turn, seconds in plain.items()}
+    assert results.over(shorter, plain) == 1.0  # a token takes as long, there are fewer
+
+
 def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
     def run(decode_s, first_s=0.5):
         trace = Trace([[3, 3]] * 4, [[0, 1], [2, 3], [1, -1], [3, -1]])
