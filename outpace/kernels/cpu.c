@@ -169,6 +169,12 @@ INLINE void unpack(bytes p, uint8_t scale, vf *out) {  // 16 bytes: the 16 value
     __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
     out[0] = (vf)_mm512_permutexvar_ps(b, _mm512_loadu_ps(E2M1[scale]));
     out[1] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), _mm512_loadu_ps(E2M1[scale]));
+#elif defined __AVX2__
+    __m256 magnitudes = _mm256_loadu_ps(E2M1[scale]);  // of these the three lower bits choose
+    UNROLL for (int i = 0; i < 4; i++) {
+        vi b = (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + i % 2 * 8))) >> (i / 2 * 4);
+        out[i] = (vf)((vi)_mm256_permutevar8x32_ps(magnitudes, (__m256i)b) | (b & 8) << 28);
+    }
 #else
     for (int i = 0; i < 4; i++) {
         vi b = __builtin_convertvector(*(const vb *)(p + i % 2 * 8), vi) >> (i / 2 * 4), m = b & 7;

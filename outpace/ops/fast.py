@@ -1,4 +1,4 @@
-"""Where the C kernels stand in for the plain references: on the CPU, in float32; some in training too."""
+"""What this machine is fast at: where the C kernels stand in for the plain references, and bfloat16."""
 
 import torch
 from torch import Tensor
@@ -26,3 +26,12 @@ def few(x: Tensor) -> bool:
 def rows_kernel(x: Tensor) -> bool:
     """True where the kernels that know their gradients can take `x` (float32 or bfloat16, CPU, built)."""
     return x.dtype in (torch.float32, torch.bfloat16) and x.device.type == "cpu" and cpu.available()
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where it is multiplied as such: on GPUs, and on CPUs that oneDNN has kernels for (AVX-512 and
+    later). Elsewhere torch widens one element at a time, fifty times slower than float32: float32 there."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    supported = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if supported else torch.float32

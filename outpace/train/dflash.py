@@ -77,7 +77,8 @@ def unseen(
         rng = seeded(recipe.seed, 2, i)
         rows = [cache.sample(n) for n in kept[i : i + recipe.rows]]
         packed = pack(rows, recipe.block_size, recipe.anchors, recipe.row_tokens, rng, layers)
-        right, chance = served_guesses(draft, head, block_states(draft, target, packed, recipe.dtype), packed)
+        states = block_states(draft, target, packed, recipe.dtype(target.device))
+        right, chance = served_guesses(draft, head, states, packed)
         hits.append(right)
         valid.append(packed.valid)
         sure.append(chance)
@@ -126,7 +127,8 @@ def train_dflash(
         if rounds:
             begun = [rounds.of(i, row.prompt_length) for i, row in zip(samples, rows, strict=True)]
         packed = pack(rows, *how, final=recipe.final, begun=begun)
-        found = objective(block_states(draft, target, packed, recipe.dtype, recipe.recompute), packed)
+        dtype = recipe.dtype(target.device)
+        found = objective(block_states(draft, target, packed, dtype, recipe.recompute), packed)
         if rounds:
             rounds.ended(samples, packed.layout, found.hits)
         return StepLoss(found.loss, packed.row_tokens, accuracy(found.hits, packed.valid) | found.more)

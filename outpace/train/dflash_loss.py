@@ -42,12 +42,12 @@ class Objective:
     @staticmethod
     def of(draft: DFlash, target: Decoder, recipe: DFlashRecipe) -> "Objective":
         ids = Head.of(target, draft.d2t).ids
-        head = target.dense_head.detach()
+        head, dtype = target.dense_head.detach(), recipe.dtype(target.device)
         if ids is None:
-            return Objective(draft, recipe, head.to(recipe.dtype), None)
+            return Objective(draft, recipe, head.to(dtype), None)
         row_of = torch.full((target.config.vocab_size,), -1, device=ids.device)
         row_of[ids] = torch.arange(len(ids), device=ids.device)
-        return Objective(draft, recipe, head[ids].to(recipe.dtype), row_of)
+        return Objective(draft, recipe, head[ids].to(dtype), row_of)
 
     def __call__(self, hidden: Tensor, packed: Packed) -> Judged:
         """hidden [A, B, C], of which slot i >= 1 predicts its own position.
@@ -65,7 +65,7 @@ class Objective:
             assert isinstance(w2, Tensor)
             given = torch.cat((states, draft.markov_head.embed(previous, states)), dim=-1)
             head = torch.cat((head, w2.to(head.dtype)), dim=-1)
-        final = None if packed.final is None else packed.final.flatten(0, 1).to(recipe.dtype)
+        final = None if packed.final is None else packed.final.flatten(0, 1).to(self.head.dtype)
         theirs = None if final is None else self.head
         selector = draft.candidate_selector  # never beside a Markov head: its candidates are of these logits
         top = 0 if selector is None else selector.top_k

@@ -17,6 +17,7 @@ from outpace.decode.request import Request
 from outpace.drafts.proposal import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
+from outpace.ops.fast import product_dtype
 from outpace.ops.sampling import seeded
 from outpace.train.anchors import Sample
 from outpace.train.muon import Muon
@@ -59,7 +60,7 @@ class TrainingRecipe:
     warmup_share: float = 0.04
     weight_decay: float = 0.0
     clip: float = 1.0
-    bfloat16: bool = True
+    bfloat16: bool = True  # products, where the device multiplies it as such
     seed: int = 1
     save_every: int = 100
     eval_every: int = 500
@@ -74,9 +75,8 @@ class TrainingRecipe:
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"held_out_share {self.held_out_share} is outside 0..1: some must be trained on")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bfloat16 else torch.float32
+    def dtype(self, device: torch.device) -> torch.dtype:
+        return product_dtype(device) if self.bfloat16 else torch.float32
 
     def trained(self, cache: Teacher) -> int:
         """The samples before this one are trained on; it and those behind are kept for judging."""
@@ -251,6 +251,7 @@ def provenance(
         **origin(target, cache),
         "seed": recipe.seed,
         "steps": recipe.steps,
+        "products": str(recipe.dtype(target.device)).removeprefix("torch."),
         "training_tokens": sum(line["tokens"] for line in lines if "tokens" in line),  # of rows, prompts too
         "training_hours": round(sum(line["seconds"] for line in lines) / 3600, 3),
         "losses": [line["loss"] for line in lines[-20:]],

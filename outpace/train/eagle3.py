@@ -158,7 +158,8 @@ class Course:
         texts = texts.to(self.target.device)
         indices = thinned(len(texts.at), recipe.steps_ahead, keep, rng)
         indices = [chosen.to(self.target.device) for chosen in indices]
-        steps = unroll(self.draft, self.target, texts, indices, recipe.dtype, recipe.recompute)
+        dtype = recipe.dtype(self.target.device)
+        steps = unroll(self.draft, self.target, texts, indices, dtype, recipe.recompute)
         judged = unrolled_loss(self.draft, steps, texts, self.vocabulary, recipe.loss, recipe.decay)
         return judged, len(texts.tokens)
 
@@ -224,7 +225,7 @@ def train_eagle3(
             f"loss {recipe.loss!r} compares with the target's distribution, and the cache holds no final "
             "states: build one with `teacher build --final`, or take loss ce"
         )
-    course = Course(draft, target, recipe, layers, Vocabulary.of(draft, target, recipe.dtype))
+    course = Course(draft, target, recipe, layers, Vocabulary.of(draft, target, recipe.dtype(target.device)))
     taught, kept = recipe.taught(cache), recipe.judged(cache)
 
     def loss_of(step: int) -> StepLoss:

@@ -5,13 +5,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from outpace.ops.fast import product_dtype
+
 NS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     """[..., N, K] -> the nearest semi-orthogonal matrices, roughly (singular values in 0.7..1.2)."""
     a, b, c = NS
-    x = g.bfloat16()
+    x = g.to(product_dtype(g.device))
     wide = x.shape[-2] > x.shape[-1]
     x = x.mT if wide else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -17,6 +17,7 @@ from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import build
 from outpace.models.save import dense_tensors
+from outpace.ops.fast import product_dtype
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
@@ -76,7 +77,7 @@ class TargetRecipe:
     own_tokens: int = 192
     own_ngram: int = 8
     seed: int = 1
-    bfloat16: bool = True
+    bfloat16: bool = True  # products, where the device multiplies it as such
     save_every: int = 100
     eval_every: int = 250
 
@@ -323,7 +324,7 @@ def train_target(
     init_weights(model, recipe.seed)
     if init is not None:
         _take_weights(model, init)
-    model.dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
+    model.dtype = product_dtype(model.device) if recipe.bfloat16 else torch.float32
     muon, adam = optimizers(model, recipe)
     streams = [token_stream(tokenizer, train, recipe.seed)]
     if recipe.focus:
