@@ -16,7 +16,7 @@ from outpace.decode.request import GREEDY
 from outpace.drafts.proposal import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
-from outpace.ops.fast import kernel
+from outpace.ops.fast import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,15 +188,10 @@ def machine(target: Decoder) -> dict[str, str]:
         "vector": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "kernels": str(_kernels()),
+        "kernels": "none" if cuda else kernels(),
         "torch": torch.__version__,
         "outpace": version("outpace"),
     }
-
-
-@torch.inference_mode()
-def _kernels() -> bool:
-    return kernel(torch.zeros(1))
 
 
 def _processor() -> str:

@@ -99,6 +99,12 @@ def available() -> bool:
     return load()[0] is not None
 
 
+def built() -> str:
+    """Which library is loaded, by its source, compiler and flags; "none" where there is none."""
+    library = load()[0]
+    return "none" if library is None else Path(library._name).stem
+
+
 def why_not() -> str | None:
     """Why the kernels are not available; None if they are."""
     return load()[1]

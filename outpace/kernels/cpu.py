@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outpace.kernels.build import FUNCTIONS, load
 from outpace.kernels.build import available as available
+from outpace.kernels.build import built as built
 from outpace.kernels.build import why_not as why_not
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 3}

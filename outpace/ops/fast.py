@@ -35,3 +35,8 @@ def product_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16
     supported = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if supported else torch.float32
+
+
+def kernels() -> str:
+    """Which build of the C kernels runs on the CPU: another source, compiler or flag, another name."""
+    return cpu.built()

@@ -24,6 +24,7 @@ from outpace.drafts.eagle3_session import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.drafts.proposal import Proposal
+from outpace.kernels import cpu
 from outpace.weights.contract import LoadError
 
 TEXT = tiny.tokens(400, seed=4).tolist()
@@ -173,6 +174,10 @@ def test_the_fingerprint_knows_target_draft_and_machine(monkeypatch):
         known.add(fingerprint(target, draft))
     known.add(fingerprint(model, NGram(), "gumbel"))
     assert len(known) == 10
+    with monkeypatch.context() as other:
+        other.setattr(cpu, "built", lambda: "cpu-of-another-source")
+        assert fingerprint(model, NGram()) not in known
+    assert fingerprint(model, NGram()) in known
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert fingerprint(model, NGram()) not in known
 
