@@ -71,8 +71,10 @@ MEANING = """\
 - held-out: text that nothing was trained on. random: prompts of tokens drawn evenly, which no draft foresees.
 - T = 1 is drawn under the rule gumbel: every length and plain decoding say the same text.
 - best fixed: the fastest of all fixed lengths, plain decoding (1) among them; over the best: the controller's
-  tokens/s over that one's. foreseen: the speedup that it expected, by a cost table measured before the first
-  turn and by the draft's guesses, and how far that is from the measured one; in tokens/s: the same of those.
+  speed over, in every repeat, that of the length which was fastest in the other repeats: the one that is
+  fastest in its own is partly lucky. foreseen: the speedup that it expected, by a cost table measured before
+  the first turn and by the draft's guesses, and how far that is from the measured one; in tokens/s: the same
+  of those.
 """
 
 
