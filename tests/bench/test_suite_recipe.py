@@ -40,6 +40,7 @@ def test_recipes_that_mean_nothing_are_refused(changes, said):
 def test_the_recipes_that_ship_are_read():
     folder = Path(__file__).parents[2] / "recipes" / "drafts"
     found = {path.stem: load_settings(SuiteRecipe, path, {}).specs for path in folder.glob("suite*.toml")}
-    assert set(found) == {"suite", "suite-micro", "suite-embedded"}
+    assert set(found) == {"suite", "suite-micro", "suite-embedded", "suite-weak"}
     assert found["suite"] == found["suite-micro"]
     assert {spec.draft for spec in found["suite-embedded"].values()} == {"ngram", "default", "suffix"}
+    assert found["suite-weak"].items() <= found["suite"].items()
