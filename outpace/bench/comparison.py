@@ -52,10 +52,12 @@ def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
     return told
 
 
-def row(target: Decoder, cell: Cell, case: Case, costs: Costs | None) -> dict[str, Any]:
-    """One line of the comparison. Speedup is over plain decoding at the same temperature, drawn the ordinary
-    way; with coupled noise the text must be plain's of the same seed."""
-    plain = Case(method=PLAIN, temperature=case.temperature, rule="match")
+def row(
+    target: Decoder, cell: Cell, case: Case, costs: Costs | None, against: str = "match"
+) -> dict[str, Any]:
+    """One line of the comparison. Speedup is over plain decoding at the same temperature under the rule
+    `against`, match being the ordinary way; with coupled noise the text must be plain's of the same seed."""
+    plain = Case(method=PLAIN, temperature=case.temperature, rule=against)
     coupled = Case(method=PLAIN, temperature=case.temperature, rule="gumbel").label
     answer = coupled if case.rule == "gumbel" else None
     beside = dataclasses.replace(cell, runs={**cell.runs, PLAIN: cell.runs[plain.label]})

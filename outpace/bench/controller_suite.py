@@ -55,8 +55,7 @@ def cases(recipe: SuiteRecipe, opened: Opened, temperature: float) -> list[Case]
         for n in sorted({*(w for w in recipe.widths if w < own), own})
     ]
     steered = Case(method=opened.name, temperature=temperature, rule=drawn, steered=True)
-    plain = [Case(method=PLAIN, temperature=temperature, rule=r) for r in dict.fromkeys(("match", drawn))]
-    return [*plain, *fixed, steered]
+    return [Case(method=PLAIN, temperature=temperature, rule=drawn), *fixed, steered]
 
 
 def rule(temperature: float) -> str:
@@ -66,7 +65,7 @@ def rule(temperature: float) -> str:
 
 def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> dict[str, Any]:
     """One method on one kind of text: every length, the best of them, and what the controller makes of it."""
-    rows = [row(suite.asked.target, cell, case, suite.costs(case)) for case in plan]
+    rows = [row(suite.asked.target, cell, case, suite.costs(case), case.rule) for case in plan]
     fixed = [r for r in rows if r["width"]]
     steered = next(r for r in rows if r["controller"])
     plain = next(r for r in rows if r["method"] == PLAIN)

@@ -69,7 +69,7 @@ def controller_markdown(report: dict[str, Any]) -> str:
 
 MEANING = """\
 - held-out: text that nothing was trained on. random: prompts of tokens drawn evenly, which no draft foresees.
-- T = 1 is drawn under the rule gumbel: every length and plain decoding say the same text.
+- T = 1 is drawn under the rule gumbel, by plain decoding too: every length says the same text as it does.
 - best fixed: the fastest of all fixed lengths, plain decoding (1) among them; over the best: the controller's
   speed over, in every repeat, that of the length which was fastest in the other repeats: the one that is
   fastest in its own is partly lucky. foreseen: the speedup that it expected, by a cost table measured before
