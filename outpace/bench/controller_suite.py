@@ -70,8 +70,8 @@ def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> d
     steered = next(r for r in rows if r["controller"])
     plain = next(r for r in rows if r["method"] == PLAIN)
     lengths = {r["label"]: cell.runs[r["label"]] for r in (*fixed, plain)}
-    best = fastest(lengths, lengths[plain["label"]])
-    best_row = next(r for r in rows if r["label"] == best)
+    chosen = fastest(lengths, lengths[plain["label"]])
+    best = next(r for r in rows if r["label"] == chosen)
     return {
         "text": text,
         "temperature": steered["temperature"],
@@ -80,19 +80,20 @@ def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> d
         "fixed": [
             {key: r[key] for key in ("width", "tokens_per_s", "speedup", "tau", "lossless")} for r in fixed
         ],
-        "best_width": best_row["width"] or 1,
-        "best_tokens_per_s": best_row["tokens_per_s"],
+        "best_width": best["width"] or 1,
+        "best_tokens_per_s": best["tokens_per_s"],
         "controller": {
             key: steered[key]
             for key in ("tokens_per_s", "speedup", "tau", "columns", "foreseen", "lossless", "round_ms")
         },
-        "best_speedup": best_row["speedup"],
+        "best_speedup": best["speedup"],
         "over_plain": steered["speedup"],
         "over_best": round(over(cell.runs[steered["label"]], foretold(lengths, plain["label"])), 3),
     }
 
 
 def fastest(lengths: dict[str, Runs], plain: Runs) -> str:
+    """The label of the length that is furthest ahead of plain decoding."""
     return max(lengths, key=lambda label: over(lengths[label], plain))
 
 

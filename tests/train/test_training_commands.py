@@ -6,9 +6,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from outpace.cli.main import main
 from outpace.drafts.load import load_draft
+from outpace.ops.fast import product_dtype
 
 TINY = ("num_heads=2", "head_dim=16", "intermediate_size=40", "rows=1", "steps=2", "eval_prompts=1")
 QUICK = [x for s in (*TINY, "save_every=1", "eval_every=2", "eval_new_tokens=8") for x in ("--set", s)]
@@ -57,6 +59,7 @@ def test_an_eagle3_is_trained_and_decodes(monkeypatch, capsys, tmp_path, corpus)
         assert draft.config.draft_vocab_size == 300 and draft.config.parallel == (name == "one-pass")
         told = json.loads((tmp_path / name / "draft" / "provenance.json").read_text())
         assert told["recipe"]["loss"] == ("kl" if name == "chain" else "lk")
+        assert told["products"] == str(product_dtype(torch.device("cpu"))).removeprefix("torch.")
     _, plain, _ = run(monkeypatch, capsys, "generate", "import os", "-n", 12, "--draft", "none")
     _, drafted, _ = run(
         monkeypatch, capsys, "generate", "import os", "-n", 12, "--draft", tmp_path / "chain" / "draft"
@@ -107,5 +110,7 @@ def test_a_target_needs_text_to_train_on_and_text_held_out(monkeypatch, capsys, 
         code, _, err = run(
             monkeypatch, capsys, "train", "target", "--corpus", folder, "--out", tmp_path / "model"
         )
-        assert code == 2 and ("each needs one" if kept else "no ") in " ".join(err.split()), err
+        assert code == 2 and ("each needs one" if kept else "no *.py source below") in " ".join(
+            err.split()
+        ), err
         assert not (tmp_path / "model").exists()
