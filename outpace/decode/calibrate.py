@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.kv import Cache
-from outpace.decode.backlog import Part
+from outpace.decode.backlog import Backlog
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
 from outpace.decode.judge import judge_of
@@ -24,8 +24,8 @@ from outpace.ops.sampling import Sampling, generator
 
 LEAST_REPEATS, MOST_REPEATS = 3, 12
 ROUNDS = 3  # of a width in a turn; the first is not counted
-STEPS, SETTLED = 12, 4  # of plain decoding in a turn; those from SETTLED on are counted
-PREFILL = 512
+STEPS, SETTLED = 12, 4  # of one column, and of plain decoding; those from SETTLED on are counted
+PREFILL, SHOWN = 512, 4  # a prompt's columns in a forward, and forwards at least
 STEADY = 48  # tokens of the run that says what a round takes beside, and how often guesses are right
 SEED = 1  # of what is drawn while costs are measured
 ROUTED = 512  # tokens whose experts are counted
@@ -101,7 +101,7 @@ def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = mat
 
     timed(1)  # the first one reads the weights, and may build the kernels
     one = timed(1)
-    rounds = (LEAST_REPEATS + 1) * (len(width_grid(draft.block_size)) * ROUNDS + STEPS) + 2 * STEADY
+    rounds = (LEAST_REPEATS + 1) * (len(width_grid(draft.block_size)) * ROUNDS + 2 * STEPS) + 2 * STEADY
     if rounds * one > enough:
         return rounds * one
     timed(32)
@@ -137,7 +137,7 @@ def _check(
 
 
 def _most_rounds(widths: tuple[int, ...]) -> int:
-    return (MOST_REPEATS + 1) * max(len(widths) * ROUNDS, STEPS)
+    return (MOST_REPEATS + 1) * (len(widths) * ROUNDS + STEPS)
 
 
 def _steady(
@@ -175,6 +175,7 @@ class Timings:
         self.verify: dict[int, list[float]] = {n: [] for n in widths}
         self.draft: dict[int, list[float]] = {n: [] for n in widths}
         self.plain: list[float] = []
+        self.show: list[float] = []  # of one column
         self.rounds = 0
 
     def point(self, batch: int, context: int, rest: float) -> Point:
@@ -195,6 +196,7 @@ class Timings:
             draft=(0.0, *(slow * s for s in rising(list(drafted.values())))),
             rest=rest,
             plain=slow * plain,
+            show=statistics.median(self.show),
             spread=statistics.median(spreads),
         )
 
@@ -215,9 +217,9 @@ def _measure(
 ) -> Iterator[float]:
     """Rounds over the text, each one token further, so that cache and draft see what they would see; the
     widths take turns, so that a slow moment of the machine meets all of them. In a turn a width has ROUNDS
-    rounds on end: rounds of one kind are a little faster among their like. Steps of plain decoding, over a
-    cache of their own, are one kind more, and settle slowest: neighbours read the same experts, where a wide
-    round has just read all of them. Yields how much is done."""
+    rounds on end: rounds of one kind are a little faster among their like. Rounds of one column, which come
+    on end where drafting rests, and steps of plain decoding, over a cache of their own, have STEPS of them:
+    neighbours read the same experts, where a wide round has just read all. Yields how much is done."""
     widths, wanted = timings.widths, draft.target_layer_ids
     kinds = (0, *widths)  # 0: plain decoding
     room = context + _most_rounds(widths) + widths[-1]
@@ -226,9 +228,13 @@ def _measure(
     cache = target.make_cache(batch, room, slack=draft.block_size)
     alone = target.make_cache(batch, room)
     session = draft.begin(batch, room)
-    for begin in range(0, context, PREFILL):
-        chunk = tokens[:, begin : min(begin + PREFILL, context)]
-        session.observe(chunk, target(chunk, cache, aux=wanted).aux, [chunk.shape[1]] * batch)
+    for chunk in tokens[:, :context].split(min(PREFILL, math.ceil(context / SHOWN)), dim=1):
+        aux, columns = target(chunk, cache, aux=wanted).aux, chunk.shape[1]
+        _wait(target)
+        began = time.perf_counter()
+        session.observe(chunk, aux, [columns] * batch)
+        _wait(target)
+        timings.show.append((time.perf_counter() - began) / columns)
         target(chunk, alone)
     judge, began = judge_of(request, rows, generator(SEED, target.device)), 0.0
     at = alone_at = context
@@ -241,13 +247,16 @@ def _measure(
                 timings.plain += took_plain[SETTLED:] if repeat else []
                 alone_at += STEPS
                 continue
-            for nth in range(ROUNDS):
-                took = _round(target, session, cache, judge, tokens[:, at : at + widths[-1]], n, wanted)
+            unseen = Backlog()
+            for nth in range(ROUNDS if n > 1 else STEPS):
+                ahead = tokens[:, at : at + widths[-1]]
+                took = _round(target, session, cache, judge, ahead, n, wanted, unseen)
                 at += 1
                 timings.rounds += 1
-                if repeat and nth:
+                if repeat and nth >= (1 if n > 1 else SETTLED):
                     timings.draft[n].append(took[0])
                     timings.verify[n].append(took[1])
+            unseen.show(session)
         if not repeat:
             began = time.perf_counter()
             continue
@@ -273,9 +282,11 @@ def _round(
     ahead: Tensor,
     n: int,
     wanted: Sequence[int],
+    unseen: Backlog,
 ) -> tuple[float, float]:
     """One round of n columns after ahead[:, 0], the last verified token; -> seconds of draft and verify. Only
-    the root is kept, whatever was right: the text goes on as it is."""
+    the root is kept, whatever was right: the text goes on as it is. The draft is shown it at once, if it was
+    asked; if not, it waits in `unseen`."""
     _wait(target)
     began = time.perf_counter()
     proposal = Proposal(ahead[:, :1], [1] * len(ahead))
@@ -292,9 +303,10 @@ def _round(
     path = [[0]] * len(ahead)
     cache.commit(path)
     show = time.perf_counter()
-    part: Part = verified(proposal, out.aux, path)
-    session.observe(part.tokens, part.aux, part.counts)
-    _wait(target)
+    unseen.add(verified(proposal, out.aux, path))
+    if n > 1:
+        unseen.show(session)
+        _wait(target)
     return (drafted - began) + (time.perf_counter() - show), checked - start
 
 

@@ -16,7 +16,8 @@ from outpace.drafts.proposal import Proposal
 from outpace.drafts.tree import cut
 
 RESTING = 0.98  # what a plain step leaves of what was learnt before
-SHARE = 0.01  # of the time that may be lost to probes
+SHARE = 0.01  # of the time that may be lost to probes, and to showing the draft what it missed
+LEFT = 0.25  # of that, what is left for probes where showing takes more
 CREDIT = 2.0  # probes that may be lost at the beginning of a text
 BANK = 8.0  # and later, where guesses gained as much before
 DEBT = 5.0  # rounds more that may be lost while they seem to pay
@@ -77,8 +78,8 @@ class Adaptive:
     summed over the rows, which share a forward (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147).
 
     Where no n beats plain decoding, drafting rests and is probed. An account of what guessing loses against
-    plain decoding holds it to a few probes and one part in a hundred of the time. One controller serves one
-    generation after another, and remembers.
+    plain decoding, showing the draft what it missed included, holds it to a few probes and one part in a
+    hundred of the time. One controller serves one generation after another, and remembers.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -107,7 +108,7 @@ class Adaptive:
         if self.rests and self.wait > 0:  # nothing to decide
             self.wait -= 1
             self.rested += 1
-            self.foreseen = (float(now.rows), now.whole[1])
+            self.foreseen = now.plain
             return 1
         if self.rested:
             self.record.fade(RESTING**self.rested)
@@ -117,7 +118,7 @@ class Adaptive:
         best = best if pays else now.even
         if not self._drafts(pays, now.whole[best] - now.whole[1]):
             self.rested = 1
-            self.foreseen = (float(now.rows), now.whole[1])
+            self.foreseen = now.plain
             return 1
         self.rested = 0
         self.record.drafts()
@@ -139,10 +140,11 @@ class Adaptive:
 
     def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
         assert self.foreseen is not None and self.spare is not None, "width comes first"
+        if self.rested:  # a plain step
+            self.spare += self._now.allowed
+            return
         seconds, plain = self.foreseen[1], self._now.whole[1] / len(path)
         self.spare += SHARE * seconds - (seconds - plain * sum(map(len, path)))
-        if self.rested:  # a plain step
-            return
         self.missed = self.rests and all(len(columns) == 1 for columns in path)
         for columns, n, (parents, depth, said) in zip(path, proposal.counts, self._rows, strict=True):
             self.record.add(parents[:n], depth, columns, said)
@@ -185,13 +187,14 @@ class Adaptive:
 @dataclass(frozen=True)
 class Table:
     """Costs of `rows` rows near one context, by columns (0 unused): of drafting so many, of the rest of a
-    round, of both. `even`: the columns of a round that just pays, where guesses are as likely right as that
-    takes: what a probe asks for."""
+    round, of both; `show`: of what a plain step leaves for later. `even`: the columns of a round that just
+    pays, where guesses are as likely right as that takes: what a probe asks for."""
 
     rows: int
     draft: list[float]
     others: list[float]
     whole: list[float]
+    show: float
     even: int
 
     @staticmethod
@@ -207,7 +210,17 @@ class Table:
             even = fastest(gains, whole, least=2)
             pays = sum(gains[:even]) / whole[even] > rows / whole[1]
             low, high = (low, chance) if pays else (chance, high)
-        return Table(rows, draft, others, whole, even)
+        return Table(rows, draft, others, whole, costs.show_seconds(rows), even)
+
+    @property
+    def plain(self) -> tuple[float, float]:
+        """Tokens and seconds of a plain step, what it leaves for later included."""
+        return float(self.rows), self.whole[1] + self.show
+
+    @property
+    def allowed(self) -> float:
+        """Seconds that a plain step adds to what probes may lose."""
+        return SHARE * self.whole[1] - min(self.show, (1 - LEFT) * SHARE * self.whole[1])
 
 
 def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:

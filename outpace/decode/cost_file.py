@@ -10,7 +10,7 @@ from outpace.weights.contract import LoadError
 from outpace.weights.save import write_json
 from outpace.weights.strict_json import read_object
 
-FORMAT = 2
+FORMAT = 3
 
 
 def cache_folder() -> Path:

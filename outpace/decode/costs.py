@@ -25,8 +25,9 @@ class Point:
 
     verify[i], draft[i]: of widths[i] columns per row, root included. `verify` is the target's forward, its
     logits and the verdict; `draft` is one proposal and the observation of what was verified (0 for one
-    column); `rest` is everything else of a round, the controller's own time included; `plain` is a step of
-    plain decoding. `spread`: half of the timings lie within this share of their median, for the median width.
+    column); `rest` is everything else of a round, the controller's own time included; `show` is showing the
+    draft one more token of every row, after steps in which it rested; `plain` is a step of plain decoding.
+    `spread`: half of the timings lie within this share of their median, for the median width.
     """
 
     batch: int
@@ -35,6 +36,7 @@ class Point:
     draft: tuple[float, ...]
     rest: float
     plain: float
+    show: float = 0.0
     spread: float = 0.0
 
 
@@ -74,7 +76,7 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            numbers = (*p.verify, *p.draft, p.rest, p.plain, p.context)
+            numbers = (*p.verify, *p.draft, p.rest, p.plain, p.show, p.context)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
             if (
@@ -101,8 +103,11 @@ class Costs:
 
     def rest_seconds(self, batch: int = 1) -> float:
         """What a round takes beside."""
-        near = min(self.points, key=lambda p: abs(p.batch - batch))
-        return near.rest
+        return self._near(batch).rest
+
+    def show_seconds(self, batch: int = 1) -> float:
+        """What a plain step leaves for later: showing the draft its token."""
+        return self._near(batch).show
 
     def plain_seconds(self, context: float, batch: int = 1) -> float:
         """A step of plain decoding, where there is neither a draft to show states to nor a verdict."""
@@ -127,6 +132,9 @@ class Costs:
     @cached_property
     def batches(self) -> tuple[int, ...]:
         return tuple(sorted({p.batch for p in self.points}))
+
+    def _near(self, batch: int) -> Point:
+        return min(self.points, key=lambda p: abs(p.batch - batch))
 
     def _at(self, part: str, n: float, context: float, batch: int) -> float:
         below = [b for b in self.batches if b <= batch]

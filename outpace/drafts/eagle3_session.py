@@ -16,7 +16,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 
 MOST_ROWS = 4096  # guesses of a round; every one has its place in a memory
-MOST_HELD = 64  # verified tokens that wait for the next proposal; a prompt's are run as they come
+MOST_HELD = 16  # verified tokens that wait for the next proposal; more need not run through the last layer
 
 
 @dataclass(frozen=True, kw_only=True)

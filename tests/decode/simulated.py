@@ -9,9 +9,15 @@ from outpace.decode.costs import Costs, Point
 from outpace.drafts.proposal import Proposal
 
 
-def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1):
+def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0):
     """verify[n - 1], draft[n - 1]: seconds of n columns, at every context."""
-    parts = {"verify": tuple(verify), "draft": (0.0, *draft[1:]), "rest": rest, "plain": verify[0]}
+    parts = {
+        "verify": tuple(verify),
+        "draft": (0.0, *draft[1:]),
+        "rest": rest,
+        "plain": verify[0],
+        "show": show,
+    }
     point = Point(batch=batch, context=256, **parts)
     widths = tuple(range(1, len(verify) + 1))
     return Costs(fingerprint="0", widths=widths, points=(point,), acceptance=acceptance, said={})
@@ -49,7 +55,7 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
     dice = random.Random(seed)
     controller.begin(block)
     rows, at = len(streams), [0] * len(streams)
-    seconds, drafted = 0.0, 0
+    seconds, drafted, unseen = 0.0, 0, 0
     while sum(at) < tokens * rows:
         lengths = [256 + n for n in at]
         width = controller.width(lengths)
@@ -59,8 +65,10 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
             seconds += costs.verify_seconds(1, context, rows)
             at = [n + 1 for n in at]
             controller.learn(chain(width=1, rows=rows), [[0]] * rows)
+            unseen += 1
             continue
         drafted += 1
+        seconds, unseen = seconds + unseen * costs.show_seconds(rows), 0
         chances = [stream(n, dice)[: width - 1] for stream, n in zip(streams, at, strict=True)]
         said = [running([c**fade for c in row]) for row in chances]
         proposal = controller.cut(chain(said if speaks else None, width, rows))

@@ -175,6 +175,22 @@ def test_text_that_cannot_be_guessed_costs_little(acceptance, speaks, tokens, le
         assert got > least, (chance, got)
 
 
+@pytest.mark.parametrize("speaks", [False, True])
+@pytest.mark.parametrize(("show", "least"), [(7e-6, 0.98), (15e-6, 0.98), (30e-6, 0.97)])
+def test_showing_the_draft_what_it_missed_is_paid_from_the_same_account(speaks, show, least):
+    """A half, one and two parts in a hundred of a plain step: the last is more than all that may be lost,
+    and probes go on all the same."""
+    costs = embedded(0.5, show=show)
+    controller = Adaptive(costs)
+    for text in range(4):
+        assert speed(controller, costs, [steady(0.15)], 256, speaks=speaks, seed=text) > 0.97
+    assert speed(controller, costs, [steady(0.0)], 2048, speaks=speaks) > least
+    _, probes = decode(controller, costs, [steady(0.0)], 2048, speaks=speaks)
+    assert 5 <= probes < decode(Adaptive(embedded(0.5)), costs, [steady(0.0)], 2048, speaks=speaks)[1]
+    text = switching(steady(0.85), steady(0.05), 512)
+    assert speed(Adaptive(costs), costs, [text], 4096, speaks=speaks) > 1.1
+
+
 @pytest.mark.parametrize("made", [experts, walker])
 @pytest.mark.parametrize("speaks", [False, True])
 def test_other_costs_too(made, speaks):
@@ -287,4 +303,10 @@ def test_a_plain_step_is_foreseen_as_such():
     while controller.width([256]) > 1:
         controller.learn(chain(width=1), [[0]])
     assert controller.foreseen == pytest.approx((1.0, embedded().round_seconds(1, 256)))
+    controller = Adaptive(embedded(0.0, show=1e-4))
+    controller.begin(8)
+    while controller.width([256]) > 1:
+        controller.cut(chain([[0.0] * 7]))
+        controller.learn(chain(width=1), [[0]])
+    assert controller.foreseen == pytest.approx((1.0, 1e-4 + embedded().round_seconds(1, 256)))
     assert Fixed(3).foreseen is None and Fixed(3).width([1]) == 3

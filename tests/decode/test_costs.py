@@ -129,7 +129,7 @@ def spoil(said, **changes):
 
 SPOILT = [
     (lambda said: "{", "JSON"),
-    (lambda said: spoil(said, format=1), "has format 1; this version reads 2"),
+    (lambda said: spoil(said, format=1), "has format 1; this version reads 3"),
     (lambda said: spoil(said, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
     (lambda said: spoil(said, points=[]), "is no cost table"),
     (lambda said: spoil(said, points=[{**said["points"][0], "speed": 1}]), "is no cost table"),
@@ -194,8 +194,10 @@ def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
             timings.verify[n].append(verify + held_up)
             timings.draft[n].append(draft)
         timings.plain.append(1.5)
+        timings.show.append(0.25 + held_up)
     found = timings.point(batch=1, context=64, rest=0.5)
     slow = found.verify[0] / 2.0
+    assert found.show == 0.25
     assert found.verify == pytest.approx([slow * verify for verify, _ in calm.values()])
     assert found.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
     took = sum(sum(timings.verify[n]) + (sum(timings.draft[n]) if n > 1 else 0) for n in calm)
@@ -257,11 +259,11 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     monkeypatch.setattr(measuring, "STEADY", 4)
     shares = []
     got = calibrate(
-        model, draft, TEXT, contexts=(60, 11), batches=(1, 2), seconds=1e-6, on_progress=shares.append
+        model, draft, TEXT, contexts=(120, 24), batches=(1, 2), seconds=1e-6, on_progress=shares.append
     )
     widths = width_grid(draft.block_size)
     assert got.widths == widths and got.fingerprint == fingerprint(model, draft)
-    assert sorted((p.batch, p.context > 60) for p in got.points) == [(b, c) for b in (1, 2) for c in (0, 1)]
+    assert sorted((p.batch, p.context > 120) for p in got.points) == [(b, c) for b in (1, 2) for c in (0, 1)]
     for p in got.points:
         assert list(p.verify) == sorted(p.verify) and p.draft[0] == 0 and p.rest > 0
         assert min(p.draft[1:]) > 0 and p.plain > 0
@@ -271,7 +273,7 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     for batch in (1, 2):
         for n in widths:
             of_it = [tree for b, width, tree in rounds if (b, width) == (batch, n)]
-            assert len(of_it) >= turns * measuring.ROUNDS
+            assert len(of_it) >= turns * (measuring.ROUNDS if n > 1 else measuring.STEPS)
             if name == "tree" and n > 1 and batch == 2:
                 assert all(of_it)
     assert shares == sorted(shares) and 0 < shares[0] and shares[-1] <= 1
@@ -319,6 +321,23 @@ def test_what_a_controller_takes_is_in_the_rest_of_a_round(monkeypatch):
     monkeypatch.setattr(measuring, "Adaptive", Slow)
     got = calibrate(tiny.target("qwen3"), NGram(block_size=3), TEXT, contexts=(11,), seconds=1e-6)
     assert all(p.rest > 0.02 for p in got.points)
+
+
+def test_what_showing_a_token_takes_is_measured_where_the_draft_is_shown_a_prompt(monkeypatch):
+    model, shown = tiny.target("qwen3"), []
+    draft = bound_eagle3(model, shape=Shape(depth=2))
+    session = type(draft.begin(1, 8))
+
+    def slow(self, tokens, aux, counts):
+        shown.append(tokens.shape[1])
+        time.sleep(0.002 * tokens.shape[1])
+        observe(self, tokens, aux, counts)
+
+    observe = session.observe
+    monkeypatch.setattr(session, "observe", slow)
+    got = calibrate(model, draft, TEXT, contexts=(24,), seconds=1e-6)
+    assert 0.002 < got.show_seconds() < 0.02 and max(got.points[0].verify) < 0.02
+    assert measuring.STEPS in shown  # what rounds of one column left
 
 
 def test_a_proposal_is_filled_up_with_text():
