@@ -25,7 +25,7 @@ def read_corpus(root: Path | None = None) -> list[Document]:
 
     Raises ValueError when there is no source text to read.
     """
-    root = Path(root or sysconfig.get_path("stdlib"))
+    named, root = root is not None, Path(root or sysconfig.get_path("stdlib"))
     documents = []
     for path in sorted(root.rglob("*.py")):
         if "site-packages" in path.parts:
@@ -37,10 +37,10 @@ def read_corpus(root: Path | None = None) -> list[Document]:
         if text.strip():
             documents.append(Document(path.relative_to(root).as_posix(), text))
     if not documents:
-        raise ValueError(
-            f"no *.py source below {root}: this Python ships without its standard library's "
-            "source; name a folder of Python files instead"
-        )
+        why = "it has none" if root.is_dir() else "it is no folder"
+        if not named:
+            why = "this Python ships without its standard library's source"
+        raise ValueError(f"no *.py source below {root}: {why}; name a folder of Python files")
     return documents
 
 

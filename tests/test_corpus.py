@@ -28,9 +28,14 @@ def test_what_is_read(folder):
     assert [(d.name, d.text) for d in found] == [("a/c.py", "s = 'é'\n"), ("b.py", "x = 1\n")]
 
 
-def test_nothing_to_read(tmp_path):
-    with pytest.raises(ValueError, match=r"no \*\.py source below"):
+def test_nothing_to_read(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no \*\.py source below .*: it has none; name a folder"):
         read_corpus(tmp_path)
+    with pytest.raises(ValueError, match="gone: it is no folder; name a folder of Python files"):
+        read_corpus(tmp_path / "gone")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match="this Python ships without its standard library's source"):
+        read_corpus()
 
 
 def test_the_side_is_decided_by_the_name_alone():

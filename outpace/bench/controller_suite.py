@@ -6,7 +6,7 @@ from outpace.bench.begun import Asked, Begun, begin
 from outpace.bench.comparison import advancing, row
 from outpace.bench.methods import PLAIN, Case, Opened
 from outpace.bench.progress import progress
-from outpace.bench.results import Cell, Runs, over
+from outpace.bench.results import Cell, Runs, error, over
 from outpace.bench.suite import SuiteRecipe
 from outpace.bench.turns import take_turns
 
@@ -72,6 +72,7 @@ def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> d
     lengths = {r["label"]: cell.runs[r["label"]] for r in (*fixed, plain)}
     chosen = fastest(lengths, lengths[plain["label"]])
     best = next(r for r in rows if r["label"] == chosen)
+    ours, told = cell.runs[steered["label"]], foretold(lengths, plain["label"])
     return {
         "text": text,
         "temperature": steered["temperature"],
@@ -88,7 +89,8 @@ def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> d
         },
         "best_speedup": best["speedup"],
         "over_plain": steered["speedup"],
-        "over_best": round(over(cell.runs[steered["label"]], foretold(lengths, plain["label"])), 3),
+        "over_best": round(over(ours, told), 3),
+        "over_best_error": round(error(ours, told), 3),
     }
 
 

@@ -105,6 +105,12 @@ def over(runs: Runs, others: Runs) -> float:
     return theirs / ours
 
 
+def error(runs: Runs, others: Runs) -> float:
+    """About the standard error of `over`: that of the mean of all turns' ratios; 0 of a lone turn."""
+    ratios = [_pace(others[turn]) / _pace(run) for turn, run in runs.items()]
+    return statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+
+
 def _pace(run: Timed) -> float:
     """Seconds a token."""
     return run.decode_s / run.decoded

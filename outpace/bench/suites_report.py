@@ -72,9 +72,9 @@ MEANING = """\
 - T = 1 is drawn under the rule gumbel, by plain decoding too: every length says the same text as it does.
 - best fixed: the fastest of all fixed lengths, plain decoding (1) among them; over the best: the controller's
   speed over, in every repeat, that of the length which was fastest in the other repeats: the one that is
-  fastest in its own is partly lucky. foreseen: the speedup that it expected, by a cost table measured before
-  the first turn and by the draft's guesses, and how far that is from the measured one; in tokens/s: the same
-  of those.
+  fastest in its own is partly lucky. ±: about the standard error, from how far the turns differ. foreseen:
+  the speedup that it expected, by a cost table measured before the first turn and by the draft's guesses, and
+  how far that is from the measured one; in tokens/s: the same of those.
 """
 
 
@@ -87,7 +87,7 @@ def controller_table(report: dict[str, Any]) -> list[str]:
             str(r["best_width"]),
             f"{r['best_speedup']:.2f}x",
             f"{r['over_plain']:.2f}x",
-            f"{r['over_best']:.2f}",
+            f"{r['over_best']:.2f} ±{r['over_best_error']:.2f}",
             *foreseen(r["controller"]),
             f"{r['controller']['columns']:.1f}",
         ]

@@ -35,6 +35,10 @@ class Backlog:
         self.parts.append(part)
         self.columns += max(part.counts)
 
+    @property
+    def full(self) -> bool:
+        return self.columns >= MOST
+
     def show(self, session: Session) -> None:
         """Everything that waits, as one stretch of text."""
         if self.parts:

@@ -176,6 +176,7 @@ class Timings:
         self.draft: dict[int, list[float]] = {n: [] for n in widths}
         self.plain: list[float] = []
         self.show: list[float] = []  # of one column
+        self.woken: list[tuple[int, float]] = []  # width and seconds of the proposals after STEPS of rest
         self.rounds = 0
 
     def point(self, batch: int, context: int, rest: float) -> Point:
@@ -189,6 +190,8 @@ class Timings:
         plain = _quartiles(self.plain)[0]
         slow = (all_of + sum(self.plain)) / (calm + len(self.plain) * plain)
         spreads = [(high - first) / middle for first, middle, high in map(_quartiles, self.verify.values())]
+        show = statistics.median(self.show)
+        more = [s - low_of - STEPS * show for low_of, s in ((drafted[n], s) for n, s in self.woken)]
         return Point(
             batch=batch,
             context=context + self.rounds / 2,
@@ -196,7 +199,8 @@ class Timings:
             draft=(0.0, *(slow * s for s in rising(list(drafted.values())))),
             rest=rest,
             plain=slow * plain,
-            show=statistics.median(self.show),
+            show=show,
+            wake=max(0.0, statistics.median(more or [0.0])),
             spread=statistics.median(spreads),
         )
 
@@ -236,7 +240,7 @@ def _measure(
         _wait(target)
         timings.show.append((time.perf_counter() - began) / columns)
         target(chunk, alone)
-    judge, began = judge_of(request, rows, generator(SEED, target.device)), 0.0
+    judge, began, unseen = judge_of(request, rows, generator(SEED, target.device)), 0.0, Backlog()
     at = alone_at = context
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
         turn = repeat % len(kinds)
@@ -247,16 +251,18 @@ def _measure(
                 timings.plain += took_plain[SETTLED:] if repeat else []
                 alone_at += STEPS
                 continue
-            unseen = Backlog()
             for nth in range(ROUNDS if n > 1 else STEPS):
-                ahead = tokens[:, at : at + widths[-1]]
+                ahead, rested = tokens[:, at : at + widths[-1]], unseen.columns
                 took = _round(target, session, cache, judge, ahead, n, wanted, unseen)
                 at += 1
                 timings.rounds += 1
-                if repeat and nth >= (1 if n > 1 else SETTLED):
+                if not repeat:
+                    continue
+                if nth >= (1 if n > 1 else SETTLED):
                     timings.draft[n].append(took[0])
                     timings.verify[n].append(took[1])
-            unseen.show(session)
+                elif n > 1 and rested >= STEPS:
+                    timings.woken.append((n, took[0]))
         if not repeat:
             began = time.perf_counter()
             continue
@@ -285,12 +291,12 @@ def _round(
     unseen: Backlog,
 ) -> tuple[float, float]:
     """One round of n columns after ahead[:, 0], the last verified token; -> seconds of draft and verify. Only
-    the root is kept, whatever was right: the text goes on as it is. The draft is shown it at once, if it was
-    asked; if not, it waits in `unseen`."""
+    the root is kept, whatever was right: the text goes on as it is."""
     _wait(target)
     began = time.perf_counter()
     proposal = Proposal(ahead[:, :1], [1] * len(ahead))
     if n > 1:
+        unseen.show(session)
         proposal = session.propose(ahead[:, 0], n, judge.choice)
         _wait(target)  # a controller reads the proposal before the target runs
     drafted = time.perf_counter()
@@ -302,12 +308,8 @@ def _round(
     checked = time.perf_counter()
     path = [[0]] * len(ahead)
     cache.commit(path)
-    show = time.perf_counter()
     unseen.add(verified(proposal, out.aux, path))
-    if n > 1:
-        unseen.show(session)
-        _wait(target)
-    return (drafted - began) + (time.perf_counter() - show), checked - start
+    return drafted - began, checked - start
 
 
 def _wait(target: Decoder) -> None:

@@ -116,7 +116,8 @@ class Adaptive:
         best = fastest(gains, now.whole, least=2)
         pays = sum(gains[:best]) / now.whole[best] > now.rows / now.whole[1]
         best = best if pays else now.even
-        if not self._drafts(pays, now.whole[best] - now.whole[1]):
+        woken = now.wake if self.rested else 0.0
+        if not self._drafts(pays, woken + now.whole[best] - now.whole[1]):
             self.rested = 1
             self.foreseen = now.plain
             return 1
@@ -126,7 +127,7 @@ class Adaptive:
         if self.speaks:  # a wider proposal may be worth more than most, where it costs next to nothing
             room = now.draft[best] + 0.02 * now.whole[best]
             width = max(w for w in range(best, len(now.draft)) if now.draft[w] <= room)
-        self._asked, self._drafted = width, now.draft[width]
+        self._asked, self._drafted = width, woken + now.draft[width]
         return width
 
     def cut(self, proposal: Proposal) -> Proposal:
@@ -187,14 +188,16 @@ class Adaptive:
 @dataclass(frozen=True)
 class Table:
     """Costs of `rows` rows near one context, by columns (0 unused): of drafting so many, of the rest of a
-    round, of both; `show`: of what a plain step leaves for later. `even`: the columns of a round that just
-    pays, where guesses are as likely right as that takes: what a probe asks for."""
+    round, of both; `show`: of what a plain step leaves for later; `wake`: of the first round after some.
+    `even`: the columns of a round that just pays, where guesses are as likely right as that takes: what a
+    probe asks for."""
 
     rows: int
     draft: list[float]
     others: list[float]
     whole: list[float]
     show: float
+    wake: float
     even: int
 
     @staticmethod
@@ -210,7 +213,7 @@ class Table:
             even = fastest(gains, whole, least=2)
             pays = sum(gains[:even]) / whole[even] > rows / whole[1]
             low, high = (low, chance) if pays else (chance, high)
-        return Table(rows, draft, others, whole, costs.show_seconds(rows), even)
+        return Table(rows, draft, others, whole, costs.show_seconds(rows), costs.wake_seconds(rows), even)
 
     @property
     def plain(self) -> tuple[float, float]:

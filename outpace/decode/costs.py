@@ -26,8 +26,9 @@ class Point:
     verify[i], draft[i]: of widths[i] columns per row, root included. `verify` is the target's forward, its
     logits and the verdict; `draft` is one proposal and the observation of what was verified (0 for one
     column); `rest` is everything else of a round, the controller's own time included; `show` is showing the
-    draft one more token of every row, after steps in which it rested; `plain` is a step of plain decoding.
-    `spread`: half of the timings lie within this share of their median, for the median width.
+    draft one more token of every row after steps in which it rested, and `wake` what its first proposal then
+    takes more than the next ones; `plain` is a step of plain decoding. `spread`: half of the timings lie
+    within this share of their median, for the median width.
     """
 
     batch: int
@@ -37,6 +38,7 @@ class Point:
     rest: float
     plain: float
     show: float = 0.0
+    wake: float = 0.0
     spread: float = 0.0
 
 
@@ -76,7 +78,7 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            numbers = (*p.verify, *p.draft, p.rest, p.plain, p.show, p.context)
+            numbers = (*p.verify, *p.draft, p.rest, p.plain, p.show, p.wake, p.context)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
             if (
@@ -108,6 +110,10 @@ class Costs:
     def show_seconds(self, batch: int = 1) -> float:
         """What a plain step leaves for later: showing the draft its token."""
         return self._near(batch).show
+
+    def wake_seconds(self, batch: int = 1) -> float:
+        """What a proposal takes more after a rest."""
+        return self._near(batch).wake
 
     def plain_seconds(self, context: float, batch: int = 1) -> float:
         """A step of plain decoding, where there is neither a draft to show states to nor a verdict."""

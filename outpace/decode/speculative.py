@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.decode.backlog import MOST, Backlog, Part
+from outpace.decode.backlog import Backlog, Part
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.judge import judge_of
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
@@ -56,20 +56,22 @@ def generate(
         began = time.perf_counter()
         with trace.timed("rest"):
             width = pace.width(cache.lengths)
-        with trace.timed("draft"):
-            if width > 1 or unseen.columns >= MOST:
+        if width > 1:
+            with trace.timed("draft"):
                 unseen.show(session)
-            if width > 1:
                 proposal = session.propose(last, width, judge.choice)
-            else:  # a plain step
-                proposal = Proposal(last[:, None], [1] * len(last))
-        with trace.timed("rest"):
-            if width > 1:
+            with trace.timed("rest"):
                 proposal = pace.cut(proposal)
+        else:  # a plain step
+            proposal = Proposal(last[:, None], [1] * len(last))
         with trace.timed("verify"):
             out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
             logits = target.logits(out.hidden)
-            found = judge.verdict(proposal, logits) if width > 1 else root_alone(judge, logits)
+            if width > 1:
+                found = judge.verdict(proposal, logits)
+                last = torch.tensor([tokens[-1] for tokens in found.tokens], device=target.device)
+            else:
+                found, last = root_alone(judge, logits)
         with trace.timed("rest"):
             if width > 1:
                 cache.commit(found.path)
@@ -77,21 +79,25 @@ def generate(
                 if on_logits is not None:
                     on_logits(b, logits[i, found.path[i]])
                 rows.emit(b, found.tokens[i])
-            last = torch.tensor([tokens[-1] for tokens in found.tokens], device=target.device)
             taken = [len(columns) - 1 for columns in found.path]
             trace.add(B, alive, proposal.deepest, taken, proposal.counts)
             pace.learn(proposal, found.path)
             unseen.add(verified(proposal, out.aux, found.path))
+        if unseen.full:
+            with trace.timed("draft"):
+                unseen.show(session)
         if pace.foreseen is not None:
             brought = sum(map(len, found.path))
             trace.foreseen.append(Foreseen(*pace.foreseen, brought, time.perf_counter() - began))
     return Generation(rows.emitted, trace)
 
 
-def root_alone(judge: Judge, logits: Tensor) -> Verdict:
-    """The verdict on a proposal without guesses: what plain decoding does. logits [B, 1, V]."""
-    said = judge.draw(logits[:, 0]).tolist()
-    return Verdict([[0]] * len(said), [[token] for token in said])
+def root_alone(judge: Judge, logits: Tensor) -> tuple[Verdict, Tensor]:
+    """The verdict on a proposal without guesses, logits [B, 1, V], and its tokens [B]: what plain decoding
+    does."""
+    drawn = judge.draw(logits[:, 0])
+    said = drawn.tolist()
+    return Verdict([[0]] * len(said), [[token] for token in said]), drawn
 
 
 def verified(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> Part:

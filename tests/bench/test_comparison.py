@@ -9,7 +9,7 @@ from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench import comparison, controller_suite, methods, turns
+from outpace.bench import comparison, methods, turns
 from outpace.bench.begun import Asked
 from outpace.bench.comparison import reached, remarks, run_comparison
 from outpace.bench.comparison_report import write_comparison
@@ -275,23 +275,6 @@ def test_turns_are_kept_and_not_run_again(tmp_path):
     assert again["c"][0, 1].trace.foreseen == [Foreseen(2.5, 0.25, 2, 0.5)]
     with pytest.raises(TypeError):  # another key: nothing is kept, and None is no method
         turns.take_turns("x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 2}), told.append)
-
-
-def test_the_best_length_is_the_one_that_other_repeats_tell():
-    def runs(*seconds):  # of one group in three repeats
-        return {
-            (r, 0): Timed(tokens=[[7] * 9], first_s=0.5, decode_s=s, trace=Trace())
-            for r, s in enumerate(seconds)
-        }
-
-    lengths = {"plain": runs(4.0, 4.0, 4.0), "steady": runs(2.0, 2.0, 2.0), "lucky": runs(1.0, 3.0, 3.0)}
-    assert controller_suite.fastest(lengths, lengths["plain"]) == "steady"
-    assert controller_suite.foretold(lengths, "plain") == lengths["steady"]
-    early = {"plain": runs(4.0, 4.0, 4.0), "first": runs(1.0, 1.0, 3.4), "then": runs(2.0, 2.0, 2.0)}
-    told = controller_suite.foretold(early, "plain")
-    assert [told[r, 0].decode_s for r in range(3)] == [2.0, 2.0, 3.4]
-    alone = {label: {(0, 0): r[0, 0]} for label, r in lengths.items()}
-    assert controller_suite.foretold(alone, "plain") == alone["lucky"]
 
 
 def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monkeypatch):

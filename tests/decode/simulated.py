@@ -9,7 +9,7 @@ from outpace.decode.costs import Costs, Point
 from outpace.drafts.proposal import Proposal
 
 
-def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0):
+def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0.0):
     """verify[n - 1], draft[n - 1]: seconds of n columns, at every context."""
     parts = {
         "verify": tuple(verify),
@@ -68,7 +68,9 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
             unseen += 1
             continue
         drafted += 1
-        seconds, unseen = seconds + unseen * costs.show_seconds(rows), 0
+        if unseen:
+            seconds += unseen * costs.show_seconds(rows) + costs.wake_seconds(rows)
+        unseen = 0
         chances = [stream(n, dice)[: width - 1] for stream, n in zip(streams, at, strict=True)]
         said = [running([c**fade for c in row]) for row in chances]
         proposal = controller.cut(chain(said if speaks else None, width, rows))

@@ -176,11 +176,12 @@ def test_text_that_cannot_be_guessed_costs_little(acceptance, speaks, tokens, le
 
 
 @pytest.mark.parametrize("speaks", [False, True])
+@pytest.mark.parametrize("wake", [0.0, 0.7e-3])
 @pytest.mark.parametrize(("show", "least"), [(7e-6, 0.98), (15e-6, 0.98), (30e-6, 0.97)])
-def test_showing_the_draft_what_it_missed_is_paid_from_the_same_account(speaks, show, least):
+def test_showing_the_draft_what_it_missed_is_paid_from_the_same_account(speaks, wake, show, least):
     """A half, one and two parts in a hundred of a plain step: the last is more than all that may be lost,
     and probes go on all the same."""
-    costs = embedded(0.5, show=show)
+    costs = embedded(0.5, show=show, wake=wake)
     controller = Adaptive(costs)
     for text in range(4):
         assert speed(controller, costs, [steady(0.15)], 256, speaks=speaks, seed=text) > 0.97

@@ -11,7 +11,7 @@ from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, V, small, surprise
 from test_rules_in_the_loop import ROWS, WAYS, Tables, exact
 
-from outpace.decode import plain, speculative
+from outpace.decode import backlog, plain, speculative
 from outpace.decode.backlog import Backlog, Part, joined
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
@@ -225,7 +225,7 @@ def test_joined_parts_are_the_rows_without_noise(seed):
 
 
 def test_a_long_rest_is_shown_in_stretches(monkeypatch):
-    monkeypatch.setattr(speculative, "MOST", 5)
+    monkeypatch.setattr(backlog, "MOST", 5)
     model = tiny.target("qwen3")
     watched = Watched(random_dflash(model))
     got = speculative.generate(model, watched, PROMPTS, Request(max_new_tokens=NEW), controller=Fixed(1))

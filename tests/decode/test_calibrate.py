@@ -1,0 +1,206 @@
+"""Measuring a cost table: every width as it is run, rests and what follows them, refusals."""
+
+import time
+
+import pytest
+import tiny
+import torch
+from eagle3_drafts import bound_eagle3
+from test_lossless import random_dflash
+
+from outpace.decode import calibrate as measuring
+from outpace.decode import speculative
+from outpace.decode.calibrate import calibrate, quick, widened, width_grid
+from outpace.decode.controller import Adaptive
+from outpace.decode.costs import fingerprint
+from outpace.decode.request import Request
+from outpace.drafts.choice import Coupled, Drawn, Likeliest
+from outpace.drafts.eagle3_session import Shape
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.drafts.proposal import Proposal
+
+TEXT = tiny.tokens(400, seed=4).tolist()
+
+
+def drafts(model):
+    return {
+        "chain": random_dflash(model, 3),
+        "tree": TreeOf(random_dflash(model, 3), nodes=5),
+        "ngram": NGram(block_size=3),
+        "walked": bound_eagle3(model, shape=Shape(depth=2)),
+    }
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "ngram", "walked"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
+    model, ran = tiny.target(family), []
+    draft, forward = drafts(model)[name], type(model).forward
+
+    def watched(self, tokens, cache=None, *, counts=None, tree=None, **more):
+        if cache is not None and tokens.shape[1] <= 5:
+            assert counts is None or counts == [tokens.shape[1]] * len(tokens)
+            ran.append((len(tokens), tokens.shape[1], tree is not None) if counts else "plain")
+        return forward(self, tokens, cache, counts=counts, tree=tree, **more)
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    monkeypatch.setattr(measuring, "STEADY", 4)
+    shares = []
+    got = calibrate(
+        model, draft, TEXT, contexts=(120, 24), batches=(1, 2), seconds=1e-6, on_progress=shares.append
+    )
+    widths = width_grid(draft.block_size)
+    assert got.widths == widths and got.fingerprint == fingerprint(model, draft)
+    assert sorted((p.batch, p.context > 120) for p in got.points) == [(b, c) for b in (1, 2) for c in (0, 1)]
+    for p in got.points:
+        assert list(p.verify) == sorted(p.verify) and p.draft[0] == 0 and p.rest > 0
+        assert min(p.draft[1:]) > 0 and p.plain > 0
+    turns = 2 * (measuring.LEAST_REPEATS + 1)  # of each batch, in two contexts; the first warms up
+    assert ran.count("plain") == 2 * turns * measuring.STEPS
+    rounds = [run for run in ran if run != "plain"]
+    for batch in (1, 2):
+        for n in widths:
+            of_it = [tree for b, width, tree in rounds if (b, width) == (batch, n)]
+            assert len(of_it) >= turns * (measuring.ROUNDS if n > 1 else measuring.STEPS)
+            if name == "tree" and n > 1 and batch == 2:
+                assert all(of_it)
+    assert shares == sorted(shares) and 0 < shares[0] and shares[-1] <= 1
+    assert (got.touched is None) == (family == "qwen3")
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "ngram", "walked"])
+@pytest.mark.parametrize(
+    ("judged", "choice"),
+    [
+        ("greedy", Likeliest),
+        ("match", Likeliest),
+        ("rejection", Drawn),
+        ("block", Drawn),
+        ("gumbel", Coupled),
+    ],
+)
+def test_a_table_is_measured_as_its_rule_decodes(name, judged, choice, monkeypatch):
+    model = tiny.target("qwen3")
+    draft, chosen, temperatures = drafts(model)[name], set(), set()
+    session, judge = type(draft.begin(1, 8)), measuring.judge_of
+    propose = session.propose
+
+    def watched(self, last, width, choice):
+        chosen.add(type(choice))
+        return propose(self, last, width, choice)
+
+    def told(request, *more):
+        temperatures.add(request.sampling.temperature)
+        return judge(request, *more)
+
+    monkeypatch.setattr(session, "propose", watched)
+    monkeypatch.setattr(measuring, "judge_of", told)
+    got = calibrate(model, draft, TEXT, contexts=(11,), seconds=1e-6, judged=judged)
+    assert chosen == {choice} and temperatures == {0.0 if judged == "greedy" else 1.0}
+    assert got.said["judged"] == judged and got.fingerprint == fingerprint(model, draft, judged)
+
+
+def test_what_a_controller_takes_is_in_the_rest_of_a_round(monkeypatch):
+    class Slow(Adaptive):
+        def width(self, lengths):
+            time.sleep(0.02)
+            return super().width(lengths)
+
+    monkeypatch.setattr(measuring, "Adaptive", Slow)
+    got = calibrate(tiny.target("qwen3"), NGram(block_size=3), TEXT, contexts=(11,), seconds=1e-6)
+    assert all(p.rest > 0.02 for p in got.points)
+
+
+def test_what_showing_a_token_takes_is_measured_where_the_draft_is_shown_a_prompt(monkeypatch):
+    model, shown = tiny.target("qwen3"), []
+    draft = bound_eagle3(model, shape=Shape(depth=2))
+    session = type(draft.begin(1, 8))
+
+    def slow(self, tokens, aux, counts):
+        shown.append(tokens.shape[1])
+        time.sleep(0.002 * tokens.shape[1])
+        observe(self, tokens, aux, counts)
+
+    observe = session.observe
+    monkeypatch.setattr(session, "observe", slow)
+    got = calibrate(model, draft, TEXT, contexts=(24,), seconds=1e-6)
+    assert 0.002 < got.show_seconds() < 0.02 and max(got.points[0].verify) < 0.02
+    assert measuring.STEPS in shown  # what rounds of one column left
+
+
+def test_what_waking_the_draft_takes_is_measured_after_steps_in_which_it_rested(monkeypatch):
+    model, draft = tiny.target("qwen3"), NGram(block_size=3)
+    session = type(draft.begin(1, 8))
+    observe, propose = session.observe, session.propose
+
+    def shown(self, tokens, aux, counts):
+        self.missed = tokens.shape[1]
+        observe(self, tokens, aux, counts)
+
+    def slow(self, *asked):
+        time.sleep(0.03 if self.missed >= measuring.STEPS else 0.0)
+        return propose(self, *asked)
+
+    monkeypatch.setattr(session, "observe", shown)
+    monkeypatch.setattr(session, "propose", slow)
+    got = calibrate(model, draft, TEXT, contexts=(24,), seconds=1e-6)
+    assert 0.03 <= got.wake_seconds() < 0.06 and max(got.points[0].draft) < 0.02
+
+
+def test_a_proposal_is_filled_up_with_text():
+    ahead = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
+    short = Proposal(torch.tensor([[5, 1, 2], [15, 3, 0]]), [3, 2])
+    got = widened(short, ahead, 4)
+    assert got.tokens.tolist() == [[5, 1, 2, 8], [15, 3, 17, 18]] and got.counts == [4, 4]
+    tree = Proposal(short.tokens, [3, 2], torch.tensor([[0, 0, 0], [0, 0, 2]]))
+    assert widened(tree, ahead, 4).parents.tolist() == [[0, 0, 0, 2], [0, 0, 1, 2]]
+    assert widened(short, ahead, 4).parents is None
+
+
+def test_a_controller_with_a_measured_table_says_what_plain_says():
+    model = tiny.target("gpt_oss")
+    draft = random_dflash(model, 4)
+    controller = Adaptive(calibrate(model, draft, TEXT, contexts=(20,), seconds=0.01))
+    prompts, request = [TEXT[:9], TEXT[40:60]], Request(max_new_tokens=40)
+    got = speculative.generate(model, draft, prompts, request, controller=controller)
+    assert got.tokens == speculative.generate(model, draft, prompts, request).tokens
+    trace = got.trace
+    assert len(trace.foreseen) == len(trace.accepted)
+    assert sum(f.tokens_brought for f in trace.foreseen) == sum(a + 1 for a in trace.accept_lens)
+    assert all(f.tokens > 0 and f.seconds > 0 and f.seconds_taken > 0 for f in trace.foreseen)
+    measured = sum(f.tokens_brought for f in trace.foreseen) / sum(f.seconds_taken for f in trace.foreseen)
+    assert trace.foresight_error == pytest.approx(trace.foreseen_tokens_per_s / measured - 1)
+
+
+def test_quick_is_a_time():
+    model = tiny.target("qwen3")
+    assert 0 < quick(model, NGram(block_size=3)) < 60
+
+
+def test_quick_stops_where_it_knows_enough(monkeypatch):
+    model, ran = tiny.target("qwen3"), []
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda self, t, *a, **k: ran.append(t.shape[1]) or forward(self, t, *a, **k)
+    )
+    assert quick(model, NGram(block_size=16), enough=1e-9) > 1e-9 and ran == [1, 1]
+    quick(model, NGram(block_size=16))
+    assert ran == [1, 1, 1, 1, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"contexts": ()}, "at least 1 of each"),
+        ({"contexts": (0,)}, "at least 1 of each"),
+        ({"batches": (0, 2)}, "at least 1 of each"),
+        ({"contexts": (1000,)}, "too few for a context of 1000"),
+        ({"contexts": (135_150,)}, "positions end at"),
+        ({"judged": "typical"}, "no rule 'typical' to measure; known: greedy, match"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes, said):
+    model = tiny.target("llama")
+    with pytest.raises(ValueError, match=said):
+        calibrate(model, NGram(block_size=3), TEXT, **({"contexts": (8,)} | changes))
