@@ -69,12 +69,12 @@ def generate(
             logits = target.logits(out.hidden)
             if width > 1:
                 found = judge.verdict(proposal, logits)
-                last = torch.tensor([tokens[-1] for tokens in found.tokens], device=target.device)
             else:
                 found, last = root_alone(judge, logits)
         with trace.timed("rest"):
             if width > 1:
                 cache.commit(found.path)
+                last = torch.tensor([tokens[-1] for tokens in found.tokens], device=target.device)
             for i, b in enumerate(alive):
                 if on_logits is not None:
                     on_logits(b, logits[i, found.path[i]])
