@@ -167,31 +167,54 @@ def _steady(
     return right / (right + wrong) if right + wrong else 0.0, trace.seconds["rest"] / len(trace.accepted)
 
 
+class Turn:
+    """Seconds of one repeat, by width. `plain`: of steps. `woken`: width and proposal after STEPS of rest."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        self.verify: dict[int, list[float]] = {n: [] for n in widths}
+        self.draft: dict[int, list[float]] = {n: [] for n in widths[1:]}
+        self.plain: list[float] = []
+        self.woken: list[tuple[int, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Of all that comes equally often in every turn."""
+        return sum(map(sum, (*self.verify.values(), *self.draft.values(), self.plain)))
+
+    def add(self, other: "Turn", pace: float) -> None:
+        """What `other` took, times `pace`."""
+        for ours, theirs in ((self.verify, other.verify), (self.draft, other.draft)):
+            for n, seconds in theirs.items():
+                ours[n] += [pace * s for s in seconds]
+        self.plain += [pace * s for s in other.plain]
+        self.woken += [(n, pace * s) for n, s in other.woken]
+
+
 class Timings:
     """Seconds of every repeat, by width; what a cost table makes of them."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         self.widths = widths
-        self.verify: dict[int, list[float]] = {n: [] for n in widths}
-        self.draft: dict[int, list[float]] = {n: [] for n in widths}
-        self.plain: list[float] = []
+        self.turns: list[Turn] = []
         self.show: list[float] = []  # of one column
-        self.woken: list[tuple[int, float]] = []  # width and seconds of the proposals after STEPS of rest
         self.rounds = 0
 
     def point(self, batch: int, context: int, rest: float) -> Point:
-        """First quartiles, which what else runs on the machine hardly moves, all times one factor: decoding
-        pays for slow rounds too, so that together they take as long as all repeats took. They never fall
-        as the width grows."""
-        low = {n: _quartiles(self.verify[n])[0] for n in self.widths}
-        drafted = {n: _quartiles(self.draft[n])[0] for n in self.widths[1:]}
-        calm = sum(len(self.verify[n]) * (low[n] + drafted.get(n, 0.0)) for n in self.widths)
-        all_of = sum(sum(self.verify[n]) + (sum(self.draft[n]) if n > 1 else 0.0) for n in self.widths)
-        plain = _quartiles(self.plain)[0]
-        slow = (all_of + sum(self.plain)) / (calm + len(self.plain) * plain)
-        spreads = [(high - first) / middle for first, middle, high in map(_quartiles, self.verify.values())]
+        """Every turn as long as the mean of them, since a slow moment of the machine meets all widths of a
+        turn; of each width the first quartile, which what else runs hardly moves; and all of them times one
+        factor: decoding pays for slow rounds too, so that together they take as long as all repeats took.
+        They never fall as the width grows."""
+        found, took = Turn(self.widths), [turn.seconds for turn in self.turns]
+        for turn, seconds in zip(self.turns, took, strict=True):
+            found.add(turn, statistics.fmean(took) / seconds)
+        low = {n: _quartiles(found.verify[n])[0] for n in self.widths}
+        drafted = {n: _quartiles(found.draft[n])[0] for n in self.widths[1:]}
+        plain = _quartiles(found.plain)[0]
+        calm = sum(len(found.verify[n]) * (low[n] + drafted.get(n, 0.0)) for n in self.widths)
+        slow = sum(took) / (calm + len(found.plain) * plain)
+        spreads = [(high - first) / middle for first, middle, high in map(_quartiles, found.verify.values())]
         show = statistics.median(self.show)
-        more = [s - low_of - STEPS * show for low_of, s in ((drafted[n], s) for n, s in self.woken)]
+        more = [seconds - drafted[n] - STEPS * show for n, seconds in found.woken]
         return Point(
             batch=batch,
             context=context + self.rounds / 2,
@@ -243,12 +266,12 @@ def _measure(
     judge, began, unseen = judge_of(request, rows, generator(SEED, target.device)), 0.0, Backlog()
     at = alone_at = context
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
-        turn = repeat % len(kinds)
-        for n in kinds[turn:] + kinds[:turn]:
+        turn, first = Turn(widths), repeat % len(kinds)
+        for n in kinds[first:] + kinds[:first]:
             if not n:
                 steps = tokens[:, alone_at : alone_at + STEPS].split(1, dim=1)
                 took_plain = [_plain_step(target, alone, judge, last) for last in steps]
-                timings.plain += took_plain[SETTLED:] if repeat else []
+                turn.plain += took_plain[SETTLED:]
                 alone_at += STEPS
                 continue
             for nth in range(ROUNDS if n > 1 else STEPS):
@@ -256,16 +279,16 @@ def _measure(
                 took = _round(target, session, cache, judge, ahead, n, wanted, unseen)
                 at += 1
                 timings.rounds += 1
-                if not repeat:
-                    continue
                 if nth >= (1 if n > 1 else SETTLED):
-                    timings.draft[n].append(took[0])
-                    timings.verify[n].append(took[1])
+                    turn.verify[n].append(took[1])
+                    if n > 1:
+                        turn.draft[n].append(took[0])
                 elif n > 1 and rested >= STEPS:
-                    timings.woken.append((n, took[0]))
+                    turn.woken.append((n, took[0]))
         if not repeat:
             began = time.perf_counter()
             continue
+        timings.turns.append(turn)
         spent = (time.perf_counter() - began) / seconds
         yield min(1.0, max(spent, repeat / MOST_REPEATS))
         if repeat >= LEAST_REPEATS and spent > 1:
