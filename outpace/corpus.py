@@ -25,9 +25,9 @@ def read_corpus(root: Path | None = None) -> list[Document]:
 
     Raises ValueError when there is no source text to read.
     """
-    named, root = root is not None, Path(root or sysconfig.get_path("stdlib"))
+    folder = Path(root or sysconfig.get_path("stdlib"))
     documents = []
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         if "site-packages" in path.parts:
             continue
         try:
@@ -35,12 +35,13 @@ def read_corpus(root: Path | None = None) -> list[Document]:
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
-            documents.append(Document(path.relative_to(root).as_posix(), text))
+            documents.append(Document(path.relative_to(folder).as_posix(), text))
     if not documents:
-        why = "it has none" if root.is_dir() else "it is no folder"
-        if not named:
+        if root is None:
             why = "this Python ships without its standard library's source"
-        raise ValueError(f"no *.py source below {root}: {why}; name a folder of Python files")
+        else:
+            why = "it has none" if folder.is_dir() else "it is no folder"
+        raise ValueError(f"no *.py source below {folder}: {why}; name a folder of Python files")
     return documents
 
 

@@ -249,8 +249,8 @@ def _show(costs: "Costs") -> None:
         console.print(table)
         console.print(
             f"a round takes {1e3 * p.rest:.3f} ms beside, plain decoding {1e3 * p.plain:.3f} ms a token, "
-            f"showing the draft one that it missed {1e3 * p.show:.3f} ms; half of the timings lie within "
-            f"{p.spread:.0%}",
+            f"showing the draft one that it missed {1e3 * p.show:.3f} ms, waking it {1e3 * p.wake:.3f} ms; "
+            f"half of the timings lie within {p.spread:.0%}",
             style="dim",
             highlight=False,
         )

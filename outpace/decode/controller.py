@@ -99,9 +99,10 @@ class Adaptive:
         if len(self.record.tried) != block:
             self.record = Record(block, self.costs.acceptance)
             self._tables = {}
-        self.record.fade(0.5)
+        self.record.fade(0.5 * RESTING**self.rested)
         self.rests = self.missed = False
-        self.wait, self.spare = 0, None
+        self.wait = self.rested = 0
+        self.spare = None
 
     def width(self, lengths: Sequence[int]) -> int:
         now = self._now = self._table(len(lengths), sum(lengths) / len(lengths))

@@ -117,7 +117,7 @@ class Costs:
 
     def plain_seconds(self, context: float, batch: int = 1) -> float:
         """A step of plain decoding, where there is neither a draft to show states to nor a verdict."""
-        near = min(self.batches, key=lambda b: abs(b - batch))
+        near = self._near(batch).batch
         points = sorted((p for p in self.points if p.batch == near), key=lambda p: p.context)
         return _line([p.context for p in points], [p.plain for p in points], max(context, points[0].context))
 

@@ -10,7 +10,7 @@ from test_lossless import random_dflash
 
 from outpace.decode import calibrate as measuring
 from outpace.decode import speculative
-from outpace.decode.calibrate import calibrate, quick, widened, width_grid
+from outpace.decode.calibrate import Timings, Turn, calibrate, quick, widened, width_grid
 from outpace.decode.controller import Adaptive
 from outpace.decode.costs import fingerprint
 from outpace.decode.request import Request
@@ -119,13 +119,13 @@ def test_what_showing_a_token_takes_is_measured_where_the_draft_is_shown_a_promp
 
     def slow(self, tokens, aux, counts):
         shown.append(tokens.shape[1])
-        time.sleep(0.002 * tokens.shape[1])
+        time.sleep(0.005 * tokens.shape[1])
         observe(self, tokens, aux, counts)
 
     observe = session.observe
     monkeypatch.setattr(session, "observe", slow)
     got = calibrate(model, draft, TEXT, contexts=(24,), seconds=1e-6)
-    assert 0.002 < got.show_seconds() < 0.02 and max(got.points[0].verify) < 0.02
+    assert 0.005 < got.show_seconds() < 0.025 and max(got.points[0].verify) < 0.06
     assert measuring.STEPS in shown  # what rounds of one column left
 
 
@@ -139,13 +139,54 @@ def test_what_waking_the_draft_takes_is_measured_after_steps_in_which_it_rested(
         observe(self, tokens, aux, counts)
 
     def slow(self, *asked):
-        time.sleep(0.03 if self.missed >= measuring.STEPS else 0.0)
+        time.sleep(0.09 if self.missed >= measuring.STEPS else 0.0)
         return propose(self, *asked)
 
     monkeypatch.setattr(session, "observe", shown)
     monkeypatch.setattr(session, "propose", slow)
     got = calibrate(model, draft, TEXT, contexts=(24,), seconds=1e-6)
-    assert 0.02 < got.wake_seconds() < 0.06 and max(got.points[0].draft) < 0.02
+    assert 0.06 < got.wake_seconds() < 0.18 and max(got.points[0].draft) < 0.06
+
+
+CALM = {1: (2.0, 0.0), 2: (2.4, 1.0), 4: (3.0, 1.2)}  # width: verify and draft
+
+
+def turned(*, held_up=lambda repeat, n: 0.0, pace=lambda repeat: 1.0, repeats=20):
+    timings = Timings(tuple(CALM))
+    for repeat in range(repeats):
+        turn = Turn(timings.widths)
+        for n, (verify, draft) in CALM.items():
+            turn.verify[n].append(pace(repeat) * (verify + held_up(repeat, n)))
+            if n > 1:
+                turn.draft[n].append(pace(repeat) * draft)
+        turn.plain.append(pace(repeat) * 1.5)
+        turn.woken.append((2, pace(repeat) * 7.0))
+        timings.show.append(0.25)
+        timings.turns.append(turn)
+    return timings, timings.point(batch=1, context=64, rest=0.5)
+
+
+def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
+    """Each turn has one slow width, another one in the next."""
+    timings, found = turned(held_up=lambda repeat, n: 9.0 if (repeat + n.bit_length()) % 3 == 0 else 0.0)
+    slow = found.verify[0] / 2.0
+    assert slow > 1
+    assert found.verify == pytest.approx([slow * verify for verify, _ in CALM.values()])
+    assert found.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
+    assert found.plain == pytest.approx(slow * 1.5) and found.show == 0.25
+    took = sum(turn.seconds for turn in timings.turns)
+    assert 20 * (sum(found.verify) + sum(found.draft) + found.plain) == pytest.approx(took)
+
+
+def test_minutes_of_which_some_are_slow_leave_the_shape_to_the_digit():
+    """However much they differ, and in few turns: a turn has all widths."""
+    paces = [1.0, 2.7, 1.3, 0.8, 4.0]
+    _, found = turned(pace=lambda repeat: paces[repeat], repeats=5)
+    mean = sum(paces) / 5
+    assert found.verify == pytest.approx([mean * verify for verify, _ in CALM.values()])
+    assert found.draft == pytest.approx([0.0, mean * 1.0, mean * 1.2])
+    assert found.plain == pytest.approx(mean * 1.5) and found.spread == pytest.approx(0)
+    assert found.wake == pytest.approx(mean * (7.0 - 1.0) - measuring.STEPS * 0.25)
 
 
 def test_a_proposal_is_filled_up_with_text():

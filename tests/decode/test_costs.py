@@ -10,8 +10,7 @@ import tiny
 import torch
 from test_lossless import random_dflash
 
-from outpace.decode import calibrate as measuring
-from outpace.decode.calibrate import Timings, Turn, touched_experts, width_grid
+from outpace.decode.calibrate import touched_experts, width_grid
 from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
 from outpace.drafts.marginals import TreeOf
@@ -175,47 +174,6 @@ def test_the_fingerprint_knows_target_draft_and_machine(monkeypatch):
 
 
 # ---- experts ---------------------------------------------------------------------------------------
-
-
-CALM = {1: (2.0, 0.0), 2: (2.4, 1.0), 4: (3.0, 1.2)}  # width: verify and draft
-
-
-def turned(*, held_up=lambda repeat, n: 0.0, pace=lambda repeat: 1.0, repeats=20):
-    timings = Timings(tuple(CALM))
-    for repeat in range(repeats):
-        turn = Turn(timings.widths)
-        for n, (verify, draft) in CALM.items():
-            turn.verify[n].append(pace(repeat) * (verify + held_up(repeat, n)))
-            if n > 1:
-                turn.draft[n].append(pace(repeat) * draft)
-        turn.plain.append(pace(repeat) * 1.5)
-        turn.woken.append((2, pace(repeat) * 7.0))
-        timings.show.append(0.25)
-        timings.turns.append(turn)
-    return timings, timings.point(batch=1, context=64, rest=0.5)
-
-
-def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
-    """Each turn has one slow width, another one in the next."""
-    timings, found = turned(held_up=lambda repeat, n: 9.0 if (repeat + n.bit_length()) % 3 == 0 else 0.0)
-    slow = found.verify[0] / 2.0
-    assert slow > 1
-    assert found.verify == pytest.approx([slow * verify for verify, _ in CALM.values()])
-    assert found.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
-    assert found.plain == pytest.approx(slow * 1.5) and found.show == 0.25
-    took = sum(turn.seconds for turn in timings.turns)
-    assert 20 * (sum(found.verify) + sum(found.draft) + found.plain) == pytest.approx(took)
-
-
-def test_minutes_of_which_some_are_slow_leave_the_shape_to_the_digit():
-    """However much they differ, and in few turns: a turn has all widths."""
-    paces = [1.0, 2.7, 1.3, 0.8, 4.0]
-    _, found = turned(pace=lambda repeat: paces[repeat], repeats=5)
-    mean = sum(paces) / 5
-    assert found.verify == pytest.approx([mean * verify for verify, _ in CALM.values()])
-    assert found.draft == pytest.approx([0.0, mean * 1.0, mean * 1.2])
-    assert found.plain == pytest.approx(mean * 1.5) and found.spread == pytest.approx(0)
-    assert found.wake == pytest.approx(mean * (7.0 - 1.0) - measuring.STEPS * 0.25)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
