@@ -17,6 +17,7 @@ def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0
         "rest": rest,
         "plain": verify[0],
         "show": show,
+        "wake": wake,
     }
     point = Point(batch=batch, context=256, **parts)
     widths = tuple(range(1, len(verify) + 1))
