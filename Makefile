@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -19,7 +20,7 @@ ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES
 
 help:
 	@echo "make demo     the gates and the measured table on the embedded model -> demo-report/"
-	@echo "make test     style, types and tests"
+	@echo "make test     style, types and tests, in WORKERS=2 processes"
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
 	@echo "make lint     style and types;  make format  rewrite the style"
@@ -48,7 +49,7 @@ demo: $(STAMP)
 	$(BIN)/outpace demo
 
 test: lint
-	$(BIN)/python -m pytest --durations=15 --durations-min=1
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations=15 --durations-min=1
 
 lint: $(STAMP)
 	$(BIN)/ruff check
