@@ -49,7 +49,7 @@ def take_turns(
                         run(groups[0], min(REHEARSAL_TOKENS, new_tokens), seed)
                     rehearsed = True
                     gc.collect()
-                    gc.freeze()  # a full collection walks all that torch has made: a tenth of a second of some run
+                    gc.freeze()  # or a full collection, a tenth of a second, falls on some run
                 turn = {}
                 for method in turn_order(list(methods), repeat, group):
                     on_run(method)
