@@ -1,7 +1,6 @@
 """Methods take turns over the same prompts, repeat after repeat, so that a slow minute meets all of them."""
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,8 +47,6 @@ def take_turns(
                     for run in methods.values():
                         run(groups[0], min(REHEARSAL_TOKENS, new_tokens), seed)
                     rehearsed = True
-                    gc.collect()
-                    gc.freeze()  # or a full collection, a tenth of a second, falls on some run
                 turn = {}
                 for method in turn_order(list(methods), repeat, group):
                     on_run(method)
@@ -60,7 +57,6 @@ def take_turns(
                     on_run(method)
             for method in methods:
                 runs[method][repeat, group] = from_json(kept[key][method])
-    gc.unfreeze()
     return runs
 
 

@@ -172,7 +172,7 @@ class Turn:
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         self.verify: dict[int, list[float]] = {n: [] for n in widths}
-        self.draft: dict[int, list[float]] = {n: [] for n in widths[1:]}
+        self.draft: dict[int, list[float]] = {n: [] for n in widths}
         self.plain: list[float] = []
         self.woken: list[tuple[int, float]] = []
 
@@ -208,9 +208,9 @@ class Timings:
         for turn, seconds in zip(self.turns, took, strict=True):
             found.add(turn, statistics.fmean(took) / seconds)
         low = {n: _quartiles(found.verify[n])[0] for n in self.widths}
-        drafted = {n: _quartiles(found.draft[n])[0] for n in self.widths[1:]}
+        drafted = {n: _quartiles(found.draft[n])[0] for n in self.widths}
         plain = _quartiles(found.plain)[0]
-        calm = sum(len(found.verify[n]) * (low[n] + drafted.get(n, 0.0)) for n in self.widths)
+        calm = sum(len(found.verify[n]) * (low[n] + drafted[n]) for n in self.widths)
         slow = sum(took) / (calm + len(found.plain) * plain)
         spreads = [(high - first) / middle for first, middle, high in map(_quartiles, found.verify.values())]
         show = statistics.median(self.show)
@@ -219,7 +219,7 @@ class Timings:
             batch=batch,
             context=context + self.rounds / 2,
             verify=tuple(slow * s for s in rising(list(low.values()))),
-            draft=(0.0, *(slow * s for s in rising(list(drafted.values())))),
+            draft=(0.0, *(slow * s for s in rising([drafted[n] for n in self.widths[1:]]))),
             rest=rest,
             plain=slow * plain,
             show=show,
@@ -264,7 +264,7 @@ def _measure(
         timings.show.append((time.perf_counter() - began) / columns)
         target(chunk, alone)
     judge, began, unseen = judge_of(request, rows, generator(SEED, target.device)), 0.0, Backlog()
-    at = alone_at = context
+    alone_at = context
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
         turn, first = Turn(widths), repeat % len(kinds)
         for n in kinds[first:] + kinds[:first]:
@@ -274,15 +274,15 @@ def _measure(
                 turn.plain += took_plain[SETTLED:]
                 alone_at += STEPS
                 continue
-            for nth in range(ROUNDS if n > 1 else STEPS):
+            times, settled = (STEPS, SETTLED) if n == 1 else (ROUNDS, 1)
+            for nth in range(times):
+                at = context + timings.rounds
                 ahead, rested = tokens[:, at : at + widths[-1]], unseen.columns
                 took = _round(target, session, cache, judge, ahead, n, wanted, unseen)
-                at += 1
                 timings.rounds += 1
-                if nth >= (1 if n > 1 else SETTLED):
+                if nth >= settled:
+                    turn.draft[n].append(took[0])
                     turn.verify[n].append(took[1])
-                    if n > 1:
-                        turn.draft[n].append(took[0])
                 elif n > 1 and rested >= STEPS:
                     turn.woken.append((n, took[0]))
         if not repeat:

@@ -81,18 +81,13 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
         for row in chances:
             taken = 0
             for chance in row:  # the dice are thrown for all guesses, however many are verified
-                hit = dice.random() < chance
-                taken += hit and taken == len(path_of(taken))
-                if not hit:
+                if dice.random() >= chance:
                     break
+                taken += 1
             path.append(list(range(1 + min(taken, n - 1))))
         controller.learn(proposal, path)
         at = [a + len(p) for a, p in zip(at, path, strict=True)]
     return seconds, drafted
-
-
-def path_of(taken):
-    return range(taken)
 
 
 def running(chances):

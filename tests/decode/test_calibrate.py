@@ -157,8 +157,7 @@ def turned(*, held_up=lambda repeat, n: 0.0, pace=lambda repeat: 1.0, repeats=20
         turn = Turn(timings.widths)
         for n, (verify, draft) in CALM.items():
             turn.verify[n].append(pace(repeat) * (verify + held_up(repeat, n)))
-            if n > 1:
-                turn.draft[n].append(pace(repeat) * draft)
+            turn.draft[n].append(pace(repeat) * draft)
         turn.plain.append(pace(repeat) * 1.5)
         turn.woken.append((2, pace(repeat) * 7.0))
         timings.show.append(0.25)

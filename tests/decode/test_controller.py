@@ -197,21 +197,21 @@ def test_waking_is_charged_after_a_rest_and_not_to_the_next_text():
     costs = embedded(0.0, wake=1e-3)
     controller = Adaptive(costs)
     controller.begin(8)
-    found = []
-    for _ in range(400):
-        width, rested = controller.width([256]), bool(found and found[-1] is None)
-        if width == 1:
-            controller.learn(chain(width=1), [[0]])
-            found.append(None)
-            continue
-        drafted = controller._drafted - costs.draft_seconds(width, 288)
-        controller.learn(controller.cut(chain([[0.0] * (width - 1)], width)), [[0]])
-        assert drafted == pytest.approx(1e-3 if rested else 0.0)
-        found.append(drafted)
-    assert found[0] == pytest.approx(0) and sum(x is not None for x in found) > 2 and found[-1] is None
-    controller.begin(8)
-    width = controller.width([256])
-    assert width > 1 and controller._drafted == costs.draft_seconds(width, 288)
+    widths, charged = [], []
+    for turn in range(400):
+        if turn == 399:
+            assert widths[-1] == 1
+            controller.begin(8)
+        width = controller.width([256])
+        proposal = controller.cut(chain([[0.0] * (width - 1)], width)) if width > 1 else chain(width=1)
+        if width > 1:
+            n = proposal.tokens.shape[1]
+            charged.append(controller.foreseen[1] - costs.round_seconds(n, 288, width=width))
+            rested = 0 < turn < 399 and widths[-1] == 1
+            assert charged[-1] == pytest.approx(1e-3 if rested else 0.0)
+        controller.learn(proposal, [[0]])
+        widths.append(width)
+    assert widths[0] > 1 and widths[-1] > 1 and max(charged) > 0 and 1 in widths
 
 
 @pytest.mark.parametrize("made", [experts, walker])
