@@ -5,7 +5,10 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 HELD_OUT_SHARE = 20  # one file in twenty is never trained on
+NAMES = ("port", "size", "count", "limit", "depth", "width", "level", "index")
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,9 @@ def corpus_hash(documents: list[Document]) -> str:
     for document in documents:
         digest.update(document.name.encode() + b"\0" + document.text.encode() + b"\0")
     return digest.hexdigest()
+
+
+def note(rng: torch.Generator) -> tuple[str, str]:
+    """A name and a value that nothing but a text that holds both connects: "limit_48" and "730265"."""
+    word, number, value = (int(torch.randint(n, (), generator=rng)) for n in (len(NAMES), 100, 10**6))
+    return f"{NAMES[word]}_{number:02}", f"{value:06}"

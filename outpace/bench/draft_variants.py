@@ -109,5 +109,5 @@ class Remembering(BoundDFlash):
 
     variant: Variant
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> DFlashSession:
-        return SESSIONS[self.variant](self.draft, self.target, batch, length, offset, self.head)
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> DFlashSession:
+        return SESSIONS[self.variant](self.draft, self.target, batch, length, offset, self.head, slack)

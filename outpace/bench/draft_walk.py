@@ -134,7 +134,7 @@ def _attention(
             q, k, v = rotate_heads(layer.qkv_proj(h), cos, sin, layer.heads, layer.kv_heads, norms)
         with clock("attention"):
             view = session.cache.layers[i].append(k.transpose(1, 2), v.transpose(1, 2), sees)
-            out = attend_view(q, view, sees, config.window(i), None, config.head_dim**-0.5)
+            out = attend_view(q, view, config.window(i), None, config.head_dim**-0.5)
         with clock("o"):
             mixed: Tensor = layer.o_proj(out)
         return mixed

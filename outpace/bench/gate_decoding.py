@@ -24,7 +24,7 @@ class Gold:
     block_size: int
     target_layer_ids: tuple[int, ...] = ()
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> "GoldSession":
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "GoldSession":
         return GoldSession(self.texts, self.block_size, [0] * batch)
 
 
@@ -46,6 +46,9 @@ class GoldSession:
             [anchor, *row, *[0] * (N - 1 - len(row))] for anchor, row in zip(last.tolist(), rows, strict=True)
         ]
         return Proposal(torch.tensor(padded, device=last.device), counts)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.seen = list(lengths)
 
     def keep(self, rows: list[int]) -> None:
         self.texts = [self.texts[b] for b in rows]

@@ -88,7 +88,7 @@ def joined(traces: Iterable[Trace]) -> Trace:
         whole.nodes += trace.nodes
         whole.foreseen += trace.foreseen
         for part, seconds in trace.seconds.items():
-            whole.seconds[part] += seconds
+            whole.seconds[part] = whole.seconds.get(part, 0.0) + seconds
     return whole
 
 

@@ -152,7 +152,7 @@ def _eagle3(
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         view = cache.layers[layer].append(k, v, step)
-        heard.append(attend_view(q, view, step, config.sliding_window, None, config.head_dim**-0.5))
+        heard.append(attend_view(q, view, config.sliding_window, None, config.head_dim**-0.5))
         return heard[-1]
 
     cos, sin = draft.rope(step.positions + offset)
@@ -207,7 +207,7 @@ def _dflash(
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sees = replace(step, both_ways=not config.hides(layer))
         view = session.cache.layers[layer].append(k, v, sees)
-        heard.append(attend_view(q, view, sees, config.window(layer), None, config.head_dim**-0.5))
+        heard.append(attend_view(q, view, config.window(layer), None, config.head_dim**-0.5))
         return heard[-1]
 
     cos, sin = draft.rope(step.storage + offset)

@@ -1,5 +1,6 @@
 """The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,16 +78,17 @@ class Step:
 
 @dataclass(frozen=True)
 class View:
-    """What a forward's queries may look at: k, v [B,K,S,D], where the token of storage index j lies at slot
+    """What the queries of a step may look at: k, v [B,K,S,D], where the token of storage index j lies at slot
     (j - first[b]) % S; `first` [B] int64, None for 0 in every row, as in a memory itself."""
 
     k: Tensor
     v: Tensor
+    step: Step
     first: Tensor | None = None
 
-    def allowed(self, step: Step, window: int) -> Tensor:
+    def allowed(self, window: int) -> Tensor:
         """[B, T, S] bool."""
-        index = self.index(step)
+        step, index = self.step, self.index()
         if step.tree is not None:
             return self._allowed_in_tree(index, step, step.tree, window)
         index = index[:, None]
@@ -110,9 +112,9 @@ class View:
         at = column.clamp(0, U - 1)[:, None].expand(-1, step.T, -1)
         return past | (inside[:, None] & tree.within(window).gather(2, at))
 
-    def index(self, step: Step) -> Tensor:
+    def index(self) -> Tensor:
         """[B, S] which token lies in each slot; negative where none does."""
-        slot = torch.arange(self.k.shape[2], device=self.k.device)
+        step, slot = self.step, torch.arange(self.k.shape[2], device=self.k.device)
         counts = torch.tensor(step.counts, device=self.k.device)[:, None]
         last = step.starts[:, None] + step.held + counts - 1
         if self.first is not None:
@@ -134,23 +136,28 @@ class Memory:
         self.v = torch.zeros(shape, **kind)  # type: ignore[call-overload]
         self.size = size
         self.window = window  # 0: dense
+        self.asks = False  # keep the queries of every append: what a partial view is chosen by
+        self.asked: tuple[Tensor, tuple[int, ...]] | None = None  # [B,T,H,D], and how many of a row are real
 
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def append(self, k: Tensor, v: Tensor, step: Step) -> View:
-        """k, v [B,K,T,D] -> everything the T queries may see, themselves included."""
+    def append(self, k: Tensor, v: Tensor, step: Step, q: Tensor | None = None) -> View:
+        """k, v [B,K,T,D] -> everything the T queries may see, themselves included; q [B,T,H,D], the queries,
+        where who asks may matter."""
+        if self.asks and q is not None:
+            self.asked = q, step.counts
         fits = step.held + step.T <= self.size - self.window + 1
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
-            return View(self.k[:, :, : self.size], self.v[:, :, : self.size])
+            return View(self.k[:, :, : self.size], self.v[:, :, : self.size], step)
         assert not step.held, "a ring whose slack is below a whole tree has lost what the tree stands on"
         past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
         past_k, past_v = (self._read(x, past_index) for x in (self.k, self.v))
         self._write(k, v, step)
         both = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
-        return View(*both, step.starts + (1 - self.window))
+        return View(*both, step, step.starts + (1 - self.window))
 
     def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
         T = step.T
@@ -169,6 +176,8 @@ class Memory:
 
     def keep(self, rows: list[int]) -> None:
         self.k, self.v = self.k[rows], self.v[rows]
+        if self.asked is not None:
+            self.asked = self.asked[0][rows], tuple(self.asked[1][b] for b in rows)
 
 
 class Cache:
@@ -195,7 +204,7 @@ class Cache:
             raise ValueError(
                 f"a cache needs batch, length and slack of at least 1, not {batch}, {length}, {slack}"
             )
-        self.length, self.slack, self.offset = length, slack, offset
+        self.length, self.slack, self.offset, self.windows = length, slack, offset, windows
         self.device = torch.device(device)
         self.lengths = [0] * batch
         self.last_start = [0] * batch
@@ -303,7 +312,7 @@ class Cache:
         Raises ValueError, and changes nothing, for a column that was not appended or is named twice,
         and where a ring holds too little: to move a column, or for the rewind.
         """
-        moves: list[tuple[list[int], list[int]]] = []
+        moves: list[tuple[list[int], list[int]]] = []  # columns: from, to
         for b, columns in enumerate(path):
             start, appended = self.last_start[b], self.lengths[b] - self.last_start[b]
             if any(not 0 <= c < appended for c in columns) or len(set(columns)) != len(columns):
@@ -319,10 +328,20 @@ class Cache:
                     f"the cache with slack >= {appended}"
                 )
             self._check_rewind(b, start + len(columns))
-            moves.append(([start + c for c, _ in moved], [start + i for _, i in moved]))
+            moves.append(([c for c, _ in moved], [i for _, i in moved]))
         widest = max(len(source) for source, _ in moves)
         if widest:
             padded = [[x + [-1] * (widest - len(x)) for x in pair] for pair in moves]
-            index = torch.tensor(padded, device=self.device).transpose(0, 1).contiguous()
-            move([x for memory in self.layers for x in (memory.k, memory.v)], *index)
+            self._move(torch.tensor(padded, device=self.device).transpose(0, 1))
         self.rewind([s + len(c) for s, c in zip(self.last_start, path, strict=True)])
+
+    def _move(self, columns: Tensor) -> None:
+        """[2, B, n] int64: from which column of the last forward to which; -1 for none."""
+        move_columns(self.layers, columns, self.last_start)
+
+
+def move_columns(memories: Sequence[Memory], columns: Tensor, start: list[int]) -> None:
+    """columns [2, B, n] after the start [B] of each row: K and V together, in all memories at once."""
+    starts = torch.tensor(start, device=columns.device)[:, None]
+    source, target = torch.where(columns < 0, -1, columns + starts).contiguous()
+    move([x for memory in memories for x in (memory.k, memory.v)], source, target)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from outpace.drafts.proposal import Session
+from outpace.drafts.proposal import Proposal, Session
 
 # columns that wait: a draft may rest for a whole text, and states of all of it would fill the memory
 MOST = 512
@@ -74,3 +74,14 @@ def joined(parts: list[Part]) -> Part:
 
 def _begins(most: list[int]) -> list[int]:
     return [sum(most[:i]) for i in range(len(most))]
+
+
+def verified(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> Part:
+    """The accepted columns, moved together."""
+    counts = [len(columns) for columns in path]
+    if proposal.parents is None:  # they stand together
+        return Part(proposal.tokens, aux, counts)
+    padded = [columns + [0] * (max(counts) - len(columns)) for columns in path]
+    at = torch.tensor(padded, device=proposal.tokens.device)
+    row = torch.arange(len(path), device=at.device)[:, None]
+    return Part(proposal.tokens[row, at], None if aux is None else aux[:, row, at], counts)

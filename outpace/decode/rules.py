@@ -1,7 +1,7 @@
 """Which guesses live: what a judge of proposals is, and exact match, which chains and trees share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -38,6 +38,11 @@ class Judge(Protocol):
     def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
         """logits [B, N, V], the target's after each column of the proposal. What the verdict emits is taken
         as emitted."""
+        ...
+
+    def fork(self) -> "Judge":
+        """Goes on from here by itself, over text that may yet be taken back: what it lets pass is what this
+        one is most likely to let pass. It draws nothing."""
         ...
 
     def keep(self, rows: list[int]) -> None:
@@ -101,6 +106,11 @@ class Match:
         found = follow(proposal, sample(logits, self.sampling, self.rng, seen))
         self.voice.said(found.tokens)
         return found
+
+    def fork(self) -> "Match":
+        forked = Match(replace(self.sampling, temperature=0.0), (), None)
+        forked.voice = self.voice.fork()
+        return forked
 
     def keep(self, rows: list[int]) -> None:
         self.voice.keep(rows)

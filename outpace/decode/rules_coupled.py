@@ -1,6 +1,7 @@
 """The coupled rule: the target's draws are a function of the seed, so every draft leads to the same text."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -65,6 +66,11 @@ class Gumbel:
         self.places = [n + len(said) for n, said in zip(self.places, found.tokens, strict=True)]
         self.voice.said(found.tokens)
         return found
+
+    def fork(self) -> "Gumbel":
+        forked = copy(self)
+        forked.voice = self.voice.fork()
+        return forked
 
     def keep(self, rows: list[int]) -> None:
         self.streams, self.places = [self.streams[b] for b in rows], [self.places[b] for b in rows]

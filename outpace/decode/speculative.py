@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.decode.backlog import Backlog, Part
+from outpace.decode.backlog import Backlog, verified
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.judge import judge_of
+from outpace.decode.partial import Partial, PartialSession, Trusting
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
 from outpace.decode.rules import Judge, Verdict
 from outpace.decode.trace import Foreseen, Trace
-from outpace.drafts.proposal import Draft, Proposal
+from outpace.drafts.proposal import Draft, Proposal, Session
 from outpace.models.decoder import Decoder
 
 
@@ -24,22 +25,32 @@ def generate(
     request: Request,
     *,
     controller: Controller | None = None,
+    partial: Partial | None = None,
     rng: torch.Generator | None = None,
     on_tokens: OnTokens | None = None,
     on_logits: OnLogits | None = None,
 ) -> Generation:
     """The tokens `plain.generate` would emit (temperature 0), or draws from the same distribution, in
     fewer forwards of the target. Rows accept different lengths and end on their own. The controller says
-    how many columns a round has; without one, as many as the draft proposes.
+    how many columns a round has; without one, as many as the draft proposes. With `partial`, the target on
+    partial KV stands between the draft and the full pass.
 
     Raises ValueError for prompts the model cannot take.
     """
     check_prompts(target, prompts, request)
     B, block, wanted = len(prompts), draft.block_size, draft.target_layer_ids
-    longest = max(len(p) for p in prompts) + request.max_new_tokens + block
-    cache = target.make_cache(B, longest, slack=block, offset=request.offset)
-    session, judge = draft.begin(B, longest, request.offset), judge_of(request, prompts, rng)
     trace, rows, unseen = Trace(), Rows(B, request, on_tokens), Backlog()
+    judge: Judge = judge_of(request, prompts, rng)
+    room, slack = block, 0  # columns of the widest round; provisional tokens that may be taken back
+    if partial is not None:
+        room = slack = partial.config.buffer_size(block)
+    longest = max(len(p) for p in prompts) + request.max_new_tokens + room
+    cache = target.make_cache(B, longest, slack=room, offset=request.offset)
+    inner = draft.begin(B, longest, request.offset, slack)
+    session: Session = inner
+    if partial is not None:
+        session = PartialSession(partial, target, cache, draft, inner, judge, trace, request.stop)
+        judge = Trusting(judge) if partial.mode == "lossy" else judge
     pace = controller or Fixed(block)
     pace.begin(block)
     with trace.timed("prefill"):
@@ -80,7 +91,7 @@ def generate(
                     on_logits(b, logits[i, found.path[i]])
                 rows.emit(b, found.tokens[i])
             taken = [len(columns) - 1 for columns in found.path]
-            trace.add(B, alive, proposal.deepest, taken, proposal.counts)
+            trace.add(B, alive, proposal.deepest, taken, proposal.counts, proposal.provisional)
             pace.learn(proposal, found.path)
             unseen.add(verified(proposal, out.aux, found.path))
         if unseen.full:
@@ -98,14 +109,3 @@ def root_alone(judge: Judge, logits: Tensor) -> tuple[Verdict, Tensor]:
     drawn = judge.draw(logits[:, 0])
     said = drawn.tolist()
     return Verdict([[0]] * len(said), [[token] for token in said]), drawn
-
-
-def verified(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> Part:
-    """The accepted columns, moved together."""
-    counts = [len(columns) for columns in path]
-    if proposal.parents is None:  # they stand together
-        return Part(proposal.tokens, aux, counts)
-    padded = [columns + [0] * (max(counts) - len(columns)) for columns in path]
-    at = torch.tensor(padded, device=proposal.tokens.device)
-    row = torch.arange(len(path), device=at.device)[:, None]
-    return Part(proposal.tokens[row, at], None if aux is None else aux[:, row, at], counts)

@@ -34,6 +34,9 @@ class Trace:
     proposed: list[list[int]] = field(default_factory=list)  # per round and row: guesses offered in a line
     accepted: list[list[int]] = field(default_factory=list)  # per round and row: guesses taken; -1: row done
     nodes: list[list[int]] = field(default_factory=list)  # per round and row: columns verified, root included
+    provisional: list[list[int]] = field(default_factory=list)  # per round and row: guesses that partial KV
+    # let pass before; empty where none was asked for
+    partial_forwards: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
     )
@@ -42,6 +45,11 @@ class Trace:
     def timed(self, part: str) -> "Clock":
         return Clock(self.seconds, part)
 
+    def spent(self, part: str, seconds: float, *, within: str) -> None:
+        """Of the time that runs as `within`, so much was another part's."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        self.seconds[within] -= seconds
+
     def add(
         self,
         batch: int,
@@ -49,12 +57,16 @@ class Trace:
         proposed: list[int],
         accepted: list[int],
         nodes: list[int] | None = None,
+        provisional: list[int] | None = None,
     ) -> None:
         """One round of the rows `alive`, out of `batch`. Without `nodes` the guesses stood in a line."""
         verified, offered, taken = [0] * batch, [0] * batch, [-1] * batch
         nodes = nodes or [p + 1 for p in proposed]
         for b, n, p, a in zip(alive, nodes, proposed, accepted, strict=True):
             verified[b], offered[b], taken[b] = n, p, a
+        if provisional is not None:
+            before = dict(zip(alive, provisional, strict=True))
+            self.provisional.append([before.get(b, 0) for b in range(batch)])
         self.nodes.append(verified)
         self.proposed.append(offered)
         self.accepted.append(taken)

@@ -1,6 +1,7 @@
 """How the target speaks: its sampling, and which tokens each row holds, for the repetition penalty."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ class Voice:
             most = max(map(len, tokens))
             tokens = torch.tensor([t + t[-1:] * (most - len(t)) for t in tokens], device=self._seen.device)
         self._seen.scatter_(1, tokens, True)
+
+    def fork(self) -> "Voice":
+        """One that goes on from here by itself."""
+        forked = copy(self)
+        forked._seen = None if self._seen is None else self._seen.clone()
+        return forked
 
     def keep(self, rows: list[int]) -> None:
         if self._seen is not None:

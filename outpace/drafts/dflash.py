@@ -145,8 +145,8 @@ class BoundDFlash:
         is."""
         return Head.of(self.target, self.draft.d2t, packed=isinstance(self.draft.fc.weight, Quant))
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> "DFlashSession":
-        return DFlashSession(self.draft, self.target, batch, length, offset, self.head)
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "DFlashSession":
+        return DFlashSession(self.draft, self.target, batch, length, offset, self.head, slack)
 
 
 class DFlashSession:
@@ -161,6 +161,7 @@ class DFlashSession:
         length: int,
         offset: int,
         head: Head | None = None,
+        slack: int = 0,
     ) -> None:
         config = draft.config
         self.draft, self.target = draft, target
@@ -175,7 +176,7 @@ class DFlashSession:
         self.cache = Cache(
             batch,
             length + draft.block_size,
-            draft.block_size,
+            draft.block_size + slack,
             tuple(config.window(i) for i in range(config.num_layers)),
             config.num_kv_heads,
             config.head_dim,
@@ -224,6 +225,9 @@ class DFlashSession:
         parts = self.draft.candidate_selector, self.draft.markov_head
         return self.head.logits(hidden), None if parts == (None, None) else Pairs(self.head, *parts, hidden)
 
+    def rewind(self, lengths: list[int]) -> None:
+        self.cache.rewind(lengths)
+
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)
         self.fast_blocks, self.fast_contexts = {}, {}
@@ -242,7 +246,7 @@ class DFlashSession:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             sees = one_way if config.hides(layer) else step
             view = self.cache.layers[layer].append(k, v, sees)
-            return attend_view(q, view, sees, config.window(layer), None, scale)
+            return attend_view(q, view, config.window(layer), None, scale)
 
         if self.in_one_piece and few(x):
             B, T, _ = x.shape

@@ -90,8 +90,8 @@ class BoundEagle3:
     def block_size(self) -> int:
         return self.shape.block_size
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> "Eagle3Session":
-        return Eagle3Session(self, batch, length, offset)
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "Eagle3Session":
+        return Eagle3Session(self, batch, length, offset, slack)
 
 
 class Eagle3Session:
@@ -101,7 +101,7 @@ class Eagle3Session:
     kept: the next append overwrites it, so that a guessed state never outlives its round.
     """
 
-    def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int) -> None:
+    def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int, slack: int = 0) -> None:
         self.draft, self.target, self.shape = bound.draft, bound.target, bound.shape
         config, shape = self.draft.config, self.shape
         self.words = Words(self.draft.target_ids(), config.vocab_size)
@@ -111,7 +111,7 @@ class Eagle3Session:
         self.cache = Cache(
             batch,
             length + guessed,
-            guessed,
+            guessed + slack,
             (config.sliding_window,) * config.num_layers,
             config.num_kv_heads,
             config.head_dim,
@@ -130,6 +130,11 @@ class Eagle3Session:
         self.held.append((tokens[:, :width], aux[:, :, :width], counts))
         if sum(piece[0].shape[1] for piece in self.held) > MOST_HELD:
             self._settle()
+
+    def rewind(self, lengths: list[int]) -> None:
+        """A row of n observed tokens has n pairs once its next token is known: when a proposal was made."""
+        self.cache.rewind(lengths)
+        self.held = []
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep(rows)
@@ -213,7 +218,7 @@ class Eagle3Session:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             view = self.cache.layers[layer].append(k, v, step)
-            return attend_view(q, view, step, window, None, self.scale)
+            return attend_view(q, view, window, None, self.scale)
 
         return attend
 

@@ -6,12 +6,12 @@ from typing import Protocol
 from torch import Tensor
 
 from outpace.drafts.choice import Choice
-from outpace.drafts.proposal import Draft, Proposal, Session
+from outpace.drafts.proposal import Draft, DraftSession, Proposal
 from outpace.drafts.tree import Pairs, best_first, check_nodes
 from outpace.drafts.vocab import Words
 
 
-class BlockSession(Session, Protocol):
+class BlockSession(DraftSession, Protocol):
     """A session whose draft guesses a whole block at once. `words`: what it can say."""
 
     @property
@@ -24,7 +24,7 @@ class BlockSession(Session, Protocol):
 
 
 class BlockDraft(Draft, Protocol):
-    def begin(self, batch: int, length: int, offset: int = 0) -> BlockSession: ...
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> BlockSession: ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class TreeOf:
     def block_size(self) -> int:
         return self.nodes
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> "TreeSession":
-        session = self.draft.begin(batch, length, offset)
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "TreeSession":
+        session = self.draft.begin(batch, length, offset, slack)
         return TreeSession(session, self.draft.block_size, self.branch)
 
 
@@ -71,6 +71,9 @@ class TreeSession:
         words, sharper = self.session.words, 1 / choice.temperature
         added = None if pairs is None else lambda previous, ids: pairs(previous, ids) * sharper
         return best_first(last, words.scores(choice, logits, 1), width, self.branch, added, words)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.session.rewind(lengths)
 
     def keep(self, rows: list[int]) -> None:
         self.session.keep(rows)

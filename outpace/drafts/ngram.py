@@ -18,7 +18,7 @@ class NGram:
     shortest: int = 2
     target_layer_ids: tuple[int, ...] = ()
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> "NGramSession":
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "NGramSession":
         return NGramSession(self, batch)
 
 
@@ -26,9 +26,9 @@ class NGramSession:
     def __init__(self, draft: NGram, batch: int) -> None:
         self.draft = draft
         self.history: list[list[int]] = [[] for _ in range(batch)]
-        # per row and length: n-gram -> index of the token after its latest occurrence
+        # per row and length: n-gram -> indices of the tokens after its occurrences, the latest last
         sizes = range(draft.shortest, draft.longest + 1)
-        self.seen: list[dict[int, dict[tuple[int, ...], int]]] = [
+        self.seen: list[dict[int, dict[tuple[int, ...], list[int]]]] = [
             {n: {} for n in sizes} for _ in range(batch)
         ]
 
@@ -37,7 +37,7 @@ class NGramSession:
             for token in ids[:count]:
                 for n, table in seen.items():
                     if len(row) >= n:
-                        table[tuple(row[-n:])] = len(row)
+                        table.setdefault(tuple(row[-n:]), []).append(len(row))
                 row.append(token)
 
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
@@ -47,6 +47,14 @@ class NGramSession:
         padded = [g + [0] * (max(counts) - len(g)) for g in guesses]
         return Proposal(torch.tensor(padded, device=last.device), counts)
 
+    def rewind(self, lengths: list[int]) -> None:
+        for row, seen, length in zip(self.history, self.seen, lengths, strict=True):
+            while len(row) > length:
+                row.pop()
+                for n, table in seen.items():
+                    if len(row) >= n:
+                        table[tuple(row[-n:])].pop()
+
     def keep(self, rows: list[int]) -> None:
         self.history = [self.history[b] for b in rows]
         self.seen = [self.seen[b] for b in rows]
@@ -54,7 +62,7 @@ class NGramSession:
     def _continuation(self, b: int, last: int) -> list[int]:
         text = [*self.history[b][-self.draft.longest :], last]
         for n in sorted(self.seen[b], reverse=True):
-            start = self.seen[b][n].get(tuple(text[-n:])) if len(text) >= n else None
-            if start is not None:
-                return (self.history[b] + [last])[start : start + self.draft.block_size - 1]
+            starts = self.seen[b][n].get(tuple(text[-n:])) if len(text) >= n else None
+            if starts:
+                return (self.history[b] + [last])[starts[-1] : starts[-1] + self.draft.block_size - 1]
         return []

@@ -20,6 +20,8 @@ class Proposal:
     `q` [B, N, V] float32: the distribution that the guess of a column was drawn from (column 0 unused); None:
     nothing was drawn, the guesses are certain.
     `survival` [B, N] float32: how likely a column is accepted, as the draft sees it; None: it cannot say.
+    `provisional`: per row, how many of the first guesses, in a line, the target took on partial KV; None:
+    nobody has looked at any.
     """
 
     tokens: Tensor
@@ -27,6 +29,7 @@ class Proposal:
     parents: Tensor | None = None
     q: Tensor | None = None
     survival: Tensor | None = None
+    provisional: list[int] | None = None
 
     @cached_property
     def tree(self) -> Tree | None:
@@ -67,8 +70,18 @@ class Session(Protocol):
         ...
 
 
+class DraftSession(Session, Protocol):
+    """One that can forget again: what it observes may be provisional."""
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Forget of every row what was observed after its first lengths[b] tokens; at least one proposal was
+        made at that length. The next call observes how the text really goes on."""
+        ...
+
+
 class Draft(Protocol):
-    """Weights, or none. `block_size` is the widest proposal, anchor included."""
+    """Weights, or none. `block_size` is the widest proposal, anchor included. `slack`: how many observed
+    tokens a session can forget again."""
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]: ...
@@ -76,4 +89,4 @@ class Draft(Protocol):
     @property
     def block_size(self) -> int: ...
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> Session: ...
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> DraftSession: ...

@@ -39,7 +39,7 @@ class Suffix:
     def block_size(self) -> int:
         return self.nodes
 
-    def begin(self, batch: int, length: int, offset: int = 0) -> "SuffixSession":
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "SuffixSession":
         return SuffixSession(self.answers, batch, length)
 
 
@@ -66,6 +66,9 @@ class SuffixSession:
             found = self.answers.grow(said[: n + 1], width - 1)
             rows.append(([token, *found.tokens], [0, *found.parents], [1.0, *found.reach]))
         return assembled(rows, last.device)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.lengths = list(lengths)
 
     def keep(self, rows: list[int]) -> None:
         self.said, self.lengths = self.said[rows], [self.lengths[b] for b in rows]

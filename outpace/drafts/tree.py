@@ -230,9 +230,8 @@ def cut(proposal: Proposal, columns: int) -> Proposal:
     if columns >= proposal.tokens.shape[1]:
         return proposal
     assert columns >= 1
-    parts = {
-        name: None if part is None else part[:, :columns]
-        for name, part in (("parents", proposal.parents), ("q", proposal.q), ("survival", proposal.survival))
-    }
+    optional = (proposal.parents, proposal.q, proposal.survival)
+    parents, q, survival = (None if part is None else part[:, :columns] for part in optional)
     counts = [min(count, columns) for count in proposal.counts]
-    return replace(proposal, tokens=proposal.tokens[:, :columns], counts=counts, **parts)
+    tokens = proposal.tokens[:, :columns]
+    return replace(proposal, tokens=tokens, counts=counts, parents=parents, q=q, survival=survival)

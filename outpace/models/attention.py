@@ -38,6 +38,6 @@ class Attention(nn.Module):
         if memory is None or step is None:
             out = causal_attend(q, k, v, self.window, self.sinks, self.scale)
         else:
-            view = memory.append(k, v, step)
-            out = attend_view(q, view, step, self.window, self.sinks, self.scale)
+            view = memory.append(k, v, step, q)
+            out = attend_view(q, view, self.window, self.sinks, self.scale)
         return self.o_proj(out)

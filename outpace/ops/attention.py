@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.cache.kv import FEW, Step, View
+from outpace.cache.kv import FEW, View
 from outpace.kernels import cpu
 from outpace.ops.fast import kernel
 
@@ -34,11 +34,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | Non
     return out.reshape(B, T, H * D).to(q.dtype)
 
 
-def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | None, scale: float) -> Tensor:
+def attend_view(q: Tensor, view: View, window: int, sinks: Tensor | None, scale: float) -> Tensor:
     """New tokens against what their layer remembers: q [B,T,H,D] -> [B,T,H*D]. The one place where a
     kernel is chosen for cached attention. For a chain of more than FEW the flash kernel's blocked products
     win."""
-    B, T, H, D = q.shape
+    (B, T, H, D), step = q.shape, view.step
     if D % 8 == 0 and kernel(q):
         given = q, view.k, view.v, step.starts, window, sinks, scale
         if step.tree is not None:
@@ -50,7 +50,7 @@ def attend_view(q: Tensor, view: View, step: Step, window: int, sinks: Tensor | 
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))
         return causal_attend(q, k, v, window, sinks, scale)
-    allowed = view.allowed(step, window)
+    allowed = view.allowed(window)
     if q.device.type != "cpu" or T <= FEW:
         return attend(q, view.k, view.v, allowed, sinks, scale)
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (view.k, view.v))

@@ -23,6 +23,7 @@ from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
 from outpace.train.own_text import answers, cut_prompts, own_text_losses
+from outpace.train.recall import recall_rows
 from outpace.train.rows import matching, rows_of_step, split_rows, token_stream
 from outpace.train.splice import UNTAUGHT, cut_pieces, splice
 from outpace.train.trainer import fit, warmup_linear
@@ -61,6 +62,7 @@ class TargetRecipe:
     focus_share: float = 0.0  # .. this share of the rows is cut from; the rest from all files
     splice_share: float = 0.0  # of the rows in focus: they begin with any file's text (train/splice.py) ..
     splice_own: float = 0.0  # .. and this share of them with what the model says to that
+    recall_share: float = 0.0  # of all rows: they end with what stood far back in them (train/recall.py)
     warmup: int = 40
     decay: float = 0.5
     muon_lr: float = 0.02
@@ -89,6 +91,8 @@ class TargetRecipe:
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")
+        if self.recall_share > 1:
+            raise ValueError(f"recall_share {self.recall_share}: a share, up to 1, of the rows")
         if self.splice_own > 1:
             raise ValueError(f"splice_own {self.splice_own}: a share, up to 1, of the spliced rows")
         if self.splice_own and self.own_prompt + self.own_tokens >= self.row_tokens:
@@ -239,12 +243,17 @@ def _round_experts(model: nn.Module, on: bool) -> bool:
 
 
 def _text_rows(
-    model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe, step: int
-) -> tuple[Tensor, Tensor]:
-    """The step's inputs and labels [rows, length]: of all files, of those in focus, and spliced ones."""
+    model: Decoder, tokenizer: Tokenizer, streams: list[np.ndarray], recipe: TargetRecipe, step: int
+) -> tuple[Tensor, Tensor, int]:
+    """The step's inputs and labels [rows, length]: of all files, of those in focus, spliced ones, and last
+    those to recall from; -> and how many these are."""
     long = step >= round(recipe.steps * (1 - recipe.long_share))
     length = recipe.long_row_tokens if long else recipe.row_tokens
-    everywhere, focused = split_rows(max(1, recipe.step_tokens // length), recipe.focus_share)
+    rows = max(1, recipe.step_tokens // length)
+    # a step may have but one row: over the steps the shares come out
+    before, after = (round(n * rows * recipe.recall_share) for n in (step, step + 1))
+    recalled = after - before
+    everywhere, focused = split_rows(rows - recalled, recipe.focus_share)
     focused, spliced = split_rows(focused, recipe.splice_share)
     cut = [
         rows_of_step(stream, length, n, step * n, recipe.seed)
@@ -257,8 +266,11 @@ def _text_rows(
         pieces = cut_pieces(streams[0], theirs, length // 16, length // 2, rng)
         pieces += _own_pieces(model, streams[0], own, recipe, rng)
         cut.append(splice(pieces, streams[1], length))
+    if recalled:
+        rng = seeded(recipe.seed, 4, step)
+        cut.append(recall_rows(tokenizer, streams[0], recalled, length, rng))
     inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
-    return inputs, labels
+    return inputs, labels, recalled
 
 
 def _own_pieces(
@@ -280,18 +292,24 @@ def _said(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[lis
     return said
 
 
-def _learn_text(model: Decoder, streams: list[np.ndarray], recipe: TargetRecipe, step: int) -> dict[str, Any]:
+def _learn_text(
+    model: Decoder, tokenizer: Tokenizer, streams: list[np.ndarray], recipe: TargetRecipe, step: int
+) -> dict[str, Any]:
     """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
-    inputs, labels = _text_rows(model, streams, recipe, step)
+    inputs, labels, recalled = _text_rows(model, tokenizer, streams, recipe, step)
     out = model(inputs, routing=True)
     taught = labels != UNTAUGHT
-    loss = chunked_nll(out.hidden[taught], model.dense_head, labels[taught]).mean()
+    nll = chunked_nll(out.hidden[taught], model.dense_head, labels[taught])
+    loss = nll.mean()
+    metrics = {"loss": loss.item()}
+    if recalled:
+        metrics["recall"] = nll[-int(taught[-recalled:].sum()) :].mean().item()
     if not out.routing:
         (recipe.text * loss).backward()
-        return {"loss": loss.item()}
+        return metrics
     balance = balance_loss(out.routing, recipe.experts_per_token)
     (recipe.text * loss + recipe.balance * balance).backward()
-    return {"loss": loss.item(), "balance": balance.item()}
+    return metrics | {"balance": balance.item()}
 
 
 def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, step: int) -> dict[str, Any]:
@@ -337,7 +355,9 @@ def train_target(
         for optimizer, lr in ((muon, recipe.muon_lr), (adam, recipe.adam_lr)):
             for group in optimizer.param_groups:  # looked up anew: loading a checkpoint replaces them
                 group["lr"] = lr * factor
-        metrics = _learn_own_text(model, streams[0], recipe, step) | _learn_text(model, streams, recipe, step)
+        metrics = _learn_own_text(model, streams[0], recipe, step) | _learn_text(
+            model, tokenizer, streams, recipe, step
+        )
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in (muon, adam):
             optimizer.step()

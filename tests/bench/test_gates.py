@@ -136,10 +136,11 @@ def test_b_passes_and_names_every_path(target, prompts):
 def test_b_fails_where_a_cached_path_sees_ahead(target, prompts, monkeypatch, kind):
     honest = attention.attend_view
 
-    def ahead(q, view, step, window, *rest):
+    def ahead(q, view, window, *rest):
         if bool(window) == (kind == "window"):
-            step = dataclasses.replace(step, both_ways=True)
-        return honest(q, view, step, window, *rest)
+            step = dataclasses.replace(view.step, both_ways=True)
+            view = dataclasses.replace(view, step=step)
+        return honest(q, view, window, *rest)
 
     monkeypatch.setattr(attention, "attend_view", ahead)
     gate = later_slots(target, prompts, BLOCK)
@@ -222,7 +223,7 @@ class Echo:
     def __init__(self, model):
         self.model = model
 
-    def begin(self, batch, length, offset=0):
+    def begin(self, batch, length, offset=0, slack=0):
         return EchoSession(self.model, batch, offset)
 
 

@@ -95,7 +95,7 @@ def append(cache, model, counts, fresh, T=None):
         row.append(keys, model.sizes)
     for memory, (window, _) in zip(cache.layers, model.layers, strict=True):
         view = memory.append(k, -k, step)
-        allowed = view.allowed(step, window)
+        allowed = view.allowed(window)
         assert allowed.shape == (len(counts), T, view.k.shape[2])
         for b, count in enumerate(counts):
             for t in range(count):
@@ -313,7 +313,7 @@ def test_both_ways_lets_a_block_see_all_of_itself():
         block = tensor_of([[500.0 + i for i in range(4)]] * 2, 4)
         for memory, (window, _) in zip(cache.layers, model.layers, strict=True):
             view = memory.append(block, -block, step)
-            allowed = view.allowed(step, window)
+            allowed = view.allowed(window)
             for b, held in enumerate((13, 2)):
                 for t in range(4):
                     seen = sorted(round(x) for x in view.k[b, 0, allowed[b, t].nonzero()[:, 0], 0].tolist())

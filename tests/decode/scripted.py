@@ -19,7 +19,7 @@ class Scripted:
     ragged: bool = False
     target_layer_ids: tuple = ()
 
-    def begin(self, batch, length, offset=0):
+    def begin(self, batch, length, offset=0, slack=0):
         return ScriptedSession(self)
 
 
@@ -64,7 +64,7 @@ class Forgetful:
 
     target_layer_ids = ()
 
-    def begin(self, batch, length, offset=0):
+    def begin(self, batch, length, offset=0, slack=0):
         return self
 
     def observe(self, tokens, aux, counts):

@@ -75,7 +75,7 @@ def draft(name, model, known):
 class Short(Scripted):
     """Knows the answers, and obeys the width that is asked for."""
 
-    def begin(self, batch, length, offset=0):
+    def begin(self, batch, length, offset=0, slack=0):
         session = super().begin(batch, length, offset)
         whole = session.propose
 
@@ -138,7 +138,7 @@ class Watched:
         self.inner, self.shown, self.calls = inner, {}, []
         self.target_layer_ids, self.block_size = inner.target_layer_ids, inner.block_size
 
-    def begin(self, batch, length, offset=0):
+    def begin(self, batch, length, offset=0, slack=0):
         session = self.inner.begin(batch, length, offset)
         observe, keep = session.observe, session.keep
         rows = self.rows = list(range(batch))

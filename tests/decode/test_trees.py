@@ -25,7 +25,7 @@ class ScriptedTree(Scripted):
     block_size: int = 9
     shape: str = "any"
 
-    def begin(self, batch, length, offset=0):
+    def begin(self, batch, length, offset=0, slack=0):
         return ScriptedTreeSession(self)
 
     def columns(self, step, row):

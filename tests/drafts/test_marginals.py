@@ -26,7 +26,7 @@ class Block:
         self.said = torch.randn(batch, BLOCK - 1, V, generator=torch.Generator().manual_seed(seed)) * 2
         self.calls = []
 
-    def begin(self, batch, length, offset=0):
+    def begin(self, batch, length, offset=0, slack=0):
         self.calls.append(("begin", batch, length, offset))
         return self
 

@@ -1,0 +1,80 @@
+"""Rows that can be gone on with only by looking back: pieces of text scattered in it, then said again."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.chat.tokenizer import encode
+from outpace.corpus import note
+from outpace.train.splice import UNTAUGHT, cut_pieces
+
+SHORTEST, LONGEST = 16, 64  # tokens of a piece of the corpus
+CUE = 6  # its first tokens, which say which piece it is
+SHARE = 0.4  # most of a row that is said again
+
+
+def recall_rows(
+    tokenizer: Tokenizer, stream: np.ndarray, rows: int, row_tokens: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """-> inputs and labels [rows, row_tokens] int64. Every other piece is a note, `name = value`.
+
+    At least a twentieth of a row and at most SHARE of it is said twice, the second time at its end and in
+    another order; between the first ones stands other text. Taught is what of the second ones follows from
+    the first: a piece after its first CUE tokens, a note's value. Raises ValueError for rows that are too
+    short for two pieces.
+    """
+    if row_tokens * SHARE < 2 * LONGEST:
+        raise ValueError(
+            f"row_tokens {row_tokens}: rows to recall from need at least {round(2 * LONGEST / SHARE)}"
+        )
+    found = [_row(tokenizer, stream, row_tokens, rng) for _ in range(rows)]
+    tokens, taught = (np.stack(x) for x in zip(*found, strict=True))
+    labels = np.where(taught, tokens, UNTAUGHT)[:, 1:]
+    return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
+
+
+def _row(
+    tokenizer: Tokenizer, stream: np.ndarray, row_tokens: int, rng: torch.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens [row_tokens + 1], and which of them are taught."""
+    share = 0.05 + (SHARE - 0.05) * float(torch.rand((), generator=rng))
+    pieces = _pieces(tokenizer, stream, max(row_tokens * share, 2 * LONGEST), rng)
+    again = [pieces[i] for i in torch.randperm(len(pieces), generator=rng)]
+    said = sum(len(tokens) for tokens, _ in pieces)
+    parts = [(tokens, len(tokens)) for tokens, _ in pieces]
+    parts += _other_text(stream, row_tokens + 1 - 2 * said, len(pieces), rng)
+    parts = [parts[i] for i in torch.randperm(len(parts), generator=rng)] + again
+    tokens = np.concatenate([tokens for tokens, _ in parts])
+    taught = np.concatenate([np.arange(len(tokens)) >= cue for tokens, cue in parts])
+    return tokens, taught
+
+
+def _pieces(
+    tokenizer: Tokenizer, stream: np.ndarray, room: float, rng: torch.Generator
+) -> list[tuple[np.ndarray, int]]:
+    """Of at most `room` tokens in all: each with how many of its tokens are its cue."""
+    found: list[tuple[np.ndarray, int]] = []
+    while True:
+        if len(found) % 2:
+            name, value = note(rng)
+            cue = encode(tokenizer, f"\n{name} = ")
+            piece = np.asarray([*cue, *encode(tokenizer, f"{value}\n")], dtype=np.int32), len(cue)
+        else:
+            piece = cut_pieces(stream, 1, SHORTEST, LONGEST, rng)[0], CUE
+        room -= len(piece[0])
+        if room < 0:
+            return found
+        found.append(piece)
+
+
+def _other_text(
+    stream: np.ndarray, room: int, parts: int, rng: torch.Generator
+) -> Sequence[tuple[np.ndarray, int]]:
+    """`room` tokens of one place of the stream, in `parts` parts of random sizes, none of which is taught."""
+    text = cut_pieces(stream, 1, room, room, rng)[0]
+    edges = sorted(torch.randint(room + 1, (parts - 1,), generator=rng).tolist())
+    sizes = zip([0, *edges], [*edges, room], strict=True)
+    return [(text[a:b], b - a) for a, b in sizes if a < b]
