@@ -92,7 +92,7 @@ class PartialSession:
         width = min(width, self.draft.block_size)
         if self.rest or max(self.cache.full.lengths) <= self.cache.config.static_size:
             self.rest = max(self.rest - 1, 0)
-            return self.inner.propose(last, width, choice)
+            return replace(self.inner.propose(last, width, choice), provisional=[0] * len(last))
         self.cache.refresh()
         judge, lines = self.judge.fork(), [[token] for token in last.tolist()]
         while self._worthwhile(lines, width):

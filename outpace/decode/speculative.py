@@ -35,9 +35,11 @@ def generate(
     how many columns a round has; without one, as many as the draft proposes. With `partial`, the target on
     partial KV stands between the draft and the full pass.
 
-    Raises ValueError for prompts the model cannot take.
+    Raises ValueError for prompts the model cannot take, and for a controller where there is partial KV.
     """
     check_prompts(target, prompts, request)
+    if partial is not None and controller is not None:
+        raise ValueError("a controller knows the costs of full passes alone: with partial KV, leave it out")
     B, block, wanted = len(prompts), draft.block_size, draft.target_layer_ids
     trace, rows, unseen = Trace(), Rows(B, request, on_tokens), Backlog()
     judge: Judge = judge_of(request, prompts, rng)

@@ -34,8 +34,8 @@ class Trace:
     proposed: list[list[int]] = field(default_factory=list)  # per round and row: guesses offered in a line
     accepted: list[list[int]] = field(default_factory=list)  # per round and row: guesses taken; -1: row done
     nodes: list[list[int]] = field(default_factory=list)  # per round and row: columns verified, root included
-    provisional: list[list[int]] = field(default_factory=list)  # per round and row: guesses that partial KV
-    # let pass before; empty where none was asked for
+    # per round and row: guesses that had passed on partial KV; no rounds at all where it was not asked for
+    provisional: list[list[int]] = field(default_factory=list)
     partial_forwards: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}

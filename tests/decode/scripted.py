@@ -10,13 +10,15 @@ from outpace.drafts.proposal import Proposal
 @dataclass(frozen=True)
 class Scripted:
     """Proposes from `answers` (what each row will say), wrong wherever `wrong(row, position)` is true;
-    with `ragged`, rows offer different numbers of guesses, none at all among them."""
+    with `ragged`, rows offer different numbers of guesses, none at all among them. What it is shown must be
+    the answers, unless it is `patient`: then text may be shown that is taken back."""
 
     answers: list
     prompts: list
     wrong: object
     block_size: int = 5
     ragged: bool = False
+    patient: bool = False
     target_layer_ids: tuple = ()
 
     def begin(self, batch, length, offset=0, slack=0):
@@ -39,6 +41,10 @@ class ScriptedSession:
     def keep(self, rows):
         self.rows = [self.rows[i] for i in rows]
 
+    def rewind(self, lengths):
+        for b, length in zip(self.rows, lengths, strict=True):
+            self.seen[b] = self.seen[b][:length]
+
     def propose(self, last, most, choice):
         draft, rows, counts = self.draft, [], []
         self.round += 1
@@ -47,14 +53,14 @@ class ScriptedSession:
             said = [*self.seen[b][len(prompt) :], token]
             # what was observed is exactly the verified text, in order
             assert self.seen[b][: len(prompt)] == prompt
-            assert all(x == y for x, y in zip(said, draft.answers[b], strict=False))
-            assert most == draft.block_size
+            assert draft.patient or all(x == y for x, y in zip(said, draft.answers[b], strict=False))
+            assert draft.patient or most == draft.block_size
             ahead = draft.answers[b][len(said) :][: draft.block_size - 1]
             guesses = [(g + 1) % 97 if draft.wrong(b, len(said) + i) else g for i, g in enumerate(ahead)]
             guesses += [0] * (draft.block_size - 1 - len(guesses))
             count = 1 + (self.round * 2 + b * 3) % draft.block_size if draft.ragged else draft.block_size
             rows.append([token, *guesses])
-            counts.append(count)
+            counts.append(min(count, most))
         width = max(counts)
         return Proposal(torch.tensor([r[:width] for r in rows]), counts)
 

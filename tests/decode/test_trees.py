@@ -46,14 +46,14 @@ class ScriptedTreeSession(ScriptedSession):
     def propose(self, last, most, choice):
         draft, rows = self.draft, []
         self.round += 1
-        assert most == draft.block_size
+        assert draft.patient or most == draft.block_size
         for b, token in zip(self.rows, last.tolist(), strict=True):
             prompt = draft.prompts[b]
             said = [*self.seen[b][len(prompt) :], token]
             # what was observed is exactly the verified text, in order
             assert self.seen[b][: len(prompt)] == prompt
-            assert all(x == y for x, y in zip(said, draft.answers[b], strict=False))
-            count = draft.columns(self.round, b)
+            assert draft.patient or all(x == y for x, y in zip(said, draft.answers[b], strict=False))
+            count = min(draft.columns(self.round, b), most)
             parents = trees.parents_of(draft.shape, count, self.round * 7 + b)
             rows.append((parents, self.guesses(b, said, parents)))
         counts, N = [len(parents) for parents, _ in rows], max(len(parents) for parents, _ in rows)

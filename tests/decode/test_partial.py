@@ -1,0 +1,284 @@
+"""With the target on partial KV in between, the loop says the same: every draft, and a bad selector."""
+
+import pytest
+import tiny
+import torch
+from eagle3_drafts import bound_eagle3
+from scripted import Scripted
+from test_coupled import WAYS, by_definition, request, seed
+from test_lossless import NEW, PROMPTS, answers, half, random_dflash
+from test_lossless_eagle3 import TREE
+from test_suffix import draft as suffix
+from test_trees import ScriptedTree
+
+from outpace.cache.partial import PartialCache, PartialConfig, PartialMemory
+from outpace.cache.summary import quest
+from outpace.decode import plain, speculative
+from outpace.decode.controller import Fixed
+from outpace.decode.partial import LONGEST_REST, Partial
+from outpace.decode.request import Request
+from outpace.drafts.choice import Likeliest
+from outpace.drafts.eagle3_session import Shape
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.models import attention
+from outpace.ops.attention import attend
+
+SMALL = PartialConfig(
+    block_size=2, n_sink_blocks=1, n_retrieval_blocks=2, n_window_blocks=2, n_spec_tokens_buf=6
+)
+
+
+def worst(q, low, high):
+    """Deliberately bad: what Quest wants most comes last."""
+    return -quest(q, low, high)
+
+
+SELECTORS = {"as said": None, "worst": worst}
+
+
+def drafts(name, model, known):
+    prompts = PROMPTS[: len(known)]
+    match name:
+        case "ngram":
+            return NGram(block_size=6)
+        case "suffix":
+            return suffix(nodes=5)
+        case "dflash":
+            return random_dflash(model)
+        case "dflash, window":
+            types = ("sliding_attention", "full_attention")
+            return random_dflash(model, 6, layer_types=types, sliding_window=9)
+        case "tree of dflash":
+            return TreeOf(random_dflash(model), nodes=9)
+        case "eagle3, window":
+            return bound_eagle3(model, shape=Shape(depth=6), sliding_window=5)
+        case "eagle3, tree":
+            return bound_eagle3(model, shape=TREE)
+        case "p-eagle":
+            return bound_eagle3(model, shape=TREE, parallel=True)
+        case "half":
+            return Scripted(known, prompts, half, ragged=True, patient=True)
+        case "half, tree":
+            return ScriptedTree(known, prompts, half, 9, True, patient=True)
+    raise AssertionError(name)
+
+
+DRAFTS = [
+    "ngram", "suffix", "dflash", "dflash, window", "tree of dflash", "eagle3, window", "eagle3, tree",
+    "p-eagle", "half", "half, tree",
+]  # fmt: skip
+STATEFUL = [name for name in DRAFTS if not name.startswith("half")]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_text_is_plain_decodings(family, window, name):
+    """Past the budget of ten tokens, rows of one batch before it and past it; partial KV is often wrong."""
+    model, known = tiny.target(family, window), answers(family, window, 3)
+    for batch, score in ((3, "as said"), (3, "worst"), (1, "worst")):
+        draft = drafts(name, model, known[:batch])
+        partial = Partial(config=SMALL, score=SELECTORS[score])
+        got = speculative.generate(
+            model, draft, PROMPTS[:batch], Request(max_new_tokens=NEW), partial=partial
+        )
+        assert got.tokens == known[:batch], score
+        assert got.trace.partial_forwards > 0 and len(got.trace.provisional) == len(got.trace.accepted)
+
+
+def runs(score, config=SMALL, mode="lossless", new=60):
+    model = tiny.target("gpt_oss")
+    prompts = [tiny.tokens(n, seed=n).tolist() for n in (61, 40)]
+    asked = Request(max_new_tokens=new)
+    partial = Partial(config=config, mode=mode, score=score)
+    got = speculative.generate(model, random_dflash(model), prompts, asked, partial=partial)
+    return got, plain.generate(model, prompts, asked).tokens
+
+
+def stood(trace):
+    """Of the tokens accepted on partial KV, those that the full pass let stand; and all of them."""
+    pairs = [
+        (min(a, m), m)
+        for taken, before in zip(trace.accepted, trace.provisional, strict=True)
+        for a, m in zip(taken, before, strict=True)
+        if a >= 0
+    ]
+    return sum(a for a, _ in pairs), sum(m for _, m in pairs)
+
+
+def test_a_bad_selector_costs_speed_and_nothing_else():
+    """A middle drafter that is mostly wrong is asked ever more seldom."""
+    good, wanted = runs(None)
+    bad, _ = runs(worst)
+    assert good.tokens == bad.tokens == wanted
+    kept, all_ = stood(bad.trace)
+    assert 0 < kept < all_ and kept / all_ < stood(good.trace)[0] / stood(good.trace)[1]
+    assert good.trace.rounds < bad.trace.rounds
+
+
+def test_what_never_stands_is_left_alone():
+    """The full pass contradicts all that partial KV says: rests double up to the longest."""
+    model, prompt = tiny.target("gpt_oss"), tiny.tokens(40, seed=1).tolist()
+    known = plain.generate(model, [prompt], Request(max_new_tokens=200)).tokens
+    head = model.logits
+
+    def logits(hidden):
+        said = head(hidden)
+        return said.roll(1, -1) if model.on_partial else said
+
+    forward = model.forward
+
+    def noting(tokens, cache=None, **asked):
+        model.on_partial = isinstance(cache, PartialCache)
+        return forward(tokens, cache, **asked)
+
+    model.on_partial, model.forward, model.logits = False, noting, logits
+    try:
+        draft = Scripted(known, [prompt], lambda b, i: True, patient=True)
+        got = speculative.generate(
+            model, draft, [prompt], Request(max_new_tokens=200), partial=Partial(config=SMALL)
+        )
+    finally:
+        del model.on_partial, model.forward, model.logits
+    assert got.tokens == known
+    tried = [n for n, (m,) in enumerate(got.trace.provisional) if m]
+    gaps = [b - a - 1 for a, b in zip(tried, tried[1:], strict=False)]
+    assert gaps == [min(2**i, LONGEST_REST) for i in range(len(gaps))] and len(gaps) >= 6
+    assert stood(got.trace)[0] == 0
+
+
+def test_enough_room_for_everything_is_the_full_cache():
+    """While nothing is left out, partial KV is not asked at all; and what it would say is bit-equal."""
+    model = tiny.target("gpt_oss")
+    config = PartialConfig(block_size=2, n_retrieval_blocks=60)
+    got, wanted = runs(None, config)
+    assert got.tokens == wanted and got.trace.partial_forwards == 0
+    tokens = tiny.tokens(2, 50, seed=4)
+    full = model.make_cache(2, 80, slack=30)
+    with torch.inference_mode():
+        near = PartialCache(full, config, 30)
+        model(tokens[:, :40], full)
+        near.refresh()
+        here, there = (model(tokens[:, 40:45], cache, aux=(0, 2)) for cache in (near, full))
+    assert torch.equal(there.hidden, here.hidden) and torch.equal(there.aux, here.aux)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+@torch.inference_mode()
+def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch):
+    """Brute force: a pass over the full cache whose full-attention layers hide all other keys, by head."""
+    model, text = tiny.target(family), tiny.tokens(1, 46, seed=9)
+    config = PartialConfig(block_size=4, n_sink_blocks=1, n_retrieval_blocks=1, n_window_blocks=2)
+    full = model.make_cache(1, 80, slack=30)
+    near = PartialCache(full, config, 30)
+    model(text[:, :40], full)
+    near.refresh()
+    got = model(text[:, 40:], near).hidden
+    partial = [memory if isinstance(memory, PartialMemory) else None for memory in near.layers]
+    chosen = [None if memory is None else memory.choose(0, 1, 8, quest)[:, 0].tolist() for memory in partial]
+    layers = iter(chosen)
+
+    def hiding(q, view, window, sinks, scale):
+        kept, group = next(layers), q.shape[2] // view.k.shape[1]
+        found = []
+        for h in range(view.k.shape[1]):
+            allowed = view.allowed(window)
+            if kept is not None:
+                allowed[:, :, [i for i in range(4, 32) if i // 4 != kept[h]]] = False
+            heads = slice(h * group, (h + 1) * group)
+            theirs = None if sinks is None else sinks[heads]
+            k, v = (x[:, h : h + 1] for x in (view.k, view.v))
+            found.append(attend(q[:, :, heads], k, v, allowed, theirs, scale))
+        return torch.cat(found, -1)
+
+    whole = model(text[:, 40:], full).hidden
+    full.rewind([40])
+    monkeypatch.setattr(attention, "attend_view", hiding)
+    wanted = model(text[:, 40:], full).hidden
+    assert (got - wanted).abs().max() < 1e-5 < (whole - wanted).abs().max()
+    assert next(layers, None) is None
+    assert len({block for blocks in chosen if blocks for block in blocks}) > 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_the_same_noise_gives_the_same_text(family, way):
+    model, known = tiny.target(family), by_definition(family, way)
+    for name in ("ngram", "dflash", "tree of dflash", "half, tree"):
+        for score in SELECTORS.values():
+            partial = Partial(config=SMALL, score=score)
+            draft = drafts(name, model, known)
+            got = speculative.generate(model, draft, PROMPTS, request(way), rng=seed(), partial=partial)
+            assert got.tokens == known and got.trace.partial_forwards > 0
+
+
+def test_rows_that_leave_change_nothing_for_the_others():
+    model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
+    limits, stop = (3, NEW, 9), known[1][8]
+    wanted = [row[:n] for row, n in zip(known, limits, strict=True)]
+    for name in ("dflash, window", "eagle3, tree", "half"):
+        draft = drafts(name, model, known)
+        asked = Request(max_new_tokens=NEW, limits=limits)
+        got = speculative.generate(model, draft, PROMPTS, asked, partial=Partial(config=SMALL))
+        assert got.tokens == wanted
+        asked = Request(max_new_tokens=NEW, stop=frozenset({stop}))
+        draft = drafts(name, model, known)
+        got = speculative.generate(model, draft, PROMPTS, asked, partial=Partial(config=SMALL))
+        assert got.tokens == [row[: row.index(stop) + 1] if stop in row else row for row in known]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@torch.inference_mode()
+def test_what_was_provisional_is_forgotten(name):
+    """A session that was shown text and had it taken back proposes what one does that never saw it."""
+    model = tiny.target("gpt_oss")
+    draft = drafts(name, model, answers("gpt_oss", True, 2))
+    text = tiny.tokens(2, 50, seed=3)
+    aux = model(text, aux=draft.target_layer_ids).aux
+    other = None if aux is None else aux.flip(1)
+    sessions = [draft.begin(2, 60, slack=20) for _ in range(2)]
+
+    def show(session, begin, end, counts, states=aux):
+        part = None if states is None else states[:, :, begin:end]
+        session.observe(text[:, begin:end], part, counts)
+
+    ways = Likeliest()
+    for session in sessions:
+        show(session, 0, 20, [20, 17])
+        first = session.propose(text[:, 20], draft.block_size, ways)
+    for begin, end, counts in ((30, 35, [5, 2]), (36, 40, [4, 4]), (41, 44, [3, 1])):
+        show(sessions[0], begin, end, counts, other)
+        sessions[0].propose(text[:, end], draft.block_size, ways)
+    sessions[0].rewind([20, 17])
+    found = []
+    for session in sessions:
+        show(session, 20, 24, [4, 2])
+        found.append(session.propose(text[:, 24], draft.block_size, ways))
+    assert torch.equal(found[0].tokens, found[1].tokens) and found[0].counts == found[1].counts
+    if found[0].survival is not None:
+        assert torch.equal(found[0].survival, found[1].survival)
+    assert first.tokens.shape[0] == 2
+
+
+def test_the_lossy_mode_takes_what_partial_kv_says():
+    """Nothing provisional is ever taken back, and the text is another one."""
+    lossy, wanted = runs(worst, mode="lossy")
+    kept, all_ = stood(lossy.trace)
+    assert kept == all_ > 0 and lossy.tokens != wanted
+    assert [len(row) for row in lossy.tokens] == [60, 60]
+    sampled = Request(max_new_tokens=20, sampling=WAYS["penalty"], rule="match")
+    model = tiny.target("gpt_oss")
+    partial = Partial(config=SMALL, mode="lossy")
+    got = speculative.generate(model, NGram(), PROMPTS, sampled, rng=seed(), partial=partial)
+    assert stood(got.trace)[0] == stood(got.trace)[1]
+
+
+def test_what_is_refused():
+    model = tiny.target("gpt_oss")
+    with pytest.raises(ValueError, match="mode 'fast': it must be one of lossless, lossy"):
+        Partial(mode="fast")
+    with pytest.raises(ValueError, match="leave it out"):
+        speculative.generate(
+            model, NGram(), PROMPTS, Request(max_new_tokens=3), partial=Partial(), controller=Fixed(2)
+        )
