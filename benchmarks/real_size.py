@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from outpace.bench.floor import bytes_per_token, read_bandwidth
+from outpace.bench.floor import read_bandwidth, weight_bytes
 from outpace.bench.machine import machine, provenance, versions
 from outpace.decode.plain import generate
 from outpace.decode.request import Request
@@ -46,13 +46,14 @@ def measure(path: str, prompt: int, tokens: int, runs: int) -> dict[str, object]
     target, _ = open_target(path)
     loaded = time.perf_counter() - began
     ids = torch.randint(20, 4000, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+    read = weight_bytes(target) + sum(t.nbytes for n, t in named_tensors(target) if n.startswith("lm_head"))
     found = []
     for _ in range(runs):
         bandwidth = read_bandwidth(0.25)
         seconds = generate(target, [ids], Request(max_new_tokens=tokens)).trace.seconds
         rate = (tokens - 1) / seconds["verify"]
         run = {"prefill_tokens_per_s": prompt / seconds["prefill"], "tokens_per_s": rate}
-        floor = bandwidth / bytes_per_token(target)
+        floor = bandwidth / read
         run |= {"read_gb_per_s": bandwidth / 1e9, "floor_tokens_per_s": floor, "share_of_floor": rate / floor}
         found.append({key: round(value, 3) for key, value in run.items()})
     warm = found[1:]
@@ -64,7 +65,7 @@ def measure(path: str, prompt: int, tokens: int, runs: int) -> dict[str, object]
         "rss_before_gib": round(before / 2**30, 2),
         "prompt_tokens": prompt,
         "new_tokens": tokens,
-        "bytes_per_token": bytes_per_token(target),
+        "bytes_per_token": read,
         "first_run": found[0],
         "warm_median": {key: median(run[key] for run in warm) for key in warm[0]},
         "warm_runs": warm,

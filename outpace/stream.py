@@ -15,6 +15,7 @@ from outpace.chat.conversation import FINAL
 from outpace.chat.talk import Part, Talk
 from outpace.decode import plain, speculative
 from outpace.decode.controller import Controller
+from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft
@@ -70,6 +71,9 @@ class Streamed:
             "first_token_seconds": round(self.first_token_seconds, 5),
             "seconds": {k: round(v, 5) for k, v in self.trace.seconds.items()},
         }
+        if self.trace.provisional:
+            stood, passed = self.trace.stood
+            said["partial"] = {"forwards": self.trace.partial_forwards, "passed": passed, "stood": stood}
         if self.trace.foreseen:
             said["foreseen"] = {
                 "tokens_per_s": round(self.trace.foreseen_tokens_per_s, 2),
@@ -99,8 +103,16 @@ class Streamed:
         return (
             f"{self.prompt_tokens} + {len(self.tokens)} tokens, {self.tokens_per_s:.0f} tokens/s, "
             f"tau {self.trace.tau:.2f} over {self.trace.rounds} rounds, "
-            f"first token after {self.first_token_seconds * 1e3:.0f} ms ({seconds})" + self._foreseen()
+            f"first token after {self.first_token_seconds * 1e3:.0f} ms ({seconds})"
+            + self._partial()
+            + self._foreseen()
         )
+
+    def _partial(self) -> str:
+        if not self.trace.provisional:
+            return ""
+        stood, passed = self.trace.stood
+        return f"; {self.trace.partial_forwards} forwards on partial KV passed {passed} tokens, {stood} stood"
 
     def _foreseen(self) -> str:
         if not self.trace.foreseen:
@@ -201,6 +213,7 @@ def run(
     write: Callable[[str], None],
     largest: Largest | None = None,
     controller: Controller | None = None,
+    partial: Partial | None = None,
 ) -> Streamed:
     """`write` receives each piece of text that `read` makes of the tokens, when it comes."""
     pieces: list[str] = []
@@ -224,6 +237,7 @@ def run(
             [prompt],
             request,
             controller=controller,
+            partial=partial,
             rng=rng,
             on_tokens=on_tokens,
             on_logits=largest,

@@ -35,6 +35,23 @@ def test_every_draft_says_the_same(monkeypatch, capsys):
     assert len(texts) == 1
 
 
+def test_partial_kv_says_the_same_unless_it_is_told_to_be_lossy(monkeypatch, capsys, tmp_path):
+    prompt = tmp_path / "prompt.py"
+    prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
+    given = ("generate", "--prompt-file", prompt, "-n", 60, "--ignore-eos")
+    _, plain, _ = run(monkeypatch, capsys, *given, "--draft", "none")
+    sizes = "n_window_blocks=1", "n_sink_blocks=1", "block_size=4"
+    few = (*given, "--partial", 12, *(x for size in sizes for x in ("--partial-set", size)))
+    for draft in ("ngram", "suffix", "default"):
+        _, out, _ = run(monkeypatch, capsys, *few, "--draft", draft)
+        assert out == plain, draft
+    code, said, _ = run(monkeypatch, capsys, *few, "--json")
+    partial = json.loads(said)["partial"]
+    assert code == 0 and 0 < partial["stood"] <= partial["passed"] and partial["forwards"] > 0
+    _, out, _ = run(monkeypatch, capsys, *few, "--partial-lossy", "--stats", "--draft", "ngram")
+    assert "LOSSY" in out and not out.startswith(plain)
+
+
 def test_generate_from_a_file_with_stats(monkeypatch, capsys, tmp_path):
     (tmp_path / "prompt.py").write_text("class Shape:\n    def area(self):\n")
     code, out, _ = run(
@@ -56,6 +73,13 @@ def test_inspect_default(monkeypatch, capsys):
     [
         (("inspect", "no/such/folder"), "no/such/folder is not there"),
         (("generate", ""), "the prompt is empty"),
+        (("generate", "x", "--partial", 100), "sinks and window alone are 160"),
+        (("generate", "x", "--partial", 512, "--partial-set", "selektor=quest"), "did you mean `selector`"),
+        (("generate", "x", "--partial", 512, "--partial-set", "n_retrieval_blocks=3"), "--partial says how"),
+        (("generate", "x", "--partial-lossy"), "go with --partial TOKENS"),
+        (("generate", "x", "--partial", 512, "--draft", "none"), "name a draft"),
+        (("generate", "x", "--partial", 512, "--verify", 3), "leave it out"),
+        (("bench", "--suite", "context", "--draft", "ngram", "--out", "no"), "measures a target alone"),
         (("generate",), "give a prompt, or --prompt-file"),
         (("generate", "x", "--temperature", 1, "--seed", 2**64), f"seed {2**64}: it must lie in"),
         (("generate", "x", "--draft", "no/such"), "no/such is not there"),

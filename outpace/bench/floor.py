@@ -1,8 +1,23 @@
-"""What the machine allows: the rate at which memory gives its bytes."""
+"""What the machine allows: bytes that a forward reads, over the rate at which memory gives them."""
 
 import time
 
 import torch
+
+from outpace.models.blocks import ExpertMatrix
+from outpace.models.decoder import Decoder
+from outpace.models.load import named_tensors
+
+
+def weight_bytes(target: Decoder, experts: float | None = None) -> int:
+    """Weights that a forward through the layers reads, as they are stored; neither embedding nor head.
+    `experts`: how many of a layer's are touched; None: those of one token."""
+    config = target.config
+    touched = config.experts_per_token if experts is None else experts
+    share = touched / config.num_experts if config.num_experts else 0.0
+    packed = tuple(path for path, module in target.named_modules() if isinstance(module, ExpertMatrix))
+    layers = ((n, t.nbytes) for n, t in named_tensors(target) if n.startswith("layers."))
+    return round(sum(size * (share if n.rpartition(".")[0] in packed else 1.0) for n, size in layers))
 
 
 def read_bandwidth(gib: float = 1.0, repeats: int = 5) -> float:

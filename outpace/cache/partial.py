@@ -7,7 +7,8 @@ The full cache stays whole and is where truth lies; this one is small, and may s
 Layers with a sliding window are shared: they are small as they are.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,18 @@ class PartialConfig:
                 raise ValueError(
                     f"partial KV: {name} {getattr(self, name)!r}: it must be one of {', '.join(known)}"
                 )
+
+    @classmethod
+    def within(cls, tokens: int, **fields: Any) -> "PartialConfig":
+        """Of a sequence `tokens` are kept, the buffer not counted: as many retrieved blocks as fit.
+        Raises ValueError where sinks and window alone take more."""
+        bare = cls(**fields, n_retrieval_blocks=0)
+        blocks = tokens // bare.block_size - bare.n_sink_blocks - bare.n_window_blocks
+        if blocks < 0:
+            raise ValueError(
+                f"partial KV of {tokens} tokens: sinks and window alone are {bare.static_size}; give as many"
+            )
+        return replace(bare, n_retrieval_blocks=blocks)
 
     @property
     def sink_size(self) -> int:

@@ -89,7 +89,7 @@ def _verify_stages(target: str, draft: str, prompts: int, as_json: bool) -> None
         raise typer.Exit(1)
 
 
-SUITES = ("speed", "draft-context", "drafts", "lossless", "controller")
+SUITES = ("speed", "draft-context", "context", "drafts", "lossless", "controller")
 
 
 @app.command()
@@ -99,7 +99,8 @@ def bench(
         str,
         typer.Option(
             help="speed: methods side by side. draft-context: a draft's cost against context, by operation. "
-            "drafts, lossless, controller: the methods that the recipe names."
+            "context: a target's, whole and on partial KV. drafts, lossless, controller: methods that "
+            "the recipe names."
         ),
     ] = "speed",
     target: Target = "default",
@@ -120,6 +121,8 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --suite draft-context --out report --set contexts=2048,8192
 
+    [bold]Example[/bold]: outpace bench --suite context --target gpt-oss-20b --out report
+
     [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-weights q8_0
 
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
@@ -128,15 +131,17 @@ def bench(
         raise ValueError(f"--suite {suite}: known are {', '.join(SUITES)}")
     if quick and suite != "draft-context":
         raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
-    compares = suite not in SUITES[:2]
+    compares = suite not in SUITES[:3]
     if compares and recipe is None:
         raise ValueError(
             f"--suite {suite} compares the methods of a --recipe, such as recipes/drafts/suite-embedded.toml"
         )
     if drafts is not None and not compares:
-        raise ValueError(f"--drafts is for the suites {', '.join(SUITES[2:])}; {suite} takes one --draft")
+        raise ValueError(f"--drafts is for the suites {', '.join(SUITES[3:])}, not {suite}")
     if draft != "default" and compares:
         raise ValueError(f"--draft {draft}: the drafts of --suite {suite} are named in its --recipe")
+    if suite == "context" and (draft != "default" or draft_weights is not None):
+        raise ValueError("--suite context measures a target alone: leave --draft and --draft-weights out")
     if draft_weights is not None and compares:
         raise ValueError(
             f"--draft-weights {draft_weights}: in --suite {suite} every method says it for itself, in the "
@@ -146,6 +151,8 @@ def bench(
     given = (target, draft, draft_weights, recipe, set_, out, corpus, shown)
     if suite == "speed":
         report = _bench_speed(*given, printed=not as_json)
+    elif suite == "context":
+        report = _bench_context(target, recipe, set_, out, shown)
     elif suite == "draft-context":
         report = _bench_draft_context(*given, quick)
     else:
@@ -214,6 +221,19 @@ def _bench_draft_context(
     }
     report = run_draft_context(loaded, dflash, prompts, settings, out, shown)
     write_draft_context(report, out)
+    return report
+
+
+def _bench_context(
+    target: str, recipe: Path | None, set_: list[str] | None, out: Path, shown: Console
+) -> dict[str, Any]:
+    from outpace.bench.context import ContextSettings, run_context
+    from outpace.bench.context_report import write_context
+    from outpace.load import open_target
+
+    settings = recipe_settings(ContextSettings, recipe, set_)
+    report = run_context(open_target(target)[0], settings, out, shown)
+    write_context(report, out)
     return report
 
 

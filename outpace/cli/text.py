@@ -26,6 +26,7 @@ from outpace.cli.app import (
 )
 from outpace.cli.calibrate import CacheDir, Method, Verify, controller_for
 from outpace.cli.chat import open_talk
+from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, partial_of, partial_told
 
 
 @app.command()
@@ -41,6 +42,9 @@ def generate(
     method: Method = "auto",
     verify: Verify = None,
     cache_dir: CacheDir = None,
+    partial: PartialTokens = 0,
+    partial_set: PartialSet = None,
+    partial_lossy: PartialLossy = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     top_k: TopK = 0,
@@ -79,6 +83,7 @@ def generate(
     outpace generate --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
     outpace generate "def fibonacci(n):" --tree 16 --stats
     outpace generate "import os" --temperature 1 --min-p 0.05 --rule gumbel --seed 7
+    outpace generate --prompt-file book.txt --partial 4096 --draft ngram --stats
     outpace generate "What is 2 + 2?" --chat --target gpt-oss-20b
     outpace generate "import os" --timing; outpace generate "import os" -n 4 --layers 2 --top-logits 3
     """
@@ -113,7 +118,11 @@ def generate(
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)
     load_seconds = time.perf_counter() - began
-    used, pace, told = controller_for(loaded, bound, tokenizer, request.judged, method, verify, cache_dir)
+    near = partial_of(partial, partial_set, partial_lossy)
+    if near is None:
+        used, pace, told = controller_for(loaded, bound, tokenizer, request.judged, method, verify, cache_dir)
+    else:
+        used, pace, told = bound, None, partial_told(near, bound is not None, method, verify)
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)
     talk = open_talk(target, tokenizer, stop, None, "medium", None, None) if chat else None
@@ -124,7 +133,7 @@ def generate(
         talk.say(text)
         ids, stop, read = talk.prompt(), talk.stop, answer_reader(talk)
     request = replace(request, stop=frozenset() if ignore_eos else stop)
-    result = run(loaded, used, ids, read, request, seed, _hide if as_json else _write, largest, pace)
+    result = run(loaded, used, ids, read, request, seed, _hide if as_json else _write, largest, pace, near)
     said, warm = result.as_json() | {"method": told}, None
     if not as_json:
         _write("\n")
@@ -132,7 +141,7 @@ def generate(
         parts = talk.end()
         said |= {"parts": [part.as_json() for part in parts], "note": no_answer(parts, len(result.tokens))}
     if timing:
-        warm = run(loaded, used, ids, reader(tokenizer, ids), request, seed, _hide, None, pace)
+        warm = run(loaded, used, ids, reader(tokenizer, ids), request, seed, _hide, None, pace, near)
         said["timing"] = {"load": round(load_seconds, 6), "first": result.timing(), "warm": warm.timing()}
     if as_json:
         print(json.dumps(said))

@@ -72,6 +72,18 @@ class Trace:
         self.accepted.append(taken)
 
     @property
+    def stood(self) -> tuple[int, int]:
+        """Of the guesses that had passed on partial KV, how many the full pass let stand; and how many they
+        were."""
+        pairs = [
+            (min(a, m), m)
+            for taken, before in zip(self.accepted, self.provisional, strict=True)
+            for a, m in zip(taken, before, strict=True)
+            if a >= 0
+        ]
+        return sum(a for a, _ in pairs), sum(m for _, m in pairs)
+
+    @property
     def decode_seconds(self) -> float:
         return sum(seconds for part, seconds in self.seconds.items() if part != "prefill")
 

@@ -111,7 +111,7 @@ def test_what_is_shown_is_sinks_chosen_blocks_window_and_buffer(config, lengths,
 @given(configs(), st.data())
 def test_rounds_of_trees_leave_what_plain_text_leaves(config, data):
     """A tree is appended on partial KV and a path of it lives, round after round until the buffer is full;
-    the same keys appended as text show the same. The full cache is untouched, and goes on from where it was."""
+    the same keys appended as text show the same. The full cache is untouched, and goes on where it was."""
     batch, T = 2, data.draw(st.integers(1, 6))
     room = config.buffer_size(T) + 1  # and the query that looks at the end
     pairs = []

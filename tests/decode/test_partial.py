@@ -96,24 +96,13 @@ def runs(score, config=SMALL, mode="lossless", new=60):
     return got, plain.generate(model, prompts, asked).tokens
 
 
-def stood(trace):
-    """Of the tokens accepted on partial KV, those that the full pass let stand; and all of them."""
-    pairs = [
-        (min(a, m), m)
-        for taken, before in zip(trace.accepted, trace.provisional, strict=True)
-        for a, m in zip(taken, before, strict=True)
-        if a >= 0
-    ]
-    return sum(a for a, _ in pairs), sum(m for _, m in pairs)
-
-
 def test_a_bad_selector_costs_speed_and_nothing_else():
     """A middle drafter that is mostly wrong is asked ever more seldom."""
     good, wanted = runs(None)
     bad, _ = runs(worst)
     assert good.tokens == bad.tokens == wanted
-    kept, all_ = stood(bad.trace)
-    assert 0 < kept < all_ and kept / all_ < stood(good.trace)[0] / stood(good.trace)[1]
+    kept, all_ = bad.trace.stood
+    assert 0 < kept < all_ and kept / all_ < good.trace.stood[0] / good.trace.stood[1]
     assert good.trace.rounds < bad.trace.rounds
 
 
@@ -145,7 +134,7 @@ def test_what_never_stands_is_left_alone():
     tried = [n for n, (m,) in enumerate(got.trace.provisional) if m]
     gaps = [b - a - 1 for a, b in zip(tried, tried[1:], strict=False)]
     assert gaps == [min(2**i, LONGEST_REST) for i in range(len(gaps))] and len(gaps) >= 6
-    assert stood(got.trace)[0] == 0
+    assert got.trace.stood[0] == 0
 
 
 def test_enough_room_for_everything_is_the_full_cache():
@@ -264,14 +253,14 @@ def test_what_was_provisional_is_forgotten(name):
 def test_the_lossy_mode_takes_what_partial_kv_says():
     """Nothing provisional is ever taken back, and the text is another one."""
     lossy, wanted = runs(worst, mode="lossy")
-    kept, all_ = stood(lossy.trace)
+    kept, all_ = lossy.trace.stood
     assert kept == all_ > 0 and lossy.tokens != wanted
     assert [len(row) for row in lossy.tokens] == [60, 60]
     sampled = Request(max_new_tokens=20, sampling=WAYS["penalty"], rule="match")
     model = tiny.target("gpt_oss")
     partial = Partial(config=SMALL, mode="lossy")
     got = speculative.generate(model, NGram(), PROMPTS, sampled, rng=seed(), partial=partial)
-    assert stood(got.trace)[0] == stood(got.trace)[1]
+    assert got.trace.stood[0] == got.trace.stood[1]
 
 
 def test_what_is_refused():

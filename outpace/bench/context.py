@@ -1,0 +1,226 @@
+"""What a step costs against context: one token, a full verification, one on partial KV, and what settles it.
+
+The cache is filled with random numbers: what keys say changes no time. The head and the draft are left out.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from outpace.bench.described import describe_target
+from outpace.bench.floor import read_bandwidth, weight_bytes
+from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.progress import progress
+from outpace.bench.resume import Kept
+from outpace.cache.kv import Cache
+from outpace.cache.partial import PartialCache, PartialConfig
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import seeded
+
+K = 1024
+PLAIN, FULL, PARTIAL, SETTLE, REFRESH = METHODS = ("plain", "full", "partial", "settle", "refresh")
+ABOUT = {
+    PLAIN: "one token over the whole cache",
+    FULL: "a block verified over the whole cache",
+    PARTIAL: "a block verified on partial KV",
+    SETTLE: "the full pass over a full buffer and the next block",
+    REFRESH: "the blocks of partial KV chosen anew and copied",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextSettings:
+    """`columns` of a block; `budget`: tokens of partial KV, the buffer not among them. Each method is
+    repeated until it took `cell_s` seconds at a context, at most `repeats` times and at least twice. `tau`:
+    tokens that a round brings, taken as given for the time of a token; the draft's time is not in it."""
+
+    contexts: tuple[int, ...] = (K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
+    columns: int = 8
+    budget: int = 4096
+    block_size: int = 16
+    n_spec_tokens_buf: int = 20
+    selector: str = "quest"
+    tau: float = 3.0
+    repeats: int = 9
+    cell_s: float = 10.0
+    memory_gib: float = 20.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.contexts or min(self.contexts) < 1 or list(self.contexts) != sorted(set(self.contexts)):
+            raise ValueError(
+                f"context: contexts {list(self.contexts)}: give counts of tokens, ascending, each once"
+            )
+        for name in ("columns", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"context: {name} {getattr(self, name)}: it must be at least 1")
+        if not 1 <= self.tau <= self.columns:
+            raise ValueError(f"context: tau {self.tau}: from 1 to the {self.columns} columns of a round")
+        self.partial()
+
+    def partial(self) -> PartialConfig:
+        return PartialConfig.within(
+            self.budget,
+            block_size=self.block_size,
+            n_spec_tokens_buf=self.n_spec_tokens_buf,
+            selector=self.selector,
+        )
+
+
+def run_context(target: Decoder, settings: ContextSettings, folder: Path, console: Console) -> dict[str, Any]:
+    """-> the report. What was measured before a stop is read from folder/progress.jsonl. Raises ValueError
+    where a context does not fit the model's positions or the memory."""
+    began, before, about = time.perf_counter(), machine(target.device), describe_target(target)
+    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
+    kept = Kept(folder, {"settings": asked, "target": about, "threads": torch.get_num_threads()})
+    room = settings.partial().buffer_size(settings.columns)
+    check(target, max(settings.contexts) + room, settings)
+    made: list[PartialCache] = []
+    with progress(console) as bar, torch.inference_mode():
+        task = bar.add_task("context", total=len(settings.contexts))
+        for context in settings.contexts:
+            bar.update(task, description=f"context {context:,}")
+            if f"cell {context}" not in kept:
+                if not made:
+                    made.append(filled(target, max(settings.contexts) + room, room, settings))
+                kept[f"floor {context}"] = read_bandwidth(repeats=3)
+                kept[f"cell {context}"] = measure(target, made[0], context, settings)
+            bar.advance(task)
+    floor = max(kept[name] for name in kept.names if name.startswith("floor "))
+    report = {
+        **provenance(),
+        "machine": before,
+        "versions": versions(),
+        "target": about,
+        "settings": asked,
+        "methods": ABOUT,
+        "floor": {"read_bytes_per_s": round(floor)},
+        "cells": [rated(kept[f"cell {n}"], floor, settings) for n in settings.contexts],
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    kept.done()
+    return report
+
+
+def check(target: Decoder, longest: int, settings: ContextSettings) -> None:
+    if longest > target.config.max_position_embeddings:
+        raise ValueError(
+            f"context: {max(settings.contexts):,} tokens and a full buffer reach position {longest:,}; this "
+            f"model's positions end at {target.config.max_position_embeddings:,}: ask for shorter contexts"
+        )
+    config = target.config
+    needed = longest * kv_row(target) * sum(not config.window(i) for i in range(config.num_layers))
+    if needed > settings.memory_gib * 2**30:
+        raise ValueError(
+            f"context: keys and values take {needed / 2**30:.1f} GiB at {longest:,} tokens, and memory_gib "
+            f"is {settings.memory_gib:g}: ask for shorter contexts, or for fewer layers (outpace synth)"
+        )
+
+
+def kv_row(target: Decoder) -> int:
+    """Bytes of one token in one layer."""
+    return 2 * target.config.num_kv_heads * target.config.head_dim * target.dtype.itemsize
+
+
+def filled(target: Decoder, length: int, room: int, settings: ContextSettings) -> PartialCache:
+    cache = target.make_cache(1, length, slack=room)
+    rng = seeded(settings.seed)
+    for memory in cache.layers:
+        for x in (memory.k, memory.v):
+            x.copy_(torch.randn(x.shape[1:], generator=rng)[None])
+    return PartialCache(cache, settings.partial(), room)
+
+
+def grow(cache: Cache, context: int) -> None:
+    """What fills it stands there already."""
+    cache.advance(cache.begin(context - cache.lengths[0]))
+
+
+def measure(target: Decoder, near: PartialCache, context: int, settings: ContextSettings) -> dict[str, Any]:
+    """One context: the methods take turns. Partial KV has no rows where its budget holds all of the text."""
+    rng, full = seeded(settings.seed, context), near.full
+    grow(full, context)
+    tokens = torch.randint(0, target.config.vocab_size, (1, near.room), generator=rng).to(target.device)
+    touched: dict[str, float] = {}
+
+    def over(cache: Cache, columns: int, name: str) -> None:
+        out = target(tokens[:, :columns], cache, routing=name not in touched)
+        if name not in touched:
+            touched[name] = distinct(out.routing, target.config.experts_per_token)
+        cache.rewind([context])
+
+    ways: dict[str, Callable[[], None]] = {
+        PLAIN: lambda: over(full, 1, PLAIN),
+        FULL: lambda: over(full, settings.columns, FULL),
+    }
+    if context > near.config.static_size:
+        ways |= {
+            SETTLE: lambda: over(full, near.room, SETTLE),
+            REFRESH: near.refresh,
+            PARTIAL: lambda: over(near, settings.columns, PARTIAL),
+        }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(-1, settings.repeats):
+        for name, way in ways.items():
+            if len(taken[name]) >= 2 and sum(taken[name]) > settings.cell_s:
+                continue
+            began = time.perf_counter()
+            way()
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)
+            if repeat >= 0:  # the first is a rehearsal
+                taken[name].append(time.perf_counter() - began)
+    seen = {PLAIN: context, FULL: context, SETTLE: context, PARTIAL: near.config.static_size}
+    config = target.config
+    windows = [config.window(i) for i in range(config.num_layers)]
+    return {
+        "context": context,
+        "kv_bytes": kv_row(target) * sum(min(w, context) if w else context for w in windows),
+        "partial_kv_bytes": near.nbytes if PARTIAL in ways else 0,
+        "methods": {
+            name: {
+                "repeats": len(found),
+                "seconds": statistics.median(found),
+                "fastest": min(found),
+                "slowest": max(found),
+                "experts_touched": touched.get(name),
+                "bytes": weight_bytes(target, touched[name])
+                + kv_row(target) * sum(min(w, context) if w else seen[name] for w in windows)
+                if name in seen
+                else None,
+            }
+            for name, found in taken.items()
+        },
+    }
+
+
+def distinct(routing: list[torch.Tensor], k: int) -> float:
+    """Experts that a forward's tokens touch, the mean over layers; 0 where there are none."""
+    found = [len(logits.topk(k, dim=-1).indices.unique()) for logits in routing]
+    return statistics.fmean(found) if found else 0.0
+
+
+def rated(cell: dict[str, Any], floor: float, settings: ContextSettings) -> dict[str, Any]:
+    """Beside the times: the share of the floor, and the time of a token if a round brings `tau`."""
+    methods = {
+        name: m | {"share_of_floor": round(m["bytes"] / floor / m["seconds"], 4) if m["bytes"] else None}
+        for name, m in cell["methods"].items()
+    }
+    s = {name: m["seconds"] for name, m in methods.items()}
+    a_token = {PLAIN: s[PLAIN], FULL: s[FULL] / settings.tau}
+    speedup = None
+    if PARTIAL in s:
+        rounds = math.ceil(settings.n_spec_tokens_buf / settings.tau)
+        cycle = rounds * s[PARTIAL] + s[SETTLE] + s[REFRESH]
+        a_token[PARTIAL] = cycle / ((rounds + 1) * settings.tau)
+        speedup = round(s[FULL] / s[PARTIAL], 3)
+    return cell | {"methods": methods, "seconds_per_token": a_token, "verification_speedup": speedup}

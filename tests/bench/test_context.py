@@ -1,0 +1,113 @@
+"""The context suite: what it times, what it counts, what it takes up again, what it refuses."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+from outpace.bench import context
+from outpace.bench.context import ContextSettings, distinct, rated, run_context
+from outpace.bench.context_report import context_markdown, cost_table, write_context
+from outpace.bench.floor import weight_bytes
+from outpace.models.load import named_tensors
+
+QUIET = Console(quiet=True)
+ASKED = {
+    "contexts": (24, 60), "columns": 3, "budget": 30, "block_size": 2, "n_spec_tokens_buf": 5, "tau": 2.0,
+    "repeats": 2, "cell_s": 0.0,
+}  # fmt: skip
+
+
+def test_a_report_of_what_was_run(tmp_path):
+    model = tiny.target("gpt_oss")
+    report = run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
+    near, far = report["cells"]
+    assert set(near["methods"]) == {"plain", "full"} and set(far["methods"]) == set(context.METHODS)
+    assert near["verification_speedup"] is None and near["partial_kv_bytes"] == 0
+    seconds = {name: m["seconds"] for name, m in far["methods"].items()}
+    assert far["verification_speedup"] == round(seconds["full"] / seconds["partial"], 3)
+    config, row = model.config, 2 * model.config.num_kv_heads * model.config.head_dim * 4
+    windows = [config.window(i) for i in range(config.num_layers)]
+    assert far["kv_bytes"] == row * sum(min(w or 60, 60) for w in windows)
+    for name, seen in (("plain", 60), ("full", 60), ("settle", 60), ("partial", 30)):
+        kv = row * sum(min(w, 60) if w else seen for w in windows)
+        touched = far["methods"][name]["experts_touched"]
+        assert far["methods"][name]["bytes"] == weight_bytes(model, touched) + kv
+    assert far["methods"]["refresh"]["bytes"] is None
+    assert far["methods"]["plain"]["experts_touched"] == config.experts_per_token
+    write_context(report, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert (tmp_path / "context.png").stat().st_size > 5000
+    assert "| 60 |" in context_markdown(report) and len(cost_table(report)) == 5
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["context.png", "report.json", "report.md"]
+
+
+def test_what_a_token_takes():
+    """Two rounds of tau 3 fill a buffer of five, and a third one ends it: nine tokens."""
+    seconds = {"plain": 1.0, "full": 3.0, "partial": 2.0, "settle": 4.0, "refresh": 1.0}
+    methods = {
+        name: {"seconds": s, "bytes": None if name == "refresh" else 10} for name, s in seconds.items()
+    }
+    found = rated({"methods": methods}, 20.0, ContextSettings(**ASKED | {"tau": 3.0}))
+    assert found["seconds_per_token"] == {"plain": 1.0, "full": 1.0, "partial": 1.0}
+    assert found["methods"]["partial"]["share_of_floor"] == 0.25
+    assert found["verification_speedup"] == 1.5
+
+
+def test_bytes_of_the_weights_by_hand():
+    model = tiny.target("gpt_oss")
+    names = {n: t.nbytes for n, t in named_tensors(model) if n.startswith("layers.")}
+    experts = sum(size for n, size in names.items() if ".mlp.up." in n or ".mlp.down." in n)
+    rest = sum(names.values()) - experts
+    for touched in (1, 2.5):
+        assert weight_bytes(model, touched) == round(rest + experts * touched / model.config.num_experts)
+    assert weight_bytes(model) == weight_bytes(model, model.config.experts_per_token)
+    dense = tiny.target("qwen3")
+    assert weight_bytes(dense) == sum(t.nbytes for n, t in named_tensors(dense) if n.startswith("layers."))
+    logits = torch.tensor([[3.0, 2, 1, 0], [0, 2, 3, 1]])
+    assert distinct([logits, logits[:1]], 2) == 2.5 and distinct([], 2) == 0
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    model, measured = tiny.target("qwen3"), []
+    honest = context.measure
+
+    def once(target, near, n, settings):
+        if n in measured:
+            raise KeyboardInterrupt
+        measured.append(n)
+        return honest(target, near, n, settings)
+
+    monkeypatch.setattr(context, "measure", once)
+    measured.append(60)
+    with pytest.raises(KeyboardInterrupt):
+        run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
+    measured.remove(60)
+    report = run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
+    assert measured == [24, 60] and [c["context"] for c in report["cells"]] == [24, 60]
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"contexts": (9, 3)}, "contexts .9, 3.: give counts of tokens, ascending"),
+        ({"columns": 0}, "columns 0: it must be at least 1"),
+        ({"tau": 4.0}, "tau 4.0: from 1 to the 3 columns"),
+        ({"budget": 10}, "partial KV of 10 tokens: sinks and window alone are 20"),
+        ({"selector": "best"}, "selector 'best'"),
+    ],
+)
+def test_settings_that_cannot_be(said, error):
+    with pytest.raises(ValueError, match=error):
+        ContextSettings(**ASKED | said)
+
+
+def test_contexts_that_do_not_fit(tmp_path):
+    model = tiny.target("qwen3")
+    with pytest.raises(ValueError, match="positions end at"):
+        run_context(model, ContextSettings(**ASKED | {"contexts": (tiny.LONGEST,)}), tmp_path, QUIET)
+    with pytest.raises(ValueError, match="and memory_gib is 1e-06"):
+        run_context(model, ContextSettings(**ASKED, memory_gib=1e-6), tmp_path, QUIET)
+    assert not list(tmp_path.iterdir())
