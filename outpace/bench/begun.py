@@ -115,6 +115,7 @@ def describe_method(opened: Opened) -> dict[str, Any]:
         "draft": opened.spec.draft,
         "weights": opened.spec.weights,
         "tree": opened.spec.tree,
+        **({"partial": opened.spec.partial} if opened.spec.partial else {}),
         "columns": opened.draft.block_size,
         "parameters": sum(map(parameters, modules)),
         "bytes": sum(t.nbytes for m in modules for _, t in named_tensors(m)) + looked_up(opened.draft),

@@ -31,7 +31,7 @@ def run_lossless(asked: Asked) -> dict[str, Any]:
         for (temperature, rule), cases in zip(WAYS, ways, strict=True):
             plain = suite.method(Case(method=PLAIN, temperature=temperature, rule=rule))
             runs = {c: suite.method(c) for c in cases}
-            totals = dict.fromkeys(cases, Check())
+            totals, partial = dict.fromkeys(cases, Check()), {c: [0, 0] for c in cases}
             for group, texts in enumerate(groups):
                 key = f"T={temperature:g}, group {group}"
                 if key not in suite.kept:
@@ -40,13 +40,20 @@ def run_lossless(asked: Asked) -> dict[str, Any]:
                     counted = {}
                     for case, run in runs.items():
                         bar.update(task, description=case.label)
-                        said = run(texts, recipe.lossless_tokens, seed).tokens
-                        counted[case.label] = asdict(count(target, case, texts, said, answers, seed))
+                        done = run(texts, recipe.lossless_tokens, seed)
+                        check = count(target, case, texts, done.tokens, answers, seed)
+                        counted[case.label] = [asdict(check), done.trace.stood]
                     suite.kept[key] = counted
                 for case in cases:
-                    totals[case] += Check(**suite.kept[key][case.label])
+                    check, stood = suite.kept[key][case.label]
+                    totals[case] += Check(**check)
+                    partial[case] = [a + b for a, b in zip(partial[case], stood, strict=True)]
                 bar.advance(task, len(cases) + 1)
-            found += [{**asdict(c), "label": c.label, **asdict(totals[c])} for c in cases]
+            found += [
+                {**asdict(c), "label": c.label, **asdict(totals[c])}
+                | ({"stood": partial[c][0], "passed": partial[c][1]} if recipe.specs[c.method].near else {})
+                for c in cases
+            ]
     return suite.report(
         prompts=recipe.lossless_prompts,
         new_tokens=recipe.lossless_tokens,

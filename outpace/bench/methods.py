@@ -1,7 +1,7 @@
 """A method of a comparison: which draft, in what shape it proposes, how its guesses are judged."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,11 @@ import torch
 from tokenizers import Tokenizer
 
 from outpace.bench.timed import Method, Prompts, Timed, timed
+from outpace.cache.partial import PartialConfig
 from outpace.decode import plain, speculative
 from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs
+from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.decode.rules import RULES
 from outpace.drafts.dflash import BoundDFlash
@@ -24,6 +26,7 @@ from outpace.drafts.suffix import Suffix
 from outpace.load import DEFAULT, SUFFIX, draft_folder, open_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
+from outpace.settings import load_settings
 
 PLAIN = "plain"
 
@@ -36,6 +39,7 @@ class MethodSpec:
     `branch`: the shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual.
     `weights`: "q8_0" packs its matrices in 8-bit blocks; None: as in its files. `rules`: how guesses are
     judged above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
+    `partial`: with partial KV, its `tokens`, perhaps its `mode`, and fields of cache.partial.PartialConfig.
     """
 
     draft: str
@@ -45,8 +49,23 @@ class MethodSpec:
     weights: str | None = None
     rules: tuple[str, ...] = ("match", "rejection", "gumbel")
     controller: tuple[bool, ...] = (False, True)
+    partial: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def near(self) -> Partial | None:
+        """Raises ValueError for sizes that cannot be."""
+        if not self.partial:
+            return None
+        said = dict(self.partial)
+        tokens, mode = said.pop("tokens", None), said.pop("mode", "lossless")
+        if not isinstance(tokens, int) or "n_retrieval_blocks" in said:
+            raise ValueError("a method's partial: `tokens` says how many of each layer's KV are kept in all")
+        load_settings(PartialConfig, None, said, "a method's partial")  # refuses what it does not know
+        return Partial(config=PartialConfig.within(tokens, **said), mode=mode)
 
     def __post_init__(self) -> None:
+        if self.near is not None and True in self.controller:
+            raise ValueError("a method's partial: controllers know full passes alone; controller = [false]")
         unknown = [rule for rule in self.rules if rule not in RULES]
         if unknown or not self.rules:
             said = f"no rule {unknown[0]!r}" if unknown else "at least one rule"
@@ -149,7 +168,7 @@ def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | 
 
     Raises ValueError for a width that the draft does not have.
     """
-    draft = None if opened is None else opened.draft
+    draft, near = (None, None) if opened is None else (opened.draft, opened.spec.near)
     if draft is not None and case.width and not 1 <= case.width <= draft.block_size:
         raise ValueError(f"width {case.width}: {case.method} proposes at most {draft.block_size} columns")
     controller: Controller | None = Fixed(case.width) if case.width else None
@@ -164,7 +183,7 @@ def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | 
             return timed(lambda told: plain.generate(target, prompts, request, rng=rng, on_tokens=told))
         return timed(
             lambda told: speculative.generate(
-                target, draft, prompts, request, controller=controller, rng=rng, on_tokens=told
+                target, draft, prompts, request, controller=controller, partial=near, rng=rng, on_tokens=told
             )
         )
 

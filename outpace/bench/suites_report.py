@@ -39,6 +39,7 @@ TIES = """\
 
 
 def lossless_table(report: dict[str, Any]) -> list[str]:
+    partial = any("passed" in r for r in report["results"])
     rows = [
         [
             r["method"] + (" + controller" if r["steered"] else ""),
@@ -47,10 +48,12 @@ def lossless_table(report: dict[str, Any]) -> list[str]:
             f"{r['violations']:,}",
             f"{r['ties']:,}",
             f"{r['checked']:,}",
+            *([f"{r['stood']:,} of {r['passed']:,}" if "passed" in r else "-"] if partial else []),
         ]
         for r in report["results"]
     ]
-    return table(("method", "T", "rule", "violations", "ties", "tokens compared"), rows)
+    columns = ["method", "T", "rule", "violations", "ties", "tokens compared"]
+    return table([*columns, *(["stood, of those passed on partial KV"] if partial else [])], rows)
 
 
 def controller_markdown(report: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.kv import Cache, Memory, Step, View, move_columns
-from outpace.cache.summary import SELECTORS, Score, extremes, rank
+from outpace.cache.summary import SELECTORS, extremes, rank
 from outpace.cache.tree import Tree
 
 REDUCE = ("mean", "max")
@@ -125,7 +125,7 @@ class PartialMemory(Memory):
             keys = self.full.k[b, :, begin * size : end * size]
             self.low[b, :, begin:end], self.high[b, :, begin:end] = extremes(keys, size)
 
-    def fill(self, b: int, length: int, score: Score) -> None:
+    def fill(self, b: int, length: int) -> None:
         """Row b anew, from the first `length` tokens of the full memory."""
         config = self.config
         if length <= config.static_size:
@@ -133,7 +133,7 @@ class PartialMemory(Memory):
             return
         sink, start = config.sink_size, config.window_start(length)
         self._copy(b, 0, 0, sink)
-        chosen = self.choose(b, config.n_sink_blocks, start // config.block_size, score)
+        chosen = self.choose(b, config.n_sink_blocks, start // config.block_size)
         offset = torch.arange(config.block_size, device=chosen.device)
         index = (chosen[:, :, None] * config.block_size + offset).flatten(1)
         for h, tokens in enumerate(index):
@@ -141,7 +141,7 @@ class PartialMemory(Memory):
                 ours[b, h, sink : sink + len(tokens)] = theirs[b, h].index_select(0, tokens).to(ours.device)
         self._copy(b, sink + config.retrieval_size, start, length)
 
-    def choose(self, b: int, first: int, end: int, score: Score) -> Tensor:
+    def choose(self, b: int, first: int, end: int) -> Tensor:
         """-> [K, n_retrieval_blocks] int64, the blocks of row b among first .. end - 1 that the last queries
         want most, ascending, each kv head its own; the latest ones where nobody has asked."""
         low, high = self.low[b, :, first:end], self.high[b, :, first:end]
@@ -150,6 +150,7 @@ class PartialMemory(Memory):
         if self.full.asked is None or not real:
             return torch.arange(end - count, end, device=low.device).expand(K, -1)
         q = self.full.asked[0][b, :real].to(low.device)
+        score = SELECTORS[self.config.selector]
         best = rank(score(q, low, high), K, self.config.reduce).topk(count, dim=1).indices
         return first + best.sort(dim=1).values
 
@@ -163,17 +164,15 @@ class PartialCache(Cache):
     buffered tokens; `refresh` forgets these and chooses anew.
 
     `room`: columns the buffer has. The full cache must have as much slack, since its window layers take the
-    buffered tokens too; they are overwritten there when the full cache goes on. `score` stands in for
-    `config.selector`.
+    buffered tokens too; they are overwritten there when the full cache goes on.
     """
 
-    def __init__(self, full: Cache, config: PartialConfig, room: int, score: Score | None = None) -> None:
+    def __init__(self, full: Cache, config: PartialConfig, room: int) -> None:
         assert room <= full.slack, f"{room} buffered columns, and the windows can take back {full.slack}"
         super().__init__(
             full.batch, full.length, full.slack, (), 1, 1, offset=full.offset, device=full.device
         )
         self.full, self.config, self.room = full, config, room
-        self.score = score or SELECTORS[config.selector]
         self.layers = [
             memory if window else PartialMemory(memory, config, room, self.device)
             for memory, window in zip(full.layers, full.windows, strict=True)
@@ -202,7 +201,7 @@ class PartialCache(Cache):
             blocks = n // config.block_size
             for memory in self.partials:
                 memory.summarise(b, self.summarised[b], blocks)
-                memory.fill(b, n, self.score)
+                memory.fill(b, n)
             self.summarised[b] = blocks
             self.static[b] = n
             if n > config.static_size:

@@ -37,6 +37,11 @@ def recent(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.arange(low.shape[1], dtype=torch.float32, device=q.device).expand(T, H, -1)
 
 
+def worst(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """What Quest wants least: deliberately bad, for proving that no text depends on the choice."""
+    return -quest(q, low, high)
+
+
 def _dot(q: Tensor, keys: Tensor) -> Tensor:
     """q [T, H, D], keys [K, n, D] -> [T, H, n] float32."""
     T, H, D = q.shape
@@ -44,7 +49,7 @@ def _dot(q: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum("tkgd,knd->tkgn", grouped, keys.float()).reshape(T, H, -1)
 
 
-SELECTORS: dict[str, Score] = {"minmax": minmax, "quest": quest, "recent": recent}
+SELECTORS: dict[str, Score] = {"quest": quest, "minmax": minmax, "recent": recent, "worst": worst}
 
 
 def rank(scores: Tensor, kv_heads: int, reduce: str) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from outpace.cache.kv import FEW, Cache
 from outpace.cache.partial import PartialCache, PartialConfig
-from outpace.cache.summary import Score
 from outpace.decode.backlog import verified
 from outpace.decode.rules import Judge, Verdict
 from outpace.decode.trace import Trace
@@ -26,12 +25,11 @@ LONGEST_REST = 64  # rounds
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """What is asked of partial KV. `lossy`: what was accepted on it is never judged, as published.
-    `score` stands in for `config.selector`. Raises ValueError for a mode that is none of MODES."""
+    """What is asked of partial KV. `lossy`: what was accepted on it is never judged, as published. Raises
+    ValueError for a mode that is none of MODES."""
 
     config: PartialConfig = field(default_factory=PartialConfig)
     mode: str = "lossless"
-    score: Score | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -60,9 +58,7 @@ class PartialSession:
         stop: frozenset[int] = frozenset(),
     ) -> None:
         """`inner`: the draft's session. `judge`: the loop's. Behind a token of `stop` nothing is guessed."""
-        self.cache = PartialCache(
-            full, partial.config, partial.config.buffer_size(draft.block_size), partial.score
-        )
+        self.cache = PartialCache(full, partial.config, partial.config.buffer_size(draft.block_size))
         self.target, self.draft, self.inner, self.judge = target, draft, inner, judge
         self.trace, self.stop = trace, stop
         self.observed = [0] * full.batch  # tokens of full passes

@@ -63,10 +63,11 @@ def wanted_blocks(config, keys, q, first, end):
         if q is None or config.selector == "recent":
             scores.append(float(i))
             continue
-        if config.selector == "quest":
+        if config.selector in ("quest", "worst"):
             each = torch.maximum(q * low, q * high).sum(-1)
         else:
             each = torch.maximum((q * low).sum(-1), (q * high).sum(-1))
+        each = -each if config.selector == "worst" else each
         over = each.amax(0) if config.reduce == "max" else each.mean(0)
         scores.append(float(over.mean()))
     best = sorted(range(first, end), key=lambda i: -scores[i - first])
@@ -224,7 +225,7 @@ def test_the_names_and_sizes_of_the_paper():
         ({"n_window_blocks": 0}, "n_window_blocks 0: it must be at least 1"),
         ({"n_retrieval_blocks": -1}, "n_retrieval_blocks -1: it must be at least 0"),
         ({"n_spec_tokens_buf": 0}, "n_spec_tokens_buf 0: it must be at least 1"),
-        ({"selector": "best"}, "selector 'best': it must be one of minmax, quest, recent"),
+        ({"selector": "best"}, "selector 'best': it must be one of quest, minmax, recent, worst"),
         ({"reduce": "sum"}, "reduce 'sum': it must be one of mean, max"),
     ],
 )

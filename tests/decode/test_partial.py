@@ -1,5 +1,7 @@
 """With the target on partial KV in between, the loop says the same: every draft, and a bad selector."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -12,7 +14,6 @@ from test_suffix import draft as suffix
 from test_trees import ScriptedTree
 
 from outpace.cache.partial import PartialCache, PartialConfig, PartialMemory
-from outpace.cache.summary import quest
 from outpace.decode import plain, speculative
 from outpace.decode.controller import Fixed
 from outpace.decode.partial import LONGEST_REST, Partial
@@ -29,12 +30,7 @@ SMALL = PartialConfig(
 )
 
 
-def worst(q, low, high):
-    """Deliberately bad: what Quest wants most comes last."""
-    return -quest(q, low, high)
-
-
-SELECTORS = {"as said": None, "worst": worst}
+BAD = replace(SMALL, selector="worst")
 
 
 def drafts(name, model, known):
@@ -77,29 +73,29 @@ STATEFUL = [name for name in DRAFTS if not name.startswith("half")]
 def test_the_text_is_plain_decodings(family, window, name):
     """Past the budget of ten tokens, rows of one batch before it and past it; partial KV is often wrong."""
     model, known = tiny.target(family, window), answers(family, window, 3)
-    for batch, score in ((3, "as said"), (3, "worst"), (1, "worst")):
+    for batch, config in ((3, SMALL), (3, BAD), (1, BAD)):
         draft = drafts(name, model, known[:batch])
-        partial = Partial(config=SMALL, score=SELECTORS[score])
+        partial = Partial(config=config)
         got = speculative.generate(
             model, draft, PROMPTS[:batch], Request(max_new_tokens=NEW), partial=partial
         )
-        assert got.tokens == known[:batch], score
+        assert got.tokens == known[:batch], config.selector
         assert got.trace.partial_forwards > 0 and len(got.trace.provisional) == len(got.trace.accepted)
 
 
-def runs(score, config=SMALL, mode="lossless", new=60):
+def runs(config=SMALL, mode="lossless", new=60):
     model = tiny.target("gpt_oss")
     prompts = [tiny.tokens(n, seed=n).tolist() for n in (61, 40)]
     asked = Request(max_new_tokens=new)
-    partial = Partial(config=config, mode=mode, score=score)
+    partial = Partial(config=config, mode=mode)
     got = speculative.generate(model, random_dflash(model), prompts, asked, partial=partial)
     return got, plain.generate(model, prompts, asked).tokens
 
 
 def test_a_bad_selector_costs_speed_and_nothing_else():
     """A middle drafter that is mostly wrong is asked ever more seldom."""
-    good, wanted = runs(None)
-    bad, _ = runs(worst)
+    good, wanted = runs()
+    bad, _ = runs(BAD)
     assert good.tokens == bad.tokens == wanted
     kept, all_ = bad.trace.stood
     assert 0 < kept < all_ and kept / all_ < good.trace.stood[0] / good.trace.stood[1]
@@ -141,7 +137,7 @@ def test_enough_room_for_everything_is_the_full_cache():
     """While nothing is left out, partial KV is not asked at all; and what it would say is bit-equal."""
     model = tiny.target("gpt_oss")
     config = PartialConfig(block_size=2, n_retrieval_blocks=60)
-    got, wanted = runs(None, config)
+    got, wanted = runs(config)
     assert got.tokens == wanted and got.trace.partial_forwards == 0
     tokens = tiny.tokens(2, 50, seed=4)
     full = model.make_cache(2, 80, slack=30)
@@ -165,7 +161,7 @@ def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch)
     near.refresh()
     got = model(text[:, 40:], near).hidden
     partial = [memory if isinstance(memory, PartialMemory) else None for memory in near.layers]
-    chosen = [None if memory is None else memory.choose(0, 1, 8, quest)[:, 0].tolist() for memory in partial]
+    chosen = [None if memory is None else memory.choose(0, 1, 8)[:, 0].tolist() for memory in partial]
     layers = iter(chosen)
 
     def hiding(q, view, window, sinks, scale):
@@ -195,8 +191,8 @@ def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch)
 def test_the_same_noise_gives_the_same_text(family, way):
     model, known = tiny.target(family), by_definition(family, way)
     for name in ("ngram", "dflash", "tree of dflash", "half, tree"):
-        for score in SELECTORS.values():
-            partial = Partial(config=SMALL, score=score)
+        for config in (SMALL, BAD):
+            partial = Partial(config=config)
             draft = drafts(name, model, known)
             got = speculative.generate(model, draft, PROMPTS, request(way), rng=seed(), partial=partial)
             assert got.tokens == known and got.trace.partial_forwards > 0
@@ -252,7 +248,7 @@ def test_what_was_provisional_is_forgotten(name):
 
 def test_the_lossy_mode_takes_what_partial_kv_says():
     """Nothing provisional is ever taken back, and the text is another one."""
-    lossy, wanted = runs(worst, mode="lossy")
+    lossy, wanted = runs(BAD, mode="lossy")
     kept, all_ = lossy.trace.stood
     assert kept == all_ > 0 and lossy.tokens != wanted
     assert [len(row) for row in lossy.tokens] == [60, 60]
