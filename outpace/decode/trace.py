@@ -75,6 +75,8 @@ class Trace:
     def stood(self) -> tuple[int, int]:
         """Of the guesses that had passed on partial KV, how many the full pass let stand; and how many they
         were."""
+        if not self.provisional:
+            return 0, 0
         pairs = [
             (min(a, m), m)
             for taken, before in zip(self.accepted, self.provisional, strict=True)

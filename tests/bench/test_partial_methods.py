@@ -1,0 +1,46 @@
+"""Methods of a suite that decode with partial KV: what their table may say, and that it is done."""
+
+import pytest
+import tiny
+
+from outpace.bench.methods import Case, MethodSpec, Opened, run_case
+from outpace.bench.turns import as_json, from_json
+from outpace.drafts.ngram import NGram
+
+SAID = {"tokens": 20, "block_size": 2, "n_sink_blocks": 1, "n_window_blocks": 2, "n_spec_tokens_buf": 6}
+
+
+def test_a_method_with_partial_kv():
+    model, prompts = tiny.target("gpt_oss"), [tiny.tokens(40, seed=2).tolist()]
+    runs = {}
+    for name, partial in (("whole", {}), ("partly", SAID), ("lossy", SAID | {"mode": "lossy"})):
+        spec = MethodSpec(draft="ngram", controller=(False,), partial=partial)
+        opened = Opened(name=name, spec=spec, draft=NGram(), kind="n-gram", trained={})
+        case = Case(method=name, temperature=0.0, rule="match")
+        runs[name] = run_case(case, model, opened)(prompts, 30, 1)
+    assert runs["whole"].tokens == runs["partly"].tokens
+    assert not runs["whole"].trace.partial_forwards and runs["whole"].trace.stood == (0, 0)
+    assert runs["partly"].trace.partial_forwards and runs["partly"].trace.stood[1] > 0
+    assert runs["lossy"].trace.stood[0] == runs["lossy"].trace.stood[1] > 0
+    for run in runs.values():  # as it is kept between a stop and the next start
+        assert from_json(as_json(run)) == run
+    near = MethodSpec(draft="ngram", controller=(False,), partial=SAID).near
+    assert near is not None and near.config.static_size == 20
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"partial": SAID}, "controllers know full passes alone"),
+        ({"partial": SAID | {"n_retrieval_blocks": 3}}, "`tokens` says how many"),
+        ({"partial": {"block_size": 3}}, "`tokens` says how many"),
+        ({"partial": {"tokens": "many"}}, "`tokens` says how many"),
+        ({"partial": SAID | {"selektor": "quest"}}, "did you mean `selector`"),
+        ({"partial": {"tokens": 100}}, "sinks and window alone are 160"),
+        ({"partial": SAID | {"mode": "fast"}}, "mode 'fast'"),
+    ],
+)
+def test_tables_that_cannot_be(said, error):
+    controller = {} if said["partial"] == SAID else {"controller": (False,)}
+    with pytest.raises(ValueError, match=error):
+        MethodSpec(draft="ngram", **controller, **said)
