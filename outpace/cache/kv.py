@@ -1,6 +1,6 @@
 """The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -136,6 +136,7 @@ class Memory:
         self.v = torch.zeros(shape, **kind)  # type: ignore[call-overload]
         self.size = size
         self.window = window  # 0: dense
+        self.kv_heads, self.head_dim = kv_heads, head_dim
         self.asks = False  # keep the queries of every append: what a partial view is chosen by
         self.asked: tuple[Tensor, tuple[int, ...]] | None = None  # [B,T,H,D], and how many of a row are real
 
@@ -143,11 +144,12 @@ class Memory:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def append(self, k: Tensor, v: Tensor, step: Step, q: Tensor | None = None) -> View:
-        """k, v [B,K,T,D] -> everything the T queries may see, themselves included; q [B,T,H,D], the queries,
-        where who asks may matter."""
-        if self.asks and q is not None:
-            self.asked = q, step.counts
+    def append(
+        self, k: Tensor, v: Tensor, step: Step, q: Tensor | None = None, rows: Tensor | None = None
+    ) -> View:
+        """k, v [B,K,T,D] -> everything the T queries may see, themselves included. q [B,T,H,D], the queries,
+        where who asks may matter; rows [B,T,W], what k and v were made of, where that is remembered."""
+        self.hear(q, step)
         fits = step.held + step.T <= self.size - self.window + 1
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
@@ -158,6 +160,22 @@ class Memory:
         self._write(k, v, step)
         both = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
         return View(*both, step, step.starts + (1 - self.window))
+
+    def hear(self, q: Tensor | None, step: Step) -> None:
+        if self.asks and q is not None:
+            self.asked = q, step.counts
+
+    def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """k, v [K, n, D] of row b's tokens begin .. end - 1; not of a ring."""
+        return self.k[b, :, begin:end], self.v[b, :, begin:end]
+
+    def pick(self, b: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """index [K, n] int64 -> k, v [K, n, D] of row b's tokens, each kv head its own; not of a ring."""
+        found = (
+            torch.stack([x[b, h].index_select(0, at) for h, at in enumerate(index)]) for x in (self.k, self.v)
+        )
+        k, v = found
+        return k, v
 
     def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
         T = step.T
@@ -199,7 +217,9 @@ class Cache:
         offset: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        own: Mapping[int, Memory] | None = None,
     ) -> None:
+        """`own`: memories of layers that remember something else than keys and values."""
         if min(batch, length, slack) < 1:
             raise ValueError(
                 f"a cache needs batch, length and slack of at least 1, not {batch}, {length}, {slack}"
@@ -210,8 +230,11 @@ class Cache:
         self.last_start = [0] * batch
         # per ring size and sequence: the first index whose key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
-        self.layers = []
-        for window in windows:
+        self.layers: list[Memory] = []
+        for layer, window in enumerate(windows):
+            if own and layer in own:
+                self.layers.append(own[layer])
+                continue
             ring = bool(window) and window + slack < length
             size = window + slack if ring else length
             if ring:
@@ -344,4 +367,8 @@ def move_columns(memories: Sequence[Memory], columns: Tensor, start: list[int]) 
     """columns [2, B, n] after the start [B] of each row: K and V together, in all memories at once."""
     starts = torch.tensor(start, device=columns.device)[:, None]
     source, target = torch.where(columns < 0, -1, columns + starts).contiguous()
-    move([x for memory in memories for x in (memory.k, memory.v)], source, target)
+    alike: dict[tuple[int, int], list[Tensor]] = {}
+    for x in (x for memory in memories for x in (memory.k, memory.v) if x.shape[3]):
+        alike.setdefault((x.shape[1], x.shape[3]), []).append(x)
+    for tensors in alike.values():
+        move(tensors, source, target)

@@ -97,7 +97,7 @@ class PartialMemory(Memory):
     """Of one full-attention layer: static_size + room tokens, and the extremes of every block of `full`."""
 
     def __init__(self, full: Memory, config: PartialConfig, room: int, device: torch.device) -> None:
-        B, K, _, D = full.k.shape
+        B, K, D = len(full.k), full.kv_heads, full.head_dim
         super().__init__(B, K, config.static_size + room, D, 0, dtype=full.k.dtype, device=device)
         self.full, self.config = full, config
         full.asks = True
@@ -108,7 +108,9 @@ class PartialMemory(Memory):
     def nbytes(self) -> int:
         return super().nbytes + self.low.nbytes + self.high.nbytes
 
-    def append(self, k: Tensor, v: Tensor, step: Step, q: Tensor | None = None) -> View:
+    def append(
+        self, k: Tensor, v: Tensor, step: Step, q: Tensor | None = None, rows: Tensor | None = None
+    ) -> View:
         assert isinstance(step, PartialStep) and step.near is not None, (
             "a partial memory has its own counting"
         )
@@ -122,7 +124,7 @@ class PartialMemory(Memory):
         """The full memory's blocks begin .. end - 1 of row b."""
         size = self.config.block_size
         if begin < end:
-            keys = self.full.k[b, :, begin * size : end * size]
+            keys, _ = self.full.read(b, begin * size, end * size)
             self.low[b, :, begin:end], self.high[b, :, begin:end] = extremes(keys, size)
 
     def fill(self, b: int, length: int) -> None:
@@ -136,9 +138,8 @@ class PartialMemory(Memory):
         chosen = self.choose(b, config.n_sink_blocks, start // config.block_size)
         offset = torch.arange(config.block_size, device=chosen.device)
         index = (chosen[:, :, None] * config.block_size + offset).flatten(1)
-        for h, tokens in enumerate(index):
-            for ours, theirs in ((self.k, self.full.k), (self.v, self.full.v)):
-                ours[b, h, sink : sink + len(tokens)] = theirs[b, h].index_select(0, tokens).to(ours.device)
+        kept = slice(sink, sink + config.retrieval_size)
+        self.k[b, :, kept], self.v[b, :, kept] = self.full.pick(b, index)
         self._copy(b, sink + config.retrieval_size, start, length)
 
     def choose(self, b: int, first: int, end: int) -> Tensor:
@@ -155,8 +156,8 @@ class PartialMemory(Memory):
         return first + best.sort(dim=1).values
 
     def _copy(self, b: int, slot: int, begin: int, end: int) -> None:
-        self.k[b, :, slot : slot + end - begin] = self.full.k[b, :, begin:end]
-        self.v[b, :, slot : slot + end - begin] = self.full.v[b, :, begin:end]
+        slots = slice(slot, slot + end - begin)
+        self.k[b, :, slots], self.v[b, :, slots] = self.full.read(b, begin, end)
 
 
 class PartialCache(Cache):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from outpace.cache.kv import Memory, Step
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
+from outpace.models.latent import Latent
 from outpace.ops.attention import attend_view, causal_attend
 from outpace.ops.rope import rotate_heads
 
@@ -24,6 +25,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
+        self.latent = Latent(config, config.mla_rank(layer)) if config.mla_rank(layer) else None
+        self.use_latent = config.use_mla_kv
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None, step: Step | None
@@ -33,11 +36,30 @@ class Attention(nn.Module):
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q, k, v = rotate_heads(self.qkv_proj(x), cos, sin, H, K, norms)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        qkv = self.qkv_proj(x)
+        rows = self._rows(x, qkv)  # before the rotation overwrites the keys
+        q, k, v = rotate_heads(qkv, cos, sin, H, K, norms)
+        if rows is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            k, v = self.expand(rows, cos, sin)
         if memory is None or step is None:
             out = causal_attend(q, k, v, self.window, self.sinks, self.scale)
         else:
-            view = memory.append(k, v, step, q)
+            view = memory.append(k, v, step, q, rows)
             out = attend_view(q, view, self.window, self.sinks, self.scale)
         return self.o_proj(out)
+
+    def _rows(self, x: Tensor, qkv: Tensor) -> Tensor | None:
+        """[B,T,W], what a layer with a latent remembers; None where it has none, or does not use it."""
+        if self.latent is None or not self.use_latent:
+            return None
+        k = qkv[..., self.heads * self.head_dim : -self.kv_heads * self.head_dim]
+        return self.latent.rows(x, k, 0.0 if self.k_norm is None else self.k_norm.eps)
+
+    def expand(
+        self, rows: Tensor, cos: Tensor, sin: Tensor, head: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `cache.latent.Expand`."""
+        assert self.latent is not None
+        return self.latent.expand(rows, cos, sin, self.k_norm, head)

@@ -39,6 +39,11 @@ class ModelConfig:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     mlp_bias: bool = False
+    mla_ranks: tuple[int, ...] = ()  # per layer, 0: keys and values as they are (models/latent.py)
+    use_mla_kv: bool = False
+
+    def mla_rank(self, layer: int) -> int:
+        return self.mla_ranks[layer] if self.mla_ranks else 0
 
     def window(self, layer: int) -> int:
         """The sliding window of a layer, current token included; 0 where it sees everything."""
@@ -68,10 +73,53 @@ class ModelConfig:
                 f"config: {len(self.rope.factors)} rope factors for a head_dim of {self.head_dim}: "
                 "half as many are wanted"
             )
+        if self.mla_ranks and len(self.mla_ranks) != self.num_layers:
+            raise ValueError(
+                f"config: {len(self.mla_ranks)} latent ranks, num_hidden_layers is {self.num_layers}"
+            )
+        windowed = [i for i, rank in enumerate(self.mla_ranks) if rank and self.window(i)]
+        if windowed:
+            raise ValueError(
+                f"config: layer {windowed[0]} has a sliding window: it takes no latent (mla_layers)"
+            )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"config: {self.experts_per_token} experts per token of {self.num_experts} experts"
             )
+
+
+def parse_mla(hf: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Of a retrofitted checkpoint: fields of ModelConfig from `use_mla_kv`, `mla_layers` and
+    `mla_latent_dim`, one for all of these layers or a list. Nothing where there are no such layers."""
+    named = hf.get("mla_layers")
+    if not named:
+        if hf.get("use_mla_kv"):
+            raise ValueError("config.json: use_mla_kv without mla_layers: name the layers that have a latent")
+        return {}
+    said = need(hf, "mla_latent_dim")
+    ranks = said if isinstance(said, list) else [said] * len(named)
+    if len(ranks) != len(named) or len(set(named)) < len(named) or not all(0 <= i < layers for i in named):
+        raise ValueError(
+            f"config.json: mla_layers {named} and mla_latent_dim {said}: distinct layers below {layers}, and "
+            "one rank for all or one for each"
+        )
+    found = dict(zip(named, ranks, strict=True))
+    return {
+        "mla_ranks": tuple(found.get(i, 0) for i in range(layers)),
+        "use_mla_kv": bool(hf.get("use_mla_kv", True)),
+    }
+
+
+def mla_to_hf(config: ModelConfig) -> dict[str, Any]:
+    layers = [i for i, rank in enumerate(config.mla_ranks) if rank]
+    if not layers:
+        return {}
+    ranks = [config.mla_ranks[i] for i in layers]
+    return {
+        "use_mla_kv": config.use_mla_kv,
+        "mla_layers": layers,
+        "mla_latent_dim": ranks[0] if len(set(ranks)) == 1 else ranks,
+    }
 
 
 def need(hf: dict[str, Any], key: str) -> Any:

@@ -27,7 +27,14 @@ NUMBERS = {  # (above, up to)
     "swiglu_alpha": (0.0, 1e6),
     "rope_theta": (1.0, 1e12),
 }
-FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+    "use_mla_kv",
+)
 IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 ROPE_COUNTS = {"original_max_position_embeddings": 2**40}
 ROPE_NUMBERS = {
@@ -58,9 +65,13 @@ def check_values(hf: dict[str, Any]) -> None:
     for key in IDS:
         _ids(hf, key)
     _strings(hf, "layer_types")
-    layers = hf.get("mlp_only_layers")
-    if layers is not None and not (isinstance(layers, list) and all(type(i) is int for i in layers)):
-        raise _wrong("mlp_only_layers", layers, "a list of layers")
+    for key in ("mlp_only_layers", "mla_layers"):
+        layers = hf.get(key)
+        if layers is not None and not (isinstance(layers, list) and all(type(i) is int for i in layers)):
+            raise _wrong(key, layers, "a list of layers")
+    rank = hf.get("mla_latent_dim")
+    for each in rank if isinstance(rank, list) else [rank]:
+        _whole({"mla_latent_dim": each}, "mla_latent_dim", 1, 2**20)
     experts = hf.get("num_local_experts") or hf.get("num_experts") or 1
     if experts * (hf.get("num_hidden_layers") or 1) > MOST_EXPERTS:
         raise ValueError(

@@ -1,12 +1,13 @@
 """The walk every architecture shares: embedding, blocks, final norm, head, and the aux states on the way."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from outpace.cache.kv import Cache, Memory, Step
+from outpace.cache.latent import LatentMemory
 from outpace.cache.tree import Tree
 from outpace.models.attention import Attention
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
@@ -89,7 +90,32 @@ class Decoder(nn.Module):
             offset=offset,
             dtype=self.dtype,
             device=self.device,
+            own=self._latent_memories(batch, length, offset),
         )
+
+    @property
+    def attentions(self) -> list[Attention]:
+        return [block.self_attn for block in self.layers if isinstance(block, Block)]
+
+    def _latent_memories(self, batch: int, length: int, offset: int) -> dict[int, Memory]:
+        found: dict[int, Memory] = {}
+        if not self.config.use_mla_kv:
+            return found
+        config, positions = self.config, torch.arange(offset, offset + length, device=self.device)
+        tables = self.rope(positions)
+        for layer, attention in enumerate(self.attentions):
+            if attention.latent is not None:
+                sizes = batch, config.num_kv_heads, length, config.head_dim, attention.latent.width
+                own = LatentMemory(*sizes, attention.expand, tables, dtype=self.dtype, device=self.device)
+                found[layer] = own
+        return found
+
+    def use_mla_kv(self, on: bool) -> None:
+        """Whether layers that have a latent remember it, from the next cache on; off, the target is the
+        one it was made from."""
+        for attention in self.attentions:
+            attention.use_latent = on
+        self.config = replace(self.config, use_mla_kv=on)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B,T] -> [B,T,C] in the compute dtype."""

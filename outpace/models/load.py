@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.blocks import Layout
-from outpace.models.config import ModelConfig
+from outpace.models.config import ModelConfig, parse_mla
 from outpace.models.config_values import check_values
 from outpace.models.decoder import Decoder
 from outpace.models.names import Entry
@@ -50,7 +50,8 @@ def parse_config(hf: dict[str, Any]) -> ModelConfig:
     names = hf.get("architectures") or ["(none)"]
     if names[0] not in ARCHITECTURES:
         raise LoadError(f"config.json names the architecture {names[0]}; known: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[names[0]][0].parse(hf)
+    config: ModelConfig = ARCHITECTURES[names[0]][0].parse(hf)
+    return replace(config, **parse_mla(hf, config.num_layers))
 
 
 def build(config: ModelConfig, layout: Layout = "dense") -> Decoder:
@@ -137,8 +138,9 @@ def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
     """The same model cut off after `layers` blocks: for debugging."""
     if not 1 <= layers <= config.num_layers:
         raise ValueError(f"layers {layers}: give 1 to {config.num_layers}, which is what this model has")
-    kept = {"layer_types": config.layer_types[:layers], "moe_layers": config.moe_layers[:layers]}
-    return replace(config, num_layers=layers, **kept)  # type: ignore[arg-type]
+    lists = ("layer_types", "moe_layers", "mla_ranks")
+    kept = {name: getattr(config, name)[:layers] for name in lists}
+    return replace(config, num_layers=layers, **kept)
 
 
 def explain(difference: Comparison) -> str:

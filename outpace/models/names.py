@@ -70,7 +70,22 @@ def trunk(config: ModelConfig) -> list[Entry]:
         for kind in kinds:
             names = tuple(f"{there}self_attn.{x}_proj.{kind}" for x in "qkv")
             entries.append(Entry(f"{here}self_attn.qkv_proj.{kind}", names, rows))
+        if config.mla_rank(i):
+            entries += _latent(f"{here}self_attn.latent.", f"{there}self_attn.mla_")
     return entries
+
+
+def _latent(here: str, there: str) -> list[Entry]:
+    """W_c [C, R], W_k_lat and W_v_lat [R, K*D], as the equations of models/latent.py have them."""
+    found = []
+    for part, weight, bias in (
+        ("down", "W_c", "b_c"),
+        ("k_up", "W_k_lat", "b_k"),
+        ("v_up", "W_v_lat", "b_v"),
+    ):
+        found.append(Entry(f"{here}{part}.weight", (there + weight,), swapped=True))
+        found.append(Entry(f"{here}{part}.bias", (there + bias,)))
+    return found
 
 
 def dense_mlp(config: ModelConfig, layer: int) -> list[Entry]:

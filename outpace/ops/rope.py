@@ -150,6 +150,6 @@ class _Turned(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, sign: float) -> Tensor:
     B, T, _, D = x.shape
-    cos, sin = (a.expand(B, T, -1).reshape(-1, D // 2) for a in (cos, sin))
+    cos, sin = (a.expand(B, T, -1).reshape(-1, D // 2).contiguous() for a in (cos, sin))
     rows = x.reshape(B * T, *x.shape[2:]).contiguous()
     return cpu.turn_heads(rows, cos, sin, turned, sign).view(x.shape)

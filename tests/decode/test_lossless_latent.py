@@ -1,0 +1,61 @@
+"""Over a latent cache every loop says what the retrofitted target says, with partial KV too."""
+
+import functools
+
+import pytest
+import tiny
+import torch
+from latents import latent_target
+from test_lossless import NEW, PROMPTS, half
+from test_partial import BAD, SMALL, drafts
+
+from outpace.cache.partial import PartialCache
+from outpace.decode import plain, speculative
+from outpace.decode.partial import Partial
+from outpace.decode.request import Request
+
+NAMES = ["ngram", "dflash, window", "tree of dflash", "eagle3, tree", "half, tree"]
+
+
+@functools.cache
+def known(family):
+    """Greedy text of the retrofitted target, each token by a forward over the whole text: no cache at all."""
+    model, found = latent_target(family, 7)[1], []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            text = list(prompt)
+            for _ in range(NEW):
+                text.append(int(model.logits(model(torch.tensor([text])).hidden[:, -1]).argmax()))
+            found.append(text[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_draft_says_the_same(family):
+    model, wanted = latent_target(family, 7)[1], known(family)
+    assert plain.generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
+    for name in NAMES:
+        for partial in (None, Partial(config=SMALL), Partial(config=BAD)):
+            draft = drafts(name, model, wanted)
+            got = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
+            assert got.tokens == wanted, (name, partial)
+            if name == "half, tree":
+                assert 0 < got.trace.accept_rate < 1 and half(0, 6)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+@torch.inference_mode()
+def test_partial_kv_holds_what_the_latents_expand_to(family):
+    model = latent_target(family, 7)[1]
+    full = model.make_cache(2, 70, slack=20)
+    near = PartialCache(full, SMALL, 20)
+    model(tiny.tokens(2, 40, seed=5), full)
+    near.refresh()
+    for partial in near.partials:
+        k, v = partial.full.read(1, 0, 40)
+        start = SMALL.window_start(40)
+        chosen = partial.choose(1, SMALL.n_sink_blocks, start // SMALL.block_size)
+        for h, blocks in enumerate(chosen.tolist()):
+            index = [*range(2), *(i for n in blocks for i in (2 * n, 2 * n + 1)), *range(start, 40)]
+            for ours, theirs in ((partial.k, k), (partial.v, v)):
+                assert (ours[1, h, : len(index)] - theirs[h, index]).abs().max() < 1e-6
