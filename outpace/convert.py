@@ -15,6 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from outpace.chat.template import ChatTemplate
 from outpace.chat.vocabulary import gguf_vocabulary
 from outpace.load import open_template, open_tokenizer, target_path
 from outpace.models.blocks import ExpertMatrix, Experts
@@ -68,6 +69,10 @@ def write_gguf(
     `vocabulary`: the tokenizer's metadata (chat.vocabulary.gguf_vocabulary), or none. One tensor is in memory
     at a time, and the file gets its name when it is whole. Raises ValueError where GGUF cannot say it."""
     _check(model.config)
+    if model.config.mla_ranks:
+        raise ValueError(
+            "GGUF has no place for latent KV: convert the target that the retrofit was made from"
+        )
     if type not in TYPES:
         raise ValueError(f"type {type!r} is none of: {', '.join(TYPES)}")
     architecture = ARCHITECTURE_OF[model.config.architecture]
@@ -120,7 +125,18 @@ def convert_target(
     dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     if type not in dtypes:
         raise ValueError(f"type {type!r} of safetensors is none of: {', '.join(dtypes)}")
-    save_target(model, out, dtype=dtypes[type])
+    write_folder(model, out, tokenizer, template, dtypes[type])
+
+
+def write_folder(
+    model: Decoder,
+    out: Path,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """HF safetensors, the tokenizer and the chat template. `dtype`: of what is not packed; None: as it is."""
+    save_target(model, out, dtype=dtype)
     write_atomically(out / "tokenizer.json", tokenizer.to_str().encode())
     if template is not None:
         write_atomically(out / "chat_template.jinja", template.source.encode())

@@ -3,7 +3,18 @@
 from rich.console import Console
 from rich.markup import escape
 
-from outpace.cli import calibrate, chat, checkpoints, convert, doctor, drafts, measuring, text, training  # noqa: F401 - they add their commands
+from outpace.cli import (  # noqa: F401 - they add their commands
+    calibrate,
+    chat,
+    checkpoints,
+    convert,
+    doctor,
+    drafts,
+    measuring,
+    retrofit,
+    text,
+    training,
+)
 from outpace.cli.app import app
 
 

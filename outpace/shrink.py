@@ -1,0 +1,222 @@
+"""A target on disk -> the same with latent KV beside its projections: calibrated, factored, judged, saved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.chat.tokenizer import encode
+from outpace.convert import write_folder
+from outpace.corpus import Document, split
+from outpace.load import open_target, open_template, target_path
+from outpace.models.decoder import Decoder
+from outpace.models.load import fingerprint
+from outpace.ops.sampling import seeded
+from outpace.retrofit import mla
+from outpace.retrofit.calibrate import Moments, calibrate
+from outpace.weights.checkpoint import open_checkpoint
+from outpace.weights.save import write_json
+
+REPORT = "mla.json"
+ALLOCATIONS = ("marginal", "equal")
+BALANCES = (1.0, 0.3, 0.1, 0.03)  # of keys against values, tried on texts apart
+FRACTIONS = (0.75, 0.5, 0.25)  # of 2 K D, at which errors are reported
+JUDGED = 4  # texts by which a balance is chosen
+PIECE = 256  # tokens whose logits are in memory at once
+
+Bases = Mapping[int, mla.Basis]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSettings:
+    """`rank`: latent dimensions of a layer, in the mean; 0: half of keys and values. `allocate`: "marginal",
+    ranks of equal marginal loss, or "equal". `layers`: which; none: all with full attention. `balance`: what
+    keys weigh against values with the method "loss"; 0: the best of a few, tried."""
+
+    method: str = mla.LOSS
+    rank: int = 0
+    allocate: str = "marginal"
+    layers: tuple[int, ...] = ()
+    balance: float = 0.0
+    rows: int = 24
+    row_tokens: int = 1024
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name, known in (("method", mla.METHODS), ("allocate", ALLOCATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"retrofit mla: {name} {getattr(self, name)!r}: it must be one of {', '.join(known)}"
+                )
+        for name, least in (("rank", 0), ("balance", 0), ("rows", 1), ("row_tokens", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"retrofit mla: {name} {getattr(self, name)}: it must be at least {least}")
+        if self.allocate == "marginal" and self.method == mla.SVD:
+            raise ValueError(
+                "retrofit mla: svd sees no data, so it cannot say what a rank is worth: allocate = equal"
+            )
+
+
+def retrofit_mla(
+    path: str,
+    settings: MlaSettings,
+    documents: Sequence[Document],
+    out: Path,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """Write out/, a checkpoint whose original tensors are untouched; -> the report, also out/mla.json. Raises
+    ValueError for settings that this target cannot have, and for an `out` that holds something."""
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is there already: name another folder")
+    target, tokenizer = open_target(path)
+    layers, rank = asked_of(target, settings)
+    train, held_out = split(list(documents))
+    count = settings.rows + (JUDGED if settings.method == mla.LOSS and not settings.balance else 0)
+    on_stage("reading text")
+    texts = texts_of(tokenizer, train, count, settings)
+    judged = texts_of(tokenizer, held_out, JUDGED, settings)
+    on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
+    moments = calibrate(target, texts[: settings.rows], layers)
+    table = [
+        {"method": method, "fraction": fraction, "layers": [asdict(e) for e in found]}
+        for method, fraction, found in error_table(target, moments)
+    ]
+    on_stage("factoring")
+    balance, tried = chosen_balance(target, moments, rank, settings, texts[settings.rows :])
+    bases = bases_of(target, moments, settings.method, balance)
+    ranks = mla.ranks_of(bases, rank) if settings.allocate == "marginal" else dict.fromkeys(layers, rank)
+    lost = mla.errors(target, bases, moments, ranks)
+    before = judge(target, judged)
+    whose = fingerprint(target)
+    mla.attach(target, bases, ranks)
+    on_stage("judging on held-out text")
+    after = judge(target, judged, before.pop("log_probabilities"))
+    del after["log_probabilities"]
+    config = target.config
+    full = 2 * config.num_kv_heads * config.head_dim
+    width = sum(a.latent.width for a in target.attentions if a.latent is not None)
+    report = {
+        "settings": asdict(settings),
+        "made_from": whose,
+        "calibration_tokens": sum(map(len, texts[: settings.rows])),
+        "balance": balance if settings.method == mla.LOSS else None,
+        "balances_tried": tried,
+        "ranks": {str(i): r for i, r in ranks.items()},
+        "numbers_per_token": {"before": full * len(layers), "after": width},
+        "parameters": sum(p.numel() for a in target.attentions if a.latent for p in a.latent.parameters()),
+        "errors": [asdict(e) for e in lost],
+        "errors_by_method": table,
+        "held_out": {"texts": len(judged), "before": before, "after": after},
+    }
+    on_stage("saving")
+    template = open_template(open_checkpoint(target_path(path)))
+    write_folder(target, out, tokenizer, template)
+    write_json(out / REPORT, report)
+    return report
+
+
+def asked_of(target: Decoder, settings: MlaSettings) -> tuple[list[int], int]:
+    """-> layers and mean rank."""
+    config = target.config
+    if config.mla_ranks:
+        raise ValueError("retrofit mla: this target has latents already: start from the one it was made from")
+    full = [i for i in range(config.num_layers) if not config.window(i)]
+    unfit = [i for i in settings.layers if i not in full]
+    if unfit or len(set(settings.layers)) < len(settings.layers) or not full:
+        raise ValueError(
+            f"retrofit mla: layers {list(settings.layers)}: each once, of those with full attention: {full}"
+        )
+    whole = 2 * config.num_kv_heads * config.head_dim
+    rank = settings.rank or whole // 2
+    if rank > whole:
+        raise ValueError(f"retrofit mla: rank {rank}: keys and values of a layer have {whole} dimensions")
+    return list(settings.layers) or full, rank
+
+
+def texts_of(
+    tokenizer: Any, documents: Sequence[Document], count: int, settings: MlaSettings
+) -> list[list[int]]:
+    """The beginnings of `count` documents, by lot. Raises ValueError where fewer are long enough."""
+    order = torch.randperm(len(documents), generator=seeded(settings.seed)).tolist()
+    found: list[list[int]] = []
+    for i in order:
+        if len(found) == count:
+            return found
+        ids = encode(tokenizer, documents[i].text)
+        if len(ids) >= settings.row_tokens:
+            found.append(ids[: settings.row_tokens])
+    if len(found) < count:
+        raise ValueError(
+            f"retrofit mla: {len(found)} files have {settings.row_tokens} tokens, and {count} are wanted: "
+            "lower rows or row_tokens, or name a larger --corpus"
+        )
+    return found
+
+
+def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balance: float) -> Bases:
+    return {i: mla.basis(method, target.attentions[i], m, balance) for i, m in moments.items()}
+
+
+def error_table(target: Decoder, moments: Mapping[int, Moments]) -> list[tuple[str, float, list[mla.Error]]]:
+    """Every method at every fraction, all layers of one rank."""
+    found = []
+    for method in mla.METHODS:
+        bases = bases_of(target, moments, method, 1.0)
+        for fraction in FRACTIONS:
+            ranks = {i: max(1, round(fraction * len(b.mean))) for i, b in bases.items()}
+            found.append((method, fraction, mla.errors(target, bases, moments, ranks)))
+    return found
+
+
+def chosen_balance(
+    target: Decoder,
+    moments: Mapping[int, Moments],
+    rank: int,
+    settings: MlaSettings,
+    texts: list[list[int]],
+) -> tuple[float, dict[str, float]]:
+    """The one of BALANCES with the least divergence on `texts`; -> it, and all divergences. The target is as
+    it was afterwards."""
+    if settings.method != mla.LOSS or settings.balance:
+        return settings.balance or 1.0, {}
+    config, tried = target.config, {}
+    before = judge(target, texts)["log_probabilities"]
+    for balance in BALANCES:
+        bases = bases_of(target, moments, settings.method, balance)
+        marginal = settings.allocate == "marginal"
+        ranks = mla.ranks_of(bases, rank) if marginal else dict.fromkeys(bases, rank)
+        mla.attach(target, bases, ranks)
+        tried[f"{balance:g}"] = judge(target, texts, before)["kl"]
+        target.config = config
+        for attention in target.attentions:
+            attention.latent, attention.use_latent = None, False
+    return min(BALANCES, key=lambda b: tried[f"{b:g}"]), tried
+
+
+@torch.inference_mode()
+def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
+    """Held-out loss in nats a token; and against `before`, the log-probabilities of another target on the
+    same texts, the mean KL(before || this) and the share of tokens whose likeliest successor is the same."""
+    said, nll, kl, same, total = [], 0.0, 0.0, 0, 0
+    for n, text in enumerate(texts):
+        tokens = torch.tensor([text], device=target.device)
+        hidden = target(tokens[:, :-1]).hidden[0]
+        pieces = []
+        for begin in range(0, len(hidden), PIECE):
+            logp = target.logits(hidden[begin : begin + PIECE]).float().log_softmax(-1)
+            labels = tokens[0, begin + 1 : begin + 1 + len(logp)]
+            nll -= float(logp.gather(1, labels[:, None]).sum())
+            if before is not None:
+                old = before[n][begin : begin + PIECE]
+                kl += float((old.exp() * (old - logp)).sum())
+                same += int((old.argmax(-1) == logp.argmax(-1)).sum())
+            pieces.append(logp)
+        said.append(torch.cat(pieces))
+        total += len(hidden)
+    found: dict[str, Any] = {"nats_per_token": round(nll / total, 5), "log_probabilities": said}
+    if before is not None:
+        found |= {"kl": round(kl / total, 5), "same_likeliest": round(same / total, 5)}
+    return found

@@ -1,0 +1,200 @@
+"""Factoring keys and values: full rank is the target; what a rank costs is what it leaves out."""
+
+import json
+
+import pytest
+import tiny
+import torch
+
+from outpace.load import open_target
+from outpace.models.load import fingerprint, load_target, named_tensors
+from outpace.retrofit import mla
+from outpace.retrofit.calibrate import averaged, calibrate
+from outpace.shrink import MlaSettings, judge, retrofit_mla
+
+
+def full_layers(model):
+    return [i for i in range(model.config.num_layers) if not model.config.window(i)]
+
+
+def texts(seed=0, rows=4, tokens=90):
+    return [tiny.tokens(tokens - 7 * i, seed=seed + i).tolist() for i in range(rows)]
+
+
+def retrofitted(family, method, rank=None, balance=1.0):
+    model = tiny.target(family)
+    model.config = model.config  # the tiny targets are made anew for every call
+    moments = calibrate(model, texts(), full_layers(model))
+    bases = {i: mla.basis(method, model.attentions[i], m, balance) for i, m in moments.items()}
+    n = len(next(iter(bases.values())).mean)
+    return model, moments, bases, n if rank is None else rank
+
+
+@pytest.mark.parametrize("method", mla.METHODS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_full_rank_is_the_target(family, method):
+    model, moments, bases, rank = retrofitted(family, method)
+    tokens = tiny.tokens(2, 50, seed=9)
+    held = {name: t.clone() for name, t in named_tensors(model)}
+    with torch.inference_mode():
+        wanted = model.logits(model(tokens).hidden)
+    mla.attach(model, bases, dict.fromkeys(bases, rank))
+    with torch.inference_mode():
+        got = model.logits(model(tokens).hidden)
+    assert (got - wanted).abs().max() < 2e-4
+    for i, found in bases.items():
+        W, b = mla.projection(model.attentions[i])
+        made = found.up @ found.down
+        assert (made @ W - W).abs().max() < 1e-6 and (
+            made @ (b - found.mean) + found.mean - b
+        ).abs().max() < 1e-5
+        assert found.residual(moments[i], rank).abs().max() < 1e-6
+    for name, tensor in held.items():  # the original projections are untouched
+        assert torch.equal(dict(named_tensors(model))[name], tensor)
+    model.use_mla_kv(False)
+    with torch.inference_mode():
+        assert torch.equal(model.logits(model(tokens).hidden), wanted)
+
+
+@torch.inference_mode()
+def test_moments_by_hand():
+    """One layer's, from the states of a forward of our own, token by token."""
+    model, rows = tiny.target("qwen3"), texts(rows=2, tokens=20)
+    layer = full_layers(model)[-1]
+    attention, config = model.attentions[layer], model.config
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    ys, qs, inverses, streams = [], [], [], []
+    for row in rows:
+        aux = model(torch.tensor([row]), aux=(layer - 1, layer)).aux
+        for t in range(len(row)):
+            out = attention.qkv_proj(model.layers[layer].input_layernorm(aux[0, 0, t])).double()
+            q, y = out[: H * D].view(H, D), out[H * D :]
+            k = y[: K * D].view(K, D)
+            ys.append(y)
+            inverses.append(1 / (k.square().mean(-1) + config.rms_norm_eps))
+            qs.append(
+                q / (q.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * attention.q_norm.weight
+            )
+            streams.append(aux[1, 0, t].double().square().sum())
+    found = calibrate(model, rows, [layer])[layer]
+    y, q = torch.stack(ys), torch.stack(qs).unflatten(1, (K, -1))
+    assert (found.mean - y.mean(0)).abs().max() < 1e-6
+    assert (found.cov - torch.cov(y.T, correction=0)).abs().max() < 1e-5
+    outer = torch.einsum("tkgd,tkge->kde", q, q) / len(q) * torch.stack(inverses).mean(0)[:, None, None]
+    weight = attention.k_norm.weight.double()
+    wanted = averaged(outer, model) * weight[:, None] * weight / D
+    assert (found.q - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    heads = attention.o_proj.weight.double().view(-1, K, H // K, D)
+    assert (found.o[1] - sum(heads[:, 1, g].T @ heads[:, 1, g] for g in range(H // K))).abs().max() < 1e-5
+    assert found.stream == pytest.approx(float(torch.stack(streams).mean()), rel=1e-5)
+    assert found.tokens == sum(map(len, rows))
+
+
+def test_a_score_feels_an_error_at_every_distance():
+    """E over distances of (q^T R e)^2, summed up one rotation after the other."""
+    model = tiny.target("gpt_oss")
+    D, rng = model.config.head_dim, torch.Generator().manual_seed(3)
+    q, e = (torch.randn(D, dtype=torch.float64, generator=rng) for _ in "qe")
+    metric = averaged((q[:, None] * q)[None], model)[0]
+    total, c = 0.0, model.config.rope.concentration
+    for distance in range(512):
+        angle = distance * model.inv
+        a, b = e[: D // 2], e[D // 2 :]
+        turned = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()))
+        total += float((q @ turned) ** 2) * c**4
+    assert float(e @ metric @ e) == pytest.approx(total / 512, rel=1e-4)
+
+
+def test_what_a_rank_costs_is_what_is_left_out():
+    """pca: the squared error over the calibration text is the sum of the worths left out; no other basis of
+    that rank does better, nor does svd."""
+    model, moments, bases, _ = retrofitted("gpt_oss", mla.PCA)
+    for i, found in bases.items():
+        m = moments[i]
+        for rank in (3, 9, 20):
+            left = found.residual(m, rank).diagonal().sum()
+            assert float(left) == pytest.approx(
+                float(found.worth[rank:].sum() * m.stream), rel=1e-6, abs=1e-9
+            )
+            other = mla.basis(mla.SVD, model.attentions[i], m).residual(m, rank).diagonal().sum()
+            assert left < other
+    model, moments, bases, _ = retrofitted("gpt_oss", mla.LOSS, balance=0.2)
+    for i, found in bases.items():
+        M = mla.metric(model.attentions[i], moments[i], 0.2)
+        cost = (M * found.residual(moments[i], 9)).sum()
+        assert float(cost) == pytest.approx(float(found.worth[9:].sum() * moments[i].stream), rel=1e-3)
+        blind = mla.basis(mla.PCA, model.attentions[i], moments[i])
+        assert cost < (M * blind.residual(moments[i], 9)).sum()
+
+
+def test_ranks_of_equal_marginal_loss():
+    """The worthiest directions of all layers together, and at least one of each."""
+    eye = torch.eye(4, dtype=torch.float64)
+    worth = {3: [9.0, 8, 7, 0.5], 5: [6.0, 1, 0.9, 0.8], 8: [0.1, 0.1, 0.1, 0.1]}
+    bases = {i: mla.Basis(eye, eye, eye[0], torch.tensor(w, dtype=torch.float64)) for i, w in worth.items()}
+    assert mla.ranks_of(bases, 2) == {3: 3, 5: 3, 8: 1}
+    assert mla.ranks_of(bases, 4) == {3: 4, 5: 4, 8: 4}
+
+
+def test_calibration_needs_text():
+    model = tiny.target("llama")
+    for rows in ([], [[1, 2], []]):
+        with pytest.raises(ValueError, match="calibration needs text"):
+            calibrate(model, rows, [0])
+    with pytest.raises(ValueError, match="method 'best'"):
+        mla.basis("best", model.attentions[0], calibrate(model, texts(), [0])[0])
+
+
+# ---- the whole way --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def documents():
+    from outpace.corpus import read_corpus
+
+    return [d for d in read_corpus() if d.name.startswith(("asyncio/", "email/", "json/", "xml/", "http/"))]
+
+
+def test_from_a_folder_to_a_folder(documents, tmp_path):
+    settings = MlaSettings(rows=3, row_tokens=256)
+    report = retrofit_mla("default", settings, documents, tmp_path / "out")
+    again, _ = open_target(str(tmp_path / "out"))
+    whole, _ = open_target("default")
+    assert report == json.loads((tmp_path / "out" / "mla.json").read_text())
+    assert report["made_from"] == fingerprint(whole) != fingerprint(again)
+    assert report["numbers_per_token"] == {"before": 768, "after": 384}
+    assert sum(report["ranks"].values()) == 384 == sum(again.config.mla_ranks)
+    held = dict(named_tensors(whole))
+    for name, tensor in named_tensors(again):
+        assert ".latent." in name or torch.equal(tensor, held[name])
+    before, after = report["held_out"]["before"], report["held_out"]["after"]
+    assert 0 < after["kl"] < 1 and before["nats_per_token"] != after["nats_per_token"]
+    assert set(report["balances_tried"]) == {"1", "0.3", "0.1", "0.03"}
+    text = texts(rows=1, tokens=60)
+    said = judge(again, text, judge(whole, text)["log_probabilities"])
+    assert said["kl"] > 0 and said["same_likeliest"] < 1
+    with pytest.raises(ValueError, match="is there already"):
+        retrofit_mla("default", settings, documents, tmp_path / "out")
+    with pytest.raises(ValueError, match="has latents already"):
+        retrofit_mla(str(tmp_path / "out"), settings, documents, tmp_path / "twice")
+    assert isinstance(load_target(tmp_path / "out"), type(whole)) and not (tmp_path / "twice").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"method": "best"}, "method 'best': it must be one of svd, pca, loss"),
+        ({"method": "svd"}, "svd sees no data"),
+        ({"allocate": "even"}, "allocate 'even'"),
+        ({"rank": -1}, "rank -1: it must be at least 0"),
+        ({"rows": 0}, "rows 0"),
+        ({"rank": 500}, "rank 500: keys and values of a layer have 128"),
+        ({"layers": (0,)}, r"layers \[0\]: each once, of those with full attention"),
+        ({"layers": (1, 1)}, r"layers \[1, 1\]: each once"),
+        ({"row_tokens": 10**6}, "files have 1000000 tokens"),
+    ],
+)
+def test_settings_that_cannot_be(said, error, documents, tmp_path):
+    with pytest.raises(ValueError, match=error):
+        retrofit_mla("default", MlaSettings(**said), documents, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
