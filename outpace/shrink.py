@@ -99,7 +99,7 @@ def retrofit_mla(
     full = 2 * config.num_kv_heads * config.head_dim
     width = sum(a.latent.width for a in target.attentions if a.latent is not None)
     report = {
-        "settings": asdict(settings),
+        "settings": asdict(settings) | {"layers": layers},
         "made_from": whose,
         "calibration_tokens": sum(map(len, texts[: settings.rows])),
         "balance": balance if settings.method == mla.LOSS else None,
