@@ -1,6 +1,7 @@
 """With the target on partial KV in between, the loop says the same: every draft, and a bad selector."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -128,7 +129,7 @@ def test_what_never_stands_is_left_alone():
         del model.on_partial, model.forward, model.logits
     assert got.tokens == known
     tried = [n for n, (m,) in enumerate(got.trace.provisional) if m]
-    gaps = [b - a - 1 for a, b in zip(tried, tried[1:], strict=False)]
+    gaps = [b - a - 1 for a, b in pairwise(tried)]
     assert gaps == [min(2**i, LONGEST_REST) for i in range(len(gaps))] and len(gaps) >= 6
     assert got.trace.stood[0] == 0
 
