@@ -42,7 +42,7 @@ def test_partial_kv_says_the_same_unless_it_is_told_to_be_lossy(monkeypatch, cap
     _, plain, _ = run(monkeypatch, capsys, *given, "--draft", "none")
     sizes = "n_window_blocks=1", "n_sink_blocks=1", "block_size=4"
     few = (*given, "--partial", 12, *(x for size in sizes for x in ("--partial-set", size)))
-    for draft in ("ngram", "suffix", "default"):
+    for draft in ("ngram", "suffix", "default", "none"):
         _, out, _ = run(monkeypatch, capsys, *few, "--draft", draft)
         assert out == plain, draft
     code, said, _ = run(monkeypatch, capsys, *few, "--json")
@@ -77,7 +77,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("generate", "x", "--partial", 512, "--partial-set", "selektor=quest"), "did you mean `selector`"),
         (("generate", "x", "--partial", 512, "--partial-set", "n_retrieval_blocks=3"), "--partial says how"),
         (("generate", "x", "--partial-lossy"), "go with --partial TOKENS"),
-        (("generate", "x", "--partial", 512, "--draft", "none"), "name a draft"),
+        (("generate", "x", "--partial", 512, "--method", "plain"), "no guesses to go over"),
         (("generate", "x", "--partial", 512, "--verify", 3), "leave it out"),
         (("bench", "--suite", "context", "--draft", "ngram", "--out", "no"), "measures a target alone"),
         (("generate",), "give a prompt, or --prompt-file"),

@@ -34,8 +34,9 @@ class Recomputed(DFlashSession):
         length: int,
         offset: int,
         head: Head | None = None,
+        slack: int = 0,
     ) -> None:
-        super().__init__(draft, target, batch, length, offset, head)
+        super().__init__(draft, target, batch, length, offset, head, slack)
         width = draft.config.hidden_size
         self.features = torch.zeros(batch, length, width, dtype=target.dtype, device=target.device)
         self.seen = [0] * batch
@@ -52,6 +53,9 @@ class Recomputed(DFlashSession):
     def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
         self.project()
         return super().propose(last, width, choice)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.seen = list(lengths)
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)

@@ -50,11 +50,10 @@ def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | 
 
 def partial_told(partial: "Partial", draft: bool, method: str, verify: int | None) -> str:
     """What people are told of it. Raises ValueError where it does not go with the rest."""
-    if not draft or method == "plain":
-        raise ValueError(
-            "--partial stands between a draft and the target: name a draft (--draft ngram needs no weights)"
-        )
+    if method == "plain":
+        raise ValueError("--method plain has no guesses to go over: with --partial, leave it out")
     if verify is not None:
         raise ValueError(f"--verify {verify} counts guesses of full passes; with --partial, leave it out")
     kept = f"{partial.config.static_size:,} tokens of KV a layer, then the full pass"
-    return f"every guess verified on {kept}" + ("; LOSSY" if partial.mode == "lossy" else "")
+    whose = "every guess verified" if draft else "the target guesses for itself"
+    return f"{whose} on {kept}" + ("; LOSSY" if partial.mode == "lossy" else "")

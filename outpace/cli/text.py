@@ -94,6 +94,7 @@ def generate(
 
     from outpace.chat.tokenizer import encode_prompt
     from outpace.decode.request import Request
+    from outpace.drafts.silent import Silent
     from outpace.load import open_draft, open_target, own_draft
     from outpace.ops.sampling import Sampling
     from outpace.stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
@@ -122,7 +123,8 @@ def generate(
     if near is None:
         used, pace, told = controller_for(loaded, bound, tokenizer, request.judged, method, verify, cache_dir)
     else:
-        used, pace, told = bound, None, partial_told(near, bound is not None, method, verify)
+        told = partial_told(near, bound is not None, method, verify)
+        used, pace = bound or Silent(), None
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)
     talk = open_talk(target, tokenizer, stop, None, "medium", None, None) if chat else None

@@ -53,8 +53,8 @@ def generate(
     if partial is not None:
         session = PartialSession(partial, target, cache, draft, inner, judge, trace, request.stop)
         judge = Trusting(judge) if partial.mode == "lossy" else judge
-    pace = controller or Fixed(block)
-    pace.begin(block)
+    pace = controller or Fixed(room)
+    pace.begin(room)
     with trace.timed("prefill"):
         last = prefill(target, cache, prompts, request, judge, session, wanted, on_logits)
     for b, token in enumerate(last.tolist()):

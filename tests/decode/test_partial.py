@@ -23,6 +23,7 @@ from outpace.drafts.choice import Likeliest
 from outpace.drafts.eagle3_session import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
+from outpace.drafts.silent import Silent
 from outpace.models import attention
 from outpace.ops.attention import attend
 
@@ -37,6 +38,8 @@ BAD = replace(SMALL, selector="worst")
 def drafts(name, model, known):
     prompts = PROMPTS[: len(known)]
     match name:
+        case "silent":
+            return Silent()
         case "ngram":
             return NGram(block_size=6)
         case "suffix":
@@ -62,8 +65,8 @@ def drafts(name, model, known):
 
 
 DRAFTS = [
-    "ngram", "suffix", "dflash", "dflash, window", "tree of dflash", "eagle3, window", "eagle3, tree",
-    "p-eagle", "half", "half, tree",
+    "silent", "ngram", "suffix", "dflash", "dflash, window", "tree of dflash", "eagle3, window",
+    "eagle3, tree", "p-eagle", "half", "half, tree",
 ]  # fmt: skip
 STATEFUL = [name for name in DRAFTS if not name.startswith("half")]
 
