@@ -89,7 +89,8 @@ def _verify_stages(target: str, draft: str, prompts: int, as_json: bool) -> None
         raise typer.Exit(1)
 
 
-SUITES = ("speed", "draft-context", "context", "drafts", "lossless", "controller")
+SUITES = ("speed", "draft-context", "context", "recall", "drafts", "lossless", "controller")
+ALONE = ("context", "recall")  # suites of a target without a draft
 
 
 @app.command()
@@ -99,8 +100,8 @@ def bench(
         str,
         typer.Option(
             help="speed: methods side by side. draft-context: a draft's cost against context, by operation. "
-            "context: a target's, whole and on partial KV. drafts, lossless, controller: methods that "
-            "the recipe names."
+            "context: a target's, whole and on partial KV. recall: its loss by position, and needles. "
+            "drafts, lossless, controller: methods that the recipe names."
         ),
     ] = "speed",
     target: Target = "default",
@@ -131,17 +132,17 @@ def bench(
         raise ValueError(f"--suite {suite}: known are {', '.join(SUITES)}")
     if quick and suite != "draft-context":
         raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
-    compares = suite not in SUITES[:3]
+    compares = suite not in SUITES[:4]
     if compares and recipe is None:
         raise ValueError(
             f"--suite {suite} compares the methods of a --recipe, such as recipes/drafts/suite-embedded.toml"
         )
     if drafts is not None and not compares:
-        raise ValueError(f"--drafts is for the suites {', '.join(SUITES[3:])}, not {suite}")
+        raise ValueError(f"--drafts is for the suites {', '.join(SUITES[4:])}, not {suite}")
     if draft != "default" and compares:
         raise ValueError(f"--draft {draft}: the drafts of --suite {suite} are named in its --recipe")
-    if suite == "context" and (draft != "default" or draft_weights is not None):
-        raise ValueError("--suite context measures a target alone: leave --draft and --draft-weights out")
+    if suite in ALONE and (draft != "default" or draft_weights is not None):
+        raise ValueError(f"--suite {suite} measures a target alone: leave --draft and --draft-weights out")
     if draft_weights is not None and compares:
         raise ValueError(
             f"--draft-weights {draft_weights}: in --suite {suite} every method says it for itself, in the "
@@ -153,6 +154,8 @@ def bench(
         report = _bench_speed(*given, printed=not as_json)
     elif suite == "context":
         report = _bench_context(target, recipe, set_, out, shown)
+    elif suite == "recall":
+        report = _bench_recall(target, recipe, set_, out, corpus, shown)
     elif suite == "draft-context":
         report = _bench_draft_context(*given, quick)
     else:
@@ -234,6 +237,21 @@ def _bench_context(
     settings = recipe_settings(ContextSettings, recipe, set_)
     report = run_context(open_target(target)[0], settings, out, shown)
     write_context(report, out)
+    return report
+
+
+def _bench_recall(
+    target: str, recipe: Path | None, set_: list[str] | None, out: Path, corpus: Path | None, shown: Console
+) -> dict[str, Any]:
+    from outpace.bench.recall import RecallSettings, run_recall
+    from outpace.bench.recall_report import write_recall
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_target
+
+    settings = recipe_settings(RecallSettings, recipe, set_)
+    held_out = split(read_corpus(corpus))[1]
+    report = run_recall(*open_target(target), held_out, settings, out, shown)
+    write_recall(report, out)
     return report
 
 

@@ -1,0 +1,191 @@
+"""What a target makes of a long context: held-out loss by position, and does it find what stood far back?"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.bench.described import describe_target
+from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.progress import progress
+from outpace.bench.resume import Kept
+from outpace.chat.tokenizer import encode
+from outpace.corpus import Document, note
+from outpace.decode import plain
+from outpace.decode.request import Request
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import seeded
+
+FIRST = 256  # tokens of the first bucket; each further one is as long as all before it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallSettings:
+    """`texts` held-out files of `length` tokens, read from the beginning. The loss of their last quarter is
+    also taken with no more than `near` to twice as many tokens before each: what the rest is worth.
+    `needles` notes, "name = value", are asked for at each of `distances` tokens."""
+
+    length: int = 8192
+    texts: int = 8
+    near: int = 1024
+    distances: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 7168)
+    needles: int = 24
+    batch: int = 8
+    chunk: int = 512
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("texts", "needles", "batch", "chunk", "near"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"recall: {name} {getattr(self, name)}: it must be at least 1")
+        if self.length < max(2 * FIRST, 4 * self.near):
+            raise ValueError(
+                f"recall: length {self.length}: at least {2 * FIRST}, and four times near {self.near}"
+            )
+        if not self.distances or min(self.distances) < 1 or self.needles % self.batch:
+            raise ValueError(
+                f"recall: distances {list(self.distances)} of at least 1 token, and needles {self.needles} "
+                f"that fill batches of {self.batch}"
+            )
+
+
+def run_recall(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    settings: RecallSettings,
+    folder: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """-> the report. `documents`: held-out ones. What was measured before a stop is read from
+    folder/progress.jsonl. Raises ValueError where files or positions are too few."""
+    began, about = time.perf_counter(), describe_target(target)
+    before = machine(target.device)
+    longest = max(settings.length, max(settings.distances) + FIRST)
+    if longest > target.config.max_position_embeddings:
+        raise ValueError(
+            f"recall: {longest:,} tokens, and this model's positions end at "
+            f"{target.config.max_position_embeddings:,}: lower length and distances"
+        )
+    texts = long_texts(tokenizer, documents, settings.length + 1, settings.texts)
+    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
+    kept = Kept(folder, {"settings": asked, "target": about})
+    with progress(console) as bar:
+        task = bar.add_task("recall", total=len(texts) + len(settings.distances))
+
+        def once(name: str, measure: Callable[[], Any]) -> Any:
+            bar.update(task, description=name)
+            if name not in kept:
+                kept[name] = measure()
+            bar.advance(task)
+            return kept[name]
+
+        losses = [once(f"text {i}", partial(of_text, target, row, settings)) for i, row in enumerate(texts)]
+        needles = [
+            once(f"distance {n}", partial(of_needles, target, tokenizer, texts, n, settings))
+            for n in settings.distances
+        ]
+    buckets, last = ([fmean(x) for x in zip(*(of[key] for of in losses), strict=True)] for key in losses[0])
+    edges = [0, *ends(settings.length)]
+    report = {
+        **provenance(),
+        "machine": before,
+        "versions": versions(),
+        "target": about,
+        "settings": asked,
+        "loss": [
+            {"begin": a, "end": b, "nats": round(x, 4)}
+            for (a, b), x in zip(pairwise(edges), buckets, strict=True)
+        ],
+        "last_quarter": {"all": round(last[0], 4), "near": round(last[1], 4)},
+        "needles": needles,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    kept.done()
+    return report
+
+
+def long_texts(
+    tokenizer: Tokenizer, documents: Sequence[Document], length: int, count: int
+) -> list[list[int]]:
+    found: list[list[int]] = []
+    for document in sorted(documents, key=lambda d: d.name):
+        ids = encode(tokenizer, document.text)
+        if len(ids) >= length and len(found) < count:
+            found.append(ids[:length])
+    if len(found) < count:
+        raise ValueError(
+            f"recall: {len(found)} held-out files have {length:,} tokens, and {count} are wanted: lower "
+            "texts or length, or name a larger --corpus"
+        )
+    return found
+
+
+def ends(length: int) -> list[int]:
+    found = [FIRST]
+    while found[-1] < length:
+        found.append(min(2 * found[-1], length))
+    return found
+
+
+@torch.inference_mode()
+def nll(target: Decoder, row: Sequence[int], chunk: int) -> Tensor:
+    """[n - 1] nats of every token but the first, read in chunks over a cache."""
+    tokens = torch.tensor([row], device=target.device)
+    cache, found = target.make_cache(1, len(row)), []
+    for begin in range(0, len(row) - 1, chunk):
+        hidden = target(tokens[:, begin : min(begin + chunk, len(row) - 1)], cache).hidden[0]
+        labels = tokens[0, begin + 1 : begin + 1 + len(hidden)]
+        found.append(F.cross_entropy(target.logits(hidden).float(), labels, reduction="none"))
+    return torch.cat(found)
+
+
+def of_text(target: Decoder, row: list[int], settings: RecallSettings) -> dict[str, list[float]]:
+    """Mean nats by bucket; and of the last quarter, with all of the text before and with what is near."""
+    loss, length, near = nll(target, row, settings.chunk), settings.length, settings.near
+    edges = [0, *ends(length)]
+    buckets = [float(loss[a:b].mean()) for a, b in pairwise(edges)]
+    begin = length - length // 4
+    parts = []
+    for at in range(begin, length, near):
+        short = row[at - near : min(at + near, length) + 1]
+        parts.append(nll(target, short, settings.chunk)[near:])
+    return {"buckets": buckets, "last": [float(loss[begin:].mean()), float(torch.cat(parts).mean())]}
+
+
+def of_needles(
+    target: Decoder, tokenizer: Tokenizer, texts: list[list[int]], distance: int, settings: RecallSettings
+) -> dict[str, Any]:
+    """A note, `distance` tokens of a held-out file, the note's name: does greedy decoding give its value?"""
+    rng = seeded(settings.seed, distance)
+    prompts, values = [], []
+    for i in range(settings.needles):
+        name, value = note(rng)
+        text = texts[i % len(texts)]
+        begin = int(torch.randint(len(text) - distance, (), generator=rng)) if len(text) > distance else 0
+        cue = encode(tokenizer, f"\n{name} = ")
+        filler = (text[begin:] + text)[:distance]
+        prompts.append([*text[:32], *cue, *encode(tokenizer, f"{value}\n"), *filler, *cue])
+        values.append(value)
+    right = digits = 0
+    for begin in range(0, settings.needles, settings.batch):
+        some = slice(begin, begin + settings.batch)
+        said = plain.generate(target, prompts[some], Request(max_new_tokens=6)).tokens
+        for tokens, value in zip(said, values[some], strict=True):
+            answer = tokenizer.decode(tokens)[:6]
+            right += answer == value
+            digits += sum(a == b for a, b in zip(answer, value, strict=False))
+    total = settings.needles
+    return {"distance": distance, "found": right, "of": total, "digits": round(digits / (6 * total), 4)}
