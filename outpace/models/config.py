@@ -45,6 +45,11 @@ class ModelConfig:
     def mla_rank(self, layer: int) -> int:
         return self.mla_ranks[layer] if self.mla_ranks else 0
 
+    def kv_numbers(self, layer: int) -> int:
+        """What a layer remembers of a token."""
+        rank = self.mla_rank(layer) if self.use_mla_kv else 0
+        return rank + self.num_kv_heads * self.qk_norm if rank else 2 * self.num_kv_heads * self.head_dim
+
     def window(self, layer: int) -> int:
         """The sliding window of a layer, current token included; 0 where it sees everything."""
         return self.sliding_window if self.layer_types[layer] == WINDOW else 0

@@ -116,7 +116,7 @@ def inspect_target(source: Checkpoint | Path | str) -> Inspection:
     idle = experts * (1 - used)
     embedding = config.vocab_size * config.hidden_size
     unread = 0 if config.tie_word_embeddings else embedding - config.hidden_size
-    growing = sum(not config.window(i) for i in range(config.num_layers))
+    growing = sum(config.kv_numbers(i) for i in range(config.num_layers) if not config.window(i))
     return Inspection(
         folder=str(checkpoint.folder),
         config=config,
@@ -125,7 +125,7 @@ def inspect_target(source: Checkpoint | Path | str) -> Inspection:
         nbytes=sum(b for _, b in parts.values()),
         dtypes=dtypes,
         parts=parts,
-        kv_bytes_per_token=growing * 2 * config.num_kv_heads * config.head_dim * 4,
+        kv_bytes_per_token=growing * 4,
         comparison=compare(checkpoint, config),
     )
 

@@ -127,7 +127,10 @@ def test_it_is_saved_beside_the_untouched_projections(family, tmp_path):
     tokens = tiny.tokens(1, 30, seed=8)
     with torch.inference_mode():
         assert torch.equal(whole(again, tokens), whole(latent, tokens))
-    assert inspect_target(tmp_path / "latent").comparison.missing == []
+    seen = inspect_target(tmp_path / "latent")
+    assert seen.comparison.missing == []
+    assert seen.kv_bytes_per_token == 4 * len(layers) * (6 + config.num_kv_heads * config.qk_norm)
+    assert inspect_target(tmp_path / "plain").kv_bytes_per_token == 4 * len(layers) * 2 * kv
 
 
 def hf(**changes):
