@@ -52,6 +52,28 @@ def test_partial_kv_says_the_same_unless_it_is_told_to_be_lossy(monkeypatch, cap
     assert "LOSSY" in out and not out.startswith(plain)
 
 
+def test_latent_kv_goes_on_and_off(monkeypatch, capsys, tmp_path):
+    out, recipe = (
+        tmp_path / "small",
+        ("--set", "rows=2", "--set", "row_tokens=128", "--set", "rank=3", "--set", "allocate=equal"),
+    )
+    code, said, _ = run(monkeypatch, capsys, "retrofit", "mla", "--out", out, *recipe, "--json")
+    report = json.loads(said)
+    assert code == 0 and report["numbers_per_token"]["after"] == 6 * 3
+    texts = {}
+    for name, options in (
+        ("whole", ("--draft", "none")),
+        ("off", ("--target", out, "--no-mla")),
+        ("on", ("--target", out, "--mla")),
+        ("as said", ("--target", out)),
+        ("drafted", ("--target", out, "--draft", "default")),
+    ):
+        _, texts[name], _ = run(
+            monkeypatch, capsys, "generate", "import os", "-n", 30, "--ignore-eos", *options
+        )
+    assert texts["off"] == texts["whole"] != texts["on"] == texts["as said"] == texts["drafted"]
+
+
 def test_generate_from_a_file_with_stats(monkeypatch, capsys, tmp_path):
     (tmp_path / "prompt.py").write_text("class Shape:\n    def area(self):\n")
     code, out, _ = run(
@@ -77,6 +99,12 @@ def test_inspect_default(monkeypatch, capsys):
         (("generate", "x", "--partial", 512, "--partial-set", "selektor=quest"), "did you mean `selector`"),
         (("generate", "x", "--partial", 512, "--partial-set", "n_retrieval_blocks=3"), "--partial says how"),
         (("generate", "x", "--partial-lossy"), "go with --partial TOKENS"),
+        (("generate", "x", "--no-mla"), "no latent KV to switch"),
+        (
+            ("retrofit", "mla", "--out", "x", "--set", "rank=999"),
+            "rank 999: keys and values of a layer have 128",
+        ),
+        (("retrofit", "mla", "--out", "x", "--set", "methode=svd"), "did you mean `method`"),
         (("generate", "x", "--partial", 512, "--method", "plain"), "no guesses to go over"),
         (("generate", "x", "--partial", 512, "--verify", 3), "leave it out"),
         (("bench", "--suite", "context", "--draft", "ngram", "--out", "no"), "measures a target alone"),
@@ -110,6 +138,13 @@ def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, sa
 
 
 def test_help_has_examples(monkeypatch, capsys):
-    for command in (("generate",), ("bench",), ("verify",), ("train", "dflash"), ("teacher", "build")):
+    for command in (
+        ("generate",),
+        ("bench",),
+        ("verify",),
+        ("train", "dflash"),
+        ("teacher", "build"),
+        ("retrofit", "mla"),
+    ):
         code, out, _ = run(monkeypatch, capsys, *command, "--help")
         assert code == 0 and "outpace " + " ".join(command) in " ".join(out.split())

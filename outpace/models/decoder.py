@@ -112,7 +112,9 @@ class Decoder(nn.Module):
 
     def use_mla_kv(self, on: bool) -> None:
         """Whether layers that have a latent remember it, from the next cache on; off, the target is the
-        one it was made from."""
+        one it was made from. Raises ValueError where no layer has one."""
+        if not self.config.mla_ranks:
+            raise ValueError("this target has no latent KV to switch: see outpace retrofit mla")
         for attention in self.attentions:
             attention.use_latent = on
         self.config = replace(self.config, use_mla_kv=on)
