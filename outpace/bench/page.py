@@ -14,7 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.bench import comparison_report, context_report, draft_context_report, suites_report
+from outpace.bench import (
+    comparison_report,
+    context_report,
+    draft_context_report,
+    recall_report,
+    suites_report,
+)
 from outpace.weights.save import write_atomically
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -40,6 +46,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "controller": suites_report.controller_table,
     "context": _times,
     "steps": context_report.cost_table,
+    "loss": recall_report.loss_table,
+    "needles": recall_report.needle_table,
     "noise": draft_context_report.acceptance_table,
 }
 
