@@ -1,7 +1,7 @@
 """A target on disk -> the same with latent KV beside its projections: calibrated, factored, judged, saved."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,14 @@ class MlaSettings:
                 "retrofit mla: svd sees no data, so it cannot say what a rank is worth: allocate = equal"
             )
 
+    @property
+    def searches(self) -> bool:
+        """Whether a balance is yet to be found."""
+        return self.method == mla.LOSS and not self.balance
+
+    def ranks(self, bases: Bases, rank: int) -> dict[int, int]:
+        return mla.ranks_of(bases, rank) if self.allocate == "marginal" else dict.fromkeys(bases, rank)
+
 
 def retrofit_mla(
     path: str,
@@ -74,7 +82,7 @@ def retrofit_mla(
     target, tokenizer = open_target(path)
     layers, rank = asked_of(target, settings)
     train, held_out = split(list(documents))
-    count = settings.rows + (JUDGED if settings.method == mla.LOSS and not settings.balance else 0)
+    count = settings.rows + (JUDGED if settings.searches else 0)
     on_stage("reading text")
     texts = texts_of(tokenizer, train, count, settings)
     judged = texts_of(tokenizer, held_out, JUDGED, settings)
@@ -87,7 +95,7 @@ def retrofit_mla(
     on_stage("factoring")
     balance, tried = chosen_balance(target, moments, rank, settings, texts[settings.rows :])
     bases = bases_of(target, moments, settings.method, balance)
-    ranks = mla.ranks_of(bases, rank) if settings.allocate == "marginal" else dict.fromkeys(layers, rank)
+    ranks = settings.ranks(bases, rank)
     lost = mla.errors(target, bases, moments, ranks)
     before = judge(target, judged)
     whose = fingerprint(target)
@@ -95,9 +103,8 @@ def retrofit_mla(
     on_stage("judging on held-out text")
     after = judge(target, judged, before.pop("log_probabilities"))
     del after["log_probabilities"]
-    config = target.config
-    full = 2 * config.num_kv_heads * config.head_dim
-    width = sum(a.latent.width for a in target.attentions if a.latent is not None)
+    remembered = (replace(target.config, use_mla_kv=False), target.config)
+    numbers = [sum(map(config.kv_numbers, layers)) for config in remembered]
     report = {
         "settings": asdict(settings) | {"layers": layers},
         "made_from": whose,
@@ -105,7 +112,7 @@ def retrofit_mla(
         "balance": balance if settings.method == mla.LOSS else None,
         "balances_tried": tried,
         "ranks": {str(i): r for i, r in ranks.items()},
-        "numbers_per_token": {"before": full * len(layers), "after": width},
+        "numbers_per_token": dict(zip(("before", "after"), numbers, strict=True)),
         "parameters": sum(p.numel() for a in target.attentions if a.latent for p in a.latent.parameters()),
         "errors": [asdict(e) for e in lost],
         "errors_by_method": table,
@@ -164,7 +171,7 @@ def error_table(target: Decoder, moments: Mapping[int, Moments]) -> list[tuple[s
     """Every method at every fraction, all layers of one rank."""
     found = []
     for method in mla.METHODS:
-        bases = bases_of(target, moments, method, 1.0)
+        bases = bases_of(target, moments, method, mla.BALANCE)
         for fraction in FRACTIONS:
             ranks = {i: max(1, round(fraction * len(b.mean))) for i, b in bases.items()}
             found.append((method, fraction, mla.errors(target, bases, moments, ranks)))
@@ -180,19 +187,15 @@ def chosen_balance(
 ) -> tuple[float, dict[str, float]]:
     """The one of BALANCES with the least divergence on `texts`; -> it, and all divergences. The target is as
     it was afterwards."""
-    if settings.method != mla.LOSS or settings.balance:
-        return settings.balance or 1.0, {}
-    config, tried = target.config, {}
+    if not settings.searches:
+        return settings.balance or mla.BALANCE, {}
+    tried = {}
     before = judge(target, texts)["log_probabilities"]
     for balance in BALANCES:
         bases = bases_of(target, moments, settings.method, balance)
-        marginal = settings.allocate == "marginal"
-        ranks = mla.ranks_of(bases, rank) if marginal else dict.fromkeys(bases, rank)
-        mla.attach(target, bases, ranks)
+        mla.attach(target, bases, settings.ranks(bases, rank))
         tried[f"{balance:g}"] = judge(target, texts, before)["kl"]
-        target.config = config
-        for attention in target.attentions:
-            attention.latent, attention.use_latent = None, False
+        mla.detach(target)
     return min(BALANCES, key=lambda b: tried[f"{b:g}"]), tried
 
 

@@ -117,8 +117,7 @@ def check(target: Decoder, longest: int, settings: ContextSettings) -> None:
             f"context: {max(settings.contexts):,} tokens and a full buffer reach position {longest:,}; this "
             f"model's positions end at {target.config.max_position_embeddings:,}: ask for shorter contexts"
         )
-    config = target.config
-    needed = longest * kv_row(target) * sum(not config.window(i) for i in range(config.num_layers))
+    needed = kv_bytes(target, longest, longest)
     if needed > settings.memory_gib * 2**30:
         raise ValueError(
             f"context: keys and values take {needed / 2**30:.1f} GiB at {longest:,} tokens, and memory_gib "
@@ -126,9 +125,12 @@ def check(target: Decoder, longest: int, settings: ContextSettings) -> None:
         )
 
 
-def kv_row(target: Decoder) -> int:
-    """Bytes of one token in one layer."""
-    return 2 * target.config.num_kv_heads * target.config.head_dim * target.dtype.itemsize
+def kv_bytes(target: Decoder, context: int, seen: int) -> int:
+    """Of a context: `seen` tokens in layers with full attention, a window's in the others."""
+    config = target.config
+    windows = [config.window(i) for i in range(config.num_layers)]
+    tokens = [min(w, context) if w else seen for w in windows]
+    return target.dtype.itemsize * sum(config.kv_numbers(i) * n for i, n in enumerate(tokens))
 
 
 def filled(target: Decoder, length: int, room: int, settings: ContextSettings) -> PartialCache:
@@ -180,11 +182,9 @@ def measure(target: Decoder, near: PartialCache, context: int, settings: Context
             if repeat >= 0:  # the first is a rehearsal
                 taken[name].append(time.perf_counter() - began)
     seen = {PLAIN: context, FULL: context, SETTLE: context, PARTIAL: near.config.static_size}
-    config = target.config
-    windows = [config.window(i) for i in range(config.num_layers)]
     return {
         "context": context,
-        "kv_bytes": kv_row(target) * sum(min(w, context) if w else context for w in windows),
+        "kv_bytes": kv_bytes(target, context, context),
         "partial_kv_bytes": near.nbytes if PARTIAL in ways else 0,
         "methods": {
             name: {
@@ -193,8 +193,7 @@ def measure(target: Decoder, near: PartialCache, context: int, settings: Context
                 "fastest": min(found),
                 "slowest": max(found),
                 "experts_touched": touched.get(name),
-                "bytes": weight_bytes(target, touched[name])
-                + kv_row(target) * sum(min(w, context) if w else seen[name] for w in windows)
+                "bytes": weight_bytes(target, touched[name]) + kv_bytes(target, context, seen[name])
                 if name in seen
                 else None,
             }

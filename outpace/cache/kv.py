@@ -171,10 +171,9 @@ class Memory:
 
     def pick(self, b: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """index [K, n] int64 -> k, v [K, n, D] of row b's tokens, each kv head its own; not of a ring."""
-        found = (
+        k, v = (
             torch.stack([x[b, h].index_select(0, at) for h, at in enumerate(index)]) for x in (self.k, self.v)
         )
-        k, v = found
         return k, v
 
     def _write(self, k: Tensor, v: Tensor, step: Step) -> None:

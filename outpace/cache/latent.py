@@ -52,14 +52,14 @@ class LatentMemory(Memory):
             return View(k.contiguous(), v.contiguous(), step)
         (B, K, T, D) = k.shape
         seen = k.new_zeros(B, K, past + T, D), k.new_zeros(B, K, past + T, D)
-        for whole, old, new in zip(seen, self._expanded(slice(None), 0, past), (k, v), strict=True):
+        for whole, old, new in zip(seen, self._expanded(self.k[:, 0], 0, past), (k, v), strict=True):
             whole[:, :, :past] = old
             for b, start in enumerate(step.start):
                 whole[b, :, start + step.held : start + step.held + T] = new[b]
         return View(*seen, step)
 
     def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._expanded(b, begin, end)
+        return self._expanded(self.k[b, 0], begin, end)
 
     def pick(self, b: int, index: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.tables
@@ -68,6 +68,7 @@ class LatentMemory(Memory):
         k, v = (torch.cat(parts) for parts in zip(*found, strict=True))
         return k, v
 
-    def _expanded(self, b: int | slice, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    def _expanded(self, rows: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """rows [..., S, W]"""
         cos, sin = (table[begin:end] for table in self.tables)
-        return self.expand(self.k[b, 0, begin:end], cos, sin)
+        return self.expand(rows[..., begin:end, :], cos, sin)

@@ -45,10 +45,10 @@ class PartialConfig:
                 )
 
     @classmethod
-    def within(cls, tokens: int, **fields: Any) -> "PartialConfig":
+    def within(cls, tokens: int, **others: Any) -> "PartialConfig":
         """Of a sequence `tokens` are kept, the buffer not counted: as many retrieved blocks as fit.
         Raises ValueError where sinks and window alone take more."""
-        bare = cls(**fields, n_retrieval_blocks=0)
+        bare = cls(**others, n_retrieval_blocks=0)
         blocks = tokens // bare.block_size - bare.n_sink_blocks - bare.n_window_blocks
         if blocks < 0:
             raise ValueError(

@@ -105,7 +105,7 @@ class PartialSession:
     def _worthwhile(self, lines: list[list[int]], width: int) -> bool:
         held = max(self.cache.buffered)
         ended = all(self.stop.intersection(line[1:]) for line in lines)
-        return held < max(self.trusted, 1) and held + width <= self.cache.room and not ended
+        return held < self.trusted and held + width <= self.cache.room and not ended
 
     def _go_over(self, proposal: Proposal, judge: Judge) -> list[list[int]]:
         """A round on partial KV; -> what each row says."""
@@ -169,8 +169,9 @@ class Trusting:
 
     def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
         """The logits at provisional tokens are replaced by certainty of the next one."""
+        assert proposal.provisional is not None, "every proposal of a PartialSession says what is provisional"
         column = torch.arange(logits.shape[1], device=logits.device)
-        taken = torch.tensor(proposal.provisional or [0] * len(logits), device=logits.device)
+        taken = torch.tensor(proposal.provisional, device=logits.device)
         certain = torch.full_like(logits, -torch.inf)
         certain.scatter_(2, proposal.tokens.roll(-1, 1)[:, :, None], 0.0)
         return self.judge.verdict(

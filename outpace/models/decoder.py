@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         tables = self.rope(positions)
         for layer, attention in enumerate(self.attentions):
             if attention.latent is not None:
-                sizes = batch, config.num_kv_heads, length, config.head_dim, attention.latent.width
+                sizes = batch, config.num_kv_heads, length, config.head_dim, config.kv_numbers(layer)
                 own = LatentMemory(*sizes, attention.expand, tables, dtype=self.dtype, device=self.device)
                 found[layer] = own
         return found

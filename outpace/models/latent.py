@@ -29,11 +29,6 @@ class Latent(nn.Module):
         self.v_up = Linear(rank, kv, True)
         self.normed = config.qk_norm
 
-    @property
-    def width(self) -> int:
-        """Numbers remembered per token."""
-        return self.rank + self.kv_heads * self.normed
-
     def rows(self, x: Tensor, k: Tensor, eps: float) -> Tensor:
         """x [B,T,C], the attention's input, and k [B,T,K*D], the exact keys before any norm -> what is
         remembered, [B,T,W]."""

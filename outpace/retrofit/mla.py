@@ -114,6 +114,13 @@ def attach(target: Decoder, bases: Mapping[int, Basis], ranks: Mapping[int, int]
         attention.latent, attention.use_latent = latent.requires_grad_(False).to(target.device), True
 
 
+def detach(target: Decoder) -> None:
+    """The target as it was before `attach`."""
+    target.config = replace(target.config, mla_ranks=(), use_mla_kv=False)
+    for attention in target.attentions:
+        attention.latent, attention.use_latent = None, False
+
+
 def _fill(part: Linear, weight: Tensor, bias: Tensor) -> None:
     part.weight = nn.Parameter(weight.float().contiguous())
     part.bias = nn.Parameter(bias.float())

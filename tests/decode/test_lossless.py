@@ -26,13 +26,17 @@ def answers(family, window, batch):
 @functools.cache
 def every_answer(family, window):
     """Greedy text one row at a time, each token by a forward over the whole text: no cache at all."""
-    model, found = tiny.target(family, window), []
-    with torch.inference_mode():
-        for prompt in PROMPTS:
-            text = list(prompt)
-            for _ in range(NEW):
-                text.append(int(model.logits(model(torch.tensor([text])).hidden[:, -1]).argmax()))
-            found.append(text[len(prompt) :])
+    return by_whole_texts(tiny.target(family, window))
+
+
+@torch.inference_mode()
+def by_whole_texts(model):
+    found = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        for _ in range(NEW):
+            text.append(int(model.logits(model(torch.tensor([text])).hidden[:, -1]).argmax()))
+        found.append(text[len(prompt) :])
     return found
 
 
