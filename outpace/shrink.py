@@ -77,7 +77,7 @@ def retrofit_mla(
 ) -> dict[str, Any]:
     """Write out/, a checkpoint whose original tensors are untouched; -> the report, also out/mla.json. Raises
     ValueError for settings that this target cannot have, and for an `out` that holds something."""
-    if out.exists() and any(out.iterdir()):
+    if out.is_file() or (out.exists() and any(out.iterdir())):
         raise ValueError(f"{out} is there already: name another folder")
     target, tokenizer = open_target(path)
     layers, rank = asked_of(target, settings)

@@ -175,6 +175,8 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
     assert said["kl"] > 0 and said["same_likeliest"] < 1
     with pytest.raises(ValueError, match="is there already"):
         retrofit_mla("default", settings, documents, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"mla.json is there already"):
+        retrofit_mla("default", settings, documents, tmp_path / "out" / "mla.json")
     with pytest.raises(ValueError, match="has latents already"):
         retrofit_mla(str(tmp_path / "out"), settings, documents, tmp_path / "twice")
     assert isinstance(load_target(tmp_path / "out"), type(whole)) and not (tmp_path / "twice").exists()
