@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outpace.cache.kv import Step
+from outpace.cache.step import Step
 from outpace.drafts.choice import Choice
 from outpace.drafts.dflash import BoundDFlash, DFlash, DFlashLayer, DFlashSession
 from outpace.drafts.dflash_guess import Head

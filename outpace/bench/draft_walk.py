@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outpace.bench.draft_variants import NoiseCached, Recomputed, Variant, form
-from outpace.cache.kv import Step
+from outpace.cache.step import Step
 from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
 from outpace.drafts.dflash_guess import Head

@@ -1,125 +1,14 @@
 """The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from outpace.cache.index import Index, Keep, Lists, choose
 from outpace.cache.moves import move
+from outpace.cache.step import FEW, Step, View
 from outpace.cache.tree import Tree
-
-FEW = 64  # new tokens of a row: up to here order costs nothing, above keys stand in the order of the text
-
-
-@dataclass(frozen=True)
-class Step:
-    """The tokens one forward adds: row b appends counts[b] of its T columns after start[b] remembered ones.
-
-    The columns past counts[b] are padding: nobody sees them and they are not remembered.
-    `both_ways` lets every new token see every other (a draft's block) instead of only earlier ones; with a
-    `tree`, it sees its ancestors. A node is remembered by its column and stands at its depth; the nodes that
-    the tree holds from earlier forwards lie between start[b] and the new ones.
-    """
-
-    start: tuple[int, ...]
-    counts: tuple[int, ...]
-    T: int
-    device: torch.device
-    both_ways: bool = False
-    tree: Tree | None = None
-
-    @cached_property
-    def starts(self) -> Tensor:
-        """[B] int64, `start` as a tensor."""
-        return torch.tensor(self.start, device=self.device)
-
-    @property
-    def held(self) -> int:
-        return 0 if self.tree is None else self.tree.held
-
-    @cached_property
-    def storage(self) -> Tensor:
-        """[B, T] the index at which each new token is remembered."""
-        return self.starts[:, None] + torch.arange(self.held, self.held + self.T, device=self.device)
-
-    @property
-    def positions(self) -> Tensor:
-        """[B, T] where each new token stands in its text."""
-        return self.storage if self.tree is None else self.starts[:, None] + self.tree.depth
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """[B, 1] 0, 1, 2, .."""
-        return torch.arange(len(self.start), device=self.device)[:, None]
-
-    @cached_property
-    def _slots(self) -> dict[int, Tensor]:
-        return {}
-
-    def slots(self, size: int) -> Tensor:
-        """[B, T]: where each new token lies in a memory of `size` slots; `size` itself, the trash slot, for
-        padding and for what a ring would overwrite at once. Formed once for all layers of that size."""
-        if size not in self._slots:
-            column = torch.arange(self.T, device=self.device)
-            first = torch.tensor(self.counts, device=self.device)[:, None] - size
-            kept = self.real & (column >= first)
-            self._slots[size] = torch.where(kept, self.storage % size, size)
-        return self._slots[size]
-
-    @cached_property
-    def real(self) -> Tensor:
-        """[B, T] False at padding."""
-        return torch.arange(self.T, device=self.device) < torch.tensor(
-            self.counts, device=self.device
-        ).unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class View:
-    """What the queries of a step may look at: k, v [B,K,S,D], where the token of storage index j lies at slot
-    (j - first[b]) % S; `first` [B] int64, None for 0 in every row, as in a memory itself."""
-
-    k: Tensor
-    v: Tensor
-    step: Step
-    first: Tensor | None = None
-
-    def allowed(self, window: int) -> Tensor:
-        """[B, T, S] bool."""
-        step, index = self.step, self.index()
-        if step.tree is not None:
-            return self._allowed_in_tree(index, step, step.tree, window)
-        index = index[:, None]
-        query = step.storage[:, :, None]
-        start = step.starts[:, None, None]
-        end = (start + step.T - 1).expand_as(query) if step.both_ways else query
-        seen = (index >= 0) & (index <= end)
-        if not window:
-            return seen
-        near = index > query - window
-        return seen & (near | (index >= start) if step.both_ways else near)
-
-    def _allowed_in_tree(self, index: Tensor, step: Step, tree: Tree, window: int) -> Tensor:
-        """A window counts depth: what was verified is as far behind a node as it was behind its path."""
-        column = index - step.starts[:, None]
-        past = ((index >= 0) & (column < 0))[:, None]
-        if window:
-            past = past & (index[:, None] > step.positions[:, :, None] - window)
-        U = tree.parents.shape[1]
-        inside = (column >= 0) & (column < U)
-        at = column.clamp(0, U - 1)[:, None].expand(-1, step.T, -1)
-        return past | (inside[:, None] & tree.within(window).gather(2, at))
-
-    def index(self) -> Tensor:
-        """[B, S] which token lies in each slot; negative where none does."""
-        step, slot = self.step, torch.arange(self.k.shape[2], device=self.k.device)
-        counts = torch.tensor(step.counts, device=self.k.device)[:, None]
-        last = step.starts[:, None] + step.held + counts - 1
-        if self.first is not None:
-            slot = slot + self.first[:, None]
-        return last - (last - slot) % self.k.shape[2]
 
 
 class Memory:
@@ -139,21 +28,42 @@ class Memory:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.asks = False  # keep the queries of every append: what a partial view is chosen by
         self.asked: tuple[Tensor, tuple[int, ...]] | None = None  # [B,T,H,D], and how many of a row are real
+        self.keys: Tensor | None = None  # of an index [B, 1, S and a trash slot, D]: see `index_by`
+        self.keep_few: Keep | None = None
+
+    def index_by(self, dim: int, keep: Keep) -> None:
+        """Remember an index's key [dim] with each token, and let queries see what it chooses."""
+        assert not self.window, "a window is small as it is"
+        B, _, slots, _ = self.k.shape
+        self.keys, self.keep_few = self.k.new_zeros(B, 1, slots, dim), keep
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What is remembered of a token: it is written, moved and given up together."""
+        return [self.k, self.v] if self.keys is None else [self.k, self.v, self.keys]
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def append(
-        self, k: Tensor, v: Tensor, step: Step, q: Tensor | None = None, rows: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        step: Step,
+        q: Tensor | None = None,
+        rows: Tensor | None = None,
+        index: Index | None = None,
     ) -> View:
         """k, v [B,K,T,D] -> everything the T queries may see, themselves included. q [B,T,H,D], the queries,
-        where who asks may matter; rows [B,T,W], what k and v were made of, where that is remembered."""
+        where who asks may matter; rows [B,T,W], what k and v were made of, where that is remembered; index,
+        where it chooses."""
         self.hear(q, step)
+        lists = self._choose(index, step)
         fits = step.held + step.T <= self.size - self.window + 1
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
-            return View(self.k[:, :, : self.size], self.v[:, :, : self.size], step)
+            return View(self.k[:, :, : self.size], self.v[:, :, : self.size], step, lists=lists)
         assert not step.held, "a ring whose slack is below a whole tree has lost what the tree stands on"
         past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
         past_k, past_v = (self._read(x, past_index) for x in (self.k, self.v))
@@ -176,16 +86,23 @@ class Memory:
         )
         return k, v
 
+    def _choose(self, index: Index | None, step: Step) -> Lists | None:
+        if index is None or self.keys is None or self.keep_few is None:
+            return None
+        self._put(self.keys, index.k[:, None], step)
+        return choose(index, self.keys[:, 0, : self.size], step.place, self.keep_few)
+
     def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
+        self._put(self.k, k, step)
+        self._put(self.v, v, step)
+
+    def _put(self, whole: Tensor, new: Tensor, step: Step) -> None:
         T = step.T
         slot = (step.start[0] + step.held) % self.size
         if len(step.start) == 1 and step.counts[0] == T and slot + T <= self.size:
-            self.k[:, :, slot : slot + T] = k
-            self.v[:, :, slot : slot + T] = v
+            whole[:, :, slot : slot + T] = new
             return
-        slots = step.slots(self.size)
-        self.k.transpose(1, 2)[step.rows, slots] = k.transpose(1, 2)
-        self.v.transpose(1, 2)[step.rows, slots] = v.transpose(1, 2)
+        whole.transpose(1, 2)[step.rows, step.slots(self.size)] = new.transpose(1, 2)
 
     def _read(self, x: Tensor, index: Tensor) -> Tensor:
         row = torch.arange(index.shape[0], device=x.device)[:, None]
@@ -193,6 +110,8 @@ class Memory:
 
     def keep(self, rows: list[int]) -> None:
         self.k, self.v = self.k[rows], self.v[rows]
+        if self.keys is not None:
+            self.keys = self.keys[rows]
         if self.asked is not None:
             self.asked = self.asked[0][rows], tuple(self.asked[1][b] for b in rows)
 
@@ -363,11 +282,12 @@ class Cache:
 
 
 def move_columns(memories: Sequence[Memory], columns: Tensor, start: list[int]) -> None:
-    """columns [2, B, n] after the start [B] of each row: K and V together, in all memories at once."""
+    """columns [2, B, n] after the start [B] of each row: all that is remembered of a token together, in all
+    memories at once."""
     starts = torch.tensor(start, device=columns.device)[:, None]
     source, target = torch.where(columns < 0, -1, columns + starts).contiguous()
     alike: dict[tuple[int, int], list[Tensor]] = {}
-    for x in (x for memory in memories for x in (memory.k, memory.v) if x.shape[3]):
+    for x in (x for memory in memories for x in memory.parts if x.shape[3]):
         alike.setdefault((x.shape[1], x.shape[3]), []).append(x)
     for tensors in alike.values():
         move(tensors, source, target)

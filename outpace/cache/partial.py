@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.cache.kv import Cache, Memory, Step, View, move_columns
+from outpace.cache.index import Index
+from outpace.cache.kv import Cache, Memory, move_columns
+from outpace.cache.step import Step, View
 from outpace.cache.summary import SELECTORS, extremes, rank
 from outpace.cache.tree import Tree
 
@@ -109,7 +111,13 @@ class PartialMemory(Memory):
         return super().nbytes + self.low.nbytes + self.high.nbytes
 
     def append(
-        self, k: Tensor, v: Tensor, step: Step, q: Tensor | None = None, rows: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        step: Step,
+        q: Tensor | None = None,
+        rows: Tensor | None = None,
+        index: Index | None = None,
     ) -> View:
         assert isinstance(step, PartialStep) and step.near is not None, (
             "a partial memory has its own counting"

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outpace.cache.kv import FEW, Cache
+from outpace.cache.kv import Cache
 from outpace.cache.partial import PartialCache, PartialConfig
+from outpace.cache.step import FEW
 from outpace.decode.backlog import verified
 from outpace.decode.rules import Judge, Verdict
 from outpace.decode.trace import Trace

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outpace.cache.kv import Cache, Step
+from outpace.cache.kv import Cache
+from outpace.cache.step import Step
 from outpace.drafts.choice import Choice
 from outpace.drafts.dflash_config import DFlashConfig as DFlashConfig
 from outpace.drafts.dflash_config import default_layer_ids as default_layer_ids

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.cache.kv import Cache, Step
+from outpace.cache.kv import Cache
+from outpace.cache.step import Step
 from outpace.drafts.choice import Choice
 from outpace.drafts.eagle3 import Attend, Eagle3
 from outpace.drafts.proposal import Proposal

@@ -23,7 +23,7 @@ NORM = struct.Struct("5qd3q").pack
 NORM_BACK = struct.Struct("6qd3q").pack
 GATES = struct.Struct("7q2dq").pack
 ROPE = struct.Struct("7qd5q").pack
-ATTEND = struct.Struct("23qdq").pack
+ATTEND = struct.Struct("26qdq").pack
 ROUTE = struct.Struct("14q").pack
 MOE = struct.Struct("27q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
@@ -162,6 +162,7 @@ def attend(
     depth: Tensor | None = None,
     both_ways: bool = False,
     first: Tensor | None = None,
+    lists: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> [B, T, H * D].
     Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
@@ -169,7 +170,8 @@ def attend(
     New token t stands at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
     them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it stands
     at start + depth, and sees of the U tokens after the first `start` those that tree names: of its ancestors
-    and itself, those in its window.
+    and itself, those in its window. With lists, storage indices [B, T, N] and how many of them count [B, T],
+    both int64, each new token sees those and nothing else is read.
     """
     b, t, h, d = q.shape
     _, kv, s, _ = k.shape
@@ -183,8 +185,13 @@ def attend(
     sink, kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
     trees, depths = (0, 0) if tree is None or depth is None else (tree.data_ptr(), depth.data_ptr())
     begins = start.data_ptr(), 0 if first is None else first.data_ptr()
-    tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), *begins, trees, depths, sink, kind, y.data_ptr()
-    sizes = q_b, q_t, k_b, k_h, b, t, u, h, kv, d, s, window, both_ways
+    index, many, n = 0, 0, 0
+    if lists is not None:
+        assert not window and all(x.is_contiguous() and x.dtype == torch.int64 for x in lists)
+        index, many, n = lists[0].data_ptr(), lists[1].data_ptr(), lists[0].shape[2]
+    looked = sink, kind, index, many, y.data_ptr()
+    tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), *begins, trees, depths, *looked
+    sizes = q_b, q_t, k_b, k_h, b, t, u, n, h, kv, d, s, window, both_ways
     _c.attend(ATTEND(*tensors, *sizes, scale, _threads()))
     return y
 

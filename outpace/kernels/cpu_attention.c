@@ -67,8 +67,8 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
     }
 }
 
-typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; float *y;
-                 int64_t q_b, q_t, k_b, k_h, B, T, U, H, K, D, S, window, both_ways; double scale; int64_t threads; } Attend;
+typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; const int64_t *list, *many; float *y;
+                 int64_t q_b, q_t, k_b, k_h, B, T, U, N, H, K, D, S, window, both_ways; double scale; int64_t threads; } Attend;
 typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; int threads; Share *looks, *merges; } Scene;
 
 static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
@@ -81,12 +81,18 @@ static void look_at(const Scene *c, long item) {       // one tile of keys of on
     long T = o->T, D = o->D, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b], first = o->first ? o->first[b] : 0;
     long edge = (c->base[b] + item % c->tiles) * KEYS, end = c->t0 + c->steps;
     floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->k_b + h * o->k_h, qs[MOST], ks[KEYS], vs[KEYS];
-    int lo[MOST], hi[MOST], alone = o->tree && edge + KEYS > s, n;  // alone: each new token has its own list of keys
+    int lo[MOST], hi[MOST], alone = o->list || (o->tree && edge + KEYS > s), n;  // alone: each new token has its own list of keys
     for (long t = c->t0; t < end; t += alone ? 1 : c->steps) {
         long from = MAX(edge, alone ? lowest(o, b, t) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : last_of(o, s, end));
-        long place = MAX(s, lowest(o, b, t)), row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot = (from - first) % S * D;
-        for (n = 0; n < to - from; n++, slot = slot + D == S * D ? 0 : slot + D) ks[n] = k + slot, vs[n] = v + slot;
-        for (long u = 0; alone && u < o->U; u++) {     // a seen one takes the place it would have in plain decoding
+        long place = MAX(s, lowest(o, b, t)), row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot;
+        if (o->list) from = edge, to = MIN(edge + KEYS, o->many[b * T + t]);
+        for (n = 0; o->list && n < to - from; n++) {
+            slot = (o->list[(b * T + t) * o->N + from + n] - first) % S * D;
+            ks[n] = k + slot, vs[n] = v + slot;
+        }
+        slot = (from - first) % S * D;
+        for (; n < to - from; n++, slot = slot + D == S * D ? 0 : slot + D) ks[n] = k + slot, vs[n] = v + slot;
+        for (long u = 0; alone && !o->list && u < o->U; u++) {  // a seen one takes the place it would have in plain decoding
             if (!o->tree[(b * T + t) * o->U + u] || place++ < edge || place > edge + KEYS) continue;
             slot = (s + u - first) % S * D;
             ks[n] = k + slot, vs[n++] = v + slot;
@@ -125,10 +131,12 @@ static void show(const Scene *c) {
     for (long item; (item = take(c->merges, c->threads)) >= 0;) merge(c, item);
 }
 // q [B, T, H, D] and the rings k, v [B, K, S, D], with strides; token i lies at slot (i - first) % S, first 0 where absent. tree [B, T, U]: which of the
-// U tokens after `start` each new one sees, none that its window leaves out; else U = T, a chain, or with both_ways all of them.
+// U tokens after `start` each new one sees, none that its window leaves out; else U = T, a chain, or with both_ways all of them. Or list [B, T, N]: it
+// sees the first many [B, T] tokens of its own list, in that order, and none is read besides.
 void attend(const Attend *o) {
     long B = o->B, T = o->T, G = o->H / o->K, some = MAX(1, MOST / G), longest = 0, base[B], low[B];
     for (long b = 0; b < B; b++) longest = MAX(longest, o->start[b] + o->U);
+    if (o->list) longest = o->N;
     int threads = team((double)B * T * o->H * o->D * (o->window ? MIN(o->window + o->U, longest) : longest), 4e4, o->threads);
     for (long t0 = 0; t0 < T; t0 += some) {
         long steps = MIN(some, T - t0), rows = steps * G, tiles = 0;
@@ -136,7 +144,8 @@ void attend(const Attend *o) {
             low[b] = o->start[b] + (o->tree ? 0 : t0);
             for (long t = t0; t < t0 + steps; t++) low[b] = MIN(low[b], lowest(o, b, t));
             base[b] = low[b] / KEYS;
-            tiles = MAX(tiles, (last_of(o, o->start[b], t0 + steps) + KEYS - 1) / KEYS - base[b]);
+            if (o->list) for (long t = base[b] = 0; t < steps; t++) tiles = MAX(tiles, (o->many[b * T + t0 + t] + KEYS - 1) / KEYS);
+            else tiles = MAX(tiles, (last_of(o, o->start[b], t0 + steps) + KEYS - 1) / KEYS - base[b]);
         }
         long all_rows = B * o->K * tiles * rows;
         float *sums = scratch(all_rows * (o->D + 2)), *high = sums + all_rows * o->D, *mass = high + all_rows;

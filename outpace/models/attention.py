@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.kv import Memory, Step
+from outpace.cache.index import choose
+from outpace.cache.kv import Memory
+from outpace.cache.step import Step, View
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
+from outpace.models.indexer import Indexer
 from outpace.models.latent import Latent
 from outpace.ops.attention import attend_view, causal_attend
 from outpace.ops.rope import rotate_heads
@@ -27,6 +30,10 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
         self.latent = Latent(config, config.mla_rank(layer)) if config.mla_rank(layer) else None
         self.use_latent = config.use_mla_kv
+        self.keep = config.dsa_keep
+        sizes = config.hidden_size, config.dsa_index_heads, config.dsa_index_dim
+        self.indexer = Indexer(*sizes) if layer in config.dsa_layers else None
+        self.use_index = config.use_dsa
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None, step: Step | None
@@ -43,12 +50,18 @@ class Attention(nn.Module):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
             k, v = self.expand(rows, cos, sin)
-        if memory is None or step is None:
-            out = causal_attend(q, k, v, self.window, self.sinks, self.scale)
-        else:
-            view = memory.append(k, v, step, q, rows)
-            out = attend_view(q, view, self.window, self.sinks, self.scale)
-        return self.o_proj(out)
+        index = self.indexer(x, cos, sin) if self.indexer is not None and self.use_index else None
+        if memory is not None and step is not None:
+            view = memory.append(k, v, step, q, rows, index)
+            return self.o_proj(attend_view(q, view, self.window, self.sinks, self.scale))
+        lists = None
+        if index is not None:
+            step = Step((0,) * len(x), (x.shape[1],) * len(x), x.shape[1], x.device)
+            lists = choose(index, index.k.contiguous(), step.place, self.keep)
+        if step is not None and lists is not None:
+            view = View(k.contiguous(), v.contiguous(), step, lists=lists)
+            return self.o_proj(attend_view(q, view, self.window, self.sinks, self.scale))
+        return self.o_proj(causal_attend(q, k, v, self.window, self.sinks, self.scale))
 
     def _rows(self, x: Tensor, qkv: Tensor) -> Tensor | None:
         """[B,T,W], what a layer with a latent remembers; None where it has none, or does not use it."""

@@ -1,8 +1,9 @@
 """ModelConfig: what a config.json says, in our terms."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from outpace.cache.index import Keep
 from outpace.ops.rope import RopeConfig
 
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -41,14 +42,22 @@ class ModelConfig:
     mlp_bias: bool = False
     mla_ranks: tuple[int, ...] = ()  # per layer, 0: keys and values as they are (models/latent.py)
     use_mla_kv: bool = False
+    dsa_layers: tuple[int, ...] = ()  # those with an index (models/indexer.py) ..
+    dsa_index_dim: int = 0
+    dsa_index_heads: int = 0
+    dsa_keep: Keep = field(default_factory=Keep)
+    use_dsa: bool = False  # .. which chooses what is seen
 
     def mla_rank(self, layer: int) -> int:
         return self.mla_ranks[layer] if self.mla_ranks else 0
 
     def kv_numbers(self, layer: int) -> int:
-        """What a layer remembers of a token."""
+        """What a layer remembers of a token, an index's key not counted."""
         rank = self.mla_rank(layer) if self.use_mla_kv else 0
         return rank + self.num_kv_heads * self.qk_norm if rank else 2 * self.num_kv_heads * self.head_dim
+
+    def index_numbers(self, layer: int) -> int:
+        return self.dsa_index_dim if self.use_dsa and layer in self.dsa_layers else 0
 
     def window(self, layer: int) -> int:
         """The sliding window of a layer, current token included; 0 where it sees everything."""
@@ -87,44 +96,20 @@ class ModelConfig:
             raise ValueError(
                 f"config: layer {windowed[0]} has a sliding window: it takes no latent (mla_layers)"
             )
+        unfit = [i for i in self.dsa_layers if not 0 <= i < self.num_layers or self.window(i)]
+        if unfit:
+            raise ValueError(
+                f"config: dsa_layers names layer {unfit[0]}, which is not one of those with full attention"
+            )
+        if self.dsa_layers and (self.dsa_index_dim < 2 or self.dsa_index_dim % 2 or self.dsa_index_heads < 1):
+            raise ValueError(
+                f"config: an index of {self.dsa_index_heads} heads of {self.dsa_index_dim} (dsa_index_heads, "
+                "dsa_index_dim): at least one, of an even number of dimensions"
+            )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"config: {self.experts_per_token} experts per token of {self.num_experts} experts"
             )
-
-
-def parse_mla(hf: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Of a retrofitted checkpoint: fields of ModelConfig from `use_mla_kv`, `mla_layers` and
-    `mla_latent_dim`, one for all of these layers or a list. Nothing where there are no such layers."""
-    named = hf.get("mla_layers")
-    if not named:
-        if hf.get("use_mla_kv"):
-            raise ValueError("config.json: use_mla_kv without mla_layers: name the layers that have a latent")
-        return {}
-    said = need(hf, "mla_latent_dim")
-    ranks = said if isinstance(said, list) else [said] * len(named)
-    if len(ranks) != len(named) or len(set(named)) < len(named) or not all(0 <= i < layers for i in named):
-        raise ValueError(
-            f"config.json: mla_layers {named} and mla_latent_dim {said}: distinct layers below {layers}, and "
-            "one rank for all or one for each"
-        )
-    found = dict(zip(named, ranks, strict=True))
-    return {
-        "mla_ranks": tuple(found.get(i, 0) for i in range(layers)),
-        "use_mla_kv": bool(hf.get("use_mla_kv", True)),
-    }
-
-
-def mla_to_hf(config: ModelConfig) -> dict[str, Any]:
-    layers = [i for i, rank in enumerate(config.mla_ranks) if rank]
-    if not layers:
-        return {}
-    ranks = [config.mla_ranks[i] for i in layers]
-    return {
-        "use_mla_kv": config.use_mla_kv,
-        "mla_layers": layers,
-        "mla_latent_dim": ranks[0] if len(set(ranks)) == 1 else ranks,
-    }
 
 
 def need(hf: dict[str, Any], key: str) -> Any:

@@ -18,12 +18,22 @@ COUNTS = {  # whole numbers from 1 to ..; null and a missing key mean the defaul
     "num_experts_per_tok": 4096,
     "experts_per_token": 4096,
     "decoder_sparse_step": 1024,
+    "dsa_index_dim": 256,
+    "dsa_index_heads": 64,
+    "dsa_recent": 2**40,
     "max_position_embeddings": 2**40,
 }
-LENGTHS = {"sliding_window": 2**40, "max_window_layers": 2**20}  # from 0
+LENGTHS = {  # from 0
+    "sliding_window": 2**40,
+    "max_window_layers": 2**20,
+    "dsa_min_context": 2**40,
+    "dsa_sinks": 2**40,
+}
 NUMBERS = {  # (above, up to)
     "rms_norm_eps": (0.0, 1.0),
     "swiglu_limit": (0.0, 1e6),
+    "dsa_top_k": (0.0, 1e12),
+    "dsa_top_p": (0.0, 1.0),
     "swiglu_alpha": (0.0, 1e6),
     "rope_theta": (1.0, 1e12),
 }
@@ -34,6 +44,7 @@ FLAGS = (
     "use_sliding_window",
     "norm_topk_prob",
     "use_mla_kv",
+    "use_dsa",
 )
 IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 ROPE_COUNTS = {"original_max_position_embeddings": 2**40}
@@ -65,7 +76,7 @@ def check_values(hf: dict[str, Any]) -> None:
     for key in IDS:
         _ids(hf, key)
     _strings(hf, "layer_types")
-    for key in ("mlp_only_layers", "mla_layers"):
+    for key in ("mlp_only_layers", "mla_layers", "dsa_layers"):
         layers = hf.get(key)
         if layers is not None and not (isinstance(layers, list) and all(type(i) is int for i in layers)):
             raise _wrong(key, layers, "a list of layers")

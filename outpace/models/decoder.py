@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.kv import Cache, Memory, Step
+from outpace.cache.kv import Cache, Memory
 from outpace.cache.latent import LatentMemory
+from outpace.cache.step import Step
 from outpace.cache.tree import Tree
 from outpace.models.attention import Attention
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
@@ -80,7 +81,7 @@ class Decoder(nn.Module):
     def make_cache(self, batch: int, length: int, slack: int = 1, offset: int = 0) -> Cache:
         """Room for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound."""
         config = self.config
-        return Cache(
+        cache = Cache(
             batch,
             length,
             slack,
@@ -92,6 +93,9 @@ class Decoder(nn.Module):
             device=self.device,
             own=self._latent_memories(batch, length, offset),
         )
+        for layer in config.dsa_layers if config.use_dsa else ():
+            cache.layers[layer].index_by(config.dsa_index_dim, config.dsa_keep)
+        return cache
 
     @property
     def attentions(self) -> list[Attention]:
@@ -118,6 +122,15 @@ class Decoder(nn.Module):
         for attention in self.attentions:
             attention.use_latent = on
         self.config = replace(self.config, use_mla_kv=on)
+
+    def use_dsa(self, on: bool) -> None:
+        """Whether layers that have an index look only at what it chooses, from the next cache on; off, the
+        target is the one it was made from. Raises ValueError where no layer has one."""
+        if not self.config.dsa_layers:
+            raise ValueError("this target has no sparse attention to switch: see outpace retrofit dsa")
+        for attention in self.attentions:
+            attention.use_index = on
+        self.config = replace(self.config, use_dsa=on)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B,T] -> [B,T,C] in the compute dtype."""

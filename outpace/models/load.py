@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.blocks import Layout
-from outpace.models.config import ModelConfig, parse_mla
+from outpace.models.config import ModelConfig
+from outpace.models.config_retrofit import parse_dsa, parse_mla
 from outpace.models.config_values import check_values
 from outpace.models.decoder import Decoder
 from outpace.models.names import Entry
@@ -51,7 +52,8 @@ def parse_config(hf: dict[str, Any]) -> ModelConfig:
     if names[0] not in ARCHITECTURES:
         raise LoadError(f"config.json names the architecture {names[0]}; known: {', '.join(ARCHITECTURES)}")
     config: ModelConfig = ARCHITECTURES[names[0]][0].parse(hf)
-    return replace(config, **parse_mla(hf, config.num_layers))
+    layers = config.num_layers
+    return replace(config, **parse_mla(hf, layers), **parse_dsa(hf, layers))
 
 
 def build(config: ModelConfig, layout: Layout = "dense") -> Decoder:
@@ -140,7 +142,8 @@ def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
         raise ValueError(f"layers {layers}: give 1 to {config.num_layers}, which is what this model has")
     lists = ("layer_types", "moe_layers", "mla_ranks")
     kept = {name: getattr(config, name)[:layers] for name in lists}
-    return replace(config, num_layers=layers, **kept)
+    indexed = tuple(i for i in config.dsa_layers if i < layers)
+    return replace(config, num_layers=layers, dsa_layers=indexed, **kept)
 
 
 def explain(difference: Comparison) -> str:

@@ -72,6 +72,8 @@ def trunk(config: ModelConfig) -> list[Entry]:
             entries.append(Entry(f"{here}self_attn.qkv_proj.{kind}", names, rows))
         if config.mla_rank(i):
             entries += _latent(f"{here}self_attn.latent.", f"{there}self_attn.mla_")
+        if i in config.dsa_layers:
+            entries += _indexer(config, f"{here}self_attn.indexer.", f"{there}self_attn.dsa_")
     return entries
 
 
@@ -86,6 +88,16 @@ def _latent(here: str, there: str) -> list[Entry]:
         found.append(Entry(f"{here}{part}.weight", (there + weight,), swapped=True))
         found.append(Entry(f"{here}{part}.bias", (there + bias,)))
     return found
+
+
+def _indexer(config: ModelConfig, here: str, there: str) -> list[Entry]:
+    H, D = config.dsa_index_heads, config.dsa_index_dim
+    rows = (H * D, D, H)
+    found = [
+        Entry(f"{here}proj.{kind}", tuple(f"{there}{x}.{kind}" for x in "qkw"), rows)
+        for kind in ("weight", "bias")
+    ]
+    return [*found, Entry(f"{here}frequencies", (f"{there}frequencies",))]
 
 
 def dense_mlp(config: ModelConfig, layer: int) -> list[Entry]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.blocks import ExpertMatrix, Experts
-from outpace.models.config import mla_to_hf
+from outpace.models.config_retrofit import dsa_to_hf, mla_to_hf
 from outpace.models.decoder import Decoder
 from outpace.models.load import ARCHITECTURES, entries, weight_of
 from outpace.ops import mxfp4
@@ -37,6 +37,7 @@ def save_target(
     said = {
         **module.to_hf(model.config),
         **mla_to_hf(model.config),
+        **dsa_to_hf(model.config),
         "eos_token_id": list(model.config.eos_token_ids) or None,
         "bos_token_id": model.config.bos_token_id,
         "pad_token_id": model.config.pad_token_id,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.cache.kv import FEW, View
+from outpace.cache.step import FEW, View
 from outpace.kernels import cpu
 from outpace.ops.fast import kernel
 
@@ -40,13 +40,15 @@ def attend_view(q: Tensor, view: View, window: int, sinks: Tensor | None, scale:
     win."""
     (B, T, H, D), step = q.shape, view.step
     if D % 8 == 0 and kernel(q):
+        if view.lists is not None:
+            return cpu.attend(q, view.k, view.v, step.starts, 0, sinks, scale, lists=view.lists)
         given = q, view.k, view.v, step.starts, window, sinks, scale
         if step.tree is not None:
             # of any width: the flash kernel's answers are not plain decoding's to the bit
             return cpu.attend(*given, step.tree.within(window), step.tree.depth, first=view.first)
         if T <= FEW:
             return cpu.attend(*given, both_ways=step.both_ways, first=view.first)
-    one_way = not step.both_ways and step.tree is None
+    one_way = not step.both_ways and step.tree is None and view.lists is None
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))
         return causal_attend(q, k, v, window, sinks, scale)
