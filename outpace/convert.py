@@ -73,6 +73,10 @@ def write_gguf(
         raise ValueError(
             "GGUF has no place for latent KV: convert the target that the retrofit was made from"
         )
+    if model.config.dsa_layers:
+        raise ValueError(
+            "GGUF has no place for an index of sparse attention: convert the target that it was made for"
+        )
     if type not in TYPES:
         raise ValueError(f"type {type!r} is none of: {', '.join(TYPES)}")
     architecture = ARCHITECTURE_OF[model.config.architecture]

@@ -1,4 +1,4 @@
-"""Commands that make a target cheaper: retrofit mla."""
+"""Commands that make a target cheaper: retrofit mla and dsa, and the trainings of both."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Corpus, Recipe, Set, Target, app, console, recipe_settings
+from outpace.cli.app import AsJson, Corpus, Recipe, Set, Target, app, console, recipe_settings, train_app
 
 retrofit_app = typer.Typer(no_args_is_help=True, help="Give a trained target a smaller memory.")
 app.add_typer(retrofit_app, name="retrofit")
@@ -34,7 +34,7 @@ def mla(
     outpace retrofit mla --target qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
     """
     from outpace.corpus import read_corpus
-    from outpace.shrink import MlaSettings, retrofit_mla
+    from outpace.shrink.mla import MlaSettings, retrofit_mla
 
     settings = recipe_settings(MlaSettings, recipe, set_)
     with console.status("opening") as status:
@@ -47,18 +47,135 @@ def mla(
     console.print(f"written: {out}; `outpace generate --target {out}` uses it", highlight=False)
 
 
+@retrofit_app.command("dsa")
+def dsa(
+    out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report, dsa.json.")],
+    target: Target = "default",
+    recipe: Recipe = None,
+    set_: Set = None,
+    corpus: Corpus = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sparse attention, without training: in full-attention layers an index, made of the attention's own
+    projections, picks the tokens that a query looks at. The attention stays as it is, untouched.
+
+    [bold]Examples[/bold]: outpace retrofit dsa --target default --out sparse
+    outpace retrofit dsa --target qwen3-8b --out sparse --set top_k=2048 --set index_dim=64
+    """
+    from outpace.corpus import read_corpus
+    from outpace.shrink.dsa import DsaSettings, retrofit_dsa
+
+    settings = recipe_settings(DsaSettings, recipe, set_)
+    with console.status("opening") as status:
+        on_stage = (lambda stage: None) if as_json else status.update
+        report = retrofit_dsa(target, settings, read_corpus(corpus), out, on_stage)
+    if as_json:
+        print(json.dumps(report))
+        return
+    show_indexes(report)
+    _held_out(report["held_out"])
+    console.print(f"written: {out}; `outpace generate --target {out}` uses it", highlight=False)
+
+
+@train_app.command("mla")
+def train_mla(
+    out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
+    target: Annotated[str, typer.Option(help="A target with latent KV (outpace retrofit mla).")],
+    recipe: Recipe = None,
+    set_: Set = None,
+    corpus: Corpus = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the latents of a retrofitted target towards the original in the same checkpoint, everything else
+    frozen. Resumes where it was stopped.
+
+    [bold]Example[/bold]: outpace train mla --target small --out work/mla --recipe recipes/memory/mla.toml
+    """
+    from outpace.train.mla import MlaRecipe
+    from outpace.train.mla import train_mla as train
+
+    settings = recipe_settings(MlaRecipe, recipe, set_)
+    _said(train(settings, folder=out, **_opened(target, corpus)), out, as_json)
+
+
+@train_app.command("dsa")
+def train_dsa(
+    out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
+    target: Annotated[str, typer.Option(help="A target with an index (outpace retrofit dsa).")],
+    recipe: Recipe = None,
+    set_: Set = None,
+    corpus: Corpus = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the index of sparse attention by the attention itself, everything else frozen. Resumes where it
+    was stopped.
+
+    [bold]Example[/bold]: outpace train dsa --target sparse --out work/dsa --recipe recipes/memory/dsa.toml
+    """
+    from outpace.train.dsa import DsaRecipe
+    from outpace.train.dsa import train_dsa as train
+
+    settings = recipe_settings(DsaRecipe, recipe, set_)
+    _said(train(settings, folder=out, **_opened(target, corpus)), out, as_json)
+
+
+def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
+    """The target, its tokenizer and chat template, and the texts to train on and to judge by."""
+    from outpace.corpus import read_corpus, split
+    from outpace.load import open_target, open_template, target_path
+    from outpace.weights.checkpoint import open_checkpoint
+
+    template = open_template(open_checkpoint(target_path(target)))
+    opened, texts = open_target(target), split(read_corpus(corpus))
+    names = ("target", "tokenizer", "template", "train", "held_out")
+    return dict(zip(names, (*opened, template, *texts), strict=True))
+
+
+def _said(report: dict[str, Any] | None, out: Path, as_json: bool) -> None:
+    assert report is not None, "a run that was not stopped ends"
+    if as_json:
+        print(json.dumps(report))
+        return
+    if "mass" in report:
+        show_indexes(report)
+    held = report["held_out"]
+    for name, after in (("untrained", held["untrained"]), ("trained", held["after"])):
+        console.print(name, end=": ", highlight=False)
+        _held_out({"before": held["original"], "after": after})
+    console.print(f"{out / 'model'}: saved", highlight=False)
+
+
+def show_indexes(report: dict[str, Any]) -> None:
+    """A table of mass kept, a line of held-out loss."""
+    shares = sorted({row["share"] for row in report["mass"]})
+    table = Table("layer", *(f"of {share:.1%} (latest, best)" for share in shares))
+    for layer in sorted({row["layer"] for row in report["mass"]}):
+        rows = {row["share"]: row for row in report["mass"] if row["layer"] == layer}
+        said = (f"{r['index']:.1%} ({r['recent']:.1%}, {r['best']:.1%})" for r in map(rows.get, shares) if r)
+        table.add_row(str(layer), *said)
+    console.print("the attention's mass that the index keeps, if it may pick this share of the context")
+    console.print(table)
+
+
+def _held_out(held: dict[str, Any]) -> None:
+    before, after = held["before"]["nats_per_token"], held["after"]["nats_per_token"]
+    console.print(
+        f"held-out loss {before:.4f} -> {after:.4f} nats a token ({after / before - 1:+.2%}), "
+        f"KL {held['after']['kl']:.4f}, same likeliest token {held['after']['same_likeliest']:.1%}",
+        highlight=False,
+    )
+
+
 def _show(report: dict[str, Any]) -> None:
     table = Table("layer", "rank", "K lost", "V lost", "of what attention makes of them")
     for e in report["errors"]:
         lost = (f"{100 * e[key]:.2f} %" for key in ("k", "v", "loss"))
         table.add_row(str(e["layer"]), str(e["rank"]), *lost)
     console.print(table)
-    numbers, held = report["numbers_per_token"], report["held_out"]
+    numbers = report["numbers_per_token"]
     saved = 1 - numbers["after"] / numbers["before"]
     console.print(
-        f"{numbers['before']:,} -> {numbers['after']:,} numbers a token in these layers ({saved:.0%} less); "
-        f"held-out loss {held['before']['nats_per_token']:.4f} -> {held['after']['nats_per_token']:.4f} "
-        f"nats a token, KL {held['after']['kl']:.4f}, "
-        f"same likeliest token {held['after']['same_likeliest']:.1%}",
+        f"{numbers['before']:,} -> {numbers['after']:,} numbers a token in these layers ({saved:.0%} less)",
         highlight=False,
     )
+    _held_out(report["held_out"])

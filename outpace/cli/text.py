@@ -51,6 +51,12 @@ def generate(
             "--mla/--no-mla", help="Latent KV of a retrofitted target, on or off; as its config says."
         ),
     ] = None,
+    dsa: Annotated[
+        bool | None,
+        typer.Option(
+            "--dsa/--no-dsa", help="Sparse attention of a retrofitted target, on or off; as its config says."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     top_k: TopK = 0,
@@ -123,6 +129,8 @@ def generate(
     loaded, tokenizer = open_target(target, layers)
     if mla is not None:
         loaded.use_mla_kv(mla)
+    if dsa is not None:
+        loaded.use_dsa(dsa)
     own = own_draft(target) if layers is None else "none"
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.cache.index import Keep
 from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.blocks import Layout
 from outpace.models.config import ModelConfig
@@ -20,6 +21,7 @@ from outpace.models.names import Entry
 from outpace.ops.quant import Weight
 from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint, to_compute
 
+RETROFIT = ("mla_", "dsa_", "use_mla", "use_dsa")  # fields of a config
 ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {
     "GptOssForCausalLM": (gpt_oss, gpt_oss.GptOss),
     "LlamaForCausalLM": (llama, llama.Llama),
@@ -186,16 +188,27 @@ def weight_of(model: nn.Module, name: str) -> Weight:
     return found
 
 
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
 def _said(config: Any) -> list[tuple[str, Any]]:
     """What differs from a config's defaults, by name: a field that a later version adds changes nothing."""
-    values = [(f.name, f.default, getattr(config, f.name)) for f in fields(config)]
+    values = [(f.name, _default(f), getattr(config, f.name)) for f in fields(config)]
     return sorted((name, _said(v) if is_dataclass(v) else v) for name, default, v in values if v != default)
 
 
-def fingerprint(model: Decoder) -> str:
-    """sha256 over config and every weight as stored: what a teacher cache or a draft belongs to."""
-    digest = hashlib.sha256(repr(_said(model.config)).encode())
+def fingerprint(model: Decoder, *, retrofits: bool = True) -> str:
+    """sha256 over config and every weight as stored: what a teacher cache or a draft belongs to. Without
+    `retrofits`, of the target that they were made from."""
+    config = model.config
+    if not retrofits:
+        none: dict[str, Any] = {f.name: f.default for f in fields(config) if f.name.startswith(RETROFIT)}
+        config = replace(config, **none | {"dsa_keep": Keep()})
+    digest = hashlib.sha256(repr(_said(config)).encode())
     for name, tensor in sorted(named_tensors(model)):
+        if not retrofits and (".latent." in name or ".indexer." in name):
+            continue
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

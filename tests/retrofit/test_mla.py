@@ -11,7 +11,8 @@ from outpace.load import open_target
 from outpace.models.load import fingerprint, load_target, named_tensors
 from outpace.retrofit import mla
 from outpace.retrofit.calibrate import averaged, calibrate
-from outpace.shrink import MlaSettings, judge, retrofit_mla
+from outpace.retrofit.judge import judge
+from outpace.shrink.mla import MlaSettings, retrofit_mla
 
 
 def full_layers(model):

@@ -5,18 +5,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from outpace.chat.tokenizer import encode
 from outpace.convert import write_folder
 from outpace.corpus import Document, split
 from outpace.load import open_target, open_template, target_path
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
-from outpace.ops.sampling import seeded
 from outpace.retrofit import mla
 from outpace.retrofit.calibrate import Moments, calibrate
+from outpace.retrofit.judge import judge, texts_of
 from outpace.weights.checkpoint import open_checkpoint
 from outpace.weights.save import write_json
 
@@ -25,7 +21,6 @@ ALLOCATIONS = ("marginal", "equal")
 BALANCES = (1.0, 0.3, 0.1, 0.03)  # of keys against values, tried on texts apart
 FRACTIONS = (0.75, 0.5, 0.25)  # of 2 K D, at which errors are reported
 JUDGED = 4  # texts by which a balance is chosen
-PIECE = 256  # tokens whose logits are in memory at once
 
 Bases = Mapping[int, mla.Basis]
 
@@ -84,8 +79,8 @@ def retrofit_mla(
     train, held_out = split(list(documents))
     count = settings.rows + (JUDGED if settings.searches else 0)
     on_stage("reading text")
-    texts = texts_of(tokenizer, train, count, settings)
-    judged = texts_of(tokenizer, held_out, JUDGED, settings)
+    texts = texts_of(tokenizer, train, count, settings.row_tokens, settings.seed)
+    judged = texts_of(tokenizer, held_out, JUDGED, settings.row_tokens, settings.seed)
     on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
     moments = calibrate(target, texts[: settings.rows], layers)
     table = [
@@ -143,26 +138,6 @@ def asked_of(target: Decoder, settings: MlaSettings) -> tuple[list[int], int]:
     return list(settings.layers) or full, rank
 
 
-def texts_of(
-    tokenizer: Any, documents: Sequence[Document], count: int, settings: MlaSettings
-) -> list[list[int]]:
-    """The beginnings of `count` documents, by lot. Raises ValueError where fewer are long enough."""
-    order = torch.randperm(len(documents), generator=seeded(settings.seed)).tolist()
-    found: list[list[int]] = []
-    for i in order:
-        if len(found) == count:
-            return found
-        ids = encode(tokenizer, documents[i].text)
-        if len(ids) >= settings.row_tokens:
-            found.append(ids[: settings.row_tokens])
-    if len(found) < count:
-        raise ValueError(
-            f"retrofit mla: {len(found)} files have {settings.row_tokens} tokens, and {count} are wanted: "
-            "lower rows or row_tokens, or name a larger --corpus"
-        )
-    return found
-
-
 def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balance: float) -> Bases:
     return {i: mla.basis(method, target.attentions[i], m, balance) for i, m in moments.items()}
 
@@ -197,29 +172,3 @@ def chosen_balance(
         tried[f"{balance:g}"] = judge(target, texts, before)["kl"]
         mla.detach(target)
     return min(BALANCES, key=lambda b: tried[f"{b:g}"]), tried
-
-
-@torch.inference_mode()
-def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
-    """Held-out loss in nats a token; and against `before`, the log-probabilities of another target on the
-    same texts, the mean KL(before || this) and the share of tokens whose likeliest successor is the same."""
-    said, nll, kl, same, total = [], 0.0, 0.0, 0, 0
-    for n, text in enumerate(texts):
-        tokens = torch.tensor([text], device=target.device)
-        hidden = target(tokens[:, :-1]).hidden[0]
-        pieces = []
-        for begin in range(0, len(hidden), PIECE):
-            logp = target.logits(hidden[begin : begin + PIECE]).float().log_softmax(-1)
-            labels = tokens[0, begin + 1 : begin + 1 + len(logp)]
-            nll -= float(logp.gather(1, labels[:, None]).sum())
-            if before is not None:
-                old = before[n][begin : begin + PIECE]
-                kl += float((old.exp() * (old - logp)).sum())
-                same += int((old.argmax(-1) == logp.argmax(-1)).sum())
-            pieces.append(logp)
-        said.append(torch.cat(pieces))
-        total += len(hidden)
-    found: dict[str, Any] = {"nats_per_token": round(nll / total, 5), "log_probabilities": said}
-    if before is not None:
-        found |= {"kl": round(kl / total, 5), "same_likeliest": round(same / total, 5)}
-    return found

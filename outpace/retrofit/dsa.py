@@ -1,0 +1,260 @@
+"""DSA-lite: an index for each layer, its first weights from the attention's own, and what it misses.
+
+A score is sum_f Re(q_f conj(k_f) e^(i (t - s) theta_f)) over the frequencies f of the rotation, q_f and k_f
+one complex number each. What mixes kv heads within a frequency goes through the rotation unharmed, so an
+index keeps, of all pairs (frequency, principal component of the heads' keys), those of most weight in scores.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from outpace.cache.index import Index, Keep, reference_scores
+from outpace.models.attention import Attention
+from outpace.models.decoder import Block, Decoder
+from outpace.models.indexer import Indexer
+from outpace.ops.norm import rms_norm
+from outpace.ops.quant import dense
+from outpace.ops.rope import rotate
+
+SHARES = (0.125, 0.25, 0.5)  # of the context, at which mass is reported
+EVERY = 16  # tokens, of which one query is looked at there
+TEMPERATURES = tuple(2.0**-n for n in range(9))  # factors on an index's weights, tried on its first texts
+LEAST = 1e-12
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One layer on one text: x [T,C], what its attention reads; q [T,H,D] and k [T,K,D] before rotation."""
+
+    attention: Attention
+    x: Tensor
+    q: Tensor
+    k: Tensor
+
+
+@torch.no_grad()
+def looked_at(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> dict[int, Seen]:
+    """tokens [T] int64 of one text from its beginning, gone over by the target as it is switched."""
+    aux = target(tokens[None], aux=range(target.config.num_layers)).aux
+    assert aux is not None
+    states, found = [target.embed(tokens[None]), *aux], {}
+    for layer in layers:
+        block = target.layers[layer]
+        assert isinstance(block, Block)
+        attention, x = block.self_attn, block.input_layernorm(states[layer])[0]
+        K, D = attention.kv_heads, attention.head_dim
+        q, k, _ = (part.unflatten(-1, (-1, D)) for part in _split(attention.qkv_proj(x), attention))
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = (rms_norm(y, n.weight, n.eps) for y, n in ((q, attention.q_norm), (k, attention.k_norm)))
+        assert k.shape[1] == K
+        found[layer] = Seen(attention, x, q, k)
+    return found
+
+
+def _split(qkv: Tensor, attention: Attention) -> tuple[Tensor, ...]:
+    D = attention.head_dim
+    return qkv.split((attention.heads * D, attention.kv_heads * D, attention.kv_heads * D), dim=-1)
+
+
+@dataclass
+class Phases:
+    """Sums over tokens, float64: keys [F,K,K], k conj(k') of the kv heads at a frequency; queries [F,H],
+    |q|^2; inverse [H + K], 1 / rms where heads are normed."""
+
+    keys: Tensor
+    queries: Tensor
+    inverse: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, seen: Seen) -> "Phases":
+        q, k = _complex(seen.q), _complex(seen.k)
+        raw = _split(seen.attention.qkv_proj(seen.x), seen.attention)[:2]
+        heads = torch.cat([part.unflatten(-1, (-1, seen.attention.head_dim)) for part in raw], 1)
+        inverse = torch.ones(heads.shape[1], dtype=torch.float64, device=heads.device) * len(seen.x)
+        if seen.attention.q_norm is not None:
+            inverse = heads.double().square().mean(-1).rsqrt().sum(0)
+        return cls(torch.einsum("tkf,tlf->fkl", k, k.conj()), q.abs().square().sum(0).T, inverse, len(seen.x))
+
+    def __add__(self, other: "Phases") -> "Phases":
+        parts = (a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        return Phases(*parts)
+
+
+def first_weights(attention: Attention, phases: Phases, heads: int, dim: int) -> Indexer:
+    """An index of `heads` query heads, each the mean of as many of the attention's as there are for it, and
+    one key of `dim` numbers. Raises ValueError for more than the attention has."""
+    H, K, D = attention.heads, attention.kv_heads, attention.head_dim
+    if not 1 <= heads <= H or H % heads:
+        raise ValueError(f"retrofit dsa: index_heads {heads}: it must divide the {H} heads of the attention")
+    if dim % 2 or not 2 <= dim <= min(256, K * D):
+        raise ValueError(f"retrofit dsa: index_dim {dim}: an even number of up to {min(256, K * D)}")
+    W, b = _complex_rows(attention, phases)  # [H + K, F, C + 1] in one
+    q, k = torch.cat((W, b[..., None]), -1).split((H, K))
+    a = (phases.queries.unflatten(1, (K, -1)).sum(-1) / phases.tokens).sqrt().clamp(min=1e-12)  # [F, K]
+    values, U = torch.linalg.eigh(a[:, :, None] * phases.keys / phases.tokens * a[:, None])
+    best = values.flatten().argsort(descending=True)[: dim // 2]
+    frequency, component = best // K, best % K
+    worth, u = values.flatten()[best].clamp(min=1e-12), U[frequency, :, component]  # [n], [n, K]
+    root, scale = worth.sqrt()[:, None], a[frequency]
+    index_k = torch.einsum("ng,gnc->nc", u.conj() * scale, k[:, frequency]) / root
+    of_kv = (u.conj() / scale).repeat_interleave(H // K, 1)  # [n, H]
+    each = torch.einsum("nh,hnc->hnc", of_kv, q[:, frequency]) * root
+    index_q = each.unflatten(0, (heads, -1)).mean(1)  # [heads, n, C + 1]
+    made = Indexer(W.shape[-1], heads, dim)
+    rows = [_real(index_q).flatten(0, 1), _real(index_k), torch.zeros(heads, W.shape[-1] + 1)]
+    rows[2][:, -1] = (heads * dim) ** 0.5 * attention.scale
+    whole = torch.cat([part.float() for part in rows])
+    with torch.no_grad():
+        made.proj.weight = nn.Parameter(whole[:, :-1].contiguous())
+        made.proj.bias = nn.Parameter(whole[:, -1].contiguous())
+        made.frequencies.copy_(frequency.float())
+    return made.to(attention.qkv_proj.bias.device if attention.qkv_proj.bias is not None else whole.device)
+
+
+def _complex_rows(attention: Attention, phases: Phases) -> tuple[Tensor, Tensor]:
+    """Weights [H + K, F, C] and biases [H + K, F] of queries and keys, complex; of norms the mean."""
+    H, K, D = attention.heads, attention.kv_heads, attention.head_dim
+    weight, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
+    rows = (weight if isinstance(weight, Tensor) else dense(weight)).double()[: (H + K) * D]
+    shift = torch.zeros((H + K) * D, dtype=torch.float64) if bias is None else bias.double()[: (H + K) * D]
+    factor = torch.ones(H + K, D, dtype=torch.float64, device=rows.device)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        norms = attention.q_norm.weight.expand(H, -1), attention.k_norm.weight.expand(K, -1)
+        factor = torch.cat(norms).double() * (phases.inverse / phases.tokens)[:, None]
+    whole = torch.cat((rows, shift.to(rows.device)[:, None]), 1).unflatten(0, (H + K, D)) * factor[..., None]
+    turned = torch.complex(*whole.chunk(2, dim=1))
+    return turned[..., :-1], turned[..., -1]
+
+
+def _complex(x: Tensor) -> Tensor:
+    """[..., D] -> [..., D/2]"""
+    return torch.complex(*x.double().chunk(2, dim=-1))
+
+
+def _real(x: Tensor) -> Tensor:
+    """[..., n, C] complex -> [..., 2n, C]"""
+    return torch.cat((x.real, x.imag), -2)
+
+
+def attach_index(target: Decoder, made: dict[int, Indexer], keep: Keep) -> None:
+    """Give these layers of the target their indexes, in place, and switch them on."""
+    one = next(iter(made.values()))
+    target.config = replace(
+        target.config,
+        dsa_layers=tuple(sorted(made)),
+        dsa_index_dim=one.dim,
+        dsa_index_heads=one.heads,
+        dsa_keep=keep,
+        use_dsa=True,
+    )
+    for layer, indexer in made.items():
+        attention = target.attentions[layer]
+        attention.indexer, attention.keep, attention.use_index = indexer.requires_grad_(False), keep, True
+
+
+@dataclass(frozen=True)
+class Mass:
+    """What n queries of a text look at. p [n,T]: the attention's weights, sinks left out, summed over heads
+    and made one; weight [n]: the heads' mean of what sinks leave; scores [n,T]: I; positions [n]."""
+
+    p: Tensor
+    weight: Tensor
+    scores: Tensor
+    positions: Tensor
+
+    def choice(self, keep: Keep) -> Tensor:
+        """[n, T] bool: what the index chooses among."""
+        s = torch.arange(self.p.shape[1], device=self.p.device)
+        return (s >= keep.sinks) & (s <= self.positions[:, None] - keep.recent)
+
+    def chosen(self, keep: Keep) -> Tensor:
+        """[n, T] bool: what it chooses."""
+        rest, lengths = self.choice(keep), self.positions + 1
+        take = keep.wanted(lengths) - (lengths - rest.sum(-1))
+        scores = self.scores.detach().masked_fill(~rest, -torch.inf).flip(-1)  # of equals the later first
+        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).flip(-1)
+        return rest & (rank < take[:, None])
+
+    def kept(self, keep: Keep) -> Tensor:
+        """[n]: the share of p that is looked at."""
+        return (self.p * (self.chosen(keep) | ~self.choice(keep))).sum(-1)
+
+    def divergence(self, keep: Keep, chosen: bool = False) -> Tensor:
+        """KL(p || softmax(I)) over what the index chooses among, or with `chosen` over what it chose: mean
+        over queries, weighted by how much of the heads' attention lies there."""
+        rest = self.chosen(keep) if chosen else self.choice(keep)
+        some = rest.any(-1, keepdim=True)  # a softmax of nothing is NaN, and so is its gradient
+        there = (self.p * rest).sum(-1, keepdim=True)
+        p = torch.where(rest, self.p / there.clamp(min=LEAST), 0.0)
+        q = self.scores.masked_fill(~rest & some, -torch.inf).log_softmax(-1)
+        terms = torch.where(rest, p * (p.clamp(min=LEAST).log() - q), 0.0).sum(-1)
+        weight = torch.where(some[:, 0], self.weight * there[:, 0], 0.0)
+        return (weight * terms).sum() / weight.sum().clamp(min=LEAST)
+
+
+def mass(target: Decoder, indexer: Indexer, seen: Seen, positions: Tensor) -> Mass:
+    """Of the queries at `positions` [n] of a text; gradients reach the indexer alone."""
+    attention, T = seen.attention, len(seen.x)
+    cos, sin = target.rope(torch.arange(T, device=seen.x.device)[None])
+    at = cos[:, positions], sin[:, positions]
+    later = torch.arange(T, device=seen.x.device) > positions[:, None]
+    with torch.no_grad():
+        q = rotate(seen.q[None, positions].contiguous(), *at)[0]
+        k = rotate(seen.k[None].contiguous(), cos, sin)[0]
+        k = k.repeat_interleave(attention.heads // attention.kv_heads, 1)
+        logits = torch.einsum("nhd,thd->hnt", q.float(), k.float()) * attention.scale
+        logits = logits.masked_fill(later, -torch.inf)
+        sums = logits.logsumexp(-1)  # [H, n]
+        total = sums
+        if attention.sinks is not None:
+            total = torch.logaddexp(sums, attention.sinks.float()[:, None])
+        p = torch.einsum("hnt->nt", (logits - total[..., None]).exp())
+        left = p.sum(-1, keepdim=True)
+    index: Index = indexer(seen.x[None], cos, sin)
+    scores = reference_scores(index.q[:, positions], index.w[:, positions], index.k)[0]
+    return Mass(p / left, left[:, 0] / attention.heads, scores.masked_fill(later, -torch.inf), positions)
+
+
+@torch.inference_mode()
+def temper(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep: Keep) -> None:
+    """Scale the weights of each index so that its softmax comes nearest to the attention, on a text: an order
+    of tokens is all that its first weights know, and learning begins from there."""
+    positions = torch.arange(len(text) // 4, len(text), EVERY, device=target.device)
+    tokens = torch.tensor(list(text), device=target.device)
+    for layer, seen in looked_at(target, tokens, list(made)).items():
+        found = mass(target, made[layer], seen, positions)
+        tried = {x: float(replace(found, scores=found.scores * x).divergence(keep)) for x in TEMPERATURES}
+        heads = made[layer].heads
+        for part in (made[layer].proj.weight, made[layer].proj.bias):
+            assert isinstance(part, Tensor)
+            part[-heads:] *= min(tried, key=tried.__getitem__)
+
+
+@torch.inference_mode()
+def mass_table(
+    target: Decoder, texts: Sequence[Sequence[int]], layers: Sequence[int], keep: Keep
+) -> list[dict[str, float]]:
+    """One row for each layer and share of the context: what the index keeps of the attention's mass, what the
+    latest tokens alone would keep, and what the best choice would. Of queries in every text's second half."""
+    sums: dict[tuple[int, float], list[Tensor]] = {}
+    for text in texts:
+        tokens = torch.tensor(list(text), device=target.device)
+        positions = torch.arange(len(text) // 2, len(text), EVERY, device=target.device)
+        for layer, seen in looked_at(target, tokens, layers).items():
+            indexer = seen.attention.indexer
+            assert indexer is not None
+            ours = mass(target, indexer, seen, positions)
+            latest = torch.arange(len(text), device=target.device).float().expand_as(ours.p)
+            for share in SHARES:
+                bound = replace(keep, top_k=share, min_context=0)
+                kept = [replace(ours, scores=x).kept(bound) for x in (ours.scores, latest, ours.p)]
+                sums.setdefault((layer, share), []).append(torch.stack(kept))
+    return [
+        {"layer": layer, "share": share}
+        | dict(zip(("index", "recent", "best"), torch.cat(found, 1).mean(1).tolist(), strict=True))
+        for (layer, share), found in sums.items()
+    ]

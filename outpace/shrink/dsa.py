@@ -1,0 +1,144 @@
+"""A target on disk -> the same with an index of sparse attention beside it: first weights, judged, saved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.cache.index import Keep
+from outpace.convert import write_folder
+from outpace.corpus import Document, split
+from outpace.load import open_target, open_template, target_path
+from outpace.models.decoder import Decoder
+from outpace.models.indexer import Indexer
+from outpace.models.load import fingerprint
+from outpace.retrofit import dsa
+from outpace.retrofit.judge import judge, texts_of
+from outpace.weights.checkpoint import open_checkpoint
+from outpace.weights.save import write_json
+
+REPORT = "dsa.json"
+JUDGED = 4  # held-out texts
+MOST_HEADS = 8  # of an index, where none are asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsaSettings:
+    """`index_dim`: numbers of an index's key, 0: half a head's; `index_heads`: 0: as many as the attention
+    has, at most 8. `layers`: which; none: all with full attention. The others as in cache/index.py: Keep."""
+
+    index_dim: int = 0
+    index_heads: int = 0
+    top_k: float = 1024.0
+    top_p: float = 0.0
+    min_context: int = 1024
+    sinks: int = 4
+    recent: int = 64
+    layers: tuple[int, ...] = ()
+    rows: int = 8
+    row_tokens: int = 4096
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("index_dim", 0), ("index_heads", 0), ("rows", 1), ("row_tokens", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"retrofit dsa: {name} {getattr(self, name)}: it must be at least {least}")
+        _ = self.keep
+
+    @property
+    def keep(self) -> Keep:
+        return Keep(
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_context=self.min_context,
+            sinks=self.sinks,
+            recent=self.recent,
+        )
+
+
+def retrofit_dsa(
+    path: str,
+    settings: DsaSettings,
+    documents: Sequence[Document],
+    out: Path,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """Write out/, a checkpoint whose original tensors are untouched; -> the report, also out/dsa.json. Raises
+    ValueError for settings that this target cannot have, and for an `out` that holds something."""
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise ValueError(f"{out} is there already: name another folder")
+    target, tokenizer = open_target(path)
+    layers, heads, dim = asked_of(target, settings)
+    train, held_out = split(list(documents))
+    on_stage("reading text")
+    texts = texts_of(tokenizer, train, settings.rows, settings.row_tokens, settings.seed)
+    judged = texts_of(tokenizer, held_out, JUDGED, settings.row_tokens, settings.seed)
+    on_stage(f"going over {settings.rows} texts with {len(layers)} layers")
+    made = first_indexes(target, texts, layers, heads, dim)
+    dsa.temper(target, made, texts[0], settings.keep)
+    before = judge(target, judged)
+    whose = fingerprint(target)
+    on_stage("judging on held-out text")
+    dsa.attach_index(target, made, settings.keep)
+    report = {
+        "settings": asdict(settings) | {"layers": layers, "index_heads": heads, "index_dim": dim},
+        "made_from": whose,
+        "calibration_tokens": sum(map(len, texts)),
+        "numbers_per_token": numbers_of(target),
+        "parameters": sum(p.numel() for indexer in made.values() for p in indexer.parameters()),
+        **judged_indexes(target, judged, before),
+    }
+    on_stage("saving")
+    template = open_template(open_checkpoint(target_path(path)))
+    write_folder(target, out, tokenizer, template)
+    write_json(out / REPORT, report)
+    return report
+
+
+def asked_of(target: Decoder, settings: DsaSettings) -> tuple[list[int], int, int]:
+    """-> layers, heads and dimensions of an index."""
+    config = target.config
+    if config.dsa_layers:
+        raise ValueError("retrofit dsa: this target has an index already: start from the one it was made for")
+    full = [i for i in range(config.num_layers) if not config.window(i)]
+    unfit = [i for i in settings.layers if i not in full]
+    if unfit or len(set(settings.layers)) < len(settings.layers) or not full:
+        raise ValueError(
+            f"retrofit dsa: layers {list(settings.layers)}: each once, of those with full attention: {full}"
+        )
+    divisors = [h for h in range(1, MOST_HEADS + 1) if config.num_heads % h == 0]
+    dim = settings.index_dim or max(8, config.head_dim // 2 // 8 * 8)
+    return list(settings.layers) or full, settings.index_heads or max(divisors), dim
+
+
+def first_indexes(
+    target: Decoder, texts: Sequence[Sequence[int]], layers: Sequence[int], heads: int, dim: int
+) -> dict[int, Indexer]:
+    sums: dict[int, dsa.Phases] = {}
+    for text in texts:
+        tokens = torch.tensor(list(text), device=target.device)
+        for layer, seen in dsa.looked_at(target, tokens, layers).items():
+            found = dsa.Phases.of(seen)
+            sums[layer] = sums[layer] + found if layer in sums else found
+    return {i: dsa.first_weights(target.attentions[i], phases, heads, dim) for i, phases in sums.items()}
+
+
+def numbers_of(target: Decoder) -> dict[str, int]:
+    """What the layers with an index remember of a token, and what their queries read of one at most."""
+    layers, config = target.config.dsa_layers, target.config
+    kept = sum(config.kv_numbers(i) for i in layers)
+    return {"before": kept, "after": kept + sum(config.index_numbers(i) for i in layers)}
+
+
+def judged_indexes(target: Decoder, judged: list[list[int]], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What the indexes keep of the attention's mass, layer by layer; held-out loss with and without them."""
+    after = judge(target, judged, before["log_probabilities"])
+    plain = {name: value for name, value in before.items() if name != "log_probabilities"}
+    del after["log_probabilities"]
+    config = target.config
+    target.use_dsa(False)  # the states of the target as it was
+    table = dsa.mass_table(target, judged, config.dsa_layers, replace(config.dsa_keep, top_p=0.0))
+    target.use_dsa(True)
+    return {"mass": table, "held_out": {"texts": len(judged), "before": plain, "after": after}}

@@ -1,0 +1,126 @@
+"""Train latent KV against the target it was made from, all else frozen.
+
+First layer by layer: given the states that the original sees, the attention with latents is to say what the
+one without says (as arXiv 2604.05688). Then as a whole: KL of the logits, and the last states' squared error.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.chat.template import ChatTemplate
+from outpace.corpus import Document
+from outpace.models.attention import Attention
+from outpace.models.decoder import Block, Decoder
+from outpace.retrofit.judge import texts_of
+from outpace.train.frozen import judged_three, learners, once, publish, row_of, train_frozen
+from outpace.train.losses import block_losses
+from outpace.train.rows import token_stream
+
+REPORT = "mla.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaRecipe:
+    """Fields of recipes/memory/mla.toml."""
+
+    steps: int = 200
+    row_tokens: int = 1024
+    rows: int = 4  # of a step
+    layer_share: float = 0.3  # of the steps, the first ones: every layer by itself
+    kl: float = 1.0  # weights of the divergence of the logits ..
+    mse: float = 1.0  # .. and of the last states' error, relative to their size
+    lr: float = 1e-3
+    warmup: int = 10
+    decay: float = 0.6
+    judged: int = 8  # held-out texts of row_tokens
+    save_every: int = 20
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "row_tokens": 2, "rows": 1, "judged": 1, "save_every": 1, "warmup": 0}
+        for name, n in least.items():
+            if getattr(self, name) < n:
+                raise ValueError(f"train mla: {name} {getattr(self, name)}: it must be at least {n}")
+        for name in ("layer_share", "kl", "mse", "lr"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"train mla: {name} {getattr(self, name)}: it must be at least 0")
+        if self.layer_share > 1:
+            raise ValueError(f"train mla: layer_share {self.layer_share}: a share, up to 1, of the steps")
+
+
+def train_mla(
+    recipe: MlaRecipe,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    train: list[Document],
+    held_out: list[Document],
+    folder: Path,
+    *,
+    stop_after: int | None = None,
+) -> dict[str, Any] | None:
+    """Train the latents of `target`, in place, and save folder/model; -> the report, None if stopped early.
+    Raises ValueError for a target that has none."""
+    if not target.config.mla_ranks:
+        raise ValueError("train mla: this target has no latents: give it some by outpace retrofit mla")
+    texts = texts_of(tokenizer, held_out, recipe.judged, recipe.row_tokens, recipe.seed)
+    untrained = once(folder, lambda: judged_three(target, texts, target.use_mla_kv, None)["after"])
+    stream = token_stream(tokenizer, train, recipe.seed)
+    attentions = {i: a for i, a in enumerate(target.attentions) if a.latent is not None}
+    parameters = learners(target, (a.latent for a in attentions.values() if a.latent is not None))
+    together_from = round(recipe.steps * recipe.layer_share)
+
+    def losses(step: int) -> tuple[Tensor, dict[str, Any]]:
+        rows = row_of(stream, recipe.row_tokens, recipe.rows, step, recipe.seed).to(target.device)
+        if step < together_from:
+            loss = layer_losses(target, attentions, rows)
+            return loss, {"layers": loss.item()}
+        kl, mse = whole_losses(target, rows)
+        return recipe.kl * kl + recipe.mse * mse, {"kl": kl.item(), "mse": mse.item()}
+
+    train_frozen(target, parameters, recipe, losses, folder, "latents", stop_after)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    if len(log) < recipe.steps:
+        return None
+    held = judged_three(target, texts, target.use_mla_kv, untrained)
+    return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, {"held_out": held})
+
+
+def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor) -> Tensor:
+    """rows [B, T] -> the error of what attention says relative to its size, mean over the layers."""
+    with torch.no_grad():
+        target.use_mla_kv(False)
+        aux = target(rows, aux=range(target.config.num_layers)).aux
+        assert aux is not None
+        states = [target.embed(rows), *aux]
+        cos, sin = target.rope(torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1))
+    found = []
+    for layer, attention in attentions.items():
+        block = target.layers[layer]
+        assert isinstance(block, Block)
+        with torch.no_grad():
+            x = block.input_layernorm(states[layer])
+            wanted = attention(x, cos, sin, None, None).float()
+        attention.use_latent = True
+        said = attention(x, cos, sin, None, None).float()
+        found.append((said - wanted).square().mean() / wanted.square().mean())
+    target.use_mla_kv(True)
+    return torch.stack(found).mean()
+
+
+def whole_losses(target: Decoder, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows [B, T] -> KL of the logits, nats a token; error of the last states relative to their size."""
+    with torch.no_grad():
+        target.use_mla_kv(False)
+        wanted = target(rows).hidden.flatten(0, 1)
+        target.use_mla_kv(True)
+    said = target(rows).hidden.flatten(0, 1)
+    head, labels = target.dense_head, rows.flatten()
+    kl = block_losses("kl", said, head, labels, wanted, head).loss.mean()
+    return kl, (said.float() - wanted.float()).square().mean() / wanted.float().square().mean()
