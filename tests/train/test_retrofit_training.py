@@ -1,0 +1,140 @@
+"""Training latents and indexes: they come nearer, the backbone stays, a resumed run is the unbroken one."""
+
+import copy
+import json
+
+import pytest
+import torch
+from test_target import RECIPE, TEXTS
+
+from outpace.cache.index import Keep
+from outpace.chat.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
+from outpace.corpus import Document
+from outpace.models.load import build, fingerprint, load_target
+from outpace.retrofit import dsa, mla
+from outpace.retrofit.calibrate import calibrate
+from outpace.train import frozen
+from outpace.train.dsa import DsaRecipe, train_dsa
+from outpace.train.mla import MlaRecipe, train_mla
+from outpace.train.target import init_weights
+
+KEEP = Keep(top_k=0.4, min_context=0, sinks=1, recent=4)
+OFTEN = {"warmup": 1, "judged": 1, "save_every": 3}
+DSA = DsaRecipe(steps=40, row_tokens=64, queries=32, sparse_share=0.2, lr=0.003, **OFTEN)
+MLA = MlaRecipe(steps=12, row_tokens=48, rows=2, layer_share=0.4, lr=0.01, **OFTEN)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A target of random weights, its tokenizer and texts."""
+    tokenizer = train_bpe(TEXTS, RECIPE.vocab_size)
+    model = build(RECIPE.config(token_id(tokenizer, END_OF_TEXT)))
+    init_weights(model, 3)
+    rng = torch.Generator().manual_seed(4)
+    with torch.no_grad():  # what writes into the residual stream starts at zero: here it must say something
+        for name, p in model.named_parameters():
+            if "o_proj" in name or ".down." in name:
+                p.copy_(torch.randn(p.shape, generator=rng) * 0.3)
+    documents = [Document(f"{n}.py", text) for n, text in enumerate(TEXTS)]
+    return model.eval(), tokenizer, documents[:5], documents[5:]
+
+
+def with_index(world):
+    model, tokenizer, train, _ = world
+    model = copy.deepcopy(model)
+    seen = dsa.looked_at(model, torch.tensor(encode(tokenizer, train[0].text)[:200]), [1])[1]
+    made = dsa.first_weights(seen.attention, dsa.Phases.of(seen), 3, 4)
+    dsa.attach_index(model, {1: made}, KEEP)
+    return model
+
+
+def with_latents(world, rank=8):
+    model, tokenizer, train, _ = world
+    model = copy.deepcopy(model)
+    moments = calibrate(model, [encode(tokenizer, train[0].text)[:200]], [1])
+    bases = {i: mla.basis("svd", model.attentions[i], m) for i, m in moments.items()}
+    mla.attach(model, bases, {1: rank})
+    return model
+
+
+def trained(kind, world, folder, recipe=None, **more):
+    model, tokenizer, train, held_out = world
+    model = with_index(world) if kind == "dsa" else with_latents(world)
+    call, default = (train_dsa, DSA) if kind == "dsa" else (train_mla, MLA)
+    report = call(recipe or default, model, tokenizer, None, train, held_out, folder, **more)
+    return model, report
+
+
+@pytest.mark.parametrize("kind", ["dsa", "mla"])
+def test_training_helps_and_the_backbone_stays(kind, world, tmp_path):
+    model, report = trained(kind, world, tmp_path)
+    saved = load_target(tmp_path / "model")
+    assert report == json.loads((tmp_path / "model" / f"{kind}.json").read_text())
+    assert report["backbone"] == fingerprint(world[0]) == fingerprint(saved, retrofits=False)
+    assert fingerprint(saved) == fingerprint(model) and saved.config == model.config
+    assert not any(p.requires_grad for p in model.parameters())
+    held = report["held_out"]
+    assert held["after"]["kl"] < held["untrained"]["kl"]
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    if kind == "dsa":
+        kept = [sum(row["index"] for row in report[name]) for name in ("mass", "mass_untrained")]
+        assert kept[0] > kept[1]
+    else:
+        assert ["layers" in line for line in lines] == [n < 5 for n in range(12)]
+        assert ["kl" in line for line in lines] == [n >= 5 for n in range(12)]
+
+
+@pytest.mark.parametrize("kind", ["dsa", "mla"])
+def test_a_resumed_run_is_the_unbroken_one(kind, world, tmp_path):
+    whole, report = trained(kind, world, tmp_path / "whole")
+    _, none = trained(kind, world, tmp_path / "broken", stop_after=7)
+    assert none is None and not (tmp_path / "broken" / "model").exists()
+    resumed, again = trained(kind, world, tmp_path / "broken")
+    assert fingerprint(resumed) == fingerprint(whole)
+    assert again["held_out"] == report["held_out"]
+
+
+def test_what_is_remembered_does_not_grow_with_the_backbone(world, tmp_path):
+    trained("dsa", world, tmp_path)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    states = [t for state in saved["adam"]["state"].values() for t in state.values()]
+    learnt = sum(p.numel() for p in with_index(world).attentions[1].indexer.proj.parameters())
+    assert sum(t.numel() for t in saved["parts"].values()) == learnt
+    assert sum(t.numel() for t in states if t.dim()) == 2 * learnt
+
+
+def test_a_backbone_that_moves_is_noticed(world, tmp_path):
+    model = with_index(world)
+    parameters = frozen.learners(model, [model.attentions[1].indexer])
+    stray = model.layers[0].input_layernorm.weight
+
+    def losses(step):
+        with torch.no_grad():
+            stray.add_(0.1)
+        return sum(p.square().sum() for p in parameters), {}
+
+    recipe = DsaRecipe(steps=2, warmup=1, save_every=1)
+    with pytest.raises(ValueError, match="the backbone changed"):
+        frozen.train_frozen(model, parameters, recipe, losses, tmp_path, "index")
+
+
+@pytest.mark.parametrize("recipe", [DsaRecipe, MlaRecipe])
+@pytest.mark.parametrize("said", [{"steps": 0}, {"judged": 0}, {"row_tokens": 1}, {"warmup": -1}])
+def test_recipes_that_cannot_be(recipe, said):
+    with pytest.raises(ValueError, match=f"{next(iter(said))} {next(iter(said.values()))}"):
+        recipe(**said)
+
+
+def test_shares_above_one():
+    with pytest.raises(ValueError, match=r"sparse_share 1.5"):
+        DsaRecipe(sparse_share=1.5)
+    with pytest.raises(ValueError, match=r"layer_share 1.5"):
+        MlaRecipe(layer_share=1.5)
+
+
+def test_a_target_without_the_retrofit(world, tmp_path):
+    model, tokenizer, train, held_out = world
+    for call, recipe, named in ((train_dsa, DSA, "no index"), (train_mla, MLA, "no latents")):
+        with pytest.raises(ValueError, match=named):
+            call(recipe, model, tokenizer, None, train, held_out, tmp_path)
+    assert not list(tmp_path.iterdir())
