@@ -1,6 +1,7 @@
 """The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,21 @@ from outpace.cache.index import Index, Keep, Lists, choose
 from outpace.cache.moves import move
 from outpace.cache.step import FEW, Step, View
 from outpace.cache.tree import Tree
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The queries of a forward: q [B,T,H,D], of each row the first counts [B]; and the index's, if any."""
+
+    q: Tensor
+    counts: tuple[int, ...]
+    index: Index | None = None
+
+    def keep(self, rows: list[int]) -> "Asked":
+        index = self.index
+        if index is not None:
+            index = Index(index.q[rows], index.k[rows], index.w[rows])
+        return Asked(self.q[rows], tuple(self.counts[b] for b in rows), index)
 
 
 class Memory:
@@ -27,12 +43,12 @@ class Memory:
         self.window = window  # 0: dense
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.asks = False  # keep the queries of every append: what a partial view is chosen by
-        self.asked: tuple[Tensor, tuple[int, ...]] | None = None  # [B,T,H,D], and how many of a row are real
+        self.asked: Asked | None = None
         self.keys: Tensor | None = None  # of an index [B, 1, S and a trash slot, D]: see `index_by`
         self.keep_few: Keep | None = None
 
-    def index_by(self, dim: int, keep: Keep) -> None:
-        """Remember an index's key [dim] with each token, and let queries see what it chooses."""
+    def index_by(self, dim: int, keep: Keep | None) -> None:
+        """Remember an index's key [dim] with each token; with `keep`, queries see what it chooses alone."""
         assert not self.window, "a window is small as it is"
         B, _, slots, _ = self.k.shape
         self.keys, self.keep_few = self.k.new_zeros(B, 1, slots, dim), keep
@@ -58,7 +74,7 @@ class Memory:
         """k, v [B,K,T,D] -> everything the T queries may see, themselves included. q [B,T,H,D], the queries,
         where who asks may matter; rows [B,T,W], what k and v were made of, where that is remembered; index,
         where it chooses."""
-        self.hear(q, step)
+        self.hear(q, step, index)
         lists = self._choose(index, step)
         fits = step.held + step.T <= self.size - self.window + 1
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
@@ -71,9 +87,9 @@ class Memory:
         both = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
         return View(*both, step, step.starts + (1 - self.window))
 
-    def hear(self, q: Tensor | None, step: Step) -> None:
+    def hear(self, q: Tensor | None, step: Step, index: Index | None = None) -> None:
         if self.asks and q is not None:
-            self.asked = q, step.counts
+            self.asked = Asked(q, step.counts, index)
 
     def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """k, v [K, n, D] of row b's tokens begin .. end - 1; not of a ring."""
@@ -87,9 +103,11 @@ class Memory:
         return k, v
 
     def _choose(self, index: Index | None, step: Step) -> Lists | None:
-        if index is None or self.keys is None or self.keep_few is None:
+        if index is None or self.keys is None:
             return None
         self._put(self.keys, index.k[:, None], step)
+        if self.keep_few is None:
+            return None
         return choose(index, self.keys[:, 0, : self.size], step.place, self.keep_few)
 
     def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
@@ -113,7 +131,7 @@ class Memory:
         if self.keys is not None:
             self.keys = self.keys[rows]
         if self.asked is not None:
-            self.asked = self.asked[0][rows], tuple(self.asked[1][b] for b in rows)
+            self.asked = self.asked.keep(rows)
 
 
 class Cache:

@@ -53,7 +53,7 @@ class LatentMemory(Memory):
         index: Index | None = None,
     ) -> View:
         assert rows is not None, "a latent memory keeps rows [B, T, W]"
-        self.hear(q, step)
+        self.hear(q, step, index)
         self._write(rows[:, None], rows[:, None, :, :0], step)
         lists = self._choose(index, step)
         if lists is not None:

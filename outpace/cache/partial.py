@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.cache.index import Index
-from outpace.cache.kv import Cache, Memory, move_columns
+from outpace.cache.index import Index, reference_scores
+from outpace.cache.kv import Asked, Cache, Memory, move_columns
 from outpace.cache.step import Step, View
 from outpace.cache.summary import SELECTORS, extremes, rank
 from outpace.cache.tree import Tree
 
 REDUCE = ("mean", "max")
+INDEX = "index"  # a target's own (cache/index.py): what its best token is worth to a query
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class PartialConfig:
     n_retrieval_blocks: int = 256
     n_window_blocks: int = 8
     n_spec_tokens_buf: int = 20  # tokens accepted on partial KV before the full cache judges them
-    selector: str = "quest"  # one of SELECTORS
+    selector: str = "quest"  # one of SELECTORS, or INDEX
     reduce: str = "mean"  # over the queries of the last full forward: one of REDUCE
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class PartialConfig:
             value, least = getattr(self, field.name), int(not field.name.startswith(("n_sink", "n_retr")))
             if isinstance(value, int) and value < least:
                 raise ValueError(f"partial KV: {field.name} {value}: it must be at least {least}")
-        for name, known in (("selector", tuple(SELECTORS)), ("reduce", REDUCE)):
+        for name, known in (("selector", (*SELECTORS, INDEX)), ("reduce", REDUCE)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"partial KV: {name} {getattr(self, name)!r}: it must be one of {', '.join(known)}"
@@ -155,13 +156,24 @@ class PartialMemory(Memory):
         want most, ascending, each kv head its own; the latest ones where nobody has asked."""
         low, high = self.low[b, :, first:end], self.high[b, :, first:end]
         K, count = low.shape[0], self.config.n_retrieval_blocks
-        real = 0 if self.full.asked is None else self.full.asked[1][b]
-        if self.full.asked is None or not real:
+        asked = self.full.asked
+        real = 0 if asked is None else asked.counts[b]
+        if asked is None or not real:
             return torch.arange(end - count, end, device=low.device).expand(K, -1)
-        q = self.full.asked[0][b, :real].to(low.device)
-        score = SELECTORS[self.config.selector]
-        best = rank(score(q, low, high), K, self.config.reduce).topk(count, dim=1).indices
+        if self.config.selector == INDEX:
+            scores = self._by_index(asked, b, real, first, end).expand(-1, K, -1)
+        else:
+            scores = SELECTORS[self.config.selector](asked.q[b, :real].to(low.device), low, high)
+        best = rank(scores, K, self.config.reduce).topk(count, dim=1).indices
         return first + best.sort(dim=1).values
+
+    def _by_index(self, asked: Asked, b: int, real: int, first: int, end: int) -> Tensor:
+        """[T, 1, n]: of each block the best token's score."""
+        keys, index, size = self.full.keys, asked.index, self.config.block_size
+        assert keys is not None and index is not None, "a cache made with an index"
+        part = keys[b : b + 1, 0, first * size : end * size].float()
+        scores = reference_scores(index.q[b : b + 1, :real].float(), index.w[b : b + 1, :real].float(), part)
+        return scores[0].unflatten(-1, (-1, size)).amax(-1)[:, None]
 
     def _copy(self, b: int, slot: int, begin: int, end: int) -> None:
         slots = slice(slot, slot + end - begin)

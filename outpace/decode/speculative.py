@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outpace.cache.partial import INDEX
 from outpace.decode.backlog import Backlog, verified
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.judge import judge_of
@@ -47,7 +48,8 @@ def generate(
     if partial is not None:
         room = slack = partial.config.buffer_size(block)
     longest = max(len(p) for p in prompts) + request.max_new_tokens + room
-    cache = target.make_cache(B, longest, slack=room, offset=request.offset)
+    by_index = partial is not None and partial.config.selector == INDEX
+    cache = target.make_cache(B, longest, slack=room, offset=request.offset, index=by_index)
     inner = draft.begin(B, longest, request.offset, slack)
     session: Session = inner
     if partial is not None:

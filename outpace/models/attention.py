@@ -50,7 +50,8 @@ class Attention(nn.Module):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
             k, v = self.expand(rows, cos, sin)
-        index = self.indexer(x, cos, sin) if self.indexer is not None and self.use_index else None
+        asked = self.use_index if memory is None else memory.keys is not None
+        index = self.indexer(x, cos, sin) if self.indexer is not None and asked else None
         if memory is not None and step is not None:
             view = memory.append(k, v, step, q, rows, index)
             return self.o_proj(attend_view(q, view, self.window, self.sinks, self.scale))

@@ -78,8 +78,12 @@ class Decoder(nn.Module):
         """[V, C] as one tensor, for losses; GGUF's blocks are unpacked anew at every call."""
         return self.head if isinstance(self.head, Tensor) else dense(self.head)
 
-    def make_cache(self, batch: int, length: int, slack: int = 1, offset: int = 0) -> Cache:
-        """Room for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound."""
+    def make_cache(
+        self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
+    ) -> Cache:
+        """Room for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound. With
+        `index` the keys of a layer's index are remembered though attention does without it. Raises ValueError
+        where there is none."""
         config = self.config
         cache = Cache(
             batch,
@@ -93,8 +97,11 @@ class Decoder(nn.Module):
             device=self.device,
             own=self._latent_memories(batch, length, offset),
         )
-        for layer in config.dsa_layers if config.use_dsa else ():
-            cache.layers[layer].index_by(config.dsa_index_dim, config.dsa_keep)
+        if index and not config.dsa_layers:
+            raise ValueError("this target has no index to choose by: see outpace retrofit dsa")
+        for layer in config.dsa_layers if config.use_dsa or index else ():
+            keep = config.dsa_keep if config.use_dsa else None
+            cache.layers[layer].index_by(config.dsa_index_dim, keep)
         return cache
 
     @property

@@ -1,18 +1,22 @@
 """With sparse attention every loop says what the retrofitted target says, over latents and partial KV too."""
 
 import functools
+from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from indexers import indexed_target
 from test_lossless import NEW, PROMPTS, by_whole_texts
 from test_partial import BAD, SMALL, drafts
 
 from outpace.cache.index import Keep
+from outpace.cache.partial import PartialCache
 from outpace.decode import plain, speculative
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 
+BY_INDEX = replace(SMALL, selector="index")
 NAMES = ["ngram", "dflash, window", "tree of dflash", "eagle3, tree", "half, tree"]
 KEEPS = {
     "top k": Keep(top_k=16, min_context=17, sinks=1, recent=13),
@@ -40,9 +44,45 @@ def test_every_draft_says_the_same(family, keep, rank):
     assert lost.abs().max() > 0.1  # it does leave out
     assert plain.generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
     for name in NAMES:
-        for partial in (None, Partial(config=SMALL), Partial(config=BAD)):
+        for partial in (None, Partial(config=SMALL), Partial(config=BAD), Partial(config=BY_INDEX)):
             draft = drafts(name, model, wanted)
             got = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
             assert got.tokens == wanted, (name, partial)
             if name == "half, tree":
                 assert 0 < got.trace.accept_rate < 1
+
+
+@pytest.mark.parametrize("rank", [None, 7])
+def test_an_index_may_choose_for_partial_kv_alone(rank):
+    """Attention is dense, and the text the original's; a target without an index is told so."""
+    dense, model = indexed_target("gpt_oss", KEEPS["top k"], rank)
+    model.use_dsa(False)
+    wanted = by_whole_texts(dense)
+    partial = Partial(config=BY_INDEX)
+    draft = drafts("half, tree", dense, wanted)
+    got = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
+    assert got.tokens == wanted and got.trace.partial_forwards
+    with pytest.raises(ValueError, match="no index to choose by"):
+        speculative.generate(dense, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
+
+
+@torch.inference_mode()
+def test_the_blocks_that_the_index_wants_most():
+    model = indexed_target("gpt_oss", KEEPS["top k"])[1]
+    model.use_dsa(False)
+    full = model.make_cache(2, 70, slack=20, index=True)
+    near = PartialCache(full, BY_INDEX, 20)
+    text = tiny.tokens(2, 44, seed=5)
+    model(text[:, :40], full)
+    model(text[:, 40:], full, counts=[4, 2])
+    near.refresh()
+    size, count = BY_INDEX.block_size, BY_INDEX.n_retrieval_blocks
+    for partial in near.partials:
+        index, keys = partial.full.asked.index, partial.full.keys
+        for b, real in ((0, 4), (1, 2)):
+            first, end = BY_INDEX.n_sink_blocks, BY_INDEX.window_start(full.lengths[b]) // size
+            q, w = index.q[b, :real], index.w[b, :real]
+            worth = (torch.einsum("thd,sd->ths", q, keys[b, 0]).relu() * w[..., None]).sum(1)
+            best = [worth[:, n * size : n * size + size].amax(1).mean() for n in range(first, end)]
+            wanted = sorted(first + i for i in torch.stack(best).topk(count).indices.tolist())
+            assert partial.choose(b, first, end).tolist() == [wanted] * 2
