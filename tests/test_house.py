@@ -34,6 +34,7 @@ FLOORS = {
     "stream": 7,
     "synth": 7,
     "show": 7,
+    "plan": 7,
     "shrink": 7,
     "cli": 8,
     "__main__": 9,

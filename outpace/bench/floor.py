@@ -29,3 +29,14 @@ def read_bandwidth(gib: float = 1.0, repeats: int = 5) -> float:
         numbers.sum()
         best = max(best, numbers.nbytes / (time.perf_counter() - began))
     return best
+
+
+def multiply_rate(size: int = 2048, repeats: int = 5) -> float:
+    """Products and sums a second of a square float32 product with all threads: the best of a few."""
+    a, b = torch.ones(size, size), torch.ones(size, size)
+    best = 0.0
+    for _ in range(repeats):
+        began = time.perf_counter()
+        _ = a @ b
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best

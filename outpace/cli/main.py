@@ -11,6 +11,7 @@ from outpace.cli import (  # noqa: F401 - they add their commands
     doctor,
     drafts,
     measuring,
+    plan,
     retrofit,
     text,
     training,

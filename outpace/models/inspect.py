@@ -1,6 +1,6 @@
 """What is in a checkpoint: architecture, shapes, parameters, bytes, what is missing or left over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ from outpace.models.gate import Evidence, Finding, config_findings, tensor_findi
 from outpace.models.load import Comparison, compare, parse_config
 from outpace.weights.checkpoint import Checkpoint, LoadError, dtype_bytes, open_checkpoint
 
+Spec = tuple[str, tuple[int, ...], str]  # name, shape, safetensors dtype or GGUF format
 VALUES_PER_BYTE = {"_blocks": 2, "_scales": 0}  # MXFP4: scales are overhead, not parameters
 
 
@@ -89,7 +90,7 @@ def gate(
         specs = {name: (shape, dtype) for name, shape, dtype in checkpoint.specs()}
         findings += tensor_findings(Evidence(checkpoint, found.config, found.comparison, specs))
     if deep:
-        total = sum(b for _, b in _count(checkpoint)[0].values())
+        total = sum(b for _, b in count(checkpoint.specs())[0].values())
         findings += deep_findings(checkpoint, lambda n: on_bytes(n, total))
     return Report(path=str(path), inspection=found, findings=tuple(findings), deep=deep)
 
@@ -109,14 +110,15 @@ def inspect_target(source: Checkpoint | Path | str) -> Inspection:
     cannot be parsed."""
     checkpoint = open_checkpoint(source) if isinstance(source, Path | str) else source
     config = parse_config(checkpoint.config)
-    parts, dtypes = _count(checkpoint)
+    parts, dtypes = count(checkpoint.specs())
     total = sum(p for p, _ in parts.values())
     experts = parts.get("experts", (0, 0))[0]
     used = config.experts_per_token / config.num_experts if config.num_experts else 1.0
     idle = experts * (1 - used)
     embedding = config.vocab_size * config.hidden_size
     unread = 0 if config.tie_word_embeddings else embedding - config.hidden_size
-    growing = sum(config.kv_numbers(i) for i in range(config.num_layers) if not config.window(i))
+    full = [i for i in range(config.num_layers) if not config.window(i)]
+    growing = sum(config.kv_numbers(i) + config.index_numbers(i) for i in full)
     return Inspection(
         folder=str(checkpoint.folder),
         config=config,
@@ -130,10 +132,12 @@ def inspect_target(source: Checkpoint | Path | str) -> Inspection:
     )
 
 
-def _count(checkpoint: Checkpoint) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+def count(specs: Iterable[Spec]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """Names, shapes and safetensors dtypes -> (parameters, bytes) of each part of a model; bytes of each
+    dtype."""
     parts: dict[str, tuple[int, int]] = {}
     dtypes: dict[str, int] = {}
-    for name, shape, dtype in checkpoint.specs():
+    for name, shape, dtype in specs:
         size = round(prod(shape) * dtype_bytes(dtype))
         packing = next((n for suffix, n in VALUES_PER_BYTE.items() if name.endswith(suffix)), 1)
         part = _part(name)
@@ -146,6 +150,8 @@ def _count(checkpoint: Checkpoint) -> tuple[dict[str, tuple[int, int]], dict[str
 def _part(name: str) -> str:
     if ".experts." in name:
         return "experts"
+    if ".mla_" in name or ".dsa_" in name:
+        return "retrofit"
     if ".self_attn." in name:
         return "attention"
     if ".mlp." in name:

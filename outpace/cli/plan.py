@@ -1,0 +1,156 @@
+"""The command plan: what a retrofit, a draft and decoding would take, before anything is loaded or bought."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from outpace.cli.app import AsJson, Recipe, Set, app, console, recipe_settings
+
+
+@app.command("plan")
+def plan(
+    model: Annotated[str, typer.Argument(help="20b, 120b, qwen3-8b, ..; a checkpoint or its config.json.")],
+    hardware: Annotated[str, typer.Option(help="A count and a kind: 8xh200, rtx-4090, this.")] = "h200",
+    weights: Annotated[str, typer.Option(help="Of what is not MXFP4: bf16, fp8 or q8.")] = "bf16",
+    price: Annotated[
+        str | None, typer.Option(help="Dollars an hour and device, LOW-HIGH, instead of the table's.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 131072,
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    rank: Annotated[int, typer.Option(help="Of latent KV in full-attention layers; 0: none.")] = 0,
+    index_dim: Annotated[int, typer.Option(help="Of an index for sparse attention; 0: none.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Tokens that a query then looks at.")] = 2048,
+    draft: Annotated[float, typer.Option(help="Parameters of a draft, its head included; 0: none.")] = 0.0,
+    tau: Annotated[float, typer.Option(help="Tokens a round with it, if known.")] = 0.0,
+    tokens: Annotated[float, typer.Option(help="To train on; 0: nothing is trained.")] = 0.0,
+    recipe: Recipe = None,
+    set_: Set = None,
+    as_json: AsJson = False,
+) -> None:
+    """Parameters, memory, step bytes, device-hours and dollars of a retrofit or a draft on given hardware,
+    with every assumption beside. Nothing is loaded. `--set` reaches what has no option: columns, kv_bits, ..
+
+    [bold]Examples[/bold]: outpace plan 120b --hardware 8xh200 --rank 512 --index-dim 256 --tokens 1e9
+    outpace plan 20b --hardware rtx-4090 --weights q8 --draft 8e8 --tau 3.5 --context 32768
+    outpace plan qwen3-8b --hardware this --json
+    """
+    from outpace.plan.plan import Choices
+    from outpace.plan.plan import plan as planned
+    from outpace.plan.sizes import sizes_of
+
+    said: dict[str, float] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
+    given = said | {"batch": batch, "rank": rank, "index_dim": index_dim, "top_k": top_k}
+    choices = recipe_settings(Choices, recipe, set_, **given)
+    count, device = _device(hardware, price)
+    report = planned(sizes_of(*_config(model), weights), device, count, choices)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+
+
+def _config(model: str) -> tuple[str, dict[str, Any]]:
+    """A name or a path -> what it is called, and its config.json. Raises ValueError for neither."""
+    from outpace.models.published import PUBLISHED
+    from outpace.weights.strict_json import read_object
+
+    name = {"20b": "gpt-oss-20b", "120b": "gpt-oss-120b"}.get(model.lower(), model.lower())
+    if name in PUBLISHED:
+        return name, PUBLISHED[name]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{model}: no such model or file; models are {', '.join(PUBLISHED)}")
+    return path.parent.name or model, read_object(path)
+
+
+def _device(hardware: str, price: str | None) -> tuple[int, Any]:
+    from dataclasses import replace
+
+    from outpace.plan.devices import DEVICES, parse_hardware
+
+    count, name = parse_hardware(hardware)
+    device = _this_machine() if name == "this" else DEVICES[name]
+    if price is None:
+        return count, device
+    try:
+        low, high = (float(x) for x in price.split("-"))
+    except ValueError:
+        raise ValueError(f"--price {price}: two numbers, such as 2.5-4") from None
+    if not 0 <= low <= high:
+        raise ValueError(f"--price {price}: the lower one first, such as 2.5-4")
+    return count, replace(device, price=(low, high))
+
+
+def _this_machine() -> Any:
+    """Measured: what its memory gives, what its processors multiply."""
+    import torch
+
+    from outpace.bench.floor import multiply_rate, read_bandwidth
+    from outpace.bench.machine import machine
+    from outpace.plan.devices import Device
+
+    with console.status("measuring this machine"):
+        memory = (machine(torch.device("cpu"))["memory_gib"] or 0) * 2**30
+        return Device("this", memory, read_bandwidth(), multiply_rate())
+
+
+def _bytes(n: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:,.2f} {unit}"
+    return f"{n:,.0f} B"
+
+
+def _range(pair: list[float], unit: str = "") -> str:
+    return " to ".join(f"{x:,.1f}" if x < 100 else f"{x:,.0f}" for x in pair) + unit
+
+
+def _show(report: dict[str, Any]) -> None:
+    model, after = report["model"], report["memory"]["after"]
+    device = report["hardware"]
+    table = Table("", "as it is", *(("with the retrofit",) if after else ()), title=_title(model, device))
+
+    def row(name: str, of: str, say: Any) -> None:
+        table.add_row(name, *(say(side) for side in report[of].values() if side))
+
+    row("weights", "memory", lambda m: _bytes(m["weights"]))
+    row("KV, bytes a token", "memory", lambda m: f"{m['kv_bytes_per_token']:,.0f}")
+    row(f"KV of {report['choices']['context']:,} tokens", "memory", lambda m: _bytes(m["kv"]))
+    row("all, draft included", "memory", lambda m: _bytes(m["total"]))
+    row("read in a step", "decode", lambda d: _bytes(d["bytes_per_step"]))
+    row("tokens/s, bound", "decode", lambda d: f"{d['bound_tokens_per_s']:,.0f}")
+    row("tokens/s, expected", "decode", lambda d: _range(d["expected_tokens_per_s"]))
+    if report["choices"]["draft_parameters"]:
+        row("verifying a round / a step", "decode", lambda d: f"{d['verify_over_step']:.2f}")
+        row("drafting a round / a step", "decode", lambda d: f"{d['draft_over_step']:.2f}")
+    if report["choices"]["tau"]:
+        row("speedup by the draft", "decode", lambda d: f"{d['speedup']:.2f}x")
+    console.print(table)
+    if not report["fits"]:
+        console.print("it does not fit this memory", style="bold red")
+    if report["trainable_parameters"]:
+        console.print(f"trainable parameters: {report['trainable_parameters'] / 1e6:,.1f} million")
+    training = report["training"]
+    if training:
+        cost = f", ${_range(training['cost'])}" if "cost" in training else ""
+        hours = f"{_range(training['device_hours'])} device-hours{cost}"
+        parts = ", ".join(
+            f"{part} {_bytes(training[part])}" for part in ("weights", "optimizer", "activations")
+        )
+        cached = f"a teacher cache would take {_bytes(report['teacher_cache_bytes'])}"
+        console.print(
+            f"training on {training['tokens']:,.0f} tokens: {hours}; {parts}; {cached}", highlight=False
+        )
+    for said in report["assumptions"]:
+        console.print(f"- {said}", style="dim", highlight=False)
+
+
+def _title(model: dict[str, Any], device: dict[str, Any]) -> str:
+    whole, active = (model[name] / 1e9 for name in ("parameters", "active_parameters"))
+    layers = f"{model['full_attention_layers']} of {model['layers']} layers with full attention"
+    on = f"{device['devices']} x {device['name']}"
+    return f"{model['name']}: {whole:,.2f} billion parameters, {active:,.2f} active, {layers}; {on}"

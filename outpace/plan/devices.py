@@ -1,0 +1,45 @@
+"""Machines that a plan may name, by what their makers say; prices are guesses, and printed as such."""
+
+import re
+from dataclasses import dataclass
+
+GB, TB, T = 1e9, 1e12, 1e12
+
+
+@dataclass(frozen=True)
+class Device:
+    """memory in bytes, bandwidth in bytes/s, flops of bfloat16 products a second, price in $ an hour."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    price: tuple[float, float] | None = None
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h100", 80 * GB, 3.35 * TB, 989 * T, (1.9, 4.0)),
+        Device("h200", 141 * GB, 4.8 * TB, 989 * T, (2.3, 5.0)),
+        Device("b200", 180 * GB, 8.0 * TB, 2250 * T, (3.5, 7.0)),
+        Device("rtx-5090", 32 * GB, 1.79 * TB, 209 * T, (0.5, 1.0)),
+        Device("rtx-4090", 24 * GB, 1.01 * TB, 165 * T, (0.3, 0.7)),
+        Device("m3-ultra", 256 * GB, 0.819 * TB, 57 * T),
+        Device("m4-max", 128 * GB, 0.546 * TB, 34 * T),
+        Device("m4-max-32c", 36 * GB, 0.41 * TB, 27 * T),
+        Device("dgx-spark", 128 * GB, 0.273 * TB, 125 * T),
+        Device("strix-halo", 128 * GB, 0.256 * TB, 59 * T),
+        Device("ddr5-2ch", 64 * GB, 0.0896 * TB, 2 * T),
+        Device("epyc-12ch", 384 * GB, 0.461 * TB, 8 * T),
+    )
+}
+
+
+def parse_hardware(said: str) -> tuple[int, str]:
+    """ "8xh200" -> 8, "h200". Raises ValueError for a name that is not known, or no count."""
+    found = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*)", said.strip().lower())
+    known = ", ".join((*DEVICES, "this"))
+    if found is None or found[2] not in (*DEVICES, "this") or found[1] in ("0", "00"):
+        raise ValueError(f"hardware {said!r}: a count and a name such as 8xh200; known are {known}")
+    return int(found[1] or 1), found[2]

@@ -1,0 +1,127 @@
+"""How large a model is, from its config alone: parameters, bytes of weights, of its memory, of one step."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outpace.cache.index import Keep
+from outpace.models.config import ModelConfig
+from outpace.models.inspect import count
+from outpace.models.load import parse_config, wanted_tensors
+
+BITS = {
+    "bf16": 16.0,
+    "fp8": 8.0,
+    "q8": 8.5,
+}  # of a weight that is not MXFP4; q8: GGUF's Q8_0
+DENSE = ("attention", "mlp", "router", "head", "norms", "retrofit")  # read whole for every token
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`parts`: parameters and bytes of embedding, head, attention, router, experts, mlp, norms, retrofit."""
+
+    name: str
+    config: ModelConfig
+    parts: dict[str, tuple[int, float]]
+
+    @property
+    def parameters(self) -> int:
+        return sum(n for n, _ in self.parts.values())
+
+    @property
+    def nbytes(self) -> float:
+        return sum(b for _, b in self.parts.values())
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token's forward multiplies: no embedding row is, a tied head is."""
+        config = self.config
+        used = config.experts_per_token / config.num_experts if config.num_experts else 0.0
+        head = "embedding" if config.tie_word_embeddings else "head"
+        read = {*DENSE, head}
+        share = {"experts": used} | dict.fromkeys(read, 1.0)
+        return sum(n * share.get(part, 0.0) for part, (n, _) in self.parts.items())
+
+    @property
+    def full_layers(self) -> list[int]:
+        return [i for i in range(self.config.num_layers) if not self.config.window(i)]
+
+    def experts_touched(self, tokens: int, kinship: float = 1.0) -> float:
+        """Of each layer, by n tokens of one sequence: K + kinship (E (1 - (1 - K/E)^n) - K). With 1, each
+        draws its own (MoESD, arXiv 2505.19645); neighbours share some: 0.6 has been measured."""
+        E, K = self.config.num_experts, self.config.experts_per_token
+        if not E:
+            return 0.0
+        alone = E * (1 - (1 - K / E) ** tokens)
+        return K + kinship * (alone - K)
+
+    def weights_read(self, tokens: int = 1, kinship: float = 1.0) -> float:
+        """Bytes of weights that a forward over `tokens` of one sequence reads."""
+        head = {"embedding"} if self.config.tie_word_embeddings else set()
+        dense = sum(b for part, (_, b) in self.parts.items() if part in {*DENSE, *head})
+        experts = self.parts.get("experts", (0, 0.0))[1]
+        share = self.experts_touched(tokens, kinship) / self.config.num_experts if experts else 0.0
+        return dense + share * experts
+
+    def kv_growing(self, number: float = 2.0) -> float:
+        """Bytes that a token adds to the memory of the layers with full attention; `number`: bytes of one."""
+        config = self.config
+        return number * sum(config.kv_numbers(i) + config.index_numbers(i) for i in self.full_layers)
+
+    def kv_bytes(self, context: int, number: float = 2.0) -> float:
+        """Of one sequence; layers with a sliding window remember no more than it."""
+        config, full = self.config, set(self.full_layers)
+        windows = [i for i in range(config.num_layers) if i not in full]
+        held = sum(config.kv_numbers(i) * min(context, config.window(i)) for i in windows)
+        return self.kv_growing(number) * context + number * held
+
+    def kv_read(self, context: int, number: float = 2.0) -> float:
+        """Bytes of memory that one token's step reads; with an index, all its keys and what it chooses."""
+        config, looked = self.config, 0.0
+        for i in range(config.num_layers):
+            seen = min(context, config.window(i) or context)
+            if i in config.dsa_layers and config.use_dsa:
+                looked += config.dsa_index_dim * context
+                seen = config.dsa_keep.most(context)
+            looked += config.kv_numbers(i) * seen
+        return number * looked
+
+
+def sizes_of(name: str, hf: dict[str, Any], dense: str = "bf16") -> Sizes:
+    """hf: a config.json. Experts of a gpt-oss are MXFP4 where its quantization_config says so, all else is
+    stored as BITS[dense]. Raises ValueError for another."""
+    if dense not in BITS:
+        raise ValueError(f"weights {dense!r}: it must be one of {', '.join(BITS)}")
+    config = parse_config(hf)
+    packed = (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    wanted = wanted_tensors(config, "mxfp4" if packed else "dense")
+    specs = [(n, tuple(t.shape), "U8" if t.dtype.itemsize == 1 else "BF16") for n, t in wanted.items()]
+    parts, _ = count(specs)
+    kept = {"experts"} if packed else set()
+    scaled = {p: (n, b if p in kept else b * BITS[dense] / 16) for p, (n, b) in parts.items()}
+    return Sizes(name, config, scaled)
+
+
+def retrofitted(sizes: Sizes, rank: int, index_dim: int, index_heads: int, keep: Keep | None) -> Sizes:
+    """The same with latents of `rank` and an index (0: none) in every layer with full attention. Raises
+    ValueError for what cannot be."""
+    full = sizes.full_layers
+    changed: dict[str, Any] = {}
+    if rank:
+        ranks = tuple(rank if i in full else 0 for i in range(sizes.config.num_layers))
+        changed |= {"mla_ranks": ranks, "use_mla_kv": True}
+    if index_dim:
+        changed |= {"dsa_layers": tuple(full), "dsa_index_dim": index_dim, "dsa_index_heads": index_heads}
+        changed |= {"use_dsa": True, "dsa_keep": keep or Keep()}
+    config = replace(sizes.config, **changed)
+    extra = trainable(config)
+    return Sizes(sizes.name, config, {**sizes.parts, "retrofit": (extra, 2.0 * extra)})
+
+
+def trainable(config: ModelConfig) -> int:
+    """Parameters of the latents and indexes: W_c, W_k_lat and W_v_lat with their biases; q, k and w of an
+    index with theirs."""
+    C, kv = config.hidden_size, config.num_kv_heads * config.head_dim
+    latents = sum(C * r + r + 2 * (r * kv + kv) for r in config.mla_ranks if r)
+    rows = config.dsa_index_heads * config.dsa_index_dim + config.dsa_index_dim + config.dsa_index_heads
+    return latents + len(config.dsa_layers) * rows * (C + 1)

@@ -1,0 +1,192 @@
+"""Plans against numbers worked out by hand, and against what is really built."""
+
+import copy
+import json
+
+import pytest
+import tiny
+from indexers import indexed_target
+from latents import latent_target
+from typer.testing import CliRunner
+
+from outpace.cache.index import Keep
+from outpace.cli.app import app
+from outpace.cli.main import main
+from outpace.models.load import named_tensors
+from outpace.models.published import PUBLISHED
+from outpace.plan.devices import DEVICES, parse_hardware
+from outpace.plan.plan import Choices, plan
+from outpace.plan.sizes import retrofitted, sizes_of, trainable
+
+
+def published(name, dense="bf16"):
+    return sizes_of(name, PUBLISHED[name], dense)
+
+
+def test_what_the_published_gpt_oss_are():
+    small, large = published("gpt-oss-20b"), published("gpt-oss-120b")
+    assert round(small.parameters / 1e9, 2) == 20.91 and round(large.parameters / 1e9, 2) == 116.83
+    assert round(small.active / 1e9, 1) == 3.6 and round(large.active / 1e9, 1) == 5.1
+    assert round(small.nbytes / 1e9, 1) == 13.8 and round(large.nbytes / 1e9, 1) == 65.2  # of the files
+    assert (len(small.full_layers), len(large.full_layers)) == (12, 18)
+    assert (small.kv_growing(), large.kv_growing()) == (24576, 36864)
+    assert round(small.kv_bytes(131072) / 1e9, 1) == 3.2 and round(large.kv_bytes(131072) / 1e9, 1) == 4.8
+    # layers with a window hold 128 tokens of 2,048 bytes
+    assert small.kv_bytes(10**6) - 24576 * 10**6 == 12 * 128 * 2048
+
+
+def test_bytes_of_a_layer_by_hand():
+    parts = published("gpt-oss-20b").parts
+    matrices = 2880 * (4096 + 2 * 512) + 4096 * 2880
+    biases = 4096 + 2 * 512 + 2880 + 64  # and a sink a head
+    assert parts["attention"] == (24 * (matrices + biases), 24 * (matrices + biases) * 2)
+    assert round(matrices * 2 / 1e6, 1) == 53.1
+    expert = 3 * 2880 * 2880 * 4.25 / 8 + (2 * 2880 + 2880) * 2
+    assert round(expert / 1e6, 2) == 13.24 and parts["experts"][1] == 24 * 32 * expert
+    assert parts["head"][1] == 201088 * 2880 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dense", "gigabytes", "speeds"),
+    [
+        ("gpt-oss-20b", "bf16", "3.71", {"h100": 904, "h200": 1295, "b200": 2158, "rtx-5090": 483}),
+        (
+            "gpt-oss-20b",
+            "bf16",
+            "3.71",
+            {"rtx-4090": 272, "m3-ultra": 221, "m4-max-32c": 111, "ddr5-2ch": 24},
+        ),
+        ("gpt-oss-20b", "fp8", "2.50", {}),
+        ("gpt-oss-20b", "q8", "2.57", {"h100": 1305, "rtx-5090": 698, "m3-ultra": 319, "epyc-12ch": 180}),
+        ("gpt-oss-120b", "bf16", "5.00", {"h100": 670, "h200": 960, "dgx-spark": 55, "strix-halo": 51}),
+        ("gpt-oss-120b", "q8", "3.55", {"h100": 940, "h200": 1347, "b200": 2245, "m4-max": 153}),
+    ],
+)
+def test_the_table_of_step_bytes(name, dense, gigabytes, speeds):
+    """GB that a token's step reads at a short context, and what a device's memory allows."""
+    read = published(name, dense).weights_read()
+    assert f"{read / 1e9:.2f}" == gigabytes
+    for device, wanted in speeds.items():
+        assert DEVICES[device].bandwidth / read == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("gpt-oss-20b", {1: (4, 1, 1), 2: (7.5, 1.30, 1.18), 8: (21.0, 2.46, 1.87), 16: (28.2, 3.08, 2.25)}),
+        ("gpt-oss-120b", {2: (7.9, 1.37, 1.22), 4: (15.3, 2.07, 1.64), 10: (34.8, 3.94, 2.76)}),
+    ],
+)
+def test_what_verifying_costs(name, rows):
+    """Experts of n tokens, and the bytes of verifying over those of a step: alone, and as neighbours."""
+    sizes = published(name)
+    for n, (experts, alone, kin) in rows.items():
+        assert sizes.experts_touched(n) == pytest.approx(experts, abs=0.06)
+        assert sizes.weights_read(n) / sizes.weights_read() == pytest.approx(alone, abs=0.015)
+        assert sizes.weights_read(n, 0.6) / sizes.weights_read() == pytest.approx(kin, abs=0.03)
+
+
+def test_a_retrofit_of_the_120b():
+    """Rank 512 and an index of 16 heads of 256 in 18 layers: about 250 million parameters."""
+    made = retrofitted(published("gpt-oss-120b"), 512, 256, 16, Keep(top_k=2048, min_context=2048))
+    latent = (2880 * 512 + 512) + 2 * (512 * 512 + 512)
+    index = (16 * 256 + 256 + 16) * (2880 + 1)
+    assert trainable(made.config) == 18 * (latent + index) == 262522656
+    assert made.kv_growing() == 18 * (512 + 256) * 2
+    assert made.kv_read(131072) == 2 * (18 * (256 * 131072 + 512 * 2048) + 18 * 1024 * 128)
+    # without latents, as the original's step at 131,072 tokens: 64 numbers of an index in 8 bits
+    sparse = retrofitted(published("gpt-oss-20b"), 0, 64, 16, Keep(top_k=2048, min_context=2048))
+    growing = sparse.kv_read(131072) - 12 * 128 * 2048
+    assert growing == 12 * (2 * 64 * 131072 + 2048 * 2048)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_trainable_is_what_is_built(family):
+    windows = family == "gpt_oss"
+    sizes = sizes_of(
+        family, copy.deepcopy(tiny.HF[family]) | ({} if windows else {"use_sliding_window": False})
+    )
+    sparse = indexed_target(family, rank=7, window=windows)[1]
+    made = retrofitted(sizes, 7, 8, 3, None)
+    learnt = sum(
+        t.numel()
+        for name, t in named_tensors(sparse)
+        if (".latent." in name or ".indexer." in name) and "frequencies" not in name
+    )
+    assert trainable(made.config) == learnt
+    assert sizes.parameters == sum(t.numel() for _, t in named_tensors(latent_target(family, 7, windows)[0]))
+    cache = sparse.make_cache(1, 100)
+    growing = [memory.nbytes / 101 for memory in cache.layers if not memory.window]
+    assert made.kv_growing(4) == sum(growing)
+
+
+def test_what_training_takes():
+    sizes, device = published("gpt-oss-20b"), DEVICES["h100"]
+    choices = Choices(rank=512, tokens=1e9, row_tokens=4096)
+    said = plan(sizes, device, 8, choices)["training"]
+    learnt = 12 * ((2880 * 512 + 512) + 2 * (512 * 512 + 512))
+    token = 3 * (2 * sizes.active + 2 * 64 * 64 * 4096 * 12) + 6 * learnt
+    assert said["flops"] == pytest.approx(1e9 * token)
+    assert said["optimizer"] == 16 * learnt
+    assert said["device_hours"][0] == pytest.approx(1e9 * token / (989e12 * 0.45) / 3600)
+    assert said["hours"][0] == pytest.approx(said["device_hours"][0] / 8)
+    assert said["cost"] == pytest.approx([said["device_hours"][0] * 1.9, said["device_hours"][1] * 4.0])
+    cached = plan(sizes, device, 1, Choices(tokens=1000, draft_parameters=8e8))
+    assert cached["teacher_cache_bytes"] == 1000 * (4 + 6 * 2880 * 2)
+
+
+def test_speed_with_a_draft():
+    """tau / (V + d), both over a step's bytes: 0.8 billion parameters in bfloat16 and the head are 0.74."""
+    sizes = published("gpt-oss-20b")
+    head = 201088 * 2880
+    choices = Choices(context=1, draft_parameters=8e8 + head, tau=3.0, columns=8)
+    said = plan(sizes, DEVICES["h100"], 1, choices)["decode"]["before"]
+    assert said["draft_over_step"] == pytest.approx(0.74, abs=0.01)
+    assert said["verify_over_step"] == pytest.approx(1.87, abs=0.03)
+    assert said["speedup"] == pytest.approx(3.0 / (said["verify_over_step"] + said["draft_over_step"]))
+
+
+def test_hardware_by_name():
+    assert parse_hardware("8xH200") == (8, "h200") and parse_hardware("this") == (1, "this")
+    for wrong in ("0xh200", "h9000", "8", "x", "8 x h200", "-1xh200"):
+        with pytest.raises(ValueError, match="known are h100"):
+            parse_hardware(wrong)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"context": 0}, "context 0"),
+        ({"rank": -1}, "rank -1"),
+        ({"tokens": float("nan")}, "tokens nan"),
+        ({"tokens": float("inf")}, "tokens inf"),
+        ({"tau": 3.0}, "tau without a draft"),
+    ],
+)
+def test_choices_that_cannot_be(said, named):
+    with pytest.raises(ValueError, match=named):
+        Choices(**said)
+
+
+def test_the_command(tmp_path):
+    assert callable(main)  # the module adds every command
+    run = CliRunner().invoke
+    done = run(app, ["plan", "120b", "--hardware", "8xh200", "--rank", "512", "--index-dim", "256", "--json"])
+    said = json.loads(done.stdout)
+    assert said["trainable_parameters"] == 262522656 and said["fits"] is True
+    assert said["model"]["full_attention_layers"] == 18 and said["assumptions"]
+    (tmp_path / "config.json").write_text(json.dumps(tiny.GPT_OSS))
+    said = json.loads(run(app, ["plan", str(tmp_path), "--hardware", "rtx-4090", "--json"]).stdout)
+    assert said["model"]["layers"] == 4
+    text = run(app, ["plan", "120b", "--hardware", "rtx-4090", "--tokens", "1e9", "--draft", "1e9"]).stdout
+    assert "does not fit" in text and "device-hours" in text and "no tau was given" in text
+    measured = json.loads(run(app, ["plan", "qwen3-8b", "--hardware", "this", "--json"]).stdout)["hardware"]
+    assert measured["bandwidth"] > 1e8 and measured["flops"] > 1e8 and measured["memory"] > 1e8
+    for wrong, named in (
+        (["plan", "gpt-9"], "no such model"),
+        (["plan", "20b", "--price", "4"], "two numbers"),
+        (["plan", "20b", "--price", "4-2"], "the lower one first"),
+        (["plan", "20b", "--weights", "int3"], "int3"),
+        (["plan", "20b", "--rank", "-4"], "rank -4"),
+    ):
+        assert named in str(run(app, wrong).exception)
