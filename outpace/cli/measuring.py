@@ -19,6 +19,7 @@ from outpace.cli.app import (
     console,
     recipe_settings,
 )
+from outpace.cli.measuring_memory import bench_memory, bench_pareto
 
 
 @app.command()
@@ -89,8 +90,9 @@ def _verify_stages(target: str, draft: str, prompts: int, as_json: bool) -> None
         raise typer.Exit(1)
 
 
-SUITES = ("speed", "draft-context", "context", "recall", "drafts", "lossless", "controller")
-ALONE = ("context", "recall")  # suites of a target without a draft
+COMPARING = ("drafts", "lossless", "controller")  # suites of the methods of a recipe
+SUITES = ("speed", "draft-context", "context", "recall", "memory", "pareto", *COMPARING)
+ALONE = ("context", "recall", "pareto")  # suites of a target without a draft
 
 
 @app.command()
@@ -101,6 +103,8 @@ def bench(
         typer.Option(
             help="speed: methods side by side. draft-context: a draft's cost against context, by operation. "
             "context: a target's, whole and on partial KV. recall: its loss by position, and needles. "
+            "memory: a retrofitted target with and without its retrofits, a draft and partial KV. "
+            "pareto: what each size of a retrofit costs. "
             "drafts, lossless, controller: methods that the recipe names."
         ),
     ] = "speed",
@@ -126,19 +130,21 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-weights q8_0
 
+    [bold]Example[/bold]: outpace bench --suite memory --target RETROFITTED --draft suffix --out report
+
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
     if suite not in SUITES:
         raise ValueError(f"--suite {suite}: known are {', '.join(SUITES)}")
     if quick and suite != "draft-context":
         raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
-    compares = suite not in SUITES[:4]
+    compares = suite in COMPARING
     if compares and recipe is None:
         raise ValueError(
             f"--suite {suite} compares the methods of a --recipe, such as recipes/drafts/suite-embedded.toml"
         )
     if drafts is not None and not compares:
-        raise ValueError(f"--drafts is for the suites {', '.join(SUITES[4:])}, not {suite}")
+        raise ValueError(f"--drafts is for the suites {', '.join(COMPARING)}, not {suite}")
     if draft != "default" and compares:
         raise ValueError(f"--draft {draft}: the drafts of --suite {suite} are named in its --recipe")
     if suite in ALONE and (draft != "default" or draft_weights is not None):
@@ -156,6 +162,10 @@ def bench(
         report = _bench_context(target, recipe, set_, out, shown)
     elif suite == "recall":
         report = _bench_recall(target, recipe, set_, out, corpus, shown)
+    elif suite == "memory":
+        report = bench_memory(*given)
+    elif suite == "pareto":
+        report = bench_pareto(target, recipe, set_, out, corpus, shown)
     elif suite == "draft-context":
         report = _bench_draft_context(*given, quick)
     else:

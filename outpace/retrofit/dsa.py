@@ -156,6 +156,14 @@ def attach_index(target: Decoder, made: dict[int, Indexer], keep: Keep) -> None:
         attention.indexer, attention.keep, attention.use_index = indexer.requires_grad_(False), keep, True
 
 
+def detach_index(target: Decoder) -> None:
+    """The target as it was before `attach_index`."""
+    none = {"dsa_layers": (), "dsa_index_dim": 0, "dsa_index_heads": 0, "dsa_keep": Keep(), "use_dsa": False}
+    target.config = replace(target.config, **none)  # type: ignore[arg-type]
+    for attention in target.attentions:
+        attention.indexer, attention.use_index = None, False
+
+
 @dataclass(frozen=True)
 class Mass:
     """What n queries of a text look at. p [n,T]: the attention's weights, sinks left out, summed over heads

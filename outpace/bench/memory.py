@@ -1,0 +1,230 @@
+"""All that makes a target remember less, side by side: a draft, partial KV, latents, an index, and all."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from outpace.bench.described import describe_target
+from outpace.bench.lossless import Check, compare
+from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.progress import progress
+from outpace.bench.prompts import held_out_prompts
+from outpace.bench.quality import Quality, QualitySettings, remembered
+from outpace.bench.results import Runs, error, joined, over
+from outpace.bench.resume import Kept
+from outpace.bench.timed import Method, Prompts, Timed, timed
+from outpace.bench.turns import take_turns
+from outpace.cache.partial import PartialConfig
+from outpace.corpus import Document
+from outpace.decode import plain, speculative
+from outpace.decode.partial import Partial
+from outpace.decode.request import Request
+from outpace.drafts.proposal import Draft
+from outpace.models.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """`prompts` of `prompt_tokens`, decoded one at a time, `new_tokens` each, `repeats` times; partial KV of
+    `partial` tokens. The rest as in quality.py: QualitySettings."""
+
+    prompts: int = 4
+    prompt_tokens: int = 2048
+    new_tokens: int = 128
+    repeats: int = 3
+    partial: int = 512
+    texts: int = 4
+    length: int = 4096
+    needles: int = 16
+    distances: tuple[int, ...] = (256, 2048)
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "new_tokens", "repeats", "partial"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"memory: {name} {getattr(self, name)}: it must be at least 1")
+        _ = self.quality, self.near
+
+    @property
+    def near(self) -> Partial:
+        return Partial(config=PartialConfig.within(self.partial))
+
+    @property
+    def quality(self) -> QualitySettings:
+        names = ("prompts", "prompt_tokens", "new_tokens", "texts", "length", "needles", "distances", "seed")
+        return QualitySettings(**{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row: what of the target is switched on, and how it decodes."""
+
+    name: str
+    mla: bool = False
+    dsa: bool = False
+    draft: bool = False
+    partial: bool = False
+
+    @property
+    def state(self) -> tuple[bool, bool]:
+        """Of the target."""
+        return self.mla, self.dsa
+
+
+def ways_of(target: Decoder) -> list[Way]:
+    """Rows for the retrofits that a target has. Raises ValueError where it has none."""
+    mla, dsa = bool(target.config.mla_ranks), bool(target.config.dsa_layers)
+    if not mla and not dsa:
+        raise ValueError(
+            "the suite memory compares retrofits, and this target has none: see outpace retrofit mla and dsa"
+        )
+    found = [Way("plain"), Way("+ draft", draft=True), Way("+ draft, partial KV", draft=True, partial=True)]
+    if mla:
+        found += [Way("latent KV", mla=True), Way("latent KV + draft", mla=True, draft=True)]
+    if dsa:
+        found += [Way("sparse", dsa=True), Way("sparse + draft", dsa=True, draft=True)]
+    if mla and dsa:
+        found.append(Way("latent KV, sparse", mla=True, dsa=True))
+    found.append(Way("all", mla=mla, dsa=dsa, draft=True, partial=True))
+    return found
+
+
+def run_memory(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    draft: Draft,
+    said_draft: str,
+    documents: Sequence[Document],
+    settings: MemorySettings,
+    folder: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """-> the report. What was measured before a stop is read from folder/progress.jsonl."""
+    began, before, ways = time.perf_counter(), machine(target.device), ways_of(target)
+    about = describe_target(target)
+    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
+    kept = Kept(folder, {"settings": asked, "target": about, "draft": said_draft})
+    prompts = held_out_prompts(tokenizer, documents, settings.prompts, settings.prompt_tokens)
+    states = list(dict.fromkeys(way.state for way in ways))
+    with progress(console) as bar:
+        task = bar.add_task("memory", total=len(states) + settings.repeats * len(prompts) * len(ways))
+        qualities = _qualities(
+            target, tokenizer, documents, settings, states, kept, lambda: bar.advance(task)
+        )
+        methods = {way.name: method_of(target, draft, way, settings) for way in ways}
+        groups = [[prompt] for prompt in prompts]
+
+        def on_run(name: str) -> None:
+            bar.update(task, description=name, advance=1)
+
+        turn = (groups, settings.new_tokens, settings.repeats, settings.seed, kept, on_run)
+        runs = take_turns("decoding", methods, *turn)
+    rows = [_row(target, way, ways, runs, prompts, settings, qualities[way.state]) for way in ways]
+    switch(target, Way("as it was", mla=bool(target.config.mla_ranks), dsa=bool(target.config.dsa_layers)))
+    kept.done()
+    return {
+        **provenance(),
+        "machine": before,
+        "versions": versions(),
+        "target": about,
+        "draft": said_draft,
+        "settings": asked,
+        "retrofits": described(target),
+        "rows": rows,
+        "violations": sum(row["lossless"]["violations"] for row in rows),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _row(
+    target: Decoder,
+    way: Way,
+    ways: list[Way],
+    runs: dict[str, Runs],
+    prompts: list[list[int]],
+    settings: MemorySettings,
+    quality: dict[str, Any],
+) -> dict[str, Any]:
+    """Speed over plain decoding of the original; text against plain decoding of the same state."""
+    alone = next(w.name for w in ways if w.state == way.state and not w.draft)
+    switch(target, way)
+    check, ours = Check(), runs[way.name]
+    for (repeat, group), run in ours.items():
+        check += compare(target, prompts[group], run.tokens[0], runs[alone][repeat, group].tokens[0])
+    trace = joined(run.trace for run in ours.values())
+    speed = sum(run.decoded for run in ours.values()) / sum(run.decode_s for run in ours.values())
+    memory = remembered(target, settings.prompt_tokens + settings.new_tokens)
+    return dataclasses.asdict(way) | {
+        "tokens_per_s": round(speed, 2),
+        "over_plain": round(over(ours, runs["plain"]), 4),
+        "error": round(error(ours, runs["plain"]), 4),
+        "tau": round(trace.tau, 3) if way.draft else None,
+        "stood": trace.stood if way.partial else None,
+        "memory": memory,
+        "quality": quality,
+        "lossless_against": alone,
+        "lossless": dataclasses.asdict(check),
+    }
+
+
+def switch(target: Decoder, way: Way) -> None:
+    if target.config.mla_ranks:
+        target.use_mla_kv(way.mla)
+    if target.config.dsa_layers:
+        target.use_dsa(way.dsa)
+
+
+def method_of(target: Decoder, draft: Draft, way: Way, settings: MemorySettings) -> Method:
+    def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
+        switch(target, way)
+        request = Request(max_new_tokens=new_tokens)
+        if not way.draft:
+            return timed(lambda told: plain.generate(target, prompts, request, on_tokens=told))
+        near = settings.near if way.partial else None
+        return timed(
+            lambda told: speculative.generate(target, draft, prompts, request, partial=near, on_tokens=told)
+        )
+
+    return run
+
+
+def described(target: Decoder) -> dict[str, Any]:
+    config = target.config
+    return {
+        "mla_ranks": list(config.mla_ranks),
+        "dsa_layers": list(config.dsa_layers),
+        "dsa_index": [config.dsa_index_heads, config.dsa_index_dim],
+        "dsa_keep": dataclasses.asdict(config.dsa_keep),
+    }
+
+
+def _qualities(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    settings: MemorySettings,
+    states: list[tuple[bool, bool]],
+    kept: Kept,
+    on_one: Callable[[], None],
+) -> dict[tuple[bool, bool], dict[str, Any]]:
+    """Of each state of the target against the first, which is the original."""
+    judge: Quality | None = None
+    found = {}
+    for mla, dsa in states:
+        name = f"quality, latents {mla}, sparse {dsa}"
+        if name not in kept:
+            if judge is None:
+                switch(target, Way("plain"))
+                judge = Quality(target, tokenizer, documents, settings.quality)
+            switch(target, Way(name, mla=mla, dsa=dsa))
+            kept[name] = judge.now() if mla or dsa else judge.of_first()
+        found[mla, dsa] = kept[name]
+        on_one()
+    return found
