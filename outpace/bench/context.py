@@ -8,32 +8,40 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from outpace.bench.described import describe_target
 from outpace.bench.floor import read_bandwidth, weight_bytes
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
+from outpace.cache.index import Keep
 from outpace.cache.kv import Cache
 from outpace.cache.partial import PartialCache, PartialConfig
 from outpace.models.decoder import Decoder
+from outpace.models.indexer import Indexer
 from outpace.ops.sampling import seeded
+from outpace.retrofit.dsa import attach_index, detach_index
 
 K = 1024
-PLAIN, FULL, PARTIAL, SETTLE, REFRESH = METHODS = ("plain", "full", "partial", "settle", "refresh")
+METHODS = ("plain", "full", "partial", "settle", "refresh", "sparse", "sparse full")
+PLAIN, FULL, PARTIAL, SETTLE, REFRESH, SPARSE, SPARSE_FULL = METHODS
 ABOUT = {
     PLAIN: "one token over the whole cache",
     FULL: "a block verified over the whole cache",
     PARTIAL: "a block verified on partial KV",
     SETTLE: "the full pass over a full buffer and the next block",
     REFRESH: "the blocks of partial KV chosen anew and copied",
+    SPARSE: "one token, which looks at what an index picks",
+    SPARSE_FULL: "a block verified so",
 }
 
 
@@ -49,6 +57,9 @@ class ContextSettings:
     block_size: int = 16
     n_spec_tokens_buf: int = 20
     selector: str = "quest"
+    top_k: int = 2048  # of sparse attention
+    index_dim: int = 64
+    index_heads: int = 8
     tau: float = 3.0
     repeats: int = 9
     cell_s: float = 10.0
@@ -60,12 +71,15 @@ class ContextSettings:
             raise ValueError(
                 f"context: contexts {list(self.contexts)}: give counts of tokens, ascending, each once"
             )
-        for name in ("columns", "repeats"):
+        for name in ("columns", "repeats", "index_dim", "index_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"context: {name} {getattr(self, name)}: it must be at least 1")
         if not 1 <= self.tau <= self.columns:
             raise ValueError(f"context: tau {self.tau}: from 1 to the {self.columns} columns of a round")
-        self.partial()
+        _ = self.partial(), self.keep()
+
+    def keep(self) -> Keep:
+        return Keep(top_k=self.top_k, min_context=self.top_k)
 
     def partial(self) -> PartialConfig:
         return PartialConfig.within(
@@ -84,8 +98,8 @@ def run_context(target: Decoder, settings: ContextSettings, folder: Path, consol
     kept = Kept(folder, {"settings": asked, "target": about, "threads": torch.get_num_threads()})
     room = settings.partial().buffer_size(settings.columns)
     check(target, max(settings.contexts) + room, settings)
-    made: list[PartialCache] = []
-    with progress(console) as bar, torch.inference_mode():
+    made: list[Room] = []
+    with indexed(target, settings), progress(console) as bar, torch.inference_mode():
         task = bar.add_task("context", total=len(settings.contexts))
         for context in settings.contexts:
             bar.update(task, description=f"context {context:,}")
@@ -133,13 +147,62 @@ def kv_bytes(target: Decoder, context: int, seen: int) -> int:
     return target.dtype.itemsize * sum(config.kv_numbers(i) * n for i, n in enumerate(tokens))
 
 
-def filled(target: Decoder, length: int, room: int, settings: ContextSettings) -> PartialCache:
-    cache = target.make_cache(1, length, slack=room)
+@dataclass(frozen=True)
+class Room:
+    """The caches that all is measured over: partial KV of a full one, whose index has `keys` by layer."""
+
+    target: Decoder
+    near: PartialCache
+    keys: dict[int, Tensor]
+    keep: Keep
+
+    def look_few(self, on: bool) -> None:
+        """Over the full cache sparsely, or over all of it with the index idle."""
+        self.target.use_dsa(on)
+        for layer, keys in self.keys.items():
+            memory = self.near.full.layers[layer]
+            memory.keys, memory.keep_few = (keys, self.keep) if on else (None, None)
+
+
+def filled(target: Decoder, length: int, room: int, settings: ContextSettings) -> Room:
+    cache = target.make_cache(1, length, slack=room, index=True)
     rng = seeded(settings.seed)
     for memory in cache.layers:
-        for x in (memory.k, memory.v):
+        for x in memory.parts:
             x.copy_(torch.randn(x.shape[1:], generator=rng)[None])
-    return PartialCache(cache, settings.partial(), room)
+    keys = {layer: k for layer, memory in enumerate(cache.layers) if (k := memory.keys) is not None}
+    made = Room(target, PartialCache(cache, settings.partial(), room), keys, target.config.dsa_keep)
+    made.look_few(False)
+    return made
+
+
+@contextmanager
+def indexed(target: Decoder, settings: ContextSettings) -> Iterator[None]:
+    """Inside, the target has an index, its own or one of random weights; afterwards it is as it was."""
+    used, own = target.config.use_dsa, bool(target.config.dsa_layers)
+    if not own:
+        attach_index(target, random_indexes(target, settings), settings.keep())
+    try:
+        yield
+    finally:
+        target.use_dsa(used)
+        if not own:
+            detach_index(target)
+
+
+def random_indexes(target: Decoder, settings: ContextSettings) -> dict[int, Indexer]:
+    """One for each layer with full attention."""
+    config, rng = target.config, seeded(settings.seed, 1)
+    made = {}
+    for layer in range(config.num_layers):
+        if config.window(layer):
+            continue
+        indexer = Indexer(config.hidden_size, settings.index_heads, settings.index_dim)
+        with torch.no_grad():
+            for p in indexer.proj.parameters():
+                p.copy_(torch.randn(p.shape, generator=rng) * config.hidden_size**-0.5)
+        made[layer] = indexer.to(target.device)
+    return made
 
 
 def grow(cache: Cache, context: int) -> None:
@@ -147,9 +210,11 @@ def grow(cache: Cache, context: int) -> None:
     cache.advance(cache.begin(context - cache.lengths[0]))
 
 
-def measure(target: Decoder, near: PartialCache, context: int, settings: ContextSettings) -> dict[str, Any]:
-    """One context: the methods take turns. Partial KV has no rows where its budget holds all of the text."""
-    rng, full = seeded(settings.seed, context), near.full
+def measure(target: Decoder, room: Room, context: int, settings: ContextSettings) -> dict[str, Any]:
+    """One context: the methods take turns. Partial KV and an index have no rows where they hold all of the
+    text."""
+    near, full = room.near, room.near.full
+    rng = seeded(settings.seed, context)
     grow(full, context)
     tokens = torch.randint(0, target.config.vocab_size, (1, near.room), generator=rng).to(target.device)
     touched: dict[str, float] = {}
@@ -170,18 +235,27 @@ def measure(target: Decoder, near: PartialCache, context: int, settings: Context
             REFRESH: near.refresh,
             PARTIAL: lambda: over(near, settings.columns, PARTIAL),
         }
+    if not room.keep.sees_all(context + settings.columns):
+        ways |= {
+            SPARSE: lambda: over(full, 1, SPARSE),
+            SPARSE_FULL: lambda: over(full, settings.columns, SPARSE_FULL),
+        }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(-1, settings.repeats):
         for name, way in ways.items():
             if len(taken[name]) >= 2 and sum(taken[name]) > settings.cell_s:
                 continue
+            room.look_few(name in (SPARSE, SPARSE_FULL))
             began = time.perf_counter()
             way()
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
             if repeat >= 0:  # the first is a rehearsal
                 taken[name].append(time.perf_counter() - began)
+    room.look_few(False)
+    few = room.keep.most(context)
     seen = {PLAIN: context, FULL: context, SETTLE: context, PARTIAL: near.config.static_size}
+    seen |= {SPARSE: few, SPARSE_FULL: few}
     return {
         "context": context,
         "kv_bytes": kv_bytes(target, context, context),
@@ -193,13 +267,23 @@ def measure(target: Decoder, near: PartialCache, context: int, settings: Context
                 "fastest": min(found),
                 "slowest": max(found),
                 "experts_touched": touched.get(name),
-                "bytes": weight_bytes(target, touched[name]) + kv_bytes(target, context, seen[name])
+                "bytes": read_bytes(target, room, context, name, seen[name], touched[name])
                 if name in seen
                 else None,
             }
             for name, found in taken.items()
         },
     }
+
+
+def read_bytes(target: Decoder, room: Room, context: int, name: str, seen: int, touched: float) -> int:
+    """What a method's step must read; an index reads all its keys."""
+    sparse = name in (SPARSE, SPARSE_FULL)
+    room.look_few(sparse)
+    found = weight_bytes(target, touched) + kv_bytes(target, context, seen)
+    room.look_few(False)
+    index = len(room.keys) * target.config.dsa_index_dim * context * target.dtype.itemsize
+    return found + sparse * index
 
 
 def distinct(routing: list[torch.Tensor], k: int) -> float:
@@ -222,4 +306,6 @@ def rated(cell: dict[str, Any], floor: float, settings: ContextSettings) -> dict
         cycle = rounds * s[PARTIAL] + s[SETTLE] + s[REFRESH]
         a_token[PARTIAL] = cycle / ((rounds + 1) * settings.tau)
         speedup = round(s[FULL] / s[PARTIAL], 3)
-    return cell | {"methods": methods, "seconds_per_token": a_token, "verification_speedup": speedup}
+    few = {"sparse_speedup": round(s[PLAIN] / s[SPARSE], 3)} if SPARSE in s else {}
+    said = {"methods": methods, "seconds_per_token": a_token, "verification_speedup": speedup}
+    return cell | said | few

@@ -4,13 +4,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from outpace.bench.context import FULL, METHODS, PARTIAL, PLAIN, REFRESH, SETTLE
+from outpace.bench.context import FULL, METHODS, PARTIAL, PLAIN, REFRESH, SETTLE, SPARSE, SPARSE_FULL
 from outpace.bench.draft_context_report import short
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
 from outpace.weights.save import write_atomically, write_json
 
 COLOURS = {PLAIN: "#8f8f8f", FULL: "#c1666b", PARTIAL: "#2a6f97", SETTLE: "#e3a857", REFRESH: "#5b8c5a"}
+COLOURS |= {SPARSE: "#61304b", SPARSE_FULL: "#9a6fb0"}
 LEGEND = """\
 - ms: medians of the repeats at batch 1, of the layers alone: neither head nor draft.
 - of the floor: the bytes that must be read (weights once, experts as touched, keys and values), over the
@@ -52,19 +53,21 @@ def cost_table(report: dict[str, Any]) -> list[str]:
     for cell in report["cells"]:
         m, a_token = cell["methods"], cell["seconds_per_token"]
         times = [f"{1000 * m[name]['seconds']:,.1f}" if name in m else "-" for name in METHODS]
-        speedup = cell["verification_speedup"]
         rows.append(
             [
                 f"{cell['context']:,}",
                 *times,
-                f"{speedup:.2f}x" if speedup else "-",
+                *(
+                    f"{x:.2f}x" if x else "-"
+                    for x in (cell["verification_speedup"], cell.get("sparse_speedup"))
+                ),
                 *(f"{1000 * a_token[name]:,.1f}" if name in a_token else "-" for name in (FULL, PARTIAL)),
                 *(f"{100 * m[name]['share_of_floor']:.0f} %" for name in (PLAIN, FULL)),
                 f"{cell['kv_bytes'] / 1e6:,.0f}",
                 f"{cell['partial_kv_bytes'] / 1e6:,.0f}" if cell["partial_kv_bytes"] else "-",
             ]
         )
-    columns = ["context", *(f"{name}, ms" for name in METHODS), "full / partial"]
+    columns = ["context", *(f"{name}, ms" for name in METHODS), "full / partial", "plain / sparse"]
     columns += ["ms a token, full", "with partial", "of the floor, plain", "full", "KV, MB", "partial, MB"]
     return table(columns, rows)
 

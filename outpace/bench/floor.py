@@ -16,7 +16,9 @@ def weight_bytes(target: Decoder, experts: float | None = None) -> int:
     touched = config.experts_per_token if experts is None else experts
     share = touched / config.num_experts if config.num_experts else 0.0
     packed = tuple(path for path, module in target.named_modules() if isinstance(module, ExpertMatrix))
-    layers = ((n, t.nbytes) for n, t in named_tensors(target) if n.startswith("layers."))
+    idle = {".latent.": not config.use_mla_kv, ".indexer.": not config.use_dsa}
+    named = ((n, t) for n, t in named_tensors(target) if not any(off and x in n for x, off in idle.items()))
+    layers = ((n, t.nbytes) for n, t in named if n.startswith("layers."))
     return round(sum(size * (share if n.rpartition(".")[0] in packed else 1.0) for n, size in layers))
 
 

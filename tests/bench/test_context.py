@@ -5,18 +5,20 @@ import json
 import pytest
 import tiny
 import torch
+from indexers import indexed_target
 from rich.console import Console
 
 from outpace.bench import context
 from outpace.bench.context import ContextSettings, distinct, rated, run_context
 from outpace.bench.context_report import context_markdown, cost_table, write_context
 from outpace.bench.floor import weight_bytes
-from outpace.models.load import named_tensors
+from outpace.cache.index import Keep
+from outpace.models.load import fingerprint, named_tensors
 
 QUIET = Console(quiet=True)
 ASKED = {
     "contexts": (24, 60), "columns": 3, "budget": 30, "block_size": 2, "n_spec_tokens_buf": 5, "tau": 2.0,
-    "repeats": 2, "cell_s": 0.0,
+    "repeats": 2, "cell_s": 0.0, "top_k": 90, "index_dim": 8, "index_heads": 2,
 }  # fmt: skip
 
 
@@ -24,7 +26,8 @@ def test_a_report_of_what_was_run(tmp_path):
     model = tiny.target("gpt_oss")
     report = run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
     near, far = report["cells"]
-    assert set(near["methods"]) == {"plain", "full"} and set(far["methods"]) == set(context.METHODS)
+    assert set(near["methods"]) == {"plain", "full"}
+    assert set(far["methods"]) == set(context.METHODS[:5]) and "sparse_speedup" not in far
     assert near["verification_speedup"] is None and near["partial_kv_bytes"] == 0
     seconds = {name: m["seconds"] for name, m in far["methods"].items()}
     assert far["verification_speedup"] == round(seconds["full"] / seconds["partial"], 3)
@@ -42,6 +45,27 @@ def test_a_report_of_what_was_run(tmp_path):
     assert (tmp_path / "context.png").stat().st_size > 5000
     assert "| 60 |" in context_markdown(report) and len(cost_table(report)) == 5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["context.png", "report.json", "report.md"]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_sparse_attention_beside_it(own, tmp_path):
+    """With the target's own index, or one of random weights that is gone afterwards."""
+    keep = Keep(top_k=80, min_context=80)
+    model = indexed_target("gpt_oss", keep)[1] if own else tiny.target("gpt_oss")
+    before = fingerprint(model)
+    asked = ContextSettings(**ASKED | {"contexts": (24, 120), "top_k": 80})
+    near, far = run_context(model, asked, tmp_path, QUIET)["cells"]
+    assert set(near["methods"]) == {"plain", "full"} and set(far["methods"]) == set(context.METHODS)
+    seconds = {name: m["seconds"] for name, m in far["methods"].items()}
+    assert far["sparse_speedup"] == round(seconds["plain"] / seconds["sparse"], 3)
+    assert fingerprint(model) == before and model.config.use_dsa == own
+    config, row = model.config, 2 * model.config.num_kv_heads * model.config.head_dim * 4
+    windows = [config.window(i) for i in range(config.num_layers)]
+    full = [i for i, w in enumerate(windows) if not w]
+    learnt = sum((H * 8 + 8 + H) * (config.hidden_size + 1) + 4 for H in [3 if own else 2] * len(full))
+    sparse, plain = (far["methods"][name] for name in ("sparse", "plain"))
+    more = len(full) * 4 * 120 * 8 - len(full) * row * 40 + 4 * learnt  # keys of the index, 40 tokens unread
+    assert sparse["bytes"] - plain["bytes"] == more
 
 
 def test_what_a_token_takes():
