@@ -166,7 +166,7 @@ def _row(
         "over_plain": round(over(ours, runs["plain"]), 4),
         "error": round(error(ours, runs["plain"]), 4),
         "tau": round(trace.tau, 3) if way.draft else None,
-        "stood": trace.stood if way.partial else None,
+        "stood": list(trace.stood) if way.partial else None,
         "memory": memory,
         "quality": quality,
         "lossless_against": alone,

@@ -87,6 +87,8 @@ def joined(traces: Iterable[Trace]) -> Trace:
         whole.accepted += trace.accepted
         whole.nodes += trace.nodes
         whole.foreseen += trace.foreseen
+        whole.provisional += trace.provisional
+        whole.partial_forwards += trace.partial_forwards
         for part, seconds in trace.seconds.items():
             whole.seconds[part] = whole.seconds.get(part, 0.0) + seconds
     return whole

@@ -1,0 +1,205 @@
+"""The suites memory and pareto: their rows by hand, what they call lossless, what they refuse."""
+
+import copy
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from outpace.bench import memory as suite
+from outpace.bench.memory import MemorySettings, Way, run_memory, ways_of
+from outpace.bench.memory_report import memory_markdown, memory_table, write_memory
+from outpace.bench.pareto import ParetoSettings, run_pareto
+from outpace.bench.pareto_report import pareto_markdown, pareto_table, write_pareto
+from outpace.bench.quality import Quality, QualitySettings, alike, remembered
+from outpace.cache.index import Keep
+from outpace.corpus import read_corpus, split
+from outpace.decode import plain
+from outpace.decode.request import Request
+from outpace.drafts.ngram import NGram
+from outpace.load import open_target
+from outpace.models.load import fingerprint
+from outpace.retrofit import dsa, mla
+from outpace.retrofit.calibrate import calibrate
+
+QUIET = Console(quiet=True)
+READ = {"texts": 1, "length": 300, "needles": 2, "distances": (40,), "prompts": 2, "prompt_tokens": 200}
+ASKED = MemorySettings(**READ, new_tokens=24, repeats=1, partial=176)
+LAYERS = [1, 3, 5, 7, 9, 11]
+
+
+@pytest.fixture(scope="module")
+def documents():
+    names = ("asyncio/", "email/", "http/", "xml/", "unittest/", "logging/", "json/")
+    return split([d for d in read_corpus() if d.name.startswith(names)])
+
+
+@pytest.fixture(scope="module")
+def original():
+    return open_target("default")
+
+
+@pytest.fixture(scope="module")
+def retrofitted(original, documents):
+    """The embedded target with latents of 32 of 128 numbers, and an index that picks 48 tokens."""
+    whole, tokenizer = original
+    model = copy.deepcopy(whole)
+    text = tokenizer.encode(documents[0][0].text).ids[:400]
+    moments = calibrate(model, [text], LAYERS)
+    seen = dsa.looked_at(model, torch.tensor(text), LAYERS)
+    made = {i: dsa.first_weights(model.attentions[i], dsa.Phases.of(seen[i]), 6, 8) for i in LAYERS}
+    bases = {i: mla.basis("pca", model.attentions[i], m) for i, m in moments.items()}
+    mla.attach(model, bases, dict.fromkeys(LAYERS, 32))
+    dsa.attach_index(model, made, Keep(top_k=48, min_context=48, sinks=2, recent=24))
+    return model
+
+
+@pytest.fixture(scope="module")
+def report(retrofitted, original, documents, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    found = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, folder, QUIET)
+    write_memory(found, folder)
+    return found, folder
+
+
+def test_every_row_is_lossless_against_its_own_target(report):
+    found, _ = report
+    assert [row["name"] for row in found["rows"]] == [way.name for way in ways_of_both()]
+    assert found["violations"] == 0
+    against = {row["name"]: row["lossless_against"] for row in found["rows"]}
+    assert against["+ draft, partial KV"] == "plain" and against["all"] == "latent KV, sparse"
+    assert all(row["lossless"]["checked"] == 2 * 24 for row in found["rows"])
+    assert all((row["tau"] is None) != row["draft"] for row in found["rows"])
+    assert all(row["stood"][1] > 0 for row in found["rows"] if row["partial"])
+
+
+def ways_of_both():
+    return [
+        Way("plain"),
+        Way("+ draft", draft=True),
+        Way("+ draft, partial KV", draft=True, partial=True),
+        Way("latent KV", mla=True),
+        Way("latent KV + draft", mla=True, draft=True),
+        Way("sparse", dsa=True),
+        Way("sparse + draft", dsa=True, draft=True),
+        Way("latent KV, sparse", mla=True, dsa=True),
+        Way("all", mla=True, dsa=True, draft=True, partial=True),
+    ]
+
+
+def test_bytes_by_hand(report):
+    """128 numbers a layer and token, or 32 of latents; 8 of an index; 48 of 224 tokens are looked at."""
+    rows = {row["name"]: row["memory"] for row in report[0]["rows"]}
+    kept = {"plain": 128, "latent KV": 32, "sparse": 136, "latent KV, sparse": 40, "all": 40}
+    read = {"plain": 128, "latent KV": 32, "sparse": 8 + 128 * 48 / 224, "all": 8 + 32 * 48 / 224}
+    for name, numbers in kept.items():
+        assert rows[name]["bytes_per_token"] == 6 * 4 * numbers
+    for name, numbers in read.items():
+        assert rows[name]["bytes_read"] == pytest.approx(6 * 4 * numbers)
+    assert rows["plain"]["cache_bytes"] - rows["latent KV"]["cache_bytes"] == 225 * 6 * 4 * 96
+
+
+def test_quality_is_of_the_state_and_the_first_is_the_original(report):
+    rows = {row["name"]: row["quality"] for row in report[0]["rows"]}
+    assert rows["plain"] == rows["+ draft"] and rows["plain"]["kl"] == 0 == 1 - rows["plain"]["agreement"]
+    assert rows["all"] == rows["latent KV, sparse"] and rows["all"]["kl"] > rows["sparse"]["kl"] > 0
+    assert len({row["nats"] for row in rows.values()}) == 4
+    assert rows["all"]["needles"][0]["of"] == 2
+
+
+def test_files_and_tables(report):
+    found, folder = report
+    assert json.loads((folder / "report.json").read_text()) == found
+    assert (folder / "memory.png").stat().st_size > 5000
+    assert sorted(p.name for p in folder.iterdir()) == ["memory.png", "report.json", "report.md"]
+    assert len(memory_table(found)) == 12 and "| all |" in memory_markdown(found)
+
+
+def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_path, monkeypatch):
+    """A row whose text is not its target's plain text is counted."""
+    honest = suite.speculative.generate
+
+    def wrong(*given, **more):
+        found = honest(*given, **more)
+        found.tokens[0][5] = (found.tokens[0][5] + 1) % 300
+        return found
+
+    monkeypatch.setattr(suite.speculative, "generate", wrong)
+    found = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, tmp_path, QUIET)
+    assert found["violations"] == 2 * sum(way.draft for way in ways_of_both())
+    assert retrofitted.config.use_mla_kv and retrofitted.config.use_dsa  # as it was
+
+
+def test_agreement_by_hand(original, documents):
+    target, tokenizer = original
+    settings = QualitySettings(**READ | {"needles": 0}, new_tokens=12)
+    quality = Quality(target, tokenizer, documents[1], settings)
+    for prompt, answer in zip(quality.prompts, quality.answers, strict=True):
+        assert plain.generate(target, [prompt], Request(max_new_tokens=12)).tokens == [answer]
+    quality.answers = [[*a[:6], -1, *a[7:]] for a in quality.answers]
+    said = quality.now()
+    assert said["agreement"] == 0.5 and abs(said["kl"]) < 1e-5 and said["needles"] == []
+    assert alike([1, 2, 3], [1, 2, 3]) == 3 and alike([1, 2, 3], [2, 2, 3]) == 0
+
+
+def test_ways_of_targets_with_less(original, retrofitted):
+    with pytest.raises(ValueError, match="this target has none"):
+        ways_of(original[0])
+    model = copy.deepcopy(retrofitted)
+    dsa.detach_index(model)
+    assert [w.name for w in ways_of(model)][3:] == ["latent KV", "latent KV + draft", "all"]
+    assert ways_of(model)[-1] == Way("all", mla=True, draft=True, partial=True)
+
+
+SMALL = {"fractions": (0.5,), "methods": ("pca",), "shares": (0.25,), "rows": 2, "row_tokens": 256}
+
+
+def test_pareto_points(original, retrofitted, documents, tmp_path):
+    whole, tokenizer = original
+    settings = ParetoSettings(**READ, **SMALL, new_tokens=24, trained=("x",))
+    model, before = copy.deepcopy(whole), fingerprint(whole)
+    trained = {"x": retrofitted}
+    found = run_pareto(model, tokenizer, trained, *documents, settings, tmp_path, QUIET)
+    assert fingerprint(model) == before  # nothing stays attached
+    names = ["original", "x", "latents, pca, 50 %", "index, 25 % of the context"]
+    assert [p["name"] for p in found["points"]] == names
+    first, x, latents, index = found["points"]
+    assert first["memory"] == remembered(whole, 300) and first["quality"]["kl"] == 0
+    assert latents["memory"]["bytes_per_token"] == first["memory"]["bytes_per_token"] / 2
+    assert index["memory"]["bytes_read"] == pytest.approx(6 * 4 * (16 + 128 * 75 / 300))
+    assert x["quality"]["kl"] > 0 and latents["quality"]["kl"] > 0 and index["quality"]["kl"] > 0
+    write_pareto(found, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == found
+    assert (tmp_path / "pareto.png").stat().st_size > 5000
+    assert len(pareto_table(found)) == 7 and "+0.00 %" in pareto_markdown(found)
+
+
+def test_pareto_starts_from_an_original_and_its_own_retrofits(original, retrofitted, documents, tmp_path):
+    whole, tokenizer = original
+    settings = ParetoSettings(**READ, **SMALL)
+    with pytest.raises(ValueError, match="name the original"):
+        run_pareto(retrofitted, tokenizer, {}, *documents, settings, tmp_path, QUIET)
+    other = copy.deepcopy(whole)
+    with torch.no_grad():
+        other.norm.weight.add_(1)
+    with pytest.raises(ValueError, match="its backbone is another"):
+        run_pareto(other, tokenizer, {"mine": retrofitted}, *documents, settings, tmp_path, QUIET)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "named"),
+    [
+        (MemorySettings, {"partial": 60}, "sinks and window alone"),
+        (MemorySettings, {"prompts": 0}, "prompts 0"),
+        (MemorySettings, {"needles": 9}, "needles 9"),
+        (ParetoSettings, {"fractions": (1.5,)}, "fractions 1.5"),
+        (ParetoSettings, {"shares": (0.0,)}, "shares 0.0"),
+        (ParetoSettings, {"methods": ("best",)}, "method 'best'"),
+        (ParetoSettings, {"index_dim": -1}, "index_dim -1"),
+        (QualitySettings, {"texts": 0}, "texts 0"),
+    ],
+)
+def test_settings_that_cannot_be(kind, said, named):
+    with pytest.raises(ValueError, match=named):
+        kind(**said)
