@@ -6,7 +6,7 @@ Letters: H heads and D dimensions of the index, one key k for a token, shared by
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ class Keep:
 
     top_k: float = 2048  # so many in all; below 1: this share of what it could see
     top_p: float = 0.0  # fewer, where fewer hold this share of the index's softmax over the choice; 0: no
+    least_mass: float = 0.0  # all, where what is chosen holds less of that softmax: the index knows no better
     min_context: int = 2048  # up to this length all of them
     sinks: int = 4  # the first ones, always ..
     recent: int = 64  # .. and the last ones
@@ -37,8 +38,9 @@ class Keep:
         fixed = self.sinks + self.recent
         if self.recent < 1:
             raise ValueError("sparse attention: recent 0: a token sees itself, so it must be at least 1")
-        if self.top_p >= 1:
-            raise ValueError(f"sparse attention: top_p {self.top_p}: a share below 1, or 0 for none")
+        for name in ("top_p", "least_mass"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"sparse attention: {name} {getattr(self, name)}: below 1, or 0 for none")
         if self.top_k >= 1 and (self.top_k != int(self.top_k) or self.top_k <= fixed):
             raise ValueError(
                 f"sparse attention: top_k {self.top_k}: a whole number above sinks and recent, {fixed}, or a "
@@ -46,6 +48,11 @@ class Keep:
             )
         if not self.top_k:
             raise ValueError("sparse attention: top_k 0: a number of tokens, or a share of the context")
+
+    @property
+    def by_count(self) -> "Keep":
+        """The same by top_k alone."""
+        return replace(self, top_p=0.0, least_mass=0.0)
 
     def most(self, length: int) -> int:
         """Tokens that a query sees which is the length-th of its text."""
@@ -118,8 +125,9 @@ def choose(index: Index, keys: Tensor, place: Place, keep: Keep) -> Lists | None
     seen = int(min(place.longest, keys.shape[1]))
     scores = score(index, keys, place, seen)
     wanted = keep.wanted(place.lengths())
-    if keep.top_p:
+    if keep.top_p or keep.least_mass:
         wanted = _until(scores, place, keep, wanted)
+        width = max(width, int(wanted.max()))
     lists, many = pick(scores, place, wanted, width, keep)
     if keys.device.type == "cpu" and bool((many < 0).any()):
         wanted = torch.where(many < 0, place.lengths(), wanted)
@@ -179,14 +187,23 @@ def _ranges(place: Place, keep: Keep, S: int) -> tuple[Tensor, Tensor]:
 
 
 def _until(scores: Tensor, place: Place, keep: Keep, wanted: Tensor) -> Tensor:
-    """[B, T]: as many as hold top_p of the softmax over the choice, at most `wanted`."""
+    """[B, T]: as many as hold top_p of the softmax over the choice, at most `wanted`; all, where these hold
+    less than least_mass."""
     _, rest = _ranges(place, keep, scores.shape[-1])
     falling = scores.masked_fill(~rest, -torch.inf).sort(-1, descending=True).values.double()
     weight = (falling - falling[..., :1]).exp().nan_to_num(0.0)
     grown = weight.cumsum(-1)  # one after the other: the sums do not depend on how many zeros follow
-    take = (grown < keep.top_p * grown[..., -1:]).sum(-1) + 1
-    long = place.lengths() > keep.min_context
-    return torch.where(long, torch.minimum(wanted, place.lengths() - rest.sum(-1) + take), wanted)
+    lengths = place.lengths()
+    fixed, long = lengths - rest.sum(-1), lengths > keep.min_context
+    if keep.top_p:
+        take = (grown < keep.top_p * grown[..., -1:]).sum(-1) + 1
+        wanted = torch.where(long, torch.minimum(wanted, fixed + take), wanted)
+    if not keep.least_mass:
+        return wanted
+    last = (wanted - fixed - 1).clamp(0, scores.shape[-1] - 1)[..., None]
+    held = grown.gather(-1, last) * (wanted > fixed)[..., None]
+    poor = (held < keep.least_mass * grown[..., -1:])[..., 0] & rest.any(-1)
+    return torch.where(long & poor, lengths, wanted)
 
 
 def _in_pieces(index: Index, keys: Tensor, place: Place, keep: Keep, piece: int) -> Lists:

@@ -6,6 +6,7 @@ from typing import Any
 from outpace.cache.index import Keep
 from outpace.models.config import ModelConfig, need
 
+SHARES = ("dsa_top_p", "dsa_least_mass")  # left out where they are 0
 KEEP = tuple(field.name for field in fields(Keep))
 
 
@@ -73,6 +74,4 @@ def dsa_to_hf(config: ModelConfig) -> dict[str, Any]:
         "dsa_index_heads": config.dsa_index_heads,
         **{f"dsa_{name}": value for name, value in vars(config.dsa_keep).items()},
     }
-    if not said["dsa_top_p"]:
-        del said["dsa_top_p"]
-    return said
+    return {name: value for name, value in said.items() if value or name not in SHARES}

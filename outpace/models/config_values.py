@@ -34,6 +34,7 @@ NUMBERS = {  # (above, up to)
     "swiglu_limit": (0.0, 1e6),
     "dsa_top_k": (0.0, 1e12),
     "dsa_top_p": (0.0, 1.0),
+    "dsa_least_mass": (0.0, 1.0),
     "swiglu_alpha": (0.0, 1e6),
     "rope_theta": (1.0, 1e12),
 }

@@ -1,7 +1,7 @@
 """A target on disk -> the same with an index of sparse attention beside it: first weights, judged, saved."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class DsaSettings:
     index_heads: int = 0
     top_k: float = 1024.0
     top_p: float = 0.0
+    least_mass: float = 0.0
     min_context: int = 1024
     sinks: int = 4
     recent: int = 64
@@ -49,13 +50,7 @@ class DsaSettings:
 
     @property
     def keep(self) -> Keep:
-        return Keep(
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_context=self.min_context,
-            sinks=self.sinks,
-            recent=self.recent,
-        )
+        return Keep(**{field.name: getattr(self, field.name) for field in fields(Keep)})
 
 
 def retrofit_dsa(
@@ -139,6 +134,6 @@ def judged_indexes(target: Decoder, judged: list[list[int]], before: Mapping[str
     del after["log_probabilities"]
     config = target.config
     target.use_dsa(False)  # the states of the target as it was
-    table = dsa.mass_table(target, judged, config.dsa_layers, replace(config.dsa_keep, top_p=0.0))
+    table = dsa.mass_table(target, judged, config.dsa_layers, config.dsa_keep.by_count)
     target.use_dsa(True)
     return {"mass": table, "held_out": {"texts": len(judged), "before": plain, "after": after}}

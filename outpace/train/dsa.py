@@ -6,7 +6,7 @@ sparse, over what was chosen: the states that the index reads are then those tha
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def train_dsa(
         raise ValueError("train dsa: this target has no index: give it one by outpace retrofit dsa")
     indexers = {i: indexer for i in config.dsa_layers if (indexer := target.attentions[i].indexer)}
     texts = texts_of(tokenizer, held_out, recipe.judged, recipe.row_tokens, recipe.seed)
-    keep = replace(config.dsa_keep, top_p=0.0)
+    keep = config.dsa_keep.by_count
     untrained = once(folder, lambda: _judged(target, texts, None))
     stream = token_stream(tokenizer, train, recipe.seed)
     parameters = learners(target, indexers.values())
@@ -114,6 +114,6 @@ def _losses(
 def _judged(target: Decoder, texts: list[list[int]], untrained: dict[str, Any] | None) -> dict[str, Any]:
     """What the indexes keep of the mass that the target with full attention gives; held-out loss."""
     target.use_dsa(False)
-    keep = replace(target.config.dsa_keep, top_p=0.0)
+    keep = target.config.dsa_keep.by_count
     table = mass_table(target, texts, target.config.dsa_layers, keep)
     return {"mass": table, "held_out": judged_three(target, texts, target.use_dsa, untrained)}

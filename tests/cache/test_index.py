@@ -43,9 +43,12 @@ def by_hand(index, keys, place, keep, b, t):
     rest = sorted((s for s in past if s not in fixed), key=lambda s: (score[s], s), reverse=True)
     own = [] if tree is None else [start + u for u in range(tree.parents.shape[1]) if tree.sees[b, t, u]]
     take = len(rest) if length <= keep.min_context else keep.most(length) - len(fixed) - len(own)
-    if keep.top_p and length > keep.min_context and rest:
+    if length > keep.min_context and rest:
         weight = torch.tensor([score[s] for s in rest], dtype=torch.float64).softmax(0)
-        take = min(take, int((weight.cumsum(0) < keep.top_p).sum()) + 1)
+        if keep.top_p:
+            take = min(take, int((weight.cumsum(0) < keep.top_p).sum()) + 1)
+        if weight[: max(0, take)].sum() < keep.least_mass:
+            take = len(rest)
     return sorted(fixed | set(rest[: max(0, take)])) + own
 
 
@@ -59,6 +62,8 @@ def by_hand(index, keys, place, keep, b, t):
             Keep(top_k=20, min_context=25, sinks=0, recent=9),
             Keep(top_k=0.3, min_context=10, sinks=3, recent=9),
             Keep(top_k=40, top_p=0.6, min_context=0, sinks=1, recent=9),
+            Keep(top_k=14, least_mass=0.9, min_context=20, sinks=1, recent=9),
+            Keep(top_k=30, top_p=0.9, least_mass=0.8, min_context=0, sinks=1, recent=9),
         ]
     ),
     branched=st.booleans(),
@@ -164,6 +169,7 @@ def test_a_tree_deeper_than_the_recent_tokens_is_refused():
         ({"top_k": -3}, "top_k -3"),
         ({"top_k": float("nan")}, "top_k nan"),
         ({"top_p": 1.0}, "top_p 1.0"),
+        ({"least_mass": 1.0}, "least_mass 1.0"),
         ({"recent": 0}, "recent 0"),
         ({"sinks": -1}, "sinks -1"),
     ],

@@ -21,7 +21,7 @@ NAMES = ["ngram", "dflash, window", "tree of dflash", "eagle3, tree", "half, tre
 KEEPS = {
     "top k": Keep(top_k=16, min_context=17, sinks=1, recent=13),
     "share": Keep(top_k=0.5, min_context=0, sinks=1, recent=13),
-    "top p": Keep(top_k=24, top_p=0.7, min_context=0, sinks=1, recent=13),
+    "top p": Keep(top_k=24, top_p=0.7, least_mass=0.5, min_context=0, sinks=1, recent=13),
 }
 
 
