@@ -1,6 +1,8 @@
 """The commands as a user types them: JSON that parses, errors that name the thing and exit 2."""
 
 import json
+import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +76,33 @@ def test_latent_kv_goes_on_and_off(monkeypatch, capsys, tmp_path):
     assert texts["off"] == texts["whole"] != texts["on"] == texts["as said"] == texts["drafted"]
 
 
+def test_sparse_attention_goes_on_and_off_and_learns(monkeypatch, capsys, tmp_path):
+    out, made = tmp_path / "sparse", ("rows=1", "row_tokens=256", "top_k=0.01", "min_context=0", "recent=3")
+    corpus = ("--corpus", Path(sysconfig.get_path("stdlib"), "asyncio"))
+    given = [*corpus, *(x for said in made for x in ("--set", said))]
+    code, said, _ = run(monkeypatch, capsys, "retrofit", "dsa", "--out", out, *given, "--json")
+    assert code == 0 and json.loads(said)["settings"]["index_heads"] == 6
+    prompt = tmp_path / "long.py"
+    prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
+    texts, ask = {}, ("generate", "--prompt-file", prompt, "-n", 30, "--ignore-eos")
+    by_index = ("--partial", 160, "--partial-set", "selector=index")
+    for name, options in (
+        ("whole", ("--draft", "none")),
+        ("off", ("--target", out, "--no-dsa")),
+        ("on", ("--target", out, "--draft", "none")),
+        ("drafted", ("--target", out, "--draft", "default")),
+        ("chosen for", ("--target", out, "--no-dsa", "--draft", "ngram", *by_index)),
+    ):
+        _, texts[name], _ = run(monkeypatch, capsys, *ask, *options)
+    assert texts["off"] == texts["whole"] == texts["chosen for"] != texts["on"] == texts["drafted"]
+    short = [x for said in ("steps=2", "row_tokens=256", "judged=1", "queries=8") for x in ("--set", said)]
+    where = ("--target", out, "--out", tmp_path / "run", *corpus)
+    code, said, _ = run(monkeypatch, capsys, "train", "dsa", *where, *short)
+    assert code == 0 and "untrained: held-out loss" in said and "trained: held-out loss" in said
+    code, said, _ = run(monkeypatch, capsys, "inspect", tmp_path / "run" / "model", "--json")
+    assert code == 0 and json.loads(said)["parts"]["retrofit"]["parameters"] > 0
+
+
 def test_generate_from_a_file_with_stats(monkeypatch, capsys, tmp_path):
     (tmp_path / "prompt.py").write_text("class Shape:\n    def area(self):\n")
     code, out, _ = run(
@@ -105,6 +134,15 @@ def test_inspect_default(monkeypatch, capsys):
             "rank 999: keys and values of a layer have 128",
         ),
         (("retrofit", "mla", "--out", "x", "--set", "methode=svd"), "did you mean `method`"),
+        (("generate", "x", "--no-dsa"), "no sparse attention to switch"),
+        (("retrofit", "dsa", "--out", "x", "--set", "top_k=3"), "top_k 3"),
+        (("train", "dsa", "--target", "default", "--out", "x"), "this target has no index"),
+        (("train", "mla", "--target", "default", "--out", "x"), "this target has no latents"),
+        (("train", "mla", "--target", "no/such", "--out", "x"), "no/such is not there"),
+        (("bench", "--suite", "memory", "--out", "x"), "this target has none"),
+        (("bench", "--suite", "pareto", "--draft", "ngram", "--out", "x"), "measures a target alone"),
+        (("plan", "20b", "--hardware", "9000xfast"), "known are h100"),
+        (("generate", "x", "--partial", 512, "--partial-set", "selector=index"), "no index to choose by"),
         (("generate", "x", "--partial", 512, "--method", "plain"), "no guesses to go over"),
         (("generate", "x", "--partial", 512, "--verify", 3), "leave it out"),
         (("bench", "--suite", "context", "--draft", "ngram", "--out", "no"), "measures a target alone"),
@@ -145,6 +183,10 @@ def test_help_has_examples(monkeypatch, capsys):
         ("train", "dflash"),
         ("teacher", "build"),
         ("retrofit", "mla"),
+        ("retrofit", "dsa"),
+        ("train", "mla"),
+        ("train", "dsa"),
+        ("plan",),
     ):
         code, out, _ = run(monkeypatch, capsys, *command, "--help")
         assert code == 0 and "outpace " + " ".join(command) in " ".join(out.split())
