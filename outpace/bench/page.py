@@ -18,7 +18,10 @@ from outpace.bench import (
     comparison_report,
     context_report,
     draft_context_report,
+    memory_report,
+    pareto_report,
     recall_report,
+    retrofit_tables,
     suites_report,
 )
 from outpace.weights.save import write_atomically
@@ -48,6 +51,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "steps": context_report.cost_table,
     "loss": recall_report.loss_table,
     "needles": recall_report.needle_table,
+    "memory": memory_report.memory_table,
+    "pareto": pareto_report.pareto_table,
+    "mass": retrofit_tables.mass_table,
+    "held": retrofit_tables.held_table,
     "noise": draft_context_report.acceptance_table,
 }
 
