@@ -19,13 +19,15 @@ NAN_SCALE = 255  # of E8M0
 LARGEST_CODE = 6.0  # of E2M1
 WHOLE = (torch.float64, torch.float32, torch.bfloat16)  # dtypes that know their extremes
 SHOWN = 4
+# an untrained index weighs its heads alike; a frequency may be the first
+MAY_BE_ZERO = ("bias", "dsa_w.weight", "dsa_frequencies")
 
 
 def deep_findings(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None) -> list[Finding]:
     """Reads every byte once; pages of a mapped file are given back as it goes. `on_bytes` hears of every
     piece.
 
-    NaN and Inf, tensors that are zero throughout (biases may be), values beyond 1e5, and of MXFP4 scales
+    NaN and Inf, tensors that are zero throughout (MAY_BE_ZERO aside), values beyond 1e5, and of MXFP4 scales
     that stand for NaN or for values beyond that.
     """
     faults: dict[str, list[str]] = {}
@@ -62,7 +64,7 @@ def _look(name: str, pieces: Iterator[Tensor]) -> Iterator[tuple[str, str]]:
         yield ("nan_scales", f"{bad:,} scales") if scales else ("not_finite", f"{bad:,} values")
     if largest > ABSURD:
         yield "absurd", f"up to {largest:.3g}"
-    if zero and not bad and not name.endswith("bias"):
+    if zero and not bad and not name.endswith(MAY_BE_ZERO):
         yield "zero", ""
 
 

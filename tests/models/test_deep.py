@@ -7,11 +7,13 @@ import random
 import planting
 import pytest
 import torch
+from indexers import indexed_target
 from planting import GPT_OSS_EXPERTS, findings, only, plant
 from safetensors.torch import load_file, save_file
 
 from outpace.models.inspect import gate
 from outpace.models.load import load_target
+from outpace.models.save import save_target
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,17 @@ def test_values(copy, change, name, said):
 def test_a_bias_may_be_zero(copy):
     folder = copy("gpt_oss", zeroed("model.layers.1.self_attn.k_proj.bias"))
     assert gate(folder, deep=True).findings == ()
+
+
+def test_an_index_may_begin_with_equal_weights(tmp_path):
+    """As `outpace retrofit dsa` makes it."""
+    model = indexed_target("gpt_oss")[1]
+    for attention in model.attentions:
+        if attention.indexer is not None:
+            with torch.no_grad():
+                attention.indexer.proj.weight[-attention.indexer.heads :] = 0
+    save_target(model, tmp_path)
+    assert not [f for f in gate(tmp_path, deep=True).findings if f.name == "zero"]
 
 
 def test_many_faults_are_counted(copy):
