@@ -81,6 +81,10 @@ def dsa(
 def train_mla(
     out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
     target: Annotated[str, typer.Option(help="A target with latent KV (outpace retrofit mla).")],
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Learn on the texts of a teacher cache (of the original, built with --final)."),
+    ] = None,
     recipe: Recipe = None,
     set_: Set = None,
     corpus: Corpus = None,
@@ -91,11 +95,17 @@ def train_mla(
 
     [bold]Example[/bold]: outpace train mla --target small --out work/mla --recipe recipes/memory/mla.toml
     """
+    from outpace.models.load import fingerprint
+    from outpace.teacher.store import TeacherCache
     from outpace.train.mla import MlaRecipe
     from outpace.train.mla import train_mla as train
 
     settings = recipe_settings(MlaRecipe, recipe, set_)
-    _said(train(settings, folder=out, **_opened(target, corpus)), out, as_json)
+    given = _opened(target, corpus)
+    if cache is not None:
+        whose = fingerprint(given["target"], retrofits=False)
+        given["teacher"] = TeacherCache.open(cache, target_fingerprint=whose, final=True)
+    _said(train(settings, folder=out, **given), out, as_json)
 
 
 @train_app.command("dsa")

@@ -13,9 +13,10 @@ from outpace.corpus import Document
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
 from outpace.retrofit.calibrate import calibrate
+from outpace.teacher.store import Sample
 from outpace.train import frozen
 from outpace.train.dsa import DsaRecipe, train_dsa
-from outpace.train.mla import MlaRecipe, train_mla
+from outpace.train.mla import MlaRecipe, train_mla, whole_losses
 from outpace.train.target import init_weights
 
 KEEP = Keep(top_k=0.4, min_context=0, sinks=1, recent=4)
@@ -92,6 +93,39 @@ def test_a_resumed_run_is_the_unbroken_one(kind, world, tmp_path):
     resumed, again = trained(kind, world, tmp_path / "broken")
     assert fingerprint(resumed) == fingerprint(whole)
     assert again["held_out"] == report["held_out"]
+
+
+class Cached:
+    """A teacher cache of the original's, in memory."""
+
+    def __init__(self, world, final=True, offset=0):
+        model, tokenizer, train, _ = world
+        self.samples = []
+        for document in train:
+            tokens = torch.tensor(encode(tokenizer, document.text)[:60])
+            with torch.inference_mode():
+                states = model(tokens[None]).hidden[0].clone() if final else None
+            self.samples.append(Sample(tokens, 10, torch.zeros(0), offset, 0.0, states))
+
+    def __len__(self):
+        return len(self.samples)
+
+    def sample(self, index):
+        return self.samples[index]
+
+
+def test_latents_learn_from_a_teacher_cache(world, tmp_path, monkeypatch):
+    """The last states of the cache stand for a forward of the original."""
+    model = with_latents(world)
+    sample = Cached(world).sample(0)
+    online = whole_losses(model, sample.tokens[None])
+    cached = whole_losses(model, sample.tokens[None], sample.final)
+    assert all(abs(a - b) < 1e-6 for a, b in zip(online, cached, strict=True))
+    _, report = trained("mla", world, tmp_path / "run", teacher=Cached(world))
+    assert report["held_out"]["after"]["kl"] < report["held_out"]["untrained"]["kl"]
+    for wrong in (Cached(world, final=False), Cached(world, offset=9)):
+        with pytest.raises(ValueError, match="no final states, or texts at other positions"):
+            trained("mla", world, tmp_path / "wrong", teacher=wrong)
 
 
 def test_what_is_remembered_does_not_grow_with_the_backbone(world, tmp_path):

@@ -44,6 +44,24 @@ def cached(monkeypatch, capsys, corpus, folder, *more):
     return folder
 
 
+def test_latents_learn_from_a_cache(monkeypatch, capsys, tmp_path, corpus):
+    cache = cached(monkeypatch, capsys, corpus, tmp_path / "cache", "--final")
+    small = ("--set", "rows=1", "--set", "row_tokens=64")
+    equal = ("--set", "rank=30", "--set", "method=pca")
+    code, _, err = run(monkeypatch, capsys, "retrofit", "mla", "--out", tmp_path / "small", *small, *equal)
+    assert code == 0, err
+    small = (*small, "--corpus", corpus)  # of which one file is held out
+    where = ("--target", tmp_path / "small", "--cache", cache, "--out", tmp_path / "run")
+    short = [x for s in ("steps=2", "judged=1", "layer_share=0.5") for x in ("--set", s)]
+    code, out, err = run(monkeypatch, capsys, "train", "mla", *where, *small, *short, "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["steps"] == 2 and said["held_out"]["after"]["kl"] > 0
+    other = ("--target", tmp_path / "run" / "model", "--cache", tmp_path / "none", "--out", tmp_path / "x")
+    code, _, err = run(monkeypatch, capsys, "train", "mla", *other, *small, *short)
+    assert code == 2 and "none" in err
+
+
 def test_an_eagle3_is_trained_and_decodes(monkeypatch, capsys, tmp_path, corpus):
     cache = cached(monkeypatch, capsys, corpus, tmp_path / "cache", "--final")
     code, out, _ = run(monkeypatch, capsys, "teacher", "info", cache, "--json")
