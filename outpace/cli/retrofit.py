@@ -88,7 +88,6 @@ def train_mla(
     recipe: Recipe = None,
     set_: Set = None,
     corpus: Corpus = None,
-    as_json: AsJson = False,
 ) -> None:
     """Train the latents of a retrofitted target towards the original in the same checkpoint, everything else
     frozen. Resumes where it was stopped.
@@ -105,7 +104,7 @@ def train_mla(
     if cache is not None:
         whose = fingerprint(given["target"], retrofits=False)
         given["teacher"] = TeacherCache.open(cache, target_fingerprint=whose, final=True)
-    _said(train(settings, folder=out, **given), out, as_json)
+    _said(train(settings, folder=out, **given), out)
 
 
 @train_app.command("dsa")
@@ -115,7 +114,6 @@ def train_dsa(
     recipe: Recipe = None,
     set_: Set = None,
     corpus: Corpus = None,
-    as_json: AsJson = False,
 ) -> None:
     """Train the index of sparse attention by the attention itself, everything else frozen. Resumes where it
     was stopped.
@@ -126,7 +124,7 @@ def train_dsa(
     from outpace.train.dsa import train_dsa as train
 
     settings = recipe_settings(DsaRecipe, recipe, set_)
-    _said(train(settings, folder=out, **_opened(target, corpus)), out, as_json)
+    _said(train(settings, folder=out, **_opened(target, corpus)), out)
 
 
 def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
@@ -141,11 +139,8 @@ def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
     return dict(zip(names, (*opened, template, *texts), strict=True))
 
 
-def _said(report: dict[str, Any] | None, out: Path, as_json: bool) -> None:
+def _said(report: dict[str, Any] | None, out: Path) -> None:
     assert report is not None, "a run that was not stopped ends"
-    if as_json:
-        print(json.dumps(report))
-        return
     if "mass" in report:
         show_indexes(report)
     held = report["held_out"]

@@ -53,9 +53,9 @@ def test_latents_learn_from_a_cache(monkeypatch, capsys, tmp_path, corpus):
     small = (*small, "--corpus", corpus)  # of which one file is held out
     where = ("--target", tmp_path / "small", "--cache", cache, "--out", tmp_path / "run")
     short = [x for s in ("steps=2", "judged=1", "layer_share=0.5") for x in ("--set", s)]
-    code, out, err = run(monkeypatch, capsys, "train", "mla", *where, *small, *short, "--json")
-    assert code == 0, err
-    said = json.loads(out)
+    code, out, err = run(monkeypatch, capsys, "train", "mla", *where, *small, *short)
+    assert code == 0 and "trained: held-out loss" in out, err
+    said = json.loads((tmp_path / "run" / "model" / "mla.json").read_text())
     assert said["steps"] == 2 and said["held_out"]["after"]["kl"] > 0
     other = ("--target", tmp_path / "run" / "model", "--cache", tmp_path / "none", "--out", tmp_path / "x")
     code, _, err = run(monkeypatch, capsys, "train", "mla", *other, *small, *short)
