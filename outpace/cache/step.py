@@ -1,5 +1,6 @@
 """What one forward adds to a memory, and what its queries may look at."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -93,6 +94,7 @@ class View:
     step: Step
     first: Tensor | None = None
     lists: Lists | None = None
+    values: Callable[[Tensor, Tensor], Tensor] | None = None  # v is one head's latents: see cache.latent.Maps
 
     def allowed(self, window: int) -> Tensor:
         """[B, T, S] bool."""

@@ -20,7 +20,7 @@ FLAGS += ["--param=avoid-fma-max-bits=0"]
 FUNCTIONS = (
     *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
     *("gated", "gated_backward", "angles", "turn_heads", "argmax", "blocks", "expand_rows"),
-    *("perturb", "grow", "move", "index_scores", "choose"),
+    *("perturb", "grow", "move", "index_scores", "choose", "latent_keys"),
     *("block_conv", "block_conv_backward", "top", "walk", "run"),
 )
 

@@ -353,6 +353,7 @@ void unpack_mxfp4(const Packed *o) {
 #include "cpu_experts.c"
 #include "cpu_attention.c"
 #include "cpu_index.c"
+#include "cpu_latent.c"
 #include "cpu_cache.c"
 #include "cpu_blocks.c"
 #include "cpu_drafts.c"

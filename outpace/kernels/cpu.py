@@ -23,7 +23,7 @@ NORM = struct.Struct("5qd3q").pack
 NORM_BACK = struct.Struct("6qd3q").pack
 GATES = struct.Struct("7q2dq").pack
 ROPE = struct.Struct("7qd5q").pack
-ATTEND = struct.Struct("26qdq").pack
+ATTEND = struct.Struct("31qdq").pack
 ROUTE = struct.Struct("14q").pack
 MOE = struct.Struct("27q2dq").pack
 ANGLES = struct.Struct("2qd4q").pack
@@ -163,25 +163,31 @@ def attend(
     both_ways: bool = False,
     first: Tensor | None = None,
     lists: tuple[Tensor, Tensor] | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> [B, T, H * D].
+    Values may have another number Dv of dimensions, and be one head's [B, 1, S, Dv] for all.
     Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
 
     New token t stands at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
     them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it stands
     at start + depth, and sees of the U tokens after the first `start` those that tree names: of its ancestors
     and itself, those in its window. With lists, storage indices [B, T, N] and how many of them count [B, T],
-    both int64, each new token sees those and nothing else is read.
+    both int64, each new token sees those and nothing else is read. `seen` [B, T, H] is written: the share of
+    the weights that does not fall on the sink.
     """
     b, t, h, d = q.shape
     _, kv, s, _ = k.shape
     u = t if tree is None else tree.shape[2]
     q_b, q_t, q_h, q_1 = q.stride()
-    k_b, k_h, k_s, k_1 = strides = k.stride()
-    assert q_h == k_s == d and q_1 == k_1 == 1 and strides == v.stride()
+    k_b, k_h, k_s, k_1 = k.stride()
+    v_b, v_h, v_s, v_1 = v.stride()
+    v_h = v_h if v.shape[1] == kv else 0
+    assert q_h == k_s == d and q_1 == k_1 == v_1 == 1 and v.shape[1] in (1, kv) and v.shape[2] >= s
     assert h <= 64 * kv and d <= 256 and d % 8 == 0
     assert tree is None or (tree.is_contiguous() and depth is not None and depth.is_contiguous())
-    y = _empty(b, t, h * d)
+    dv = v.shape[3]
+    y = _empty(b, t, h * dv)
     sink, kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
     trees, depths = (0, 0) if tree is None or depth is None else (tree.data_ptr(), depth.data_ptr())
     begins = start.data_ptr(), 0 if first is None else first.data_ptr()
@@ -189,9 +195,11 @@ def attend(
     if lists is not None:
         assert not window and all(x.is_contiguous() and x.dtype == torch.int64 for x in lists)
         index, many, n = lists[0].data_ptr(), lists[1].data_ptr(), lists[0].shape[2]
-    looked = sink, kind, index, many, y.data_ptr()
+    share = 0 if seen is None else seen.data_ptr()
+    assert seen is None or (seen.is_contiguous() and seen.shape == (b, t, h))
+    looked = sink, kind, index, many, y.data_ptr(), share
     tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), *begins, trees, depths, *looked
-    sizes = q_b, q_t, k_b, k_h, b, t, u, n, h, kv, d, s, window, both_ways
+    sizes = q_b, q_t, k_b, k_h, v_b, v_h, v_s, b, t, u, n, h, kv, d, dv, s, window, both_ways
     _c.attend(ATTEND(*tensors, *sizes, scale, _threads()))
     return y
 

@@ -20,7 +20,7 @@ INLINE void values(const int R, const int V, const floats *v, int n, floats p, l
 // One tile: the n keys at places from.. of it, of which query r sees places lo[r]..hi[r] - 1. Gives unscaled sums o, the highest
 // score and the mass; the caller merges tiles in their order.
 static void look(const floats *q, int rows, const floats *k, const floats *v, int from, int n, const int *lo, const int *hi,
-                 long D, float scale, float *o, float *high, float *mass) {
+                 long D, long Dv, float scale, float *o, float *high, float *mass) {
     float p[MOST][KEYS], turned[(MOST_D + W) * 2 * W];
     int v0 = from / W * W, v1 = v0, s;
     for (; v1 < from + n; v1 += 2 * W) {  // lanes over keys, so that scores need no sum across lanes
@@ -56,19 +56,19 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
         }
         mass[r] = sum(total);
     }
-    for (int r = 0; D < W && r < rows; r++) for (int d = 0; d < D; d++) {
-        o[r * D + d] = 0;
-        for (int j = 0; j < n; j++) o[r * D + d] += v[j][d] * p[r][from + j];
+    for (int r = 0; Dv < W && r < rows; r++) for (int d = 0; d < Dv; d++) {
+        o[r * Dv + d] = 0;
+        for (int j = 0; j < n; j++) o[r * Dv + d] += v[j][d] * p[r][from + j];
     }
-#define VALUES(R, V) values(s = R, V, v, n, p[r] + from, MIN(d, D - W), D, o + r * D)  // the last vector may overlap, alike
-    for (long d = 0; D >= W && d < D; d += D - d >= 4 * W ? 4 * W : W) for (int r = 0; r < rows; r += s) {
-        if (D - d >= 4 * W) rows - r >= 4 ? VALUES(4, 4) : rows - r >= 2 ? VALUES(2, 4) : VALUES(1, 4);
+#define VALUES(R, V) values(s = R, V, v, n, p[r] + from, MIN(d, Dv - W), Dv, o + r * Dv)  // the last vector may overlap, alike
+    for (long d = 0; Dv >= W && d < Dv; d += Dv - d >= 4 * W ? 4 * W : W) for (int r = 0; r < rows; r += s) {
+        if (Dv - d >= 4 * W) rows - r >= 4 ? VALUES(4, 4) : rows - r >= 2 ? VALUES(2, 4) : VALUES(1, 4);
         else rows - r >= 4 ? VALUES(4, 1) : rows - r >= 2 ? VALUES(2, 1) : VALUES(1, 1);
     }
 }
 
-typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; const int64_t *list, *many; float *y;
-                 int64_t q_b, q_t, k_b, k_h, B, T, U, N, H, K, D, S, window, both_ways; double scale; int64_t threads; } Attend;
+typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; const int64_t *list, *many; float *y, *seen;
+                 int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; } Attend;
 typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; int threads; Share *looks, *merges; } Scene;
 
 static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
@@ -78,24 +78,24 @@ static long lowest(const Attend *o, long b, long t) {  // the first storage inde
 INLINE long last_of(const Attend *o, long s, long t) { return s + (o->both_ways || o->tree ? o->U : t); }  // keys that t new tokens see
 static void look_at(const Scene *c, long item) {       // one tile of keys of one kv head of one sequence
     const Attend *o = c->o;
-    long T = o->T, D = o->D, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b], first = o->first ? o->first[b] : 0;
+    long T = o->T, D = o->D, Dv = o->Dv, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b], first = o->first ? o->first[b] : 0;
     long edge = (c->base[b] + item % c->tiles) * KEYS, end = c->t0 + c->steps;
-    floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->k_b + h * o->k_h, qs[MOST], ks[KEYS], vs[KEYS];
+    floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->v_b + h * o->v_h, qs[MOST], ks[KEYS], vs[KEYS];
     int lo[MOST], hi[MOST], alone = o->list || (o->tree && edge + KEYS > s), n;  // alone: each new token has its own list of keys
     for (long t = c->t0; t < end; t += alone ? 1 : c->steps) {
         long from = MAX(edge, alone ? lowest(o, b, t) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : last_of(o, s, end));
         long place = MAX(s, lowest(o, b, t)), row = item * c->rows + (t - c->t0) * G, count = alone ? G : c->rows, slot;
         if (o->list) from = edge, to = MIN(edge + KEYS, o->many[b * T + t]);
         for (n = 0; o->list && n < to - from; n++) {
-            slot = (o->list[(b * T + t) * o->N + from + n] - first) % S * D;
-            ks[n] = k + slot, vs[n] = v + slot;
+            slot = (o->list[(b * T + t) * o->N + from + n] - first) % S;
+            ks[n] = k + slot * D, vs[n] = v + slot * o->v_s;
         }
-        slot = (from - first) % S * D;
-        for (; n < to - from; n++, slot = slot + D == S * D ? 0 : slot + D) ks[n] = k + slot, vs[n] = v + slot;
+        slot = (from - first) % S;
+        for (; n < to - from; n++, slot = slot + 1 == S ? 0 : slot + 1) ks[n] = k + slot * D, vs[n] = v + slot * o->v_s;
         for (long u = 0; alone && !o->list && u < o->U; u++) {  // a seen one takes the place it would have in plain decoding
             if (!o->tree[(b * T + t) * o->U + u] || place++ < edge || place > edge + KEYS) continue;
-            slot = (s + u - first) % S * D;
-            ks[n] = k + slot, vs[n++] = v + slot;
+            slot = (s + u - first) % S;
+            ks[n] = k + slot * D, vs[n++] = v + slot * o->v_s;
         }
         for (long r = 0, new; r < count; r++) {
             new = t + r / G;
@@ -104,19 +104,21 @@ static void look_at(const Scene *c, long item) {       // one tile of keys of on
             hi[r] = alone ? KEYS : MIN(o->tree ? s : last_of(o, s, new + 1), edge + KEYS) - edge;
             c->mass[row + r] = 0;
         }
-        if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, o->scale, c->sums + row * D, c->high + row, c->mass + row);
+        if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, Dv, o->scale, c->sums + row * Dv, c->high + row, c->mass + row);
     }
 }
 static void merge(const Scene *c, long item) {         // the tiles of one query
     const Attend *o = c->o;
-    long D = o->D, bh = item / c->rows, r = item % c->rows, head = bh % o->K * c->G + r % c->G, row = bh * c->tiles * c->rows + r;
-    float *y = o->y + ((bh / o->K * o->T + c->t0 + r / c->G) * o->H + head) * D, total = 0, best = -INFINITY;
+    long D = o->Dv, bh = item / c->rows, r = item % c->rows, head = bh % o->K * c->G + r % c->G, row = bh * c->tiles * c->rows + r;
+    long place = (bh / o->K * o->T + c->t0 + r / c->G) * o->H + head;
+    float *y = o->y + place * D, total = 0, best = -INFINITY, sunk;
     for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) best = MAX(best, c->high[i]);
     if (o->sinks) {
         float sink = get(o->sinks, o->sink_kind, head);
         best = MAX(best, sink);
         total = expv(all(sink - best))[0];
     }
+    sunk = total;
     memset(y, 0, D * sizeof(float));
     for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) {
         float part = expv(all(c->high[i] - best))[0];
@@ -124,6 +126,7 @@ static void merge(const Scene *c, long item) {         // the tiles of one query
         for (long d = 0; d < D; d++) y[d] += part * c->sums[i * D + d];
     }
     for (long d = 0; d < D; d++) y[d] /= total > 0 ? total : 1.0f;
+    if (o->seen) o->seen[place] = total > 0 ? 1 - sunk / total : 0;
 }
 static void show(const Scene *c) {
     for (long item; (item = take(c->looks, c->threads)) >= 0;) look_at(c, item);
@@ -132,7 +135,8 @@ static void show(const Scene *c) {
 }
 // q [B, T, H, D] and the rings k, v [B, K, S, D], with strides; token i lies at slot (i - first) % S, first 0 where absent. tree [B, T, U]: which of the
 // U tokens after `start` each new one sees, none that its window leaves out; else U = T, a chain, or with both_ways all of them. Or list [B, T, N]: it
-// sees the first many [B, T] tokens of its own list, in that order, and none is read besides.
+// sees the first many [B, T] tokens of its own list, in that order, and none is read besides. Values have Dv numbers, and may be the same for all heads;
+// seen [B, T, H], where given: what share of the weights falls on tokens and not on the sink.
 void attend(const Attend *o) {
     long B = o->B, T = o->T, G = o->H / o->K, some = MAX(1, MOST / G), longest = 0, base[B], low[B];
     for (long b = 0; b < B; b++) longest = MAX(longest, o->start[b] + o->U);
@@ -148,7 +152,7 @@ void attend(const Attend *o) {
             else tiles = MAX(tiles, (last_of(o, o->start[b], t0 + steps) + KEYS - 1) / KEYS - base[b]);
         }
         long all_rows = B * o->K * tiles * rows;
-        float *sums = scratch(all_rows * (o->D + 2)), *high = sums + all_rows * o->D, *mass = high + all_rows;
+        float *sums = scratch(all_rows * (o->Dv + 2)), *high = sums + all_rows * o->Dv, *mass = high + all_rows;
         Share looks[THREADS], merges[THREADS];
         deal(looks, B * o->K * tiles, threads);
         deal(merges, B * o->K * rows, threads);

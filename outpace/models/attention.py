@@ -49,7 +49,8 @@ class Attention(nn.Module):
         if rows is None:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
-            k, v = self.expand(rows, cos, sin)
+            assert self.latent is not None
+            k, v = self.latent.expand(rows, cos, sin, self.k_norm)
         asked = self.use_index if memory is None else memory.keys is not None
         index = self.indexer(x, cos, sin) if self.indexer is not None and asked else None
         if memory is not None and step is not None:
@@ -70,10 +71,3 @@ class Attention(nn.Module):
             return None
         k = qkv[..., self.heads * self.head_dim : -self.kv_heads * self.head_dim]
         return self.latent.rows(x, k, 0.0 if self.k_norm is None else self.k_norm.eps)
-
-    def expand(
-        self, rows: Tensor, cos: Tensor, sin: Tensor, head: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See `cache.latent.Expand`."""
-        assert self.latent is not None
-        return self.latent.expand(rows, cos, sin, self.k_norm, head)

@@ -13,6 +13,7 @@ from outpace.cache.tree import Tree
 from outpace.models.attention import Attention
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
+from outpace.models.latent import LatentMaps
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
 from outpace.ops.rope import inverse_frequencies, rope_tables
@@ -117,7 +118,8 @@ class Decoder(nn.Module):
         for layer, attention in enumerate(self.attentions):
             if attention.latent is not None:
                 sizes = batch, config.num_kv_heads, length, config.head_dim, config.kv_numbers(layer)
-                own = LatentMemory(*sizes, attention.expand, tables, dtype=self.dtype, device=self.device)
+                maps = LatentMaps(attention.latent, attention.k_norm)
+                own = LatentMemory(*sizes, maps, tables, dtype=self.dtype, device=self.device)
                 found[layer] = own
         return found
 

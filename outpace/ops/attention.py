@@ -4,6 +4,8 @@ Letters, for the whole package: B batch, T new tokens, S remembered tokens, H qu
 G = H/K, D head dim, C model dim, F expert width, E experts, N proposal nodes, V vocabulary, L layers.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,14 +42,21 @@ def attend_view(q: Tensor, view: View, window: int, sinks: Tensor | None, scale:
     win."""
     (B, T, H, D), step = q.shape, view.step
     if D % 8 == 0 and kernel(q):
-        if view.lists is not None:
-            return cpu.attend(q, view.k, view.v, step.starts, 0, sinks, scale, lists=view.lists)
         given = q, view.k, view.v, step.starts, window, sinks, scale
-        if step.tree is not None:
+        how: dict[str, Any] | None = None
+        if view.lists is not None:
+            how = {"lists": view.lists}
+        elif step.tree is not None:
             # of any width: the flash kernel's answers are not plain decoding's to the bit
-            return cpu.attend(*given, step.tree.within(window), step.tree.depth, first=view.first)
-        if T <= FEW:
-            return cpu.attend(*given, both_ways=step.both_ways, first=view.first)
+            how = {"tree": step.tree.within(window), "depth": step.tree.depth, "first": view.first}
+        elif T <= FEW:
+            how = {"both_ways": step.both_ways, "first": view.first}
+        if how is not None and view.values is None:
+            return cpu.attend(*given, **how)
+        if how is not None and view.values is not None:
+            seen = torch.empty(B, T, H)
+            return view.values(cpu.attend(*given, **how, seen=seen).unflatten(-1, (H, -1)), seen)
+    assert view.values is None, "latents stand for values where the kernel runs"
     one_way = not step.both_ways and step.tree is None and view.lists is None
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))

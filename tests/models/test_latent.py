@@ -9,7 +9,9 @@ from latents import latent_target
 from safetensors import safe_open
 
 from outpace.cache.latent import LatentMemory
+from outpace.kernels import cpu
 from outpace.models.inspect import inspect_target
+from outpace.models.latent import LatentMaps
 from outpace.models.load import fingerprint, load_target, parse_config
 from outpace.models.save import save_target
 from outpace.weights.checkpoint import LoadError
@@ -54,6 +56,21 @@ def test_cached_and_not_say_the_same_at_low_rank(family, window):
     assert (alone - wanted).abs().max() < 2e-4
     if model.config.head_dim % 8 == 0:  # the kernels' rows do not depend on how many there are
         assert torch.equal(in_chunks(latent, tokens, 5), alone)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
+@torch.inference_mode()
+def test_no_value_is_made_of_a_single_latent_where_the_kernel_runs(monkeypatch):
+    """Sums of latents go through W_v_lat, sinks and all; elsewhere values come first. Both say the same."""
+    _, latent = latent_target("gpt_oss", 7)
+    tokens = tiny.tokens(2, 40, seed=4)
+    late = in_chunks(latent, tokens, 5)
+    asked = []
+    expand = LatentMaps.expand
+    monkeypatch.setattr(LatentMaps, "expand", lambda *given: asked.append(given) or expand(*given))
+    assert torch.equal(in_chunks(latent, tokens, 5), late) and not asked
+    monkeypatch.setattr(LatentMemory, "_late", lambda *given: False)
+    assert (in_chunks(latent, tokens, 5) - late).abs().max() < 2e-5 and asked
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])

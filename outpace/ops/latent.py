@@ -1,0 +1,33 @@
+"""Keys made of latents, for as many tokens as are remembered: the kernel where it runs, and what it says."""
+
+import torch
+from torch import Tensor
+
+from outpace.kernels import cpu_latent
+from outpace.ops.rope import reference_rotate
+
+
+def keys_(
+    out: Tensor, rows: Tensor, w: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None
+) -> None:
+    """`reference_keys` by the kernel, written to out, a part of [B, K, n, D]; for float32 on a CPU, D a
+    multiple of 8. A token's key does not depend on how many there are."""
+    cpu_latent.keys_(out, rows, w, bias, cos.contiguous(), sin.contiguous(), gain)
+
+
+def reference_keys(
+    rows: Tensor, w: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None, heads: int
+) -> Tensor:
+    """rows [B, n, W], the first R of each @ w [R, K*D] + bias; times gain [D] and the number behind the R
+    that is the head's, where gain is given; rotated by cos and sin [B or 1, n, D/2] -> [B, K, n, D]."""
+    R = len(w)
+    k = (rows[..., :R] @ w + bias).unflatten(-1, (heads, -1))
+    if gain is not None:
+        k = k * rows[..., R : R + heads, None] * gain
+    turned: Tensor = reference_rotate(k, cos, sin)
+    return turned.transpose(1, 2)
+
+
+def columns(weight: Tensor) -> Tensor:
+    """[K*D, R] as a Linear holds it -> [R, K*D] float32, as both take it."""
+    return weight.detach().to(torch.float32).T.contiguous()
