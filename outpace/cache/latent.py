@@ -78,14 +78,14 @@ class LatentMemory(Memory):
         if lists is not None:
             return self._few(k, v, step, *lists)
         past = max(step.start) + step.held
-        if not past and not self._late(k, step):
-            return View(k.contiguous(), v.contiguous(), step)
         old = self.k[:, 0, :past], *(table[:past] for table in self.tables)
         if self._late(k, step):
             held = self.k[:, :, : past + step.T, : self.maps.rank]
             keys = k.new_empty(*k.shape[:2], past + step.T, k.shape[3])
             self.maps.keys_(keys[:, :, :past], *old)
             return View(self._with_new(keys, k, step), held, step, values=self.maps.values)
+        if not past:
+            return View(k.contiguous(), v.contiguous(), step)
         past_k, past_v = self.maps.expand(*old)
         return View(self._joined(past_k, k, step), self._joined(past_v, v, step), step)
 
