@@ -31,35 +31,24 @@ from outpace.models.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorySettings:
+class MemorySettings(QualitySettings):
     """`prompts` of `prompt_tokens`, decoded one at a time, `new_tokens` each, `repeats` times; partial KV of
     `partial` tokens. The rest as in quality.py: QualitySettings."""
 
     prompts: int = 4
-    prompt_tokens: int = 2048
-    new_tokens: int = 128
     repeats: int = 3
     partial: int = 512
-    texts: int = 4
-    length: int = 4096
-    needles: int = 16
-    distances: tuple[int, ...] = (256, 2048)
-    seed: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("prompts", "prompt_tokens", "new_tokens", "repeats", "partial"):
             if getattr(self, name) < 1:
                 raise ValueError(f"memory: {name} {getattr(self, name)}: it must be at least 1")
-        _ = self.quality, self.near
+        _ = self.near
 
     @property
     def near(self) -> Partial:
         return Partial(config=PartialConfig.within(self.partial))
-
-    @property
-    def quality(self) -> QualitySettings:
-        names = ("prompts", "prompt_tokens", "new_tokens", "texts", "length", "needles", "distances", "seed")
-        return QualitySettings(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -222,7 +211,7 @@ def _qualities(
         if name not in kept:
             if judge is None:
                 switch(target, Way("plain"))
-                judge = Quality(target, tokenizer, documents, settings.quality)
+                judge = Quality(target, tokenizer, documents, settings)
             switch(target, Way(name, mla=mla, dsa=dsa))
             kept[name] = judge.now() if mla or dsa else judge.of_first()
         found[mla, dsa] = kept[name]

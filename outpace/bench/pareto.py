@@ -31,7 +31,7 @@ TRIED = 4  # texts by which a balance of keys against values is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParetoSettings:
+class ParetoSettings(QualitySettings):
     """`fractions` of keys and values by each of `methods`; `shares` of the context that a query looks at, by
     an index of `index_dim` (0: half a head); both made of `rows` texts of `row_tokens`. `trained`: folders of
     retrofits of the same target. The rest as in quality.py."""
@@ -43,16 +43,9 @@ class ParetoSettings:
     index_dim: int = 0
     rows: int = 16
     row_tokens: int = 1024
-    texts: int = 4
-    length: int = 4096
-    prompts: int = 8
-    prompt_tokens: int = 2048
-    new_tokens: int = 128
-    needles: int = 16
-    distances: tuple[int, ...] = (256, 2048)
-    seed: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("fractions", "shares"):
             wrong = [x for x in getattr(self, name) if not 0 < x < 1]
             if wrong:
@@ -60,12 +53,7 @@ class ParetoSettings:
         unknown = [m for m in self.methods if m not in mla.METHODS]
         if unknown:
             raise ValueError(f"pareto: method {unknown[0]!r}: known are {', '.join(mla.METHODS)}")
-        _ = self.quality, DsaSettings(index_dim=self.index_dim), MlaSettings(rows=self.rows)
-
-    @property
-    def quality(self) -> QualitySettings:
-        names = [field.name for field in dataclasses.fields(QualitySettings)]
-        return QualitySettings(**{name: getattr(self, name) for name in names})
+        _ = DsaSettings(index_dim=self.index_dim), MlaSettings(rows=self.rows)
 
 
 def run_pareto(
@@ -94,7 +82,7 @@ def run_pareto(
     count = 1 + len(settings.fractions) * len(settings.methods) + len(settings.shares) + len(trained)
     with progress(console) as bar:
         task = bar.add_task("reading the original", total=count)
-        quality = Quality(target, tokenizer, held_out, settings.quality)
+        quality = Quality(target, tokenizer, held_out, settings)
 
         def point(name: str, kind: str, judged: Decoder) -> None:
             bar.update(task, description=name)
@@ -130,9 +118,8 @@ def run_pareto(
 
 def _latents(target: Decoder, texts: list[list[int]], settings: ParetoSettings) -> Iterator[str]:
     """Names of points; while one is out, the target is as it says."""
-    full = [i for i in range(target.config.num_layers) if not target.config.window(i)]
     whole = 2 * target.config.num_kv_heads * target.config.head_dim
-    moments = calibrate(target, texts[: settings.rows], full)
+    moments = calibrate(target, texts[: settings.rows], target.config.full_layers)
     for method in settings.methods:
         how = MlaSettings(method=method, allocate="equal" if method == mla.SVD else "marginal")
         for fraction in settings.fractions:

@@ -96,7 +96,7 @@ def remembered(target: Decoder, length: int) -> dict[str, float]:
     """bytes_per_token: what a token adds to the memory as it is now switched; bytes_read: what the step after
     `length` tokens reads, on the average over these; cache_bytes: of a cache of that length."""
     config = target.config
-    full = [i for i in range(config.num_layers) if not config.window(i)]
+    full = config.full_layers
     size = torch.empty((), dtype=target.dtype).element_size()
     kept = sum(config.kv_numbers(i) + config.index_numbers(i) for i in full)
     read = 0.0

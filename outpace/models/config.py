@@ -59,6 +59,11 @@ class ModelConfig:
     def index_numbers(self, layer: int) -> int:
         return self.dsa_index_dim if self.use_dsa and layer in self.dsa_layers else 0
 
+    @property
+    def full_layers(self) -> list[int]:
+        """Those without a sliding window."""
+        return [i for i in range(self.num_layers) if not self.window(i)]
+
     def window(self, layer: int) -> int:
         """The sliding window of a layer, current token included; 0 where it sees everything."""
         return self.sliding_window if self.layer_types[layer] == WINDOW else 0

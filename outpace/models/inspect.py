@@ -117,8 +117,7 @@ def inspect_target(source: Checkpoint | Path | str) -> Inspection:
     idle = experts * (1 - used)
     embedding = config.vocab_size * config.hidden_size
     unread = 0 if config.tie_word_embeddings else embedding - config.hidden_size
-    full = [i for i in range(config.num_layers) if not config.window(i)]
-    growing = sum(config.kv_numbers(i) + config.index_numbers(i) for i in full)
+    growing = sum(config.kv_numbers(i) + config.index_numbers(i) for i in config.full_layers)
     return Inspection(
         folder=str(checkpoint.folder),
         config=config,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.index import Keep
 from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.blocks import Layout
 from outpace.models.config import ModelConfig
@@ -203,8 +202,8 @@ def fingerprint(model: Decoder, *, retrofits: bool = True) -> str:
     `retrofits`, of the target that they were made from."""
     config = model.config
     if not retrofits:
-        none: dict[str, Any] = {f.name: f.default for f in fields(config) if f.name.startswith(RETROFIT)}
-        config = replace(config, **none | {"dsa_keep": Keep()})
+        none = {f.name: _default(f) for f in fields(config) if f.name.startswith(RETROFIT)}
+        config = replace(config, **none)
     digest = hashlib.sha256(repr(_said(config)).encode())
     for name, tensor in sorted(named_tensors(model)):
         if not retrofits and (".latent." in name or ".indexer." in name):

@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def full_layers(self) -> list[int]:
-        return [i for i in range(self.config.num_layers) if not self.config.window(i)]
+        return self.config.full_layers
 
     def experts_touched(self, tokens: int, kinship: float = 1.0) -> float:
         """Of each layer, by n tokens of one sequence: K + kinship (E (1 - (1 - K/E)^n) - K). With 1, each

@@ -97,7 +97,7 @@ def asked_of(target: Decoder, settings: DsaSettings) -> tuple[list[int], int, in
     config = target.config
     if config.dsa_layers:
         raise ValueError("retrofit dsa: this target has an index already: start from the one it was made for")
-    full = [i for i in range(config.num_layers) if not config.window(i)]
+    full = config.full_layers
     unfit = [i for i in settings.layers if i not in full]
     if unfit or len(set(settings.layers)) < len(settings.layers) or not full:
         raise ValueError(

@@ -125,7 +125,7 @@ def asked_of(target: Decoder, settings: MlaSettings) -> tuple[list[int], int]:
     config = target.config
     if config.mla_ranks:
         raise ValueError("retrofit mla: this target has latents already: start from the one it was made from")
-    full = [i for i in range(config.num_layers) if not config.window(i)]
+    full = config.full_layers
     unfit = [i for i in settings.layers if i not in full]
     if unfit or len(set(settings.layers)) < len(settings.layers) or not full:
         raise ValueError(
