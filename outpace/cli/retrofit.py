@@ -1,6 +1,8 @@
 """Commands that make a target cheaper: retrofit mla and dsa, and the trainings of both."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,18 +35,11 @@ def mla(
     [bold]Examples[/bold]: outpace retrofit mla --target default --out small
     outpace retrofit mla --target qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
     """
-    from outpace.corpus import read_corpus
     from outpace.shrink.mla import MlaSettings, retrofit_mla
 
     settings = recipe_settings(MlaSettings, recipe, set_)
-    with console.status("opening") as status:
-        on_stage = (lambda stage: None) if as_json else status.update
-        report = retrofit_mla(target, settings, read_corpus(corpus), out, on_stage)
-    if as_json:
-        print(json.dumps(report))
-        return
-    _show(report)
-    console.print(f"written: {out}; `outpace generate --target {out}` uses it", highlight=False)
+    make = partial(retrofit_mla, target, settings)
+    _made(make, corpus, out, as_json, show_latents)
 
 
 @retrofit_app.command("dsa")
@@ -62,17 +57,29 @@ def dsa(
     [bold]Examples[/bold]: outpace retrofit dsa --target default --out sparse
     outpace retrofit dsa --target qwen3-8b --out sparse --set top_k=2048 --set index_dim=64
     """
-    from outpace.corpus import read_corpus
     from outpace.shrink.dsa import DsaSettings, retrofit_dsa
 
     settings = recipe_settings(DsaSettings, recipe, set_)
+    make = partial(retrofit_dsa, target, settings)
+    _made(make, corpus, out, as_json, show_indexes)
+
+
+def _made(
+    make: Callable[..., dict[str, Any]],
+    corpus: Path | None,
+    out: Path,
+    as_json: bool,
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """A retrofit of the corpus's texts, its stages said while it runs, its report shown."""
+    from outpace.corpus import read_corpus
+
     with console.status("opening") as status:
-        on_stage = (lambda stage: None) if as_json else status.update
-        report = retrofit_dsa(target, settings, read_corpus(corpus), out, on_stage)
+        report = make(read_corpus(corpus), out, (lambda stage: None) if as_json else status.update)
     if as_json:
         print(json.dumps(report))
         return
-    show_indexes(report)
+    show(report)
     _held_out(report["held_out"])
     console.print(f"written: {out}; `outpace generate --target {out}` uses it", highlight=False)
 
@@ -171,7 +178,8 @@ def _held_out(held: dict[str, Any]) -> None:
     )
 
 
-def _show(report: dict[str, Any]) -> None:
+def show_latents(report: dict[str, Any]) -> None:
+    """A table of errors, a line of numbers remembered."""
     table = Table("layer", "rank", "K lost", "V lost", "of what attention makes of them")
     for e in report["errors"]:
         lost = (f"{100 * e[key]:.2f} %" for key in ("k", "v", "loss"))
@@ -183,4 +191,3 @@ def _show(report: dict[str, Any]) -> None:
         f"{numbers['before']:,} -> {numbers['after']:,} numbers a token in these layers ({saved:.0%} less)",
         highlight=False,
     )
-    _held_out(report["held_out"])

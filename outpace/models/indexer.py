@@ -14,6 +14,13 @@ from outpace.cache.index import Index
 from outpace.models.blocks import Linear
 from outpace.ops.rope import rotate
 
+MOST_HEADS = 16
+
+
+def usual_heads(heads: int) -> int:
+    """Of an index where none are asked for: as many as the attention's `heads`, or a divisor of up to 16."""
+    return max(h for h in range(1, MOST_HEADS + 1) if heads % h == 0)
+
 
 class Indexer(nn.Module):
     def __init__(self, hidden: int, heads: int, dim: int) -> None:

@@ -1,9 +1,10 @@
 """What a retrofit, a draft and decoding would take on given hardware, and what is assumed for that."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from outpace.cache.index import Keep
+from outpace.models.indexer import usual_heads
 from outpace.plan.devices import Device
 from outpace.plan.sizes import Sizes, retrofitted, trainable
 
@@ -23,7 +24,7 @@ class Choices:
     batch: int = 1
     rank: int = 0  # of latent KV, 0: none
     index_dim: int = 0  # of sparse attention, 0: none
-    index_heads: int = 16
+    index_heads: int = 0  # as many as a retrofit would take
     top_k: int = 2048
     kv_bits: float = 16.0
     draft_parameters: float = 0.0  # 0: no draft
@@ -38,7 +39,7 @@ class Choices:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 1 if field.name in ("context", "batch", "columns", "row_tokens", "index_heads") else 0
+            least = 1 if field.name in ("context", "batch", "columns", "row_tokens") else 0
             if not value >= least or value == float("inf"):
                 raise ValueError(f"plan: {field.name} {value}: it must be at least {least}")
         if self.tau and not self.draft_parameters:
@@ -47,6 +48,8 @@ class Choices:
 
 def plan(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dict[str, Any]:
     """Bytes, seconds and dollars; `after` is with latents and index, `before` without."""
+    if choices.index_dim and not choices.index_heads:
+        choices = replace(choices, index_heads=usual_heads(sizes.config.num_heads))
     keep = Keep(top_k=choices.top_k, min_context=choices.top_k) if choices.index_dim else None
     made = retrofitted(sizes, choices.rank, choices.index_dim, choices.index_heads, keep)
     changed = bool(choices.rank or choices.index_dim)

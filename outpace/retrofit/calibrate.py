@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from outpace.models.attention import Attention
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder
 from outpace.ops.norm import rms_norm
+from outpace.retrofit.states import read_by, states_of
 
 OFFSETS = 512  # distances over which a rotation is averaged
 
@@ -38,14 +39,9 @@ def calibrate(target: Decoder, rows: Sequence[Sequence[int]], layers: Sequence[i
     sums: dict[int, list[Tensor]] = {}
     total = sum(map(len, rows))
     for row in rows:
-        tokens = torch.tensor([list(row)], device=target.device)
-        aux = target(tokens, aux=range(target.config.num_layers)).aux
-        assert aux is not None
-        states = [target.embed(tokens), *aux]
+        states = states_of(target, torch.tensor([list(row)], device=target.device))
         for layer in layers:
-            block = target.layers[layer]
-            assert isinstance(block, Block)
-            found = _sums(block.self_attn, block.input_layernorm(states[layer])[0])
+            found = _sums(target.attentions[layer], read_by(target, layer, states)[0])
             found.append(states[layer + 1].double().square().sum())
             sums[layer] = [a + b for a, b in zip(sums[layer], found, strict=True)] if layer in sums else found
     return {

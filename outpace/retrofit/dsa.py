@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from outpace.cache.index import Index, Keep, reference_scores
 from outpace.models.attention import Attention
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.rope import rotate
+from outpace.retrofit.states import read_by, states_of
 
 SHARES = (0.125, 0.25, 0.5)  # of the context, at which mass is reported
 EVERY = 16  # tokens, of which one query is looked at there
@@ -38,13 +39,9 @@ class Seen:
 @torch.no_grad()
 def looked_at(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> dict[int, Seen]:
     """tokens [T] int64 of one text from its beginning, gone over by the target as it is switched."""
-    aux = target(tokens[None], aux=range(target.config.num_layers)).aux
-    assert aux is not None
-    states, found = [target.embed(tokens[None]), *aux], {}
+    states, found = states_of(target, tokens[None]), {}
     for layer in layers:
-        block = target.layers[layer]
-        assert isinstance(block, Block)
-        attention, x = block.self_attn, block.input_layernorm(states[layer])[0]
+        attention, x = target.attentions[layer], read_by(target, layer, states)[0]
         K, D = attention.kv_heads, attention.head_dim
         q, k, _ = (part.unflatten(-1, (-1, D)) for part in _split(attention.qkv_proj(x), attention))
         if attention.q_norm is not None and attention.k_norm is not None:

@@ -3,32 +3,28 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from outpace.cache.index import Keep
-from outpace.convert import write_folder
-from outpace.corpus import Document, split
-from outpace.load import open_target, open_template, target_path
+from outpace.corpus import Document
 from outpace.models.decoder import Decoder
-from outpace.models.indexer import Indexer
+from outpace.models.indexer import Indexer, usual_heads
 from outpace.models.load import fingerprint
 from outpace.retrofit import dsa
-from outpace.retrofit.judge import judge, texts_of
-from outpace.weights.checkpoint import open_checkpoint
-from outpace.weights.save import write_json
+from outpace.retrofit.judge import judge
+from outpace.shrink.both import RetrofitSettings, open_for, save_retrofit, texts_for
 
 REPORT = "dsa.json"
-JUDGED = 4  # held-out texts
-MOST_HEADS = 8  # of an index, where none are asked for
 
 
 @dataclass(frozen=True, kw_only=True)
-class DsaSettings:
-    """`index_dim`: numbers of an index's key, 0: half a head's; `index_heads`: 0: as many as the attention
-    has, at most 8. `layers`: which; none: all with full attention. The others as in cache/index.py: Keep."""
+class DsaSettings(RetrofitSettings):
+    """`index_dim`: numbers of an index's key, 0: half a head's; `index_heads`: 0: `usual_heads`. The others
+    as in cache/index.py: Keep."""
 
+    NAME: ClassVar[str] = "dsa"
     index_dim: int = 0
     index_heads: int = 0
     top_k: float = 1024.0
@@ -37,15 +33,10 @@ class DsaSettings:
     min_context: int = 1024
     sinks: int = 4
     recent: int = 64
-    layers: tuple[int, ...] = ()
-    rows: int = 8
     row_tokens: int = 4096
-    seed: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("index_dim", 0), ("index_heads", 0), ("rows", 1), ("row_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"retrofit dsa: {name} {getattr(self, name)}: it must be at least {least}")
+        super().__post_init__()
         _ = self.keep
 
     @property
@@ -62,14 +53,10 @@ def retrofit_dsa(
 ) -> dict[str, Any]:
     """Write out/, a checkpoint whose original tensors are untouched; -> the report, also out/dsa.json. Raises
     ValueError for settings that this target cannot have, and for an `out` that holds something."""
-    if out.is_file() or (out.exists() and any(out.iterdir())):
-        raise ValueError(f"{out} is there already: name another folder")
-    target, tokenizer = open_target(path)
+    target, tokenizer = open_for(path, out)
     layers, heads, dim = asked_of(target, settings)
-    train, held_out = split(list(documents))
     on_stage("reading text")
-    texts = texts_of(tokenizer, train, settings.rows, settings.row_tokens, settings.seed)
-    judged = texts_of(tokenizer, held_out, JUDGED, settings.row_tokens, settings.seed)
+    texts, judged = texts_for(tokenizer, documents, settings)
     on_stage(f"going over {settings.rows} texts with {len(layers)} layers")
     made = first_indexes(target, texts, layers, heads, dim)
     dsa.temper(target, made, texts[0], settings.keep)
@@ -86,9 +73,7 @@ def retrofit_dsa(
         **judged_indexes(target, judged, before),
     }
     on_stage("saving")
-    template = open_template(open_checkpoint(target_path(path)))
-    write_folder(target, out, tokenizer, template)
-    write_json(out / REPORT, report)
+    save_retrofit(target, tokenizer, path, out, report, REPORT)
     return report
 
 
@@ -97,15 +82,8 @@ def asked_of(target: Decoder, settings: DsaSettings) -> tuple[list[int], int, in
     config = target.config
     if config.dsa_layers:
         raise ValueError("retrofit dsa: this target has an index already: start from the one it was made for")
-    full = config.full_layers
-    unfit = [i for i in settings.layers if i not in full]
-    if unfit or len(set(settings.layers)) < len(settings.layers) or not full:
-        raise ValueError(
-            f"retrofit dsa: layers {list(settings.layers)}: each once, of those with full attention: {full}"
-        )
-    divisors = [h for h in range(1, MOST_HEADS + 1) if config.num_heads % h == 0]
     dim = settings.index_dim or max(8, config.head_dim // 2 // 8 * 8)
-    return list(settings.layers) or full, settings.index_heads or max(divisors), dim
+    return settings.layers_of(config), settings.index_heads or usual_heads(config.num_heads), dim
 
 
 def first_indexes(

@@ -3,52 +3,44 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from outpace.convert import write_folder
-from outpace.corpus import Document, split
-from outpace.load import open_target, open_template, target_path
+from outpace.corpus import Document
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.retrofit import mla
 from outpace.retrofit.calibrate import Moments, calibrate
-from outpace.retrofit.judge import judge, texts_of
-from outpace.weights.checkpoint import open_checkpoint
-from outpace.weights.save import write_json
+from outpace.retrofit.judge import judge
+from outpace.shrink.both import JUDGED, RetrofitSettings, open_for, save_retrofit, texts_for
 
 REPORT = "mla.json"
 ALLOCATIONS = ("marginal", "equal")
 BALANCES = (1.0, 0.3, 0.1, 0.03)  # of keys against values, tried on texts apart
 FRACTIONS = (0.75, 0.5, 0.25)  # of 2 K D, at which errors are reported
-JUDGED = 4  # texts by which a balance is chosen
 
 Bases = Mapping[int, mla.Basis]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaSettings:
+class MlaSettings(RetrofitSettings):
     """`rank`: latent dimensions of a layer, in the mean; 0: half of keys and values. `allocate`: "marginal",
-    ranks of equal marginal loss, or "equal". `layers`: which; none: all with full attention. `balance`: what
-    keys weigh against values with the method "loss"; 0: the best of a few, tried."""
+    ranks of equal marginal loss, or "equal". `balance`: what keys weigh against values with the method
+    "loss"; 0: the best of a few, tried."""
 
+    NAME: ClassVar[str] = "mla"
     method: str = mla.LOSS
     rank: int = 0
     allocate: str = "marginal"
-    layers: tuple[int, ...] = ()
     balance: float = 0.0
     rows: int = 24
-    row_tokens: int = 1024
-    seed: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, known in (("method", mla.METHODS), ("allocate", ALLOCATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"retrofit mla: {name} {getattr(self, name)!r}: it must be one of {', '.join(known)}"
                 )
-        for name, least in (("rank", 0), ("balance", 0), ("rows", 1), ("row_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"retrofit mla: {name} {getattr(self, name)}: it must be at least {least}")
         if self.allocate == "marginal" and self.method == mla.SVD:
             raise ValueError(
                 "retrofit mla: svd sees no data, so it cannot say what a rank is worth: allocate = equal"
@@ -72,15 +64,10 @@ def retrofit_mla(
 ) -> dict[str, Any]:
     """Write out/, a checkpoint whose original tensors are untouched; -> the report, also out/mla.json. Raises
     ValueError for settings that this target cannot have, and for an `out` that holds something."""
-    if out.is_file() or (out.exists() and any(out.iterdir())):
-        raise ValueError(f"{out} is there already: name another folder")
-    target, tokenizer = open_target(path)
+    target, tokenizer = open_for(path, out)
     layers, rank = asked_of(target, settings)
-    train, held_out = split(list(documents))
-    count = settings.rows + (JUDGED if settings.searches else 0)
     on_stage("reading text")
-    texts = texts_of(tokenizer, train, count, settings.row_tokens, settings.seed)
-    judged = texts_of(tokenizer, held_out, JUDGED, settings.row_tokens, settings.seed)
+    texts, judged = texts_for(tokenizer, documents, settings, extra=JUDGED if settings.searches else 0)
     on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
     moments = calibrate(target, texts[: settings.rows], layers)
     table = [
@@ -114,9 +101,7 @@ def retrofit_mla(
         "held_out": {"texts": len(judged), "before": before, "after": after},
     }
     on_stage("saving")
-    template = open_template(open_checkpoint(target_path(path)))
-    write_folder(target, out, tokenizer, template)
-    write_json(out / REPORT, report)
+    save_retrofit(target, tokenizer, path, out, report, REPORT)
     return report
 
 
@@ -125,17 +110,11 @@ def asked_of(target: Decoder, settings: MlaSettings) -> tuple[list[int], int]:
     config = target.config
     if config.mla_ranks:
         raise ValueError("retrofit mla: this target has latents already: start from the one it was made from")
-    full = config.full_layers
-    unfit = [i for i in settings.layers if i not in full]
-    if unfit or len(set(settings.layers)) < len(settings.layers) or not full:
-        raise ValueError(
-            f"retrofit mla: layers {list(settings.layers)}: each once, of those with full attention: {full}"
-        )
     whole = 2 * config.num_kv_heads * config.head_dim
     rank = settings.rank or whole // 2
     if rank > whole:
         raise ValueError(f"retrofit mla: rank {rank}: keys and values of a layer have {whole} dimensions")
-    return list(settings.layers) or full, rank
+    return settings.layers_of(config), rank
 
 
 def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balance: float) -> Bases:

@@ -8,7 +8,7 @@ sparse, over what was chosen: the states that the index reads are then those tha
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
@@ -22,34 +22,21 @@ from outpace.models.indexer import Indexer
 from outpace.ops.sampling import seeded
 from outpace.retrofit.dsa import looked_at, mass, mass_table
 from outpace.retrofit.judge import texts_of
-from outpace.train.frozen import judged_three, learners, once, publish, row_of, train_frozen
+from outpace.train.frozen import FrozenRecipe, judged_three, learners, once, publish, row_of, train_frozen
 from outpace.train.rows import token_stream
 
 REPORT = "dsa.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DsaRecipe:
+class DsaRecipe(FrozenRecipe):
     """Fields of recipes/memory/dsa.toml."""
 
-    steps: int = 200
+    NAME: ClassVar[str] = "dsa"
     row_tokens: int = 4096  # one row a step
     queries: int = 256  # of a row, looked at
     sparse_share: float = 0.25  # of the steps, the last ones: attention is sparse
-    lr: float = 1e-3
-    warmup: int = 10
     decay: float = 0.5
-    judged: int = 8  # held-out texts of row_tokens
-    save_every: int = 20
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        least = {"steps": 1, "row_tokens": 2, "queries": 1, "judged": 1, "save_every": 1, "warmup": 0}
-        for name, n in least.items():
-            if getattr(self, name) < n:
-                raise ValueError(f"train dsa: {name} {getattr(self, name)}: it must be at least {n}")
-        if not 0 <= self.sparse_share <= 1:
-            raise ValueError(f"train dsa: sparse_share {self.sparse_share}: a share, up to 1, of the steps")
 
 
 def train_dsa(

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,20 +20,31 @@ from outpace.train.rows import rows_of_step
 from outpace.train.trainer import fit, warmup_linear
 from outpace.weights.save import write_json
 
-if TYPE_CHECKING:
-    from outpace.train.trainer import Run
+COUNTS = ("steps", "rows", "queries", "judged", "save_every")  # at least 1
 
-    class FrozenRun(Run, Protocol):
-        """What is read of a recipe here."""
 
-        @property
-        def lr(self) -> float: ...
+@dataclass(frozen=True, kw_only=True)
+class FrozenRecipe:
+    """What the recipes of both trainings say."""
 
-        @property
-        def warmup(self) -> int: ...
+    NAME: ClassVar[str]
+    steps: int = 200
+    row_tokens: int = 1024
+    lr: float = 1e-3
+    warmup: int = 10
+    decay: float = 0.6
+    judged: int = 8  # held-out texts of row_tokens
+    save_every: int = 20
+    seed: int = 1
 
-        @property
-        def decay(self) -> float: ...
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            least = 2 if name == "row_tokens" else int(name in COUNTS)
+            if not value >= least:
+                raise ValueError(f"train {self.NAME}: {name} {value}: it must be at least {least}")
+            if (name.endswith("_share") or name == "decay") and value > 1:
+                raise ValueError(f"train {self.NAME}: {name} {value}: a share, up to 1, of the steps")
 
 
 def learners(target: Decoder, parts: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -54,7 +65,7 @@ def row_of(stream: np.ndarray, length: int, rows: int, step: int, seed: int) -> 
 def train_frozen(
     target: Decoder,
     parameters: list[nn.Parameter],
-    recipe: "FrozenRun",
+    recipe: FrozenRecipe,
     losses: Callable[[int], tuple[Tensor, dict[str, Any]]],
     folder: Path,
     title: str,
@@ -113,7 +124,7 @@ def publish(
     template: ChatTemplate | None,
     out: Path,
     name: str,
-    recipe: "FrozenRun",
+    recipe: FrozenRecipe,
     log: Sequence[dict[str, Any]],
     said: dict[str, Any],
 ) -> dict[str, Any]:

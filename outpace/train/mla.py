@@ -7,7 +7,7 @@ one without says (as arXiv 2604.05688). Then as a whole: KL of the logits, and t
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
@@ -16,11 +16,12 @@ from torch import Tensor
 from outpace.chat.template import ChatTemplate
 from outpace.corpus import Document
 from outpace.models.attention import Attention
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.retrofit.judge import texts_of
+from outpace.retrofit.states import read_by, states_of
 from outpace.train.drafts import Teacher
-from outpace.train.frozen import judged_three, learners, once, publish, row_of, train_frozen
+from outpace.train.frozen import FrozenRecipe, judged_three, learners, once, publish, row_of, train_frozen
 from outpace.train.losses import block_losses
 from outpace.train.rows import token_stream
 
@@ -28,32 +29,14 @@ REPORT = "mla.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaRecipe:
+class MlaRecipe(FrozenRecipe):
     """Fields of recipes/memory/mla.toml."""
 
-    steps: int = 200
-    row_tokens: int = 1024
+    NAME: ClassVar[str] = "mla"
     rows: int = 4  # of a step
     layer_share: float = 0.3  # of the steps, the first ones: every layer by itself
     kl: float = 1.0  # weights of the divergence of the logits ..
     mse: float = 1.0  # .. and of the last states' error, relative to their size
-    lr: float = 1e-3
-    warmup: int = 10
-    decay: float = 0.6
-    judged: int = 8  # held-out texts of row_tokens
-    save_every: int = 20
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        least = {"steps": 1, "row_tokens": 2, "rows": 1, "judged": 1, "save_every": 1, "warmup": 0}
-        for name, n in least.items():
-            if getattr(self, name) < n:
-                raise ValueError(f"train mla: {name} {getattr(self, name)}: it must be at least {n}")
-        for name in ("layer_share", "kl", "mse", "lr"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"train mla: {name} {getattr(self, name)}: it must be at least 0")
-        if self.layer_share > 1:
-            raise ValueError(f"train mla: layer_share {self.layer_share}: a share, up to 1, of the steps")
 
 
 def train_mla(
@@ -123,16 +106,12 @@ def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor
     """rows [B, T] -> the error of what attention says relative to its size, mean over the layers."""
     with torch.no_grad():
         target.use_mla_kv(False)
-        aux = target(rows, aux=range(target.config.num_layers)).aux
-        assert aux is not None
-        states = [target.embed(rows), *aux]
+        states = states_of(target, rows)
         cos, sin = target.rope(torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1))
     found = []
     for layer, attention in attentions.items():
-        block = target.layers[layer]
-        assert isinstance(block, Block)
+        x = read_by(target, layer, states)
         with torch.no_grad():
-            x = block.input_layernorm(states[layer])
             wanted = attention(x, cos, sin, None, None).float()
         attention.use_latent = True
         said = attention(x, cos, sin, None, None).float()
