@@ -13,6 +13,7 @@ from outpace.chat.conversation import ANALYSIS, COMMENTARY, FINAL
 from outpace.chat.talk import CALL, OTHER, Part, Talk
 from outpace.decode import plain, speculative
 from outpace.decode.controller import Controller
+from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.drafts.proposal import Draft
@@ -79,6 +80,7 @@ class Turn:
                 "tau": round(self.trace.tau, 4),
                 "rounds": self.trace.rounds,
                 "seconds_by_part": parts,
+                **self.trace.partial_as_json(),
             }
         return {
             "answer": self.answer,
@@ -116,6 +118,7 @@ class Session:
     request: Request  # its stop tokens are the talk's
     rng: torch.Generator
     controller: Controller | None = None
+    partial: Partial | None = None
 
     def answer(self, on_part: Callable[[Part], None], on_token: Callable[[int], None] | None = None) -> Turn:
         """Let the model speak. Raises ValueError where the conversation has outgrown its positions."""
@@ -155,6 +158,7 @@ class Session:
                     [ids],
                     request,
                     controller=self.controller,
+                    partial=self.partial,
                     rng=self.rng,
                     on_tokens=on_tokens,
                 )

@@ -71,9 +71,7 @@ class Streamed:
             "first_token_seconds": round(self.first_token_seconds, 5),
             "seconds": {k: round(v, 5) for k, v in self.trace.seconds.items()},
         }
-        if self.trace.provisional:
-            stood, passed = self.trace.stood
-            said["partial"] = {"forwards": self.trace.partial_forwards, "passed": passed, "stood": stood}
+        said |= self.trace.partial_as_json()
         if self.trace.foreseen:
             said["foreseen"] = {
                 "tokens_per_s": round(self.trace.foreseen_tokens_per_s, 2),

@@ -253,9 +253,22 @@ def test_a_part_of_the_model(monkeypatch, capsys):
     assert whole != part
 
 
+def test_partial_kv_in_a_chat(monkeypatch, capsys):
+    options = ("chat", "-m", "x = 1\n" * 40, "-n", 24, "--json")
+    few = (
+        "--partial",
+        24,
+        *(x for s in ("n_window_blocks=1", "n_sink_blocks=1") for x in ("--partial-set", s)),
+    )
+    plain = json.loads(command(monkeypatch, capsys, *options, "--draft", "none")[1])
+    said = json.loads(command(monkeypatch, capsys, *options, *few, "--partial-set", "block_size=4")[1])
+    assert said["tokens"] == plain["tokens"] and said["partial"]["passed"] >= said["partial"]["stood"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("-m", "x", "--partial-lossy"), "go with --partial TOKENS"),
         (("no/such",), "no/such is not there"),
         (("-m", " "), "--message: it is empty"),
         (("-m", "x", "--reasoning", "hard"), "reasoning 'hard': known are low, medium, high"),

@@ -26,7 +26,8 @@ from outpace.cli.app import (
     app,
     console,
 )
-from outpace.cli.calibrate import CacheDir, Method, Verify, controller_for
+from outpace.cli.calibrate import CacheDir, Method, Verify
+from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_for, partial_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -62,6 +63,9 @@ def chat(
     tree: TreeColumns = 0,
     depth: Depth = 0,
     branch: Branch = 0,
+    partial: PartialTokens = 0,
+    partial_set: PartialSet = None,
+    partial_lossy: PartialLossy = False,
     method: Method = "auto",
     verify: Verify = None,
     cache_dir: CacheDir = None,
@@ -123,8 +127,10 @@ def chat(
     talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own_draft(path), target, tokenizer, **shape, quantize=draft_weights)
-    used, pace, told = controller_for(target, bound, tokenizer, request.judged, method, verify, cache_dir)
-    session = Session(target, used, talk, request, generator(seed, target.device), pace)
+    near = partial_of(partial, partial_set, partial_lossy)
+    judged = request.judged
+    used, pace, told = method_for(target, bound, tokenizer, judged, near, method, verify, cache_dir)
+    session = Session(target, used, talk, request, generator(seed, target.device), pace, near)
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {told}")
     typed = not message and sys.stdin.isatty()

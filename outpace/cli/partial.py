@@ -1,11 +1,19 @@
 """Options of partial KV, and what they come to."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outpace.cli.calibrate import controller_for
+
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from outpace.decode.controller import Controller
     from outpace.decode.partial import Partial
+    from outpace.drafts.proposal import Draft as AnyDraft
+    from outpace.models.decoder import Decoder
 
 PartialTokens = Annotated[
     int,
@@ -46,6 +54,24 @@ def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | 
     fields = load_settings(PartialConfig, None, said, "--partial-set")
     config = PartialConfig.within(tokens, **{name: getattr(fields, name) for name in said})
     return Partial(config=config, mode="lossy" if lossy else "lossless")
+
+
+def method_for(
+    target: "Decoder",
+    draft: "AnyDraft | None",
+    tokenizer: "Tokenizer",
+    judged: str,
+    near: "Partial | None",
+    method: str,
+    verify: int | None,
+    cache_dir: Path | None,
+) -> "tuple[AnyDraft | None, Controller | None, str]":
+    """As `controller_for`, which knows full passes alone. Raises ValueError for what cannot be had."""
+    from outpace.drafts.silent import Silent
+
+    if near is None:
+        return controller_for(target, draft, tokenizer, judged, method, verify, cache_dir)
+    return draft or Silent(), None, partial_told(near, draft is not None, method, verify)
 
 
 def partial_told(partial: "Partial", draft: bool, method: str, verify: int | None) -> str:

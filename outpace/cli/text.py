@@ -24,9 +24,9 @@ from outpace.cli.app import (
     app,
     console,
 )
-from outpace.cli.calibrate import CacheDir, Method, Verify, controller_for
+from outpace.cli.calibrate import CacheDir, Method, Verify
 from outpace.cli.chat import open_talk
-from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, partial_of, partial_told
+from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_for, partial_of
 
 
 @app.command()
@@ -106,7 +106,6 @@ def generate(
 
     from outpace.chat.tokenizer import encode_prompt
     from outpace.decode.request import Request
-    from outpace.drafts.silent import Silent
     from outpace.load import open_draft, open_target, own_draft
     from outpace.ops.sampling import Sampling
     from outpace.stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
@@ -136,11 +135,7 @@ def generate(
     bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)
     load_seconds = time.perf_counter() - began
     near = partial_of(partial, partial_set, partial_lossy)
-    if near is None:
-        used, pace, told = controller_for(loaded, bound, tokenizer, request.judged, method, verify, cache_dir)
-    else:
-        told = partial_told(near, bound is not None, method, verify)
-        used, pace = bound or Silent(), None
+    used, pace, told = method_for(loaded, bound, tokenizer, request.judged, near, method, verify, cache_dir)
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)
     talk = open_talk(target, tokenizer, stop, None, "medium", None, None) if chat else None

@@ -85,6 +85,13 @@ class Trace:
         ]
         return sum(a for a, _ in pairs), sum(m for _, m in pairs)
 
+    def partial_as_json(self) -> dict[str, dict[str, int]]:
+        """Nothing where there was no partial KV."""
+        if not self.provisional:
+            return {}
+        stood, passed = self.stood
+        return {"partial": {"forwards": self.partial_forwards, "passed": passed, "stood": stood}}
+
     @property
     def decode_seconds(self) -> float:
         return sum(seconds for part, seconds in self.seconds.items() if part != "prefill")
