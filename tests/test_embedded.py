@@ -1,6 +1,7 @@
 """The model that ships in the package: it is what its provenance says, and it decodes losslessly."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from outpace.decode.request import Request
 from outpace.load import EMBEDDED, open_draft, open_target
 from outpace.models.load import fingerprint
 
+REPORTS = Path(__file__).parents[1] / "reports"
 MOST_BYTES = 24 * 2**20
 
 
@@ -41,6 +43,15 @@ def test_provenance_belongs_to_these_weights(embedded):
     drafted = json.loads((EMBEDDED / "dflash" / "provenance.json").read_text())
     assert drafted["target_fingerprint"] == said["fingerprint"]
     assert draft.target_layer_ids == tuple(drafted["config"]["target_layer_ids"])
+
+
+def test_reports_of_what_ships_are_of_these_weights(embedded):
+    """Figures of an earlier model are figures of another model."""
+    reports = [p for part in ("embedded", "drafts/embedded") for p in (REPORTS / part).rglob("report.json")]
+    assert len(reports) >= 4
+    for path in [REPORTS / "bench" / "report.json", *reports]:
+        said = json.loads(path.read_text())["target"]["fingerprint"]
+        assert said == fingerprint(embedded[0]), path.relative_to(REPORTS)
 
 
 def test_speculative_decoding_of_held_out_text_is_lossless(embedded):
