@@ -78,7 +78,7 @@ def test_texts_come_as_often_as_they_should(rule):
     """300 rows of one prompt; a round verifies two guesses of each. Hot, for the target is sure of its words:
     at temperature 1 a few texts would have all the chance."""
     target, draft, _ = embedded()
-    how, rows, prompt = Sampling(temperature=3.0, top_k=3), 300, prompts()[0]
+    how, rows, prompt = Sampling(temperature=3.0, top_k=3), 300, prompts()[2]
     request = Request(max_new_tokens=3, sampling=how, rule=rule)
     got = speculative.generate(
         target, draft, [prompt] * rows, request, rng=torch.Generator().manual_seed(8), controller=Fixed(3)
