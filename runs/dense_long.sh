@@ -2,7 +2,7 @@
 # A dense target that is usable at 8,192 positions: a Qwen3 of the embedded gpt-oss's sizes, tokenizer and text, first all files once, then
 # rows that can be gone on with only by looking back, then such rows of up to 8,192 tokens.
 #
-#   runs/dense_long.sh [WORK]          # an hour on two cores; -> WORK/long/model
+#   runs/dense_long.sh [WORK]          # -> WORK/long/model
 #   outpace bench --suite recall --target WORK/long/model --out WORK/report
 #
 # Every part resumes where it was stopped; a finished one is skipped. CORPUS (a folder) and STEPS, in the environment, are for
