@@ -1,22 +1,39 @@
 #!/usr/bin/env bash
-# The dense target of the comparison: a Qwen3 by the embedded gpt-oss's own recipes, text and tokenizer, in fewer
-# steps, the second and third part in shorter rows. Its MLPs are as wide as the two experts of 160 that a token of that one
-# goes through.
+# A dense target: a Qwen3 of the embedded gpt-oss's sizes by its own recipes, text and tokenizer, in fewer steps and shorter rows.
+# Its MLPs are as wide as the two experts of 160 that a token of that one goes through.
 #
-#   runs/dense_target.sh [WORK]        # an hour and a half on two cores; -> WORK/splice/model
+#   runs/dense_target.sh [short] [WORK]  # sure of its words, for the comparison of drafts; -> WORK/splice/model
+#   runs/dense_target.sh long [WORK]     # looks back over 8,192 positions; -> WORK/long/model
+#   outpace bench --suite recall --target WORK/long/model --out WORK/report
 #
 # Every part resumes where it was stopped; a finished one is skipped. CORPUS (a folder) and STEPS, in the environment, are for
 # seeing it walk.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-work="${1:-work/dense}"
+kind="${1:-short}"
+work="${2:-work/dense-$kind}"
 outpace="${OUTPACE:-.venv/bin/outpace}"
 corpus=(${CORPUS:+--corpus "$CORPUS"})
-declare -A steps=([default]=300 [focus]=300 [settle]=120 [splice]=150)
-declare -A rows=([focus]="--set row_tokens=512 --set long_row_tokens=1024" [settle]="--set row_tokens=512")
+
+case "$kind" in
+  short)
+    parts=(default focus settle splice)
+    declare -A steps=([default]=300 [focus]=300 [settle]=120 [splice]=150)
+    declare -A rows=([focus]="--set row_tokens=512 --set long_row_tokens=1024" [settle]="--set row_tokens=512")
+    ;;
+  long)
+    parts=(default recall long)
+    declare -A steps=([default]=150 [recall]=240 [long]=120)
+    declare -A rows=()
+    ;;
+  *)
+    echo "dense_target.sh makes a short or a long target, not '$kind': runs/dense_target.sh long [WORK]" >&2
+    exit 2
+    ;;
+esac
 
 from=(--set architecture=Qwen3ForCausalLM --set intermediate_size=320)
-for part in default focus settle splice; do
+for part in "${parts[@]}"; do
   if [ ! -f "$work/$part/model/provenance.json" ]; then
     mkdir -p "$work/$part"
     cp -n outpace/embedded/target/tokenizer.json "$work/$part/tokenizer.json"
