@@ -8,16 +8,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
+from outpace.bench.context_room import Retrofits, Room, filled, kv_bytes, retrofitted
 from outpace.bench.described import describe_target
 from outpace.bench.floor import read_bandwidth, weight_bytes
 from outpace.bench.machine import machine, provenance, versions
@@ -25,15 +24,15 @@ from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
 from outpace.cache.index import Keep
 from outpace.cache.kv import Cache
-from outpace.cache.partial import PartialCache, PartialConfig
+from outpace.cache.partial import PartialConfig
 from outpace.models.decoder import Decoder
-from outpace.models.indexer import Indexer
 from outpace.ops.sampling import seeded
-from outpace.retrofit.dsa import attach_index, detach_index
 
 K = 1024
 METHODS = ("plain", "full", "partial", "settle", "refresh", "sparse", "sparse full")
 PLAIN, FULL, PARTIAL, SETTLE, REFRESH, SPARSE, SPARSE_FULL = METHODS
+LATENTS = ("latent", "latent full", "latent, sparse", "latent, sparse full")
+LATENT, LATENT_FULL, BOTH, BOTH_FULL = LATENTS
 ABOUT = {
     PLAIN: "one token over the whole cache",
     FULL: "a block verified over the whole cache",
@@ -42,7 +41,12 @@ ABOUT = {
     REFRESH: "the blocks of partial KV chosen anew and copied",
     SPARSE: "one token, which looks at what an index picks",
     SPARSE_FULL: "a block verified so",
+    LATENT: "one token over latents, all keys made of them anew",
+    LATENT_FULL: "a block verified so",
+    BOTH: "one token, and keys of what the index picks alone",
+    BOTH_FULL: "a block verified so",
 }
+SPARSELY, IN_LATENTS = {SPARSE, SPARSE_FULL, BOTH, BOTH_FULL}, set(LATENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class ContextSettings:
     top_k: int = 2048  # of sparse attention
     index_dim: int = 64
     index_heads: int = 8
+    latent: float = 0.5  # of keys and values
     tau: float = 3.0
     repeats: int = 9
     cell_s: float = 10.0
@@ -76,10 +81,19 @@ class ContextSettings:
                 raise ValueError(f"context: {name} {getattr(self, name)}: it must be at least 1")
         if not 1 <= self.tau <= self.columns:
             raise ValueError(f"context: tau {self.tau}: from 1 to the {self.columns} columns of a round")
-        _ = self.partial(), self.keep()
+        if not 0 < self.latent <= 1:
+            raise ValueError(f"context: latent {self.latent}: a share of keys and values, above 0, up to 1")
+        _ = self.partial(), self.retrofits()
 
-    def keep(self) -> Keep:
-        return Keep(top_k=self.top_k, min_context=self.top_k)
+    def retrofits(self) -> Retrofits:
+        keep = Keep(top_k=self.top_k, min_context=self.top_k)
+        return Retrofits(
+            latent=self.latent,
+            index_heads=self.index_heads,
+            index_dim=self.index_dim,
+            keep=keep,
+            seed=self.seed,
+        )
 
     def partial(self) -> PartialConfig:
         return PartialConfig.within(
@@ -99,13 +113,14 @@ def run_context(target: Decoder, settings: ContextSettings, folder: Path, consol
     room = settings.partial().buffer_size(settings.columns)
     check(target, max(settings.contexts) + room, settings)
     made: list[Room] = []
-    with indexed(target, settings), progress(console) as bar, torch.inference_mode():
+    with retrofitted(target, settings.retrofits()), progress(console) as bar, torch.inference_mode():
         task = bar.add_task("context", total=len(settings.contexts))
         for context in settings.contexts:
             bar.update(task, description=f"context {context:,}")
             if f"cell {context}" not in kept:
                 if not made:
-                    made.append(filled(target, max(settings.contexts) + room, room, settings))
+                    longest = max(settings.contexts) + room
+                    made.append(filled(target, longest, room, settings.partial(), settings.seed))
                 kept[f"floor {context}"] = read_bandwidth(repeats=3)
                 kept[f"cell {context}"] = measure(target, made[0], context, settings)
             bar.advance(task)
@@ -131,134 +146,57 @@ def check(target: Decoder, longest: int, settings: ContextSettings) -> None:
             f"context: {max(settings.contexts):,} tokens and a full buffer reach position {longest:,}; this "
             f"model's positions end at {target.config.max_position_embeddings:,}: ask for shorter contexts"
         )
-    needed = kv_bytes(target, longest, longest)
+    needed = (1 + settings.latent) * kv_bytes(target, longest, longest)
     if needed > settings.memory_gib * 2**30:
         raise ValueError(
-            f"context: keys and values take {needed / 2**30:.1f} GiB at {longest:,} tokens, and memory_gib "
-            f"is {settings.memory_gib:g}: ask for shorter contexts, or for fewer layers (outpace synth)"
+            f"context: keys, values and latents take {needed / 2**30:.1f} GiB at {longest:,} tokens, and "
+            f"memory_gib is {settings.memory_gib:g}: ask for shorter contexts, or for fewer layers "
+            "(outpace synth)"
         )
-
-
-def kv_bytes(target: Decoder, context: int, seen: int) -> int:
-    """Of a context: `seen` tokens in layers with full attention, a window's in the others."""
-    config = target.config
-    windows = [config.window(i) for i in range(config.num_layers)]
-    tokens = [min(w, context) if w else seen for w in windows]
-    return target.dtype.itemsize * sum(config.kv_numbers(i) * n for i, n in enumerate(tokens))
-
-
-@dataclass(frozen=True)
-class Room:
-    """The caches that all is measured over: partial KV of a full one, whose index has `keys` by layer."""
-
-    target: Decoder
-    near: PartialCache
-    keys: dict[int, Tensor]
-    keep: Keep
-
-    def look_few(self, on: bool) -> None:
-        """Over the full cache sparsely, or over all of it with the index idle."""
-        self.target.use_dsa(on)
-        for layer, keys in self.keys.items():
-            memory = self.near.full.layers[layer]
-            memory.keys, memory.keep_few = (keys, self.keep) if on else (None, None)
-
-
-def filled(target: Decoder, length: int, room: int, settings: ContextSettings) -> Room:
-    cache = target.make_cache(1, length, slack=room, index=True)
-    rng = seeded(settings.seed)
-    for memory in cache.layers:
-        for x in memory.parts:
-            x.copy_(torch.randn(x.shape[1:], generator=rng)[None])
-    keys = {layer: k for layer, memory in enumerate(cache.layers) if (k := memory.keys) is not None}
-    made = Room(target, PartialCache(cache, settings.partial(), room), keys, target.config.dsa_keep)
-    made.look_few(False)
-    return made
-
-
-@contextmanager
-def indexed(target: Decoder, settings: ContextSettings) -> Iterator[None]:
-    """Inside, the target has an index, its own or one of random weights; afterwards it is as it was."""
-    used, own = target.config.use_dsa, bool(target.config.dsa_layers)
-    if not own:
-        attach_index(target, random_indexes(target, settings), settings.keep())
-    try:
-        yield
-    finally:
-        target.use_dsa(used)
-        if not own:
-            detach_index(target)
-
-
-def random_indexes(target: Decoder, settings: ContextSettings) -> dict[int, Indexer]:
-    """One for each layer with full attention."""
-    config, rng = target.config, seeded(settings.seed, 1)
-    made = {}
-    for layer in range(config.num_layers):
-        if config.window(layer):
-            continue
-        indexer = Indexer(config.hidden_size, settings.index_heads, settings.index_dim)
-        with torch.no_grad():
-            for p in indexer.proj.parameters():
-                p.copy_(torch.randn(p.shape, generator=rng) * config.hidden_size**-0.5)
-        made[layer] = indexer.to(target.device)
-    return made
-
-
-def grow(cache: Cache, context: int) -> None:
-    """What fills it stands there already."""
-    cache.advance(cache.begin(context - cache.lengths[0]))
 
 
 def measure(target: Decoder, room: Room, context: int, settings: ContextSettings) -> dict[str, Any]:
     """One context: the methods take turns. Partial KV and an index have no rows where they hold all of the
     text."""
-    near, full = room.near, room.near.full
+    near, columns = room.near, settings.columns
     rng = seeded(settings.seed, context)
-    grow(full, context)
+    room.grow(context)
     tokens = torch.randint(0, target.config.vocab_size, (1, near.room), generator=rng).to(target.device)
     touched: dict[str, float] = {}
 
-    def over(cache: Cache, columns: int, name: str) -> None:
-        out = target(tokens[:, :columns], cache, routing=name not in touched)
-        if name not in touched:
-            touched[name] = distinct(out.routing, target.config.experts_per_token)
-        cache.rewind([context])
+    def over(name: str, cache: Cache, columns: int) -> Callable[[], None]:
+        def way() -> None:
+            out = target(tokens[:, :columns], cache, routing=name not in touched)
+            if name not in touched:
+                touched[name] = distinct(out.routing, target.config.experts_per_token)
+            cache.rewind([context])
 
-    ways: dict[str, Callable[[], None]] = {
-        PLAIN: lambda: over(full, 1, PLAIN),
-        FULL: lambda: over(full, settings.columns, FULL),
-    }
+        return way
+
+    ways = {PLAIN: over(PLAIN, room.full, 1), FULL: over(FULL, room.full, columns)}
     if context > near.config.static_size:
-        ways |= {
-            SETTLE: lambda: over(full, near.room, SETTLE),
-            REFRESH: near.refresh,
-            PARTIAL: lambda: over(near, settings.columns, PARTIAL),
-        }
-    if not room.keep.sees_all(context + settings.columns):
-        ways |= {
-            SPARSE: lambda: over(full, 1, SPARSE),
-            SPARSE_FULL: lambda: over(full, settings.columns, SPARSE_FULL),
-        }
+        ways |= {SETTLE: over(SETTLE, room.full, near.room), REFRESH: near.refresh}
+        ways |= {PARTIAL: over(PARTIAL, near, columns)}
+    ways |= {LATENT: over(LATENT, room.latents, 1), LATENT_FULL: over(LATENT_FULL, room.latents, columns)}
+    if not room.keep.sees_all(context + columns):
+        ways |= {SPARSE: over(SPARSE, room.full, 1), SPARSE_FULL: over(SPARSE_FULL, room.full, columns)}
+        ways |= {BOTH: over(BOTH, room.latents, 1), BOTH_FULL: over(BOTH_FULL, room.latents, columns)}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(-1, settings.repeats):
         for name, way in ways.items():
             if len(taken[name]) >= 2 and sum(taken[name]) > settings.cell_s:
                 continue
-            room.look_few(name in (SPARSE, SPARSE_FULL))
+            room.switch(name in IN_LATENTS, name in SPARSELY)
             began = time.perf_counter()
             way()
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
             if repeat >= 0:  # the first is a rehearsal
                 taken[name].append(time.perf_counter() - began)
-    room.look_few(False)
-    few = room.keep.most(context)
-    seen = {PLAIN: context, FULL: context, SETTLE: context, PARTIAL: near.config.static_size}
-    seen |= {SPARSE: few, SPARSE_FULL: few}
     return {
         "context": context,
-        "kv_bytes": kv_bytes(target, context, context),
+        "kv_bytes": switched_bytes(room, context, False),
+        "latent_kv_bytes": switched_bytes(room, context, True),
         "partial_kv_bytes": near.nbytes if PARTIAL in ways else 0,
         "methods": {
             name: {
@@ -267,23 +205,28 @@ def measure(target: Decoder, room: Room, context: int, settings: ContextSettings
                 "fastest": min(found),
                 "slowest": max(found),
                 "experts_touched": touched.get(name),
-                "bytes": read_bytes(target, room, context, name, seen[name], touched[name])
-                if name in seen
-                else None,
+                "bytes": read_bytes(room, context, name, touched[name]) if name in touched else None,
             }
             for name, found in taken.items()
         },
     }
 
 
-def read_bytes(target: Decoder, room: Room, context: int, name: str, seen: int, touched: float) -> int:
+def switched_bytes(room: Room, context: int, mla: bool) -> int:
+    """Of a context's keys and values, or of its latents."""
+    room.switch(mla, False)
+    return kv_bytes(room.target, context, context)
+
+
+def read_bytes(room: Room, context: int, name: str, touched: float) -> int:
     """What a method's step must read; an index reads all its keys."""
-    sparse = name in (SPARSE, SPARSE_FULL)
-    room.look_few(sparse)
-    found = weight_bytes(target, touched) + kv_bytes(target, context, seen)
-    room.look_few(False)
+    sparse, target = name in SPARSELY, room.target
+    seen = room.keep.most(context) if sparse else context
+    if name == PARTIAL:
+        seen = room.near.config.static_size
+    room.switch(name in IN_LATENTS, sparse)
     index = len(room.keys) * target.config.dsa_index_dim * context * target.dtype.itemsize
-    return found + sparse * index
+    return weight_bytes(target, touched) + kv_bytes(target, context, seen) + sparse * index
 
 
 def distinct(routing: list[torch.Tensor], k: int) -> float:

@@ -4,14 +4,29 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from outpace.bench.context import FULL, METHODS, PARTIAL, PLAIN, REFRESH, SETTLE, SPARSE, SPARSE_FULL
+from outpace.bench.context import (
+    BOTH,
+    BOTH_FULL,
+    FULL,
+    LATENT,
+    LATENT_FULL,
+    LATENTS,
+    METHODS,
+    PARTIAL,
+    PLAIN,
+    REFRESH,
+    SETTLE,
+    SPARSE,
+    SPARSE_FULL,
+)
 from outpace.bench.draft_context_report import short
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
 from outpace.weights.save import write_atomically, write_json
 
 COLOURS = {PLAIN: "#8f8f8f", FULL: "#c1666b", PARTIAL: "#2a6f97", SETTLE: "#e3a857", REFRESH: "#5b8c5a"}
-COLOURS |= {SPARSE: "#61304b", SPARSE_FULL: "#9a6fb0"}
+COLOURS |= {SPARSE: "#61304b", SPARSE_FULL: "#9a6fb0", LATENT: "#b8860b", LATENT_FULL: "#d9c27a"}
+COLOURS |= {BOTH: "#2f4f2f", BOTH_FULL: "#8fae8f"}
 LEGEND = """\
 - ms: medians of the repeats at batch 1, of the layers alone: neither head nor draft.
 - of the floor: the bytes that must be read (weights once, experts as touched, keys and values), over the
@@ -41,7 +56,8 @@ def context_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     )
     lines = machine_line(report), versions_line(report), target_line(report["target"]), floor, asked
     page = ["# What a step costs against context", "", *lines_of(*lines, run_line(report)), ""]
-    page += [*cost_table(report), *(f"- **{name}**: {about}." for name, about in report["methods"].items())]
+    page += [*cost_table(report), *latent_table(report)]
+    page += [f"- **{name}**: {about}." for name, about in report["methods"].items()]
     page += [LEGEND]
     if pictures:
         page += ["![Time against context](context.png)", ""]
@@ -72,9 +88,19 @@ def cost_table(report: dict[str, Any]) -> list[str]:
     return table(columns, rows)
 
 
+def latent_table(report: dict[str, Any]) -> list[str]:
+    rows = []
+    for cell in report["cells"]:
+        m = cell["methods"]
+        times = [f"{1000 * m[name]['seconds']:,.1f}" if name in m else "-" for name in (PLAIN, *LATENTS)]
+        sizes = [f"{cell[name] / 1e6:,.0f}" for name in ("kv_bytes", "latent_kv_bytes")]
+        rows.append([f"{cell['context']:,}", *times, *sizes])
+    return table(["context", *(f"{name}, ms" for name in (PLAIN, *LATENTS)), "KV, MB", "latents, MB"], rows)
+
+
 def _over_context(report: dict[str, Any]) -> Any:
     figure, (axes,) = figure_of(1, 1, 4.2, "A step against context")
-    for name in METHODS:
+    for name in (*METHODS, *LATENTS):
         found = [cell for cell in report["cells"] if name in cell["methods"]]
         at = [c["context"] for c in found], [1000 * c["methods"][name]["seconds"] for c in found]
         axes.plot(*at, "o-", color=COLOURS[name], label=name, markersize=3.5)

@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "controller": suites_report.controller_table,
     "context": _times,
     "steps": context_report.cost_table,
+    "latents": context_report.latent_table,
     "loss": recall_report.loss_table,
     "needles": recall_report.needle_table,
     "memory": memory_report.memory_table,

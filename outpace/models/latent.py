@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.ops.fast import MOST_ROWS, kernel
-from outpace.ops.latent import columns, keys_
+from outpace.ops.latent import keys_, panels
 from outpace.ops.linear import linear
 from outpace.ops.rope import rotate
 
@@ -31,7 +31,7 @@ class Latent(nn.Module):
         self.k_up = Linear(rank, kv, True)
         self.v_up = Linear(rank, kv, True)
         self.normed = config.qk_norm
-        self._columns: tuple[tuple[int, ...], Tensor, Tensor] | None = None
+        self._panels: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
     def rows(self, x: Tensor, k: Tensor, eps: float) -> Tensor:
         """x [B,T,C], the attention's input, and k [B,T,K*D], the exact keys before any norm -> what is
@@ -72,17 +72,17 @@ class Latent(nn.Module):
         """The keys of `expand` by the kernel, written to out [B, K, n, D]; rows [B, n, W]."""
         gain = None if norm is None else norm.weight.float().contiguous()
         cos, sin = (t[None] if t.dim() == 2 else t for t in (cos, sin))
-        keys_(out, rows, *self._key_columns(), cos, sin, gain)
+        keys_(out, rows, *self._key_panels(), cos, sin, gain)
 
-    def _key_columns(self) -> tuple[Tensor, Tensor]:
-        """W_k_lat [R, K*D] and b_k, float32, as the kernel reads them; formed anew when they have changed."""
+    def _key_panels(self) -> tuple[Tensor, Tensor]:
+        """W_k_lat and b_k, float32, as the kernel reads them; formed anew when they have changed."""
         weight, bias = self.k_up.weight, self.k_up.bias
         assert isinstance(weight, Tensor) and bias is not None
         versions = (0 if t.is_inference() else t._version for t in (weight, bias))
         now = weight.data_ptr(), *versions
-        if self._columns is None or self._columns[0] != now:
-            self._columns = now, columns(weight), bias.detach().float().contiguous()
-        return self._columns[1:]
+        if self._panels is None or self._panels[0] != now:
+            self._panels = now, panels(weight, self.head_dim), bias.detach().float().contiguous()
+        return self._panels[1:]
 
     def values(self, said: Tensor, seen: Tensor) -> Tensor:
         """See `cache.latent.Maps`. A row's result does not depend on how many come with it."""

@@ -18,16 +18,18 @@ def keys_(
 def reference_keys(
     rows: Tensor, w: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None, heads: int
 ) -> Tensor:
-    """rows [B, n, W], the first R of each @ w [R, K*D] + bias; times gain [D] and the number behind the R
-    that is the head's, where gain is given; rotated by cos and sin [B or 1, n, D/2] -> [B, K, n, D]."""
-    R = len(w)
-    k = (rows[..., :R] @ w + bias).unflatten(-1, (heads, -1))
+    """rows [B, n, W], the first R of each @ W [R, K*D], as `panels` has it, + bias; times gain [D] and the
+    number behind the R that is the head's, where gain is given; rotated by cos and sin [B or 1, n, D/2] ->
+    [B, K, n, D]."""
+    R = w.shape[1]
+    k = (rows[..., :R] @ w.transpose(0, 1).flatten(1) + bias).unflatten(-1, (heads, -1))
     if gain is not None:
         k = k * rows[..., R : R + heads, None] * gain
     turned: Tensor = reference_rotate(k, cos, sin)
     return turned.transpose(1, 2)
 
 
-def columns(weight: Tensor) -> Tensor:
-    """[K*D, R] as a Linear holds it -> [R, K*D] float32, as both take it."""
-    return weight.detach().to(torch.float32).T.contiguous()
+def panels(weight: Tensor, head_dim: int) -> Tensor:
+    """[K*D, R] as a Linear holds it -> [K*D/P, R, P] float32, as both take it."""
+    P = cpu_latent.PANEL if head_dim % cpu_latent.PANEL == 0 else 8
+    return weight.detach().to(torch.float32).unflatten(0, (-1, P)).transpose(1, 2).contiguous()

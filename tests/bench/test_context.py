@@ -6,11 +6,12 @@ import pytest
 import tiny
 import torch
 from indexers import indexed_target
+from latents import latent_target
 from rich.console import Console
 
 from outpace.bench import context
 from outpace.bench.context import ContextSettings, distinct, rated, run_context
-from outpace.bench.context_report import context_markdown, cost_table, write_context
+from outpace.bench.context_report import context_markdown, cost_table, latent_table, write_context
 from outpace.bench.floor import weight_bytes
 from outpace.cache.index import Keep
 from outpace.models.load import fingerprint, named_tensors
@@ -26,8 +27,9 @@ def test_a_report_of_what_was_run(tmp_path):
     model = tiny.target("gpt_oss")
     report = run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
     near, far = report["cells"]
-    assert set(near["methods"]) == {"plain", "full"}
-    assert set(far["methods"]) == set(context.METHODS[:5]) and "sparse_speedup" not in far
+    latent = {"latent", "latent full"}
+    assert set(near["methods"]) == {"plain", "full"} | latent
+    assert set(far["methods"]) == {*context.METHODS[:5], *latent} and "sparse_speedup" not in far
     assert near["verification_speedup"] is None and near["partial_kv_bytes"] == 0
     seconds = {name: m["seconds"] for name, m in far["methods"].items()}
     assert far["verification_speedup"] == round(seconds["full"] / seconds["partial"], 3)
@@ -55,7 +57,8 @@ def test_sparse_attention_beside_it(own, tmp_path):
     before = fingerprint(model)
     asked = ContextSettings(**ASKED | {"contexts": (24, 120), "top_k": 80})
     near, far = run_context(model, asked, tmp_path, QUIET)["cells"]
-    assert set(near["methods"]) == {"plain", "full"} and set(far["methods"]) == set(context.METHODS)
+    assert set(near["methods"]) == {"plain", "full", "latent", "latent full"}
+    assert set(far["methods"]) == {*context.METHODS, *context.LATENTS}
     seconds = {name: m["seconds"] for name, m in far["methods"].items()}
     assert far["sparse_speedup"] == round(seconds["plain"] / seconds["sparse"], 3)
     assert fingerprint(model) == before and model.config.use_dsa == own
@@ -66,6 +69,28 @@ def test_sparse_attention_beside_it(own, tmp_path):
     sparse, plain = (far["methods"][name] for name in ("sparse", "plain"))
     more = len(full) * 4 * 120 * 8 - len(full) * row * 40 + 4 * learnt  # keys of the index, 40 tokens unread
     assert sparse["bytes"] - plain["bytes"] == more
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_latents_beside_it(family, own, tmp_path):
+    """With the target's own latents, or ones of random weights that are gone afterwards."""
+    model = latent_target(family, rank=5)[1] if own else tiny.target(family)
+    before = fingerprint(model)
+    asked = ContextSettings(**ASKED | {"contexts": (24, 120), "top_k": 80, "latent": 0.25})
+    far = run_context(model, asked, tmp_path, QUIET)["cells"][1]
+    assert fingerprint(model) == before and model.config.use_mla_kv == own
+    config = model.config
+    whole = 2 * config.num_kv_heads * config.head_dim
+    rank, full = 5 if own else round(whole / 4), config.full_layers
+    left = whole - rank - config.num_kv_heads * config.qk_norm
+    assert far["kv_bytes"] - far["latent_kv_bytes"] == 4 * 120 * left * len(full)
+    latent, sparse, plain = (far["methods"][name]["bytes"] for name in ("latent", "latent, sparse", "plain"))
+    maps = rank * (config.hidden_size + 1) + whole * (rank + 1)
+    assert latent - plain == 4 * len(full) * (maps - 120 * left)
+    index = (2 * 8 + 8 + 2) * (config.hidden_size + 1) + 4 + 120 * 8  # its weights and keys
+    assert sparse - latent == 4 * len(full) * (index - 40 * (whole - left))  # 40 tokens unread
+    assert "| 120 |" in "".join(latent_table({"cells": [far]}))
 
 
 def test_what_a_token_takes():
@@ -119,6 +144,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         ({"contexts": (9, 3)}, "contexts .9, 3.: give counts of tokens, ascending"),
         ({"columns": 0}, "columns 0: it must be at least 1"),
         ({"tau": 4.0}, "tau 4.0: from 1 to the 3 columns"),
+        ({"latent": 0.0}, "latent 0.0: a share of keys and values, above 0"),
         ({"budget": 10}, "partial KV of 10 tokens: sinks and window alone are 20"),
         ({"selector": "best"}, "selector 'best'"),
     ],

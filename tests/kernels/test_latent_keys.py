@@ -5,7 +5,7 @@ import torch
 from nearly import close
 
 from outpace.kernels import cpu
-from outpace.ops.latent import columns, keys_, reference_keys
+from outpace.ops.latent import keys_, panels, reference_keys
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
 
@@ -14,13 +14,13 @@ def sample(B, n, R, K, D, normed, tables):
     rows = torch.randn(B, n + 2, R + (K if normed else 0) + 1)[:, :n]  # a part of a memory
     angle = torch.rand(tables, n, D // 2) * 6
     gain = torch.randn(D) if normed else None
-    return rows, torch.randn(R, K * D), torch.randn(K * D), angle.cos(), angle.sin(), gain
+    return rows, panels(torch.randn(K * D, R), D), torch.randn(K * D), angle.cos(), angle.sin(), gain
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("R", "K", "D"), [(1, 2, 8), (7, 3, 24), (28, 2, 32), (65, 1, 64), (33, 2, 128)])
 def test_against_the_reference(R, K, D, normed):
-    for B, n, tables in ((1, 1, 1), (2, 9, 1), (3, 6, 3)):
+    for B, n, tables in ((1, 1, 1), (2, 9, 1), (3, 6, 3), (2, 101, 2)):
         rows, *rest = sample(B, n, R, K, D, normed, tables)
         whole = torch.full((B, K, n + 3, D), float("nan"))
         keys_(whole[:, :, 1 : n + 1], rows, *rest)
@@ -40,8 +40,13 @@ def test_a_key_does_not_depend_on_its_company(normed):
         assert torch.equal(alone[0, :, 0], together[0, :, i])
 
 
-def test_no_tokens_at_all_and_columns():
+def test_no_tokens_at_all_and_panels():
     rows, *rest = sample(2, 0, 5, 2, 8, False, 1)
     keys_(torch.empty(2, 2, 0, 8), rows, *rest)
-    weight = torch.randn(16, 5, dtype=torch.bfloat16)
-    assert torch.equal(columns(weight), weight.float().T) and columns(weight).is_contiguous()
+    weight = torch.randn(48, 5, dtype=torch.bfloat16)
+    for head_dim, P in ((48, 16), (24, 8), (8, 8)):
+        found = panels(weight, head_dim)
+        assert found.shape == (48 // P, 5, P) and found.is_contiguous()
+        assert all(
+            torch.equal(found[i, :, p], weight[i * P + p].float()) for i in range(48 // P) for p in range(P)
+        )
