@@ -23,7 +23,7 @@ case "$kind" in
     ;;
   long)
     parts=(default recall long)
-    declare -A steps=([default]=150 [recall]=240 [long]=120)
+    declare -A steps=([default]=150 [recall]=240 [long]=60)
     declare -A rows=()
     ;;
   *)
