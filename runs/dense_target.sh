@@ -22,9 +22,9 @@ case "$kind" in
     declare -A rows=([focus]="--set row_tokens=512 --set long_row_tokens=1024" [settle]="--set row_tokens=512")
     ;;
   long)
-    parts=(default recall long)
-    declare -A steps=([default]=150 [recall]=240 [long]=60)
-    declare -A rows=()
+    parts=(default echo echo-256 echo-1024 echo-8192 recall long)
+    declare -A steps=([default]=150 [echo]=240 [echo-256]=100 [echo-1024]=60 [echo-8192]=24 [recall]=150 [long]=60)
+    declare -A rows=([echo-256]="--set row_tokens=256" [echo-1024]="--set row_tokens=1024" [echo-8192]="--set row_tokens=8192 --set step_tokens=8192")
     ;;
   *)
     echo "dense_target.sh makes a short or a long target, not '$kind': runs/dense_target.sh long [WORK]" >&2
@@ -37,7 +37,7 @@ for part in "${parts[@]}"; do
   if [ ! -f "$work/$part/model/provenance.json" ]; then
     mkdir -p "$work/$part"
     cp -n outpace/embedded/target/tokenizer.json "$work/$part/tokenizer.json"
-    "$outpace" train target --recipe "recipes/target-$part.toml" --out "$work/$part" "${from[@]}" \
+    "$outpace" train target --recipe "recipes/target-${part%-*}.toml" --out "$work/$part" "${from[@]}" \
       --set "steps=${STEPS:-${steps[$part]}}" ${rows[$part]-} ${corpus[@]+"${corpus[@]}"}
   fi
   from=(--init "$work/$part/model")

@@ -14,6 +14,7 @@ from outpace.train.splice import UNTAUGHT, cut_pieces
 SHORTEST, LONGEST = 16, 64  # tokens of a piece of the corpus
 CUE = 6  # its first tokens, which say which piece it is
 SHARE = 0.4  # most of a row that is said again
+ECHO, ECHO_PIECE, ECHO_CUE = 64, 10, 2  # of random tokens: a passage at least, a piece on average, its cue
 
 
 def recall_rows(
@@ -34,6 +35,32 @@ def recall_rows(
     tokens, taught = (np.stack(x) for x in zip(*found, strict=True))
     labels = np.where(taught, tokens, UNTAUGHT)[:, 1:]
     return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
+
+
+def echo_rows(vocab_size: int, rows: int, row_tokens: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """-> as `recall_rows`, of random tokens: what is said, in pieces, is said again in another order; a row
+    has few long passages or many short ones of that kind. Nothing but what stood before says what comes, so
+    looking back is learnt first, and soon. Raises ValueError for rows shorter than a passage."""
+    if row_tokens < ECHO:
+        raise ValueError(f"row_tokens {row_tokens}: rows of random tokens need at least {ECHO}")
+    found = [_echoes(vocab_size, row_tokens + 1, rng) for _ in range(rows)]
+    tokens, taught = (torch.stack(x) for x in zip(*found, strict=True))
+    return tokens[:, :-1], tokens.masked_fill(~taught, UNTAUGHT)[:, 1:]
+
+
+def _echoes(vocab_size: int, length: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """tokens [length], and which of them are taught."""
+    tokens, taught = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+    while len(tokens) < length:
+        half = int(ECHO * (length / ECHO) ** float(torch.rand((), generator=rng))) // 2
+        said = torch.randint(vocab_size, (half,), generator=rng)
+        edges = torch.randint(1, half, (half // ECHO_PIECE - 1,), generator=rng)
+        pieces = said.tensor_split(edges.unique())
+        again = [pieces[i] for i in torch.randperm(len(pieces), generator=rng)]
+        tokens = torch.cat([tokens, said, *again])
+        told = [torch.arange(len(piece)) >= ECHO_CUE for piece in again]
+        taught = torch.cat([taught, torch.zeros(half, dtype=torch.bool), *told])
+    return tokens[:length], taught[:length]
 
 
 def _row(

@@ -23,7 +23,7 @@ from outpace.ops.sampling import seeded
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
 from outpace.train.own_text import answers, cut_prompts, own_text_losses
-from outpace.train.recall import recall_rows
+from outpace.train.recall import echo_rows, recall_rows
 from outpace.train.rows import matching, rows_of_step, split_rows, token_stream
 from outpace.train.splice import UNTAUGHT, cut_pieces, splice
 from outpace.train.trainer import fit, warmup_linear
@@ -62,7 +62,8 @@ class TargetRecipe:
     focus_share: float = 0.0  # .. this share of the rows is cut from; the rest from all files
     splice_share: float = 0.0  # of the rows in focus: they begin with any file's text (train/splice.py) ..
     splice_own: float = 0.0  # .. and this share of them with what the model says to that
-    recall_share: float = 0.0  # of all rows: they end with what stood far back in them (train/recall.py)
+    recall_share: float = 0.0  # of all rows: they end with what stood far back in them (train/recall.py) ..
+    recall_random: float = 0.0  # .. and this share of them is of random tokens
     warmup: int = 40
     decay: float = 0.5
     muon_lr: float = 0.02
@@ -91,8 +92,9 @@ class TargetRecipe:
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")
-        if self.recall_share > 1:
-            raise ValueError(f"recall_share {self.recall_share}: a share, up to 1, of the rows")
+        for share in ("recall_share", "recall_random"):
+            if getattr(self, share) > 1:
+                raise ValueError(f"{share} {getattr(self, share)}: a share, up to 1, of the rows")
         if self.splice_own > 1:
             raise ValueError(f"splice_own {self.splice_own}: a share, up to 1, of the spliced rows")
         if self.splice_own and self.own_prompt + self.own_tokens >= self.row_tokens:
@@ -268,7 +270,11 @@ def _text_rows(
         cut.append(splice(pieces, streams[1], length))
     if recalled:
         rng = seeded(recipe.seed, 4, step)
-        cut.append(recall_rows(tokenizer, streams[0], recalled, length, rng))
+        written, random = split_rows(recalled, recipe.recall_random)
+        if written:
+            cut.append(recall_rows(tokenizer, streams[0], written, length, rng))
+        if random:
+            cut.append(echo_rows(model.config.vocab_size, random, length, rng))
     inputs, labels = (torch.cat(x) for x in zip(*cut, strict=True))
     return inputs, labels, recalled
 

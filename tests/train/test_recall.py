@@ -8,7 +8,16 @@ from tokenizers import Tokenizer
 from outpace.chat.tokenizer import train_bpe
 from outpace.corpus import note
 from outpace.ops.sampling import seeded
-from outpace.train.recall import CUE, LONGEST, SHARE, SHORTEST, recall_rows
+from outpace.train.recall import (
+    CUE,
+    ECHO,
+    ECHO_CUE,
+    LONGEST,
+    SHARE,
+    SHORTEST,
+    echo_rows,
+    recall_rows,
+)
 from outpace.train.splice import UNTAUGHT
 
 TEXT = "".join(f"def f_{i}(x, y):\n    return {i * i} * x + y_{i % 7}\n" for i in range(900))
@@ -52,10 +61,32 @@ def test_the_same_numbers_give_the_same_rows(tokenizer):
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]) and not torch.equal(one[0], other[0])
 
 
+@pytest.mark.parametrize("row_tokens", [ECHO, 513])
+def test_of_random_tokens_what_is_taught_follows_from_its_cue_alone(row_tokens):
+    inputs, labels = echo_rows(10**6, 20, row_tokens, seeded(1))
+    assert inputs.shape == labels.shape == (20, row_tokens)
+    distances = []
+    for row, said in zip(inputs.tolist(), labels.tolist(), strict=True):
+        text = [*row, said[-1]]
+        for i in (i for i, token in enumerate(said) if token != UNTAUGHT):
+            assert said[i] == text[i + 1]
+            cue = text[i + 1 - ECHO_CUE : i + 1]
+            (before,) = [j for j in range(1, i) if text[j + 1 - ECHO_CUE : j + 1] == cue]
+            assert text[before + 1] == said[i]
+            distances.append(i - before)
+    assert 0.25 < (labels != UNTAUGHT).float().mean() < 0.5
+    assert len(set(distances)) > row_tokens / 3, "where it stood cannot be told from the place"
+    if row_tokens > 2 * ECHO:
+        shares, _ = np.histogram(distances, bins=[0, ECHO, 2 * ECHO, row_tokens])
+        assert (shares > 0.1 * len(distances)).all(), "near and far"
+
+
 def test_rows_that_are_too_short(tokenizer):
     least = round(2 * LONGEST / SHARE)
     with pytest.raises(ValueError, match=f"rows to recall from need at least {least}"):
         recall_rows(tokenizer, np.zeros(900), 1, least - 1, seeded(1))
+    with pytest.raises(ValueError, match=f"rows of random tokens need at least {ECHO}"):
+        echo_rows(300, 1, ECHO - 1, seeded(1))
 
 
 def test_notes():

@@ -107,6 +107,7 @@ def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
     [
         ({"splice_share": 0.5}, "splice_share 0.5: a share, up to 1, of the rows in focus"),
         ({"splice_own": 1.5}, "splice_own 1.5: a share"),
+        ({"recall_random": 1.5}, "recall_random 1.5: a share"),
         ({"splice_own": 0.5, "own_prompt": 30, "own_tokens": 2}, "no room for a passage in row_tokens 32"),
     ],
 )
@@ -135,6 +136,19 @@ def test_pieces_of_its_own_words_resume_to_the_last_digit(corpus, tmp_path):
     train_target(recipe, tokenizer, train, held_out, tmp_path / "broken", stop_after=3)
     train_target(recipe, tokenizer, train, held_out, tmp_path / "broken")
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+def test_rows_to_recall_from_resume_to_the_last_digit(corpus, tmp_path):
+    tokenizer, train, held_out = corpus
+    recipe = dataclasses.replace(
+        RECIPE, row_tokens=320, long_row_tokens=384, step_tokens=1280, recall_share=0.5, recall_random=0.5
+    )
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "whole")
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken", stop_after=3)
+    train_target(recipe, tokenizer, train, held_out, tmp_path / "broken")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert all(line["recall"] > line["loss"] for line in lines), "random tokens are dearer than text"
 
 
 def test_files_in_focus_are_learnt_better_than_the_others(corpus, tmp_path):
