@@ -24,7 +24,7 @@ case "$kind" in
   long)
     parts=(default echo echo-256 echo-1024 echo-8192 recall long)
     declare -A steps=([default]=150 [echo]=240 [echo-256]=100 [echo-1024]=60 [echo-8192]=24 [recall]=150 [long]=40)
-    declare -A rows=([echo-256]="--set row_tokens=256" [echo-1024]="--set row_tokens=1024" [echo-8192]="--set row_tokens=8192 --set step_tokens=8192")
+    declare -A rows=([echo-256]="--set row_tokens=256" [echo-1024]="--set row_tokens=1024" [echo-8192]="--set row_tokens=8192 --set step_tokens=8192" [long]="--set unlikelihood=0.0")
     ;;
   *)
     echo "dense_target.sh makes a short or a long target, not '$kind': runs/dense_target.sh long [WORK]" >&2
