@@ -3,7 +3,7 @@
 # Its MLPs are as wide as the two experts of 160 that a token of that one goes through.
 #
 #   runs/dense_target.sh [short] [WORK]  # sure of its words, for the comparison of drafts; -> WORK/splice/model
-#   runs/dense_target.sh long [WORK]     # looks back over 8,192 positions; -> WORK/long/model
+#   runs/dense_target.sh long [WORK]     # learns to look back from random tokens, then text; 8,192 positions; -> WORK/long/model
 #   outpace bench --suite recall --target WORK/long/model --out WORK/report
 #
 # Every part resumes where it was stopped; a finished one is skipped. CORPUS (a folder) and STEPS, in the environment, are for
@@ -19,12 +19,18 @@ case "$kind" in
   short)
     parts=(default focus settle splice)
     declare -A steps=([default]=300 [focus]=300 [settle]=120 [splice]=150)
-    declare -A rows=([focus]="--set row_tokens=512 --set long_row_tokens=1024" [settle]="--set row_tokens=512")
+    declare -A settings=([focus]="--set row_tokens=512 --set long_row_tokens=1024" [settle]="--set row_tokens=512")
     ;;
   long)
     parts=(default echo echo-256 echo-1024 echo-8192 recall long)
     declare -A steps=([default]=150 [echo]=240 [echo-256]=100 [echo-1024]=60 [echo-8192]=24 [recall]=150 [long]=40)
-    declare -A rows=([echo-256]="--set row_tokens=256" [echo-1024]="--set row_tokens=1024" [echo-8192]="--set row_tokens=8192 --set step_tokens=8192" [long]="--set unlikelihood=0.0")
+    # echo-256 is recipes/target-echo.toml in longer rows, and so on
+    declare -A settings=(
+      [echo-256]="--set row_tokens=256"
+      [echo-1024]="--set row_tokens=1024"
+      [echo-8192]="--set row_tokens=8192 --set step_tokens=8192"
+      [long]="--set unlikelihood=0.0"
+    )
     ;;
   *)
     echo "dense_target.sh makes a short or a long target, not '$kind': runs/dense_target.sh long [WORK]" >&2
@@ -38,7 +44,7 @@ for part in "${parts[@]}"; do
     mkdir -p "$work/$part"
     cp -n outpace/embedded/target/tokenizer.json "$work/$part/tokenizer.json"
     "$outpace" train target --recipe "recipes/target-${part%-*}.toml" --out "$work/$part" "${from[@]}" \
-      --set "steps=${STEPS:-${steps[$part]}}" ${rows[$part]-} ${corpus[@]+"${corpus[@]}"}
+      --set "steps=${STEPS:-${steps[$part]}}" ${settings[$part]-} ${corpus[@]+"${corpus[@]}"}
   fi
   from=(--init "$work/$part/model")
 done

@@ -31,10 +31,7 @@ def recall_rows(
         raise ValueError(
             f"row_tokens {row_tokens}: rows to recall from need at least {round(2 * LONGEST / SHARE)}"
         )
-    found = [_row(tokenizer, stream, row_tokens, rng) for _ in range(rows)]
-    tokens, taught = (np.stack(x) for x in zip(*found, strict=True))
-    labels = np.where(taught, tokens, UNTAUGHT)[:, 1:]
-    return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
+    return _with_labels([_row(tokenizer, stream, row_tokens, rng) for _ in range(rows)])
 
 
 def echo_rows(vocab_size: int, rows: int, row_tokens: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -43,12 +40,17 @@ def echo_rows(vocab_size: int, rows: int, row_tokens: int, rng: torch.Generator)
     looking back is learnt first, and soon. Raises ValueError for rows shorter than a passage."""
     if row_tokens < ECHO:
         raise ValueError(f"row_tokens {row_tokens}: rows of random tokens need at least {ECHO}")
-    found = [_echoes(vocab_size, row_tokens + 1, rng) for _ in range(rows)]
-    tokens, taught = (torch.stack(x) for x in zip(*found, strict=True))
-    return tokens[:, :-1], tokens.masked_fill(~taught, UNTAUGHT)[:, 1:]
+    return _with_labels([_echoes(vocab_size, row_tokens + 1, rng) for _ in range(rows)])
 
 
-def _echoes(vocab_size: int, length: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def _with_labels(found: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Rows, each its tokens [row_tokens + 1] and which of them are taught -> inputs and labels."""
+    tokens, taught = (np.stack(x) for x in zip(*found, strict=True))
+    labels = np.where(taught, tokens, UNTAUGHT)[:, 1:]
+    return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
+
+
+def _echoes(vocab_size: int, length: int, rng: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
     """tokens [length], and which of them are taught."""
     tokens, taught = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
     while len(tokens) < length:
@@ -60,7 +62,7 @@ def _echoes(vocab_size: int, length: int, rng: torch.Generator) -> tuple[Tensor,
         tokens = torch.cat([tokens, said, *again])
         told = [torch.arange(len(piece)) >= ECHO_CUE for piece in again]
         taught = torch.cat([taught, torch.zeros(half, dtype=torch.bool), *told])
-    return tokens[:length], taught[:length]
+    return tokens[:length].numpy(), taught[:length].numpy()
 
 
 def _row(

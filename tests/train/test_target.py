@@ -111,7 +111,7 @@ def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
         ({"splice_own": 0.5, "own_prompt": 30, "own_tokens": 2}, "no room for a passage in row_tokens 32"),
     ],
 )
-def test_splices_that_cannot_be_are_refused(settings, said):
+def test_shares_that_cannot_be_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(RECIPE, **settings)
 
