@@ -13,11 +13,11 @@ from statistics import median
 
 import torch
 
-from outpace.bench.floor import read_bandwidth, weight_bytes
 from outpace.bench.machine import machine, provenance, versions
-from outpace.decode.plain import generate
+from outpace.bench.roofline import read_bandwidth, weight_bytes
+from outpace.decode.autoregressive import generate
 from outpace.decode.request import Request
-from outpace.load import open_target
+from outpace.loading import open_target
 from outpace.models.load import named_tensors
 
 

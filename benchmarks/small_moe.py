@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.models.gpt_oss import GptOss
 from outpace.models.load import load_target

@@ -8,9 +8,9 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from outpace.chat.tokenizer import train_bpe
 from outpace.drafts.dflash import DFlashConfig
-from outpace.drafts.formats import (
+from outpace.formats.export import export_draft, open_target_files
+from outpace.formats.spec import (
     DFlashDraft,
     Eagle3Config,
     Eagle3Draft,
@@ -19,11 +19,11 @@ from outpace.drafts.formats import (
     eagle3_shapes,
     marks,
 )
-from outpace.export import export_draft, open_target_files
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import build, named_tensors
 from outpace.models.save import save_target
 from outpace.ops.rope import RopeConfig
+from outpace.text.tokenizer import train_bpe
 
 VOCAB = 290
 LAYERS = 6  # enough for EAGLE's default choice of layers

@@ -6,7 +6,7 @@ import tiny
 import torch
 from latents import latent_target
 
-from outpace.cache.index import Keep
+from outpace.kv.topk import Keep
 from outpace.models.load import build, named_tensors
 
 KEEP = Keep(top_k=14, min_context=16, sinks=2, recent=6)

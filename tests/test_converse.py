@@ -11,17 +11,17 @@ import torch
 from rich.console import Console
 
 import outpace
-from outpace.chat.conversation import System
-from outpace.chat.harmony_talk import HarmonyTalk
-from outpace.chat.tokenizer import encode, read_tokenizer, train_bpe
+from outpace.cli.chat_session import Screen, Session, run
 from outpace.cli.main import main
-from outpace.converse import Screen, Session, run
 from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
-from outpace.load import open_target
+from outpace.loading import open_target
 from outpace.models.decoder import Output
 from outpace.models.load import build, named_tensors
 from outpace.models.save import save_target
+from outpace.text.harmony_chat import HarmonyTalk
+from outpace.text.messages import System
+from outpace.text.tokenizer import encode, read_tokenizer, train_bpe
 
 TOKENIZER = read_tokenizer(Path(outpace.__file__).parent / "embedded" / "target")
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"

@@ -7,14 +7,14 @@ import pytest
 import tiny
 import torch
 
-from outpace.chat.tokenizer import encode
-from outpace.convert import convert_target, write_gguf
-from outpace.decode.plain import generate
+from outpace.checkpoint.open import open_checkpoint
+from outpace.decode.autoregressive import generate
 from outpace.decode.request import Request
-from outpace.load import open_target, open_template, open_tokenizer
+from outpace.formats.convert import convert_target, write_gguf
+from outpace.loading import open_target, open_template, open_tokenizer
 from outpace.models.load import load_target, named_tensors
 from outpace.models.save import save_target
-from outpace.weights.checkpoint import open_checkpoint
+from outpace.text.tokenizer import encode
 
 TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
 

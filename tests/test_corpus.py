@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from outpace.corpus import HELD_OUT_SHARE, Document, corpus_hash, read_corpus, split
+from outpace.text.corpus import HELD_OUT_SHARE, Document, corpus_hash, read_corpus, split
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from outpace.bench.prompts import held_out_prompts
-from outpace.corpus import read_corpus, split
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.load import EMBEDDED, open_draft, open_target
+from outpace.loading import EMBEDDED, open_draft, open_target
 from outpace.models.load import fingerprint
+from outpace.text.corpus import read_corpus, split
 
 REPORTS = Path(__file__).parents[1] / "reports"
 MOST_BYTES = 24 * 2**20

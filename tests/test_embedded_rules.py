@@ -6,16 +6,17 @@ import json
 import pytest
 import torch
 
-from outpace.chat.tokenizer import encode_prompt
 from outpace.cli.main import main
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
+from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
-from outpace.decode.rules import RULES
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
-from outpace.load import open_draft, open_target
+from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling, probabilities
+from outpace.text.tokenizer import encode_prompt
 
 TEXTS = ("def fibonacci(n):\n    if n < 2:\n", "import os\nimport sys\n\n\nclass Reader:", "for i in range(")
 NEW = 24

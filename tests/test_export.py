@@ -11,13 +11,13 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from outpace.bench.timed import our_methods
-from outpace.bench.yardstick import open_yardstick
+from outpace.bench.baselines import open_yardstick
+from outpace.bench.timing import our_methods
 from outpace.cli.main import main
-from outpace.drafts.files import read_draft
-from outpace.drafts.load import build_dflash, describe_dflash, load_dflash, save_dflash
-from outpace.export import check_fit, export_draft, import_draft
-from outpace.load import EMBEDDED
+from outpace.formats.detect import read_draft
+from outpace.formats.export import check_fit, export_draft, import_draft
+from outpace.formats.load import build_dflash, describe_dflash, load_dflash, save_dflash
+from outpace.loading import EMBEDDED
 
 EMBEDDED_DRAFT = EMBEDDED / "dflash"
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from outpace.cache.partial import PartialConfig
-from outpace.chat.tokenizer import encode_prompt
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
-from outpace.load import open_draft, open_target
+from outpace.kv.partial import PartialConfig
+from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling, generator
+from outpace.text.tokenizer import encode_prompt
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "shipped_tokens.json").read_text())
 PROMPTS = (

@@ -226,8 +226,8 @@ def test_the_package_is_marked_as_typed():
 TREE = {
     "outpace.__init__": "",
     "outpace.cache.__init__": "",
-    "outpace.cache.kv": '"""A."""',
-    "outpace.chat.tokenizer": '"""A."""',
+    "outpace.kv.base": '"""A."""',
+    "outpace.text.tokenizer": '"""A."""',
     "outpace.kernels.cpu": '"""A."""',
     "outpace.ops.rope": '"""A."""',
     "outpace.models.a": '"""A."""\nfrom outpace.ops.rope import rotate\nfrom outpace.cache import kv\n',

@@ -9,13 +9,13 @@ from indexers import indexed_target
 from latents import latent_target
 from typer.testing import CliRunner
 
-from outpace.cache.index import Keep
 from outpace.cli.app import app
 from outpace.cli.main import main
+from outpace.kv.topk import Keep
 from outpace.models.load import named_tensors
 from outpace.models.published import PUBLISHED
 from outpace.plan.devices import DEVICES, parse_hardware
-from outpace.plan.plan import Choices, plan
+from outpace.plan.estimate import Choices, plan
 from outpace.plan.sizes import retrofitted, sizes_of, trainable
 
 

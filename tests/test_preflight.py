@@ -6,9 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from outpace.convert import write_gguf
-from outpace.export import EMBEDDED, export_draft, open_target_files
-from outpace.preflight import CHECKS, ENGINES, Cell, preflight, show_preflight
+from outpace.formats.convert import write_gguf
+from outpace.formats.export import EMBEDDED, export_draft, open_target_files
+from outpace.formats.preflight import CHECKS, ENGINES, Cell, preflight, show_preflight
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from outpace.settings import load_settings, parse_overrides
+from outpace.config import load_settings, parse_overrides
 
 
 @dataclass(frozen=True, kw_only=True)

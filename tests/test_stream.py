@@ -7,14 +7,14 @@ import tiny
 import torch
 from test_cli import run as outpace
 
-from outpace.chat.harmony_talk import HarmonyTalk
-from outpace.chat.tokenizer import SPECIAL, encode, read_tokenizer, train_bpe
-from outpace.chat.vocabulary import tokenizer_from_gguf
+from outpace.cli.text_stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
 from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
-from outpace.load import EMBEDDED
+from outpace.loading import EMBEDDED
 from outpace.ops.sampling import Sampling
-from outpace.stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
+from outpace.text.gguf_tokenizer import tokenizer_from_gguf
+from outpace.text.harmony_chat import HarmonyTalk
+from outpace.text.tokenizer import SPECIAL, encode, read_tokenizer, train_bpe
 
 LAYERS = json.loads((EMBEDDED / "target" / "config.json").read_text())["num_hidden_layers"]
 TEXT = "def f(x):\n    return x  # gr\u00f6\u00dfer \U0001f642\n" * 9

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from outpace import synth
-from outpace.chat.tokenizer import read_tokenizer
+from outpace.checkpoint.open import open_checkpoint
 from outpace.cli.main import main
-from outpace.models.inspect import inspect_target
+from outpace.doctor.inspect import inspect_target
+from outpace.formats import random_weights as synth
+from outpace.formats.random_weights import plan, synthesise
 from outpace.models.load import load_target
 from outpace.models.published import PUBLISHED
 from outpace.ops.mxfp4 import unpack
-from outpace.synth import plan, synthesise
-from outpace.weights.checkpoint import open_checkpoint
+from outpace.text.tokenizer import read_tokenizer
 
 PARAMETERS = {  # as published; of gpt-oss also the bytes
     "gpt-oss-20b": 20_914_757_184,

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from outpace.bench.gates import run_gates
+from outpace.bench.checks import run_gates
 from outpace.bench.report import write_report
 from outpace.bench.speed import BenchSettings, run_bench
-from outpace.chat.tokenizer import train_bpe
-from outpace.corpus import read_corpus
-from outpace.decode import plain, speculative
+from outpace.config import load_settings
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.load import load_dflash
+from outpace.formats.load import load_dflash
 from outpace.models.load import fingerprint, load_target
-from outpace.settings import load_settings
 from outpace.teacher.build import TeacherRecipe, build
 from outpace.teacher.store import TeacherCache
+from outpace.text.corpus import read_corpus
+from outpace.text.tokenizer import train_bpe
 from outpace.train.dflash import DFlashRecipe, train_dflash
 from outpace.train.publish import publish_target
 from outpace.train.target import TargetRecipe, train_target

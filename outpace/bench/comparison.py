@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from outpace.bench.begun import Asked, begin
+from outpace.bench.interleave import take_turns
 from outpace.bench.methods import PLAIN, Case
 from outpace.bench.progress import progress
 from outpace.bench.results import Cell, joined, result
+from outpace.bench.setup import Asked, begin
 from outpace.bench.suite import cases_of
-from outpace.bench.turns import take_turns
 from outpace.decode.costs import Costs
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder

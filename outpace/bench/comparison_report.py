@@ -8,7 +8,7 @@ from typing import Any
 from outpace.bench.methods import PLAIN
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 LEGEND = """\
 - tau: tokens committed per forward of the target, the bonus token included; all tokens over all rounds.

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outpace.bench.context_room import Retrofits, Room, filled, kv_bytes, retrofitted
-from outpace.bench.described import describe_target
-from outpace.bench.floor import read_bandwidth, weight_bytes
+from outpace.bench.context_setup import Retrofits, Room, filled, kv_bytes, retrofitted
 from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
-from outpace.cache.index import Keep
-from outpace.cache.kv import Cache
-from outpace.cache.partial import PartialConfig
+from outpace.bench.roofline import read_bandwidth, weight_bytes
+from outpace.kv.base import Cache
+from outpace.kv.partial import PartialConfig
+from outpace.kv.topk import Keep
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 

@@ -22,7 +22,7 @@ from outpace.bench.context import (
 from outpace.bench.draft_context_report import short
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 COLOURS = {PLAIN: "#8f8f8f", FULL: "#c1666b", PARTIAL: "#2a6f97", SETTLE: "#e3a857", REFRESH: "#5b8c5a"}
 COLOURS |= {SPARSE: "#61304b", SPARSE_FULL: "#9a6fb0", LATENT: "#b8860b", LATENT_FULL: "#d9c27a"}

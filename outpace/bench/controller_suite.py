@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from outpace.bench.begun import Asked, Begun, begin
 from outpace.bench.comparison import advancing, row
+from outpace.bench.interleave import take_turns
 from outpace.bench.methods import PLAIN, Case, Opened
 from outpace.bench.progress import progress
 from outpace.bench.results import Cell, Runs, error, over
+from outpace.bench.setup import Asked, Begun, begin
 from outpace.bench.suite import SuiteRecipe
-from outpace.bench.turns import take_turns
 
 
 def run_controller(asked: Asked) -> dict[str, Any]:

@@ -16,14 +16,15 @@ from rich.progress import Progress
 from outpace.bench.draft_shapes import SHAPES, check_memory, check_positions, describe, pairs
 from outpace.bench.draft_variants import ABOUT, SESSIONS, VARIANTS, Recomputed, Remembering, Variant
 from outpace.bench.draft_walk import Clock, Work, walk_round, work_of_round
-from outpace.bench.floor import read_bandwidth
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
-from outpace.decode import plain, speculative
+from outpace.bench.roofline import read_bandwidth
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash import DFlash, DFlashSession
+from outpace.drafts.sampler import Likeliest
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.sampling import seeded

@@ -7,7 +7,7 @@ from typing import Any
 from outpace.bench.draft_walk import OPERATIONS
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, versions_line
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 COLOURS = {"cached": "#2a6f97", "recomputed": "#c1666b", "noise cached": "#e3a857"}
 SHADES = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.bench.described import parameters
+from outpace.bench.metadata import parameters
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.models.config import FULL
 from outpace.models.decoder import Decoder

@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outpace.cache.step import Step
-from outpace.drafts.choice import Choice
+from outpace.drafts.base import Proposal
 from outpace.drafts.dflash import BoundDFlash, DFlash, DFlashLayer, DFlashSession
-from outpace.drafts.dflash_guess import Head
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.dflash_decode import Head
+from outpace.drafts.sampler import Choice
+from outpace.kv.metadata import Step
 from outpace.models.decoder import Decoder
 
 Variant = Literal["cached", "recomputed", "noise cached"]

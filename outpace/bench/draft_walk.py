@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from outpace.bench.draft_variants import NoiseCached, Recomputed, Variant, form
-from outpace.cache.step import Step
-from outpace.drafts.choice import Likeliest
+from outpace.drafts.base import Proposal
 from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
-from outpace.drafts.dflash_guess import Head
+from outpace.drafts.dflash_decode import Head
 from outpace.drafts.dflash_heads import BlockConv
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.sampler import Likeliest
+from outpace.kv.metadata import Step
 from outpace.models.blocks import RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view

@@ -6,8 +6,8 @@ import torch
 
 from outpace.bench import lossless
 from outpace.bench.lossless import Check, first_difference, in_float32, same
+from outpace.decode.acceptance_gumbel import coupled, key_of
 from outpace.decode.request import Request
-from outpace.decode.rules_coupled import coupled, key_of
 from outpace.models.decoder import Decoder
 from outpace.ops import noise
 

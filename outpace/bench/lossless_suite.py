@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from outpace.bench.begun import Asked, begin
+from outpace.bench.interleave import seed_of
 from outpace.bench.lossless import Check, compare
 from outpace.bench.lossless_coupled import compare_coupled
 from outpace.bench.methods import PLAIN, Case
 from outpace.bench.progress import progress
+from outpace.bench.setup import Asked, begin
 from outpace.bench.suite import SuiteRecipe
-from outpace.bench.turns import seed_of
 from outpace.models.decoder import Decoder
 
 WAYS = ((0.0, "match"), (1.0, "gumbel"))  # temperature and rule under which a text is a function of the seed

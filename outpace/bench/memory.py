@@ -11,23 +11,24 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outpace.bench.described import describe_target
+from outpace.bench.interleave import take_turns
 from outpace.bench.lossless import Check, compare
 from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.quality import Quality, QualitySettings, remembered
 from outpace.bench.results import Runs, error, joined, over
 from outpace.bench.resume import Kept
-from outpace.bench.timed import Method, Prompts, Timed, timed
-from outpace.bench.turns import take_turns
-from outpace.cache.partial import PartialConfig
-from outpace.corpus import Document
-from outpace.decode import plain, speculative
+from outpace.bench.timing import Method, Prompts, Timed, timed
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
-from outpace.drafts.proposal import Draft
+from outpace.drafts.base import Draft
+from outpace.kv.partial import PartialConfig
 from outpace.models.decoder import Decoder
+from outpace.text.corpus import Document
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 LEGEND = """\
 - tokens/s, x plain: decoding alone, prompts one by one, rows in turns; over plain decoding of the original.

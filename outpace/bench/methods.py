@@ -8,25 +8,26 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from outpace.bench.timed import Method, Prompts, Timed, timed
-from outpace.cache.partial import PartialConfig
-from outpace.decode import plain, speculative
+from outpace.bench.timing import Method, Prompts, Timed, timed
+from outpace.config import load_settings
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
+from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
-from outpace.decode.rules import RULES
+from outpace.drafts.base import Draft
 from outpace.drafts.dflash import BoundDFlash
 from outpace.drafts.dflash_parts import parts_of
-from outpace.drafts.eagle3_session import BoundEagle3
+from outpace.drafts.eagle3_decode import BoundEagle3
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
-from outpace.drafts.proposal import Draft
 from outpace.drafts.suffix import Suffix
-from outpace.load import DEFAULT, SUFFIX, draft_folder, open_draft
+from outpace.kv.partial import PartialConfig
+from outpace.loading import DEFAULT, SUFFIX, draft_folder, open_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
-from outpace.settings import load_settings
 
 PLAIN = "plain"
 

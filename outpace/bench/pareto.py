@@ -11,21 +11,21 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outpace.bench.described import describe_target
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.memory import described
+from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
 from outpace.bench.quality import Quality, QualitySettings, remembered
 from outpace.bench.resume import Kept
-from outpace.cache.index import Keep
-from outpace.corpus import Document
+from outpace.kv.topk import Keep
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.retrofit import dsa, mla
 from outpace.retrofit.calibrate import calibrate
-from outpace.retrofit.judge import texts_of
-from outpace.shrink.dsa import DsaSettings, asked_of, first_indexes
-from outpace.shrink.mla import MlaSettings, bases_of, chosen_balance
+from outpace.retrofit.evaluate import texts_of
+from outpace.retrofit.pipeline_dsa import DsaSettings, asked_of, first_indexes
+from outpace.retrofit.pipeline_mla import MlaSettings, bases_of, chosen_balance
+from outpace.text.corpus import Document
 
 TRIED = 4  # texts by which a balance of keys against values is chosen
 

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from outpace.weights.save import write_atomically
+from outpace.checkpoint.save import write_atomically
 
 COLOURS = {
     "transformers": "#b0b0b0",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
-from outpace.corpus import Document
+from outpace.text.corpus import Document
 
 
 def held_out_prompts(

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.recall import RecallSettings, long_texts, of_needles
-from outpace.corpus import Document
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
-from outpace.retrofit.judge import judge
+from outpace.retrofit.evaluate import judge
+from outpace.text.corpus import Document
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,16 +17,16 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.bench.described import describe_target
 from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
-from outpace.chat.tokenizer import encode
-from outpace.corpus import Document, note
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
+from outpace.text.corpus import Document, note
+from outpace.text.tokenizer import encode
 
 FIRST = 256  # tokens of the first bucket; each further one is as long as all before it
 

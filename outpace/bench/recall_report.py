@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.bench.plots import bare, figure_of, save_figure
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 LEGEND = """\
 - loss: nats a token of held-out files, read from their beginning: the mean over files of a stretch's mean.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.bench.plots import regime_name, write_plots
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 COLUMNS = (
     "method",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.bench.lossless import Check, compare, same
-from outpace.bench.timed import Timed
+from outpace.bench.timing import Timed
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
 

@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from outpace.bench import yardstick
-from outpace.bench.described import describe_draft, describe_target
+from outpace.bench import baselines as yardstick
 from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.metadata import describe_draft, describe_target
 from outpace.bench.progress import progress
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.results import Cell, agreement, result
-from outpace.bench.timed import Method, our_methods
-from outpace.corpus import Document
+from outpace.bench.timing import Method, our_methods
 from outpace.drafts.dflash import DFlash
 from outpace.models.decoder import Decoder
+from outpace.text.corpus import Document
 
 METHODS = ("transformers", "transformers-dflash", "plain", "ngram", "dflash")
 YARDSTICKS = METHODS[:2]

@@ -12,8 +12,8 @@ from torch import Tensor
 from outpace.bench.stage_reference import Stages, dflash_stages, eagle3_feature, eagle3_stages
 from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
 from outpace.drafts.eagle3 import Eagle3, Eagle3Layer
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
-from outpace.drafts.formats import EMBEDDING, HEAD, Description, DFlashDraft, Eagle3Draft
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.formats.spec import EMBEDDING, HEAD, Description, DFlashDraft, Eagle3Draft
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 

@@ -11,17 +11,17 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from outpace.bench.interleave import Groups
 from outpace.bench.methods import PLAIN, Case, MethodSpec, Opened, open_method
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.resume import Kept
-from outpace.bench.turns import Groups
-from outpace.corpus import Document
+from outpace.config import load_settings
 from outpace.decode.calibrate import calibrate
 from outpace.decode.cost_file import FORMAT, from_json
 from outpace.decode.costs import Costs
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
-from outpace.settings import load_settings
+from outpace.text.corpus import Document
 
 TEXTS = ("held-out", "random")
 Tables = dict[tuple[str, str], Costs]  # by method, and one of decode.request.JUDGED

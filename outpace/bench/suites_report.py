@@ -5,7 +5,7 @@ from typing import Any
 
 from outpace.bench.comparison_report import FORESEEN, differ, foreseen
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 
 def write_suite(report: dict[str, Any], folder: Path, markdown: str) -> None:

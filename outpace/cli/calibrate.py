@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from outpace.decode.controller import Controller
     from outpace.decode.costs import Costs
-    from outpace.drafts.proposal import Draft as AnyDraft
+    from outpace.drafts.base import Draft as AnyDraft
     from outpace.models.decoder import Decoder
 
 QUICK = 5.0  # seconds that a request may spend on a table of its own
@@ -78,7 +78,7 @@ def calibrate(
     from outpace.decode.cost_file import cache_folder, table_path, write_costs
     from outpace.decode.costs import fingerprint
     from outpace.decode.request import JUDGED
-    from outpace.load import open_draft, open_target, own_draft
+    from outpace.loading import open_draft, open_target, own_draft
 
     if rule not in JUDGED:
         raise ValueError(f"--rule {rule}: it must be one of {', '.join(JUDGED)}")
@@ -115,9 +115,9 @@ def kept(
     target: "Decoder", draft: "AnyDraft", folder: Path, judged: str
 ) -> "tuple[Costs | None, str | None]":
     """-> the table kept for this target, draft, machine and rule, or why one that lies there is not used."""
+    from outpace.checkpoint.base import LoadError
     from outpace.decode.cost_file import read_costs
     from outpace.decode.costs import fingerprint
-    from outpace.weights.contract import LoadError
 
     try:
         return read_costs(folder, fingerprint(target, draft, judged)), None
@@ -198,8 +198,8 @@ def _measured(
 ) -> "Costs":
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from outpace.corpus import read_corpus, split
     from outpace.decode.calibrate import calibrate as measure
+    from outpace.text.corpus import read_corpus, split
 
     wanted, text = max(contexts) + 4096, list[int]()
     for document in split(read_corpus())[1]:

@@ -32,9 +32,9 @@ from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from outpace.chat.rows import Row
-    from outpace.chat.talk import Part, Talk
-    from outpace.converse import Screen, Session
+    from outpace.cli.chat_session import Screen, Session
+    from outpace.text.chat_format import Part, Talk
+    from outpace.text.sft_rows import Row
 
 BLOCK = '"""'  # a line of it begins and ends a message of several lines
 
@@ -102,9 +102,9 @@ def chat(
     """
     import time
 
-    from outpace.converse import Screen, Session, run
+    from outpace.cli.chat_session import Screen, Session, run
     from outpace.decode.request import Request
-    from outpace.load import open_draft, open_target, own_draft
+    from outpace.loading import open_draft, open_target, own_draft
     from outpace.ops.sampling import Sampling, generator
 
     request = Request(
@@ -155,13 +155,13 @@ def open_talk(
     """Harmony where the tokenizer speaks it, else the checkpoint's chat template."""
     import datetime
 
-    from outpace.chat.conversation import Developer, System
-    from outpace.chat.conversation_json import parse_tools
-    from outpace.chat.harmony import speaks_harmony
-    from outpace.chat.harmony_talk import HarmonyTalk
-    from outpace.chat.template_talk import TemplateTalk
-    from outpace.load import open_template, target_path
-    from outpace.weights.checkpoint import open_checkpoint
+    from outpace.checkpoint.open import open_checkpoint
+    from outpace.loading import open_template, target_path
+    from outpace.text.conversation_json import parse_tools
+    from outpace.text.harmony import speaks_harmony
+    from outpace.text.harmony_chat import HarmonyTalk
+    from outpace.text.messages import Developer, System
+    from outpace.text.template_chat import TemplateTalk
 
     tools = parse_tools(functions, "--tools") if functions else ()
     if speaks_harmony(tokenizer):
@@ -258,11 +258,11 @@ def rows(
     [bold]Examples[/bold]: outpace rows talks.jsonl --show 3
     outpace rows talks.jsonl --target gpt-oss-20b --json > rows.jsonl
     """
-    from outpace.chat.conversation import System
-    from outpace.chat.harmony import HarmonyTokens
-    from outpace.chat.rows import read_rows
-    from outpace.load import open_tokenizer, target_path
-    from outpace.weights.checkpoint import open_checkpoint
+    from outpace.checkpoint.open import open_checkpoint
+    from outpace.loading import open_tokenizer, target_path
+    from outpace.text.harmony import HarmonyTokens
+    from outpace.text.messages import System
+    from outpace.text.sft_rows import read_rows
 
     tokens = HarmonyTokens(open_tokenizer(open_checkpoint(target_path(target))))
     count, total, supervised, longest, lines = 0, 0, 0, 0, 0

@@ -33,9 +33,9 @@ def inspect(
     [bold]Examples[/bold]: outpace inspect default --json
     outpace inspect FOLDER --deep
     """
-    from outpace.load import target_path
-    from outpace.models.inspect import gate
-    from outpace.show import show_report
+    from outpace.cli.display import show_report
+    from outpace.doctor.inspect import gate
+    from outpace.loading import target_path
 
     with _bytes_bar() as bar:
         task = bar.add_task("values", visible=deep, total=None)
@@ -69,7 +69,7 @@ def synth(
     [bold]Examples[/bold]: outpace synth big --like gpt-oss-20b  (13.8 GB)
     outpace synth small --like gpt-oss-120b --layers 2 --seed 7
     """
-    from outpace import synth as make
+    from outpace.formats import random_weights as make
 
     plan = make.plan(like, layers=layers, seed=seed, dtype=dtype)
     with _bytes_bar() as bar:

@@ -25,7 +25,7 @@ def convert(
     [bold]Examples[/bold]: outpace convert default small.gguf --type q8_0
     outpace convert gpt-oss-20b-mxfp4.gguf gpt-oss-20b
     """
-    from outpace.convert import convert_target
+    from outpace.formats.convert import convert_target
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -41,8 +41,8 @@ def export(
     [bold]Examples[/bold]: outpace export run/draft --to zlab --out draft
     outpace export default --to gguf --target default --out dflash-draft.gguf --dtype q8_0
     """
-    from outpace.drafts.files import read_draft
-    from outpace.export import DTYPES, PACKED, draft_path, export_draft, open_target_files
+    from outpace.formats.detect import read_draft
+    from outpace.formats.export import DTYPES, PACKED, draft_path, export_draft, open_target_files
 
     if dtype is not None and dtype not in (*DTYPES, PACKED):
         raise ValueError(f"--dtype {dtype}: choose {', '.join((*DTYPES, PACKED))}")
@@ -76,7 +76,7 @@ def import_(
 
     [bold]Example[/bold]: outpace import downloads/dflash --target checkpoints/gpt-oss-20b --out draft
     """
-    from outpace.export import import_draft, open_target_files
+    from outpace.formats.export import import_draft, open_target_files
 
     if not path.exists():
         raise ValueError(f"{path} is not there: name a draft's folder or GGUF file")
@@ -104,9 +104,9 @@ def preflight(
     [bold]Examples[/bold]: outpace preflight run/draft --target checkpoints/gpt-oss-20b
     outpace preflight draft --target default --engine SGLang --engine vLLM
     """
-    from outpace.export import draft_path, open_target_files
-    from outpace.preflight import ENGINES, show_preflight
-    from outpace.preflight import preflight as look
+    from outpace.formats.export import draft_path, open_target_files
+    from outpace.formats.preflight import ENGINES, show_preflight
+    from outpace.formats.preflight import preflight as look
 
     found = look(draft_path(draft), open_target_files(target), tuple(engine) if engine else ENGINES)
     if as_json:

@@ -42,12 +42,12 @@ def verify(
     [bold]Examples[/bold]: outpace verify --target default --draft default --cache work/cache
     outpace verify --target gpt-oss-20b --draft eagle3 --stages --prompts 2
     """
-    from outpace.bench.gates import failed, run_gates
+    from outpace.bench.checks import failed, run_gates
     from outpace.bench.prompts import held_out_prompts
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_draft, open_target
-    from outpace.show import gates_as_json, show_gate
+    from outpace.cli.display import gates_as_json, show_gate
+    from outpace.loading import open_draft, open_target
     from outpace.teacher.store import TeacherCache
+    from outpace.text.corpus import read_corpus, split
 
     if stages:
         if cache is not None:
@@ -69,11 +69,11 @@ def verify(
 def _verify_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
     from outpace.bench.prompts import held_out_prompts
     from outpace.bench.stages import compare_stages, show_stages
-    from outpace.corpus import read_corpus, split
     from outpace.drafts.dflash import BoundDFlash
-    from outpace.drafts.eagle3_session import BoundEagle3
-    from outpace.drafts.files import read_draft
-    from outpace.load import draft_folder, loaded_files, open_draft, open_target
+    from outpace.drafts.eagle3_decode import BoundEagle3
+    from outpace.formats.detect import read_draft
+    from outpace.loading import draft_folder, loaded_files, open_draft, open_target
+    from outpace.text.corpus import read_corpus, split
 
     loaded, tokenizer = open_target(target)
     bound = open_draft(draft, loaded, tokenizer)
@@ -189,8 +189,8 @@ def _bench_speed(
 ) -> dict[str, Any]:
     from outpace.bench.report import print_report, write_report
     from outpace.bench.speed import BenchSettings, run_bench
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_dflash, open_target
+    from outpace.loading import open_dflash, open_target
+    from outpace.text.corpus import read_corpus, split
 
     settings = recipe_settings(BenchSettings, recipe, set_)
     loaded, tokenizer = open_target(target)
@@ -217,9 +217,9 @@ def _bench_draft_context(
     from outpace.bench.draft_context import QUICK, DraftContextSettings, regime_lengths, run_draft_context
     from outpace.bench.draft_context_report import write_draft_context
     from outpace.bench.prompts import held_out_prompts
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_dflash, open_target
-    from outpace.settings import load_settings, parse_overrides
+    from outpace.config import load_settings, parse_overrides
+    from outpace.loading import open_dflash, open_target
+    from outpace.text.corpus import read_corpus, split
 
     said = (QUICK if quick else {}) | parse_overrides(DraftContextSettings, set_ or [])
     settings = load_settings(DraftContextSettings, recipe, said)
@@ -242,7 +242,7 @@ def _bench_context(
 ) -> dict[str, Any]:
     from outpace.bench.context import ContextSettings, run_context
     from outpace.bench.context_report import write_context
-    from outpace.load import open_target
+    from outpace.loading import open_target
 
     settings = recipe_settings(ContextSettings, recipe, set_)
     report = run_context(open_target(target)[0], settings, out, shown)
@@ -255,8 +255,8 @@ def _bench_recall(
 ) -> dict[str, Any]:
     from outpace.bench.recall import RecallSettings, run_recall
     from outpace.bench.recall_report import write_recall
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_target
+    from outpace.loading import open_target
+    from outpace.text.corpus import read_corpus, split
 
     settings = recipe_settings(RecallSettings, recipe, set_)
     held_out = split(read_corpus(corpus))[1]
@@ -276,10 +276,10 @@ def _bench_methods(
     shown: Console,
 ) -> dict[str, Any]:
     from outpace.bench import comparison, comparison_report, controller_suite, lossless_suite, suites_report
-    from outpace.bench.begun import Asked
+    from outpace.bench.setup import Asked
     from outpace.bench.suite import SuiteRecipe, calibration_text
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_target
+    from outpace.loading import open_target
+    from outpace.text.corpus import read_corpus, split
 
     settings = recipe_settings(SuiteRecipe, recipe, set_)
     loaded, tokenizer = open_target(target)
@@ -313,7 +313,7 @@ def tables(page: Annotated[Path, typer.Argument(help="A Markdown page with marke
 
     [bold]Example[/bold]: outpace tables docs/drafts.md
     """
-    from outpace.bench.page import update_page
+    from outpace.bench.render_docs import update_page
 
     if not page.is_file():
         raise ValueError(f"{page} is no file: name a Markdown page")
@@ -323,13 +323,13 @@ def tables(page: Annotated[Path, typer.Argument(help="A Markdown page with marke
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
     """The gates and the measured table on the embedded default: what `make demo` runs."""
-    from outpace.bench.gates import failed, run_gates
+    from outpace.bench.checks import failed, run_gates
     from outpace.bench.prompts import held_out_prompts
     from outpace.bench.report import print_report, write_report
     from outpace.bench.speed import demo_settings, run_bench
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_dflash, open_target
-    from outpace.show import gates_as_json, show_gate
+    from outpace.cli.display import gates_as_json, show_gate
+    from outpace.loading import open_dflash, open_target
+    from outpace.text.corpus import read_corpus, split
 
     loaded, tokenizer = open_target("default")
     dflash = open_dflash("default", tokenizer)

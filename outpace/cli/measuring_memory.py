@@ -20,8 +20,8 @@ def bench_memory(
 ) -> dict[str, Any]:
     from outpace.bench.memory import MemorySettings, run_memory
     from outpace.bench.memory_report import write_memory
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_draft, open_target
+    from outpace.loading import open_draft, open_target
+    from outpace.text.corpus import read_corpus, split
 
     settings = recipe_settings(MemorySettings, recipe, set_)
     loaded, tokenizer = open_target(target)
@@ -41,8 +41,8 @@ def bench_pareto(
 ) -> dict[str, Any]:
     from outpace.bench.pareto import ParetoSettings, run_pareto
     from outpace.bench.pareto_report import write_pareto
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_target
+    from outpace.loading import open_target
+    from outpace.text.corpus import read_corpus, split
 
     settings = recipe_settings(ParetoSettings, recipe, set_)
     trained = {name: open_target(name)[0] for name in settings.trained}

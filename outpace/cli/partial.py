@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from outpace.decode.controller import Controller
     from outpace.decode.partial import Partial
-    from outpace.drafts.proposal import Draft as AnyDraft
+    from outpace.drafts.base import Draft as AnyDraft
     from outpace.models.decoder import Decoder
 
 PartialTokens = Annotated[
@@ -40,9 +40,9 @@ PartialLossy = Annotated[
 
 def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | None":
     """Raises ValueError for fields and sizes that cannot be, and for what is said without --partial."""
-    from outpace.cache.partial import PartialConfig
+    from outpace.config import load_settings, parse_overrides
     from outpace.decode.partial import Partial
-    from outpace.settings import load_settings, parse_overrides
+    from outpace.kv.partial import PartialConfig
 
     if not tokens:
         if pairs or lossy:
@@ -67,7 +67,7 @@ def method_for(
     cache_dir: Path | None,
 ) -> "tuple[AnyDraft | None, Controller | None, str]":
     """As `controller_for`, which knows full passes alone. Raises ValueError for what cannot be had."""
-    from outpace.drafts.silent import Silent
+    from outpace.drafts.null import Silent
 
     if near is None:
         return controller_for(target, draft, tokenizer, judged, method, verify, cache_dir)

@@ -37,8 +37,8 @@ def plan(
     outpace plan 20b --hardware rtx-4090 --weights q8 --draft 8e8 --tau 3.5 --context 32768
     outpace plan qwen3-8b --hardware this --json
     """
-    from outpace.plan.plan import Choices
-    from outpace.plan.plan import plan as planned
+    from outpace.plan.estimate import Choices
+    from outpace.plan.estimate import plan as planned
     from outpace.plan.sizes import sizes_of
 
     said: dict[str, float] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
@@ -54,8 +54,8 @@ def plan(
 
 def _config(model: str) -> tuple[str, dict[str, Any]]:
     """A name or a path -> what it is called, and its config.json. Raises ValueError for neither."""
+    from outpace.checkpoint.strict_json import read_object
     from outpace.models.published import PUBLISHED
-    from outpace.weights.strict_json import read_object
 
     name = {"20b": "gpt-oss-20b", "120b": "gpt-oss-120b"}.get(model.lower(), model.lower())
     if name in PUBLISHED:
@@ -89,8 +89,8 @@ def _this_machine() -> Any:
     """Measured: what its memory gives, what its processors multiply."""
     import torch
 
-    from outpace.bench.floor import multiply_rate, read_bandwidth
     from outpace.bench.machine import machine
+    from outpace.bench.roofline import multiply_rate, read_bandwidth
     from outpace.plan.devices import Device
 
     with console.status("measuring this machine"):

@@ -35,7 +35,7 @@ def mla(
     [bold]Examples[/bold]: outpace retrofit mla --target default --out small
     outpace retrofit mla --target qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
     """
-    from outpace.shrink.mla import MlaSettings, retrofit_mla
+    from outpace.retrofit.pipeline_mla import MlaSettings, retrofit_mla
 
     settings = recipe_settings(MlaSettings, recipe, set_)
     make = partial(retrofit_mla, target, settings)
@@ -57,7 +57,7 @@ def dsa(
     [bold]Examples[/bold]: outpace retrofit dsa --target default --out sparse
     outpace retrofit dsa --target qwen3-8b --out sparse --set top_k=2048 --set index_dim=64
     """
-    from outpace.shrink.dsa import DsaSettings, retrofit_dsa
+    from outpace.retrofit.pipeline_dsa import DsaSettings, retrofit_dsa
 
     settings = recipe_settings(DsaSettings, recipe, set_)
     make = partial(retrofit_dsa, target, settings)
@@ -72,7 +72,7 @@ def _made(
     show: Callable[[dict[str, Any]], None],
 ) -> None:
     """A retrofit of the corpus's texts, its stages said while it runs, its report shown."""
-    from outpace.corpus import read_corpus
+    from outpace.text.corpus import read_corpus
 
     with console.status("opening") as status:
         report = make(read_corpus(corpus), out, (lambda stage: None) if as_json else status.update)
@@ -102,9 +102,9 @@ def train_mla(
     [bold]Example[/bold]: outpace train mla --target small --out work/mla --recipe recipes/memory/mla.toml
     """
     from outpace.models.load import fingerprint
+    from outpace.retrofit.train_mla import MlaRecipe
+    from outpace.retrofit.train_mla import train_mla as train
     from outpace.teacher.store import TeacherCache
-    from outpace.train.mla import MlaRecipe
-    from outpace.train.mla import train_mla as train
 
     settings = recipe_settings(MlaRecipe, recipe, set_)
     given = _opened(target, corpus)
@@ -127,8 +127,8 @@ def train_dsa(
 
     [bold]Example[/bold]: outpace train dsa --target sparse --out work/dsa --recipe recipes/memory/dsa.toml
     """
-    from outpace.train.dsa import DsaRecipe
-    from outpace.train.dsa import train_dsa as train
+    from outpace.retrofit.train_dsa import DsaRecipe
+    from outpace.retrofit.train_dsa import train_dsa as train
 
     settings = recipe_settings(DsaRecipe, recipe, set_)
     _said(train(settings, folder=out, **_opened(target, corpus)), out)
@@ -136,9 +136,9 @@ def train_dsa(
 
 def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
     """The target, its tokenizer and chat template, and the texts to train on and to judge by."""
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_target, open_template, target_path
-    from outpace.weights.checkpoint import open_checkpoint
+    from outpace.checkpoint.open import open_checkpoint
+    from outpace.loading import open_target, open_template, target_path
+    from outpace.text.corpus import read_corpus, split
 
     template = open_template(open_checkpoint(target_path(target)))
     opened, texts = open_target(target), split(read_corpus(corpus))

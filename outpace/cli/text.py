@@ -104,11 +104,19 @@ def generate(
 
     from rich.console import Console
 
-    from outpace.chat.tokenizer import encode_prompt
+    from outpace.cli.text_stream import (
+        Largest,
+        answer_reader,
+        no_answer,
+        reader,
+        run,
+        timing_table,
+        top_lines,
+    )
     from outpace.decode.request import Request
-    from outpace.load import open_draft, open_target, own_draft
+    from outpace.loading import open_draft, open_target, own_draft
     from outpace.ops.sampling import Sampling
-    from outpace.stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
+    from outpace.text.tokenizer import encode_prompt
 
     text = _prompt_text(prompt, prompt_file)
     request = Request(

@@ -44,9 +44,9 @@ def train_target(
 
     [bold]Example[/bold]: outpace train target --recipe recipes/target-micro.toml --out work/micro
     """
-    from outpace.chat.tokenizer import read_tokenizer, train_bpe
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_target, target_path
+    from outpace.loading import open_target, target_path
+    from outpace.text.corpus import read_corpus, split
+    from outpace.text.tokenizer import read_tokenizer, train_bpe
     from outpace.train import publish, target
 
     start, known = (None, None) if init is None else open_target(init)
@@ -104,10 +104,10 @@ def train_dflash(
     outpace train dflash --cache work/cache --out work/dflash --loss 0.1*ce+0.9*tv --set selector=64
     """
     from outpace.bench.prompts import held_out_prompts
-    from outpace.corpus import read_corpus, split
-    from outpace.load import draft_folder, open_dflash, open_target
+    from outpace.loading import draft_folder, open_dflash, open_target
     from outpace.models.load import fingerprint
     from outpace.teacher.store import TeacherCache
+    from outpace.text.corpus import read_corpus, split
     from outpace.train import dflash
     from outpace.train.publish import read_provenance
 
@@ -149,11 +149,11 @@ def train_eagle3(
     outpace train eagle3 --cache work/cache --out work/p-eagle --recipe recipes/p-eagle.toml
     """
     from outpace.bench.prompts import held_out_prompts
-    from outpace.corpus import read_corpus, split
     from outpace.drafts.eagle3 import Eagle3
-    from outpace.load import draft_folder, open_target, open_weights
+    from outpace.loading import draft_folder, open_target, open_weights
     from outpace.models.load import fingerprint
     from outpace.teacher.store import TeacherCache
+    from outpace.text.corpus import read_corpus, split
     from outpace.train import eagle3
     from outpace.train.publish import read_provenance
 
@@ -183,7 +183,7 @@ def train_suffix(
     [bold]Example[/bold]: outpace train suffix --cache work/cache --out work/suffix
     outpace generate "import os" --draft work/suffix/draft --tree 16 --stats
     """
-    from outpace.load import open_target
+    from outpace.loading import open_target
     from outpace.models.load import fingerprint
     from outpace.teacher.store import TeacherCache
     from outpace.train.suffix import build_suffix
@@ -215,9 +215,9 @@ def teacher_build(
     [bold]Examples[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
     outpace teacher build --out work/cache --recipe recipes/drafts/teacher.toml
     """
-    from outpace.corpus import read_corpus, split
-    from outpace.load import open_target
+    from outpace.loading import open_target
     from outpace.teacher import build
+    from outpace.text.corpus import read_corpus, split
 
     more: dict[str, object] = {"final": True} if final else {}
     if position_offsets is not None:
@@ -247,7 +247,7 @@ def teacher_info(path: Path, as_json: AsJson = False) -> None:
 @teacher_app.command("verify")
 def teacher_verify(path: Path, target: Annotated[str | None, typer.Option()] = None) -> None:
     """Check every byte of a teacher cache against its checksums, and its target where one is named."""
-    from outpace.load import open_target
+    from outpace.loading import open_target
     from outpace.models.load import fingerprint
     from outpace.teacher.store import TeacherCache
 

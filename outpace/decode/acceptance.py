@@ -1,130 +1,116 @@
-"""How likely guesses are accepted: what earlier rounds taught, and the draft's own word where it gives one.
-
-Nothing here ever reads a guess that is still to be judged, unless the draft chose it without drawing.
-"""
+"""Which guesses live: what a judge of proposals is, and exact match, which chains and trees share."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-KEPT = 0.9  # what a round of guesses leaves of what was learnt before
-PRIOR_TRIALS = 3.0  # what held before weighs as much as so many trials of late
-LENT_TRIALS = 1.5  # of a deeper guess: as good as the one it follows, until it was tried
-FIRST_TRIALS = 6.0  # of what the calibration found, against all that was tried since
-SLOWLY = 0.99  # and what a round leaves of that
-TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of the draft, not of the text
+import torch
+from torch import Tensor
+
+from outpace.decode.sampling_state import Voice
+from outpace.drafts.base import Proposal
+from outpace.drafts.sampler import Choice, Likeliest
+from outpace.ops.sampling import Sampling, sample
+
+RULES = ("match", "rejection", "block", "gumbel")
 
 
-class Record:
-    """What became of the guesses of earlier rounds, fading. A round without the draft's own word is foreseen
-    from `steps`, one with it from `trust`; `gains` says what the next proposal is likely to bring."""
+@dataclass(frozen=True)
+class Verdict:
+    """Per row: path, the accepted columns in order, column 0 first; tokens, what the row emits: the accepted
+    guesses and then the target's own next token, as many as the path has columns."""
 
-    def __init__(self, widest: int, prior: float) -> None:
-        """widest: columns of the widest proposal. prior: how often a guess is right where its parent is."""
-        self.first, self.all_tried, self.all_taken = prior, 0.0, 0.0
-        self.tried, self.taken = [0.0] * widest, [0.0] * widest  # by column, where its parent was accepted
-        self.parents = [max(i - 1, 0) for i in range(widest)]  # of the last proposal, as far as it went
-        self.said, self.came = [0.0] * widest, [0.0] * widest  # by depth: survival as said, and as it came
-        self.seen, self.seen_gain = [0.0] * widest, [0.0] * widest  # by column: proposals, their survival
+    path: list[list[int]]
+    tokens: list[list[int]]
 
-    def fade(self, share: float) -> None:
-        """What was learnt counts for `share` of what it did."""
-        for part in (self.tried, self.taken, self.seen, self.seen_gain):
-            part[:] = [x * share for x in part]
 
-    def drafts(self) -> None:
-        """A round of guesses begins."""
-        self.fade(KEPT)
-        self.all_tried *= SLOWLY
-        self.all_taken *= SLOWLY
-        self.said = [x * TRUST_KEPT for x in self.said]
-        self.came = [x * TRUST_KEPT for x in self.came]
+class Judge(Protocol):
+    """One generation's rule. `choice`: how the draft must choose its guesses in the coming round."""
 
     @property
-    def prior(self) -> float:
-        """How often a guess is right where its parent is: over the long run."""
-        return (self.all_taken + FIRST_TRIALS * self.first) / (self.all_tried + FIRST_TRIALS)
+    def choice(self) -> Choice: ...
 
-    # ---- without the draft's word -------------------------------------------------------------------
+    def draw(self, logits: Tensor) -> Tensor:
+        """[B, V] -> the next token of every row [B] int64, as plain decoding draws it. Each call goes one
+        token on in every row's text."""
+        ...
 
-    @property
-    def first_step(self) -> float:
-        """`steps()[1]`, without the others."""
-        return (self.taken[1] + PRIOR_TRIALS * self.prior) / (self.tried[1] + PRIOR_TRIALS)
+    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+        """logits [B, N, V], the target's after each column of the proposal. What the verdict emits is taken
+        as emitted."""
+        ...
 
-    def steps(self) -> list[float]:
-        """By column: how often it was accepted where its parent was. What was rarely tried of late is held
-        for as good as its parent."""
-        found, long_run = [1.0] * len(self.tried), self.prior
-        for i in range(1, len(found)):
-            parent = self.parents[i]
-            prior, weight = (found[parent], LENT_TRIALS) if parent else (long_run, PRIOR_TRIALS)
-            found[i] = (self.taken[i] + weight * prior) / (self.tried[i] + weight)
-        return found
+    def fork(self) -> "Judge":
+        """Goes on from here by itself, over text that may yet be taken back: what it lets pass is what this
+        one is most likely to let pass. It draws nothing."""
+        ...
 
-    def reach(self, parents: Sequence[int]) -> list[float]:
-        """By column: how likely it is accepted, the product of the steps to it; 1 at the root."""
-        steps, found = self.steps(), [1.0]
-        for i in range(1, len(parents)):
-            found.append(found[parents[i]] * steps[i])
-        return found
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        ...
 
-    # ---- with it ------------------------------------------------------------------------------------
 
-    def trust(self, deepest: int) -> list[float]:
-        """By depth: what came of what the draft said, over what it said. Depths of which little is known are
-        believed as far as the one above."""
-        found = [1.0] * (deepest + 1)
-        for d in range(1, len(found)):
-            found[d] = (self.came[d] + TRUST_TRIALS * found[d - 1]) / (self.said[d] + TRUST_TRIALS)
-        return found
+def exact_match(
+    candidates: list[list[int]],
+    parents: list[list[int]],
+    predict: list[list[int]],
+    counts: list[int],
+) -> list[list[int]]:
+    """candidates (column 0: the last verified token), predict (the target's token after each column) ->
+    the accepted path of each row: from the root on to the child that equals the target's token, while
+    one does.
+    Row b offers counts[b] - 1 guesses.
+    """
+    found = []
+    for tokens, above, said, count in zip(candidates, parents, predict, counts, strict=True):
+        path = [0]
+        for column in range(1, count):
+            parent = above[column]
+            if parent == path[-1] and tokens[column] == said[parent]:
+                path.append(column)
+        found.append(path)
+    return found
 
-    def corrected(
-        self, survival: Sequence[float], parents: Sequence[int], depth: Sequence[int]
-    ) -> list[float]:
-        """The draft's word, corrected; a guess lives no longer than its parent."""
-        trust, found = self.trust(max(depth)), [1.0]
-        for i in range(1, len(survival)):
-            own, above = survival[i] * trust[depth[i]], found[parents[i]]
-            found.append(own if own < above else above)
-        return found
 
-    # ---- what is likely to come ---------------------------------------------------------------------
+def follow(proposal: Proposal, predict: Tensor) -> Verdict:
+    """predict [B, N], the target's token after each column: guesses live while they equal it."""
+    tokens, said = torch.stack((proposal.tokens, predict)).tolist()  # the verdict's one wait for the device
+    path = exact_match(tokens, proposal.above, said, proposal.counts)
+    return Verdict(path, [[row[i] for i in columns] for columns, row in zip(path, said, strict=True)])
 
-    def gains(self, speaks: bool) -> list[float]:
-        """By column: what it adds to the accepted tokens of one row, before the proposal is made. `speaks`:
-        the draft says how sure it is. A column that was not asked for of late is held to follow the one
-        before it as that one follows its own."""
-        if not speaks:
-            return self.reach(self.parents)
-        before, step = 1.0, self.first_step
-        found = [before]
-        weight = 0.25  # of what is thought of a column while none was seen
-        for gain, seen in zip(self.seen_gain[1:], self.seen[1:], strict=True):
-            now = (gain + weight * before * step) / (seen + weight)
-            now = now if now < before else before
-            found.append(now)
-            step = now / before if before else 0.0
-            before = now
-        return found
 
-    def foresaw(self, gains: Sequence[float], asked: int) -> None:
-        """The corrected survival of a proposal, whether or not all of it is verified; of the columns `asked`
-        for, those that were not offered gain nothing."""
-        for i in range(asked):
-            self.seen[i] += 1
-            self.seen_gain[i] += gains[i] if i < len(gains) else 0.0
+class Match:
+    """The target draws its own token at every node, and a guess is accepted while it equals that draw.
 
-    def add(
-        self, parents: Sequence[int], depth: Sequence[int], path: Sequence[int], said: Sequence[float] | None
+    Lossless at temperature 0, and at any temperature in distribution: what is emitted was drawn from the
+    target's own distribution given a prefix that equals the emitted text. Any draft, any tree.
+    """
+
+    def __init__(
+        self, sampling: Sampling, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
     ) -> None:
-        """One row of a round: of the columns verified their parents, their depth and what the draft said
-        of them, and the path that was accepted."""
-        taken = set(path)
-        for i in range(1, len(parents)):
-            if parents[i] in taken:
-                self.tried[i] += 1
-                self.taken[i] += i in taken
-                self.all_tried += 1
-                self.all_taken += i in taken
-            if said is not None:
-                self.said[depth[i]] += said[i]
-                self.came[depth[i]] += i in taken
+        self.sampling, self.rng = sampling, rng
+        self.voice = Voice(sampling, prompts)
+
+    @property
+    def choice(self) -> Choice:
+        return Likeliest(self.sampling.temperature or 1.0)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        tokens = sample(logits, self.sampling, self.rng, self.voice.seen(logits))
+        self.voice.said(tokens[:, None])
+        return tokens
+
+    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+        seen = self.voice.seen_at(proposal, logits)
+        found = follow(proposal, sample(logits, self.sampling, self.rng, seen))
+        self.voice.said(found.tokens)
+        return found
+
+    def fork(self) -> "Match":
+        forked = Match(replace(self.sampling, temperature=0.0), (), None)
+        forked.voice = self.voice.fork()
+        return forked
+
+    def keep(self, rows: list[int]) -> None:
+        self.voice.keep(rows)

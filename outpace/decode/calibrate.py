@@ -9,16 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outpace.cache.kv import Cache
-from outpace.decode.backlog import Backlog, verified
+from outpace.decode.acceptance import Judge
+from outpace.decode.acceptance_rule import judge_of
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
-from outpace.decode.judge import judge_of
+from outpace.decode.pending import Backlog, verified
 from outpace.decode.request import GREEDY, JUDGED, Request
-from outpace.decode.rules import Judge
 from outpace.decode.speculative import generate, root_alone
 from outpace.decode.trace import Trace
-from outpace.drafts.proposal import Draft, Proposal, Session
+from outpace.drafts.base import Draft, Proposal, Session
+from outpace.kv.base import Cache
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
 

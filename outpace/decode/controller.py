@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from outpace.cache.tree import depths
-from outpace.decode.acceptance import Record
+from outpace.decode.acceptance_history import Record
 from outpace.decode.costs import Costs
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 from outpace.drafts.tree import cut
+from outpace.kv.tree import depths
 
 RESTING = 0.98  # what a plain step leaves of what was learnt before
 SHARE = 0.01  # of the time that may be lost to probes, and to showing the draft what it missed

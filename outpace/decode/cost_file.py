@@ -5,10 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from outpace.checkpoint.base import LoadError
+from outpace.checkpoint.save import write_json
+from outpace.checkpoint.strict_json import read_object
 from outpace.decode.costs import Costs, Point, Touched
-from outpace.weights.contract import LoadError
-from outpace.weights.save import write_json
-from outpace.weights.strict_json import read_object
 
 FORMAT = 3
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.decode.request import GREEDY
-from outpace.drafts.proposal import Draft
+from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
 from outpace.ops.fast import kernels

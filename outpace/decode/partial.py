@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outpace.cache.kv import Cache
-from outpace.cache.partial import PartialCache, PartialConfig
-from outpace.cache.step import FEW
-from outpace.decode.backlog import verified
-from outpace.decode.rules import Judge, Verdict
+from outpace.decode.acceptance import Judge, Verdict
+from outpace.decode.pending import verified
 from outpace.decode.trace import Trace
-from outpace.drafts.choice import Choice
-from outpace.drafts.proposal import Draft, DraftSession, Proposal
+from outpace.drafts.base import Draft, DraftSession, Proposal
+from outpace.drafts.sampler import Choice
 from outpace.drafts.tree import assembled
+from outpace.kv.base import Cache
+from outpace.kv.metadata import FEW
+from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.models.decoder import Decoder
 
 MODES = ("lossless", "lossy")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from outpace.cache.kv import Cache
-from outpace.decode.rules import RULES, Judge
+from outpace.decode.acceptance import RULES, Judge
 from outpace.decode.trace import Trace
-from outpace.drafts.proposal import Session
+from outpace.drafts.base import Session
+from outpace.kv.base import Cache
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 

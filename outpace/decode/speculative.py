@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.cache.partial import INDEX
-from outpace.decode.backlog import Backlog, verified
+from outpace.decode.acceptance import Judge, Verdict
+from outpace.decode.acceptance_rule import judge_of
 from outpace.decode.controller import Controller, Fixed
-from outpace.decode.judge import judge_of
 from outpace.decode.partial import Partial, PartialSession, Trusting
+from outpace.decode.pending import Backlog, verified
 from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
-from outpace.decode.rules import Judge, Verdict
 from outpace.decode.trace import Foreseen, Trace
-from outpace.drafts.proposal import Draft, Proposal, Session
+from outpace.drafts.base import Draft, Proposal, Session
+from outpace.kv.partial import INDEX
 from outpace.models.decoder import Decoder
 
 

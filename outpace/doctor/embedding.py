@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from outpace.checkpoint.base import Checkpoint
 from outpace.doctor.check import Check
 from outpace.models.decoder import Decoder
 from outpace.ops.quant import Joined, Quant, Weight, reference_dense
-from outpace.weights.contract import Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOST_ROWS = 2048  # that statistics are taken over

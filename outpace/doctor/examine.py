@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from outpace.checkpoint.open import Checkpoint, open_checkpoint
 from outpace.doctor.blocks import check_codes, check_decoding
 from outpace.doctor.check import Check
 from outpace.doctor.compare import Reference, compare_layers
@@ -27,10 +28,9 @@ from outpace.doctor.text import sample_tokens
 from outpace.doctor.tokens import check_round_trip, check_special, check_vocabulary, stop_ids
 from outpace.doctor.transformers_side import open_transformers, walk_transformers
 from outpace.doctor.try_readings import try_readings
-from outpace.load import open_template, open_tokenizer, target_path
+from outpace.loading import open_template, open_tokenizer, target_path
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target, parse_config
-from outpace.weights.checkpoint import Checkpoint, open_checkpoint
 
 HF, GGUF = "hf", "gguf"
 SECONDS = 30.0  # that trying readings may take unless asked for

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
-from outpace.chat.conversation import Conversation, Message, System
-from outpace.chat.harmony import HarmonyTokens, Mark, prompt_ids, render, speaks_harmony
-from outpace.chat.template import ChatTemplate
-from outpace.chat.tokenizer import encode, surroundings
 from outpace.doctor.check import Check, Verdict
 from outpace.models.config import ModelConfig
+from outpace.text.harmony import HarmonyTokens, Mark, prompt_ids, render, speaks_harmony
+from outpace.text.messages import Conversation, Message, System
+from outpace.text.template import ChatTemplate
+from outpace.text.tokenizer import encode, surroundings
 
 MARK = re.compile(r"<\|[^<>|\s]+\|>")  # how Harmony, Llama 3 and Qwen write their special tokens
 ANSWER = "A short answer."

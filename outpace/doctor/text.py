@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from outpace.chat.tokenizer import encode_prompt
+from outpace.text.tokenizer import encode_prompt
 
 SAMPLE = '''"""Count the words of a text file and print the most common ones."""
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outpace.chat.harmony import speaks_harmony
+from outpace.checkpoint.stops import generation_stops
 from outpace.doctor.check import Check, Verdict
 from outpace.models.config import ModelConfig
-from outpace.weights.stops import generation_stops
+from outpace.text.harmony import speaks_harmony
 
 NASTY = {
     "plain": "Hello, world! It's 3.14159 and 1,000,000.",

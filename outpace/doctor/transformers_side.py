@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.checkpoint.open import open_checkpoint
 from outpace.doctor.sides import LayerSteps, Walk
-from outpace.weights.checkpoint import open_checkpoint
 
 GIB = 2**30
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outpace.cache.kv import Cache
-from outpace.cache.step import Step
-from outpace.drafts.choice import Choice
+from outpace.drafts.base import Proposal
 from outpace.drafts.dflash_config import DFlashConfig as DFlashConfig
 from outpace.drafts.dflash_config import default_layer_ids as default_layer_ids
+from outpace.drafts.dflash_decode import Guesses, Head, Pairs, confidence, guess, survival
 from outpace.drafts.dflash_fast import FastBlock, FastContext
-from outpace.drafts.dflash_guess import Guesses, Head, Pairs, confidence, guess, survival
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend
 from outpace.drafts.dflash_layer import DFlashLayer as DFlashLayer
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.sampler import Choice
 from outpace.drafts.vocab import Words
+from outpace.kv.base import Cache
+from outpace.kv.metadata import Step
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view

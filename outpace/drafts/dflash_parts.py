@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from outpace.checkpoint.open import LoadError
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.weights.checkpoint import LoadError
 
 Shape = tuple[int, ...]
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outpace.drafts.choice import Choice
-from outpace.drafts.proposal import Draft, DraftSession, Proposal
+from outpace.drafts.base import Draft, DraftSession, Proposal
+from outpace.drafts.sampler import Choice
 from outpace.drafts.tree import Pairs, best_first, check_nodes
 from outpace.drafts.vocab import Words
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.drafts.choice import Choice
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
+from outpace.drafts.sampler import Choice
 
 
 @dataclass(frozen=True)

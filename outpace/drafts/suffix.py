@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.drafts.choice import Choice
-from outpace.drafts.proposal import Proposal
+from outpace.checkpoint.hf import read_config
+from outpace.checkpoint.open import LoadError, open_checkpoint, to_tensor
+from outpace.checkpoint.save import save_checkpoint
+from outpace.drafts.base import Proposal
+from outpace.drafts.sampler import Choice
 from outpace.drafts.tree import assembled, check_nodes
 from outpace.ops.suffixes import Suffixes
-from outpace.weights.checkpoint import LoadError, open_checkpoint, to_tensor
-from outpace.weights.hf import read_config
-from outpace.weights.save import save_checkpoint
 
 ARCHITECTURE = "OutpaceSuffix"
 NODES = 12

@@ -12,9 +12,9 @@ from math import exp, inf
 import torch
 from torch import Tensor
 
-from outpace.cache.tree import Tree
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 from outpace.drafts.vocab import Words
+from outpace.kv.tree import Tree
 from outpace.ops.candidates import likeliest
 from outpace.ops.fast import kernel
 

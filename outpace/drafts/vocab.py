@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from outpace.drafts.choice import Choice, Drawn, Likeliest
+from outpace.drafts.sampler import Choice, Drawn, Likeliest
 
 NAMELESS = (Likeliest, Drawn)  # they look at logits alone, so that fewer of them give the same answer
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.index import choose
-from outpace.cache.kv import Memory
-from outpace.cache.step import Step, View
+from outpace.kv.base import Memory
+from outpace.kv.metadata import Step, View
+from outpace.kv.topk import choose
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.indexer import Indexer

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.cache.index import Keep
+from outpace.kv.topk import Keep
 from outpace.ops.rope import RopeConfig
 
 FULL, WINDOW = "full_attention", "sliding_attention"

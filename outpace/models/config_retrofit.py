@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from outpace.cache.index import Keep
+from outpace.kv.topk import Keep
 from outpace.models.config import ModelConfig, need
 
 SHARES = ("dsa_top_p", "dsa_least_mass")  # left out where they are 0

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.kv import Cache, Memory
-from outpace.cache.latent import LatentMemory
-from outpace.cache.step import Step
-from outpace.cache.tree import Tree
+from outpace.kv.base import Cache, Memory
+from outpace.kv.latent import LatentMemory
+from outpace.kv.metadata import Step
+from outpace.kv.tree import Tree
 from outpace.models.attention import Attention
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig

@@ -5,7 +5,7 @@ from typing import Any
 from outpace.models.blocks import Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, rope_to_hf, token_ids
 from outpace.models.decoder import Block, Decoder
-from outpace.models.names import Entry, split_experts, trunk
+from outpace.models.weights import Entry, split_experts, trunk
 
 ALPHA = 1.702
 

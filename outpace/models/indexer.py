@@ -10,7 +10,7 @@ attention, and each pair turns with one of the attention's own frequencies: whic
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.index import Index
+from outpace.kv.topk import Index
 from outpace.models.blocks import Linear
 from outpace.ops.rope import rotate
 

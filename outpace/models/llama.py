@@ -5,7 +5,7 @@ from typing import Any
 from outpace.models.blocks import MLP, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, rope_to_hf, token_ids
 from outpace.models.decoder import Block, Decoder
-from outpace.models.names import Entry, dense_mlp, trunk
+from outpace.models.weights import Entry, dense_mlp, trunk
 
 
 class Llama(Decoder):

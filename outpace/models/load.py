@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint, to_compute
 from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.blocks import Layout
 from outpace.models.config import ModelConfig
 from outpace.models.config_retrofit import parse_dsa, parse_mla
 from outpace.models.config_values import check_values
 from outpace.models.decoder import Decoder
-from outpace.models.names import Entry
+from outpace.models.weights import Entry
 from outpace.ops.quant import Weight
-from outpace.weights.checkpoint import Checkpoint, LoadError, open_checkpoint, to_compute
 
 RETROFIT = ("mla_", "dsa_", "use_mla", "use_dsa")  # fields of a config
 ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {

@@ -6,7 +6,7 @@ from outpace.models import llama
 from outpace.models.blocks import MLP, Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, token_ids
 from outpace.models.decoder import Block, Decoder
-from outpace.models.names import Entry, dense_mlp, split_experts, trunk
+from outpace.models.weights import Entry, dense_mlp, split_experts, trunk
 
 
 class Qwen3Moe(Decoder):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.checkpoint.save import save_checkpoint
 from outpace.models.blocks import ExpertMatrix, Experts
 from outpace.models.config_retrofit import dsa_to_hf, mla_to_hf
 from outpace.models.decoder import Decoder
 from outpace.models.load import ARCHITECTURES, entries, weight_of
 from outpace.ops import mxfp4
 from outpace.ops.quant import Joined, Quant, Weight
-from outpace.weights.save import save_checkpoint
 
 KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 

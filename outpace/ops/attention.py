@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.cache.step import FEW, View
 from outpace.kernels import cpu
+from outpace.kv.metadata import FEW, View
 from outpace.ops.fast import kernel
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outpace.cache.index import Keep
+from outpace.doctor.inspect import count
+from outpace.kv.topk import Keep
 from outpace.models.config import ModelConfig
-from outpace.models.inspect import count
 from outpace.models.load import parse_config, wanted_tensors
 
 BITS = {

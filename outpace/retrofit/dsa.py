@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from outpace.cache.index import Index, Keep, reference_scores
+from outpace.kv.topk import Index, Keep, reference_scores
 from outpace.models.attention import Attention
 from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer

@@ -12,8 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.corpus import Document, corpus_hash
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.drafts.dflash import default_layer_ids
 from outpace.models.decoder import Decoder
@@ -34,6 +33,7 @@ from outpace.teacher.store import (
     write_meta,
     write_shard,
 )
+from outpace.text.corpus import Document, corpus_hash
 
 CAPTURE_TOKENS = 2048  # of one capturing pass, padding included: longer ones pad more and miss the cache
 LENGTHS, PROMPT, RESPONSE = range(3)  # streams of random numbers

@@ -5,8 +5,8 @@ from itertools import accumulate
 import torch
 from tokenizers import Tokenizer
 
-from outpace.chat.tokenizer import encode
-from outpace.corpus import Document, split
+from outpace.text.corpus import Document, split
+from outpace.text.tokenizer import encode
 
 CHARACTERS_PER_TOKEN = 16  # generous: what is encoded to find the tokens asked for
 TRIES = 1000

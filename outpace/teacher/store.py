@@ -27,7 +27,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.weights.save import write_atomically, write_json
+from outpace.checkpoint.save import write_atomically, write_json
 
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

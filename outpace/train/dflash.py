@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.drafts.dflash import DFlash
-from outpace.drafts.dflash_guess import Head
-from outpace.drafts.load import save_dflash
+from outpace.drafts.dflash_decode import Head
+from outpace.formats.load import save_dflash
 from outpace.models.decoder import Decoder
 from outpace.ops.blocks import block_attend
 from outpace.ops.sampling import seeded

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash import DFlash
-from outpace.drafts.dflash_guess import Head, confidence
+from outpace.drafts.dflash_decode import Head, confidence
 from outpace.drafts.dflash_heads import Selector
+from outpace.drafts.sampler import Likeliest
 from outpace.models.decoder import Decoder
 from outpace.train.anchors import Packed
 from outpace.train.dflash_recipe import DFlashRecipe

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outpace.checkpoint.save import write_json
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.proposal import Draft
+from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.fast import product_dtype
@@ -22,7 +23,6 @@ from outpace.ops.sampling import seeded
 from outpace.train.anchors import Sample
 from outpace.train.muon import Muon
 from outpace.train.trainer import fit, warmup_cosine
-from outpace.weights.save import write_json
 
 MOST_JUDGED = 128  # samples kept from training: they are read again every time
 

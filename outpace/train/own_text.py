@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.train.losses import chunked_nll

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from outpace.chat.tokenizer import END_OF_TEXT, encode
-from outpace.corpus import Document, corpus_hash
-from outpace.decode import plain
+from outpace.checkpoint.save import write_json
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint, load_target
 from outpace.models.save import save_target
+from outpace.text.corpus import Document, corpus_hash
+from outpace.text.tokenizer import END_OF_TEXT, encode
 from outpace.train.losses import chunked_nll
 from outpace.train.target import TargetRecipe, bits_per_byte
-from outpace.weights.save import write_json
 
 SAMPLE_PROMPTS = 16
 SAMPLE_PROMPT_TOKENS = 256

@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.chat.tokenizer import encode
-from outpace.corpus import note
+from outpace.text.corpus import note
+from outpace.text.tokenizer import encode
 from outpace.train.splice import UNTAUGHT, cut_pieces
 
 SHORTEST, LONGEST = 16, 64  # tokens of a piece of the corpus

@@ -7,9 +7,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.chat.tokenizer import END_OF_TEXT, encode, token_id
-from outpace.corpus import Document
 from outpace.ops.sampling import seeded
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
 
 
 def token_stream(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:

@@ -10,8 +10,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from outpace.chat.tokenizer import END_OF_TEXT, encode, token_id
-from outpace.corpus import Document
 from outpace.models.blocks import ExpertMatrix
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
@@ -20,6 +18,8 @@ from outpace.models.save import dense_tensors
 from outpace.ops.fast import product_dtype
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
 from outpace.train.own_text import answers, cut_prompts, own_text_losses

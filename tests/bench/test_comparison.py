@@ -9,26 +9,27 @@ from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench import comparison, methods, turns
-from outpace.bench.begun import Asked
+from outpace.bench import comparison, methods
+from outpace.bench import interleave as turns
 from outpace.bench.comparison import reached, remarks, run_comparison
 from outpace.bench.comparison_report import write_comparison
 from outpace.bench.controller_suite import run_controller
 from outpace.bench.lossless_suite import run_lossless
 from outpace.bench.methods import Case, MethodSpec, open_method
 from outpace.bench.resume import Kept
+from outpace.bench.setup import Asked
 from outpace.bench.suite import SuiteRecipe, texts_of
 from outpace.bench.suites_report import controller_markdown, lossless_markdown
-from outpace.bench.timed import Timed
-from outpace.chat.tokenizer import train_bpe
+from outpace.bench.timing import Timed
+from outpace.checkpoint.save import write_json
+from outpace.config import load_settings
 from outpace.decode import speculative
 from outpace.decode.trace import Foreseen, Trace
 from outpace.drafts.eagle3 import Eagle3
-from outpace.drafts.formats import Eagle3Config
-from outpace.drafts.load import save_dflash, save_eagle3
+from outpace.formats.load import save_dflash, save_eagle3
+from outpace.formats.spec import Eagle3Config
 from outpace.models.load import build, fingerprint, named_tensors
-from outpace.settings import load_settings
-from outpace.weights.save import write_json
+from outpace.text.tokenizer import train_bpe
 
 DOCUMENTS = [document(name, 80) for name in "abc"]
 METHODS = {

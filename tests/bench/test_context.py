@@ -12,8 +12,8 @@ from rich.console import Console
 from outpace.bench import context
 from outpace.bench.context import ContextSettings, distinct, rated, run_context
 from outpace.bench.context_report import context_markdown, cost_table, latent_table, write_context
-from outpace.bench.floor import weight_bytes
-from outpace.cache.index import Keep
+from outpace.bench.roofline import weight_bytes
+from outpace.kv.topk import Keep
 from outpace.models.load import fingerprint, named_tensors
 
 QUIET = Console(quiet=True)

@@ -15,12 +15,13 @@ from outpace.bench.draft_context_report import write_draft_context
 from outpace.bench.draft_shapes import needed_bytes, published_draft
 from outpace.bench.draft_variants import SESSIONS, VARIANTS, NoiseCached, Recomputed, Remembering
 from outpace.bench.draft_walk import OPERATIONS, Clock, walk_block, walk_round, work_of_round
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.choice import Likeliest
 from outpace.drafts.dflash import DFlash, DFlashConfig
-from outpace.drafts.dflash_lean import quantised
-from outpace.load import open_dflash, open_target
+from outpace.drafts.quantize import quantised
+from outpace.drafts.sampler import Likeliest
+from outpace.loading import open_dflash, open_target
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
 

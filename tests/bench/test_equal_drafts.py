@@ -10,18 +10,18 @@ import tiny
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench.begun import Asked
 from outpace.bench.comparison import run_comparison
 from outpace.bench.comparison_report import write_comparison
-from outpace.bench.page import update_page
+from outpace.bench.render_docs import update_page
+from outpace.bench.setup import Asked
 from outpace.bench.suite import SuiteRecipe
-from outpace.chat.tokenizer import train_bpe
-from outpace.corpus import Document
+from outpace.config import load_settings
 from outpace.models.load import build as build_target
 from outpace.models.load import fingerprint, named_tensors
-from outpace.settings import load_settings
 from outpace.teacher.build import TeacherRecipe, build
 from outpace.teacher.store import TeacherCache
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import train_bpe
 from outpace.train.dflash import DFlashRecipe, train_dflash
 from outpace.train.eagle3 import Eagle3Recipe, train_eagle3
 from outpace.train.suffix import build_suffix

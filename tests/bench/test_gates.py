@@ -9,12 +9,13 @@ import tiny
 import torch
 from dflash_drafts import random_dflash
 
-from outpace.bench.gate_decoding import gold_labels, position_offsets
-from outpace.bench.gate_forwards import cached_targets, later_slots, one_token
-from outpace.bench.gates import GateSettings, failed, run_gates
-from outpace.decode import plain, rules
+from outpace.bench.check_decoding import gold_labels, position_offsets
+from outpace.bench.check_forwards import cached_targets, later_slots, one_token
+from outpace.bench.checks import GateSettings, failed, run_gates
+from outpace.decode import acceptance as rules
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 from outpace.models import attention
 from outpace.models.blocks import Experts
 

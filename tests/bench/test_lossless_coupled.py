@@ -6,7 +6,7 @@ import torch
 from outpace.bench import lossless
 from outpace.bench.lossless import Check
 from outpace.bench.lossless_coupled import compare_coupled
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.ops.sampling import Sampling
 

@@ -13,15 +13,15 @@ from outpace.bench.memory_report import memory_markdown, memory_table, write_mem
 from outpace.bench.pareto import ParetoSettings, run_pareto
 from outpace.bench.pareto_report import pareto_markdown, pareto_table, write_pareto
 from outpace.bench.quality import Quality, QualitySettings, alike, remembered
-from outpace.cache.index import Keep
-from outpace.corpus import read_corpus, split
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
-from outpace.load import open_target
+from outpace.kv.topk import Keep
+from outpace.loading import open_target
 from outpace.models.load import fingerprint
 from outpace.retrofit import dsa, mla
 from outpace.retrofit.calibrate import calibrate
+from outpace.text.corpus import read_corpus, split
 
 QUIET = Console(quiet=True)
 READ = {"texts": 1, "length": 300, "needles": 2, "distances": (40,), "prompts": 2, "prompt_tokens": 200}

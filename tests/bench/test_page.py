@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.bench.page import MARKED, PICTURES, TABLES, filled, update_page
+from outpace.bench.render_docs import MARKED, PICTURES, TABLES, filled, update_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -3,8 +3,8 @@
 import pytest
 import tiny
 
+from outpace.bench.interleave import as_json, from_json
 from outpace.bench.methods import Case, MethodSpec, Opened, run_case
-from outpace.bench.turns import as_json, from_json
 from outpace.drafts.ngram import NGram
 
 SAID = {"tokens": 20, "block_size": 2, "n_sink_blocks": 1, "n_window_blocks": 2, "n_spec_tokens_buf": 6}

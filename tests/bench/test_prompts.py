@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from outpace.bench.prompts import held_out_prompts
-from outpace.chat.tokenizer import train_bpe
-from outpace.corpus import Document
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import train_bpe
 
 
 def document(name, lines):

@@ -11,11 +11,11 @@ from rich.console import Console
 from outpace.bench import recall
 from outpace.bench.recall import RecallSettings, ends, nll, of_needles, of_text, run_recall
 from outpace.bench.recall_report import needle_table, recall_markdown, write_recall
-from outpace.chat.tokenizer import encode
-from outpace.corpus import read_corpus, split
 from outpace.decode.request import Generation
 from outpace.decode.trace import Trace
-from outpace.load import open_target
+from outpace.loading import open_target
+from outpace.text.corpus import read_corpus, split
+from outpace.text.tokenizer import encode
 
 QUIET = Console(quiet=True)
 SMALL = {

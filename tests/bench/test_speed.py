@@ -10,16 +10,18 @@ from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench import results, speed, timed
+from outpace.bench import results, speed
+from outpace.bench import timing as timed
 from outpace.bench.lossless import Check, compare, is_tie
 from outpace.bench.report import markdown, print_report, write_report
 from outpace.bench.speed import BenchSettings, demo_settings, lengths, run_bench
-from outpace.bench.timed import Timed
-from outpace.chat.tokenizer import train_bpe
-from outpace.decode import plain, speculative
+from outpace.bench.timing import Timed
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.models.load import build, named_tensors
+from outpace.text.tokenizer import train_bpe
 
 DOCUMENTS = [document(name, 80) for name in "abc"]
 OURS = ("plain", "ngram", "dflash")

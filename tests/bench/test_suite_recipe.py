@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from outpace.bench.suite import SuiteRecipe
-from outpace.settings import load_settings
+from outpace.config import load_settings
 
 WORKS = {"prompts": 2, "lossless_prompts": 4, "lossless_batch": 2, "methods": {"ngram": {"draft": "ngram"}}}
 

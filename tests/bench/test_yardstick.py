@@ -7,9 +7,9 @@ import tiny
 import torch
 from dflash_drafts import random_dflash
 
+from outpace.bench.baselines import open_yardstick
 from outpace.bench.lossless import compare
-from outpace.bench.timed import our_methods
-from outpace.bench.yardstick import open_yardstick
+from outpace.bench.timing import our_methods
 from outpace.drafts.dflash import DFlash
 from outpace.models.config import WINDOW
 from outpace.models.load import build, named_tensors

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 
 
 @dataclass(frozen=True)

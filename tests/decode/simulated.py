@@ -6,7 +6,7 @@ import torch
 
 from outpace.decode.controller import Fixed
 from outpace.decode.costs import Costs, Point
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 
 
 def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0.0):

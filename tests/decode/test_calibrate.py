@@ -14,11 +14,11 @@ from outpace.decode.calibrate import Timings, Turn, calibrate, quick, widened, w
 from outpace.decode.controller import Adaptive
 from outpace.decode.costs import fingerprint
 from outpace.decode.request import Request
-from outpace.drafts.choice import Coupled, Drawn, Likeliest
-from outpace.drafts.eagle3_session import Shape
+from outpace.drafts.base import Proposal
+from outpace.drafts.eagle3_decode import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.sampler import Coupled, Drawn, Likeliest
 
 TEXT = tiny.tokens(400, seed=4).tolist()
 

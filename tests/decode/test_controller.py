@@ -19,10 +19,10 @@ from simulated import (
     walker,
 )
 
-from outpace.cache.tree import depths
-from outpace.decode.acceptance import Record
+from outpace.decode.acceptance_history import Record
 from outpace.decode.controller import Adaptive, Fixed, Table, fastest
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
+from outpace.kv.tree import depths
 
 
 def rounds(controller, *said, width=8):

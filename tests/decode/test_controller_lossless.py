@@ -11,11 +11,13 @@ from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, V, small, surprise
 from test_rules_in_the_loop import ROWS, WAYS, Tables, exact
 
-from outpace.decode import backlog, plain, speculative
-from outpace.decode.backlog import Backlog, Part, joined
+from outpace.decode import autoregressive as plain
+from outpace.decode import pending as backlog
+from outpace.decode import speculative
 from outpace.decode.controller import Fixed
+from outpace.decode.pending import Backlog, Part, joined
 from outpace.decode.request import Request
-from outpace.drafts.eagle3_session import Shape
+from outpace.drafts.eagle3_decode import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.drafts.tree import cut

@@ -10,13 +10,13 @@ import tiny
 import torch
 from test_lossless import random_dflash
 
+from outpace.checkpoint.base import LoadError
 from outpace.decode.calibrate import touched_experts, width_grid
 from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.kernels import cpu
-from outpace.weights.contract import LoadError
 
 TEXT = tiny.tokens(400, seed=4).tolist()
 

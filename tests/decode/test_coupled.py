@@ -10,7 +10,8 @@ from scripted import Scripted
 from test_lossless import PROMPTS, half, random_dflash
 from test_trees import ScriptedTree
 
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
 from outpace.drafts.marginals import TreeOf

@@ -6,12 +6,12 @@ import pytest
 import torch
 from toy import PROMPT, SHAPES, Toy, V, cells, play, surprise
 
-from outpace.decode import rules_drawn
-from outpace.decode.judge import judge_of
+from outpace.decode import acceptance_rejection as rules_drawn
+from outpace.decode.acceptance_rule import judge_of
 from outpace.decode.request import Request
-from outpace.decode.voice import Voice
-from outpace.drafts.choice import Drawn
-from outpace.drafts.proposal import Proposal
+from outpace.decode.sampling_state import Voice
+from outpace.drafts.base import Proposal
+from outpace.drafts.sampler import Drawn
 from outpace.ops import noise
 from outpace.ops.sampling import Sampling, draw, probabilities
 

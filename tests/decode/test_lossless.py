@@ -7,7 +7,8 @@ import tiny
 import torch
 from scripted import Scripted
 
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.ngram import NGram

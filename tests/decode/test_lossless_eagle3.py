@@ -7,9 +7,10 @@ import tiny
 import torch
 from eagle3_drafts import bound_eagle3
 
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.eagle3_session import Shape
+from outpace.drafts.eagle3_decode import Shape
 from outpace.ops.sampling import Sampling
 
 PROMPTS = [tiny.tokens(n, seed=n).tolist() for n in (23, 5, 12)]

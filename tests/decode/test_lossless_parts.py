@@ -7,8 +7,8 @@ from test_lossless import NEW, PROMPTS, answers, random_dflash
 
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.dflash_lean import quantised
 from outpace.drafts.marginals import TreeOf
+from outpace.drafts.quantize import quantised
 
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 6, "selector_rank": 7, "selector_top_k": 5}
 PARTS = {

@@ -10,11 +10,12 @@ from indexers import indexed_target
 from test_lossless import NEW, PROMPTS, by_whole_texts
 from test_partial import BAD, SMALL, drafts
 
-from outpace.cache.index import Keep
-from outpace.cache.partial import PartialCache
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
+from outpace.kv.partial import PartialCache
+from outpace.kv.topk import Keep
 
 BY_INDEX = replace(SMALL, selector="index")
 NAMES = ["ngram", "dflash, window", "tree of dflash", "eagle3, tree", "half, tree"]

@@ -14,16 +14,17 @@ from test_lossless_eagle3 import TREE
 from test_suffix import draft as suffix
 from test_trees import ScriptedTree
 
-from outpace.cache.partial import PartialCache, PartialConfig, PartialMemory
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.controller import Fixed
 from outpace.decode.partial import LONGEST_REST, Partial
 from outpace.decode.request import Request
-from outpace.drafts.choice import Likeliest
-from outpace.drafts.eagle3_session import Shape
+from outpace.drafts.eagle3_decode import Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
-from outpace.drafts.silent import Silent
+from outpace.drafts.null import Silent
+from outpace.drafts.sampler import Likeliest
+from outpace.kv.partial import PartialCache, PartialConfig, PartialMemory
 from outpace.models import attention
 from outpace.ops.attention import attend
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from test_lossless import PROMPTS, random_dflash
 
-from outpace.decode import plain, speculative
+from outpace.checkpoint.open import open_checkpoint
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.models.load import load_target
 from outpace.ops.sampling import Sampling
-from outpace.weights.checkpoint import open_checkpoint
 
 NEW, TEXTS, PENALTY = 14, PROMPTS[:2], 1.3
 

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Forgetful
 
-from outpace.decode import plain, rules, speculative
+from outpace.decode import acceptance as rules
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 from outpace.models.load import build, named_tensors
 from outpace.ops.sampling import Sampling, probabilities
 

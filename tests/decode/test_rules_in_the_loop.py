@@ -9,7 +9,7 @@ from test_rules import PROMPT, V, small, surprise
 
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 from outpace.ops.sampling import Sampling, probabilities
 
 HOW = Sampling(temperature=0.9, top_p=0.97, min_p=0.02, repetition_penalty=1.4)

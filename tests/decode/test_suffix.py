@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_lossless import NEW, PROMPTS, answers
 
-from outpace.decode import plain, speculative
+from outpace.checkpoint.open import LoadError
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.choice import Likeliest
+from outpace.drafts.sampler import Likeliest
 from outpace.drafts.suffix import Suffix, is_suffix, load_suffix, save_suffix
-from outpace.load import open_draft, open_target
+from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling
 from outpace.ops.suffixes import Suffixes
 from outpace.train.suffix import build_suffix, joined
-from outpace.weights.checkpoint import LoadError
 
 TEXT = [5, 6, 7, 8, 9, -1, 5, 6, 7, 8, 4, 3, -1, 1, 2, 7, 8, 9, 9, -1]
 

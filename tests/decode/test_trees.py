@@ -10,11 +10,13 @@ from scripted import Forgetful, Scripted, ScriptedSession
 from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, WAYS, V, biased_bonus, exact, honest, pairs, small, surprise
 
-from outpace.decode import plain, rules, speculative
+from outpace.decode import acceptance as rules
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
+from outpace.drafts.base import Proposal
 from outpace.drafts.marginals import TreeOf
-from outpace.drafts.proposal import Proposal
 
 
 @dataclass(frozen=True)

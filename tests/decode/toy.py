@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 from outpace.ops.sampling import probabilities
 
 V = 4

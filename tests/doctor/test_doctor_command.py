@@ -7,7 +7,7 @@ import pytest
 from planted import each, plant
 
 from outpace.cli.main import main
-from outpace.load import target_path
+from outpace.loading import target_path
 
 LAYERS = json.loads((target_path("default") / "config.json").read_text())["num_hidden_layers"]
 

@@ -3,8 +3,8 @@
 import pytest
 import tiny
 
-from outpace.convert import write_gguf
 from outpace.doctor.examine import Examination, examine
+from outpace.formats.convert import write_gguf
 from outpace.models.load import load_target
 
 

@@ -7,10 +7,10 @@ import pytest
 import tiny
 from tokenizers import Tokenizer, models, processors
 
-from outpace.chat.template import ChatTemplate
-from outpace.chat.tokenizer import SPECIAL, train_bpe
 from outpace.doctor.prompt import check_beginning, check_harmony, check_template
 from outpace.doctor.text import SAMPLE
+from outpace.text.template import ChatTemplate
+from outpace.text.tokenizer import SPECIAL, train_bpe
 
 CONFIG = tiny.config("gpt_oss", vocab_size=300, eos_token_ids=(3,), pad_token_id=None)
 PLAIN = dataclasses.replace(CONFIG, sinks=False, bos_token_id=0)

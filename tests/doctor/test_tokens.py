@@ -7,7 +7,6 @@ import pytest
 import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from outpace.chat.tokenizer import train_bpe
 from outpace.doctor.text import SAMPLE
 from outpace.doctor.tokens import (
     NASTY,
@@ -17,6 +16,7 @@ from outpace.doctor.tokens import (
     check_special,
     check_vocabulary,
 )
+from outpace.text.tokenizer import train_bpe
 
 CONFIG = tiny.config("gpt_oss", vocab_size=300, eos_token_ids=(3,), pad_token_id=None)
 

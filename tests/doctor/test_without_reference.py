@@ -8,6 +8,7 @@ import pytest
 import tiny
 from planted import both, each, plant
 
+from outpace.checkpoint.open import open_checkpoint
 from outpace.doctor.number_format import check_orders, gather_marks
 from outpace.doctor.text import sample_tokens
 from outpace.doctor.try_readings import (
@@ -19,9 +20,8 @@ from outpace.doctor.try_readings import (
     read_with,
     try_readings,
 )
-from outpace.load import open_tokenizer, target_path
+from outpace.loading import open_tokenizer, target_path
 from outpace.models.load import load_target
-from outpace.weights.checkpoint import open_checkpoint
 
 DEFAULT = target_path("default")
 ROPE = json.loads((DEFAULT / "config.json").read_text())["rope_parameters"]

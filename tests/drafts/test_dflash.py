@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from outpace.drafts.choice import Likeliest
+from outpace.checkpoint.open import LoadError
 from outpace.drafts.dflash import DFlash, DFlashConfig, default_layer_ids
-from outpace.drafts.load import load_dflash, save_dflash
+from outpace.drafts.sampler import Likeliest
+from outpace.formats.load import load_dflash, save_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
-from outpace.weights.checkpoint import LoadError
 
 B, BLOCK = 2, 4
 YARN = tiny.GPT_OSS["rope_parameters"]

@@ -8,8 +8,8 @@ import torch
 from test_dflash import VARIANTS
 from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, drafted
 
-from outpace.drafts.choice import Likeliest
-from outpace.drafts.dflash_lean import quantised
+from outpace.drafts.quantize import quantised
+from outpace.drafts.sampler import Likeliest
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")

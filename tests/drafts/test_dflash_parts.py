@@ -8,10 +8,10 @@ import tiny
 import torch
 from test_dflash import CONFIG, random_draft
 
-from outpace.drafts.choice import Coupled, Drawn, Likeliest
 from outpace.drafts.dflash import DFlash
-from outpace.drafts.dflash_guess import Head, survival
-from outpace.drafts.dflash_lean import quantised
+from outpace.drafts.dflash_decode import Head, survival
+from outpace.drafts.quantize import quantised
+from outpace.drafts.sampler import Coupled, Drawn, Likeliest
 from outpace.models.blocks import Linear
 from outpace.models.config import FULL, WINDOW
 from outpace.ops import block_conv as conv

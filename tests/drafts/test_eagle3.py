@@ -10,20 +10,20 @@ import torch
 from eagle3_drafts import IDS, VARIANTS, Oracle, bound_eagle3, over_all, random_eagle3
 from safetensors.torch import load_file
 
-from outpace.chat.tokenizer import read_tokenizer
-from outpace.drafts.choice import Likeliest
+from outpace.checkpoint.open import LoadError
 from outpace.drafts.eagle3 import init_eagle3
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
-from outpace.drafts.files import detect
-from outpace.drafts.load import build_eagle3, describe_eagle3, load_draft, save_eagle3
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
 from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
-from outpace.export import export_draft
-from outpace.load import loaded_files, open_draft, open_target
+from outpace.drafts.sampler import Likeliest
+from outpace.formats.detect import detect
+from outpace.formats.export import export_draft
+from outpace.formats.load import build_eagle3, describe_eagle3, load_draft, save_eagle3
+from outpace.formats.preflight import Cell, preflight
+from outpace.loading import loaded_files, open_draft, open_target
 from outpace.models.load import named_tensors
 from outpace.ops.attention import attend, causal, causal_attend
-from outpace.preflight import Cell, preflight
-from outpace.weights.checkpoint import LoadError
+from outpace.text.tokenizer import read_tokenizer
 
 B, T = 2, 13
 

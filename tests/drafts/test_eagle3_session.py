@@ -5,8 +5,8 @@ import tiny
 import torch
 from eagle3_drafts import VARIANTS, Oracle, bound_eagle3, paths
 
-from outpace.drafts.choice import Drawn, Likeliest
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.sampler import Drawn, Likeliest
 from outpace.ops.sampling import Sampling
 
 B, LONG = 3, 30

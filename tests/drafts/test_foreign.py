@@ -7,18 +7,16 @@ from dataclasses import replace
 import draft_samples as samples
 import pytest
 
-from outpace.drafts import (
-    format_sglang_eagle3,
-    format_speculators_eagle3,
-    format_zlab,
-)
-from outpace.drafts.files import detect, read_draft
-from outpace.drafts.format_gguf import write_file
-from outpace.drafts.format_gguf_dflash import keys
-from outpace.drafts.formats import canonical_rope, dflash_shapes, eagle3_shapes
-from outpace.export import export_draft
+from outpace.checkpoint.open import LoadError
+from outpace.formats import sglang_eagle3 as format_sglang_eagle3
+from outpace.formats import speculators_eagle3 as format_speculators_eagle3
+from outpace.formats import zlab as format_zlab
+from outpace.formats.detect import detect, read_draft
+from outpace.formats.export import export_draft
+from outpace.formats.gguf import write_file
+from outpace.formats.gguf_dflash import keys
+from outpace.formats.spec import canonical_rope, dflash_shapes, eagle3_shapes
 from outpace.models.config import FULL
-from outpace.weights.checkpoint import LoadError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 YARN = {

@@ -11,11 +11,11 @@ import readers_eagle3 as eagle3
 import tiny
 import torch
 
-from outpace.drafts import format_zlab
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
-from outpace.drafts.files import DFLASH, EAGLE3, FORMATS, detect, read_draft
-from outpace.drafts.load import build_dflash, build_eagle3
-from outpace.export import export_draft
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.formats import zlab as format_zlab
+from outpace.formats.detect import DFLASH, EAGLE3, FORMATS, detect, read_draft
+from outpace.formats.export import export_draft
+from outpace.formats.load import build_dflash, build_eagle3
 
 LAST = 77
 OF_DFLASH = [name for name, f in FORMATS.items() if f.kind == DFLASH]

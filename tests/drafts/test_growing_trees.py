@@ -9,7 +9,7 @@ import trees
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outpace.drafts.proposal import Proposal
+from outpace.drafts.base import Proposal
 from outpace.drafts.tree import Growth, best_first, cut
 
 LAST = torch.tensor([91, 92, 93])

@@ -9,17 +9,18 @@ import torch
 from eagle3_drafts import bound_eagle3, random_eagle3
 from test_dflash_parts import CONFIG, MARKOV, drafted, session_of
 
-from outpace.bench.described import parameters
-from outpace.decode import plain, speculative
+from outpace.bench.metadata import parameters
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.costs import fingerprint
 from outpace.decode.request import Request
-from outpace.drafts.dflash_guess import Pairs
-from outpace.drafts.dflash_lean import quantised
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
-from outpace.drafts.files import read_draft
-from outpace.drafts.load import build_draft, load_draft, save_dflash
-from outpace.export import export_draft
-from outpace.load import open_weights
+from outpace.drafts.dflash_decode import Pairs
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.quantize import quantised
+from outpace.formats.detect import read_draft
+from outpace.formats.export import export_draft
+from outpace.formats.load import build_draft, load_draft, save_dflash
+from outpace.loading import open_weights
 from outpace.models.blocks import Linear
 from outpace.models.load import named_tensors
 from outpace.ops.quant import Quant

@@ -9,8 +9,8 @@ import tiny
 import torch
 from test_formats import LAST, REFUSED, our_block, our_chain
 
-from outpace.convert import write_gguf
-from outpace.export import export_draft
+from outpace.formats.convert import write_gguf
+from outpace.formats.export import export_draft
 
 L = pytest.importorskip("llama_cpp.llama_cpp", reason="the oracle extra (llama-cpp-python) is not installed")
 NEXTN = "_Z26llama_get_embeddings_nextnP13llama_context"

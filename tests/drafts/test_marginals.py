@@ -4,10 +4,10 @@ import pytest
 import tiny
 import torch
 
-from outpace.drafts.choice import Coupled, Likeliest
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.marginals import TreeOf
+from outpace.drafts.sampler import Coupled, Likeliest
 from outpace.drafts.tree import best_first
 from outpace.drafts.vocab import Words
 from outpace.models.load import named_tensors

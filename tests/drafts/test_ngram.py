@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.drafts.choice import Likeliest
 from outpace.drafts.ngram import NGram
+from outpace.drafts.sampler import Likeliest
 
 
 def search(text, longest, shortest, guesses):

@@ -9,20 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.drafts import (
-    format_sglang_eagle3,
-    format_speculators,
-    format_speculators_eagle3,
-    format_transformers,
-    format_zlab,
-)
-from outpace.drafts.faults import Files, find_faults, find_notes
-from outpace.drafts.files import FORMATS, read_draft
-from outpace.drafts.format_keys import check_types
-from outpace.drafts.load import load_dflash
-from outpace.export import export_draft
-from outpace.preflight import FOLDERS
-from outpace.weights.checkpoint import LoadError
+from outpace.checkpoint.open import LoadError
+from outpace.formats import sglang_eagle3 as format_sglang_eagle3
+from outpace.formats import speculators as format_speculators
+from outpace.formats import speculators_eagle3 as format_speculators_eagle3
+from outpace.formats import transformers as format_transformers
+from outpace.formats import zlab as format_zlab
+from outpace.formats.detect import FORMATS, read_draft
+from outpace.formats.errors import Files, find_faults, find_notes
+from outpace.formats.export import export_draft
+from outpace.formats.keys import check_types
+from outpace.formats.load import load_dflash
+from outpace.formats.preflight import FOLDERS
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

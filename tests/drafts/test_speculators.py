@@ -8,9 +8,9 @@ from eagle3_drafts import over_all
 from safetensors.torch import load_file
 
 from outpace.bench.stage_reference import eagle3_feature, eagle3_stages
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
-from outpace.drafts.load import build_eagle3
-from outpace.export import export_draft
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.formats.export import export_draft
+from outpace.formats.load import build_eagle3
 
 theirs = pytest.importorskip(
     "speculators.models.eagle3.core",

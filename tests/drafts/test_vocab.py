@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from outpace.drafts.choice import Coupled, Drawn, Likeliest
+from outpace.drafts.sampler import Coupled, Drawn, Likeliest
 from outpace.drafts.vocab import Words
 from outpace.ops.sampling import Sampling
 

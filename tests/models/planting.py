@@ -5,7 +5,7 @@ import shutil
 import tiny
 from safetensors.torch import load_file, save_file
 
-from outpace.models.inspect import gate
+from outpace.doctor.inspect import gate
 from outpace.models.save import save_target
 
 GPT_OSS_EXPERTS = "model.layers.0.mlp.experts."

@@ -11,7 +11,7 @@ from indexers import indexed_target
 from planting import GPT_OSS_EXPERTS, findings, only, plant
 from safetensors.torch import load_file, save_file
 
-from outpace.models.inspect import gate
+from outpace.doctor.inspect import gate
 from outpace.models.load import load_target
 from outpace.models.save import save_target
 

@@ -10,11 +10,11 @@ import tiny
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from outpace.convert import write_gguf
+from outpace.checkpoint.open import LoadError, open_checkpoint
+from outpace.formats.convert import write_gguf
 from outpace.models.load import build, load_target, named_tensors, weight_of
 from outpace.models.save import save_target
 from outpace.ops.quant import Joined, Quant
-from outpace.weights.checkpoint import LoadError, open_checkpoint
 
 WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
 

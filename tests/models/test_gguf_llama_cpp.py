@@ -17,9 +17,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 
-from outpace.convert import write_gguf
-from outpace.decode.plain import generate
+from outpace.decode.autoregressive import generate
 from outpace.decode.request import Request
+from outpace.formats.convert import write_gguf
 from outpace.models.load import build, entries, load_target, named_tensors
 from outpace.models.save import fused, save_target
 from outpace.ops.quant import Quant

@@ -8,12 +8,12 @@ import torch
 import trees
 from indexers import KEEP, indexed_target
 
-from outpace.cache.index import Keep
-from outpace.cache.tree import Tree
+from outpace.checkpoint.open import LoadError
+from outpace.kv.topk import Keep
+from outpace.kv.tree import Tree
 from outpace.models.load import fingerprint, load_target, parse_config
 from outpace.models.save import save_target
 from outpace.ops.attention import attend
-from outpace.weights.checkpoint import LoadError
 
 LATENT = [(family, rank) for family in tiny.FAMILIES for rank in (None, 7)]
 

@@ -11,11 +11,11 @@ import torch
 from planting import GPT_OSS_EXPERTS, findings, only, plant
 from safetensors.torch import load_file
 
+from outpace.checkpoint.save import save_checkpoint
 from outpace.cli.main import main
-from outpace.convert import write_gguf
-from outpace.models.gate import PARTS
-from outpace.models.inspect import gate
-from outpace.weights.save import save_checkpoint
+from outpace.doctor.checkpoint import PARTS
+from outpace.doctor.inspect import gate
+from outpace.formats.convert import write_gguf
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import torch
 from latents import latent_target
 from safetensors import safe_open
 
-from outpace.cache.latent import LatentMemory
+from outpace.checkpoint.open import LoadError
+from outpace.doctor.inspect import inspect_target
 from outpace.kernels import cpu
-from outpace.models.inspect import inspect_target
+from outpace.kv.latent import LatentMemory
 from outpace.models.latent import LatentMaps
 from outpace.models.load import fingerprint, load_target, parse_config
 from outpace.models.save import save_target
-from outpace.weights.checkpoint import LoadError
 
 SHAPES = [(family, window) for family in tiny.FAMILIES for window in (True, False)]
 

@@ -8,8 +8,8 @@ import tiny
 import torch
 import trees
 
-from outpace.cache.tree import Tree
 from outpace.kernels import cpu
+from outpace.kv.tree import Tree
 from outpace.models.load import build, named_tensors
 from outpace.ops.fast import MOST_ROWS
 

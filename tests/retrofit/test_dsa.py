@@ -7,13 +7,13 @@ import pytest
 import tiny
 import torch
 
-from outpace.cache.index import Keep, Place, choose
-from outpace.load import open_target
+from outpace.kv.topk import Keep, Place, choose
+from outpace.loading import open_target
 from outpace.models.attention import Attention
 from outpace.models.load import fingerprint, named_tensors
 from outpace.ops.rope import rotate
 from outpace.retrofit import dsa
-from outpace.shrink.dsa import DsaSettings, retrofit_dsa
+from outpace.retrofit.pipeline_dsa import DsaSettings, retrofit_dsa
 
 KEEP = Keep(top_k=16, min_context=0, sinks=2, recent=5)
 
@@ -160,7 +160,7 @@ def test_divergence_teaches_the_index_alone():
 
 @pytest.fixture(scope="module")
 def documents():
-    from outpace.corpus import read_corpus
+    from outpace.text.corpus import read_corpus
 
     return [d for d in read_corpus() if d.name.startswith(("asyncio/", "email/", "json/", "xml/", "http/"))]
 

@@ -7,12 +7,12 @@ import pytest
 import tiny
 import torch
 
-from outpace.load import open_target
+from outpace.loading import open_target
 from outpace.models.load import fingerprint, load_target, named_tensors
 from outpace.retrofit import mla
 from outpace.retrofit.calibrate import averaged, calibrate
-from outpace.retrofit.judge import judge
-from outpace.shrink.mla import MlaSettings, retrofit_mla
+from outpace.retrofit.evaluate import judge
+from outpace.retrofit.pipeline_mla import MlaSettings, retrofit_mla
 
 
 def full_layers(model):
@@ -151,7 +151,7 @@ def test_calibration_needs_text():
 
 @pytest.fixture(scope="module")
 def documents():
-    from outpace.corpus import read_corpus
+    from outpace.text.corpus import read_corpus
 
     return [d for d in read_corpus() if d.name.startswith(("asyncio/", "email/", "json/", "xml/", "http/"))]
 

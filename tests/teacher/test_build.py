@@ -17,13 +17,13 @@ import tiny
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from outpace.corpus import Document
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.models.load import fingerprint
 from outpace.teacher.build import TeacherRecipe, build, predict_nbytes
 from outpace.teacher.prompts import Prompts
 from outpace.teacher.store import StoreError, TeacherCache, read_meta, write_meta
+from outpace.text.corpus import Document
 
 LAYERS = (0, 2, 3)
 OFFSETS = (0, 4096, 131072)

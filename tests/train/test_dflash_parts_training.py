@@ -11,12 +11,12 @@ import torch
 from taught import TOKENIZER
 from test_dflash_training import LAYERS, RECIPE, Cache, losses
 
-from outpace.drafts.choice import Likeliest
-from outpace.drafts.dflash_guess import Head
-from outpace.drafts.load import load_dflash
+from outpace.config import load_settings
+from outpace.drafts.dflash_decode import Head
+from outpace.drafts.sampler import Likeliest
+from outpace.formats.load import load_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.ops.blocks import block_attend, reference_block_attend
-from outpace.settings import load_settings
 from outpace.train.anchors import pack
 from outpace.train.calibration import GRID, expected_error, fit_temperatures
 from outpace.train.dflash import block_states, train_dflash

@@ -9,8 +9,8 @@ import tiny
 import torch
 from taught import PROMPTS, TOKENIZER, Taught
 
-from outpace.drafts.format_zlab import to_hf
-from outpace.drafts.load import load_dflash
+from outpace.formats.load import load_dflash
+from outpace.formats.zlab import to_hf
 from outpace.models.config import FULL, WINDOW
 from outpace.train.anchors import pack
 from outpace.train.dflash import block_states, train_dflash

@@ -9,11 +9,12 @@ import tiny
 import torch
 from taught import PROMPTS, TOKENIZER, Taught
 
-from outpace.decode import plain, speculative
+from outpace.decode import autoregressive as plain
+from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.eagle3 import Eagle3
-from outpace.drafts.eagle3_session import BoundEagle3, Shape
-from outpace.drafts.load import load_draft
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.formats.load import load_draft
 from outpace.train.drafts import commonest, responses
 from outpace.train.eagle3 import Eagle3Recipe, begin_eagle3, train_eagle3
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.decode import plain
+from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.ops.sampling import seeded
 from outpace.train.own_text import SHARPEST, answers, cut_prompts, own_text_losses, repeats

@@ -5,9 +5,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from outpace.chat.tokenizer import train_bpe
-from outpace.corpus import note
 from outpace.ops.sampling import seeded
+from outpace.text.corpus import note
+from outpace.text.tokenizer import train_bpe
 from outpace.train.recall import (
     CUE,
     ECHO,

@@ -7,16 +7,16 @@ import pytest
 import torch
 from test_target import RECIPE, TEXTS
 
-from outpace.cache.index import Keep
-from outpace.chat.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
-from outpace.corpus import Document
+from outpace.kv.topk import Keep
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
+from outpace.retrofit import train_frozen as frozen
 from outpace.retrofit.calibrate import calibrate
+from outpace.retrofit.train_dsa import DsaRecipe, train_dsa
+from outpace.retrofit.train_mla import MlaRecipe, train_mla, whole_losses
 from outpace.teacher.store import Sample
-from outpace.train import frozen
-from outpace.train.dsa import DsaRecipe, train_dsa
-from outpace.train.mla import MlaRecipe, train_mla, whole_losses
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
 from outpace.train.target import init_weights
 
 KEEP = Keep(top_k=0.4, min_context=0, sinks=1, recent=4)

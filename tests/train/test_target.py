@@ -7,11 +7,11 @@ import pytest
 import tiny
 import torch
 
-from outpace.chat.tokenizer import train_bpe
-from outpace.corpus import Document
 from outpace.models.load import load_target
 from outpace.models.save import dense_tensors, save_target
 from outpace.ops.sampling import seeded
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import train_bpe
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon, orthogonalise
 from outpace.train.publish import publish_target, repeated_ngrams, sureness

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outpace.cli.main import main
-from outpace.drafts.load import load_draft
+from outpace.formats.load import load_draft
 from outpace.ops.fast import product_dtype
 
 TINY = ("num_heads=2", "head_dim=16", "intermediate_size=40", "rows=1", "steps=2", "eval_prompts=1")

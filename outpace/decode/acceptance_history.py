@@ -1,0 +1,130 @@
+"""How likely guesses are accepted: what earlier rounds taught, and the draft's own word where it gives one.
+
+Nothing here ever reads a guess that is still to be judged, unless the draft chose it without drawing.
+"""
+
+from collections.abc import Sequence
+
+KEPT = 0.9  # what a round of guesses leaves of what was learnt before
+PRIOR_TRIALS = 3.0  # what held before weighs as much as so many trials of late
+LENT_TRIALS = 1.5  # of a deeper guess: as good as the one it follows, until it was tried
+FIRST_TRIALS = 6.0  # of what the calibration found, against all that was tried since
+SLOWLY = 0.99  # and what a round leaves of that
+TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of the draft, not of the text
+
+
+class Record:
+    """What became of the guesses of earlier rounds, fading. A round without the draft's own word is foreseen
+    from `steps`, one with it from `trust`; `gains` says what the next proposal is likely to bring."""
+
+    def __init__(self, widest: int, prior: float) -> None:
+        """widest: columns of the widest proposal. prior: how often a guess is right where its parent is."""
+        self.first, self.all_tried, self.all_taken = prior, 0.0, 0.0
+        self.tried, self.taken = [0.0] * widest, [0.0] * widest  # by column, where its parent was accepted
+        self.parents = [max(i - 1, 0) for i in range(widest)]  # of the last proposal, as far as it went
+        self.said, self.came = [0.0] * widest, [0.0] * widest  # by depth: survival as said, and as it came
+        self.seen, self.seen_gain = [0.0] * widest, [0.0] * widest  # by column: proposals, their survival
+
+    def fade(self, share: float) -> None:
+        """What was learnt counts for `share` of what it did."""
+        for part in (self.tried, self.taken, self.seen, self.seen_gain):
+            part[:] = [x * share for x in part]
+
+    def drafts(self) -> None:
+        """A round of guesses begins."""
+        self.fade(KEPT)
+        self.all_tried *= SLOWLY
+        self.all_taken *= SLOWLY
+        self.said = [x * TRUST_KEPT for x in self.said]
+        self.came = [x * TRUST_KEPT for x in self.came]
+
+    @property
+    def prior(self) -> float:
+        """How often a guess is right where its parent is: over the long run."""
+        return (self.all_taken + FIRST_TRIALS * self.first) / (self.all_tried + FIRST_TRIALS)
+
+    # ---- without the draft's word -------------------------------------------------------------------
+
+    @property
+    def first_step(self) -> float:
+        """`steps()[1]`, without the others."""
+        return (self.taken[1] + PRIOR_TRIALS * self.prior) / (self.tried[1] + PRIOR_TRIALS)
+
+    def steps(self) -> list[float]:
+        """By column: how often it was accepted where its parent was. What was rarely tried of late is held
+        for as good as its parent."""
+        found, long_run = [1.0] * len(self.tried), self.prior
+        for i in range(1, len(found)):
+            parent = self.parents[i]
+            prior, weight = (found[parent], LENT_TRIALS) if parent else (long_run, PRIOR_TRIALS)
+            found[i] = (self.taken[i] + weight * prior) / (self.tried[i] + weight)
+        return found
+
+    def reach(self, parents: Sequence[int]) -> list[float]:
+        """By column: how likely it is accepted, the product of the steps to it; 1 at the root."""
+        steps, found = self.steps(), [1.0]
+        for i in range(1, len(parents)):
+            found.append(found[parents[i]] * steps[i])
+        return found
+
+    # ---- with it ------------------------------------------------------------------------------------
+
+    def trust(self, deepest: int) -> list[float]:
+        """By depth: what came of what the draft said, over what it said. Depths of which little is known are
+        believed as far as the one above."""
+        found = [1.0] * (deepest + 1)
+        for d in range(1, len(found)):
+            found[d] = (self.came[d] + TRUST_TRIALS * found[d - 1]) / (self.said[d] + TRUST_TRIALS)
+        return found
+
+    def corrected(
+        self, survival: Sequence[float], parents: Sequence[int], depth: Sequence[int]
+    ) -> list[float]:
+        """The draft's word, corrected; a guess lives no longer than its parent."""
+        trust, found = self.trust(max(depth)), [1.0]
+        for i in range(1, len(survival)):
+            own, above = survival[i] * trust[depth[i]], found[parents[i]]
+            found.append(own if own < above else above)
+        return found
+
+    # ---- what is likely to come ---------------------------------------------------------------------
+
+    def gains(self, speaks: bool) -> list[float]:
+        """By column: what it adds to the accepted tokens of one row, before the proposal is made. `speaks`:
+        the draft says how sure it is. A column that was not asked for of late is held to follow the one
+        before it as that one follows its own."""
+        if not speaks:
+            return self.reach(self.parents)
+        before, step = 1.0, self.first_step
+        found = [before]
+        weight = 0.25  # of what is thought of a column while none was seen
+        for gain, seen in zip(self.seen_gain[1:], self.seen[1:], strict=True):
+            now = (gain + weight * before * step) / (seen + weight)
+            now = now if now < before else before
+            found.append(now)
+            step = now / before if before else 0.0
+            before = now
+        return found
+
+    def foresaw(self, gains: Sequence[float], asked: int) -> None:
+        """The corrected survival of a proposal, whether or not all of it is verified; of the columns `asked`
+        for, those that were not offered gain nothing."""
+        for i in range(asked):
+            self.seen[i] += 1
+            self.seen_gain[i] += gains[i] if i < len(gains) else 0.0
+
+    def add(
+        self, parents: Sequence[int], depth: Sequence[int], path: Sequence[int], said: Sequence[float] | None
+    ) -> None:
+        """One row of a round: of the columns verified their parents, their depth and what the draft said
+        of them, and the path that was accepted."""
+        taken = set(path)
+        for i in range(1, len(parents)):
+            if parents[i] in taken:
+                self.tried[i] += 1
+                self.taken[i] += i in taken
+                self.all_tried += 1
+                self.all_taken += i in taken
+            if said is not None:
+                self.said[depth[i]] += said[i]
+                self.came[depth[i]] += i in taken

@@ -1,0 +1,92 @@
+"""What a draft proposes, and what a decoding loop asks of a draft."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from outpace.drafts.sampler import Choice
+from outpace.kv.tree import Tree, depths
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """tokens [B, N] int64; column 0 is the last verified token, the rest are guesses for what follows.
+
+    Row b proposes counts[b] - 1 guesses (counts[b] >= 1); columns past counts[b] are padding.
+    `parents` [B, N] int64 says which column each guess follows, always a smaller one (column 0 and padding
+    follow themselves); None: each follows the one before it.
+    `q` [B, N, V] float32: the distribution that the guess of a column was drawn from (column 0 unused); None:
+    nothing was drawn, the guesses are certain.
+    `survival` [B, N] float32: how likely a column is accepted, as the draft sees it; None: it cannot say.
+    `provisional`: per row, how many of the first guesses, in a line, the target took on partial KV; None:
+    nobody has looked at any.
+    """
+
+    tokens: Tensor
+    counts: list[int]
+    parents: Tensor | None = None
+    q: Tensor | None = None
+    survival: Tensor | None = None
+    provisional: list[int] | None = None
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        return None if self.parents is None else Tree(self.parents)
+
+    @cached_property
+    def above(self) -> list[list[int]]:
+        """`parents`, of a chain too, where the loop looks at them: they cross from the device once."""
+        B, N = self.tokens.shape
+        if self.parents is None:
+            return [[max(i - 1, 0) for i in range(N)]] * B
+        found: list[list[int]] = self.parents.tolist()
+        return found
+
+    @property
+    def deepest(self) -> list[int]:
+        """Per row: how many guesses the longest path has."""
+        if self.parents is None:
+            return [count - 1 for count in self.counts]
+        return [max(depths(parents)) for parents in self.above]
+
+
+class Session(Protocol):
+    """One generation's use of a draft: what it has seen so far, for every sequence of the batch."""
+
+    def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
+        """The next counts[b] verified tokens of row b: tokens [B, T], with the target's hidden states
+        aux [n, B, T, C] of `target_layer_ids` at them."""
+        ...
+
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        """Guess what follows `last` [B], the verified token after all observed ones, in at most `width`
+        columns (2 <= width <= block_size), guesses chosen by `choice`."""
+        ...
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        ...
+
+
+class DraftSession(Session, Protocol):
+    """One that can forget again: what it observes may be provisional."""
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Forget of every row what was observed after its first lengths[b] tokens; at least one proposal was
+        made at that length. The next call observes how the text really goes on."""
+        ...
+
+
+class Draft(Protocol):
+    """Weights, or none. `block_size` is the widest proposal, anchor included. `slack`: how many observed
+    tokens a session can forget again."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> DraftSession: ...

@@ -1,0 +1,215 @@
+"""From a block's hidden states to guesses: each by itself, or each after the one before it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
+from outpace.drafts.quantize import pack, packs
+from outpace.drafts.sampler import Choice, Coupled, Drawn, Likeliest
+from outpace.models.decoder import Decoder
+from outpace.ops.candidates import all_pairs, likeliest, share, walk
+from outpace.ops.linear import linear
+from outpace.ops.quant import Joined, Weight
+from outpace.ops.quant import rows as rows_of
+from outpace.ops.sampling import shaped
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the draft can say. weight [N, C], rows of the target's head; ids [N] int64, the target's token of
+    each, ascending; None: all of its vocabulary."""
+
+    weight: Weight
+    ids: Tensor | None
+    vocab_size: int  # the target's
+
+    @staticmethod
+    def of(target: Decoder, d2t: Tensor | None, packed: bool = False) -> "Head":
+        """d2t [N]: offsets, row i stands for the token i + d2t[i]. `packed`: rows of the draft's own are
+        kept in 8-bit blocks."""
+        weight, V = target.head, target.config.vocab_size
+        if d2t is None:
+            return Head(weight, None, V)
+        assert not isinstance(weight, Joined), "a head is one matrix"
+        ids = (d2t + torch.arange(len(d2t), device=d2t.device)).to(target.device)
+        rows = weight[ids]
+        return Head(pack(rows) if packed and packs(rows) else rows, ids, V)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., C] -> [..., N]."""
+        return linear(hidden, self.weight)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Rows of this head -> the target's tokens."""
+        return rows if self.ids is None else self.ids[rows]
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The target's tokens -> rows of this head; some row for a token it does not have."""
+        if self.ids is None:
+            return tokens
+        return torch.searchsorted(self.ids, tokens).clamp_(max=len(self.ids) - 1)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[..., N] -> over the target's vocabulary [..., V], -inf where the draft has no word."""
+        if self.ids is None:
+            return logits
+        return spread(self.ids.expand(logits.shape), logits, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What one guess adds to the logits of the next: a selector's products, or a Markov head's bias."""
+
+    head: Head
+    selector: Selector | None
+    markov: MarkovHead | None
+    hidden: Tensor  # [B, n, C] of the n places
+
+    def __call__(self, previous: Tensor, ids: Tensor) -> Tensor:
+        """previous [B, n, a], ids [B, n, k], tokens at the places before and at these -> [B, n, a, k]
+        float32; ids that the draft has no word for have some number."""
+        if self.selector is not None:
+            left = self.selector.predecessor_codebook[previous].float()
+            left = left * self.selector.hidden_projection(self.hidden).float()[:, :, None]
+            right = self.selector.successor_codebook[ids]
+        else:
+            assert self.markov is not None
+            left = self.markov.embed(previous, self.hidden[:, :, None].expand(-1, -1, previous.shape[2], -1))
+            right = rows_of(self.markov.markov_w2.weight, self.head.rows(ids), torch.float32)
+        return left.float() @ right.float().transpose(-1, -2)
+
+
+def spread(ids: Tensor, values: Tensor, vocab_size: int) -> Tensor:
+    """ids and values [..., k] -> [..., V], -inf at the others."""
+    empty = values.new_full((*values.shape[:-1], vocab_size), -torch.inf)
+    return empty.scatter_(-1, ids, values)
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """tokens [B, n] int64; q [B, n, V] where they were drawn from it; sure [B, n] float32: how likely the
+    draft's best token at that place is, the ones chosen before it given. It never looks at what was
+    drawn at its own place: what is verified later may not decide how much is verified."""
+
+    tokens: Tensor
+    q: Tensor | None
+    sure: Tensor
+
+
+def guess(
+    head: Head,
+    selector: Selector | None,
+    markov: MarkovHead | None,
+    hidden: Tensor,
+    last: Tensor,
+    choice: Choice,
+) -> Guesses:
+    """hidden [B, n, C] of the n places after `last` [B]."""
+    logits = head.logits(hidden)
+    if selector is not None:
+        return _selected(head, selector, logits, hidden, last, choice)
+    if markov is not None:
+        return _corrected(head, markov, logits, hidden, last, choice)
+    rows, values, lse = likeliest(logits, 1)
+    sure = (values[..., 0] - lse).exp()
+    if isinstance(choice, Likeliest):
+        return Guesses(head.tokens(rows[..., 0]), None, sure)
+    tokens, q = choice.tokens(head.spread(logits), 1)
+    return Guesses(tokens, q, sure)
+
+
+def _selected(
+    head: Head, selector: Selector, logits: Tensor, hidden: Tensor, last: Tensor, choice: Choice
+) -> Guesses:
+    """DFlash 2's walk: at each place, one of the likeliest few after the one chosen before. What would be
+    drawn after every candidate is drawn at once, and the walk looks it up: one of them is used, so each
+    place is drawn from the row of its own predecessor."""
+    rows, values, lse = likeliest(logits, selector.top_k)
+    ids = head.tokens(rows)
+    h = selector.hidden_projection(hidden)
+    books = selector.predecessor_codebook, selector.successor_codebook
+    if isinstance(choice, Likeliest):
+        return Guesses(*_and_none(walk(last, ids, values, lse, h, *books)))
+    previous = torch.cat((last[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]), dim=1)
+    scores = all_pairs(previous, ids, values, h, *books)
+    sure = share(scores.amax(-1), scores, values[:, :, None], lse[:, :, None])
+    q = None
+    if isinstance(choice, Drawn):  # among the few alone: no other has a chance
+        after, q = choice.tokens(scores.flatten(1, 2), 1)
+        after = after.view(scores.shape[:-1])
+    else:
+        assert isinstance(choice, Coupled), "guesses are the likeliest, drawn, or coupled"
+        noise = choice.noise(ids, head.vocab_size)
+        after = (shaped(scores, choice.sampling) + noise[:, :, None]).argmax(-1)
+    before, places = _followed(after)
+    sure = sure.gather(-1, before)[..., 0]
+    if q is not None:
+        q = q.view(scores.shape).take_along_dim(before[..., None], dim=2)[:, :, 0]
+        q = q.new_zeros(*q.shape[:2], head.vocab_size).scatter_(-1, ids, q)
+    return Guesses(ids.gather(-1, places)[..., 0], q, sure)
+
+
+def _followed(after: Tensor) -> tuple[Tensor, Tensor]:
+    """after [B, n, k] int64: which candidate of place t was drawn, had candidate a come before it. -> on the
+    walk from candidate 0, what came before and what was drawn, [B, n, 1] each."""
+    before, places = [], []
+    at = torch.zeros_like(after[:, 0, :1])
+    for t in range(after.shape[1]):
+        before.append(at)
+        at = after[:, t].gather(-1, at)
+        places.append(at)
+    return torch.stack(before, dim=1), torch.stack(places, dim=1)
+
+
+def _corrected(
+    head: Head, markov: MarkovHead, logits: Tensor, hidden: Tensor, last: Tensor, choice: Choice
+) -> Guesses:
+    """DSpark's walk: at each place, the predecessor's bias on all logits."""
+    places = []
+    for t in range(hidden.shape[1]):
+        at = slice(t, t + 1)
+        biased = logits[:, at] + markov.bias(last[:, None], hidden[:, at])
+        rows, values, lse = likeliest(biased, 1)
+        q = None
+        if isinstance(choice, Likeliest):
+            tokens = head.tokens(rows[..., 0])
+        else:
+            tokens, q = choice.tokens(head.spread(biased), t + 1)
+        places.append((tokens, q, (values[..., 0] - lse).exp()))
+        last = tokens[:, 0]
+    return _joined(places)
+
+
+def _and_none(found: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
+    return found[0], None, found[1]
+
+
+def _joined(places: list[tuple[Tensor, Tensor | None, Tensor]]) -> Guesses:
+    drawn = [q for _, q, _ in places if q is not None]
+    q = torch.cat(drawn, dim=1) if drawn else None
+    return Guesses(torch.cat([p[0] for p in places], dim=1), q, torch.cat([p[2] for p in places], dim=1))
+
+
+def survival(sure: Tensor, temperatures: tuple[float, ...] = ()) -> Tensor:
+    """The chance of each place by itself, sure [B, n], -> that it and all before it are accepted, behind a
+    column of ones for the root [B, n + 1]. `temperatures` divide the log-odds, place by place (DSpark's
+    sequential temperature scaling)."""
+    if temperatures:
+        scale = sure.new_tensor(temperatures[: sure.shape[1]])
+        sure = torch.sigmoid(torch.logit(sure, eps=1e-6) / scale)
+    return torch.nn.functional.pad(sure.cumprod(1), (1, 0), value=1.0)
+
+
+def confidence(
+    head: ConfidenceHead,
+    selector: Selector | None,
+    markov: MarkovHead | None,
+    hidden: Tensor,
+    previous: Tensor,
+) -> Tensor:
+    """hidden [..., C], the predecessor of each place [...] -> w^T [h; e] [...], before the sigmoid."""
+    if markov is not None:
+        return head(hidden, markov.markov_w1[previous])
+    return head(hidden, None if selector is None else selector.predecessor_codebook[previous])

@@ -1,0 +1,293 @@
+"""EAGLE-3 at work: verified states into its memory, then a chain, a dynamic tree, or all in one pass."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.drafts.base import Proposal
+from outpace.drafts.eagle3 import Attend, Eagle3
+from outpace.drafts.sampler import Choice
+from outpace.drafts.tree import MOST_NODES, Growth, best_first, check_nodes
+from outpace.drafts.vocab import Words
+from outpace.kv.base import Cache
+from outpace.kv.metadata import Step
+from outpace.models.decoder import Decoder
+from outpace.ops.attention import attend_view
+
+MOST_ROWS = 4096  # guesses of a round; every one has its place in a memory
+MOST_HELD = 16  # verified tokens that wait for the next proposal; more need not run through the last layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is proposed. branch 1: a chain of `depth` guesses. Above: a tree of `nodes` columns, root
+    included, of the best among all children seen, `branch` of each of the `branch` nodes that a level runs;
+    one pass alone ranks whole paths, by the product of their guesses' probabilities."""
+
+    depth: int = 5
+    branch: int = 1
+    nodes: int = 0  # 0: as many as the chain has
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or self.branch < 1:
+            raise ValueError(f"depth {self.depth}, branch {self.branch}: each must be at least 1")
+        if self.branch > 1:
+            if not self.nodes:
+                raise ValueError(f"branch {self.branch} grows a tree: say of how many nodes")
+            check_nodes(self.nodes)
+        if self.branch == 1 and self.nodes not in (0, self.depth + 1):
+            raise ValueError(
+                f"branch 1 makes a chain, and one of {self.depth} guesses has {self.depth + 1} nodes, not "
+                f"{self.nodes}"
+            )
+        if self.depth >= MOST_NODES:
+            raise ValueError(f"depth {self.depth}: a round verifies at most {MOST_NODES} nodes")
+        if self.depth * self.branch > MOST_ROWS:
+            raise ValueError(
+                f"depth {self.depth}, branch {self.branch}: a round would run {self.depth * self.branch} "
+                f"guesses, and {MOST_ROWS} are the most"
+            )
+
+    @classmethod
+    def of(cls, nodes: int = 0, depth: int = 0, branch: int = 0) -> "Shape":
+        """From what a person says, 0 being "as usual": a tree of so many nodes, else a chain."""
+        usual = cls()
+        return cls(depth=depth or usual.depth, branch=branch or (8 if nodes else 1), nodes=nodes)
+
+    @property
+    def block_size(self) -> int:
+        return self.depth + 1 if self.branch == 1 else self.nodes
+
+
+@dataclass(frozen=True)
+class BoundEagle3:
+    """An EAGLE-3 with its target, ready to draft. Raises ValueError where the two do not fit."""
+
+    draft: Eagle3
+    target: Decoder
+    shape: Shape = field(default_factory=Shape)
+
+    def __post_init__(self) -> None:
+        ours, theirs = self.draft.config, self.target.config
+        for what, a, b in (
+            ("hidden_size", ours.target_hidden_size, theirs.hidden_size),
+            ("vocab_size", ours.vocab_size, theirs.vocab_size),
+        ):
+            if a != b:
+                raise ValueError(f"this draft was made for a target with {what} {a}; this one has {b}")
+        if ours.layer_ids[-1] >= theirs.num_layers:
+            raise ValueError(
+                f"this draft reads the target's layers {list(ours.layer_ids)}; this one has layers "
+                f"0..{theirs.num_layers - 1}"
+            )
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return self.draft.target_layer_ids
+
+    @property
+    def block_size(self) -> int:
+        return self.shape.block_size
+
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "Eagle3Session":
+        return Eagle3Session(self, batch, length, offset, slack)
+
+
+class Eagle3Session:
+    """The memory holds one entry for every pair (state of the token at t, token at t + 1) of verified text,
+    at index and rotary position t. The pair of the newest state waits until its token is known, which is
+    when the next proposal is asked for. What is guessed is written behind the verified pairs and never
+    kept: the next append overwrites it, so that a guessed state never outlives its round.
+    """
+
+    def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int, slack: int = 0) -> None:
+        self.draft, self.target, self.shape = bound.draft, bound.target, bound.shape
+        config, shape = self.draft.config, self.shape
+        self.words = Words(self.draft.target_ids(), config.vocab_size)
+        self.masks = self.draft.masks(self.target) if config.parallel else None
+        guessed = shape.depth * (1 if config.parallel else shape.branch)
+        self.scale = config.head_dim**-0.5
+        self.cache = Cache(
+            batch,
+            length + guessed,
+            guessed + slack,
+            (config.sliding_window,) * config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            offset=offset,
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
+        # tokens [B,T], aux [n,B,T,C] and how many of each row, of the newest verified tokens
+        self.held: list[tuple[Tensor, Tensor, list[int]]] = []
+
+    def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
+        assert aux is not None, "EAGLE-3 reads the target's hidden states"
+        width = max(counts)
+        if not width:
+            return
+        self.held.append((tokens[:, :width], aux[:, :, :width], counts))
+        if sum(piece[0].shape[1] for piece in self.held) > MOST_HELD:
+            self._settle()
+
+    def rewind(self, lengths: list[int]) -> None:
+        """A row of n observed tokens has n pairs once its next token is known: when a proposal was made."""
+        self.cache.rewind(lengths)
+        self.held = []
+
+    def keep(self, rows: list[int]) -> None:
+        self.cache.keep(rows)
+        self.held = [(t[rows], aux[:, rows], [counts[b] for b in rows]) for t, aux, counts in self.held]
+
+    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+        depth = min(self.shape.depth, width - 1)
+        if self.masks is not None:
+            return self._at_once(last, self.masks, width, depth, choice)
+        hidden = self._run_pairs(last)
+        if self.shape.branch > 1:
+            return self._tree(last, hidden, width, depth, choice)
+        return self._chain(last, hidden, depth, choice)
+
+    # ---- what is verified ----------------------------------------------------------------------------
+
+    def _all_held(self) -> tuple[Tensor, Tensor, list[int]]:
+        """The pieces as one, each row's tokens at its front."""
+        assert self.held, "a proposal follows an observation"
+        if len(self.held) == 1:
+            tokens, aux, counts = self.held[0]
+            return tokens[:, : max(counts)], aux[:, :, : max(counts)], counts
+        tokens = torch.cat([piece[0] for piece in self.held], dim=1)
+        aux = torch.cat([piece[1] for piece in self.held], dim=2)
+        at: list[list[int]] = [[] for _ in self.cache.lengths]
+        begin = 0
+        for piece, _, counts in self.held:
+            for b, count in enumerate(counts):
+                at[b] += range(begin, begin + count)
+            begin += piece.shape[1]
+        total = [len(columns) for columns in at]
+        padded = [columns + [0] * (max(total) - len(columns)) for columns in at]
+        index = torch.tensor(padded, device=tokens.device)
+        row = torch.arange(len(at), device=tokens.device)[:, None]
+        return tokens[row, index], aux[:, row, index], total
+
+    def _settle(self) -> None:
+        """Run every pair whose token is known; the newest state of each row goes on waiting."""
+        tokens, aux, counts = self._all_held()
+        known = [count - 1 for count in counts]
+        if max(known):
+            embeds = self.draft.embed(tokens[:, 1:], self.target)
+            step = self.cache.begin(max(known), known)
+            cos, sin = self.draft.rope(step.positions + self.cache.offset)
+            features, attend = self.draft.fuse(aux[:, :, :-1]), self._attend(step)
+            layers = self.cache.layers
+            self.draft.remember(
+                embeds, features, cos, sin, attend, lambda i, k, v: layers[i].append(k, v, step)
+            )
+            self.cache.advance(step)
+        row, newest = self._newest(counts)
+        self.held = [(tokens[row, newest][:, None], aux[:, row, newest][:, :, None], [1] * len(counts))]
+
+    def _newest(self, counts: list[int]) -> tuple[Tensor, Tensor]:
+        newest = torch.tensor(counts, device=self.cache.device) - 1
+        return torch.arange(len(counts), device=self.cache.device), newest
+
+    def _pairs(self, last: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """All that wait, `last` being the token of the newest: embeds, features [B,T,C], how many."""
+        tokens, aux, counts = self._all_held()
+        following = F.pad(tokens[:, 1:], (0, 1))
+        following[self._newest(counts)] = last
+        self.held = []
+        return self.draft.embed(following, self.target), self.draft.fuse(aux), counts
+
+    def _run_pairs(self, last: Tensor) -> Tensor:
+        """-> hidden [B,1,C] of each row's newest pair, which says what follows `last`."""
+        embeds, features, counts = self._pairs(last)
+        step = self.cache.begin(max(counts), counts)
+        hidden = self._run(embeds, features, step)
+        self.cache.advance(step)
+        return hidden[self._newest(counts)][:, None]
+
+    def _run(self, embeds: Tensor, features: Tensor, step: Step) -> Tensor:
+        cos, sin = self.draft.rope(step.positions + self.cache.offset)
+        return self.draft(embeds, features, cos, sin, self._attend(step))  # type: ignore[no-any-return]
+
+    def _attend(self, step: Step) -> Attend:
+        """Each layer remembers what it is given, and its queries meet what it remembers."""
+        window = self.draft.config.sliding_window
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            view = self.cache.layers[layer].append(k, v, step)
+            return attend_view(q, view, window, None, self.scale)
+
+        return attend
+
+    # ---- what is guessed -----------------------------------------------------------------------------
+
+    def _chain(self, last: Tensor, hidden: Tensor, depth: int, choice: Choice) -> Proposal:
+        verified = list(self.cache.lengths)
+        logits, guesses, drawn = [], [], []
+        for at in range(1, depth + 1):
+            logits.append(self.draft.head(hidden, self.target))
+            guess, q = self.words.choose(choice, logits[-1], at)
+            guesses.append(guess)
+            drawn.append(q)
+            if at < depth:
+                step = self.cache.begin(1)
+                hidden = self._run(self.draft.embed(guess, self.target), self.draft.feedback(hidden), step)
+                self.cache.advance(step)
+        self.cache.rewind(verified)
+        qs = [q for q in drawn if q is not None]
+        return self._line(last, torch.cat(logits, 1), torch.cat(guesses, 1), torch.cat(qs, 1) if qs else None)
+
+    def _line(self, last: Tensor, logits: Tensor, guesses: Tensor, q: Tensor | None) -> Proposal:
+        """logits [B,n,N] and the guesses [B,n] chosen of them -> one behind the other."""
+        reach = self.words.log_probabilities(logits, guesses).cumsum(1).exp()
+        tokens = torch.cat((last[:, None], guesses), dim=1)
+        q = None if q is None else F.pad(q, (0, 0, 1, 0))
+        counts = [tokens.shape[1]] * len(last)
+        return Proposal(tokens, counts, q=q, survival=F.pad(reach, (1, 0), value=1.0))
+
+    def _tree(self, last: Tensor, hidden: Tensor, width: int, depth: int, choice: Choice) -> Proposal:
+        grown = Growth(last, self.shape.branch)  # of rows of the head
+        for at in range(1, depth + 1):
+            logits = self.draft.head(hidden, self.target)
+            frontier = grown.expand(self.words.scores(choice, logits, at, level=True))
+            if at < depth:
+                features = self.draft.feedback(hidden)
+                row = torch.arange(len(last), device=last.device)[:, None]
+                embeds = self.draft.embed(self.words.named(frontier.tokens), self.target)
+                # the forest is never advanced: what it wrote is forgotten
+                step = self.cache.begin(embeds.shape[1], tree=grown.forest)
+                hidden = self._run(embeds, features[row, frontier.follows], step)
+        return self._named(last, grown.proposal(width))
+
+    def _named(self, last: Tensor, tree: Proposal) -> Proposal:
+        """A tree of rows of the head -> of the target's tokens."""
+        guesses = self.words.named(tree.tokens[:, 1:])
+        return replace(tree, tokens=torch.cat((last[:, None], guesses), dim=1))
+
+    def _at_once(
+        self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, choice: Choice
+    ) -> Proposal:
+        """P-EAGLE (arXiv 2602.01469): the newest pair and, behind it, a mask for every further guess."""
+        embeds, features, counts = self._pairs(last)
+        more = depth - 1
+        columns = torch.arange(embeds.shape[1] + more, device=last.device)
+        real = (columns < torch.tensor(counts, device=last.device)[:, None])[:, :, None]
+        embeds, features = (
+            torch.where(real, F.pad(given, (0, 0, 0, more)), mask)
+            for given, mask in zip((embeds, features), masks, strict=True)
+        )
+        step = self.cache.begin(len(columns), [count + more for count in counts])
+        hidden = self._run(embeds, features, step)
+        self.cache.advance(step)
+        self.cache.rewind([n + count for n, count in zip(step.start, counts, strict=True)])
+        row, newest = self._newest(counts)
+        at = newest[:, None] + torch.arange(depth, device=last.device)
+        logits = self.draft.head(hidden[row[:, None], at], self.target)
+        if self.shape.branch > 1:
+            scores = self.words.scores(choice, logits, 1)
+            return self._named(last, best_first(last, scores, width, self.shape.branch))
+        return self._line(last, logits, *self.words.choose(choice, logits, 1))

@@ -1,0 +1,321 @@
+"""A target in one format -> the same in another: GGUF that llama.cpp reads, or HF safetensors."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, gguf_name
+from outpace.checkpoint.gguf_config import ARCHITECTURES
+from outpace.checkpoint.gguf_write import add_metadata
+from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.save import write_atomically
+from outpace.loading import open_template, open_tokenizer, target_path
+from outpace.models.blocks import ExpertMatrix, Experts
+from outpace.models.config import ModelConfig
+from outpace.models.decoder import Decoder
+from outpace.models.load import build, entries, load_target, weight_of
+from outpace.models.save import fused, is_mxfp4, save_target
+from outpace.ops import mxfp4
+from outpace.ops.quant import Quant
+from outpace.ops.rope import inverse_frequencies
+from outpace.text.gguf_tokenizer import gguf_vocabulary
+from outpace.text.template import ChatTemplate
+
+TYPES: dict[str, GGMLQuantizationType] = {
+    "f32": GGMLQuantizationType.F32,
+    "f16": GGMLQuantizationType.F16,
+    "bf16": GGMLQuantizationType.BF16,
+    "q8_0": GGMLQuantizationType.Q8_0,
+}
+ARCHITECTURE_OF = {theirs: ours for ours, (theirs, _) in ARCHITECTURES.items()}
+NO_VOCABULARY = {"tokenizer.ggml.model": "none"}
+OnBytes = Callable[[int, int], None]  # bytes just written, bytes in all
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of the file; `make` gives it when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    make: Callable[[], Tensor | Quant]
+
+    @property
+    def nbytes(self) -> int:
+        values, size = GGML_QUANT_SIZES[self.kind]
+        return prod(self.shape) // values * size
+
+
+def write_gguf(
+    model: Decoder,
+    path: Path,
+    vocabulary: dict[str, Any] | None = None,
+    type: str = "bf16",
+    on_bytes: OnBytes = lambda done, total: None,
+) -> None:
+    """`type` is that of the matrices; MXFP4 experts stay as they are, norms, biases and routers are F32.
+    `vocabulary`: the tokenizer's metadata (chat.vocabulary.gguf_vocabulary), or none. One tensor is in memory
+    at a time, and the file gets its name when it is whole. Raises ValueError where GGUF cannot say it."""
+    _check(model.config)
+    if model.config.mla_ranks:
+        raise ValueError(
+            "GGUF has no place for latent KV: convert the target that the retrofit was made from"
+        )
+    if model.config.dsa_layers:
+        raise ValueError(
+            "GGUF has no place for an index of sparse attention: convert the target that it was made for"
+        )
+    if type not in TYPES:
+        raise ValueError(f"type {type!r} is none of: {', '.join(TYPES)}")
+    architecture = ARCHITECTURE_OF[model.config.architecture]
+    items = plan(model, type)
+    temporary = path.with_name(path.name + ".tmp")
+    writer = gguf.GGUFWriter(temporary, architecture)
+    add_metadata(writer, _metadata(model.config, architecture) | (vocabulary or NO_VOCABULARY))
+    for item in items:
+        row = item.nbytes // prod(item.shape[:-1])
+        shape = (*item.shape[:-1], row)
+        writer.add_tensor_info(item.name, shape, np.dtype(np.uint8), item.nbytes, raw_dtype=item.kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        total = sum(item.nbytes for item in items)
+        for item in items:
+            writer.write_tensor_data(_bytes(item.make(), item.kind))
+            on_bytes(item.nbytes, total)
+        writer.close()
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def convert_target(
+    source: str,
+    out: Path,
+    type: str,
+    *,
+    overwrite: bool = False,
+    on_bytes: OnBytes = lambda done, total: None,
+) -> None:
+    """`source`: a folder, a GGUF file or "default"; `out`: a .gguf name, or a folder. Raises ValueError where
+    something is there already, and where the format cannot say what the model is."""
+    if out.exists() and not overwrite and (out.is_file() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already: name another place, or give --overwrite")
+    checkpoint = open_checkpoint(target_path(source))
+    model, tokenizer = load_target(checkpoint), open_tokenizer(checkpoint)
+    template = open_template(checkpoint)
+    if out.suffix == ".gguf":
+        write_gguf(
+            model,
+            out,
+            vocabulary_of(model, tokenizer, None if template is None else template.source),
+            type,
+            on_bytes,
+        )
+        return
+    dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    if type not in dtypes:
+        raise ValueError(f"type {type!r} of safetensors is none of: {', '.join(dtypes)}")
+    write_folder(model, out, tokenizer, template, dtypes[type])
+
+
+def write_folder(
+    model: Decoder,
+    out: Path,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """HF safetensors, the tokenizer and the chat template. `dtype`: of what is not packed; None: as it is."""
+    save_target(model, out, dtype=dtype)
+    write_atomically(out / "tokenizer.json", tokenizer.to_str().encode())
+    if template is not None:
+        write_atomically(out / "chat_template.jinja", template.source.encode())
+
+
+def vocabulary_of(model: Decoder, tokenizer: Tokenizer, template: str | None) -> dict[str, Any]:
+    """The tokenizer, the ids that begin and end a text, and the chat template, as GGUF metadata."""
+    config = model.config
+    said = gguf_vocabulary(tokenizer, config.vocab_size)
+    if config.eos_token_ids:
+        said["tokenizer.ggml.eos_token_id"] = config.eos_token_ids[0]
+    if config.bos_token_id is not None:
+        said["tokenizer.ggml.bos_token_id"] = config.bos_token_id
+    if config.pad_token_id is not None:
+        said["tokenizer.ggml.padding_token_id"] = config.pad_token_id
+    if template is not None:
+        said["tokenizer.chat_template"] = template
+    return said
+
+
+def plan(model: Decoder, type: str) -> list[Item]:
+    """Every tensor of the file, in its order."""
+    config = model.config
+    architecture = ARCHITECTURE_OF[config.architecture]
+    items = []
+    if config.rope.kind in ("llama3", "factors"):
+        factors = partial(_rope_factors, config)
+        items.append(Item(ROPE_FACTORS, (config.head_dim // 2,), TYPES["f32"], factors))
+    with torch.device("meta"):
+        empty = build(config, "split")
+    for entry in entries(config, "split"):
+        meta = weight_of(empty, entry.param)
+        assert isinstance(meta, Tensor)
+        for i, (name, part) in enumerate(zip(entry.names, entry.split(meta), strict=True)):
+            make: Callable[[], Tensor | Quant] = partial(
+                _part, model, entry.param, partial(_pick, entry.split, i)
+            )
+            if heads := _interleaved(name, config) if architecture == INTERLEAVED else 0:
+                make = partial(_pairs, make, heads)
+            kind = _kind(model, entry.param, name, tuple(part.shape), TYPES[type])
+            items.append(Item(gguf_name(name, architecture), tuple(part.shape), kind, make))
+    return items
+
+
+def _kind(
+    model: Decoder, param: str, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType
+) -> GGMLQuantizationType:
+    if len(shape) < 2 or name.endswith("bias") or ".router." in param:
+        return TYPES["f32"]
+    matrix = _expert_matrix(model, param)
+    if matrix is not None and is_mxfp4(matrix):
+        return GGMLQuantizationType.MXFP4
+    values, _ = GGML_QUANT_SIZES[kind]
+    return kind if shape[-1] % values == 0 else TYPES["f16"]
+
+
+def _expert_matrix(model: Decoder, param: str) -> ExpertMatrix | None:
+    """The matrix that holds an expert's gate, up or down; gate and up may be one, which is called up."""
+    path, _, name = param.rpartition(".")[0].rpartition(".")
+    experts = model.get_submodule(path)
+    if not isinstance(experts, Experts) or name == "router":
+        return None
+    return {"gate": experts.gate or experts.up, "up": experts.up, "down": experts.down}[name]
+
+
+def _pick(split: Callable[[Tensor], list[Tensor]], i: int, whole: Tensor) -> Tensor:
+    return split(whole)[i]
+
+
+def _part(model: Decoder, param: str, pick: Callable[[Tensor], Tensor]) -> Tensor | Quant:
+    matrix = _expert_matrix(model, param)
+    if matrix is None:
+        return pick(fused(model, param))
+    experts = model.get_submodule(param.rpartition(".")[0].rpartition(".")[0])
+    assert isinstance(experts, Experts)
+    leaf, name = param.rpartition(".")[2], param.split(".")[-2]
+    if experts.gate is not None or name == "down":
+        half: slice | None = None
+    elif experts.limit is not None:  # in turn
+        half = slice(name == "up", None, 2)
+    else:
+        size = model.config.expert_size
+        half = slice(size, None) if name == "up" else slice(0, size)
+    if leaf == "bias":
+        assert matrix.bias is not None
+        return matrix.bias if half is None else matrix.bias[:, half]
+    if matrix.weight is None:
+        blocks, scales = matrix.blocks, matrix.scales
+        if half is not None:
+            blocks, scales = blocks[:, half], scales[:, half]
+        return Quant(mxfp4.to_ggml(blocks, scales), "MXFP4")
+    weight = matrix.weight
+    if isinstance(weight, Quant):
+        return weight if half is None else Quant(weight.data[:, half], weight.format)
+    return weight if half is None else weight[:, half]
+
+
+def _rope_factors(config: ModelConfig) -> Tensor:
+    """What each frequency is divided by."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    return (config.rope.theta**-exponent / inverse_frequencies(config.rope, config.head_dim)).float()
+
+
+def _interleaved(name: str, config: ModelConfig) -> int:
+    if ".q_proj." in name:
+        return config.num_heads
+    return config.num_kv_heads if ".k_proj." in name else 0
+
+
+def _pairs(make: Callable[[], Tensor | Quant], heads: int) -> Tensor:
+    """Each head's rows i and i + D/2 -> 2i and 2i + 1."""
+    rows = make()
+    assert isinstance(rows, Tensor), "q and k are fused, which unpacks them"
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _bytes(tensor: Tensor | Quant, kind: GGMLQuantizationType) -> "np.ndarray[Any, Any]":
+    if isinstance(tensor, Quant):
+        if tensor.format == kind.name:
+            return tensor.data.contiguous().numpy()
+        tensor = tensor.dense()
+    tensor = tensor.detach().cpu()
+    match kind.name:
+        case "F32":
+            return tensor.float().contiguous().numpy()
+        case "F16":
+            return tensor.half().contiguous().numpy()
+        case "BF16":
+            return tensor.bfloat16().contiguous().view(torch.int16).numpy()
+        case _:
+            return gguf.quants.quantize(tensor.float().contiguous().numpy(), kind)
+
+
+def _check(config: ModelConfig) -> None:
+    if config.architecture == "Qwen3MoeForCausalLM" and not (
+        all(config.moe_layers) and config.norm_topk_prob
+    ):
+        raise ValueError("GGUF's qwen3moe has experts in every layer and renormalises; this model does not")
+    if config.architecture != "GptOssForCausalLM" and any(map(config.window, range(config.num_layers))):
+        raise ValueError("GGUF cannot say that layers of this architecture have a sliding window")
+    if config.qk_norm and config.attention_bias:
+        raise ValueError("GGUF's qwen3 has no attention biases; this model does")
+    alternating = [bool(config.window(i)) == (i % 2 == 0) for i in range(config.num_layers)]
+    if config.architecture == "GptOssForCausalLM" and not all(alternating):
+        raise ValueError("GGUF's gpt-oss has windows on even layers and none on odd ones; this model differs")
+
+
+def _metadata(config: ModelConfig, architecture: str) -> dict[str, Any]:
+    rope = config.rope
+    said: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rope.theta),
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if config.num_experts:
+        said["expert_count"] = config.num_experts
+        said["expert_used_count"] = config.experts_per_token
+        said["expert_feed_forward_length"] = config.expert_size
+    if config.sliding_window:
+        said["attention.sliding_window"] = config.sliding_window
+    if rope.kind in ("linear", "yarn"):
+        said["rope.scaling.type"] = rope.kind
+        said["rope.scaling.factor"] = float(rope.factor)
+    if rope.kind == "yarn":
+        said["rope.scaling.original_context_length"] = rope.original_max_position
+        said["rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
+        said["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
+        said["rope.scaling.truncate"] = rope.truncate
+    return {f"{architecture}.{key}": value for key, value in said.items()}

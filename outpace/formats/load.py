@@ -1,0 +1,176 @@
+"""A draft on disk -> one that runs, and back: a DFlash into z-lab's format, an EAGLE-3 into SGLang's."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from outpace.checkpoint.open import LoadError, to_tensor
+from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.quantize import check_format, quantised
+from outpace.formats import sglang_eagle3 as format_sglang_eagle3
+from outpace.formats import zlab as format_zlab
+from outpace.formats.detect import DFLASH, FORMATS, detect, read_draft
+from outpace.formats.spec import (
+    Description,
+    DFlashDraft,
+    Eagle3Config,
+    Eagle3Draft,
+    TargetFiles,
+    canonical,
+    canonical_rope,
+    converted,
+    dflash_shapes,
+    marks,
+)
+from outpace.models.load import assign, named_tensors
+from outpace.models.weights import Entry
+
+
+def entries(config: DFlashConfig) -> list[Entry]:
+    """z-lab's names (no prefix); gate/up and q/k/v are one matrix each on our side."""
+    found = [Entry(name, (name,)) for name in ("fc.weight", "hidden_norm.weight", "norm.weight")]
+    if config.mask_token_id is None:
+        found.append(Entry("mask_embedding", ("mask_embedding",)))
+    D = config.head_dim
+    qkv = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
+    gate_up = (config.intermediate_size,) * 2
+    for i in range(config.num_layers):
+        at = f"layers.{i}."
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            found.append(Entry(at + name, (at + name,)))
+        for name in ("q_norm", "k_norm"):
+            found.append(Entry(f"{at}{name}.weight", (f"{at}self_attn.{name}.weight",)))
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            names = tuple(f"{at}self_attn.{x}_proj.{kind}" for x in "qkv")
+            found.append(Entry(f"{at}qkv_proj.{kind}", names, qkv))
+            found.append(Entry(f"{at}o_proj.{kind}", (f"{at}self_attn.o_proj.{kind}",)))
+        names = (f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight")
+        found.append(Entry(f"{at}mlp.gate_up_proj.weight", names, gate_up))
+        found.append(Entry(f"{at}mlp.down_proj.weight", (f"{at}mlp.down_proj.weight",)))
+    done = {name for entry in found for name in entry.names} | {"t2d"}
+    left = (name for name in dflash_shapes(config) if name not in done)
+    return found + [Entry(name.replace("markov_w1.weight", "markov_w1"), (name,)) for name in left]
+
+
+def eagle3_entries(config: Eagle3Config, names: Iterable[str]) -> list[Entry]:
+    """SGLang's names, of those that the draft has; gate/up and q/k/v are one matrix each on our side."""
+    D = config.head_dim
+    qkv = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
+    gate_up = (config.intermediate_size,) * 2
+    found = [Entry(name, (name,)) for name in names if not name.startswith(("layers.", "midlayer."))]
+    for i in range(config.num_layers):
+        here, there = f"layers.{i}.", f"layers.{i}." if i else "midlayer."
+        norms = ("input_layernorm", "post_attention_layernorm") + (() if i else ("hidden_norm",))
+        found += [Entry(f"{here}{name}.weight", (f"{there}{name}.weight",)) for name in norms]
+        joined = tuple(f"{there}self_attn.{x}_proj.weight" for x in "qkv")
+        found.append(Entry(f"{here}qkv_proj.weight", joined, qkv))
+        found.append(Entry(f"{here}o_proj.weight", (f"{there}self_attn.o_proj.weight",)))
+        joined = tuple(f"{there}mlp.{x}_proj.weight" for x in ("gate", "up"))
+        found.append(Entry(f"{here}mlp.gate_up_proj.weight", joined, gate_up))
+        found.append(Entry(f"{here}mlp.down_proj.weight", (f"{there}mlp.down_proj.weight",)))
+    return found
+
+
+def load_draft(
+    path: Path | str,
+    tokenizer: Tokenizer | None = None,
+    target: TargetFiles | None = None,
+    *,
+    quantize: str | None = None,
+) -> DFlash | Eagle3:
+    """A draft in any format. Raises LoadError where tensors are missing, left over or misshapen (`fc` is
+    checked against the number of layers it reads), where the config contradicts itself, where a DFlash's MASK
+    token cannot be resolved, and where an EAGLE-3 leaves its layers to the depth of a target that is not
+    given. An EAGLE-3's embedding or head that is a copy of the target's is not kept. `quantize` "q8_0" packs
+    a draft's matrices in 8-bit blocks; ValueError for another, and where blocks divide no row of it."""
+    path = Path(path)
+    check_format(quantize)
+    if FORMATS[detect(path)].kind == DFLASH:
+        target = None  # it has no embedding or head of its own
+    found = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
+    draft = build_draft(found)
+    return draft if quantize is None else quantised(draft, quantize)
+
+
+def build_draft(found: Description) -> DFlash | Eagle3:
+    """What a file of any format describes -> the module."""
+    return build_dflash(found) if isinstance(found, DFlashDraft) else build_eagle3(found)
+
+
+def load_dflash(
+    path: Path | str, tokenizer: Tokenizer | None = None, *, quantize: str | None = None
+) -> DFlash:
+    """`load_draft` for those who can use nothing but a DFlash; raises LoadError for another kind too."""
+    is_dflash = FORMATS[detect(Path(path))].kind == DFLASH
+    found = load_draft(path, tokenizer, quantize=quantize) if is_dflash else None
+    if not isinstance(found, DFlash):
+        raise LoadError(f"{path} is an EAGLE-3, where a DFlash is asked for")
+    return found
+
+
+def build_dflash(found: DFlashDraft) -> DFlash:
+    """What a file of any format describes -> the module."""
+    with torch.device("meta"):
+        draft = DFlash(found.config)
+    for entry in entries(found.config):
+        tensor = entry.join([to_tensor(found.tensors[name]) for name in entry.names])
+        assign(draft, entry.param, tensor)
+    return draft.eval()
+
+
+def describe_dflash(draft: DFlash, dtype: torch.dtype | None = None) -> DFlashDraft:
+    """The module -> what any format can be written from; `dtype` None keeps each tensor's precision."""
+    ours = dict(named_tensors(draft))
+    tensors = {
+        name: part.contiguous()
+        for entry in entries(draft.config)
+        for name, part in zip(entry.names, entry.split(ours[entry.param].detach()), strict=True)
+    }
+    if draft.d2t is not None:
+        ids = draft.d2t + torch.arange(len(draft.d2t))
+        tensors["t2d"] = marks(ids, draft.config.vocab_size)
+    return DFlashDraft(config=canonical(draft.config), tensors=converted(tensors, dtype))
+
+
+def save_dflash(draft: DFlash, folder: Path | str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """z-lab's format: what SGLang and vLLM read. No embedding and no head: they are the target's."""
+    format_zlab.write(describe_dflash(draft, dtype), Path(folder))
+
+
+def build_eagle3(found: Eagle3Draft) -> Eagle3:
+    """What a file of any format describes -> the module."""
+    with torch.device("meta"):
+        draft = Eagle3(
+            found.config,
+            own_embedding=found.own_embedding,
+            own_head=found.own_head,
+            mapped="d2t" in found.tensors,
+        )
+    for entry in eagle3_entries(found.config, found.tensors.keys() - {"t2d"}):
+        assign(draft, entry.param, entry.join([to_tensor(found.tensors[name]) for name in entry.names]))
+    return draft.eval()
+
+
+def describe_eagle3(draft: Eagle3, dtype: torch.dtype | None = None) -> Eagle3Draft:
+    """The module -> what any format can be written from; `dtype` None keeps each tensor's precision."""
+    config = replace(draft.config, rope=canonical_rope(draft.config.rope))
+    ours = dict(named_tensors(draft))
+    whole = [name for name in ours if not name.startswith("layers.")]
+    tensors = {
+        name: part.contiguous()
+        for entry in eagle3_entries(config, whole)
+        for name, part in zip(entry.names, entry.split(ours[entry.param].detach()), strict=True)
+    }
+    ids = draft.target_ids()
+    if ids is not None:
+        tensors["t2d"] = marks(ids, config.vocab_size)
+    return Eagle3Draft(config=config, tensors=converted(tensors, dtype))
+
+
+def save_eagle3(draft: Eagle3, folder: Path | str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """SGLang's format, which vLLM reads too. Embedding and head where the draft has its own."""
+    format_sglang_eagle3.write(describe_eagle3(draft, dtype), Path(folder))

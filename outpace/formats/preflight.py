@@ -1,0 +1,276 @@
+"""Before a draft is served: what every engine would take from its files, where they part, and the mend."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from outpace.checkpoint.open import open_checkpoint
+from outpace.formats import engines as views
+from outpace.formats import gguf_dflash as format_gguf_dflash
+from outpace.formats import gguf_eagle3 as format_gguf_eagle3
+from outpace.formats.detect import DFLASH, EAGLE3, FORMATS, detect, kind_of, read_draft
+from outpace.formats.engines import REFUSES, Held, View
+from outpace.formats.errors import Files, find_faults, find_notes
+from outpace.formats.gguf import Metadata, open_metadata
+from outpace.formats.keys import check_types
+from outpace.formats.spec import (
+    EMBEDDING,
+    HEAD,
+    Description,
+    DFlashDraft,
+    TargetFiles,
+    is_targets,
+    stored,
+)
+from outpace.models.config import ModelConfig
+
+OURS = "outpace"
+ENGINES = (OURS, "SGLang", "vLLM", "speculators", "llama.cpp", "transformers")
+CHECKS = {
+    DFLASH: (
+        *("layer ids", "hidden sizes", "norms", "rope", "positions", "window", "block sees", "parts"),
+        *("mask token", "anchor slot", "block size", "vocabulary", "attention bias", "embedding, head"),
+        "dtype",
+    ),
+    EAGLE3: (
+        *("layer ids", "hidden sizes", "layers", "norms", "rope", "positions", "window", "one pass"),
+        *("vocabulary", "attention bias", "embedding, head", "dtype"),
+    ),
+}
+FOLDERS: dict[str, Callable[[dict[str, Any], Held, ModelConfig | None], dict[str, View]]] = {
+    "zlab": views.zlab,
+    "speculators": views.speculators,
+    "transformers": views.transformers,
+    "sglang-eagle3": views.sglang_eagle3,
+    "speculators-eagle3": views.speculators_eagle3,
+}
+SHORT = {OURS: "ours", "SGLang": "SGL", "speculators": "spec", "llama.cpp": "l.cpp", "transformers": "tf"}
+CONVERTER = "llama.cpp"  # reads HF folders through its own convert_hf_to_gguf
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`state`: same, differs, refuses, wrong (as the row's fault says); `export`, the same once exported;
+    "" where the engine does not look."""
+
+    state: str
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    check: str
+    said: str  # what the draft means
+    cells: dict[str, Cell]
+    fault: str = ""  # wrong whoever reads it
+    note: str = ""
+    mend: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    path: str
+    format: str
+    kind: str
+    target: str
+    rows: list[Row]
+    refused: str = ""  # why we do not read the files at all
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        """No engine takes anything silently otherwise than it is meant."""
+        differs = any(c.state == "differs" for row in self.rows for c in row.cells.values())
+        return not (differs or self.refused or any(row.fault for row in self.rows))
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "clean": self.clean}
+
+
+def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINES) -> Preflight:
+    """Raises LoadError where there is no draft to look at, or a config whose values have no
+    known types; ValueError for an engine that is not known."""
+    unknown = set(engines) - set(ENGINES)
+    if unknown:
+        raise ValueError(f"unknown engine {', '.join(sorted(unknown))}; known: {', '.join(ENGINES)}")
+    name = detect(path)
+    kind = FORMATS[name].kind
+    draft, refused, notes = _read(path, target)
+    files, seen = _look(path, name, target)
+    ours = views.of_description(draft) if draft is not None else None
+    if ours and name not in FOLDERS:
+        seen = {engine: ours | view for engine, view in seen.items()}
+    home = seen[next(e for e in FORMATS[name].engines if e in seen)]
+    meant = ours or home
+    faults, strange = find_faults(files, target, meant), find_notes(files, target)
+    rows = []
+    for check in CHECKS[kind]:
+        shared = files.words(check)
+        cells = {
+            e: _cell(e, check, name, draft, ours if e == OURS else seen.get(e), meant, shared)
+            for e in ENGINES
+            if e in engines
+        }
+        fault, note = faults.get(check, ""), strange.get(check, "")
+        if fault:
+            cells = {e: Cell("wrong", c.said) if c.state == "same" else c for e, c in cells.items()}
+        said, mend = meant.get(check) or shared, _mend(check, name, draft, cells)
+        rows.append(Row(check=check, said=said, cells=cells, fault=fault, note=note, mend=mend))
+    return Preflight(
+        path=str(path), format=name, kind=kind, target=target.path, rows=rows, refused=refused, notes=notes
+    )
+
+
+def _read(path: Path, target: TargetFiles) -> tuple[Description | None, str, list[str]]:
+    try:
+        _, draft, notes = read_draft(path, target)
+    except ValueError as error:
+        return None, str(error), []
+    return draft, "", notes
+
+
+def _look(path: Path, name: str, target: TargetFiles) -> tuple[Files, dict[str, View]]:
+    """The files as they are, and what each engine that opens them takes."""
+    if name in FOLDERS:
+        checkpoint = open_checkpoint(path)
+        check_types(str(path), checkpoint.config)
+        specs = {n.removeprefix("model."): (shape, dtype) for n, shape, dtype in checkpoint.specs()}
+        files = Files(config=checkpoint.config, specs=specs, get=checkpoint.get)
+        held = {n.removeprefix("model."): n for n in checkpoint.names()}
+        for n in (EMBEDDING, HEAD):
+            if n in held and is_targets(n, stored(checkpoint, held[n]), target):
+                del held[n]
+        return files, FOLDERS[name](checkpoint.config, held, target.config)
+    module = format_gguf_dflash if name == "gguf" else format_gguf_eagle3
+    said = open_metadata(path, module.ARCHITECTURE)
+    specs = {n: (info.shape, info.format) for n, info in said.header.tensors.items()}
+    return Files(config={}, specs=specs, get=None), {"llama.cpp": _gguf_view(said, name)}
+
+
+def _gguf_view(said: Metadata, name: str) -> View:
+    """Only what can part from our record; the rest is read alike by construction."""
+    found = {"layer ids": views.states(said.header.metadata.get(f"{said.architecture}.target_layers"))}
+    if name == "gguf":
+        found["block size"] = str(said.header.metadata.get("dflash.block_size", 16))
+        found["mask token"] = str(said.header.metadata.get(format_gguf_dflash.MASK))
+    return found
+
+
+def _cell(
+    engine: str,
+    check: str,
+    name: str,
+    draft: Description | None,
+    view: View | None,
+    meant: View,
+    shared: str,
+) -> Cell:
+    """`shared`: the words of a row that all who open the files read alike."""
+    if engine == OURS:
+        return Cell("", "") if view is None else Cell("same", view.get(check) or shared)
+    direct = engine in FORMATS[name].engines
+    remark = None if draft is None else _remark(engine, check, name if direct else None, draft)
+    if view is not None:
+        said = view.get(check, shared)
+        if said.startswith(REFUSES):
+            return Cell("refuses", said.removeprefix(REFUSES))
+        if said and said != (meant.get(check) or shared):
+            return Cell("differs", said)
+        if remark is not None and direct:
+            return remark
+        return Cell("same" if said or not direct else "", said)
+    if draft is None or not _formats_of(engine, draft):
+        return Cell("", "")
+    return remark or Cell("export", "")
+
+
+def _formats_of(engine: str, draft: Description) -> list[str]:
+    return [n for n, f in FORMATS.items() if f.kind == kind_of(draft) and engine in f.engines]
+
+
+def _remark(engine: str, check: str, name: str | None, draft: Description) -> Cell | None:
+    """What the engine cannot hold, in the format it reads here or would be given."""
+    names = [name] if name else _formats_of(engine, draft)[:1]
+    for remark in (r for n in names for r in FORMATS[n].remarks(draft)):
+        if (remark.engine, remark.check) == (engine, check):
+            return Cell("refuses" if remark.fatal else "differs", remark.said)
+    return None
+
+
+def _mend(check: str, name: str, draft: Description | None, cells: dict[str, Cell]) -> str:
+    """Nothing mends what an engine cannot do, however it is written."""
+    parted = [e for e, c in cells.items() if c.state == "differs"]
+    if draft is not None:
+        parted = [e for e in parted if _remark(e, check, name, draft) is None]
+    if draft is None or not parted:
+        return ""
+    direct = [e for e in parted if e in FORMATS[name].engines]
+    mends = []
+    if direct and name in FOLDERS:
+        again = "zlab" if isinstance(draft, DFlashDraft) else "sglang-eagle3"
+        mends.append(f"`outpace import` (or `export --to {again}`) writes it in every place")
+    if CONVERTER in parted and name in FOLDERS:
+        mends.append("convert with `outpace export --to gguf`, not with convert_hf_to_gguf")
+    return "; ".join(mends)
+
+
+def show_preflight(found: Preflight, console: Console) -> None:
+    say = partial(console.print, highlight=False)
+    marks = {
+        "same": "[green]✓[/green]",
+        "export": "[dim]→[/dim]",
+        "differs": "[bold red]✗[/bold red]",
+        "wrong": "[bold red]✗[/bold red]",
+        "refuses": "[yellow]![/yellow]",
+        "": "[dim]-[/dim]",
+    }
+    say(f"[bold]{found.kind}[/bold] ({found.format})  {escape(found.path)}")
+    engines = (SHORT.get(engine, engine) for engine in found.rows[0].cells)
+    table = Table("check", "as it is meant", *engines, box=None, pad_edge=False)
+    for row in found.rows:
+        style = "red" if row.fault else "yellow" if row.note else ""
+        table.add_row(
+            row.check,
+            f"[{style}]{escape(row.said)}[/{style}]" if style else escape(row.said),
+            *(marks[cell.state] for cell in row.cells.values()),
+        )
+    say(table)
+    if found.refused:
+        say(f"[bold red]outpace refuses these files:[/bold red] {escape(found.refused)}")
+    for row in found.rows:
+        _show_row(row, say)
+    for note in found.notes:
+        say(f"[dim]note: {escape(note)}[/dim]")
+    exported = any(c.state == "export" for row in found.rows for c in row.cells.values())
+    if exported:
+        say("[dim]→: after `outpace export`; the engine does not open this format[/dim]")
+    say(_verdict(found), style="green" if found.clean else "bold red")
+
+
+def _verdict(found: Preflight) -> str:
+    if found.clean:
+        return "every engine takes the same"
+    cells = (item for row in found.rows for item in row.cells.items())
+    apart = dict.fromkeys(engine for engine, cell in cells if cell.state == "differs")
+    if not apart:
+        return "this draft is not right, whoever reads it"
+    return f"read differently, and nobody would say so: {', '.join(apart)}"
+
+
+def _show_row(row: Row, say: Callable[[str], None]) -> None:
+    if row.fault:
+        say(f"[bold red]{row.check}:[/bold red] {escape(row.fault)}")
+    for state, style in (("differs", "red"), ("refuses", "yellow")):
+        for engine, cell in row.cells.items():
+            if cell.state == state:
+                say(f"[{style}]{row.check}:[/{style}] {engine}: {escape(cell.said)}")
+    if row.mend:
+        say(f"  mend: {row.mend}")
+    if row.note:
+        say(f"[yellow]{row.check}:[/yellow] {escape(row.note)}")

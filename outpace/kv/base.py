@@ -1,0 +1,311 @@
+"""The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.kv.metadata import FEW, Step, View
+from outpace.kv.moves import move
+from outpace.kv.topk import Index, Keep, Lists, choose
+from outpace.kv.tree import Tree
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The queries of a forward: q [B,T,H,D], of each row the first counts [B]; and the index's, if any."""
+
+    q: Tensor
+    counts: tuple[int, ...]
+    index: Index | None = None
+
+    def keep(self, rows: list[int]) -> "Asked":
+        index = self.index
+        if index is not None:
+            index = Index(index.q[rows], index.k[rows], index.w[rows])
+        return Asked(self.q[rows], tuple(self.counts[b] for b in rows), index)
+
+
+class Memory:
+    """One layer's keys and values, [B, K, S, D] and one trash slot for padding.
+
+    Dense when S is the longest sequence, a ring when it is window + slack.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, size: int, head_dim: int, window: int, **kind: object
+    ) -> None:
+        shape = (batch, kv_heads, size + 1, head_dim)
+        self.k = torch.zeros(shape, **kind)  # type: ignore[call-overload]
+        self.v = torch.zeros(shape, **kind)  # type: ignore[call-overload]
+        self.size = size
+        self.window = window  # 0: dense
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.asks = False  # keep the queries of every append: what a partial view is chosen by
+        self.asked: Asked | None = None
+        self.keys: Tensor | None = None  # of an index [B, 1, S and a trash slot, D]: see `index_by`
+        self.keep_few: Keep | None = None
+
+    def index_by(self, dim: int, keep: Keep | None) -> None:
+        """Remember an index's key [dim] with each token; with `keep`, queries see what it chooses alone."""
+        assert not self.window, "a window is small as it is"
+        B, _, slots, _ = self.k.shape
+        self.keys, self.keep_few = self.k.new_zeros(B, 1, slots, dim), keep
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What is remembered of a token: it is written, moved and given up together."""
+        return [self.k, self.v] if self.keys is None else [self.k, self.v, self.keys]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        step: Step,
+        q: Tensor | None = None,
+        rows: Tensor | None = None,
+        index: Index | None = None,
+    ) -> View:
+        """k, v [B,K,T,D] -> everything the T queries may see, themselves included. q [B,T,H,D], the queries,
+        where who asks may matter; rows [B,T,W], what k and v were made of, where that is remembered; index,
+        where it chooses."""
+        self.hear(q, step, index)
+        lists = self._choose(index, step)
+        fits = step.held + step.T <= self.size - self.window + 1
+        if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
+            self._write(k, v, step)
+            return View(self.k[:, :, : self.size], self.v[:, :, : self.size], step, lists=lists)
+        assert not step.held, "a ring whose slack is below a whole tree has lost what the tree stands on"
+        past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
+        past_k, past_v = (self._read(x, past_index) for x in (self.k, self.v))
+        self._write(k, v, step)
+        both = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
+        return View(*both, step, step.starts + (1 - self.window))
+
+    def hear(self, q: Tensor | None, step: Step, index: Index | None = None) -> None:
+        if self.asks and q is not None:
+            self.asked = Asked(q, step.counts, index)
+
+    def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """k, v [K, n, D] of row b's tokens begin .. end - 1; not of a ring."""
+        return self.k[b, :, begin:end], self.v[b, :, begin:end]
+
+    def pick(self, b: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """index [K, n] int64 -> k, v [K, n, D] of row b's tokens, each kv head its own; not of a ring."""
+        k, v = (
+            torch.stack([x[b, h].index_select(0, at) for h, at in enumerate(index)]) for x in (self.k, self.v)
+        )
+        return k, v
+
+    def _choose(self, index: Index | None, step: Step) -> Lists | None:
+        if index is None or self.keys is None:
+            return None
+        self._put(self.keys, index.k[:, None], step)
+        if self.keep_few is None:
+            return None
+        return choose(index, self.keys[:, 0, : self.size], step.place, self.keep_few)
+
+    def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
+        self._put(self.k, k, step)
+        self._put(self.v, v, step)
+
+    def _put(self, whole: Tensor, new: Tensor, step: Step) -> None:
+        T = step.T
+        slot = (step.start[0] + step.held) % self.size
+        if len(step.start) == 1 and step.counts[0] == T and slot + T <= self.size:
+            whole[:, :, slot : slot + T] = new
+            return
+        whole.transpose(1, 2)[step.rows, step.slots(self.size)] = new.transpose(1, 2)
+
+    def _read(self, x: Tensor, index: Tensor) -> Tensor:
+        row = torch.arange(index.shape[0], device=x.device)[:, None]
+        return x.transpose(1, 2)[row, index % self.size].transpose(1, 2)
+
+    def keep(self, rows: list[int]) -> None:
+        self.k, self.v = self.k[rows], self.v[rows]
+        if self.keys is not None:
+            self.keys = self.keys[rows]
+        if self.asked is not None:
+            self.asked = self.asked.keep(rows)
+
+
+class Cache:
+    """One memory per layer and one length per sequence. K and V always move together, in all layers.
+
+    `length` bounds every sequence, `slack` bounds what a rewind may take back where a ring has wrapped.
+    `offset` shifts rotary positions: the text is treated as if it began there.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        slack: int,
+        windows: tuple[int, ...],
+        kv_heads: int,
+        head_dim: int,
+        *,
+        offset: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        own: Mapping[int, Memory] | None = None,
+    ) -> None:
+        """`own`: memories of layers that remember something else than keys and values."""
+        if min(batch, length, slack) < 1:
+            raise ValueError(
+                f"a cache needs batch, length and slack of at least 1, not {batch}, {length}, {slack}"
+            )
+        self.length, self.slack, self.offset, self.windows = length, slack, offset, windows
+        self.device = torch.device(device)
+        self.lengths = [0] * batch
+        self.last_start = [0] * batch
+        # per ring size and sequence: the first index whose key has not been overwritten
+        self.kept_from: dict[int, list[int]] = {}
+        self.layers: list[Memory] = []
+        for layer, window in enumerate(windows):
+            if own and layer in own:
+                self.layers.append(own[layer])
+                continue
+            ring = bool(window) and window + slack < length
+            size = window + slack if ring else length
+            if ring:
+                self.kept_from[size] = [0] * batch
+            self.layers.append(
+                Memory(
+                    batch,
+                    kv_heads,
+                    size,
+                    head_dim,
+                    window if ring else 0,
+                    dtype=dtype,
+                    device=device,
+                )
+            )
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self.layers)
+
+    def begin(
+        self,
+        T: int,
+        counts: list[int] | None = None,
+        *,
+        both_ways: bool = False,
+        tree: Tree | None = None,
+    ) -> Step:
+        """Open a forward of T columns; `counts` says how many of each row are real (default: all). Of a tree
+        they are the columns after those it holds.
+
+        Raises ValueError when a row would outgrow the cache.
+        """
+        counts = counts if counts is not None else [T] * self.batch
+        held = 0 if tree is None else tree.held
+        if tree is not None:
+            assert tree.parents.shape == (self.batch, held + T), "a tree of this batch and these columns"
+            assert not both_ways, "nodes of a tree see their ancestors"
+        for b, (n, c) in enumerate(zip(self.lengths, counts, strict=True)):
+            if n + held + c > self.length:
+                raise ValueError(
+                    f"sequence {b} holds {n} tokens and {held + c} more do not fit a cache made for "
+                    f"{self.length}: make it with a larger length"
+                )
+        return Step(tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree)
+
+    def advance(self, step: Step) -> None:
+        """Close a forward: what it appended is now remembered."""
+        assert not step.held, "a tree that grew over several forwards is forgotten, not remembered"
+        self.last_start = list(step.start)
+        self.lengths = [n + c for n, c in zip(step.start, step.counts, strict=True)]
+        for size, kept in self.kept_from.items():
+            self.kept_from[size] = [max(k, n - size) for k, n in zip(kept, self.lengths, strict=True)]
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order: the others are finished and cost nothing more."""
+        for memory in self.layers:
+            memory.keep(rows)
+        self.lengths = [self.lengths[b] for b in rows]
+        self.last_start = [self.last_start[b] for b in rows]
+        self.kept_from = {size: [kept[b] for b in rows] for size, kept in self.kept_from.items()}
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Forget everything from `lengths[b]` on. Raises ValueError, and changes nothing, where a ring
+        has already overwritten what the next query would need, or where a length lies ahead."""
+        for b, n in enumerate(lengths):
+            self._check_rewind(b, n)
+        self.lengths = list(lengths)
+        for kept in self.kept_from.values():
+            for b, n in enumerate(lengths):
+                kept[b] = min(kept[b], n)  # nothing of the old text is left to be lost
+
+    def _check_rewind(self, b: int, n: int) -> None:
+        now = self.lengths[b]
+        if not 0 <= n <= now:
+            raise ValueError(f"sequence {b} holds {now} tokens: it cannot be rewound to {n}")
+        for i, memory in enumerate(self.layers):
+            if not memory.window:
+                continue
+            kept, first = self.kept_from[memory.size][b], max(0, n - memory.window + 1)
+            if first < min(kept, n):
+                raise ValueError(
+                    f"sequence {b} cannot be rewound from {now} to {n}: the window ring of layer {i} "
+                    f"keeps {self.slack} tokens of slack; make the cache with slack >= "
+                    f"{self.slack + kept - first}"
+                )
+
+    def commit(self, path: list[list[int]]) -> None:
+        """Keep, of the tokens the last forward appended, the columns `path[b]` in that order.
+
+        Column i of the path becomes the i-th token after the old length. A leading run 0, 1, 2, ..
+        stays where it is, so a chain costs nothing but a rewind.
+
+        Raises ValueError, and changes nothing, for a column that was not appended or is named twice,
+        and where a ring holds too little: to move a column, or for the rewind.
+        """
+        moves: list[tuple[list[int], list[int]]] = []  # columns: from, to
+        for b, columns in enumerate(path):
+            start, appended = self.last_start[b], self.lengths[b] - self.last_start[b]
+            if any(not 0 <= c < appended for c in columns) or len(set(columns)) != len(columns):
+                raise ValueError(
+                    f"sequence {b}: path {columns} does not pick from the {appended} tokens of the last "
+                    "forward, each at most once"
+                )
+            moved = [(c, i) for i, c in enumerate(columns) if c != i]
+            kept = max((k[b] for k in self.kept_from.values()), default=0)
+            if any(start + min(pair) < kept for pair in moved):
+                raise ValueError(
+                    f"sequence {b}: path {columns} moves tokens that a window ring has overwritten; make "
+                    f"the cache with slack >= {appended}"
+                )
+            self._check_rewind(b, start + len(columns))
+            moves.append(([c for c, _ in moved], [i for _, i in moved]))
+        widest = max(len(source) for source, _ in moves)
+        if widest:
+            padded = [[x + [-1] * (widest - len(x)) for x in pair] for pair in moves]
+            self._move(torch.tensor(padded, device=self.device).transpose(0, 1))
+        self.rewind([s + len(c) for s, c in zip(self.last_start, path, strict=True)])
+
+    def _move(self, columns: Tensor) -> None:
+        """[2, B, n] int64: from which column of the last forward to which; -1 for none."""
+        move_columns(self.layers, columns, self.last_start)
+
+
+def move_columns(memories: Sequence[Memory], columns: Tensor, start: list[int]) -> None:
+    """columns [2, B, n] after the start [B] of each row: all that is remembered of a token together, in all
+    memories at once."""
+    starts = torch.tensor(start, device=columns.device)[:, None]
+    source, target = torch.where(columns < 0, -1, columns + starts).contiguous()
+    alike: dict[tuple[int, int], list[Tensor]] = {}
+    for x in (x for memory in memories for x in memory.parts if x.shape[3]):
+        alike.setdefault((x.shape[1], x.shape[3]), []).append(x)
+    for tensors in alike.values():
+        move(tensors, source, target)

@@ -1,0 +1,156 @@
+"""Two paths -> target, draft, tokenizer; the name "default" is the model that ships in the package."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outpace.checkpoint.gguf import GGUFCheckpoint
+from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint
+from outpace.checkpoint.stops import generation_stops
+from outpace.drafts.dflash import BoundDFlash, DFlash
+from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.marginals import TreeOf
+from outpace.drafts.ngram import NGram
+from outpace.drafts.suffix import NODES, Suffix, is_suffix, load_suffix
+from outpace.formats.load import load_dflash, load_draft
+from outpace.formats.spec import TargetFiles
+from outpace.models.decoder import Decoder
+from outpace.models.load import load_target
+from outpace.ops.quant import dense
+from outpace.text.gguf_tokenizer import gguf_vocabulary, tokenizer_from_gguf
+from outpace.text.template import ChatTemplate, folder_template, gguf_template
+from outpace.text.tokenizer import check_vocabulary, read_tokenizer
+
+EMBEDDED = Path(__file__).parent / "embedded"
+DEFAULT = "default"
+SUFFIX = "suffix"  # answers of the embedded target, to be looked up
+
+
+def target_path(path: str) -> Path:
+    """A folder or a GGUF file; the embedded folder for "default". Raises LoadError where there is none."""
+    found = EMBEDDED / "target" if path == DEFAULT else Path(path)
+    if not found.exists():
+        raise LoadError(f"{found} is not there: name a checkpoint's folder, a GGUF file, or {DEFAULT!r}")
+    return found
+
+
+def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenizer]:
+    """`layers`: only the first so many, for debugging. Stop tokens of generation_config.json are added.
+
+    Raises ValueError where the tokenizer has ids that the model has no rows for.
+    """
+    checkpoint = open_checkpoint(target_path(path))
+    target, tokenizer = load_target(checkpoint, layers=layers), open_tokenizer(checkpoint)
+    check_vocabulary(tokenizer, target.config.vocab_size)
+    stops = (*target.config.eos_token_ids, *generation_stops(checkpoint.folder))
+    target.config = replace(target.config, eos_token_ids=tuple(dict.fromkeys(stops)))
+    return target, tokenizer
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """A GGUF file's own vocabulary; else the tokenizer.json beside the weights."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return tokenizer_from_gguf(checkpoint.metadata)
+    return read_tokenizer(checkpoint.folder)
+
+
+def open_template(checkpoint: Checkpoint) -> ChatTemplate | None:
+    """The chat template that a GGUF file, or a folder, holds."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return gguf_template(checkpoint.metadata)
+    return folder_template(checkpoint.folder)
+
+
+def open_draft(
+    path: str,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    tree: int = 0,
+    depth: int = 0,
+    branch: int = 0,
+    quantize: str | None = None,
+) -> BoundDFlash | BoundEagle3 | TreeOf | NGram | Suffix | None:
+    """ "none", "ngram", "default" (the embedded DFlash), "suffix" (the embedded answers), or the place of a
+    DFlash or EAGLE-3 in any format we read, or of other answers (`drafts.suffix`).
+
+    `tree`: columns of the tree it proposes, root included; 0: a chain, of answers the usual tree. `depth`:
+    the most guesses in a line, of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or of each
+    place (DFlash). 0 of these two: as usual. `quantize`: "q8_0" packs its matrices in 8-bit blocks, as
+    `drafts.load.load_draft` does.
+    Raises ValueError for what this kind of draft cannot be told.
+    """
+    if not weightless(path, quantize) and is_suffix(draft_folder(path)):
+        if quantize is not None or depth or branch:
+            raise ValueError(
+                f"{path} looks answers up, and has no depth, no branch and no weights to pack: leave these "
+                "out, or name a DFlash or an EAGLE-3"
+            )
+        return load_suffix(draft_folder(path), target.config.vocab_size, tree or NODES)
+    draft = open_weights(path, target, tokenizer, quantize)
+    if isinstance(draft, Eagle3):
+        return BoundEagle3(draft, target, Shape.of(tree, depth, branch))
+    if depth:
+        raise ValueError(f"depth {depth}: an EAGLE-3 alone walks so many steps, and {path!r} is none")
+    if tree and draft is None:
+        raise ValueError(f"tree {tree}: {path!r} proposes no trees")
+    if branch and not tree:
+        raise ValueError(f"branch {branch}: say of how many nodes the tree shall be (tree)")
+    if draft is None:
+        return NGram() if path == "ngram" else None
+    bound = draft.bind(target)
+    return TreeOf(bound, tree, branch or TreeOf.branch) if tree else bound
+
+
+def own_draft(target: str) -> str:
+    """The name of the draft that is used where none is named: the fastest that ships with this target."""
+    return SUFFIX if target == DEFAULT else "none"
+
+
+def open_weights(
+    path: str, target: Decoder, tokenizer: Tokenizer, quantize: str | None = None
+) -> DFlash | Eagle3 | None:
+    """The draft by itself; None for the names that stand for no weights. Raises ValueError where these are to
+    be packed."""
+    if weightless(path, quantize):
+        return None
+    return load_draft(draft_folder(path), tokenizer, loaded_files(target, tokenizer), quantize=quantize)
+
+
+def open_dflash(path: str, tokenizer: Tokenizer, quantize: str | None = None) -> DFlash | None:
+    """`open_weights` for those who can use nothing but a DFlash. Raises LoadError for another kind."""
+    if weightless(path, quantize):
+        return None
+    return load_dflash(draft_folder(path), tokenizer, quantize=quantize)
+
+
+def weightless(path: str, quantize: str | None) -> bool:
+    if path in ("none", "ngram") and quantize is not None:
+        raise ValueError(f"draft weights {quantize!r}: {path!r} has no weights; name a DFlash or an EAGLE-3")
+    return path in ("none", "ngram")
+
+
+def loaded_files(target: Decoder, tokenizer: Tokenizer) -> TargetFiles:
+    """A target in memory, as a draft's files ask for it."""
+    embedding = target.embed_tokens.weight
+    return TargetFiles(
+        path="this target",
+        config=target.config,
+        embedding=lambda: embedding if isinstance(embedding, Tensor) else dense(embedding),
+        head=lambda: target.dense_head,
+        tokenizer=lambda: tokenizer,
+        vocabulary=lambda: gguf_vocabulary(tokenizer, target.config.vocab_size),
+        packed=not (isinstance(target.head, Tensor) and isinstance(embedding, Tensor)),
+    )
+
+
+def draft_folder(path: str) -> Path:
+    folder = {DEFAULT: EMBEDDED / "dflash", SUFFIX: EMBEDDED / "suffix"}.get(path, Path(path))
+    if not folder.exists():
+        raise LoadError(
+            f"{folder} is not there: name a draft's place, {DEFAULT!r}, {SUFFIX!r}, 'ngram' or 'none'"
+        )
+    return folder

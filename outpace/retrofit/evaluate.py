@@ -1,0 +1,61 @@
+"""What a retrofit costs on real text: held-out loss, divergence from the original, the likeliest token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import seeded
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import encode
+
+PIECE = 256  # tokens whose logits are in memory at once
+
+
+def texts_of(
+    tokenizer: Any, documents: Sequence[Document], count: int, row_tokens: int, seed: int
+) -> list[list[int]]:
+    """The first `row_tokens` tokens of `count` documents, by lot. Raises ValueError where fewer are long
+    enough."""
+    order = torch.randperm(len(documents), generator=seeded(seed)).tolist()
+    found: list[list[int]] = []
+    for i in order:
+        if len(found) == count:
+            return found
+        ids = encode(tokenizer, documents[i].text)
+        if len(ids) >= row_tokens:
+            found.append(ids[:row_tokens])
+    if len(found) < count:
+        raise ValueError(
+            f"corpus: {len(found)} files have {row_tokens} tokens, and {count} are wanted: "
+            "lower rows or row_tokens, or name a larger --corpus"
+        )
+    return found
+
+
+@torch.inference_mode()
+def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
+    """Held-out loss in nats a token; and against `before`, the log-probabilities of another target on the
+    same texts, the mean KL(before || this) and the share of tokens whose likeliest successor is the same."""
+    said, nll, kl, same, total = [], 0.0, 0.0, 0, 0
+    for n, text in enumerate(texts):
+        tokens = torch.tensor([text], device=target.device)
+        hidden = target(tokens[:, :-1]).hidden[0]
+        pieces = []
+        for begin in range(0, len(hidden), PIECE):
+            logp = target.logits(hidden[begin : begin + PIECE]).float().log_softmax(-1)
+            labels = tokens[0, begin + 1 : begin + 1 + len(logp)]
+            nll -= float(logp.gather(1, labels[:, None]).sum())
+            if before is not None:
+                old = before[n][begin : begin + PIECE]
+                kl += float((old.exp() * (old - logp)).sum())
+                same += int((old.argmax(-1) == logp.argmax(-1)).sum())
+            pieces.append(logp)
+        said.append(torch.cat(pieces))
+        total += len(hidden)
+    found: dict[str, Any] = {"nats_per_token": round(nll / total, 5), "log_probabilities": said}
+    if before is not None:
+        found |= {"kl": round(kl / total, 5), "same_likeliest": round(same / total, 5)}
+    return found

@@ -1,0 +1,145 @@
+"""Conversations -> rows of token ids with a loss mask: what gpt-oss would have seen, and what it said."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.text.conversation_json import parse_conversation
+from outpace.text.harmony import (
+    HarmonyTokens,
+    Mark,
+    RecipientIn,
+    kept,
+    message_pieces,
+    settings_pieces,
+)
+from outpace.text.messages import Conversation, Message, System
+
+LONGEST_LINE = 64 * 2**20  # bytes: what one conversation may take in a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """`mask[i]` says that `ids[i]` is the assistant's own: the loss of predicting it from ids[:i] counts.
+
+    `turn`: which of the conversation's turns is learned, from 0. `line`: where in its file the
+    conversation stands, from 1; 0 where there is no file.
+    """
+
+    ids: list[int]
+    mask: list[bool]
+    turn: int
+    line: int = 0
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.mask)
+
+    def spans(self) -> Iterator[tuple[bool, list[int]]]:
+        """The row cut where the mask changes: supervised or not, and the ids."""
+        begin = 0
+        for i in range(1, len(self.ids) + 1):
+            if i == len(self.ids) or self.mask[i] != self.mask[begin]:
+                yield self.mask[begin], self.ids[begin:i]
+                begin = i
+
+    def as_json(self) -> dict[str, Any]:
+        return {"line": self.line, "turn": self.turn, "ids": self.ids, "mask": [int(m) for m in self.mask]}
+
+
+def rows(
+    conversation: Conversation, tokens: HarmonyTokens, *, recipient_in: RecipientIn = "role", line: int = 0
+) -> list[Row]:
+    """One row for every turn in which the assistant says something that shall be learned.
+
+    A turn ends with an answer (a message on the final channel). Its row is the prompt as the model would
+    have had it, with the analysis of earlier turns dropped, and then the whole turn. Earlier turns are
+    context, not supervised: each has a row of its own, where it still has its analysis and its
+    `<|return|>`. Within a turn nothing is dropped, so that one row serves all its calls.
+
+    Supervised is what the model itself writes: the header after `<|start|>assistant`, the content, and
+    the token that ends the message: `<|end|>` where it goes on, `<|call|>` and `<|return|>` where it stops.
+    After an `<|end|>` it also writes the next `<|start|>assistant` itself. Not supervised are the settings,
+    users, tools, `<|start|>assistant` where the prompt gives it, and messages with `supervised` False.
+    """
+    found = []
+    messages = conversation.messages
+    ends = [i + 1 for i, message in enumerate(messages) if message.is_answer]
+    if not ends or ends[-1] < len(messages):
+        ends.append(len(messages))  # a turn without an answer: cut off, or still calling tools
+    head = tokens.encode(settings_pieces(conversation))
+    for turn, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        context, said = kept(messages[:begin]), messages[begin:end]
+        if not any(m.role == "assistant" and m.supervised for m in said):
+            continue
+        ids = list(head)
+        for message in context:
+            ids += tokens.encode(message_pieces(message, recipient_in=recipient_in))
+        mask = [False] * len(ids)
+        for part, own in _turn(said, recipient_in):
+            new = tokens.encode(part)
+            ids += new
+            mask += [own] * len(new)
+        found.append(Row(ids=ids, mask=mask, turn=turn, line=line))
+    return found
+
+
+def _turn(said: Sequence[Message], recipient_in: RecipientIn) -> Iterator[tuple[list[str], bool]]:
+    """The turn's pieces, and whether the assistant wrote them."""
+    before: Message | None = None
+    for message in said:
+        end = Mark.RETURN if message.is_answer else None
+        pieces = list(message_pieces(message, end, recipient_in))
+        own = message.role == "assistant" and message.supervised
+        goes_on = before is not None and before.role == "assistant" and not before.is_call
+        yield pieces[:2], own and goes_on
+        yield pieces[2:], own
+        before = message
+
+
+def read_conversations(path: Path, system: System | None = None) -> Iterator[tuple[int, Conversation]]:
+    """Line numbers (from 1) and conversations of a JSONL file, one line in memory at a time; empty lines
+    are passed over. `system`: as `parse_conversation` takes it.
+
+    Raises ValueError that names the file, the line and the field.
+    """
+    with Path(path).open("rb") as file:
+        number = 0
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            try:
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(f"longer than {LONGEST_LINE:,} bytes: one conversation a line is wanted")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    yield number, parse_conversation(_json(text), system=system)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def read_rows(
+    path: Path,
+    tokens: HarmonyTokens,
+    *,
+    system: System | None = None,
+    recipient_in: RecipientIn = "role",
+) -> Iterator[Row]:
+    """`rows` of every conversation in a JSONL file, in order."""
+    for line, conversation in read_conversations(path, system):
+        yield from rows(conversation, tokens, recipient_in=recipient_in, line=line)
+
+
+def _json(text: str) -> Any:
+    try:
+        found = json.loads(text)
+        if "\\ud" in text.lower():  # an escape may name half of a surrogate pair, which is no character
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at character {error.pos + 1}") from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{half!r} is half of a surrogate pair: write the whole character") from None
+    return found

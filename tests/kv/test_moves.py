@@ -1,0 +1,29 @@
+"""Tokens moved within memories: the kernel against indexing, row by row."""
+
+import pytest
+import torch
+
+from outpace.kernels import cpu
+from outpace.kv.moves import move, reference_move
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_layer_moves_as_row_by_row(dtype):
+    B, K, D = 3, 2, 5
+    sizes = (23, 7, 23)  # two dense memories and a ring
+    memories = [torch.randn(B, K, size + 1, D).to(dtype) for size in sizes]
+    source = torch.tensor([[15, 17, 19], [20, -1, -1], [18, 21, -1]])
+    target = torch.tensor([[14, 15, 16], [17, -1, -1], [17, 18, -1]])
+    wanted = [m.clone() for m in memories]
+    for memory, size in zip(wanted, sizes, strict=True):
+        for b in range(B):
+            before = memory[b].clone()
+            for s, t in zip(source[b].tolist(), target[b].tolist(), strict=True):
+                if s >= 0:
+                    memory[b, :, t % size] = before[:, s % size]
+    for way in (move, reference_move):
+        got = [m.clone() for m in memories]
+        way(got, source, target)
+        for a, b, size in zip(got, wanted, sizes, strict=True):
+            assert torch.equal(a[:, :, :size], b[:, :, :size])
+    assert cpu.available()  # else the kernel was not tried

@@ -1,0 +1,108 @@
+"""A chat's history and prompts in Harmony: answers fed in, cut off, calling, speaking for others."""
+
+import pytest
+from talks import TOKENIZER, TOKENS, analysis, call, final, ids_of, result, user
+
+from outpace.text.chat_format import Part
+from outpace.text.harmony import Mark, prompt_ids
+from outpace.text.harmony_chat import HarmonyTalk
+from outpace.text.messages import Conversation, Developer, Message, System
+
+ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"
+CALLS = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a": 1}<|call|>'
+
+
+def talk(**more):
+    return HarmonyTalk(TOKENIZER, **more)
+
+
+def hear(chat, text):
+    """-> what streamed, and the answer's parts."""
+    chat.prompt()
+    streamed = [part for token in ids_of(text) if (part := chat.feed(token)) is not None]
+    return streamed, chat.end()
+
+
+def said(chat):
+    return chat.conversation.messages
+
+
+def test_an_answer_becomes_history_without_its_thoughts():
+    chat = talk(system=System(reasoning="low"), developer=Developer(instructions="Be brief."))
+    chat.say("2 + 2?")
+    streamed, parts = hear(chat, ANSWER)
+    assert [(p.kind, p.text, p.index) for p in streamed] == [
+        ("analysis", "h", 0),
+        ("analysis", "m", 0),
+        ("final", "4", 1),
+    ]
+    assert [(p.kind, p.text, p.index) for p in parts] == [("analysis", "hm", 0), ("final", "4", 1)]
+    chat.say("sure?")
+    wanted = Conversation(
+        system=System(reasoning="low"),
+        developer=Developer(instructions="Be brief."),
+        messages=(user("2 + 2?"), analysis("hm"), final("4"), user("sure?")),
+    )
+    assert chat.prompt() == prompt_ids(wanted, TOKENIZER)
+    assert "hm" not in TOKENIZER.decode(chat.prompt())
+
+
+def test_a_call_gets_its_result():
+    chat = talk()
+    chat.say("x")
+    with pytest.raises(ValueError, match="no call waits for a result"):
+        chat.give_result("7")
+    _, parts = hear(chat, CALLS)
+    assert parts == [Part(kind="call", to="functions.x", text='{"a": 1}', index=0)]
+    chat.give_result("7")
+    assert said(chat) == (user("x"), call("functions.x", '{"a": 1}'), result("functions.x", "7"))
+    with pytest.raises(ValueError, match="no call waits"):
+        chat.give_result("8")
+    hear(chat, "<|channel|>analysis to=python code<|message|>1<|call|>")
+    chat.give_result("1")
+    assert said(chat)[-1] == result("python", "1", channel="analysis")
+
+
+def test_taking_back_and_beginning_anew():
+    chat = talk(developer=Developer(instructions="Be brief."))
+    empty = chat.prompt()
+    chat.say("x")
+    chat.say("y")
+    chat.take_back()
+    assert said(chat) == (user("x"),)
+    chat.reset()
+    assert chat.prompt() == empty
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("<|channel|>analysis<|message|>h", ()),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|chan", (analysis("hm"),)),
+        (ANSWER.removesuffix("<|return|>"), (analysis("hm"), final("4"))),
+        (CALLS.removesuffix("<|call|>"), ()),
+        (
+            "<|channel|>commentary<|message|>I lo",
+            (Message(role="assistant", channel="commentary", content="I lo"),),
+        ),
+        ("<|channel|>final<|message|>", ()),
+        ("no format at all", ()),
+        ("<|channel|>final<|message|>a<|endoftext|>", (final("a"),)),
+    ],
+)
+def test_what_is_kept_of_an_answer_that_was_cut_off(text, kept):
+    chat = talk()
+    hear(chat, text)
+    assert said(chat) == kept
+
+
+def test_the_model_may_not_speak_for_others():
+    chat = talk()
+    _, parts = hear(chat, ANSWER.replace("return", "end") + "<|start|>user<|message|>and 3 + 3?<|end|>")
+    assert [p.kind for p in parts] == ["analysis", "final", "other"]
+    assert said(chat) == (analysis("hm"), final("4"))
+
+
+def test_where_it_stops():
+    stops = {TOKENS.ids[Mark.RETURN], TOKENS.ids[Mark.CALL], TOKENIZER.token_to_id("<|endoftext|>")}
+    assert talk().stop == stops

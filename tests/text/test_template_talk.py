@@ -1,0 +1,85 @@
+"""A chat by a template: prompts from history, thoughts apart from answers, cut off or not."""
+
+import pytest
+
+from outpace.text.chat_format import Part
+from outpace.text.template import ChatTemplate
+from outpace.text.template_chat import TemplateTalk
+from outpace.text.tokenizer import encode, train_bpe
+
+CHATML = ChatTemplate(
+    source="{% for t in tools or [] %}<tool>{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ opening }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = train_bpe(["some words of a chat " * 9], 280)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer
+
+
+def talk(tokenizer, **more):
+    return TemplateTalk(tokenizer, CHATML, frozenset({tokenizer.token_to_id("<|im_end|>")}), **more)
+
+
+def hear(chat, tokenizer, text):
+    chat.prompt()
+    streamed = [p for token in encode(tokenizer, text) if (p := chat.feed(token)) is not None]
+    return streamed, chat.end()
+
+
+def prompt(chat, tokenizer):
+    return tokenizer.decode(chat.prompt(), skip_special_tokens=False)
+
+
+def test_turns(tokenizer):
+    chat = talk(tokenizer, instructions="Be brief.", tools=[{"function": {"name": "f"}}])
+    begin = "<tool>f<|im_start|>system\nBe brief.<|im_end|>\n"
+    chat.say("one")
+    assert prompt(chat, tokenizer) == begin + "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    streamed, parts = hear(chat, tokenizer, "<think>\nhm 🙂\n</think>\n\nyes<|im_end|>")
+    assert parts == [Part(kind="analysis", text="hm 🙂\n", index=0), Part(kind="final", text="yes", index=1)]
+    for part in parts:
+        assert "".join(p.text for p in streamed if p.index == part.index) == part.text
+    chat.give_result("7")
+    assert prompt(chat, tokenizer) == (
+        begin + "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[hm 🙂\n]yes<|im_end|>\n"
+        "<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+    )
+    chat.take_back()
+    chat.take_back()
+    chat.take_back()
+    assert prompt(chat, tokenizer) == begin + "<|im_start|>assistant\n"
+    chat.say("two")
+    chat.reset()
+    assert prompt(chat, tokenizer) == begin + "<|im_start|>assistant\n"
+
+
+def test_a_prompt_that_opens_the_thought(tokenizer):
+    chat = talk(tokenizer, opening="<think>\n")
+    _, parts = hear(chat, tokenizer, "hm</think>yes<|im_end|>")
+    assert [(p.kind, p.text) for p in parts] == [("analysis", "hm"), ("final", "yes")]
+    chat = talk(tokenizer, opening="<think>\n\n</think>\n\n")
+    _, parts = hear(chat, tokenizer, "yes<|im_end|>")
+    assert [(p.kind, p.text) for p in parts] == [("final", "yes")]
+
+
+def test_answers_that_are_cut_off(tokenizer):
+    chat = talk(tokenizer)
+    _, parts = hear(chat, tokenizer, "<think>h")
+    assert parts == [Part(kind="analysis", text="h", index=0, finished=False)] and chat.messages == []
+    _, parts = hear(chat, tokenizer, "<think>h</think>y")
+    assert [p.finished for p in parts] == [True, False]
+    assert chat.messages == [{"role": "assistant", "content": "y", "reasoning_content": "h"}]
+
+
+def test_a_tokenizer_without_thoughts():
+    plain = train_bpe(["some words of a chat " * 9], 280)
+    chat = TemplateTalk(plain, CHATML, frozenset())
+    _, parts = hear(chat, plain, "<think>x</think>")
+    assert [(p.kind, p.text) for p in parts] == [("final", "<think>x</think>")]

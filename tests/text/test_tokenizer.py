@@ -1,0 +1,146 @@
+"""The byte-level BPE: exact size, special tokens first, every text comes back, clear refusals."""
+
+import json
+
+import pytest
+from tokenizers import processors
+
+from outpace.text import tokenizer as module
+from outpace.text.tokenizer import (
+    END_OF_TEXT,
+    MASK,
+    SPECIAL,
+    check_vocabulary,
+    encode,
+    encode_prompt,
+    parse_tokenizer,
+    plain_errors,
+    read_tokenizer,
+    surroundings,
+    token_id,
+    train_bpe,
+)
+
+TEXT = (
+    "def area(width, height):\n    return width * height  # größer als 1024?\r\n\n\n\tx = [0xFF, 3.14159]\n"
+    * 20
+)
+SIZE = len(SPECIAL) + 256 + 30
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([TEXT], SIZE)
+
+
+def test_size_and_special_tokens(tokenizer):
+    assert tokenizer.get_vocab_size() == SIZE
+    assert [tokenizer.id_to_token(i) for i in range(len(SPECIAL))] == list(SPECIAL)
+    assert token_id(tokenizer, MASK) == SPECIAL.index(MASK)
+
+
+@pytest.mark.parametrize(
+    "text", [TEXT, "日本語 🙂 \x00 \u200b", "", "   \n \n", "a\u0301 NFC é", "\r\n\r\r\n"]
+)
+def test_every_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=False) == text
+
+
+def test_it_learned_something_and_is_deterministic(tokenizer):
+    assert len(encode(tokenizer, TEXT)) < 0.75 * len(TEXT.encode())
+    assert train_bpe([TEXT], SIZE).to_str() == tokenizer.to_str()
+
+
+def test_pieces_do_not_cross_lines_or_long_numbers(tokenizer):
+    for wanted in ("1024?", "31415926"):
+        for token in encode(tokenizer, wanted):
+            assert sum(c.isdigit() for c in tokenizer.id_to_token(token)) <= 3
+
+
+def test_text_too_poor_for_the_size():
+    with pytest.raises(ValueError, match="not 4096: ask for a smaller one"):
+        train_bpe(["ab"], 4096)
+
+
+def test_reading(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
+        read_tokenizer(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert encode(read_tokenizer(tmp_path), TEXT) == encode(tokenizer, TEXT)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_token_nobody_knows(tokenizer):
+    assert token_id(tokenizer, END_OF_TEXT) == 1
+    with pytest.raises(ValueError, match=r"knows no <\|nothing\|>"):
+        token_id(tokenizer, "<|nothing|>")
+
+
+def test_a_file_too_large_to_be_one(tokenizer, tmp_path, monkeypatch):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(module, "MOST_BYTES", 2**10)
+    with pytest.raises(ValueError, match="the limit is 0: it is no tokenizer"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_prompt_is_never_cut_in_silence(tokenizer):
+    short = parse_tokenizer(tokenizer.to_str(), "a copy")
+    short.enable_truncation(4)
+    short.enable_padding(length=9)
+    assert len(encode(short, TEXT)) == 9
+    assert encode(parse_tokenizer(short.to_str(), "it"), TEXT) == encode(tokenizer, TEXT)
+
+
+def test_ids_out_of_order_and_with_holes(tokenizer):
+    said = json.loads(tokenizer.to_str())
+    vocab = said["model"]["vocab"]
+    said["model"]["vocab"] = {t: i + 1000 * (i >= len(SPECIAL)) for t, i in sorted(vocab.items())}
+    moved = parse_tokenizer(json.dumps(said), "it")
+    assert moved.decode(encode(moved, TEXT)) == TEXT
+    check_vocabulary(moved, 1000 + SIZE)
+    with pytest.raises(
+        ValueError, match=rf"the id {999 + SIZE} \(1 tokens are past the end\), the model has a vocab"
+    ):
+        check_vocabulary(moved, 999 + SIZE)
+    with pytest.raises(ValueError, match=r"the tokenizer gives .* the id 1010 "):
+        check_vocabulary(moved, SIZE)
+
+
+def test_a_panic_of_the_library_is_a_plain_error(tokenizer):
+    class PanicException(BaseException):
+        """As pyo3 derives it."""
+
+    with (
+        pytest.raises(ValueError, match="the thing is broken: index out of range"),
+        plain_errors("the thing is broken"),
+    ):
+        raise PanicException("index out of range")
+    with pytest.raises(KeyboardInterrupt), plain_errors("never said"):
+        raise KeyboardInterrupt
+    said = json.loads(tokenizer.to_str())
+    said["model"]["continuing_subword_prefix"] = "longer than every token"  # a real one
+    with pytest.raises(ValueError, match="it is not a tokenizer"):
+        parse_tokenizer(json.dumps(said), "it")
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [
+        ("<|start|> $A", [6], []),
+        ("$A <|end|>", [], [7]),
+        ("<|start|> <|message|> $A <|end|>", [6, 8], [7]),
+    ],
+)
+def test_what_comes_before_a_prompt(tokenizer, template, before, after):
+    made = parse_tokenizer(tokenizer.to_str(), "a copy")
+    special = [(t, token_id(made, t)) for t in ("<|start|>", "<|end|>", "<|message|>")]
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    assert surroundings(made) == (before, after)
+    for text in ("def area", "", "   "):
+        assert encode_prompt(made, text) == before + encode(made, text)
+    if before:
+        marked = "".join(made.id_to_token(i) for i in before)
+        assert encode_prompt(made, marked + "def") == before + encode(made, "def")  # not twice
+    assert encode_prompt(tokenizer, "def") == encode(tokenizer, "def")
