@@ -6,9 +6,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.checkpoint.gguf import GGUFCheckpoint
-from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint
+from outpace.checkpoint.open import DEFAULT, EMBEDDED, LoadError, open_checkpoint, target_path
 from outpace.checkpoint.stops import generation_stops
+from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, Shape
@@ -20,21 +20,10 @@ from outpace.formats.spec import TargetFiles
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
 from outpace.ops.quant import dense
-from outpace.text.gguf_tokenizer import gguf_vocabulary, tokenizer_from_gguf
-from outpace.text.template import ChatTemplate, folder_template, gguf_template
-from outpace.text.tokenizer import check_vocabulary, read_tokenizer
+from outpace.text.gguf_tokenizer import gguf_vocabulary
+from outpace.text.tokenizer import check_vocabulary
 
-EMBEDDED = Path(__file__).parent / "embedded"
-DEFAULT = "default"
 SUFFIX = "suffix"  # answers of the embedded target, to be looked up
-
-
-def target_path(path: str) -> Path:
-    """A folder or a GGUF file; the embedded folder for "default". Raises LoadError where there is none."""
-    found = EMBEDDED / "target" if path == DEFAULT else Path(path)
-    if not found.exists():
-        raise LoadError(f"{found} is not there: name a checkpoint's folder, a GGUF file, or {DEFAULT!r}")
-    return found
 
 
 def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenizer]:
@@ -48,20 +37,6 @@ def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenize
     stops = (*target.config.eos_token_ids, *generation_stops(checkpoint.folder))
     target.config = replace(target.config, eos_token_ids=tuple(dict.fromkeys(stops)))
     return target, tokenizer
-
-
-def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """A GGUF file's own vocabulary; else the tokenizer.json beside the weights."""
-    if isinstance(checkpoint, GGUFCheckpoint):
-        return tokenizer_from_gguf(checkpoint.metadata)
-    return read_tokenizer(checkpoint.folder)
-
-
-def open_template(checkpoint: Checkpoint) -> ChatTemplate | None:
-    """The chat template that a GGUF file, or a folder, holds."""
-    if isinstance(checkpoint, GGUFCheckpoint):
-        return gguf_template(checkpoint.metadata)
-    return folder_template(checkpoint.folder)
 
 
 def open_draft(

@@ -8,10 +8,10 @@ import torch
 
 from outpace.bench.stage_reference import eagle3_feature, eagle3_stages, norm
 from outpace.drafts.eagle3 import init_eagle3
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.drafts.eagle3_decode import BoundEagle3, Shape
 from outpace.drafts.vocab import Words
 from outpace.formats.load import describe_eagle3
-from outpace.formats.spec import Eagle3Config
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
 

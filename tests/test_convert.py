@@ -8,10 +8,11 @@ import tiny
 import torch
 
 from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.decode.autoregressive import generate
 from outpace.decode.request import Request
 from outpace.formats.convert import convert_target, write_gguf
-from outpace.loading import open_target, open_template, open_tokenizer
+from outpace.loading import open_target
 from outpace.models.load import load_target, named_tensors
 from outpace.models.save import save_target
 from outpace.text.tokenizer import encode

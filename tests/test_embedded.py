@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from outpace.bench.prompts import held_out_prompts
+from outpace.checkpoint.open import EMBEDDED
 from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.loading import EMBEDDED, open_draft, open_target
+from outpace.loading import open_draft, open_target
 from outpace.models.load import fingerprint
 from outpace.text.corpus import read_corpus, split
 

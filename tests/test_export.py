@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from outpace.bench.baselines import open_yardstick
 from outpace.bench.timing import our_methods
+from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
 from outpace.formats.detect import read_draft
 from outpace.formats.export import check_fit, export_draft, import_draft
 from outpace.formats.load import build_dflash, describe_dflash, load_dflash, save_dflash
-from outpace.loading import EMBEDDED
 
 EMBEDDED_DRAFT = EMBEDDED / "dflash"
 

@@ -7,10 +7,10 @@ import tiny
 import torch
 from test_cli import run as outpace
 
+from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.text_stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
 from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
-from outpace.loading import EMBEDDED
 from outpace.ops.sampling import Sampling
 from outpace.text.gguf_tokenizer import tokenizer_from_gguf
 from outpace.text.harmony_chat import HarmonyTalk

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outpace.bench.timing import Method, Prompts, Timed, timed
+from outpace.checkpoint.open import DEFAULT
 from outpace.config import load_settings
 from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
@@ -25,7 +26,7 @@ from outpace.drafts.marginals import TreeOf
 from outpace.drafts.ngram import NGram
 from outpace.drafts.suffix import Suffix
 from outpace.kv.partial import PartialConfig
-from outpace.loading import DEFAULT, SUFFIX, draft_folder, open_draft
+from outpace.loading import SUFFIX, draft_folder, open_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 

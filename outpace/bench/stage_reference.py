@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafts.dflash import DFlashConfig
-from outpace.formats.spec import Eagle3Config
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.ops.rope import RopeConfig
 
 Tensors = Mapping[str, Tensor]  # a draft's tensors, by the names of z-lab (DFlash) or SGLang (EAGLE-3)

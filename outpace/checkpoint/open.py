@@ -15,6 +15,17 @@ from outpace.ops.quant import Quant, dense
 
 __all__ = ["Checkpoint", "LoadError", "dtype_bytes", "open_checkpoint", "to_compute", "to_tensor"]
 
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+DEFAULT = "default"  # the name of the embedded target
+
+
+def target_path(path: str) -> Path:
+    """A folder or a GGUF file; the embedded folder for "default". Raises LoadError where there is none."""
+    found = EMBEDDED / "target" if path == DEFAULT else Path(path)
+    if not found.exists():
+        raise LoadError(f"{found} is not there: name a checkpoint's folder, a GGUF file, or {DEFAULT!r}")
+    return found
+
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """A folder of HF safetensors, or a GGUF file. Raises LoadError, naming the file and the mend, for

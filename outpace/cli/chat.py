@@ -155,8 +155,8 @@ def open_talk(
     """Harmony where the tokenizer speaks it, else the checkpoint's chat template."""
     import datetime
 
-    from outpace.checkpoint.open import open_checkpoint
-    from outpace.loading import open_template, target_path
+    from outpace.checkpoint.open import open_checkpoint, target_path
+    from outpace.checkpoint.tokenizer import open_template
     from outpace.text.conversation_json import parse_tools
     from outpace.text.harmony import speaks_harmony
     from outpace.text.harmony_chat import HarmonyTalk
@@ -258,8 +258,8 @@ def rows(
     [bold]Examples[/bold]: outpace rows talks.jsonl --show 3
     outpace rows talks.jsonl --target gpt-oss-20b --json > rows.jsonl
     """
-    from outpace.checkpoint.open import open_checkpoint
-    from outpace.loading import open_tokenizer, target_path
+    from outpace.checkpoint.open import open_checkpoint, target_path
+    from outpace.checkpoint.tokenizer import open_tokenizer
     from outpace.text.harmony import HarmonyTokens
     from outpace.text.messages import System
     from outpace.text.sft_rows import read_rows

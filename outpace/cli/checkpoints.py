@@ -33,9 +33,9 @@ def inspect(
     [bold]Examples[/bold]: outpace inspect default --json
     outpace inspect FOLDER --deep
     """
+    from outpace.checkpoint.open import target_path
     from outpace.cli.display import show_report
     from outpace.doctor.inspect import gate
-    from outpace.loading import target_path
 
     with _bytes_bar() as bar:
         task = bar.add_task("values", visible=deep, total=None)

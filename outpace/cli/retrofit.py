@@ -136,8 +136,9 @@ def train_dsa(
 
 def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
     """The target, its tokenizer and chat template, and the texts to train on and to judge by."""
-    from outpace.checkpoint.open import open_checkpoint
-    from outpace.loading import open_target, open_template, target_path
+    from outpace.checkpoint.open import open_checkpoint, target_path
+    from outpace.checkpoint.tokenizer import open_template
+    from outpace.loading import open_target
     from outpace.text.corpus import read_corpus, split
 
     template = open_template(open_checkpoint(target_path(target)))

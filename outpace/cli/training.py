@@ -44,7 +44,8 @@ def train_target(
 
     [bold]Example[/bold]: outpace train target --recipe recipes/target-micro.toml --out work/micro
     """
-    from outpace.loading import open_target, target_path
+    from outpace.checkpoint.open import target_path
+    from outpace.loading import open_target
     from outpace.text.corpus import read_corpus, split
     from outpace.text.tokenizer import read_tokenizer, train_bpe
     from outpace.train import publish, target

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outpace.checkpoint.open import Checkpoint, open_checkpoint
+from outpace.checkpoint.open import Checkpoint, open_checkpoint, target_path
+from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.doctor.blocks import check_codes, check_decoding
 from outpace.doctor.check import Check
 from outpace.doctor.compare import Reference, compare_layers
@@ -28,7 +29,6 @@ from outpace.doctor.text import sample_tokens
 from outpace.doctor.tokens import check_round_trip, check_special, check_vocabulary, stop_ids
 from outpace.doctor.transformers_side import open_transformers, walk_transformers
 from outpace.doctor.try_readings import try_readings
-from outpace.loading import open_template, open_tokenizer, target_path
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target, parse_config
 

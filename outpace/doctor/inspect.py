@@ -1,19 +1,16 @@
 """What is in a checkpoint: architecture, shapes, parameters, bytes, what is missing or left over."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from outpace.checkpoint.open import Checkpoint, LoadError, dtype_bytes, open_checkpoint
+from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint
 from outpace.doctor.checkpoint import Evidence, Finding, config_findings, tensor_findings
 from outpace.doctor.value_scan import deep_findings
 from outpace.models.config import ModelConfig
 from outpace.models.load import Comparison, compare, parse_config
-
-Spec = tuple[str, tuple[int, ...], str]  # name, shape, safetensors dtype or GGUF format
-VALUES_PER_BYTE = {"_blocks": 2, "_scales": 0}  # MXFP4: scales are overhead, not parameters
+from outpace.models.weights import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,32 +126,3 @@ def inspect_target(source: Checkpoint | Path | str) -> Inspection:
         kv_bytes_per_token=growing * 4,
         comparison=compare(checkpoint, config),
     )
-
-
-def count(specs: Iterable[Spec]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """Names, shapes and safetensors dtypes -> (parameters, bytes) of each part of a model; bytes of each
-    dtype."""
-    parts: dict[str, tuple[int, int]] = {}
-    dtypes: dict[str, int] = {}
-    for name, shape, dtype in specs:
-        size = round(prod(shape) * dtype_bytes(dtype))
-        packing = next((n for suffix, n in VALUES_PER_BYTE.items() if name.endswith(suffix)), 1)
-        part = _part(name)
-        parameters, held = parts.get(part, (0, 0))
-        parts[part] = (parameters + prod(shape) * packing, held + size)
-        dtypes[dtype] = dtypes.get(dtype, 0) + size
-    return parts, dtypes
-
-
-def _part(name: str) -> str:
-    if ".experts." in name:
-        return "experts"
-    if ".mla_" in name or ".dsa_" in name:
-        return "retrofit"
-    if ".self_attn." in name:
-        return "attention"
-    if ".mlp." in name:
-        return "router" if ".router." in name or name.endswith("mlp.gate.weight") else "mlp"
-    if "embed_tokens" in name:
-        return "embedding"
-    return "head" if "lm_head" in name else "norms"

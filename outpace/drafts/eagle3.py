@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from outpace.formats.spec import Eagle3Config
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.models.blocks import MLP, Embedding, Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.rope import inverse_frequencies, rope_tables, rotate_heads

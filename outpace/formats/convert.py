@@ -18,9 +18,9 @@ from torch import Tensor
 from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, gguf_name
 from outpace.checkpoint.gguf_config import ARCHITECTURES
 from outpace.checkpoint.gguf_write import add_metadata
-from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.save import write_atomically
-from outpace.loading import open_template, open_tokenizer, target_path
+from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.models.blocks import ExpertMatrix, Experts
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder

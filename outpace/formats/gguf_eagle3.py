@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.formats.gguf import (
     ROPE_FACTORS,
     Metadata,
@@ -26,7 +27,6 @@ from outpace.formats.gguf import (
 from outpace.formats.spec import (
     EMBEDDING,
     HEAD,
-    Eagle3Config,
     Eagle3Draft,
     Remark,
     TargetFiles,

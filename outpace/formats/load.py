@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from outpace.checkpoint.open import LoadError, to_tensor
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.drafts.quantize import check_format, quantised
 from outpace.formats import sglang_eagle3 as format_sglang_eagle3
 from outpace.formats import zlab as format_zlab
@@ -17,7 +18,6 @@ from outpace.formats.detect import DFLASH, FORMATS, detect, read_draft
 from outpace.formats.spec import (
     Description,
     DFlashDraft,
-    Eagle3Config,
     Eagle3Draft,
     TargetFiles,
     canonical,

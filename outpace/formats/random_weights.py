@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
 from outpace.checkpoint.hf import SINGLE
+from outpace.checkpoint.open import EMBEDDED
 from outpace.checkpoint.safetensors import DTYPES, open_file
 from outpace.checkpoint.save import (
     SHARD_BYTES,
@@ -25,7 +26,6 @@ from outpace.checkpoint.save import (
     write_json,
 )
 from outpace.checkpoint.strict_json import read_object
-from outpace.loading import EMBEDDED
 from outpace.models.load import parse_config, wanted_tensors
 from outpace.models.published import GENERATION, PUBLISHED, first_layers
 from outpace.ops.mxfp4 import E2M1, SCALE_BIAS

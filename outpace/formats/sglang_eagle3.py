@@ -6,6 +6,7 @@ from typing import Any
 
 from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint
 from outpace.checkpoint.save import save_checkpoint
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.formats.keys import (
     BODY,
     body_fields,
@@ -24,7 +25,6 @@ from outpace.formats.keys import (
 from outpace.formats.spec import (
     EMBEDDING,
     HEAD,
-    Eagle3Config,
     Eagle3Draft,
     Remark,
     TargetFiles,

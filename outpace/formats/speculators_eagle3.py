@@ -5,6 +5,7 @@ from typing import Any
 
 from outpace.checkpoint.open import LoadError, open_checkpoint
 from outpace.checkpoint.save import save_checkpoint
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.formats.keys import whole_numbers, words
 from outpace.formats.sglang_eagle3 import (
     IDS,
@@ -17,15 +18,7 @@ from outpace.formats.sglang_eagle3 import (
     layer_to_hf,
     our_name,
 )
-from outpace.formats.spec import (
-    EMBEDDING,
-    HEAD,
-    Eagle3Config,
-    Eagle3Draft,
-    Remark,
-    TargetFiles,
-    main_dtype,
-)
+from outpace.formats.spec import EMBEDDING, HEAD, Eagle3Draft, Remark, TargetFiles, main_dtype
 from outpace.formats.speculators import (
     COPIED,
     ENVELOPE,

@@ -1,13 +1,18 @@
 """Our parameters and the tensors that hold them in HF checkpoints: which names, joined how."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from outpace.checkpoint.open import dtype_bytes
 from outpace.models.config import ModelConfig
 from outpace.ops.quant import Joined, Quant, Weight
 
+Spec = tuple[str, tuple[int, ...], str]  # name, shape, safetensors dtype or GGUF format
+VALUES_PER_BYTE = {"_blocks": 2, "_scales": 0}  # MXFP4: scales are overhead, not parameters
 COPIED = 16 * 2**20  # bytes: below, q, k and v become one matrix; above, a call costs less than the copy
 
 
@@ -119,3 +124,32 @@ def split_experts(layer: int, bias: bool) -> list[Entry]:
         for name in ("gate", "up", "down")
         for kind in (("weight", "bias") if bias else ("weight",))
     ]
+
+
+def count(specs: Iterable[Spec]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """Names, shapes and safetensors dtypes -> (parameters, bytes) of each part of a model; bytes of each
+    dtype."""
+    parts: dict[str, tuple[int, int]] = {}
+    dtypes: dict[str, int] = {}
+    for name, shape, dtype in specs:
+        size = round(prod(shape) * dtype_bytes(dtype))
+        packing = next((n for suffix, n in VALUES_PER_BYTE.items() if name.endswith(suffix)), 1)
+        part = _part(name)
+        parameters, held = parts.get(part, (0, 0))
+        parts[part] = (parameters + prod(shape) * packing, held + size)
+        dtypes[dtype] = dtypes.get(dtype, 0) + size
+    return parts, dtypes
+
+
+def _part(name: str) -> str:
+    if ".experts." in name:
+        return "experts"
+    if ".mla_" in name or ".dsa_" in name:
+        return "retrofit"
+    if ".self_attn." in name:
+        return "attention"
+    if ".mlp." in name:
+        return "router" if ".router." in name or name.endswith("mlp.gate.weight") else "mlp"
+    if "embed_tokens" in name:
+        return "embedding"
+    return "head" if "lm_head" in name else "norms"

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outpace.doctor.inspect import count
 from outpace.kv.topk import Keep
 from outpace.models.config import ModelConfig
 from outpace.models.load import parse_config, wanted_tensors
+from outpace.models.weights import count
 
 BITS = {
     "bf16": 16.0,

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
 
-from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.save import write_json
+from outpace.checkpoint.tokenizer import open_template
 from outpace.formats.convert import write_folder
-from outpace.loading import open_target, open_template, target_path
+from outpace.loading import open_target
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.retrofit.evaluate import texts_of

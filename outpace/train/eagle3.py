@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer
 
 from outpace.drafts.eagle3 import Eagle3, init_eagle3
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.drafts.eagle3_decode import BoundEagle3, Shape
 from outpace.formats.load import save_eagle3
-from outpace.formats.spec import Eagle3Config
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.train.drafts import (

@@ -26,8 +26,8 @@ from outpace.config import load_settings
 from outpace.decode import speculative
 from outpace.decode.trace import Foreseen, Trace
 from outpace.drafts.eagle3 import Eagle3
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.formats.load import save_dflash, save_eagle3
-from outpace.formats.spec import Eagle3Config
 from outpace.models.load import build, fingerprint, named_tensors
 from outpace.text.tokenizer import train_bpe
 

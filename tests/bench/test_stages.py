@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from outpace.bench.stages import compare_stages, show_stages
+from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
 from outpace.formats.load import build_dflash, build_eagle3
-from outpace.loading import EMBEDDED
 
 TEXTS = [tiny.tokens(n, seed=n).tolist() for n in (19, 2, 11)]
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from outpace.checkpoint.open import LoadError
+from outpace.checkpoint.open import EMBEDDED, LoadError
 from outpace.checkpoint.stops import generation_stops
-from outpace.loading import EMBEDDED, open_target
+from outpace.loading import open_target
 from outpace.text.tokenizer import SPECIAL, train_bpe
 
 

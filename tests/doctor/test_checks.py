@@ -10,7 +10,8 @@ import tiny
 import torch
 from planted import each, plant
 
-from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.blocks import asymmetry, by_the_book, check_codes, check_decoding
 from outpace.doctor.check import Check
 from outpace.doctor.embedding import check_embedding, check_head
@@ -23,7 +24,6 @@ from outpace.doctor.sides import walk
 from outpace.doctor.speech import check_growth, check_speech, check_text, shortest_loop, speak
 from outpace.doctor.text import SAMPLE, sample_tokens
 from outpace.doctor.weights import attention_weights
-from outpace.loading import open_tokenizer, target_path
 from outpace.models.decoder import Decoder
 from outpace.models.load import build, load_target, named_tensors
 from outpace.ops import mxfp4

@@ -6,8 +6,8 @@ import planted
 import pytest
 from planted import each, plant
 
+from outpace.checkpoint.open import target_path
 from outpace.cli.main import main
-from outpace.loading import target_path
 
 LAYERS = json.loads((target_path("default") / "config.json").read_text())["num_hidden_layers"]
 

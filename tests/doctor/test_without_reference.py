@@ -8,7 +8,8 @@ import pytest
 import tiny
 from planted import both, each, plant
 
-from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.number_format import check_orders, gather_marks
 from outpace.doctor.text import sample_tokens
 from outpace.doctor.try_readings import (
@@ -20,7 +21,6 @@ from outpace.doctor.try_readings import (
     read_with,
     try_readings,
 )
-from outpace.loading import open_tokenizer, target_path
 from outpace.models.load import load_target
 
 DEFAULT = target_path("default")

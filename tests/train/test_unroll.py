@@ -8,8 +8,8 @@ import torch
 from eagle3_drafts import over_all
 
 from outpace.drafts.eagle3 import init_eagle3
+from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.drafts.eagle3_decode import BoundEagle3, Shape
-from outpace.formats.spec import Eagle3Config
 from outpace.train.losses import reference_losses
 from outpace.train.unroll import Vocabulary, gather, thinned, unroll, unrolled_loss
 
