@@ -9,36 +9,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "outpace"
-FLOORS = {
-    "kernels": -1,
-    "cache": 0,
-    "chat": 0,
-    "corpus": 0,
-    "settings": 0,
-    "ops": 1,
-    "weights": 2,
-    "models": 3,
-    "drafts": 4,
-    "retrofit": 4,
-    "decode": 5,
-    "load": 5,
-    "convert": 6,
-    "teacher": 6,
-    "train": 7,
-    "serve": 7,
-    "bench": 8,
-    "converse": 7,
-    "doctor": 7,
-    "export": 7,
-    "preflight": 7,
-    "stream": 7,
-    "synth": 7,
-    "show": 7,
-    "plan": 7,
-    "shrink": 7,
-    "cli": 9,
-    "__main__": 10,
-}
+
+
+def floors(readme: str) -> dict[str, int]:
+    """The README's import line, read from the bottom up: folder or file -> floor; neighbours share one."""
+    line = re.search(r"^Imports run down: `([^`]+)`$", readme, re.MULTILINE)
+    assert line is not None, "README.md: no line `Imports run down: ...`"
+    rows = [re.findall(r"\w+", row) for row in reversed(line.group(1).split(">"))]
+    return {name: floor for floor, row in enumerate(rows) for name in row} | {"__main__": len(rows)}
+
+
+FLOORS = floors((ROOT / "README.md").read_text(encoding="utf-8"))
 MOST_LINES = 400
 BANNED_FOLDERS = {"utils", "util", "common", "core", "helpers", "misc"}
 # joined here so that this file does not hold them; absolute paths of one machine have no place either
@@ -125,8 +106,8 @@ def import_faults(modules: Sources) -> list[str]:
                 faults.append(f"{where}: up from floor {FLOORS[here]} to {FLOORS[there]}")
             elif here != there and FLOORS[there] == FLOORS[here]:
                 faults.append(f"{where}: a neighbour on floor {FLOORS[here]}")
-            elif there == "kernels" and here not in ("kernels", "ops", "cache"):
-                faults.append(f"{where}: only ops and cache open kernels")
+            elif there == "kernels" and here not in ("kernels", "ops", "kv"):
+                faults.append(f"{where}: only ops and kv open kernels")
             if late and here != "cli":
                 faults.append(f"{where}: inside a function; imports stand at the top of a file")
     return faults
@@ -193,6 +174,12 @@ def test_imports_run_down_the_floors():
     assert import_faults(sources()) == []
 
 
+def test_the_readme_names_every_folder_and_file():
+    there = {p.stem for p in PACKAGE.glob("*.py") if p.stem != "__init__"}
+    there |= {p.name for p in PACKAGE.iterdir() if any(p.glob("*.py"))}
+    assert there == set(FLOORS)
+
+
 def test_no_circles():
     assert circles(sources()) == []
 
@@ -225,12 +212,12 @@ def test_the_package_is_marked_as_typed():
 
 TREE = {
     "outpace.__init__": "",
-    "outpace.cache.__init__": "",
+    "outpace.kv.__init__": "",
     "outpace.kv.base": '"""A."""',
     "outpace.text.tokenizer": '"""A."""',
     "outpace.kernels.cpu": '"""A."""',
     "outpace.ops.rope": '"""A."""',
-    "outpace.models.a": '"""A."""\nfrom outpace.ops.rope import rotate\nfrom outpace.cache import kv\n',
+    "outpace.models.a": '"""A."""\nfrom outpace.ops.rope import rotate\nfrom outpace.kv import base\n',
     "outpace.models.b": '"""A."""\nfrom outpace.models.a import x\n',
     "outpace.drafts.d": '"""A."""\nimport outpace.models.a\n',
     "outpace.cli": '"""A."""\ndef f():\n    from outpace.drafts.d import x\n',
@@ -248,20 +235,20 @@ def test_a_clean_tree_has_no_faults():
 @pytest.mark.parametrize(
     ("module", "text", "said"),
     [
-        ("outpace.ops.x", "from outpace.models.a import y", "up from floor 1 to 3"),
-        ("outpace.ops.x", "import outpace.models.a as a", "up from floor 1 to 3"),
-        ("outpace.cache.x", "from outpace.chat import tokenizer", "a neighbour"),
+        ("outpace.ops.x", "from outpace.models.a import y", "up from floor 2 to 4"),
+        ("outpace.ops.x", "import outpace.models.a as a", "up from floor 2 to 4"),
+        ("outpace.ops.x", "from outpace.text import tokenizer", "a neighbour"),
         ("outpace.models.x", "from outpace import ops", "package root"),
         ("outpace.models.x", "import outpace", "package root"),
-        ("outpace.models.x", "from outpace.kernels.cpu import linear", "only ops and cache"),
-        ("outpace.models.x", "from ..drafts.d import x", "up from floor 3 to 4"),
+        ("outpace.models.x", "from outpace.kernels.cpu import linear", "only ops and kv"),
+        ("outpace.models.x", "from ..drafts.d import x", "up from floor 4 to 5"),
         ("outpace.models.x", "def f():\n    from outpace.ops.rope import rotate", "inside a function"),
-        ("outpace.models.x", "if TYPE_CHECKING:\n    from outpace.drafts.d import D", "up from floor 3 to 4"),
-        ("outpace.models.x", "m = importlib.import_module('outpace.drafts.d')", "up from floor 3 to 4"),
+        ("outpace.models.x", "if TYPE_CHECKING:\n    from outpace.drafts.d import D", "up from floor 4 to 5"),
+        ("outpace.models.x", "m = importlib.import_module('outpace.drafts.d')", "up from floor 4 to 5"),
         (
             "outpace.models.x",
             "try:\n    import outpace.cli\nexcept ImportError:\n    pass",
-            "up from floor 3 to 9",
+            "up from floor 4 to 11",
         ),
         ("outpace.sundry.x", "", "has no floor"),
         ("outpace.models.x", "from outpace.ops.nowhere import y", "no such module"),
