@@ -316,7 +316,7 @@ def test_the_page_knows_every_finding():
     """docs/checkpoints.md has a row for all that the code can say."""
     root = Path(__file__).parents[2]
     said = {pattern[1] for pattern in PARTS} | {"unreadable", "nan_scales", "zero", "absurd", "not_finite"}
-    for path in (*(root / "outpace" / "weights").glob("*.py"), *(root / "outpace" / "models").glob("*.py")):
+    for path in [p for d in ("checkpoint", "models", "doctor") for p in (root / "outpace" / d).glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Name(id="LoadError"), args=[_, ast.Constant(value=kind)]):
