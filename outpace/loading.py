@@ -11,8 +11,8 @@ from outpace.checkpoint.stops import generation_stops
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.eagle3 import Eagle3
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.drafts.suffix import NODES, Suffix, is_suffix, load_suffix
 from outpace.formats.load import load_dflash, load_draft
@@ -48,7 +48,7 @@ def open_draft(
     depth: int = 0,
     branch: int = 0,
     quantize: str | None = None,
-) -> BoundDFlash | BoundEagle3 | TreeOf | NGram | Suffix | None:
+) -> BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix | None:
     """ "none", "ngram", "default" (the embedded DFlash), "suffix" (the embedded answers), or the place of a
     DFlash or EAGLE-3 in any format we read, or of other answers (`drafts.suffix`).
 
@@ -67,7 +67,7 @@ def open_draft(
         return load_suffix(draft_folder(path), target.config.vocab_size, tree or NODES)
     draft = open_weights(path, target, tokenizer, quantize)
     if isinstance(draft, Eagle3):
-        return BoundEagle3(draft, target, Shape.of(tree, depth, branch))
+        return BoundEagle3(draft, target, TreeShape.of(tree, depth, branch))
     if depth:
         raise ValueError(f"depth {depth}: an EAGLE-3 alone walks so many steps, and {path!r} is none")
     if tree and draft is None:
@@ -77,7 +77,7 @@ def open_draft(
     if draft is None:
         return NGram() if path == "ngram" else None
     bound = draft.bind(target)
-    return TreeOf(bound, tree, branch or TreeOf.branch) if tree else bound
+    return DDTree(bound, tree, branch or DDTree.branch) if tree else bound
 
 
 def own_draft(target: str) -> str:

@@ -9,8 +9,8 @@ import torch
 from outpace.bench.stage_reference import eagle3_feature, eagle3_stages, norm
 from outpace.drafts.eagle3 import init_eagle3
 from outpace.drafts.eagle3_config import Eagle3Config
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
-from outpace.drafts.vocab import Words
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
+from outpace.drafts.vocab import DraftVocabulary
 from outpace.formats.load import describe_eagle3
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
@@ -45,7 +45,7 @@ def random_eagle3(model, seed=0, *, own_embedding=False, own_head=True, **change
 
 
 def bound_eagle3(model, shape=None, seed=0, **changes):
-    return BoundEagle3(random_eagle3(model, seed, **changes), model, shape or Shape())
+    return BoundEagle3(random_eagle3(model, seed, **changes), model, shape or TreeShape())
 
 
 @dataclass
@@ -139,7 +139,7 @@ def paths(proposal, row):
 
 def over_all(draft, logits):
     """logits [..., draft_vocab] -> [..., V], -inf at the tokens that the draft cannot say."""
-    return Words(draft.target_ids(), draft.config.vocab_size).wide(logits, -torch.inf)
+    return DraftVocabulary(draft.target_ids(), draft.config.vocab_size).wide(logits, -torch.inf)
 
 
 __all__ = ["VARIANTS", "Oracle", "bound_eagle3", "norm", "over_all", "paths", "random_eagle3"]

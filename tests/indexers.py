@@ -6,10 +6,10 @@ import tiny
 import torch
 from latents import latent_target
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, named_tensors
 
-KEEP = Keep(top_k=14, min_context=16, sinks=2, recent=6)
+KEEP = TopKConfig(top_k=14, min_context=16, sinks=2, recent=6)
 
 
 def indexed_target(family, keep=KEEP, rank=None, window=True, dim=8, heads=3, seed=0):

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import outpace
-from outpace.cli.chat_session import Screen, Session, run
+from outpace.cli.chat_session import ChatSession, Screen, run
 from outpace.cli.main import main
 from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
@@ -19,7 +19,7 @@ from outpace.loading import open_target
 from outpace.models.decoder import Output
 from outpace.models.load import build, named_tensors
 from outpace.models.save import save_target
-from outpace.text.harmony_chat import HarmonyTalk
+from outpace.text.harmony_chat import HarmonyChat
 from outpace.text.messages import System
 from outpace.text.tokenizer import encode, read_tokenizer, train_bpe
 
@@ -65,9 +65,9 @@ class Scripted:
 
 
 def session(target, **request):
-    talk = HarmonyTalk(TOKENIZER, System(reasoning="low"))
+    talk = HarmonyChat(TOKENIZER, System(reasoning="low"))
     wanted = Request(**({"max_new_tokens": 100} | request))
-    return Session(target, None, talk, wanted, torch.Generator())
+    return ChatSession(target, None, talk, wanted, torch.Generator())
 
 
 def chat(target, *lines, forgiving=True, terminal=False, **request):
@@ -185,8 +185,8 @@ def test_with_a_real_target():
     target, tokenizer = open_target("default")
     answers = []
     for draft in (None, NGram()):
-        talk = HarmonyTalk(tokenizer, System())
-        held = Session(target, draft, talk, Request(max_new_tokens=12), torch.Generator().manual_seed(0))
+        talk = HarmonyChat(tokenizer, System())
+        held = ChatSession(target, draft, talk, Request(max_new_tokens=12), torch.Generator().manual_seed(0))
         talk.say("def main():")
         parts = []
         turn = held.answer(parts.append)

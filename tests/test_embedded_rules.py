@@ -12,7 +12,7 @@ from outpace.decode import speculative
 from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling, probabilities
@@ -52,7 +52,7 @@ def test_at_temperature_0_all_rules_are_one(rule):
 @pytest.mark.parametrize("kind", ["dflash", "ngram", "tree"])
 def test_one_seed_is_one_text(kind):
     draft = embedded()[1]
-    chosen = {"dflash": draft, "ngram": NGram(), "tree": TreeOf(draft, nodes=12)}[kind]
+    chosen = {"dflash": draft, "ngram": NGram(), "tree": DDTree(draft, nodes=12)}[kind]
     for how in (Sampling(temperature=1.0), Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
         request = Request(max_new_tokens=NEW, sampling=how, rule="gumbel")
         got = drafted(request, chosen)

@@ -11,7 +11,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from outpace.bench.baselines import open_yardstick
+from outpace.bench.baselines import open_baseline
 from outpace.bench.timing import our_methods
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
@@ -228,7 +228,7 @@ def fond():
     with torch.no_grad():
         target.lm_head.weight[7] *= 4
         target.embed_tokens.weight[samples.MASK] = target.lm_head.weight[7]
-    return target, open_yardstick(target, None, (1,))
+    return target, open_baseline(target, None, (1,))
 
 
 @pytest.mark.parametrize("variant", ["yarn", "llama3", "linear", "window", "some windows"])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from outpace.cli.app import app
 from outpace.cli.main import main
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.load import named_tensors
 from outpace.models.published import PUBLISHED
 from outpace.plan.devices import DEVICES, parse_hardware
@@ -88,14 +88,14 @@ def test_what_verifying_costs(name, rows):
 
 def test_a_retrofit_of_the_120b():
     """Rank 512 and an index of 16 heads of 256 in 18 layers: about 250 million parameters."""
-    made = retrofitted(published("gpt-oss-120b"), 512, 256, 16, Keep(top_k=2048, min_context=2048))
+    made = retrofitted(published("gpt-oss-120b"), 512, 256, 16, TopKConfig(top_k=2048, min_context=2048))
     latent = (2880 * 512 + 512) + 2 * (512 * 512 + 512)
     index = (16 * 256 + 256 + 16) * (2880 + 1)
     assert trainable(made.config) == 18 * (latent + index) == 262522656
     assert made.kv_growing() == 18 * (512 + 256) * 2
     assert made.kv_read(131072) == 2 * (18 * (256 * 131072 + 512 * 2048) + 18 * 1024 * 128)
     # without latents, as the original's step at 131,072 tokens: 64 numbers of an index in 8 bits
-    sparse = retrofitted(published("gpt-oss-20b"), 0, 64, 16, Keep(top_k=2048, min_context=2048))
+    sparse = retrofitted(published("gpt-oss-20b"), 0, 64, 16, TopKConfig(top_k=2048, min_context=2048))
     growing = sparse.kv_read(131072) - 12 * 128 * 2048
     assert growing == 12 * (2 * 64 * 131072 + 2048 * 2048)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from outpace.formats.convert import write_gguf
 from outpace.formats.export import EMBEDDED, export_draft, open_target_files
-from outpace.formats.preflight import CHECKS, ENGINES, Cell, preflight, show_preflight
+from outpace.formats.preflight import CHECKS, ENGINES, PreflightCell, preflight, show_preflight
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -154,14 +154,14 @@ def test_windows_that_vllm_alone_reads(planted):
 
     found = planted(samples.dflash(**PLAIN), "zlab", edit)
     wide = "8 in layers 0, 1, 2"
-    assert row(found, "window").cells["SGLang"] == Cell("same", "none")
+    assert row(found, "window").cells["SGLang"] == PreflightCell("same", "none")
     assert apart(found, "window") == {"vLLM": wide, "llama.cpp": wide}
     assert "use_swa True" in found.refused
 
 
 def test_transformers_counts_its_window_without_the_token_itself(planted):
     found = planted(samples.dflash(**PLAIN, **samples.WINDOWS), "transformers")
-    assert row(found, "window").cells["transformers"] == Cell("same", "7 in layers 0, 1, 2")
+    assert row(found, "window").cells["transformers"] == PreflightCell("same", "7 in layers 0, 1, 2")
 
 
 def test_a_window_that_nobody_reads(planted):

@@ -13,7 +13,7 @@ from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
 from outpace.ops.sampling import Sampling
 from outpace.text.gguf_tokenizer import tokenizer_from_gguf
-from outpace.text.harmony_chat import HarmonyTalk
+from outpace.text.harmony_chat import HarmonyChat
 from outpace.text.tokenizer import SPECIAL, encode, read_tokenizer, train_bpe
 
 LAYERS = json.loads((EMBEDDED / "target" / "config.json").read_text())["num_hidden_layers"]
@@ -144,7 +144,7 @@ SAID = (
 
 
 def test_of_an_answer_only_the_final_channel_is_read(tokenizer):
-    talk = HarmonyTalk(tokenizer)
+    talk = HarmonyChat(tokenizer)
     talk.say("What is 2 + 2?")
     talk.prompt()
     read = answer_reader(talk)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from outpace.bench.checks import run_gates
+from outpace.bench.checks import run_checks
 from outpace.bench.report import write_report
 from outpace.bench.speed import BenchSettings, run_bench
 from outpace.config import load_settings
@@ -66,7 +66,7 @@ def test_the_target_learned_something(walked) -> None:
 
 def test_gates_pass_on_what_was_built(walked) -> None:
     _, _, target, _, cache, draft, prompts, _ = walked
-    for gate in run_gates(target, draft, cache, prompts):
+    for gate in run_checks(target, draft, cache, prompts):
         assert gate.passed is not False, f"{gate.name}: {gate.said}"
 
 

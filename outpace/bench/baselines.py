@@ -18,7 +18,7 @@ from outpace.bench.timing import Method, Prompts, Timed
 from outpace.decode.trace import Trace
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_parts import parts_of
-from outpace.formats.load import entries
+from outpace.formats.load import weight_map
 from outpace.models.config import FULL, rope_to_hf
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
@@ -33,7 +33,7 @@ def installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-class Clock:
+class BaselineTimer:
     """Looks like a transformers streamer: the prompt first, then the tokens of every round."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class Baseline:
     """`target` a transformers model; `draft` its MuseGlimmerAssistantModel, or None. `said`: what runs."""
 
     target: Any
@@ -97,9 +97,9 @@ class Yardstick:
     @torch.inference_mode()
     def _generate(
         self, prompts: Prompts, new_tokens: int, **how: Any
-    ) -> tuple[list[list[int]], float, float, Clock, dict[str, float]]:
+    ) -> tuple[list[list[int]], float, float, BaselineTimer, dict[str, float]]:
         ids = torch.tensor([list(p) for p in prompts], device=self.target.device)
-        clock = Clock()
+        clock = BaselineTimer()
         seconds = {"target": 0.0, "draft": 0.0}
         began = time.perf_counter()
         with _timing(self.target, clock, seconds, "target"), _timing(self.draft, clock, seconds, "draft"):
@@ -150,7 +150,9 @@ class Yardstick:
 
 
 @contextmanager
-def _timing(model: nn.Module | None, clock: Clock, seconds: dict[str, float], key: str) -> Iterator[None]:
+def _timing(
+    model: nn.Module | None, clock: BaselineTimer, seconds: dict[str, float], key: str
+) -> Iterator[None]:
     """Add up the time inside `model` after the first token."""
     if model is None:
         yield
@@ -172,7 +174,7 @@ def _timing(model: nn.Module | None, clock: Clock, seconds: dict[str, float], ke
             handle.remove()
 
 
-def open_yardstick(target: Decoder, draft: DFlash | None, batches: tuple[int, ...]) -> Yardstick:
+def open_baseline(target: Decoder, draft: DFlash | None, batches: tuple[int, ...]) -> Baseline:
     """Export the target in float32, load it with transformers, and choose its fastest implementations at
     each batch size. Raises ImportError where transformers is not installed."""
     transformers: Any = importlib.import_module("transformers")
@@ -185,7 +187,7 @@ def open_yardstick(target: Decoder, draft: DFlash | None, batches: tuple[int, ..
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     theirs, why = _convert(draft, target.device)
-    yardstick = Yardstick(model, theirs, [why] if why else [], {})
+    yardstick = Baseline(model, theirs, [why] if why else [], {})
     for batch in batches:
         yardstick.choose("transformers", batch)
     if theirs is not None and 1 in batches:
@@ -245,7 +247,7 @@ def _renamed(draft: DFlash) -> dict[str, Tensor]:
     }
     tensors = dict(named_tensors(draft))
     found = {}
-    for entry in entries(draft.config):
+    for entry in weight_map(draft.config):
         for name, part in zip(entry.names, entry.split(tensors[entry.param].detach().float()), strict=True):
             found[names.get(name, name)] = part.clone()
     return found

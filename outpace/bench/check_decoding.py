@@ -6,31 +6,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.bench.check_forwards import Gate
-from outpace.bench.lossless import Check, compare
+from outpace.bench.check_forwards import CheckResult
+from outpace.bench.lossless import LosslessCheck, compare
 from outpace.bench.timing import Prompts
 from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft, Proposal
-from outpace.drafts.sampler import Choice
+from outpace.drafts.sampler import DraftSampler
 from outpace.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class Gold:
+class OracleDraft:
     """A draft that knows the answers: `texts` are prompts with what plain decoding said after them."""
 
     texts: list[list[int]]
     block_size: int
     target_layer_ids: tuple[int, ...] = ()
 
-    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "GoldSession":
-        return GoldSession(self.texts, self.block_size, [0] * batch)
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "OracleSession":
+        return OracleSession(self.texts, self.block_size, [0] * batch)
 
 
 @dataclass
-class GoldSession:
+class OracleSession:
     texts: list[list[int]]
     block_size: int
     seen: list[int]  # verified tokens per row, the last one (the next block's anchor) not among them
@@ -39,7 +39,7 @@ class GoldSession:
         for b, count in enumerate(counts):
             self.seen[b] += count
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         N = width
         rows = [t[n + 1 : n + N] for t, n in zip(self.texts, self.seen, strict=True)]
         counts = [1 + len(row) for row in rows]
@@ -51,19 +51,19 @@ class GoldSession:
     def rewind(self, lengths: list[int]) -> None:
         self.seen = list(lengths)
 
-    def keep(self, rows: list[int]) -> None:
-        self.texts = [self.texts[b] for b in rows]
-        self.seen = [self.seen[b] for b in rows]
+    def select(self, batch_indices: list[int]) -> None:
+        self.texts = [self.texts[b] for b in batch_indices]
+        self.seen = [self.seen[b] for b in batch_indices]
 
 
-def gold_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int) -> Gate:
+def oracle_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int) -> CheckResult:
     """Plain decoding's own tokens as drafts: every round must accept all block - 1 of them, in a batch and
     alone. A row that leaves the answer at a tie is counted and judged up to there."""
     answers = plain.generate(target, prompts, Request(max_new_tokens=new_tokens + 2 * block)).tokens
     texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
-    total, short, rounds = Check(), 0, 0
+    total, short, rounds = LosslessCheck(), 0, 0
     for rows in [list(range(len(texts))), [0]] if len(texts) > 1 else [[0]]:
-        gold = Gold([texts[i] for i in rows], block)
+        gold = OracleDraft([texts[i] for i in rows], block)
         out = speculative.generate(
             target, gold, [prompts[i] for i in rows], Request(max_new_tokens=new_tokens)
         )
@@ -87,7 +87,7 @@ def gold_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int) 
         f"{total.violations} of {total.checked} tokens differ, {total.ties} ties"
     )
     passed = short == 0 and total.violations == 0 and rounds > 0
-    return Gate("gold labels as drafts are all accepted", passed, figures, said)
+    return CheckResult("gold labels as drafts are all accepted", passed, figures, said)
 
 
 def position_offsets(
@@ -97,16 +97,16 @@ def position_offsets(
     offsets: Sequence[int],
     new_tokens: int,
     limit: float,
-) -> Gate:
+) -> CheckResult:
     """Decode the same prompts as if they began at each offset. An offset at which the model's positions
     would run out is replaced by the last one that fits."""
     name = "acceptance does not move with the position"
     if draft is None:
-        return Gate(name, None, said="not run: no draft was given")
+        return CheckResult(name, None, said="not run: no draft was given")
     last = target.config.max_position_embeddings - max(len(p) for p in prompts) - new_tokens
     used = sorted({min(offset, last) for offset in offsets} | {0})
     if last < 0 or len(used) < 2:
-        return Gate(name, None, said="not run: the model's positions leave no room for another offset")
+        return CheckResult(name, None, said="not run: the model's positions leave no room for another offset")
     tau = {}
     for offset in used:
         request = Request(max_new_tokens=new_tokens, offset=offset)
@@ -123,4 +123,4 @@ def position_offsets(
     said = ", ".join(f"tau {tau[o]:.3f} at {o:,} ({change[o]:+.1%})" for o in used)
     if moved:
         said += f"; {', '.join(f'{o:,}' for o in moved)} became {last:,}, the last offset whose text fits"
-    return Gate(name, worst <= limit, figures, said)
+    return CheckResult(name, worst <= limit, figures, said)

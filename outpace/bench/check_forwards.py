@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.bench.lossless import Check, in_float32, is_tie
+from outpace.bench.lossless import LosslessCheck, in_float32, is_tie
 from outpace.bench.timing import Prompts
-from outpace.kv.base import Cache
+from outpace.kv.base import KVCache
 from outpace.models.config import FULL
 from outpace.models.decoder import Decoder
-from outpace.teacher.store import Sample, TeacherCache
+from outpace.teacher.store import TeacherCache, TeacherSample
 
 # Aux states are compared with what the cache stored: relative rounding of the format, and a floor as a
 # share of the row's rms for what the arithmetic itself rounds (another order of summation).
@@ -26,7 +26,7 @@ CAUSAL = 1e-5
 
 
 @dataclass(frozen=True)
-class Gate:
+class CheckResult:
     """passed None: it could not run, and `said` has the reason; that is no failure."""
 
     name: str
@@ -36,16 +36,16 @@ class Gate:
 
 
 @torch.inference_mode()
-def cached_targets(target: Decoder, cache: TeacherCache | None, block: int, samples: int) -> Gate:
+def cached_targets(target: Decoder, cache: TeacherCache | None, block: int, samples: int) -> CheckResult:
     """Replay cached texts through a KV cache, the response in blocks of `block`: the hidden states must be
     the stored ones, the tokens of temperature-0 responses the argmax of the verify."""
     name = "cached targets equal the multi-token verify"
     if cache is None:
-        return Gate(name, None, said="not run: no teacher cache was given")
+        return CheckResult(name, None, said="not run: no teacher cache was given")
     shuffled = torch.randperm(len(cache), generator=torch.Generator().manual_seed(1))
     chosen = shuffled[:samples].tolist()  # an even stride could meet one offset alone
     layers = cache.meta.target_layer_ids
-    worst, total, off_layers = 0.0, Check(), set()
+    worst, total, off_layers = 0.0, LosslessCheck(), set()
     for i in chosen:
         sample = cache.sample(i)
         aux, logits = _replay(target, sample, layers, block)
@@ -70,10 +70,12 @@ def cached_targets(target: Decoder, cache: TeacherCache | None, block: int, samp
     )
     if off_layers:
         said += f"; wrong layers: {sorted(off_layers)} (is the order of target_layer_ids the target's?)"
-    return Gate(name, passed, figures, said)
+    return CheckResult(name, passed, figures, said)
 
 
-def _replay(target: Decoder, sample: Sample, layers: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
+def _replay(
+    target: Decoder, sample: TeacherSample, layers: Sequence[int], block: int
+) -> tuple[Tensor, Tensor]:
     """-> aux [n,T,C], and the logits [R,V] that predict the response's R tokens."""
     tokens, start = sample.tokens.to(target.device), sample.prompt_length
     T = len(tokens)
@@ -96,7 +98,7 @@ def _aux_excess(ours: Tensor, stored: Tensor, kind: str, compute: torch.dtype) -
     return (ours.float() - stored).abs() / allowed.clamp(min=1e-12)
 
 
-def _labels(target: Decoder, sample: Sample, predicted: list[int]) -> Check:
+def _labels(target: Decoder, sample: TeacherSample, predicted: list[int]) -> LosslessCheck:
     """Every label against the argmax after its own prefix: a difference does not end the comparison."""
     text, start = sample.tokens.tolist(), sample.prompt_length
     violations, ties = 0, 0
@@ -104,11 +106,11 @@ def _labels(target: Decoder, sample: Sample, predicted: list[int]) -> Check:
         if said != label:
             tie = is_tie(target, text[: start + i], said, label, sample.offset)
             violations, ties = violations + (not tie), ties + tie
-    return Check(checked=len(predicted), violations=violations, ties=ties)
+    return LosslessCheck(checked=len(predicted), violations=violations, ties=ties)
 
 
 @torch.inference_mode()
-def later_slots(target: Decoder, prompts: Prompts, block: int) -> Gate:
+def later_slots(target: Decoder, prompts: Prompts, block: int) -> CheckResult:
     """Slot 0 of a block must not see the slots behind it, on any attention path: over a cache before and
     after the window ring has wrapped, in a batch of different lengths, and without a cache."""
     name = "slot 0 does not change when later slots do"
@@ -116,7 +118,7 @@ def later_slots(target: Decoder, prompts: Prompts, block: int) -> Gate:
     window = target.config.sliding_window if any(_windows(target)) else 0
     long = 2 * (window + block) + 1
     if len(text) < long + block or len(text) < 3 * block:
-        return Gate(
+        return CheckResult(
             name, None, said=f"not run: it needs prompts of {long + block} tokens in all, past the window"
         )
     paths: dict[str, list[list[int]]] = {"cache, window wrapped" if window else "cache": [text[:long]]}
@@ -140,7 +142,7 @@ def later_slots(target: Decoder, prompts: Prompts, block: int) -> Gate:
         + (f" from layer {f['first_wrong_layer']} on" if "first_wrong_layer" in f else "")
         for path, f in figures.items()
     )
-    return Gate(name, passed, figures, said)
+    return CheckResult(name, passed, figures, said)
 
 
 def _windows(target: Decoder) -> list[bool]:
@@ -190,7 +192,7 @@ def _difference(outs: list[tuple[Tensor, Tensor]]) -> tuple[float, float, int]:
     return float((a - b).abs().max()), float(a.abs().max()), wrong[0] if wrong else len(by_layer) - 1
 
 
-def _prefilled(target: Decoder, rows: list[list[int]], block: int, room: int) -> Cache:
+def _prefilled(target: Decoder, rows: list[list[int]], block: int, room: int) -> KVCache:
     """A cache that holds the rows and `room` more, filled in chunks so that a ring wraps as in decoding."""
     longest = max(len(row) for row in rows)
     cache = target.make_cache(len(rows), longest + room, slack=block)
@@ -204,7 +206,7 @@ def _prefilled(target: Decoder, rows: list[list[int]], block: int, room: int) ->
 
 
 @torch.inference_mode()
-def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> Gate:
+def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> CheckResult:
     """At every position of a text: one token decoded alone, and the same token as slot 0 of a block."""
     name = "one-token decode equals slot 0 of a block"
     checked, violations, ties, equal, worst = 0, 0, 0, 0, 0.0
@@ -225,7 +227,7 @@ def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> 
                 tie = is_tie(target, text[: at + 1], a, b)
                 violations, ties = violations + (not tie), ties + tie
     if not checked:
-        return Gate(name, None, said=f"not run: it needs prompts of more than {2 * block} tokens")
+        return CheckResult(name, None, said=f"not run: it needs prompts of more than {2 * block} tokens")
     figures = {
         "checked": checked,
         "violations": violations,
@@ -237,10 +239,10 @@ def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> 
         f"{violations} of {checked} argmaxes differ, {ties} ties; {equal} bit-equal, largest difference "
         f"{worst:.1e}"
     )
-    return Gate(name, violations == 0, figures, said)
+    return CheckResult(name, violations == 0, figures, said)
 
 
-def _slot_0(target: Decoder, cache: Cache, tokens: list[int]) -> Tensor:
+def _slot_0(target: Decoder, cache: KVCache, tokens: list[int]) -> Tensor:
     """Logits [V] after the first of `tokens`."""
     return target.logits(target(torch.tensor([tokens], device=target.device), cache).hidden[0, 0])
 

@@ -10,15 +10,15 @@ from rich.progress import Progress, TaskID
 from outpace.bench.interleave import take_turns
 from outpace.bench.methods import PLAIN, Case
 from outpace.bench.progress import progress
-from outpace.bench.results import Cell, joined, result
-from outpace.bench.setup import Asked, begin
+from outpace.bench.results import ResultCell, joined, result
+from outpace.bench.setup import SuiteRequest, begin
 from outpace.bench.suite import cases_of
 from outpace.decode.costs import Costs
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
 
 
-def run_comparison(asked: Asked) -> dict[str, Any]:
+def run_comparison(asked: SuiteRequest) -> dict[str, Any]:
     """-> the report. Turns measured before a stop are read from progress.jsonl, if recipe, target
     and drafts are the same. Raises ValueError for a draft that is not there or another target's, and for
     prompts that the documents do not hold."""
@@ -40,7 +40,7 @@ def run_comparison(asked: Asked) -> dict[str, Any]:
                 suite.kept,
                 advancing(bar, task),
             )
-            cell = Cell(f"T={temperature:g}", recipe.batch, recipe.new_tokens, groups, runs)
+            cell = ResultCell(f"T={temperature:g}", recipe.batch, recipe.new_tokens, groups, runs)
             results += [row(target, cell, case, suite.costs(case)) for case in cases]
     return suite.report(results=results, said=remarks(suite.frame["methods"]))
 
@@ -53,7 +53,7 @@ def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
 
 
 def row(
-    target: Decoder, cell: Cell, case: Case, costs: Costs | None, against: str = "match"
+    target: Decoder, cell: ResultCell, case: Case, costs: Costs | None, against: str = "match"
 ) -> dict[str, Any]:
     """One line of the comparison. Speedup is over plain decoding at the same temperature under the rule
     `against`, match being the ordinary way; with coupled noise the text must be plain's of the same seed."""
@@ -84,7 +84,7 @@ def row(
     }
 
 
-def foreseen(trace: Trace, cell: Cell, costs: Costs, speedup: float) -> dict[str, float]:
+def foreseen(trace: Trace, cell: ResultCell, costs: Costs, speedup: float) -> dict[str, float]:
     """Against what was measured, twice: the speedup, both sides of which meet the machine's slow minutes, and
     tokens/s, of which what was foreseen knows nothing of them."""
     middle = statistics.fmean(len(prompt) for group in cell.groups for prompt in group) + cell.new_tokens / 2

@@ -22,9 +22,9 @@ from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
 from outpace.bench.roofline import read_bandwidth, weight_bytes
-from outpace.kv.base import Cache
+from outpace.kv.base import KVCache
 from outpace.kv.partial import PartialConfig
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 
@@ -86,7 +86,7 @@ class ContextSettings:
         _ = self.partial(), self.retrofits()
 
     def retrofits(self) -> Retrofits:
-        keep = Keep(top_k=self.top_k, min_context=self.top_k)
+        keep = TopKConfig(top_k=self.top_k, min_context=self.top_k)
         return Retrofits(
             latent=self.latent,
             index_heads=self.index_heads,
@@ -164,7 +164,7 @@ def measure(target: Decoder, room: Room, context: int, settings: ContextSettings
     tokens = torch.randint(0, target.config.vocab_size, (1, near.room), generator=rng).to(target.device)
     touched: dict[str, float] = {}
 
-    def over(name: str, cache: Cache, columns: int) -> Callable[[], None]:
+    def over(name: str, cache: KVCache, columns: int) -> Callable[[], None]:
         def way() -> None:
             out = target(tokens[:, :columns], cache, routing=name not in touched)
             if name not in touched:

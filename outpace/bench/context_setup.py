@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.kv.base import Cache
+from outpace.kv.base import KVCache
 from outpace.kv.partial import PartialCache, PartialConfig
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer
 from outpace.ops.sampling import seeded
@@ -24,7 +24,7 @@ class Retrofits:
     latent: float
     index_heads: int
     index_dim: int
-    keep: Keep
+    keep: TopKConfig
     seed: int
 
 
@@ -35,15 +35,15 @@ class Room:
 
     target: Decoder
     near: PartialCache
-    latents: Cache
+    latents: KVCache
     keys: dict[int, Tensor]
-    keep: Keep
+    keep: TopKConfig
 
     @property
-    def full(self) -> Cache:
+    def full(self) -> KVCache:
         return self.near.full
 
-    def switch(self, mla: bool, dsa: bool) -> Cache:
+    def switch(self, mla: bool, dsa: bool) -> KVCache:
         """The target, and the cache that goes with it."""
         self.target.use_mla_kv(mla)
         self.target.use_dsa(dsa)

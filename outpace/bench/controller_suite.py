@@ -6,12 +6,12 @@ from outpace.bench.comparison import advancing, row
 from outpace.bench.interleave import take_turns
 from outpace.bench.methods import PLAIN, Case, Opened
 from outpace.bench.progress import progress
-from outpace.bench.results import Cell, Runs, error, over
-from outpace.bench.setup import Asked, Begun, begin
+from outpace.bench.results import ResultCell, Runs, error, over
+from outpace.bench.setup import BenchSetup, SuiteRequest, begin
 from outpace.bench.suite import SuiteRecipe
 
 
-def run_controller(asked: Asked) -> dict[str, Any]:
+def run_controller(asked: SuiteRequest) -> dict[str, Any]:
     """-> the report. Turns measured before a stop are read from progress.jsonl. Methods whose recipe
     wants no controller are left out; raises ValueError where that is all of them."""
     recipe = asked.recipe
@@ -42,7 +42,7 @@ def run_controller(asked: Asked) -> dict[str, Any]:
                     suite.kept,
                     advancing(bar, task),
                 )
-                cell = Cell(kind, recipe.batch, recipe.new_tokens, groups, runs)
+                cell = ResultCell(kind, recipe.batch, recipe.new_tokens, groups, runs)
                 results.append(scene(suite, cell, plan, kind, name))
     return suite.report(results=results)
 
@@ -63,7 +63,7 @@ def rule(temperature: float) -> str:
     return "gumbel" if temperature else "match"
 
 
-def scene(suite: Begun, cell: Cell, plan: list[Case], text: str, name: str) -> dict[str, Any]:
+def scene(suite: BenchSetup, cell: ResultCell, plan: list[Case], text: str, name: str) -> dict[str, Any]:
     """One method on one kind of text: every length, the best of them, and what the controller makes of it."""
     rows = [row(suite.asked.target, cell, case, suite.costs(case), case.rule) for case in plan]
     fixed = [r for r in rows if r["width"]]

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from outpace.bench.draft_shapes import SHAPES, check_memory, check_positions, describe, pairs
 from outpace.bench.draft_variants import ABOUT, SESSIONS, VARIANTS, Recomputed, Remembering, Variant
-from outpace.bench.draft_walk import Clock, Work, walk_round, work_of_round
+from outpace.bench.draft_walk import DraftTimer, Work, walk_round, work_of_round
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
@@ -24,7 +24,7 @@ from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashSession
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.sampling import seeded
@@ -218,7 +218,7 @@ def measure(
         len(config.target_layer_ids), 1, settings.observed, config.hidden_size, generator=rng
     ).to(target.dtype)
     wholes: dict[str, list[float]] = {variant: [] for variant in sessions}
-    clocks: dict[str, list[Clock]] = {variant: [] for variant in sessions}
+    clocks: dict[str, list[DraftTimer]] = {variant: [] for variant in sessions}
     for repeat in range(-1, settings.repeats):
         for variant, session in sessions.items():
             spent = sum(wholes[variant]) + sum(sum(c.seconds.values()) for c in clocks[variant])
@@ -226,9 +226,9 @@ def measure(
             if len(wholes[variant]) >= (1 if dear else 2) and spent > settings.cell_s:
                 continue
             began = time.perf_counter()
-            session.propose(last, config.block_size, Likeliest())
+            session.propose(last, config.block_size, Greedy())
             session.observe(tokens, aux, [settings.observed])
-            whole, clock = time.perf_counter() - began, Clock()
+            whole, clock = time.perf_counter() - began, DraftTimer()
             put_back(session, context)
             walk_round(session, last, aux, clock)
             put_back(session, context)
@@ -253,7 +253,7 @@ def cell(
     variant: Variant,
     session: DFlashSession,
     wholes: list[float],
-    clocks: list[Clock],
+    clocks: list[DraftTimer],
     observed: int,
 ) -> dict[str, Any]:
     work = work_of_round(session.draft, session.target, variant, context, observed)

@@ -9,8 +9,8 @@ from torch import Tensor
 from outpace.drafts.base import Proposal
 from outpace.drafts.dflash import BoundDFlash, DFlash, DFlashLayer, DFlashSession
 from outpace.drafts.dflash_decode import Head
-from outpace.drafts.sampler import Choice
-from outpace.kv.metadata import Step
+from outpace.drafts.sampler import DraftSampler
+from outpace.kv.metadata import StepMetadata
 from outpace.models.decoder import Decoder
 
 Variant = Literal["cached", "recomputed", "noise cached"]
@@ -50,16 +50,16 @@ class Recomputed(DFlashSession):
             self.features[b, n : n + count] = features[b, :count]
         self.seen = [n + count for n, count in zip(self.seen, counts, strict=True)]
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         self.project()
         return super().propose(last, width, choice)
 
     def rewind(self, lengths: list[int]) -> None:
         self.seen = list(lengths)
 
-    def keep(self, rows: list[int]) -> None:
-        super().keep(rows)
-        self.features, self.seen = self.features[rows], [self.seen[b] for b in rows]
+    def select(self, batch_indices: list[int]) -> None:
+        super().select(batch_indices)
+        self.features, self.seen = self.features[batch_indices], [self.seen[b] for b in batch_indices]
 
     def project(self) -> None:
         """Keys and values of everything that a layer can still see; of a window not the whole context."""
@@ -68,7 +68,7 @@ class Recomputed(DFlashSession):
         reach = max(windows) if all(windows) else max(self.seen)
         first = max(0, min(self.seen) - reach)
         counts = tuple(n - first for n in self.seen)
-        step = Step((first,) * len(counts), counts, max(counts), cache.device)
+        step = StepMetadata((first,) * len(counts), counts, max(counts), cache.device)
         form(self, self.features[:, first : first + step.T], step)
         cache.advance(step)
 
@@ -86,12 +86,12 @@ class NoiseCached(DFlashSession):
         elif max(counts):
             self.cache.advance(self.cache.begin(max(counts), counts))
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         self.drafted = True
         return super().propose(last, width, choice)
 
 
-def form(session: DFlashSession, features: Tensor, step: Step) -> None:
+def form(session: DFlashSession, features: Tensor, step: StepMetadata) -> None:
     """Append the keys and values of features [B, T, C] in every layer."""
     cos, sin = session.draft.rope(step.storage + session.cache.offset)
     parts = zip(session.draft.layers, session.cache.layers, session.weights, strict=True)

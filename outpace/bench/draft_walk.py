@@ -13,8 +13,8 @@ from outpace.drafts.base import Proposal
 from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
 from outpace.drafts.dflash_decode import Head
 from outpace.drafts.dflash_heads import BlockConv
-from outpace.drafts.sampler import Likeliest
-from outpace.kv.metadata import Step
+from outpace.drafts.sampler import Greedy
+from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
@@ -36,7 +36,7 @@ OPERATIONS = (
 )
 
 
-class Clock:
+class DraftTimer:
     """Seconds by operation. One inside another stops the outer one."""
 
     def __init__(self) -> None:
@@ -63,15 +63,15 @@ class Clock:
 class ClockedHead(Head):
     """A head under its own clock, inside the choosing of guesses."""
 
-    clock: Clock
+    clock: DraftTimer
 
     def logits(self, hidden: Tensor) -> Tensor:
         with self.clock("head"):
             return super().logits(hidden)
 
 
-def walk_block(session: DFlashSession, last: Tensor, clock: Clock) -> Proposal:
-    """What `session.propose(last, block_size, Likeliest())` does, one operation at a time."""
+def walk_block(session: DFlashSession, last: Tensor, clock: DraftTimer) -> Proposal:
+    """What `session.propose(last, block_size, Greedy())` does, one operation at a time."""
     draft, cache = session.draft, session.cache
     config, head = draft.config, session.head
     with clock("embedding"):
@@ -97,7 +97,7 @@ def walk_block(session: DFlashSession, last: Tensor, clock: Clock) -> Proposal:
         hidden = draft.norm(x)
     with clock("argmax"):
         timed_head = ClockedHead(head.weight, head.ids, head.vocab_size, clock)
-        found = draft.guess(timed_head, hidden[:, 1:], last, Likeliest())
+        found = draft.guess(timed_head, hidden[:, 1:], last, Greedy())
         tokens = torch.cat((last[:, None], found.tokens), dim=1)
     return Proposal(tokens, [config.block_size] * len(last))
 
@@ -106,7 +106,7 @@ def _convolved(
     conv: BlockConv | None,
     norm: RMSNorm,
     x: Tensor,
-    clock: Clock,
+    clock: DraftTimer,
     normed_in: str,
     sublayer: Callable[[Tensor], Tensor],
 ) -> Tensor:
@@ -123,7 +123,7 @@ def _convolved(
 
 
 def _attention(
-    session: DFlashSession, i: int, cos: Tensor, sin: Tensor, sees: Step, clock: Clock
+    session: DFlashSession, i: int, cos: Tensor, sin: Tensor, sees: StepMetadata, clock: DraftTimer
 ) -> Callable[[Tensor], Tensor]:
     config, layer = session.draft.config, session.draft.layers[i]
     assert isinstance(layer, DFlashLayer)
@@ -142,7 +142,7 @@ def _attention(
     return run
 
 
-def _mlp(layer: DFlashLayer, clock: Clock) -> Callable[[Tensor], Tensor]:
+def _mlp(layer: DFlashLayer, clock: DraftTimer) -> Callable[[Tensor], Tensor]:
     def run(h: Tensor) -> Tensor:
         with clock("mlp"):
             out: Tensor = layer.mlp(h)
@@ -151,7 +151,7 @@ def _mlp(layer: DFlashLayer, clock: Clock) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def walk_round(session: DFlashSession, last: Tensor, aux: Tensor, clock: Clock) -> Proposal:
+def walk_round(session: DFlashSession, last: Tensor, aux: Tensor, clock: DraftTimer) -> Proposal:
     """One round: a block drafted after `last` [B], then aux [n, B, T, C] of T verified tokens observed."""
     if isinstance(session, Recomputed):
         with clock("context kv"):

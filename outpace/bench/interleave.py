@@ -7,7 +7,7 @@ from typing import Any
 from outpace.bench.results import Runs
 from outpace.bench.resume import Kept
 from outpace.bench.timing import Method, Timed
-from outpace.decode.trace import Foreseen, Trace
+from outpace.decode.trace import Prediction, Trace
 
 Groups = list[list[list[int]]]  # of prompts, each decoded as one batch
 REHEARSAL_TOKENS = 8
@@ -66,5 +66,5 @@ def as_json(run: Timed) -> dict[str, Any]:
 
 def from_json(found: dict[str, Any]) -> Timed:
     trace = found["trace"]
-    foreseen = [Foreseen(**f) for f in trace["foreseen"]]
+    foreseen = [Prediction(**f) for f in trace["foreseen"]]
     return Timed(**found | {"trace": Trace(**trace | {"foreseen": foreseen})})

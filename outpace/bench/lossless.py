@@ -12,7 +12,7 @@ TIE = 1e-4  # largest distance, in float32 logits, between two tokens that round
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class LosslessCheck:
     """checked: tokens compared, the first difference of a row included; what follows it has another
     prefix and is not comparable."""
 
@@ -20,8 +20,8 @@ class Check:
     violations: int = 0
     ties: int = 0
 
-    def __add__(self, other: "Check") -> "Check":
-        return Check(
+    def __add__(self, other: "LosslessCheck") -> "LosslessCheck":
+        return LosslessCheck(
             checked=self.checked + other.checked,
             violations=self.violations + other.violations,
             ties=self.ties + other.ties,
@@ -53,19 +53,19 @@ def first_difference(tokens: list[int], answer: list[int]) -> int | None:
     return next((i for i, (ours, theirs) in pairs if ours != theirs), None)
 
 
-def same(tokens: list[int], answer: list[int]) -> Check:
+def same(tokens: list[int], answer: list[int]) -> LosslessCheck:
     """One row that nothing excuses. A different count is a violation."""
     i = first_difference(tokens, answer)
     if i is not None:
-        return Check(checked=i + 1, violations=1)
-    return Check(checked=min(len(tokens), len(answer)), violations=int(len(tokens) != len(answer)))
+        return LosslessCheck(checked=i + 1, violations=1)
+    return LosslessCheck(checked=min(len(tokens), len(answer)), violations=int(len(tokens) != len(answer)))
 
 
 def compare(
     target: Decoder, prompt: Sequence[int], tokens: list[int], answer: list[int], offset: int = 0
-) -> Check:
+) -> LosslessCheck:
     """One row's `tokens` against `answer` (plain decoding's). A different count is a violation."""
     i = first_difference(tokens, answer)
     if i is not None and is_tie(target, [*prompt, *answer[:i]], tokens[i], answer[i], offset):
-        return Check(checked=i + 1, ties=1)
+        return LosslessCheck(checked=i + 1, ties=1)
     return same(tokens, answer)

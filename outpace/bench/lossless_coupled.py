@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from outpace.bench import lossless
-from outpace.bench.lossless import Check, first_difference, in_float32, same
+from outpace.bench.lossless import LosslessCheck, first_difference, in_float32, same
 from outpace.decode.acceptance_gumbel import coupled, key_of
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
@@ -21,7 +21,7 @@ def compare_coupled(
     request: Request,
     rng: torch.Generator,
     row: int,
-) -> Check:
+) -> LosslessCheck:
     """The `tokens` of row `row` against `answer`, plain decoding's; `rng` as the generations got it, freshly
     seeded. The first difference is a tie if both tokens' scores, in float32, the noise added, lie within
     TIE / temperature of the largest, and neither was cut; else a violation."""
@@ -39,4 +39,4 @@ def compare_coupled(
     scores = coupled(logits, how, seen, keys)[0]
     lower = torch.minimum(scores[tokens[i]], scores[answer[i]])
     tie = bool(scores.max() - lower <= lossless.TIE / how.temperature)
-    return Check(checked=i + 1, violations=int(not tie), ties=int(tie))
+    return LosslessCheck(checked=i + 1, violations=int(not tie), ties=int(tie))

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 
 from outpace.bench.interleave import seed_of
-from outpace.bench.lossless import Check, compare
+from outpace.bench.lossless import LosslessCheck, compare
 from outpace.bench.lossless_coupled import compare_coupled
 from outpace.bench.methods import PLAIN, Case
 from outpace.bench.progress import progress
-from outpace.bench.setup import Asked, begin
+from outpace.bench.setup import SuiteRequest, begin
 from outpace.bench.suite import SuiteRecipe
 from outpace.models.decoder import Decoder
 
 WAYS = ((0.0, "match"), (1.0, "gumbel"))  # temperature and rule under which a text is a function of the seed
 
 
-def run_lossless(asked: Asked) -> dict[str, Any]:
+def run_lossless(asked: SuiteRequest) -> dict[str, Any]:
     """-> the report; cases counted before a stop are read from progress.jsonl. A difference is excused
     by a tie alone, and ties are counted."""
     target, recipe = asked.target, asked.recipe
@@ -31,7 +31,7 @@ def run_lossless(asked: Asked) -> dict[str, Any]:
         for (temperature, rule), cases in zip(WAYS, ways, strict=True):
             plain = suite.method(Case(method=PLAIN, temperature=temperature, rule=rule))
             runs = {c: suite.method(c) for c in cases}
-            totals, partial = dict.fromkeys(cases, Check()), {c: [0, 0] for c in cases}
+            totals, partial = dict.fromkeys(cases, LosslessCheck()), {c: [0, 0] for c in cases}
             for group, texts in enumerate(groups):
                 key = f"T={temperature:g}, group {group}"
                 if key not in suite.kept:
@@ -46,7 +46,7 @@ def run_lossless(asked: Asked) -> dict[str, Any]:
                     suite.kept[key] = counted
                 for case in cases:
                     check, stood = suite.kept[key][case.label]
-                    totals[case] += Check(**check)
+                    totals[case] += LosslessCheck(**check)
                     partial[case] = [a + b for a, b in zip(partial[case], stood, strict=True)]
                 bar.advance(task, len(cases) + 1)
             found += [
@@ -80,10 +80,10 @@ def count(
     said: list[list[int]],
     answers: list[list[int]],
     seed: int,
-) -> Check:
+) -> LosslessCheck:
     """One batch of `case` against plain decoding's `answers`, both with this seed."""
     request = replace(case.request, max_new_tokens=len(answers[0]))
-    total = Check()
+    total = LosslessCheck()
     for row, (prompt, tokens, answer) in enumerate(zip(prompts, said, answers, strict=True)):
         if case.temperature:
             rng = torch.Generator(target.device).manual_seed(seed)

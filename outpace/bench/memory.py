@@ -12,7 +12,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from outpace.bench.interleave import take_turns
-from outpace.bench.lossless import Check, compare
+from outpace.bench.lossless import LosslessCheck, compare
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
@@ -145,7 +145,7 @@ def _row(
     """Speed over plain decoding of the original; text against plain decoding of the same state."""
     alone = next(w.name for w in ways if w.state == way.state and not w.draft)
     switch(target, way)
-    check, ours = Check(), runs[way.name]
+    check, ours = LosslessCheck(), runs[way.name]
     for (repeat, group), run in ours.items():
         check += compare(target, prompts[group], run.tokens[0], runs[alone][repeat, group].tokens[0])
     trace = joined(run.trace for run in ours.values())

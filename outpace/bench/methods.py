@@ -22,7 +22,7 @@ from outpace.drafts.base import Draft
 from outpace.drafts.dflash import BoundDFlash
 from outpace.drafts.dflash_parts import parts_of
 from outpace.drafts.eagle3_decode import BoundEagle3
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.drafts.suffix import Suffix
 from outpace.kv.partial import PartialConfig
@@ -135,7 +135,7 @@ def _open(
     return Opened(name=name, spec=spec, draft=draft, kind=kind_of(draft), trained=trained)
 
 
-def kind_of(draft: BoundDFlash | BoundEagle3 | TreeOf | NGram | Suffix) -> str:
+def kind_of(draft: BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix) -> str:
     match draft:
         case NGram():
             return "n-gram"
@@ -143,7 +143,7 @@ def kind_of(draft: BoundDFlash | BoundEagle3 | TreeOf | NGram | Suffix) -> str:
             return "suffix"
         case BoundEagle3():
             return "P-EAGLE" if draft.draft.config.parallel else "EAGLE-3"
-        case TreeOf(draft=BoundDFlash() as bound) | (BoundDFlash() as bound):
+        case DDTree(draft=BoundDFlash() as bound) | (BoundDFlash() as bound):
             return f"DFlash, {parts_of(bound.draft.config)}".removesuffix(", none")
     raise AssertionError(f"no kind of draft that open_draft gives: {draft}")
 

@@ -17,7 +17,7 @@ from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
 from outpace.bench.quality import Quality, QualitySettings, remembered
 from outpace.bench.resume import Kept
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.retrofit import dsa, mla
@@ -135,6 +135,6 @@ def _indexes(target: Decoder, texts: list[list[int]], settings: ParetoSettings) 
     layers, heads, dim = asked_of(target, DsaSettings(index_dim=settings.index_dim))
     made = first_indexes(target, texts[: settings.rows], layers, heads, dim)
     for share in settings.shares:
-        dsa.attach_index(target, made, Keep(top_k=share, min_context=0))
+        dsa.attach_index(target, made, TopKConfig(top_k=share, min_context=0))
         yield f"index, {100 * share:g} % of the context"
         dsa.detach_index(target)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.bench.lossless import Check, compare, same
+from outpace.bench.lossless import LosslessCheck, compare, same
 from outpace.bench.timing import Timed
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
@@ -16,7 +16,7 @@ Runs = dict[tuple[int, int], Timed]  # (repeat, group of prompts) -> what ran
 
 
 @dataclass(frozen=True)
-class Cell:
+class ResultCell:
     """One regime at one batch size: groups of prompts, and what ran of each method."""
 
     regime: str
@@ -28,7 +28,7 @@ class Cell:
 
 def result(
     target: Decoder,
-    cell: Cell,
+    cell: ResultCell,
     method: str,
     temperature: float,
     alone: Runs | None,
@@ -135,7 +135,7 @@ def _quantile(ordered: list[int], q: float) -> int:
 
 def _lossless(
     target: Decoder,
-    cell: Cell,
+    cell: ResultCell,
     method: str,
     temperature: float,
     alone: Runs | None,
@@ -152,7 +152,7 @@ def _lossless(
         if answer is None:
             return {"checked": 0, "violations": 0, "ties": 0, "unrepeated": 0}
         return dataclasses.asdict(coupled(runs, cell.runs[answer])) | {"unrepeated": 0}
-    total, unrepeated = Check(), 0
+    total, unrepeated = LosslessCheck(), 0
     for (repeat, group), run in runs.items():
         if repeat:
             unrepeated += sum(a != b for a, b in zip(run.tokens, runs[0, group].tokens, strict=True))
@@ -168,16 +168,16 @@ def _lossless(
     return dataclasses.asdict(total) | {"unrepeated": unrepeated}
 
 
-def coupled(runs: Runs, answers: Runs) -> Check:
+def coupled(runs: Runs, answers: Runs) -> LosslessCheck:
     """Texts that one seed must make equal, whatever the temperature."""
-    total = Check()
+    total = LosslessCheck()
     for key, run in runs.items():
         for tokens, answer in zip(run.tokens, answers[key].tokens, strict=True):
             total += same(tokens, answer)
     return total
 
 
-def agreement(cell: Cell) -> dict[str, Any] | None:
+def agreement(cell: ResultCell) -> dict[str, Any] | None:
     """Do both DFlash implementations accept the same lengths, round by round? Each prompt is compared up
     to its first difference: later rounds start from other tokens."""
     theirs, ours = cell.runs.get("transformers-dflash"), cell.runs.get("dflash")

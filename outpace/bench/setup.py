@@ -28,7 +28,7 @@ from outpace.text.corpus import Document
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SuiteRequest:
     """What a suite is given. `documents`: the files whose text is decoded; `text`: token ids that costs are
     measured over; `drafts`: the folder that the recipe's drafts lie in; `folder`: where the report will."""
 
@@ -43,11 +43,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Begun:
+class BenchSetup:
     """`tables`: of the cases with a controller. `kept`: what was measured before a stop, if recipe, target
     and drafts were the same. `frame`: what the report says beside its results."""
 
-    asked: Asked
+    asked: SuiteRequest
     opened: dict[str, Opened]
     tables: Tables
     kept: Kept
@@ -74,7 +74,7 @@ class Begun:
         return {**self.frame, **found, "seconds": round(time.perf_counter() - self.since, 1)}
 
 
-def begin(asked: Asked, cases: Sequence[Case], batch: int, exact: bool = True) -> Begun:
+def begin(asked: SuiteRequest, cases: Sequence[Case], batch: int, exact: bool = True) -> BenchSetup:
     """cases: every method that will be decoded, `batch` rows at a time, and every one with a controller. Its
     costs are measured as `exact` as timings need them, or as quickly as a count of differences may do.
     Raises ValueError for a draft that is not there or another target's."""
@@ -95,7 +95,7 @@ def begin(asked: Asked, cases: Sequence[Case], batch: int, exact: bool = True) -
         "methods": about,
         "costs": {", ".join(table): kept[costs_key(table)] for table in tables},
     }
-    return Begun(asked, opened, tables, kept, frame, since)
+    return BenchSetup(asked, opened, tables, kept, frame, since)
 
 
 def said_by(recipe: SuiteRecipe) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.metadata import describe_draft, describe_target
 from outpace.bench.progress import progress
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.results import Cell, agreement, result
+from outpace.bench.results import ResultCell, agreement, result
 from outpace.bench.timing import Method, our_methods
 from outpace.drafts.dflash import DFlash
 from outpace.models.decoder import Decoder
@@ -164,7 +164,7 @@ def _methods(
         said.append("transformers left out: it is not installed (pip install 'outpace[yardstick]')")
     elif asked:
         used = {b for r in settings.regimes for b in settings.of(r)[1] if settings.has_yardstick(r)}
-        opened = yardstick.open_yardstick(
+        opened = yardstick.open_baseline(
             target, draft if "transformers-dflash" in asked else None, tuple(sorted(used))
         )
         found |= opened.methods()
@@ -174,7 +174,7 @@ def _methods(
     return {m: run for m, run in found.items() if m in settings.methods or m == "plain"}
 
 
-def _cells(tokenizer: Tokenizer, documents: Sequence[Document], settings: BenchSettings) -> list[Cell]:
+def _cells(tokenizer: Tokenizer, documents: Sequence[Document], settings: BenchSettings) -> list[ResultCell]:
     cells = []
     for regime in settings.regimes:
         length, new_tokens = lengths(regime)
@@ -182,11 +182,13 @@ def _cells(tokenizer: Tokenizer, documents: Sequence[Document], settings: BenchS
         prompts = held_out_prompts(tokenizer, documents, count, length)
         for batch in batches:
             groups = [prompts[i : i + batch] for i in range(0, count - batch + 1, batch)]
-            cells.append(Cell(regime, batch, new_tokens, groups, {}))
+            cells.append(ResultCell(regime, batch, new_tokens, groups, {}))
     return cells
 
 
-def _plan(cell: Cell, methods: dict[str, Method], settings: BenchSettings) -> list[tuple[int, int, str]]:
+def _plan(
+    cell: ResultCell, methods: dict[str, Method], settings: BenchSettings
+) -> list[tuple[int, int, str]]:
     """(repeat, group, method) in the order of running: the methods take turns, and the first of a turn
     changes, so that a slow minute of the machine meets all of them."""
     slow_groups = max(1, settings.yardstick_prompts // cell.batch)
@@ -208,7 +210,7 @@ def _plan(cell: Cell, methods: dict[str, Method], settings: BenchSettings) -> li
 
 
 def _measure(
-    cell: Cell,
+    cell: ResultCell,
     methods: dict[str, Method],
     settings: BenchSettings,
     deadline: float | None,

@@ -12,7 +12,7 @@ from torch import Tensor
 from outpace.bench.stage_reference import Stages, dflash_stages, eagle3_feature, eagle3_stages
 from outpace.drafts.dflash import DFlash, DFlashLayer, DFlashSession
 from outpace.drafts.eagle3 import Eagle3, Eagle3Layer
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.spec import EMBEDDING, HEAD, Description, DFlashDraft, Eagle3Draft
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
@@ -147,7 +147,7 @@ def _eagle3(
         masks = (mask.expand(1, more, -1) for mask in draft.masks(target))
         embeds, features = (torch.cat(both, dim=1) for both in zip((embeds, features), masks, strict=True))
     T = features.shape[1]
-    cache = BoundEagle3(draft, target, Shape()).begin(1, T, offset).cache
+    cache = BoundEagle3(draft, target, TreeShape()).begin(1, T, offset).cache
     step, heard = cache.begin(T), []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from outpace.cli.chat_session import Screen, Session
-    from outpace.text.chat_format import Part, Talk
-    from outpace.text.sft_rows import Row
+    from outpace.cli.chat_session import ChatSession, Screen
+    from outpace.text.chat_format import ChatFormat, ChatPart
+    from outpace.text.sft_rows import TrainingRow
 
 BLOCK = '"""'  # a line of it begins and ends a message of several lines
 
@@ -102,7 +102,7 @@ def chat(
     """
     import time
 
-    from outpace.cli.chat_session import Screen, Session, run
+    from outpace.cli.chat_session import ChatSession, Screen, run
     from outpace.decode.request import Request
     from outpace.loading import open_draft, open_target, own_draft
     from outpace.ops.sampling import Sampling, generator
@@ -130,7 +130,7 @@ def chat(
     near = partial_of(partial, partial_set, partial_lossy)
     judged = request.judged
     used, pace, told = method_for(target, bound, tokenizer, judged, near, method, verify, cache_dir)
-    session = Session(target, used, talk, request, generator(seed, target.device), pace, near)
+    session = ChatSession(target, used, talk, request, generator(seed, target.device), pace, near)
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {told}")
     typed = not message and sys.stdin.isatty()
@@ -151,7 +151,7 @@ def open_talk(
     reasoning: str,
     functions: list[dict[str, Any]] | None,
     date: str | None,
-) -> "Talk":
+) -> "ChatFormat":
     """Harmony where the tokenizer speaks it, else the checkpoint's chat template."""
     import datetime
 
@@ -159,19 +159,19 @@ def open_talk(
     from outpace.checkpoint.tokenizer import open_template
     from outpace.text.conversation_json import parse_tools
     from outpace.text.harmony import speaks_harmony
-    from outpace.text.harmony_chat import HarmonyTalk
+    from outpace.text.harmony_chat import HarmonyChat
     from outpace.text.messages import Developer, System
-    from outpace.text.template_chat import TemplateTalk
+    from outpace.text.template_chat import TemplateChat
 
     tools = parse_tools(functions, "--tools") if functions else ()
     if speaks_harmony(tokenizer):
         system = System(reasoning=reasoning, current_date=date or f"{datetime.date.today():%Y-%m-%d}")
-        return HarmonyTalk(tokenizer, system, Developer(instructions=instructions, tools=tools))
+        return HarmonyChat(tokenizer, system, Developer(instructions=instructions, tools=tools))
     template = open_template(open_checkpoint(target_path(path)))
     if template is None:
         raise ValueError(f"{path} has neither Harmony's tokens nor a chat template: try outpace generate")
     wrapped = [f if "function" in f else {"type": "function", "function": f} for f in functions or []]
-    return TemplateTalk(
+    return TemplateChat(
         tokenizer,
         template,
         stop,
@@ -215,14 +215,14 @@ def _typed() -> Iterator[str]:
 
 def _speaker(
     screen: "Screen", tokenizer: "Tokenizer", *, raw: bool, timing: bool, as_json: bool
-) -> "Callable[[Session], None]":
+) -> "Callable[[ChatSession], None]":
     """Lets the model answer, and shows it in the way that was asked for."""
     from tokenizers.decoders import DecodeStream
 
-    def nothing(part: "Part") -> None:
+    def nothing(part: "ChatPart") -> None:
         pass
 
-    def speak(session: "Session") -> None:
+    def speak(session: "ChatSession") -> None:
         if as_json:
             print(json.dumps(session.answer(nothing).as_json()), flush=True)
             return
@@ -282,7 +282,7 @@ def rows(
     console.print(f"{lines:,} conversations, {count:,} rows, {total:,} tokens{share}", highlight=False)
 
 
-def _picture(row: "Row", tokenizer: "Tokenizer") -> Text:
+def _picture(row: "TrainingRow", tokenizer: "Tokenizer") -> Text:
     """What the model is given, dimmed, and what it learns to say, in green, or in brackets where there are
     no colours."""
     picture = Text()

@@ -17,7 +17,7 @@ from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
-from outpace.text.chat_format import CALL, OTHER, Part, Talk
+from outpace.text.chat_format import CALL, OTHER, ChatFormat, ChatPart
 from outpace.text.messages import ANALYSIS, COMMENTARY, FINAL
 
 STYLES = {FINAL: "", COMMENTARY: "italic", ANALYSIS: "dim", CALL: "cyan", OTHER: "dim red"}
@@ -31,10 +31,10 @@ HELP = "/reset begins anew, /tool TEXT gives a call its result, /quit ends; Ctrl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class ChatTurn:
     """One answer. `trace` is None where Ctrl-C stopped it (`stopped`)."""
 
-    parts: list[Part]
+    parts: list[ChatPart]
     tokens: list[int]
     prompt_tokens: int
     ended: bool  # by a token of the model's own
@@ -108,20 +108,22 @@ class Turn:
 
 
 @dataclass
-class Session:
+class ChatSession:
     """What a chat needs beside what was said. One generator serves all answers: the same seed and the same
     messages give the same chat. Every answer begins with a prefill of the whole prompt: what was thought
     before the last answer is dropped from it, so it is rarely a continuation of the one before."""
 
     target: Decoder
     draft: Draft | None
-    talk: Talk
+    talk: ChatFormat
     request: Request  # its stop tokens are the talk's
     rng: torch.Generator
     controller: Controller | None = None
     partial: Partial | None = None
 
-    def answer(self, on_part: Callable[[Part], None], on_token: Callable[[int], None] | None = None) -> Turn:
+    def answer(
+        self, on_part: Callable[[ChatPart], None], on_token: Callable[[int], None] | None = None
+    ) -> ChatTurn:
         """Let the model speak. Raises ValueError where the conversation has outgrown its positions."""
         ids = self.talk.prompt()
         longest = self.target.config.max_position_embeddings
@@ -170,7 +172,7 @@ class Session:
         for part in parts:
             if part.index not in streamed:  # no header said what it was, or it is empty
                 on_part(part)
-        return Turn(
+        return ChatTurn(
             parts=parts,
             tokens=tokens,
             prompt_tokens=len(ids),
@@ -191,7 +193,7 @@ class Screen:
         self.aside = out if out.is_terminal else aside
         self._shown: tuple[Console, str, int] | None = None  # what the cursor stands behind
 
-    def part(self, part: Part) -> None:
+    def part(self, part: ChatPart) -> None:
         console = self.out if part.kind in (FINAL, COMMENTARY) else self.aside
         style = STYLES[part.kind]
         if self._shown != (console, part.kind, part.index):
@@ -223,9 +225,9 @@ class Screen:
 
 
 def run(
-    session: Session,
+    session: ChatSession,
     lines: Iterable[str],
-    speak: Callable[[Session], None],
+    speak: Callable[[ChatSession], None],
     screen: Screen,
     *,
     forgiving: bool,
@@ -262,7 +264,7 @@ def run(
             screen.note(str(error), "red")
 
 
-def _answer(session: Session, speak: Callable[[Session], None]) -> None:
+def _answer(session: ChatSession, speak: Callable[[ChatSession], None]) -> None:
     try:
         speak(session)
     except ValueError:

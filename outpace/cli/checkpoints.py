@@ -35,11 +35,11 @@ def inspect(
     """
     from outpace.checkpoint.open import target_path
     from outpace.cli.display import show_report
-    from outpace.doctor.inspect import gate
+    from outpace.doctor.inspect import validate_checkpoint
 
     with _bytes_bar() as bar:
         task = bar.add_task("values", visible=deep, total=None)
-        report = gate(
+        report = validate_checkpoint(
             target_path(path), deep=deep, on_bytes=lambda n, total: bar.update(task, advance=n, total=total)
         )
     if as_json:

@@ -42,7 +42,7 @@ def verify(
     [bold]Examples[/bold]: outpace verify --target default --draft default --cache work/cache
     outpace verify --target gpt-oss-20b --draft eagle3 --stages --prompts 2
     """
-    from outpace.bench.checks import failed, run_gates
+    from outpace.bench.checks import failed, run_checks
     from outpace.bench.prompts import held_out_prompts
     from outpace.cli.display import gates_as_json, show_gate
     from outpace.loading import open_draft, open_target
@@ -59,7 +59,7 @@ def verify(
     teacher = None if cache is None else TeacherCache.open(cache)
     on_gate = None if as_json else (lambda gate: show_gate(gate, console))
     bound = None if draft == "ngram" else open_draft(draft, loaded, tokenizer)
-    gates = run_gates(loaded, bound, teacher, texts, on_gate=on_gate)
+    gates = run_checks(loaded, bound, teacher, texts, on_gate=on_gate)
     if as_json:
         print(json.dumps(gates_as_json(gates), indent=2))
     if failed(gates):
@@ -276,7 +276,7 @@ def _bench_methods(
     shown: Console,
 ) -> dict[str, Any]:
     from outpace.bench import comparison, comparison_report, controller_suite, lossless_suite, suites_report
-    from outpace.bench.setup import Asked
+    from outpace.bench.setup import SuiteRequest
     from outpace.bench.suite import SuiteRecipe, calibration_text
     from outpace.loading import open_target
     from outpace.text.corpus import read_corpus, split
@@ -285,7 +285,7 @@ def _bench_methods(
     loaded, tokenizer = open_target(target)
     train, held_out = split(read_corpus(corpus))
     text = calibration_text(tokenizer, train)
-    asked = Asked(
+    asked = SuiteRequest(
         target=loaded,
         tokenizer=tokenizer,
         documents=held_out,
@@ -323,7 +323,7 @@ def tables(page: Annotated[Path, typer.Argument(help="A Markdown page with marke
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
     """The gates and the measured table on the embedded default: what `make demo` runs."""
-    from outpace.bench.checks import failed, run_gates
+    from outpace.bench.checks import failed, run_checks
     from outpace.bench.prompts import held_out_prompts
     from outpace.bench.report import print_report, write_report
     from outpace.bench.speed import demo_settings, run_bench
@@ -335,7 +335,7 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     dflash = open_dflash("default", tokenizer)
     held_out = split(read_corpus())[1]
     texts = held_out_prompts(tokenizer, held_out, 2, 256)
-    gates = run_gates(loaded, dflash, None, texts, on_gate=lambda gate: show_gate(gate, console))
+    gates = run_checks(loaded, dflash, None, texts, on_gate=lambda gate: show_gate(gate, console))
     report = run_bench(loaded, dflash, tokenizer, held_out, demo_settings(), console)
     report["gates"] = gates_as_json(gates)
     write_report(report, out)

@@ -67,11 +67,11 @@ def method_for(
     cache_dir: Path | None,
 ) -> "tuple[AnyDraft | None, Controller | None, str]":
     """As `controller_for`, which knows full passes alone. Raises ValueError for what cannot be had."""
-    from outpace.drafts.null import Silent
+    from outpace.drafts.null import NullDraft
 
     if near is None:
         return controller_for(target, draft, tokenizer, judged, method, verify, cache_dir)
-    return draft or Silent(), None, partial_told(near, draft is not None, method, verify)
+    return draft or NullDraft(), None, partial_told(near, draft is not None, method, verify)
 
 
 def partial_told(partial: "Partial", draft: bool, method: str, verify: int | None) -> str:

@@ -20,7 +20,7 @@ from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import generator
-from outpace.text.chat_format import Part, Talk
+from outpace.text.chat_format import ChatFormat, ChatPart
 from outpace.text.messages import FINAL
 
 Read = Callable[[int], str]  # a token -> what it adds to the text that people see
@@ -155,7 +155,7 @@ def reader(tokenizer: Tokenizer, prompt: list[int]) -> Read:
     return lambda token: decoder.step(tokenizer, token) or ""
 
 
-def answer_reader(talk: Talk) -> Read:
+def answer_reader(talk: ChatFormat) -> Read:
     """The answer alone: no thoughts, no calls. `talk.prompt` comes before."""
 
     def read(token: int) -> str:
@@ -165,7 +165,7 @@ def answer_reader(talk: Talk) -> Read:
     return read
 
 
-def no_answer(parts: list[Part], tokens: int) -> str | None:
+def no_answer(parts: list[ChatPart], tokens: int) -> str | None:
     """What to say where nothing of the final channel came; None where something did."""
     if any(part.kind == FINAL and part.text for part in parts):
         return None

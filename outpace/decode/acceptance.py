@@ -7,16 +7,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.decode.sampling_state import Voice
+from outpace.decode.sampling_state import SamplingState
 from outpace.drafts.base import Proposal
-from outpace.drafts.sampler import Choice, Likeliest
+from outpace.drafts.sampler import DraftSampler, Greedy
 from outpace.ops.sampling import Sampling, sample
 
 RULES = ("match", "rejection", "block", "gumbel")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """Per row: path, the accepted columns in order, column 0 first; tokens, what the row emits: the accepted
     guesses and then the target's own next token, as many as the path has columns."""
 
@@ -24,29 +24,29 @@ class Verdict:
     tokens: list[list[int]]
 
 
-class Judge(Protocol):
+class AcceptanceRule(Protocol):
     """One generation's rule. `choice`: how the draft must choose its guesses in the coming round."""
 
     @property
-    def choice(self) -> Choice: ...
+    def choice(self) -> DraftSampler: ...
 
     def draw(self, logits: Tensor) -> Tensor:
         """[B, V] -> the next token of every row [B] int64, as plain decoding draws it. Each call goes one
         token on in every row's text."""
         ...
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         """logits [B, N, V], the target's after each column of the proposal. What the verdict emits is taken
         as emitted."""
         ...
 
-    def fork(self) -> "Judge":
+    def fork(self) -> "AcceptanceRule":
         """Goes on from here by itself, over text that may yet be taken back: what it lets pass is what this
         one is most likely to let pass. It draws nothing."""
         ...
 
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows alone, in this order."""
+    def select(self, batch_indices: list[int]) -> None:
+        """Keep only these batch indices, in this order."""
         ...
 
 
@@ -72,11 +72,11 @@ def exact_match(
     return found
 
 
-def follow(proposal: Proposal, predict: Tensor) -> Verdict:
+def follow(proposal: Proposal, predict: Tensor) -> VerifyResult:
     """predict [B, N], the target's token after each column: guesses live while they equal it."""
     tokens, said = torch.stack((proposal.tokens, predict)).tolist()  # the verdict's one wait for the device
     path = exact_match(tokens, proposal.above, said, proposal.counts)
-    return Verdict(path, [[row[i] for i in columns] for columns, row in zip(path, said, strict=True)])
+    return VerifyResult(path, [[row[i] for i in columns] for columns, row in zip(path, said, strict=True)])
 
 
 class Match:
@@ -90,18 +90,18 @@ class Match:
         self, sampling: Sampling, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
     ) -> None:
         self.sampling, self.rng = sampling, rng
-        self.voice = Voice(sampling, prompts)
+        self.voice = SamplingState(sampling, prompts)
 
     @property
-    def choice(self) -> Choice:
-        return Likeliest(self.sampling.temperature or 1.0)
+    def choice(self) -> DraftSampler:
+        return Greedy(self.sampling.temperature or 1.0)
 
     def draw(self, logits: Tensor) -> Tensor:
         tokens = sample(logits, self.sampling, self.rng, self.voice.seen(logits))
         self.voice.said(tokens[:, None])
         return tokens
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         seen = self.voice.seen_at(proposal, logits)
         found = follow(proposal, sample(logits, self.sampling, self.rng, seen))
         self.voice.said(found.tokens)
@@ -112,5 +112,5 @@ class Match:
         forked.voice = self.voice.fork()
         return forked
 
-    def keep(self, rows: list[int]) -> None:
-        self.voice.keep(rows)
+    def select(self, batch_indices: list[int]) -> None:
+        self.voice.select(batch_indices)

@@ -6,10 +6,10 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import Verdict, follow
-from outpace.decode.sampling_state import Voice
+from outpace.decode.acceptance import VerifyResult, follow
+from outpace.decode.sampling_state import SamplingState
 from outpace.drafts.base import Proposal
-from outpace.drafts.sampler import Choice, Coupled
+from outpace.drafts.sampler import DraftSampler, GumbelCoupled
 from outpace.ops import noise
 from outpace.ops.sampling import Sampling, greedy, shaped
 
@@ -40,14 +40,14 @@ class Gumbel:
         streams: Sequence[int] = (),
         draft_temperature: float | None = None,
     ) -> None:
-        self.key, self.sampling, self.voice = key_of(rng), sampling, Voice(sampling, prompts)
+        self.key, self.sampling, self.voice = key_of(rng), sampling, SamplingState(sampling, prompts)
         self.draft_sampling = sampling.for_draft(draft_temperature)
         self.streams, self.places = list(streams or range(len(prompts))), [0] * len(prompts)
         self.device = torch.device("cpu")  # of the logits, once some were seen
 
     @property
-    def choice(self) -> Choice:
-        return Coupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
+    def choice(self) -> DraftSampler:
+        return GumbelCoupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
 
     def draw(self, logits: Tensor) -> Tensor:
         self.device = logits.device
@@ -57,7 +57,7 @@ class Gumbel:
         self.voice.said(tokens[:, None])
         return tokens
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         tree = proposal.tree
         depth = torch.arange(logits.shape[1], device=logits.device) if tree is None else tree.depth
         keys = noise.keys(self.key, self._on(self.streams)[:, None], self._on(self.places)[:, None] + depth)
@@ -72,9 +72,12 @@ class Gumbel:
         forked.voice = self.voice.fork()
         return forked
 
-    def keep(self, rows: list[int]) -> None:
-        self.streams, self.places = [self.streams[b] for b in rows], [self.places[b] for b in rows]
-        self.voice.keep(rows)
+    def select(self, batch_indices: list[int]) -> None:
+        self.streams, self.places = (
+            [self.streams[b] for b in batch_indices],
+            [self.places[b] for b in batch_indices],
+        )
+        self.voice.select(batch_indices)
 
     def _on(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self.device)

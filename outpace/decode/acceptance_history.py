@@ -13,7 +13,7 @@ SLOWLY = 0.99  # and what a round leaves of that
 TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of the draft, not of the text
 
 
-class Record:
+class AcceptanceHistory:
     """What became of the guesses of earlier rounds, fading. A round without the draft's own word is foreseen
     from `steps`, one with it from `trust`; `gains` says what the next proposal is likely to bring."""
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import Match, Verdict
+from outpace.decode.acceptance import Match, VerifyResult
 from outpace.drafts.base import Proposal
-from outpace.drafts.sampler import Choice, Drawn
+from outpace.drafts.sampler import DraftSampler, Sampled
 from outpace.ops.sampling import Sampling, draw, probabilities
 
 
@@ -32,10 +32,10 @@ class Rejection(Match):
         self.draft_sampling = sampling.for_draft(draft_temperature)
 
     @property
-    def choice(self) -> Choice:
-        return Drawn(self.draft_sampling, self.rng)
+    def choice(self) -> DraftSampler:
+        return Sampled(self.draft_sampling, self.rng)
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         if proposal.q is None:
             return super().verdict(proposal, logits)
         p = probabilities(logits, self.sampling, self.voice.seen_at(proposal, logits))
@@ -55,7 +55,7 @@ class Rejection(Match):
         return reject_tree(p, q, proposal.tokens, proposal.parents, _counts(proposal), u)
 
 
-class Block(Rejection):
+class BlockVerification(Rejection):
     """Block verification (arXiv 2403.10444): the guesses of a chain are judged together, and the
     longest prefix that passes is kept; never fewer in the mean than by rejection."""
 
@@ -73,7 +73,7 @@ def _counts(proposal: Proposal) -> Tensor:
     return torch.tensor(proposal.counts, device=proposal.tokens.device)
 
 
-def _verdict(columns: Tensor, bonus: Tensor) -> Verdict:
+def _verdict(columns: Tensor, bonus: Tensor) -> VerifyResult:
     """columns [2, B, N]: tokens, and 1 where accepted; bonus [B]."""
     table = torch.cat((columns, bonus.expand(2, -1)[:, :, None]), dim=2)
     path, said = [], []
@@ -81,7 +81,7 @@ def _verdict(columns: Tensor, bonus: Tensor) -> Verdict:
         columns_taken = [c for c, yes in enumerate(taken[:-1]) if yes]
         path.append(columns_taken)
         said.append([*(tokens[c] for c in columns_taken[1:]), tokens[-1]])
-    return Verdict(path, said)
+    return VerifyResult(path, said)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outpace.decode.acceptance_rule import judge_of
-from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
+from outpace.decode.acceptance_rule import acceptance_rule
+from outpace.decode.request import BatchRows, Generation, OnLogits, OnTokens, Request, check_prompts, prefill
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
 
@@ -24,8 +24,8 @@ def generate(
     check_prompts(target, prompts, request)
     longest = max(len(p) for p in prompts) + request.max_new_tokens
     cache = target.make_cache(len(prompts), longest, offset=request.offset)
-    judge = judge_of(request, prompts, rng)
-    trace, rows = Trace(), Rows(len(prompts), request, on_tokens)
+    judge = acceptance_rule(request, prompts, rng)
+    trace, rows = Trace(), BatchRows(len(prompts), request, on_tokens)
     with trace.timed("prefill"):
         last = prefill(target, cache, prompts, request, judge, on_logits=on_logits)
     ids = last.tolist()
@@ -34,8 +34,8 @@ def generate(
     alive = list(range(len(prompts)))
     while left := rows.still(alive):
         if len(left) < len(alive):  # finished rows leave the batch
-            cache.keep(left)
-            judge.keep(left)
+            cache.select(left)
+            judge.select(left)
             last, alive = last[left], [alive[i] for i in left]
         with trace.timed("verify"):
             out = target(last[:, None], cache)

@@ -9,16 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import Judge
-from outpace.decode.acceptance_rule import judge_of
+from outpace.decode.acceptance import AcceptanceRule
+from outpace.decode.acceptance_rule import acceptance_rule
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
-from outpace.decode.pending import Backlog, verified
+from outpace.decode.pending import PendingStates, verified
 from outpace.decode.request import GREEDY, JUDGED, Request
 from outpace.decode.speculative import generate, root_alone
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Draft, Proposal, Session
-from outpace.kv.base import Cache
+from outpace.drafts.base import Draft, DraftSession, Proposal
+from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
 
@@ -167,7 +167,7 @@ def _steady(
     return right / (right + wrong) if right + wrong else 0.0, trace.seconds["rest"] / len(trace.accepted)
 
 
-class Turn:
+class StepTimes:
     """Seconds of one repeat, by width. `plain`: of steps. `woken`: width and proposal after STEPS of rest."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
@@ -181,7 +181,7 @@ class Turn:
         """Of all that comes equally often in every turn."""
         return sum(map(sum, (*self.verify.values(), *self.draft.values(), self.plain)))
 
-    def add(self, other: "Turn", pace: float) -> None:
+    def add(self, other: "StepTimes", pace: float) -> None:
         """What `other` took, times `pace`."""
         for ours, theirs in ((self.verify, other.verify), (self.draft, other.draft)):
             for n, seconds in theirs.items():
@@ -195,7 +195,7 @@ class Timings:
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         self.widths = widths
-        self.turns: list[Turn] = []
+        self.turns: list[StepTimes] = []
         self.show: list[float] = []  # of one column
         self.rounds = 0
 
@@ -204,7 +204,7 @@ class Timings:
         turn; of each width the first quartile, which what else runs hardly moves; and all of them times one
         factor: decoding pays for slow rounds too, so that together they take as long as all repeats took.
         They never fall as the width grows."""
-        found, took = Turn(self.widths), [turn.seconds for turn in self.turns]
+        found, took = StepTimes(self.widths), [turn.seconds for turn in self.turns]
         for turn, seconds in zip(self.turns, took, strict=True):
             found.add(turn, statistics.fmean(took) / seconds)
         low = {n: _quartiles(found.verify[n])[0] for n in self.widths}
@@ -263,10 +263,14 @@ def _measure(
         _wait(target)
         timings.show.append((time.perf_counter() - began) / columns)
         target(chunk, alone)
-    judge, began, unseen = judge_of(request, rows, generator(SEED, target.device)), 0.0, Backlog()
+    judge, began, unseen = (
+        acceptance_rule(request, rows, generator(SEED, target.device)),
+        0.0,
+        PendingStates(),
+    )
     alone_at = context
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
-        turn, first = Turn(widths), repeat % len(kinds)
+        turn, first = StepTimes(widths), repeat % len(kinds)
         for n in kinds[first:] + kinds[:first]:
             if not n:
                 steps = tokens[:, alone_at : alone_at + STEPS].split(1, dim=1)
@@ -295,7 +299,7 @@ def _measure(
             return
 
 
-def _plain_step(target: Decoder, cache: Cache, judge: Judge, last: Tensor) -> float:
+def _plain_step(target: Decoder, cache: KVCache, judge: AcceptanceRule, last: Tensor) -> float:
     """last [B, 1]; -> seconds."""
     _wait(target)
     began = time.perf_counter()
@@ -305,13 +309,13 @@ def _plain_step(target: Decoder, cache: Cache, judge: Judge, last: Tensor) -> fl
 
 def _round(
     target: Decoder,
-    session: Session,
-    cache: Cache,
-    judge: Judge,
+    session: DraftSession,
+    cache: KVCache,
+    judge: AcceptanceRule,
     ahead: Tensor,
     n: int,
     wanted: Sequence[int],
-    unseen: Backlog,
+    unseen: PendingStates,
 ) -> tuple[float, float]:
     """One round of n columns after ahead[:, 0], the last verified token; -> seconds of draft and verify. Only
     the root is kept, whatever was right: the text goes on as it is."""

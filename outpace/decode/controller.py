@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from outpace.decode.acceptance_history import Record
+from outpace.decode.acceptance_history import AcceptanceHistory
 from outpace.decode.costs import Costs
 from outpace.drafts.base import Proposal
 from outpace.drafts.tree import cut
@@ -85,19 +85,19 @@ class Adaptive:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.foreseen: tuple[float, float] | None = None
-        self.record = Record(2, costs.acceptance)
+        self.record = AcceptanceHistory(2, costs.acceptance)
         self.speaks = True  # the draft says how sure it is; taken for granted until a proposal was seen
         self.rests = self.missed = False  # missed: the last probe brought nothing
         self.wait = self.rested = 0  # plain steps to come, and passed
         self.spare: float | None = None  # seconds that may yet be lost
         self._tables: dict[tuple[int, int], Table] = {}
         self._now = Table.of(costs, 1, 0.0, 2)
-        self._rows: list[Row] = []
+        self._rows: list[BatchRow] = []
         self._asked, self._drafted = 1, 0.0  # columns, and the seconds that they take
 
     def begin(self, block: int) -> None:
         if len(self.record.tried) != block:
-            self.record = Record(block, self.costs.acceptance)
+            self.record = AcceptanceHistory(block, self.costs.acceptance)
             self._tables = {}
         self.record.fade(0.5 * RESTING**self.rested)
         self.rests = self.missed = False
@@ -239,7 +239,7 @@ def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) ->
     return best
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """One row of a proposal, by column. `said`: its survival; None where the draft gives none."""
 
     parents: list[int]
@@ -247,9 +247,11 @@ class Row(NamedTuple):
     said: list[float] | None
 
 
-def _rows(proposal: Proposal) -> list[Row]:
+def _rows(proposal: Proposal) -> list[BatchRow]:
     """Survival is left out where guesses were drawn: what is verified of those may not depend on which they
     are, and their survival may."""
     silent = proposal.survival is None or proposal.q is not None
     said = [None] * len(proposal.counts) if silent else proposal.survival.tolist()  # type: ignore[union-attr]
-    return [Row(parents, depths(parents), row) for parents, row in zip(proposal.above, said, strict=True)]
+    return [
+        BatchRow(parents, depths(parents), row) for parents, row in zip(proposal.above, said, strict=True)
+    ]

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import Judge, Verdict
+from outpace.decode.acceptance import AcceptanceRule, VerifyResult
 from outpace.decode.pending import verified
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Draft, DraftSession, Proposal
-from outpace.drafts.sampler import Choice
+from outpace.drafts.base import Draft, Proposal, RewindableSession
+from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import assembled
-from outpace.kv.base import Cache
+from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
 from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.models.decoder import Decoder
@@ -51,10 +51,10 @@ class PartialSession:
         self,
         partial: Partial,
         target: Decoder,
-        full: Cache,
+        full: KVCache,
         draft: Draft,
-        inner: DraftSession,
-        judge: Judge,
+        inner: RewindableSession,
+        judge: AcceptanceRule,
         trace: Trace,
         stop: frozenset[int] = frozenset(),
     ) -> None:
@@ -77,14 +77,14 @@ class PartialSession:
         self.inner.observe(tokens, aux, counts)
         self.observed = [n + count for n, count in zip(self.observed, counts, strict=True)]
 
-    def keep(self, rows: list[int]) -> None:
-        self.cache.keep(rows)
-        self.inner.keep(rows)
-        self.observed = [self.observed[b] for b in rows]
+    def select(self, batch_indices: list[int]) -> None:
+        self.cache.select(batch_indices)
+        self.inner.select(batch_indices)
+        self.observed = [self.observed[b] for b in batch_indices]
         if self.provisional is not None:
-            self.provisional = [self.provisional[b] for b in rows]
+            self.provisional = [self.provisional[b] for b in batch_indices]
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         """`width` bounds the draft's guesses; the line before them comes on top."""
         width = min(width, self.draft.block_size)
         if self.rest or max(self.cache.full.lengths) <= self.cache.config.static_size:
@@ -108,7 +108,7 @@ class PartialSession:
         ended = all(self.stop.intersection(line[1:]) for line in lines)
         return held < self.trusted and held + width <= self.cache.room and not ended
 
-    def _go_over(self, proposal: Proposal, judge: Judge) -> list[list[int]]:
+    def _go_over(self, proposal: Proposal, judge: AcceptanceRule) -> list[list[int]]:
         """A round on partial KV; -> what each row says."""
         began = time.perf_counter()
         wanted = self.draft.target_layer_ids
@@ -158,17 +158,17 @@ class Trusting:
     """The lossy mode: provisional tokens pass unseen, and the judge goes on behind them. What is emitted is
     NOT what the target says."""
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: AcceptanceRule) -> None:
         self.judge = judge
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> DraftSampler:
         return self.judge.choice
 
     def draw(self, logits: Tensor) -> Tensor:
         return self.judge.draw(logits)
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> Verdict:
+    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         """The logits at provisional tokens are replaced by certainty of the next one."""
         assert proposal.provisional is not None, "every proposal of a PartialSession says what is provisional"
         column = torch.arange(logits.shape[1], device=logits.device)
@@ -179,8 +179,8 @@ class Trusting:
             proposal, torch.where((column < taken[:, None])[:, :, None], certain, logits)
         )
 
-    def fork(self) -> Judge:
+    def fork(self) -> AcceptanceRule:
         return self.judge.fork()
 
-    def keep(self, rows: list[int]) -> None:
-        self.judge.keep(rows)
+    def select(self, batch_indices: list[int]) -> None:
+        self.judge.select(batch_indices)

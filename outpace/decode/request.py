@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import RULES, Judge
+from outpace.decode.acceptance import RULES, AcceptanceRule
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Session
-from outpace.kv.base import Cache
+from outpace.drafts.base import DraftSession
+from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 
@@ -60,7 +60,7 @@ class Generation:
     trace: Trace
 
 
-class Rows:
+class BatchRows:
     """The rows being generated: what each has emitted, and which are done."""
 
     def __init__(self, batch: int, request: Request, on_tokens: OnTokens | None) -> None:
@@ -109,11 +109,11 @@ def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Re
 
 def prefill(
     target: Decoder,
-    cache: Cache,
+    cache: KVCache,
     prompts: Sequence[Sequence[int]],
     request: Request,
-    judge: Judge,
-    session: Session | None = None,
+    judge: AcceptanceRule,
+    session: DraftSession | None = None,
     aux: Sequence[int] = (),
     on_logits: OnLogits | None = None,
 ) -> Tensor:

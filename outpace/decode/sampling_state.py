@@ -11,7 +11,7 @@ from outpace.kv.tree import Tree
 from outpace.ops.sampling import Sampling
 
 
-class Voice:
+class SamplingState:
     """Without a repetition penalty it remembers nothing, and says None of what was seen."""
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> None:
@@ -55,12 +55,12 @@ class Voice:
             tokens = torch.tensor([t + t[-1:] * (most - len(t)) for t in tokens], device=self._seen.device)
         self._seen.scatter_(1, tokens, True)
 
-    def fork(self) -> "Voice":
+    def fork(self) -> "SamplingState":
         """One that goes on from here by itself."""
         forked = copy(self)
         forked._seen = None if self._seen is None else self._seen.clone()
         return forked
 
-    def keep(self, rows: list[int]) -> None:
+    def select(self, batch_indices: list[int]) -> None:
         if self._seen is not None:
-            self._seen = self._seen[rows]
+            self._seen = self._seen[batch_indices]

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import Judge, Verdict
-from outpace.decode.acceptance_rule import judge_of
+from outpace.decode.acceptance import AcceptanceRule, VerifyResult
+from outpace.decode.acceptance_rule import acceptance_rule
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.partial import Partial, PartialSession, Trusting
-from outpace.decode.pending import Backlog, verified
-from outpace.decode.request import Generation, OnLogits, OnTokens, Request, Rows, check_prompts, prefill
-from outpace.decode.trace import Foreseen, Trace
-from outpace.drafts.base import Draft, Proposal, Session
+from outpace.decode.pending import PendingStates, verified
+from outpace.decode.request import BatchRows, Generation, OnLogits, OnTokens, Request, check_prompts, prefill
+from outpace.decode.trace import Prediction, Trace
+from outpace.drafts.base import Draft, DraftSession, Proposal
 from outpace.kv.partial import INDEX
 from outpace.models.decoder import Decoder
 
@@ -42,8 +42,8 @@ def generate(
     if partial is not None and controller is not None:
         raise ValueError("a controller knows the costs of full passes alone: with partial KV, leave it out")
     B, block, wanted = len(prompts), draft.block_size, draft.target_layer_ids
-    trace, rows, unseen = Trace(), Rows(B, request, on_tokens), Backlog()
-    judge: Judge = judge_of(request, prompts, rng)
+    trace, rows, unseen = Trace(), BatchRows(B, request, on_tokens), PendingStates()
+    judge: AcceptanceRule = acceptance_rule(request, prompts, rng)
     room, slack = block, 0  # columns of the widest round; provisional tokens that may be taken back
     if partial is not None:
         room = slack = partial.config.buffer_size(block)
@@ -51,7 +51,7 @@ def generate(
     by_index = partial is not None and partial.config.selector == INDEX
     cache = target.make_cache(B, longest, slack=room, offset=request.offset, index=by_index)
     inner = draft.begin(B, longest, request.offset, slack)
-    session: Session = inner
+    session: DraftSession = inner
     if partial is not None:
         session = PartialSession(partial, target, cache, draft, inner, judge, trace, request.stop)
         judge = Trusting(judge) if partial.mode == "lossy" else judge
@@ -66,7 +66,7 @@ def generate(
     while left := rows.still(alive):
         if len(left) < len(alive):  # finished rows leave the batch
             for part in (cache, session, judge, unseen):
-                part.keep(left)
+                part.select(left)
             last, alive = last[left], [alive[i] for i in left]
         began = time.perf_counter()
         with trace.timed("rest"):
@@ -103,13 +103,13 @@ def generate(
                 unseen.show(session)
         if pace.foreseen is not None:
             brought = sum(map(len, found.path))
-            trace.foreseen.append(Foreseen(*pace.foreseen, brought, time.perf_counter() - began))
+            trace.foreseen.append(Prediction(*pace.foreseen, brought, time.perf_counter() - began))
     return Generation(rows.emitted, trace)
 
 
-def root_alone(judge: Judge, logits: Tensor) -> tuple[Verdict, Tensor]:
+def root_alone(judge: AcceptanceRule, logits: Tensor) -> tuple[VerifyResult, Tensor]:
     """The verdict on a proposal without guesses, logits [B, 1, V], and its tokens [B]: what plain decoding
     does."""
     drawn = judge.draw(logits[:, 0])
     said = drawn.tolist()
-    return Verdict([[0]] * len(said), [[token] for token in said]), drawn
+    return VerifyResult([[0]] * len(said), [[token] for token in said]), drawn

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Prediction:
     """What a round was to bring, said before the target ran, and what it brought: tokens of all rows."""
 
     tokens: float
@@ -14,7 +14,7 @@ class Foreseen:
     seconds_taken: float
 
 
-class Clock:
+class Stopwatch:
     """`with trace.timed(part)`: adds the time inside. A class, since a generator costs a microsecond more."""
 
     def __init__(self, seconds: dict[str, float], part: str) -> None:
@@ -40,10 +40,10 @@ class Trace:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
     )
-    foreseen: list[Foreseen] = field(default_factory=list)  # per round that a controller foresaw
+    foreseen: list[Prediction] = field(default_factory=list)  # per round that a controller foresaw
 
-    def timed(self, part: str) -> "Clock":
-        return Clock(self.seconds, part)
+    def timed(self, part: str) -> "Stopwatch":
+        return Stopwatch(self.seconds, part)
 
     def spent(self, part: str, seconds: float, *, within: str) -> None:
         """Of the time that runs as `within`, so much was another part's."""

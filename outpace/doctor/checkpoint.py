@@ -42,7 +42,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CheckpointUnderTest:
     """What the checks look at. `specs`: name -> shape and dtype of every tensor held."""
 
     checkpoint: Checkpoint
@@ -64,7 +64,7 @@ def config_findings(checkpoint: Checkpoint) -> list[Finding]:
     return [*latent, *quantised, *_adapter(names), *_index_total(checkpoint)]
 
 
-def tensor_findings(evidence: Evidence) -> list[Finding]:
+def tensor_findings(evidence: CheckpointUnderTest) -> list[Finding]:
     """What the comparison of names, shapes and dtypes says, causes before symptoms: a tensor that one finding
     explains is in no later one."""
     prefix = list(_prefix(evidence))
@@ -155,7 +155,7 @@ def _index_total(checkpoint: Checkpoint) -> Iterator[Finding]:
 # ---- tensors --------------------------------------------------------------------------------------
 
 
-def _prefix(evidence: Evidence) -> Iterator[Finding]:
+def _prefix(evidence: CheckpointUnderTest) -> Iterator[Finding]:
     found = next((name for name in evidence.specs if f".{name}".endswith(f".{PROBE}")), None)
     if found is None or found == f"model.{PROBE}":
         return
@@ -165,7 +165,7 @@ def _prefix(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(name="prefix", said=f"{said} ({found})", mend=origin)
 
 
-def _experts(evidence: Evidence) -> Iterator[Explained]:
+def _experts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     """The silent classic: a dense MLP is built, and the experts of the file stay unread; and the reverse."""
     dense, moe = r"\.mlp\.(gate|up|down)_proj\.", r"\.mlp\.(experts\.|router\.|gate\.)"
     missing, left = evidence.comparison.missing, evidence.comparison.left_over
@@ -205,7 +205,7 @@ def _experts(evidence: Evidence) -> Iterator[Explained]:
         )
 
 
-def _number_of_experts(evidence: Evidence) -> Iterator[Explained]:
+def _number_of_experts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     wrong = evidence.comparison.wrong_shape
     routers = [row for row in wrong if re.search(r"\.mlp\.(router|gate)\.weight$", row[0])]
     if not routers or routers[0][1][1:] != routers[0][2][1:]:
@@ -219,7 +219,7 @@ def _number_of_experts(evidence: Evidence) -> Iterator[Explained]:
     yield Finding(name="num_experts", said=said, mend=f"set `{key}` to {held}"), names
 
 
-def _layers(evidence: Evidence) -> Iterator[Explained]:
+def _layers(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     held, wanted = _layers_of(evidence.specs, ""), evidence.config.num_layers
     absent = sorted(set(range(wanted)) - held)
     wrong = {*absent, *held} - (held & set(range(wanted)))
@@ -240,7 +240,7 @@ def _layers(evidence: Evidence) -> Iterator[Explained]:
         yield Finding(name="missing_layers", said=said, mend="fetch the checkpoint again"), names
 
 
-def _head(evidence: Evidence) -> Iterator[Explained]:
+def _head(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     tied, held = evidence.config.tie_word_embeddings, HEAD in evidence.specs
     if tied and held and EMBEDDING in evidence.specs and not _equal(evidence.checkpoint, HEAD, EMBEDDING):
         yield (
@@ -263,7 +263,7 @@ def _head(evidence: Evidence) -> Iterator[Explained]:
         )
 
 
-def _vocabulary(evidence: Evidence) -> Iterator[Explained]:
+def _vocabulary(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     size, width = evidence.config.vocab_size, evidence.config.hidden_size
     rows = {name: shape[0] for name in (EMBEDDING, HEAD) if (shape := evidence.shape(name))}
     widths = {shape[1] for name in rows if (shape := evidence.shape(name)) and len(shape) == 2}
@@ -277,7 +277,7 @@ def _vocabulary(evidence: Evidence) -> Iterator[Explained]:
     yield Finding(name="vocab_size", said=said, mend=mend), set(rows)
 
 
-def _heads(evidence: Evidence) -> Iterator[Explained]:
+def _heads(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     c = evidence.config
     wrong = [row for row in evidence.comparison.wrong_shape if ".self_attn." in row[0]]
     layer = next((name.split(".self_attn.")[0] for name, _, _ in wrong), "")
@@ -302,7 +302,7 @@ def _heads(evidence: Evidence) -> Iterator[Explained]:
     yield Finding(name="heads", said=said, mend=mend), {name for name, _, _ in wrong}
 
 
-def _parts(evidence: Evidence) -> Iterator[Explained]:
+def _parts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     for pattern, name, what, mend in PARTS:
         for names, said, flag in (
             (evidence.comparison.left_over, f"the checkpoint has {what}, config.json does not", "true"),
@@ -314,7 +314,7 @@ def _parts(evidence: Evidence) -> Iterator[Explained]:
                 yield Finding(name=name, said=example, mend=mend.format(flag)), found
 
 
-def _half_packed(evidence: Evidence) -> Iterator[Explained]:
+def _half_packed(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     for one, other in (("_blocks", "_scales"), ("_scales", "_blocks")):
         lonely = [n for n in evidence.specs if n.endswith(one) and n[:-7] + other not in evidence.specs]
         if lonely:

@@ -17,9 +17,9 @@ from outpace.doctor.sides import (
     same_experts,
     telling,
 )
-from outpace.doctor.trial import HALVES, Finding, Half, Memory, telling_rows, trial
+from outpace.doctor.trial import HALVES, Half, TrialCache, TrialResult, telling_rows, trial
 from outpace.doctor.weights import attention_weights, mlp_different, mlp_weights, most_different, relative
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder, DecoderBlock
 
 # Two files of one model in different number formats: what each half adds may differ by this many times
 # what its matrices do. Beyond these relative differences a tensor is another one, not a rounded one; norms,
@@ -69,7 +69,7 @@ class LayerApart:
     routed_alike: float | None  # share of the text's tokens that go to the same experts
     limits: dict[Half, float]
     tensors: dict[Half, tuple[str, ...]]  # those that differ by more than two number formats do
-    findings: tuple[Finding, ...]
+    findings: tuple[TrialResult, ...]
 
     @property
     def departs(self) -> tuple[Half, ...]:
@@ -78,13 +78,13 @@ class LayerApart:
 
 def compare_layers(model: Decoder, ours: Walk, reference: Reference) -> Iterator[LayerApart]:
     """One after the other."""
-    memory = Memory()
+    memory = TrialCache()
     for i, theirs in enumerate(reference.walk.layers[: len(ours.layers)]):
         yield _compare_layer(model, i, ours.layers[i], theirs, reference, memory)
 
 
 def _compare_layer(
-    model: Decoder, i: int, ours: LayerSteps, theirs: LayerSteps, reference: Reference, memory: Memory
+    model: Decoder, i: int, ours: LayerSteps, theirs: LayerSteps, reference: Reference, memory: TrialCache
 ) -> LayerApart:
     block = layer_of(model, i)
     mlp, chosen = engine_mlp(block, theirs.middle)
@@ -101,7 +101,7 @@ def _compare_layer(
         "attention": apart(said["attention"], wanted["attention"]),
         "mlp": apart(said["mlp"][told], wanted["mlp"][told]),
     }
-    findings: list[Finding] = []
+    findings: list[TrialResult] = []
     for half in (h for h in HALVES if not halves[h].error <= limits[h]):
         rows = telling_rows(said[half], wanted[half], told)
         tried = trial(half, model, i, theirs, rows)
@@ -136,7 +136,7 @@ def noise_limit(different: dict[str, float]) -> float:
     return max(EXACT, min(NOISE_FACTOR * median(rounded or [0.0]), MOST_NOISE))
 
 
-def _different(block: Block, other: Block | None) -> dict[Half, dict[str, float]]:
+def _different(block: DecoderBlock, other: DecoderBlock | None) -> dict[Half, dict[str, float]]:
     """How far the two files' tensors are apart; nothing where there is one file only."""
     if other is None:
         return {"attention": {}, "mlp": {}}

@@ -16,7 +16,7 @@ from outpace.doctor.forward import concentration, frequencies, rms_norm
 from outpace.doctor.mistakes import COMMON_EPS
 from outpace.doctor.search import EXACT
 from outpace.doctor.sides import Walk
-from outpace.doctor.trial import HALVES, Finding, Half
+from outpace.doctor.trial import HALVES, Half, TrialResult
 from outpace.doctor.weights import relative
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
@@ -125,7 +125,7 @@ Explanation = tuple[Half, tuple[str, ...], tuple[str, ...]]  # half, mistakes of
 def explanations(layers: list[LayerApart], judged: str) -> Iterator[Check]:
     """One check per half and set of mistakes, over all layers that they explain. `judged`: which side the
     text speaks for."""
-    groups: dict[Explanation, list[tuple[LayerApart, list[Finding]]]] = {}
+    groups: dict[Explanation, list[tuple[LayerApart, list[TrialResult]]]] = {}
     for one in layers:
         for half in one.departs:
             found = [f for f in one.findings if f.half == half]
@@ -151,7 +151,7 @@ def explanations(layers: list[LayerApart], judged: str) -> Iterator[Check]:
         yield Check(name=name, verdict="fail", said=said, evidence=evidence)
 
 
-def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], found: list[Finding]) -> str:
+def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], found: list[TrialResult]) -> str:
     best = next(f for f in found if f.names)
     figures = f"(error {best.error:.0e}, {best.before:.1e} without)"
     if ours and theirs and set(ours) & set(theirs):
@@ -162,7 +162,7 @@ def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], found: list[Findi
     return f"read with {_any(theirs)}, the reference's weights say what ours say {figures}"
 
 
-def _unexplained(half: Half, found: list[Finding]) -> str:
+def _unexplained(half: Half, found: list[TrialResult]) -> str:
     said = "none of the known mistakes explains it, nor any two of them"
     near = [f for f in found if f.nearest is not None]
     if near:

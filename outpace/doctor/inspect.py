@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint
-from outpace.doctor.checkpoint import Evidence, Finding, config_findings, tensor_findings
+from outpace.doctor.checkpoint import CheckpointUnderTest, Finding, config_findings, tensor_findings
 from outpace.doctor.value_scan import deep_findings
 from outpace.models.config import ModelConfig
 from outpace.models.load import Comparison, compare, parse_config
@@ -68,7 +68,7 @@ class Report:
         return said | {"passed": self.passed, "deep": self.deep, "findings": findings}
 
 
-def gate(
+def validate_checkpoint(
     path: Path | str, *, deep: bool = False, on_bytes: Callable[[int, int], None] = lambda n, total: None
 ) -> Report:
     """What is in a checkpoint and what is wrong with it, from headers alone; `deep` reads every value, and
@@ -85,7 +85,7 @@ def gate(
         findings.append(_unparsed(error, checkpoint.config))
     if found is not None:
         specs = {name: (shape, dtype) for name, shape, dtype in checkpoint.specs()}
-        findings += tensor_findings(Evidence(checkpoint, found.config, found.comparison, specs))
+        findings += tensor_findings(CheckpointUnderTest(checkpoint, found.config, found.comparison, specs))
     if deep:
         total = sum(b for _, b in count(checkpoint.specs())[0].values())
         findings += deep_findings(checkpoint, lambda n: on_bytes(n, total))

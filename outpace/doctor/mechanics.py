@@ -29,7 +29,7 @@ from outpace.doctor.sides import (
 )
 from outpace.doctor.trial import Trial, attention_trial, mlp_trial, telling_rows
 from outpace.doctor.weights import attention_weights, mlp_weights, relative
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder, DecoderBlock
 from outpace.ops.attention import causal_attend
 from outpace.ops.rope import rotate as engine_rotate
 
@@ -97,7 +97,7 @@ def _first_rows(ours: Tensor, plain: Tensor, told: Tensor) -> float:
     return relative(ours.float().cpu()[told], plain[: len(ours)][told])
 
 
-def row_error(block: Block, a: AttentionSteps, device: torch.device) -> float:
+def row_error(block: DecoderBlock, a: AttentionSteps, device: torch.device) -> float:
     """The engine's attention over values of 1 gives the sum of each row's weights; what the plain forward
     says the sink takes must make it 1."""
     its = block.self_attn

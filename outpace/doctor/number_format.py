@@ -25,7 +25,7 @@ from outpace.doctor.forward import reordered
 from outpace.doctor.reading import Nibbles
 from outpace.doctor.weights import Matrix, MlpWeights, mlp_weights
 from outpace.models.blocks import Experts
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder, DecoderBlock
 
 DECIDED = 5.0
 MOST_EXPERTS = 8  # of a layer that are looked at
@@ -39,7 +39,7 @@ ORDER_SAYS = {
 
 
 @dataclass
-class Evidence:
+class BlockEvidence:
     """Correlations of one statistic under several hypotheses, gathered over layers (Fisher's z)."""
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -117,9 +117,9 @@ def sampled(count: int) -> list[int]:
 class Marks:
     """The three statistics, gathered layer by layer."""
 
-    down: Evidence = field(default_factory=Evidence)
-    gate_up: Evidence = field(default_factory=Evidence)
-    pairing: Evidence = field(default_factory=Evidence)
+    down: BlockEvidence = field(default_factory=BlockEvidence)
+    gate_up: BlockEvidence = field(default_factory=BlockEvidence)
+    pairing: BlockEvidence = field(default_factory=BlockEvidence)
 
     def add(self, w: MlpWeights, *, interleaved: bool) -> None:
         chosen = sampled(w.count)
@@ -167,7 +167,7 @@ def _as_stored(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
 def gather_marks(model: Decoder) -> Marks | None:
     """Over all layers with experts; None for a model without any."""
     marks = Marks()
-    blocks = [b for b in model.layers if isinstance(b, Block) and isinstance(b.mlp, Experts)]
+    blocks = [b for b in model.layers if isinstance(b, DecoderBlock) and isinstance(b.mlp, Experts)]
     with torch.inference_mode():
         for block in blocks:
             marks.add(mlp_weights(block), interleaved=model.config.swiglu_limit is not None)
@@ -185,7 +185,7 @@ def check_orders(marks: Marks | None) -> Iterable[Check]:
     yield _pairing_check(marks.pairing)
 
 
-def _order_check(name: str, evidence: Evidence, what: str) -> Check:
+def _order_check(name: str, evidence: BlockEvidence, what: str) -> Check:
     if not evidence.weight:
         reason = f"its columns do not come in blocks of {BLOCK}, or there is one expert only"
         return Check(name=name, verdict="skipped", said=reason)
@@ -204,7 +204,7 @@ def _order_check(name: str, evidence: Evidence, what: str) -> Check:
     return Check(name=name, verdict="fail", said=f"{ORDER_SAYS[best]}: {said}", evidence=figures)
 
 
-def _pairing_check(evidence: Evidence) -> Check:
+def _pairing_check(evidence: BlockEvidence) -> Check:
     name = "pairing of gate and up rows"
     right, other = evidence.sums
     best, lead = evidence.ranked()
@@ -219,9 +219,9 @@ def _pairing_check(evidence: Evidence) -> Check:
     return Check(name=name, verdict="fail", said=wrong, evidence=figures)
 
 
-def _list(evidence: Evidence) -> str:
+def _list(evidence: BlockEvidence) -> str:
     return ", ".join(f"{evidence.correlation(name):.2f} {name}" for name in evidence.sums)
 
 
-def _figures(evidence: Evidence, lead: float) -> dict[str, float]:
+def _figures(evidence: BlockEvidence, lead: float) -> dict[str, float]:
     return {name: round(evidence.correlation(name), 4) for name in evidence.sums} | {"z": round(lead, 2)}

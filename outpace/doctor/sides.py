@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.blocks import Experts
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder, DecoderBlock
 
 MOSTLY = 0.95  # of the tokens must go to the same experts
 
@@ -67,14 +67,14 @@ def telling(alike: Tensor | None, rows: int) -> Tensor:
     return torch.ones(rows, dtype=torch.bool)
 
 
-def layer_of(model: Decoder, layer: int) -> Block:
+def layer_of(model: Decoder, layer: int) -> DecoderBlock:
     block = model.layers[layer]
-    assert isinstance(block, Block)
+    assert isinstance(block, DecoderBlock)
     return block
 
 
 @torch.inference_mode()
-def engine_attention(model: Decoder, block: Block, x: Tensor) -> Tensor:
+def engine_attention(model: Decoder, block: DecoderBlock, x: Tensor) -> Tensor:
     """x [T, C] -> [T, C], what the engine's attention adds; positions 0 .. T-1, no cache."""
     x = x.to(model.device, model.dtype)[None]
     cos, sin = model.rope(torch.arange(x.shape[1], device=x.device)[None])
@@ -83,7 +83,7 @@ def engine_attention(model: Decoder, block: Block, x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def engine_mlp(block: Block, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def engine_mlp(block: DecoderBlock, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x [T, C] -> what the engine's MLP adds [T, C]; the experts it chose [T, k]."""
     x = x.to(block.post_attention_layernorm.weight.device)[None]
     normed = block.post_attention_layernorm(x)

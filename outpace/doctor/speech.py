@@ -66,14 +66,14 @@ def check_text(logits: Tensor, tokens: list[int]) -> Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Greedy:
+class GreedyText:
     tokens: list[int]
     entropies: list[float]  # nats, of the distribution each was taken from
     apart: float  # relative difference of the cached logits from those of one whole forward
 
 
 @torch.inference_mode()
-def speak(model: Decoder, tokens: list[int]) -> Greedy:
+def speak(model: Decoder, tokens: list[int]) -> GreedyText:
     """A few tokens after the beginning of the text, one at a time through the cache, and all at once."""
     prompt = tokens[: min(PROMPT, len(tokens))]
     cache = model.make_cache(1, len(prompt) + NEW)
@@ -87,10 +87,12 @@ def speak(model: Decoder, tokens: list[int]) -> Greedy:
     cached, at_once = torch.stack(rows), model.logits(whole).float().cpu()
     p = cached.softmax(-1)
     entropies = -(p * p.clamp(min=1e-30).log()).sum(-1)
-    return Greedy(tokens=ids[len(prompt) :], entropies=entropies.tolist(), apart=relative(cached, at_once))
+    return GreedyText(
+        tokens=ids[len(prompt) :], entropies=entropies.tolist(), apart=relative(cached, at_once)
+    )
 
 
-def check_speech(said_by: Greedy, text: str, vocab_size: int) -> Check:
+def check_speech(said_by: GreedyText, text: str, vocab_size: int) -> Check:
     name = "greedy continuation"
     tokens, mean = said_by.tokens, sum(said_by.entropies) / len(said_by.entropies)
     loop, most = shortest_loop(tokens), math.log(vocab_size)

@@ -76,7 +76,7 @@ def telling_rows(got: Tensor, wanted: Tensor, told: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class TrialResult:
     """A half of a layer that departs. `whose`: whose weights, read with the mistake, say what the other
     side says. `names`: mistakes that explain it equally well; () where none does."""
 
@@ -89,7 +89,7 @@ class Finding:
 
 
 @dataclass
-class Memory:
+class TrialCache:
     """What explained a layer is tried first on the next; what no two mistakes explain is not tried in pairs
     again."""
 
@@ -97,7 +97,9 @@ class Memory:
     hopeless: set[tuple[Half, Whose]] = field(default_factory=set)
 
     @torch.inference_mode()
-    def explain(self, tried: Trial, whose: Whose, wanted: Tensor, limit: float, *, in_pairs: bool) -> Finding:
+    def explain(
+        self, tried: Trial, whose: Whose, wanted: Tensor, limit: float, *, in_pairs: bool
+    ) -> TrialResult:
         """`wanted` [T, C]: what the half should say."""
         place = tried.half, whose
         known = self.known.setdefault(place, [])
@@ -112,9 +114,9 @@ class Memory:
         return _finding(tried.half, whose, result)
 
 
-def _finding(half: Half, whose: Whose, result: Search) -> Finding:
+def _finding(half: Half, whose: Whose, result: Search) -> TrialResult:
     best = result.found[0] if result.found else result.nearest
-    return Finding(
+    return TrialResult(
         half=half,
         whose=whose,
         names=tuple(t.mistake.name for t in result.found),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.blocks import MLP, ExpertMatrix, Experts, Linear
-from outpace.models.decoder import Block
+from outpace.models.decoder import DecoderBlock
 from outpace.ops import mxfp4
 from outpace.ops.quant import dense
 
@@ -49,7 +49,7 @@ class MlpWeights:
     expert: Callable[[int], Expert]
 
 
-def attention_weights(block: Block) -> AttentionWeights:
+def attention_weights(block: DecoderBlock) -> AttentionWeights:
     a = block.self_attn
     rows = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim]
     qkv = linear_matrix(a.qkv_proj)
@@ -68,7 +68,7 @@ def attention_weights(block: Block) -> AttentionWeights:
     )
 
 
-def mlp_weights(block: Block) -> MlpWeights:
+def mlp_weights(block: DecoderBlock) -> MlpWeights:
     norm, mlp = block.post_attention_layernorm.weight.float(), block.mlp
     if isinstance(mlp, MLP):
         only = Expert(gate_up=linear_matrix(mlp.gate_up_proj), down=linear_matrix(mlp.down_proj))

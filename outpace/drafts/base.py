@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outpace.drafts.sampler import Choice
+from outpace.drafts.sampler import DraftSampler
 from outpace.kv.tree import Tree, depths
 
 
@@ -52,7 +52,7 @@ class Proposal:
         return [max(depths(parents)) for parents in self.above]
 
 
-class Session(Protocol):
+class DraftSession(Protocol):
     """One generation's use of a draft: what it has seen so far, for every sequence of the batch."""
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
@@ -60,17 +60,17 @@ class Session(Protocol):
         aux [n, B, T, C] of `target_layer_ids` at them."""
         ...
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         """Guess what follows `last` [B], the verified token after all observed ones, in at most `width`
         columns (2 <= width <= block_size), guesses chosen by `choice`."""
         ...
 
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows alone, in this order."""
+    def select(self, batch_indices: list[int]) -> None:
+        """Keep only these batch indices, in this order."""
         ...
 
 
-class DraftSession(Session, Protocol):
+class RewindableSession(DraftSession, Protocol):
     """One that can forget again: what it observes may be provisional."""
 
     def rewind(self, lengths: list[int]) -> None:
@@ -89,4 +89,4 @@ class Draft(Protocol):
     @property
     def block_size(self) -> int: ...
 
-    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> DraftSession: ...
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> RewindableSession: ...

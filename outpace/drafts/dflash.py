@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from outpace.drafts.base import Proposal
 from outpace.drafts.dflash_config import DFlashConfig as DFlashConfig
 from outpace.drafts.dflash_config import default_layer_ids as default_layer_ids
-from outpace.drafts.dflash_decode import Guesses, Head, Pairs, confidence, guess, survival
+from outpace.drafts.dflash_decode import BigramBias, DraftTokens, Head, confidence, guess, survival
 from outpace.drafts.dflash_fast import FastBlock, FastContext
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend
 from outpace.drafts.dflash_layer import DFlashLayer as DFlashLayer
-from outpace.drafts.sampler import Choice
-from outpace.drafts.vocab import Words
-from outpace.kv.base import Cache
-from outpace.kv.metadata import Step
+from outpace.drafts.sampler import DraftSampler
+from outpace.drafts.vocab import DraftVocabulary
+from outpace.kv.base import KVCache
+from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
@@ -88,7 +88,7 @@ class DFlash(nn.Module):
             x = checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
         return self.norm(x)
 
-    def guess(self, head: Head, hidden: Tensor, last: Tensor, choice: Choice) -> Guesses:
+    def guess(self, head: Head, hidden: Tensor, last: Tensor, choice: DraftSampler) -> DraftTokens:
         """hidden [B,n,C] of the n places after `last` [B]. With a confidence head, it says how sure."""
         parts = self.candidate_selector, self.markov_head
         found = guess(head, *parts, hidden, last, choice)
@@ -167,14 +167,14 @@ class DFlashSession:
         config = draft.config
         self.draft, self.target = draft, target
         self.head = head or Head.of(target, draft.d2t)
-        self.words = Words(self.head.ids, self.head.vocab_size)
+        self.words = DraftVocabulary(self.head.ids, self.head.vocab_size)
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = not any(isinstance(part, Joined) for part in draft.modules())
         # by how many rows of each sequence they take
         self.fast_blocks: dict[int, FastBlock] = {}
         self.fast_contexts: dict[int, FastContext] = {}
-        self.cache = Cache(
+        self.cache = KVCache(
             batch,
             length + draft.block_size,
             draft.block_size + slack,
@@ -196,7 +196,7 @@ class DFlashSession:
             memory.append(k, v, step)
         self.cache.advance(step)
 
-    def context_kv(self, aux: Tensor, step: Step) -> list[tuple[Tensor, Tensor]]:
+    def context_kv(self, aux: Tensor, step: StepMetadata) -> list[tuple[Tensor, Tensor]]:
         """aux [n,B,T,C] of verified tokens -> k and v [B,K,T,D] of every layer, good until the next call."""
         draft, positions, T = self.draft, step.storage + self.cache.offset, aux.shape[2]
         if T <= draft.block_size and self.in_one_piece and few(aux[0]):
@@ -208,7 +208,7 @@ class DFlashSession:
         layers = zip(self.layers, self.weights, strict=True)
         return [layer.context_kv(features, cos, sin, weights) for layer, weights in layers]
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         hidden = self.block_hidden(last, width)[:, 1:width]
         found = self.draft.guess(self.head, hidden, last, choice)
         q = None if found.q is None else torch.nn.functional.pad(found.q, (0, 0, 1, 0))
@@ -219,18 +219,20 @@ class DFlashSession:
             survival=survival(found.sure, self.draft.config.temperatures),
         )
 
-    def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
+    def block(self, last: Tensor, width: int) -> tuple[Tensor, BigramBias | None]:
         """last [B] -> logits [B, width - 1, N] of `words`, 1 .. width - 1 tokens after it (width <=
         block_size), each blind to the others; and what one adds to the next's."""
         hidden = self.block_hidden(last, width)[:, 1:width]
         parts = self.draft.candidate_selector, self.draft.markov_head
-        return self.head.logits(hidden), None if parts == (None, None) else Pairs(self.head, *parts, hidden)
+        return self.head.logits(hidden), None if parts == (None, None) else BigramBias(
+            self.head, *parts, hidden
+        )
 
     def rewind(self, lengths: list[int]) -> None:
         self.cache.rewind(lengths)
 
-    def keep(self, rows: list[int]) -> None:
-        self.cache.keep(rows)
+    def select(self, batch_indices: list[int]) -> None:
+        self.cache.select(batch_indices)
         self.fast_blocks, self.fast_contexts = {}, {}
 
     def block_hidden(self, last: Tensor, width: int | None = None) -> Tensor:

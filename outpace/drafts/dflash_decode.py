@@ -7,9 +7,9 @@ from torch import Tensor
 
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.quantize import pack, packs
-from outpace.drafts.sampler import Choice, Coupled, Drawn, Likeliest
+from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, Sampled
 from outpace.models.decoder import Decoder
-from outpace.ops.candidates import all_pairs, likeliest, share, walk
+from outpace.ops.candidates import all_pairs, share, top_k, walk
 from outpace.ops.linear import linear
 from outpace.ops.quant import Joined, Weight
 from outpace.ops.quant import rows as rows_of
@@ -59,7 +59,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class BigramBias:
     """What one guess adds to the logits of the next: a selector's products, or a Markov head's bias."""
 
     head: Head
@@ -88,7 +88,7 @@ def spread(ids: Tensor, values: Tensor, vocab_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class DraftTokens:
     """tokens [B, n] int64; q [B, n, V] where they were drawn from it; sure [B, n] float32: how likely the
     draft's best token at that place is, the ones chosen before it given. It never looks at what was
     drawn at its own place: what is verified later may not decide how much is verified."""
@@ -104,43 +104,43 @@ def guess(
     markov: MarkovHead | None,
     hidden: Tensor,
     last: Tensor,
-    choice: Choice,
-) -> Guesses:
+    choice: DraftSampler,
+) -> DraftTokens:
     """hidden [B, n, C] of the n places after `last` [B]."""
     logits = head.logits(hidden)
     if selector is not None:
         return _selected(head, selector, logits, hidden, last, choice)
     if markov is not None:
         return _corrected(head, markov, logits, hidden, last, choice)
-    rows, values, lse = likeliest(logits, 1)
+    rows, values, lse = top_k(logits, 1)
     sure = (values[..., 0] - lse).exp()
-    if isinstance(choice, Likeliest):
-        return Guesses(head.tokens(rows[..., 0]), None, sure)
+    if isinstance(choice, Greedy):
+        return DraftTokens(head.tokens(rows[..., 0]), None, sure)
     tokens, q = choice.tokens(head.spread(logits), 1)
-    return Guesses(tokens, q, sure)
+    return DraftTokens(tokens, q, sure)
 
 
 def _selected(
-    head: Head, selector: Selector, logits: Tensor, hidden: Tensor, last: Tensor, choice: Choice
-) -> Guesses:
+    head: Head, selector: Selector, logits: Tensor, hidden: Tensor, last: Tensor, choice: DraftSampler
+) -> DraftTokens:
     """DFlash 2's walk: at each place, one of the likeliest few after the one chosen before. What would be
     drawn after every candidate is drawn at once, and the walk looks it up: one of them is used, so each
     place is drawn from the row of its own predecessor."""
-    rows, values, lse = likeliest(logits, selector.top_k)
+    rows, values, lse = top_k(logits, selector.top_k)
     ids = head.tokens(rows)
     h = selector.hidden_projection(hidden)
     books = selector.predecessor_codebook, selector.successor_codebook
-    if isinstance(choice, Likeliest):
-        return Guesses(*_and_none(walk(last, ids, values, lse, h, *books)))
+    if isinstance(choice, Greedy):
+        return DraftTokens(*_and_none(walk(last, ids, values, lse, h, *books)))
     previous = torch.cat((last[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]), dim=1)
     scores = all_pairs(previous, ids, values, h, *books)
     sure = share(scores.amax(-1), scores, values[:, :, None], lse[:, :, None])
     q = None
-    if isinstance(choice, Drawn):  # among the few alone: no other has a chance
+    if isinstance(choice, Sampled):  # among the few alone: no other has a chance
         after, q = choice.tokens(scores.flatten(1, 2), 1)
         after = after.view(scores.shape[:-1])
     else:
-        assert isinstance(choice, Coupled), "guesses are the likeliest, drawn, or coupled"
+        assert isinstance(choice, GumbelCoupled), "guesses are the likeliest, drawn, or coupled"
         noise = choice.noise(ids, head.vocab_size)
         after = (shaped(scores, choice.sampling) + noise[:, :, None]).argmax(-1)
     before, places = _followed(after)
@@ -148,7 +148,7 @@ def _selected(
     if q is not None:
         q = q.view(scores.shape).take_along_dim(before[..., None], dim=2)[:, :, 0]
         q = q.new_zeros(*q.shape[:2], head.vocab_size).scatter_(-1, ids, q)
-    return Guesses(ids.gather(-1, places)[..., 0], q, sure)
+    return DraftTokens(ids.gather(-1, places)[..., 0], q, sure)
 
 
 def _followed(after: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,16 +164,16 @@ def _followed(after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _corrected(
-    head: Head, markov: MarkovHead, logits: Tensor, hidden: Tensor, last: Tensor, choice: Choice
-) -> Guesses:
+    head: Head, markov: MarkovHead, logits: Tensor, hidden: Tensor, last: Tensor, choice: DraftSampler
+) -> DraftTokens:
     """DSpark's walk: at each place, the predecessor's bias on all logits."""
     places = []
     for t in range(hidden.shape[1]):
         at = slice(t, t + 1)
         biased = logits[:, at] + markov.bias(last[:, None], hidden[:, at])
-        rows, values, lse = likeliest(biased, 1)
+        rows, values, lse = top_k(biased, 1)
         q = None
-        if isinstance(choice, Likeliest):
+        if isinstance(choice, Greedy):
             tokens = head.tokens(rows[..., 0])
         else:
             tokens, q = choice.tokens(head.spread(biased), t + 1)
@@ -186,10 +186,10 @@ def _and_none(found: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
     return found[0], None, found[1]
 
 
-def _joined(places: list[tuple[Tensor, Tensor | None, Tensor]]) -> Guesses:
+def _joined(places: list[tuple[Tensor, Tensor | None, Tensor]]) -> DraftTokens:
     drawn = [q for _, q, _ in places if q is not None]
     q = torch.cat(drawn, dim=1) if drawn else None
-    return Guesses(torch.cat([p[0] for p in places], dim=1), q, torch.cat([p[2] for p in places], dim=1))
+    return DraftTokens(torch.cat([p[0] for p in places], dim=1), q, torch.cat([p[2] for p in places], dim=1))
 
 
 def survival(sure: Tensor, temperatures: tuple[float, ...] = ()) -> Tensor:

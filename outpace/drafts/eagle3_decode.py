@@ -8,11 +8,11 @@ from torch import Tensor
 
 from outpace.drafts.base import Proposal
 from outpace.drafts.eagle3 import Attend, Eagle3
-from outpace.drafts.sampler import Choice
+from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import MOST_NODES, Growth, best_first, check_nodes
-from outpace.drafts.vocab import Words
-from outpace.kv.base import Cache
-from outpace.kv.metadata import Step
+from outpace.drafts.vocab import DraftVocabulary
+from outpace.kv.base import KVCache
+from outpace.kv.metadata import StepMetadata
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 
@@ -21,7 +21,7 @@ MOST_HELD = 16  # verified tokens that wait for the next proposal; more need not
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TreeShape:
     """What is proposed. branch 1: a chain of `depth` guesses. Above: a tree of `nodes` columns, root
     included, of the best among all children seen, `branch` of each of the `branch` nodes that a level runs;
     one pass alone ranks whole paths, by the product of their guesses' probabilities."""
@@ -51,7 +51,7 @@ class Shape:
             )
 
     @classmethod
-    def of(cls, nodes: int = 0, depth: int = 0, branch: int = 0) -> "Shape":
+    def of(cls, nodes: int = 0, depth: int = 0, branch: int = 0) -> "TreeShape":
         """From what a person says, 0 being "as usual": a tree of so many nodes, else a chain."""
         usual = cls()
         return cls(depth=depth or usual.depth, branch=branch or (8 if nodes else 1), nodes=nodes)
@@ -67,7 +67,7 @@ class BoundEagle3:
 
     draft: Eagle3
     target: Decoder
-    shape: Shape = field(default_factory=Shape)
+    shape: TreeShape = field(default_factory=TreeShape)
 
     def __post_init__(self) -> None:
         ours, theirs = self.draft.config, self.target.config
@@ -105,11 +105,11 @@ class Eagle3Session:
     def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int, slack: int = 0) -> None:
         self.draft, self.target, self.shape = bound.draft, bound.target, bound.shape
         config, shape = self.draft.config, self.shape
-        self.words = Words(self.draft.target_ids(), config.vocab_size)
+        self.words = DraftVocabulary(self.draft.target_ids(), config.vocab_size)
         self.masks = self.draft.masks(self.target) if config.parallel else None
         guessed = shape.depth * (1 if config.parallel else shape.branch)
         self.scale = config.head_dim**-0.5
-        self.cache = Cache(
+        self.cache = KVCache(
             batch,
             length + guessed,
             guessed + slack,
@@ -137,11 +137,14 @@ class Eagle3Session:
         self.cache.rewind(lengths)
         self.held = []
 
-    def keep(self, rows: list[int]) -> None:
-        self.cache.keep(rows)
-        self.held = [(t[rows], aux[:, rows], [counts[b] for b in rows]) for t, aux, counts in self.held]
+    def select(self, batch_indices: list[int]) -> None:
+        self.cache.select(batch_indices)
+        self.held = [
+            (t[batch_indices], aux[:, batch_indices], [counts[b] for b in batch_indices])
+            for t, aux, counts in self.held
+        ]
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         depth = min(self.shape.depth, width - 1)
         if self.masks is not None:
             return self._at_once(last, self.masks, width, depth, choice)
@@ -209,11 +212,11 @@ class Eagle3Session:
         self.cache.advance(step)
         return hidden[self._newest(counts)][:, None]
 
-    def _run(self, embeds: Tensor, features: Tensor, step: Step) -> Tensor:
+    def _run(self, embeds: Tensor, features: Tensor, step: StepMetadata) -> Tensor:
         cos, sin = self.draft.rope(step.positions + self.cache.offset)
         return self.draft(embeds, features, cos, sin, self._attend(step))  # type: ignore[no-any-return]
 
-    def _attend(self, step: Step) -> Attend:
+    def _attend(self, step: StepMetadata) -> Attend:
         """Each layer remembers what it is given, and its queries meet what it remembers."""
         window = self.draft.config.sliding_window
 
@@ -225,7 +228,7 @@ class Eagle3Session:
 
     # ---- what is guessed -----------------------------------------------------------------------------
 
-    def _chain(self, last: Tensor, hidden: Tensor, depth: int, choice: Choice) -> Proposal:
+    def _chain(self, last: Tensor, hidden: Tensor, depth: int, choice: DraftSampler) -> Proposal:
         verified = list(self.cache.lengths)
         logits, guesses, drawn = [], [], []
         for at in range(1, depth + 1):
@@ -249,7 +252,7 @@ class Eagle3Session:
         counts = [tokens.shape[1]] * len(last)
         return Proposal(tokens, counts, q=q, survival=F.pad(reach, (1, 0), value=1.0))
 
-    def _tree(self, last: Tensor, hidden: Tensor, width: int, depth: int, choice: Choice) -> Proposal:
+    def _tree(self, last: Tensor, hidden: Tensor, width: int, depth: int, choice: DraftSampler) -> Proposal:
         grown = Growth(last, self.shape.branch)  # of rows of the head
         for at in range(1, depth + 1):
             logits = self.draft.head(hidden, self.target)
@@ -269,7 +272,7 @@ class Eagle3Session:
         return replace(tree, tokens=torch.cat((last[:, None], guesses), dim=1))
 
     def _at_once(
-        self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, choice: Choice
+        self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, choice: DraftSampler
     ) -> Proposal:
         """P-EAGLE (arXiv 2602.01469): the newest pair and, behind it, a mask for every further guess."""
         embeds, features, counts = self._pairs(last)

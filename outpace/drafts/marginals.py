@@ -5,17 +5,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outpace.drafts.base import Draft, DraftSession, Proposal
-from outpace.drafts.sampler import Choice
+from outpace.drafts.base import Draft, Proposal, RewindableSession
+from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import Pairs, best_first, check_nodes
-from outpace.drafts.vocab import Words
+from outpace.drafts.vocab import DraftVocabulary
 
 
-class BlockSession(DraftSession, Protocol):
+class BlockSession(RewindableSession, Protocol):
     """A session whose draft guesses a whole block at once. `words`: what it can say."""
 
     @property
-    def words(self) -> Words: ...
+    def words(self) -> DraftVocabulary: ...
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
         """last [B] -> logits [B, width - 1, N] of its words, 1 .. width - 1 tokens after it, blind to each
@@ -28,7 +28,7 @@ class BlockDraft(Draft, Protocol):
 
 
 @dataclass(frozen=True)
-class TreeOf:
+class DDTree:
     """A block draft that proposes trees of `nodes` columns, root included (DDTree, arXiv 2604.12989): as
     deep as its block, and as wide as the scores say. `branch`: how many followers of a depth are looked at.
 
@@ -53,19 +53,19 @@ class TreeOf:
     def block_size(self) -> int:
         return self.nodes
 
-    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "TreeSession":
+    def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "DDTreeSession":
         session = self.draft.begin(batch, length, offset, slack)
-        return TreeSession(session, self.draft.block_size, self.branch)
+        return DDTreeSession(session, self.draft.block_size, self.branch)
 
 
-class TreeSession:
+class DDTreeSession:
     def __init__(self, session: BlockSession, block: int, branch: int) -> None:
         self.session, self.block, self.branch = session, block, branch
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
         self.session.observe(tokens, aux, counts)
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         """Columns in falling order of survival: the first n of them are the best tree of n."""
         logits, pairs = self.session.block(last, min(width, self.block))
         words, sharper = self.session.words, 1 / choice.temperature
@@ -75,5 +75,5 @@ class TreeSession:
     def rewind(self, lengths: list[int]) -> None:
         self.session.rewind(lengths)
 
-    def keep(self, rows: list[int]) -> None:
-        self.session.keep(rows)
+    def select(self, batch_indices: list[int]) -> None:
+        self.session.select(batch_indices)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafts.base import Proposal
-from outpace.drafts.sampler import Choice
+from outpace.drafts.sampler import DraftSampler
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class NGramSession:
                         table.setdefault(tuple(row[-n:]), []).append(len(row))
                 row.append(token)
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         """The text has no logits: there is nothing to choose by."""
         guesses = [[token, *self._continuation(b, token)][:width] for b, token in enumerate(last.tolist())]
         counts = [len(g) for g in guesses]
@@ -55,9 +55,9 @@ class NGramSession:
                     if len(row) >= n:
                         table[tuple(row[-n:])].pop()
 
-    def keep(self, rows: list[int]) -> None:
-        self.history = [self.history[b] for b in rows]
-        self.seen = [self.seen[b] for b in rows]
+    def select(self, batch_indices: list[int]) -> None:
+        self.history = [self.history[b] for b in batch_indices]
+        self.seen = [self.seen[b] for b in batch_indices]
 
     def _continuation(self, b: int, last: int) -> list[int]:
         text = [*self.history[b][-self.draft.longest :], last]

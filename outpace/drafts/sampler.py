@@ -10,7 +10,7 @@ from outpace.ops import noise
 from outpace.ops.sampling import Sampling, draw, greedy, probabilities, shaped
 
 
-class Choice(Protocol):
+class DraftSampler(Protocol):
     """`depth` is how many tokens after the last verified one a guess stands (>= 1). V is the target's
     vocabulary; a token that is not offered has the logit -inf. `scores` divides logits by `temperature`."""
 
@@ -30,7 +30,7 @@ class Choice(Protocol):
 
 
 @dataclass(frozen=True)
-class Likeliest:
+class Greedy:
     """The argmax. `temperature` is the target's, as far as scores go: it says how flat the followers are."""
 
     temperature: float = 1.0
@@ -43,7 +43,7 @@ class Likeliest:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """A draw from the draft's own distribution, and that distribution, cut as it was when it was drawn from.
 
     `sampling` is the target's without the repetition penalty, perhaps with a temperature of the draft's own.
@@ -66,7 +66,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Coupled:
+class GumbelCoupled:
     """The argmax of log q plus the noise that the target will add to log p at the same place (arXiv
     2408.07978): the guess is the target's token with probability (1 - TV) / (1 + TV) or more.
 

@@ -13,7 +13,7 @@ from outpace.checkpoint.hf import read_config
 from outpace.checkpoint.open import LoadError, open_checkpoint, to_tensor
 from outpace.checkpoint.save import save_checkpoint
 from outpace.drafts.base import Proposal
-from outpace.drafts.sampler import Choice
+from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import assembled, check_nodes
 from outpace.ops.suffixes import Suffixes
 
@@ -58,7 +58,7 @@ class SuffixSession:
             self.said[b, n : n + count] = tokens[b, :count]
             self.lengths[b] = n + count
 
-    def propose(self, last: Tensor, width: int, choice: Choice) -> Proposal:
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         """Columns in falling order of survival, as counted: the first n of them are the best tree of n."""
         rows = []
         for said, n, token in zip(self.said, self.lengths, last.tolist(), strict=True):
@@ -70,8 +70,8 @@ class SuffixSession:
     def rewind(self, lengths: list[int]) -> None:
         self.lengths = list(lengths)
 
-    def keep(self, rows: list[int]) -> None:
-        self.said, self.lengths = self.said[rows], [self.lengths[b] for b in rows]
+    def select(self, batch_indices: list[int]) -> None:
+        self.said, self.lengths = self.said[batch_indices], [self.lengths[b] for b in batch_indices]
 
 
 def save_suffix(answers: Suffixes, vocab_size: int, folder: Path) -> None:

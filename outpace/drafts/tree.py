@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from outpace.drafts.base import Proposal
-from outpace.drafts.vocab import Words
+from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.tree import Tree
-from outpace.ops.candidates import likeliest
+from outpace.ops.candidates import top_k
 from outpace.ops.fast import kernel
 
 MOST_NODES = 1024  # of a tree: the target's logits of all of them are formed at once
@@ -39,7 +39,7 @@ def best_first(
     nodes: int,
     branch: int = 16,
     pairs: Pairs | None = None,
-    words: Words | None = None,
+    words: DraftVocabulary | None = None,
 ) -> Proposal:
     """The likeliest `nodes` columns of a block (DDTree, arXiv 2604.12989): a node's score is the sum of its
     path's. Without `pairs` the guesses of one depth do not know those of another.
@@ -71,8 +71,8 @@ def best_first(
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, falling: values float32 and ids."""
-    if kernel(scores) and k <= 64:  # what the kernel takes: for more, `likeliest` would sort the row
-        ids, values, _ = likeliest(scores.contiguous(), k)
+    if kernel(scores) and k <= 64:  # what the kernel takes: for more, `top_k` would sort the row
+        ids, values, _ = top_k(scores.contiguous(), k)
         return values, ids
     top, ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
     return top.float(), ids

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from outpace.drafts.sampler import Choice, Drawn, Likeliest
+from outpace.drafts.sampler import DraftSampler, Greedy, Sampled
 
-NAMELESS = (Likeliest, Drawn)  # they look at logits alone, so that fewer of them give the same answer
+NAMELESS = (Greedy, Sampled)  # they look at logits alone, so that fewer of them give the same answer
 
 
-class Words:
+class DraftVocabulary:
     """ids [N] int64: the target's token of each row of the draft's head; None: the same. `size`: V."""
 
     def __init__(self, ids: Tensor | None, size: int) -> None:
@@ -28,8 +28,8 @@ class Words:
             return narrow
         return narrow.new_full((*narrow.shape[:-1], self.size), rest).index_copy_(-1, self.ids, narrow)
 
-    def choose(self, choice: Choice, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """`Choice.tokens` of logits [B, n, N]: the target's tokens [B, n], and q [B, n, V]."""
+    def choose(self, choice: DraftSampler, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        """`DraftSampler.tokens` of logits [B, n, N]: the target's tokens [B, n], and q [B, n, V]."""
         if self.ids is None:
             return choice.tokens(logits, depth)
         if isinstance(choice, NAMELESS):
@@ -44,8 +44,8 @@ class Words:
         found = logits.gather(-1, rows[..., None])[..., 0] - logits.logsumexp(-1)
         return found if self.ids is None else found.masked_fill(self.named(rows) != tokens, -torch.inf)
 
-    def scores(self, choice: Choice, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
-        """logits [B, n, N] -> `Choice.scores` of the head's rows [B, n, N]."""
+    def scores(self, choice: DraftSampler, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
+        """logits [B, n, N] -> `DraftSampler.scores` of the head's rows [B, n, N]."""
         if self.ids is None or isinstance(choice, NAMELESS):
             return choice.scores(logits, depth, level=level)
         return choice.scores(self.wide(logits, -torch.inf), depth, level=level)[..., self.ids]

@@ -16,7 +16,7 @@ from outpace.formats import speculators as format_speculators
 from outpace.formats import speculators_eagle3 as format_speculators_eagle3
 from outpace.formats import transformers as format_transformers
 from outpace.formats import zlab as format_zlab
-from outpace.formats.spec import Description, DFlashDraft, Read, Remark, TargetFiles
+from outpace.formats.spec import Description, DFlashDraft, FormatWarning, Read, TargetFiles
 from outpace.formats.zlab import TokenId
 
 DFLASH, EAGLE3 = "DFlash", "EAGLE-3"
@@ -30,7 +30,7 @@ class Format:
     kind: str
     read: Callable[..., Read]
     write: Callable[..., None]
-    remarks: Callable[..., list[Remark]]
+    remarks: Callable[..., list[FormatWarning]]
     engines: tuple[str, ...]
 
 

@@ -12,7 +12,7 @@ from outpace.checkpoint.gguf import GGUFCheckpoint
 from outpace.checkpoint.open import EMBEDDED, Checkpoint, LoadError, open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.formats.detect import CANONICAL, EAGLE3, FORMATS, detect, kind_of, read_draft
-from outpace.formats.spec import HEAD, Description, DFlashDraft, Remark, TargetFiles, converted, stored
+from outpace.formats.spec import HEAD, Description, DFlashDraft, FormatWarning, TargetFiles, converted, stored
 from outpace.models.load import parse_config
 from outpace.text.gguf_tokenizer import gguf_vocabulary
 
@@ -60,7 +60,7 @@ def export_draft(
     target: TargetFiles | None = None,
     dtype: torch.dtype | None = None,
     packed: bool = False,
-) -> list[Remark]:
+) -> list[FormatWarning]:
     """Write a draft in a format; what comes back are the engines that will not take it as it is meant.
     `packed`: its matrices in 8-bit blocks (Q8_0), which only GGUF has.
 

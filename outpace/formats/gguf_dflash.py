@@ -27,7 +27,7 @@ from outpace.formats.spec import (
     EMBEDDING,
     HEAD,
     DFlashDraft,
-    Remark,
+    FormatWarning,
     TargetFiles,
     canonical,
     check_shapes,
@@ -140,7 +140,7 @@ def keys(config: DFlashConfig) -> dict[str, Any]:
     return found
 
 
-def remarks(draft: DFlashDraft) -> list[Remark]:
+def remarks(draft: DFlashDraft) -> list[FormatWarning]:
     config = draft.config
     mixed = config.causal and not config.one_way
     faults = {
@@ -149,7 +149,7 @@ def remarks(draft: DFlashDraft) -> list[Remark]:
         "block sees": "is causal in all layers or in none" if mixed else "",
     }
     found = [
-        Remark(check=check, engine="llama.cpp", said=said, fatal=True)
+        FormatWarning(check=check, engine="llama.cpp", said=said, fatal=True)
         for check, said in faults.items()
         if said
     ]

@@ -28,7 +28,7 @@ from outpace.formats.spec import (
     EMBEDDING,
     HEAD,
     Eagle3Draft,
-    Remark,
+    FormatWarning,
     TargetFiles,
     canonical_rope,
     check_shapes,
@@ -124,7 +124,7 @@ def keys(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def remarks(draft: Eagle3Draft) -> list[Remark]:
+def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
     c = draft.config
     faults = (
         ("layer ids", f"joins three states, not {len(c.layer_ids)}", len(c.layer_ids) != 3),
@@ -135,7 +135,9 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
         ("one pass", "guesses step by step", c.parallel),
     )
     return [
-        Remark(check=check, engine="llama.cpp", said=said, fatal=True) for check, said, has in faults if has
+        FormatWarning(check=check, engine="llama.cpp", said=said, fatal=True)
+        for check, said, has in faults
+        if has
     ]
 
 

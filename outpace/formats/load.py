@@ -30,7 +30,7 @@ from outpace.models.load import assign, named_tensors
 from outpace.models.weights import Entry
 
 
-def entries(config: DFlashConfig) -> list[Entry]:
+def weight_map(config: DFlashConfig) -> list[Entry]:
     """z-lab's names (no prefix); gate/up and q/k/v are one matrix each on our side."""
     found = [Entry(name, (name,)) for name in ("fc.weight", "hidden_norm.weight", "norm.weight")]
     if config.mask_token_id is None:
@@ -56,7 +56,7 @@ def entries(config: DFlashConfig) -> list[Entry]:
     return found + [Entry(name.replace("markov_w1.weight", "markov_w1"), (name,)) for name in left]
 
 
-def eagle3_entries(config: Eagle3Config, names: Iterable[str]) -> list[Entry]:
+def eagle3_weight_map(config: Eagle3Config, names: Iterable[str]) -> list[Entry]:
     """SGLang's names, of those that the draft has; gate/up and q/k/v are one matrix each on our side."""
     D = config.head_dim
     qkv = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
@@ -116,7 +116,7 @@ def build_dflash(found: DFlashDraft) -> DFlash:
     """What a file of any format describes -> the module."""
     with torch.device("meta"):
         draft = DFlash(found.config)
-    for entry in entries(found.config):
+    for entry in weight_map(found.config):
         tensor = entry.join([to_tensor(found.tensors[name]) for name in entry.names])
         assign(draft, entry.param, tensor)
     return draft.eval()
@@ -127,7 +127,7 @@ def describe_dflash(draft: DFlash, dtype: torch.dtype | None = None) -> DFlashDr
     ours = dict(named_tensors(draft))
     tensors = {
         name: part.contiguous()
-        for entry in entries(draft.config)
+        for entry in weight_map(draft.config)
         for name, part in zip(entry.names, entry.split(ours[entry.param].detach()), strict=True)
     }
     if draft.d2t is not None:
@@ -150,7 +150,7 @@ def build_eagle3(found: Eagle3Draft) -> Eagle3:
             own_head=found.own_head,
             mapped="d2t" in found.tensors,
         )
-    for entry in eagle3_entries(found.config, found.tensors.keys() - {"t2d"}):
+    for entry in eagle3_weight_map(found.config, found.tensors.keys() - {"t2d"}):
         assign(draft, entry.param, entry.join([to_tensor(found.tensors[name]) for name in entry.names]))
     return draft.eval()
 
@@ -162,7 +162,7 @@ def describe_eagle3(draft: Eagle3, dtype: torch.dtype | None = None) -> Eagle3Dr
     whole = [name for name in ours if not name.startswith("layers.")]
     tensors = {
         name: part.contiguous()
-        for entry in eagle3_entries(config, whole)
+        for entry in eagle3_weight_map(config, whole)
         for name, part in zip(entry.names, entry.split(ours[entry.param].detach()), strict=True)
     }
     ids = draft.target_ids()

@@ -55,7 +55,7 @@ CONVERTER = "llama.cpp"  # reads HF folders through its own convert_hf_to_gguf
 
 
 @dataclass(frozen=True)
-class Cell:
+class PreflightCell:
     """`state`: same, differs, refuses, wrong (as the row's fault says); `export`, the same once exported;
     "" where the engine does not look."""
 
@@ -64,10 +64,10 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PreflightRow:
     check: str
     said: str  # what the draft means
-    cells: dict[str, Cell]
+    cells: dict[str, PreflightCell]
     fault: str = ""  # wrong whoever reads it
     note: str = ""
     mend: str = ""
@@ -79,7 +79,7 @@ class Preflight:
     format: str
     kind: str
     target: str
-    rows: list[Row]
+    rows: list[PreflightRow]
     refused: str = ""  # why we do not read the files at all
     notes: list[str] = field(default_factory=list)
 
@@ -119,9 +119,9 @@ def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINE
         }
         fault, note = faults.get(check, ""), strange.get(check, "")
         if fault:
-            cells = {e: Cell("wrong", c.said) if c.state == "same" else c for e, c in cells.items()}
+            cells = {e: PreflightCell("wrong", c.said) if c.state == "same" else c for e, c in cells.items()}
         said, mend = meant.get(check) or shared, _mend(check, name, draft, cells)
-        rows.append(Row(check=check, said=said, cells=cells, fault=fault, note=note, mend=mend))
+        rows.append(PreflightRow(check=check, said=said, cells=cells, fault=fault, note=note, mend=mend))
     return Preflight(
         path=str(path), format=name, kind=kind, target=target.path, rows=rows, refused=refused, notes=notes
     )
@@ -170,40 +170,40 @@ def _cell(
     view: View | None,
     meant: View,
     shared: str,
-) -> Cell:
+) -> PreflightCell:
     """`shared`: the words of a row that all who open the files read alike."""
     if engine == OURS:
-        return Cell("", "") if view is None else Cell("same", view.get(check) or shared)
+        return PreflightCell("", "") if view is None else PreflightCell("same", view.get(check) or shared)
     direct = engine in FORMATS[name].engines
     remark = None if draft is None else _remark(engine, check, name if direct else None, draft)
     if view is not None:
         said = view.get(check, shared)
         if said.startswith(REFUSES):
-            return Cell("refuses", said.removeprefix(REFUSES))
+            return PreflightCell("refuses", said.removeprefix(REFUSES))
         if said and said != (meant.get(check) or shared):
-            return Cell("differs", said)
+            return PreflightCell("differs", said)
         if remark is not None and direct:
             return remark
-        return Cell("same" if said or not direct else "", said)
+        return PreflightCell("same" if said or not direct else "", said)
     if draft is None or not _formats_of(engine, draft):
-        return Cell("", "")
-    return remark or Cell("export", "")
+        return PreflightCell("", "")
+    return remark or PreflightCell("export", "")
 
 
 def _formats_of(engine: str, draft: Description) -> list[str]:
     return [n for n, f in FORMATS.items() if f.kind == kind_of(draft) and engine in f.engines]
 
 
-def _remark(engine: str, check: str, name: str | None, draft: Description) -> Cell | None:
+def _remark(engine: str, check: str, name: str | None, draft: Description) -> PreflightCell | None:
     """What the engine cannot hold, in the format it reads here or would be given."""
     names = [name] if name else _formats_of(engine, draft)[:1]
     for remark in (r for n in names for r in FORMATS[n].remarks(draft)):
         if (remark.engine, remark.check) == (engine, check):
-            return Cell("refuses" if remark.fatal else "differs", remark.said)
+            return PreflightCell("refuses" if remark.fatal else "differs", remark.said)
     return None
 
 
-def _mend(check: str, name: str, draft: Description | None, cells: dict[str, Cell]) -> str:
+def _mend(check: str, name: str, draft: Description | None, cells: dict[str, PreflightCell]) -> str:
     """Nothing mends what an engine cannot do, however it is written."""
     parted = [e for e, c in cells.items() if c.state == "differs"]
     if draft is not None:
@@ -263,7 +263,7 @@ def _verdict(found: Preflight) -> str:
     return f"read differently, and nobody would say so: {', '.join(apart)}"
 
 
-def _show_row(row: Row, say: Callable[[str], None]) -> None:
+def _show_row(row: PreflightRow, say: Callable[[str], None]) -> None:
     if row.fault:
         say(f"[bold red]{row.check}:[/bold red] {escape(row.fault)}")
     for state, style in (("differs", "red"), ("refuses", "yellow")):

@@ -26,7 +26,7 @@ from outpace.formats.spec import (
     EMBEDDING,
     HEAD,
     Eagle3Draft,
-    Remark,
+    FormatWarning,
     TargetFiles,
     canonical_rope,
     check_shapes,
@@ -246,7 +246,7 @@ def layer_to_hf(c: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def remarks(draft: Eagle3Draft) -> list[Remark]:
+def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
     c, own = draft.config, "serve with --speculative-draft-window-size"
     faults = (
         ("norms", "adds the raw feature, not the normed one", c.norm_before_residual),
@@ -256,10 +256,10 @@ def remarks(draft: Eagle3Draft) -> list[Remark]:
         ("layers", "runs the first alone", c.num_layers > 1),
         ("one pass", "guesses step by step", c.parallel),
     )
-    found = [Remark(check=check, engine="SGLang", said=said) for check, said, has in faults if has]
+    found = [FormatWarning(check=check, engine="SGLang", said=said) for check, said, has in faults if has]
     if c.parallel and c.mask_token_id is None:
         said = "knows no learned mask_embedding"
-        found.append(Remark(check="one pass", engine="vLLM", said=said))
+        found.append(FormatWarning(check="one pass", engine="vLLM", said=said))
     return found
 
 

@@ -18,7 +18,7 @@ from outpace.models.load import Comparison, explain
 from outpace.ops.quant import dense
 from outpace.ops.rope import RopeConfig
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 # what a rope of each kind is made of; the other fields of a RopeConfig mean nothing there
 ROPE_FIELDS = {
@@ -40,7 +40,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remark:
+class FormatWarning:
     """What a format, or one of the engines that read it, cannot hold of a draft. `fatal`: all that read
     the format would take it wrongly, so it is not written."""
 
@@ -93,12 +93,14 @@ def canonical(config: DFlashConfig) -> DFlashConfig:
     )
 
 
-def without_parts(config: DFlashConfig, engine: str) -> list[Remark]:
+def without_parts(config: DFlashConfig, engine: str) -> list[FormatWarning]:
     """Of formats that hold a plain DFlash alone."""
     said = parts_of(config)
     if said == "none":
         return []
-    return [Remark(check="parts", engine=engine, said=f"holds a plain DFlash, without {said}", fatal=True)]
+    return [
+        FormatWarning(check="parts", engine=engine, said=f"holds a plain DFlash, without {said}", fatal=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +148,11 @@ Description = DFlashDraft | Eagle3Draft
 Read = tuple[Description, list[str]]  # and what a person should know about these files
 
 
-def dflash_shapes(c: DFlashConfig) -> dict[str, Shape]:
+def dflash_shapes(c: DFlashConfig) -> dict[str, TensorShape]:
     """z-lab's names and what each holds."""
     C, D, F = c.hidden_size, c.head_dim, c.intermediate_size
     q, kv = c.num_heads * D, c.num_kv_heads * D
-    found: dict[str, Shape] = {"fc.weight": (C, len(c.target_layer_ids) * C)}
+    found: dict[str, TensorShape] = {"fc.weight": (C, len(c.target_layer_ids) * C)}
     found |= {"hidden_norm.weight": (C,), "norm.weight": (C,)}
     if c.mask_token_id is None:
         found["mask_embedding"] = (C,)
@@ -167,12 +169,12 @@ def dflash_shapes(c: DFlashConfig) -> dict[str, Shape]:
     return found | shapes_of_parts(c)
 
 
-def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool) -> dict[str, Shape]:
+def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool) -> dict[str, TensorShape]:
     """SGLang's names and what each holds; the last three say which of the optional tensors are there."""
     C, D, F = c.hidden_size, c.head_dim, c.intermediate_size
     q, kv = c.num_heads * D, c.num_kv_heads * D
     states = len(c.layer_ids)
-    found: dict[str, Shape] = {"fc.weight": (C, states * c.target_hidden_size), "norm.weight": (C,)}
+    found: dict[str, TensorShape] = {"fc.weight": (C, states * c.target_hidden_size), "norm.weight": (C,)}
     found["midlayer.hidden_norm.weight"] = (C,)
     for i in range(c.num_layers):
         at, width = (f"layers.{i}.", C) if i else ("midlayer.", 2 * C)
@@ -242,7 +244,9 @@ def target_layers(where: str, said: Mapping[str, Any], target: TargetFiles | Non
     return target.config.num_layers
 
 
-def check_shapes(where: Path | str, wanted: Mapping[str, Shape], held: Mapping[str, Shape]) -> None:
+def check_shapes(
+    where: Path | str, wanted: Mapping[str, TensorShape], held: Mapping[str, TensorShape]
+) -> None:
     """Raises LoadError, naming each side's tensors, where the two are not the same."""
     wrong = [(n, wanted[n], held[n]) for n in wanted if n in held and held[n] != wanted[n]]
     difference = Comparison(sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys()), wrong)

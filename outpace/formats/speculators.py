@@ -28,7 +28,7 @@ from outpace.formats.spec import (
     EMBEDDING,
     HEAD,
     DFlashDraft,
-    Remark,
+    FormatWarning,
     TargetFiles,
     canonical,
     check_shapes,
@@ -227,20 +227,21 @@ def to_hf(config: DFlashConfig, target: TargetFiles | None) -> dict[str, Any]:
     }
 
 
-def remarks(draft: DFlashDraft) -> list[Remark]:
+def remarks(draft: DFlashDraft) -> list[FormatWarning]:
     config, found = draft.config, []
     if config.mask_token_id is None:
         said = "has no learned mask_embedding"
-        found.append(Remark(check="mask token", engine="vLLM", said=said, fatal=True))
+        found.append(FormatWarning(check="mask token", engine="vLLM", said=said, fatal=True))
     if WINDOW in config.layer_types:
-        found.append(Remark(check="window", engine="speculators", said=OWN_WINDOW))
+        found.append(FormatWarning(check="window", engine="speculators", said=OWN_WINDOW))
     if config.causal and FULL in config.layer_types:
         said = "older builds make full_attention layers causal too"
-        found.append(Remark(check="block sees", engine="vLLM", said=said))
+        found.append(FormatWarning(check="block sees", engine="vLLM", said=said))
     if config.causal_full:
         said = "has no word for causal full_attention layers"
         found += [
-            Remark(check="block sees", engine=e, said=said, fatal=True) for e in ("vLLM", "speculators")
+            FormatWarning(check="block sees", engine=e, said=said, fatal=True)
+            for e in ("vLLM", "speculators")
         ]
     return found + narrow_window(config, "vLLM") + without_parts(config, "vLLM")
 

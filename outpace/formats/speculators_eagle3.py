@@ -18,7 +18,7 @@ from outpace.formats.sglang_eagle3 import (
     layer_to_hf,
     our_name,
 )
-from outpace.formats.spec import EMBEDDING, HEAD, Eagle3Draft, Remark, TargetFiles, main_dtype
+from outpace.formats.spec import EMBEDDING, HEAD, Eagle3Draft, FormatWarning, TargetFiles, main_dtype
 from outpace.formats.speculators import (
     COPIED,
     ENVELOPE,
@@ -98,16 +98,20 @@ def to_hf(draft: Eagle3Draft, target: TargetFiles | None) -> dict[str, Any]:
     }
 
 
-def remarks(draft: Eagle3Draft) -> list[Remark]:
+def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
     c = draft.config
     faults = (
         ("hidden sizes", "wants a draft as wide as its target", c.hidden_size != c.target_hidden_size),
         ("layer ids", "joins three states", len(c.layer_ids) != 3),
     )
-    found = [Remark(check=check, engine="speculators", said=said) for check, said, has in faults if has]
+    found = [
+        FormatWarning(check=check, engine="speculators", said=said) for check, said, has in faults if has
+    ]
     if c.parallel and c.mask_token_id is None:
         said = "knows no learned mask_embedding"
-        found += [Remark(check="one pass", engine=e, said=said, fatal=True) for e in ("speculators", "vLLM")]
+        found += [
+            FormatWarning(check="one pass", engine=e, said=said, fatal=True) for e in ("speculators", "vLLM")
+        ]
     return found
 
 

@@ -22,7 +22,7 @@ from outpace.formats.keys import (
 )
 from outpace.formats.spec import (
     DFlashDraft,
-    Remark,
+    FormatWarning,
     TargetFiles,
     canonical,
     check_shapes,
@@ -101,7 +101,7 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def remarks(draft: DFlashDraft) -> list[Remark]:
+def remarks(draft: DFlashDraft) -> list[FormatWarning]:
     config = draft.config
     faults = {
         "attention bias": "has no attention biases" if config.attention_bias else "",
@@ -109,7 +109,7 @@ def remarks(draft: DFlashDraft) -> list[Remark]:
         "block sees": "has no causal blocks" if config.causal or config.causal_full else "",
     }
     found = [
-        Remark(check=check, engine="transformers", said=said, fatal=True)
+        FormatWarning(check=check, engine="transformers", said=said, fatal=True)
         for check, said in faults.items()
         if said
     ]

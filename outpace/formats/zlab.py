@@ -30,7 +30,7 @@ from outpace.formats.keys import (
 )
 from outpace.formats.spec import (
     DFlashDraft,
-    Remark,
+    FormatWarning,
     TargetFiles,
     canonical,
     check_shapes,
@@ -271,25 +271,27 @@ def architecture(config: DFlashConfig) -> str:
     return SECOND if all(second) else ARCHITECTURE
 
 
-def remarks(draft: DFlashDraft) -> list[Remark]:
+def remarks(draft: DFlashDraft) -> list[FormatWarning]:
     """What the engines that load this format would not take as it is meant."""
     config, found = draft.config, []
     for engine in ("SGLang", "vLLM"):
         if config.mask_token_id is None:
             said = "knows no learned mask_embedding"
-            found.append(Remark(check="mask token", engine=engine, said=said, fatal=True))
+            found.append(FormatWarning(check="mask token", engine=engine, said=said, fatal=True))
         found += narrow_window(config, engine)
         if architecture(config) == OWN:
-            found.append(Remark(check="parts", engine=engine, said=f"knows no {OWN}: {parts_of(config)}"))
+            found.append(
+                FormatWarning(check="parts", engine=engine, said=f"knows no {OWN}: {parts_of(config)}")
+            )
     return found
 
 
-def narrow_window(config: DFlashConfig, engine: str) -> list[Remark]:
+def narrow_window(config: DFlashConfig, engine: str) -> list[FormatWarning]:
     """Engines whose windows look both ways measure them to both sides; ours, and llama.cpp's, to the left."""
     if WINDOW not in config.layer_types or config.causal or config.sliding_window >= config.block_size:
         return []
     said = f"a window of {config.sliding_window} also hides the far end of a block of {config.block_size}"
-    return [Remark(check="window", engine=engine, said=said, fatal=True)]
+    return [FormatWarning(check="window", engine=engine, said=said, fatal=True)]
 
 
 def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:

@@ -6,28 +6,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.kv.metadata import FEW, Step, View
+from outpace.kv.metadata import FEW, KVView, StepMetadata
 from outpace.kv.moves import move
-from outpace.kv.topk import Index, Keep, Lists, choose
+from outpace.kv.topk import Index, Lists, TopKConfig, choose
 from outpace.kv.tree import Tree
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecordedQueries:
     """The queries of a forward: q [B,T,H,D], of each row the first counts [B]; and the index's, if any."""
 
     q: Tensor
     counts: tuple[int, ...]
     index: Index | None = None
 
-    def keep(self, rows: list[int]) -> "Asked":
+    def select(self, batch_indices: list[int]) -> "RecordedQueries":
         index = self.index
         if index is not None:
-            index = Index(index.q[rows], index.k[rows], index.w[rows])
-        return Asked(self.q[rows], tuple(self.counts[b] for b in rows), index)
+            index = Index(index.q[batch_indices], index.k[batch_indices], index.w[batch_indices])
+        return RecordedQueries(self.q[batch_indices], tuple(self.counts[b] for b in batch_indices), index)
 
 
-class Memory:
+class LayerCache:
     """One layer's keys and values, [B, K, S, D] and one trash slot for padding.
 
     Dense when S is the longest sequence, a ring when it is window + slack.
@@ -43,11 +43,11 @@ class Memory:
         self.window = window  # 0: dense
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.asks = False  # keep the queries of every append: what a partial view is chosen by
-        self.asked: Asked | None = None
+        self.asked: RecordedQueries | None = None
         self.keys: Tensor | None = None  # of an index [B, 1, S and a trash slot, D]: see `index_by`
-        self.keep_few: Keep | None = None
+        self.keep_few: TopKConfig | None = None
 
-    def index_by(self, dim: int, keep: Keep | None) -> None:
+    def index_by(self, dim: int, keep: TopKConfig | None) -> None:
         """Remember an index's key [dim] with each token; with `keep`, queries see what it chooses alone."""
         assert not self.window, "a window is small as it is"
         B, _, slots, _ = self.k.shape
@@ -66,11 +66,11 @@ class Memory:
         self,
         k: Tensor,
         v: Tensor,
-        step: Step,
+        step: StepMetadata,
         q: Tensor | None = None,
         rows: Tensor | None = None,
         index: Index | None = None,
-    ) -> View:
+    ) -> KVView:
         """k, v [B,K,T,D] -> everything the T queries may see, themselves included. q [B,T,H,D], the queries,
         where who asks may matter; rows [B,T,W], what k and v were made of, where that is remembered; index,
         where it chooses."""
@@ -79,17 +79,17 @@ class Memory:
         fits = step.held + step.T <= self.size - self.window + 1
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
-            return View(self.k[:, :, : self.size], self.v[:, :, : self.size], step, lists=lists)
+            return KVView(self.k[:, :, : self.size], self.v[:, :, : self.size], step, lists=lists)
         assert not step.held, "a ring whose slack is below a whole tree has lost what the tree stands on"
         past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
         past_k, past_v = (self._read(x, past_index) for x in (self.k, self.v))
         self._write(k, v, step)
         both = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
-        return View(*both, step, step.starts + (1 - self.window))
+        return KVView(*both, step, step.starts + (1 - self.window))
 
-    def hear(self, q: Tensor | None, step: Step, index: Index | None = None) -> None:
+    def hear(self, q: Tensor | None, step: StepMetadata, index: Index | None = None) -> None:
         if self.asks and q is not None:
-            self.asked = Asked(q, step.counts, index)
+            self.asked = RecordedQueries(q, step.counts, index)
 
     def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """k, v [K, n, D] of row b's tokens begin .. end - 1; not of a ring."""
@@ -102,7 +102,7 @@ class Memory:
         )
         return k, v
 
-    def _choose(self, index: Index | None, step: Step) -> Lists | None:
+    def _choose(self, index: Index | None, step: StepMetadata) -> Lists | None:
         if index is None or self.keys is None:
             return None
         self._put(self.keys, index.k[:, None], step)
@@ -110,11 +110,11 @@ class Memory:
             return None
         return choose(index, self.keys[:, 0, : self.size], step.place, self.keep_few)
 
-    def _write(self, k: Tensor, v: Tensor, step: Step) -> None:
+    def _write(self, k: Tensor, v: Tensor, step: StepMetadata) -> None:
         self._put(self.k, k, step)
         self._put(self.v, v, step)
 
-    def _put(self, whole: Tensor, new: Tensor, step: Step) -> None:
+    def _put(self, whole: Tensor, new: Tensor, step: StepMetadata) -> None:
         T = step.T
         slot = (step.start[0] + step.held) % self.size
         if len(step.start) == 1 and step.counts[0] == T and slot + T <= self.size:
@@ -126,15 +126,15 @@ class Memory:
         row = torch.arange(index.shape[0], device=x.device)[:, None]
         return x.transpose(1, 2)[row, index % self.size].transpose(1, 2)
 
-    def keep(self, rows: list[int]) -> None:
-        self.k, self.v = self.k[rows], self.v[rows]
+    def select(self, batch_indices: list[int]) -> None:
+        self.k, self.v = self.k[batch_indices], self.v[batch_indices]
         if self.keys is not None:
-            self.keys = self.keys[rows]
+            self.keys = self.keys[batch_indices]
         if self.asked is not None:
-            self.asked = self.asked.keep(rows)
+            self.asked = self.asked.select(batch_indices)
 
 
-class Cache:
+class KVCache:
     """One memory per layer and one length per sequence. K and V always move together, in all layers.
 
     `length` bounds every sequence, `slack` bounds what a rewind may take back where a ring has wrapped.
@@ -153,7 +153,7 @@ class Cache:
         offset: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        own: Mapping[int, Memory] | None = None,
+        own: Mapping[int, LayerCache] | None = None,
     ) -> None:
         """`own`: memories of layers that remember something else than keys and values."""
         if min(batch, length, slack) < 1:
@@ -166,7 +166,7 @@ class Cache:
         self.last_start = [0] * batch
         # per ring size and sequence: the first index whose key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
-        self.layers: list[Memory] = []
+        self.layers: list[LayerCache] = []
         for layer, window in enumerate(windows):
             if own and layer in own:
                 self.layers.append(own[layer])
@@ -176,7 +176,7 @@ class Cache:
             if ring:
                 self.kept_from[size] = [0] * batch
             self.layers.append(
-                Memory(
+                LayerCache(
                     batch,
                     kv_heads,
                     size,
@@ -202,7 +202,7 @@ class Cache:
         *,
         both_ways: bool = False,
         tree: Tree | None = None,
-    ) -> Step:
+    ) -> StepMetadata:
         """Open a forward of T columns; `counts` says how many of each row are real (default: all). Of a tree
         they are the columns after those it holds.
 
@@ -219,9 +219,9 @@ class Cache:
                     f"sequence {b} holds {n} tokens and {held + c} more do not fit a cache made for "
                     f"{self.length}: make it with a larger length"
                 )
-        return Step(tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree)
+        return StepMetadata(tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree)
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: StepMetadata) -> None:
         """Close a forward: what it appended is now remembered."""
         assert not step.held, "a tree that grew over several forwards is forgotten, not remembered"
         self.last_start = list(step.start)
@@ -229,13 +229,13 @@ class Cache:
         for size, kept in self.kept_from.items():
             self.kept_from[size] = [max(k, n - size) for k, n in zip(kept, self.lengths, strict=True)]
 
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows alone, in this order: the others are finished and cost nothing more."""
+    def select(self, batch_indices: list[int]) -> None:
+        """Keep only these batch indices, in this order: finished rows cost nothing more."""
         for memory in self.layers:
-            memory.keep(rows)
-        self.lengths = [self.lengths[b] for b in rows]
-        self.last_start = [self.last_start[b] for b in rows]
-        self.kept_from = {size: [kept[b] for b in rows] for size, kept in self.kept_from.items()}
+            memory.select(batch_indices)
+        self.lengths = [self.lengths[b] for b in batch_indices]
+        self.last_start = [self.last_start[b] for b in batch_indices]
+        self.kept_from = {size: [kept[b] for b in batch_indices] for size, kept in self.kept_from.items()}
 
     def rewind(self, lengths: list[int]) -> None:
         """Forget everything from `lengths[b]` on. Raises ValueError, and changes nothing, where a ring
@@ -296,10 +296,10 @@ class Cache:
 
     def _move(self, columns: Tensor) -> None:
         """[2, B, n] int64: from which column of the last forward to which; -1 for none."""
-        move_columns(self.layers, columns, self.last_start)
+        move_positions(self.layers, columns, self.last_start)
 
 
-def move_columns(memories: Sequence[Memory], columns: Tensor, start: list[int]) -> None:
+def move_positions(memories: Sequence[LayerCache], columns: Tensor, start: list[int]) -> None:
     """columns [2, B, n] after the start [B] of each row: all that is remembered of a token together, in all
     memories at once."""
     starts = torch.tensor(start, device=columns.device)[:, None]

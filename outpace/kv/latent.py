@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels import cpu
-from outpace.kv.base import Memory
-from outpace.kv.metadata import FEW, Step, View
+from outpace.kv.base import LayerCache
+from outpace.kv.metadata import FEW, KVView, StepMetadata
 from outpace.kv.topk import Index
 
 
-class Maps(Protocol):
+class LatentProjection(Protocol):
     """What a layer makes of its latents. rows [..., n, W], cos and sin [n, D/2] of their positions, or of all
     but the last of these shapes [..., n, D/2]."""
 
@@ -38,7 +38,7 @@ class Maps(Protocol):
         ...
 
 
-class LatentMemory(Memory):
+class LatentCache(LayerCache):
     """Of one full-attention layer: rows [B, 1, S, W] and one trash slot, W far less than 2 K D. What a
     forward looks at is expanded for it, layer by layer, and given up again.
 
@@ -53,7 +53,7 @@ class LatentMemory(Memory):
         size: int,
         head_dim: int,
         width: int,
-        maps: Maps,
+        maps: LatentProjection,
         tables: tuple[Tensor, Tensor],
         **kind: object,
     ) -> None:
@@ -66,11 +66,11 @@ class LatentMemory(Memory):
         self,
         k: Tensor,
         v: Tensor,
-        step: Step,
+        step: StepMetadata,
         q: Tensor | None = None,
         rows: Tensor | None = None,
         index: Index | None = None,
-    ) -> View:
+    ) -> KVView:
         assert rows is not None, "a latent memory keeps rows [B, T, W]"
         self.hear(q, step, index)
         self._write(rows[:, None], rows[:, None, :, :0], step)
@@ -83,28 +83,28 @@ class LatentMemory(Memory):
             held = self.k[:, :, : past + step.T, : self.maps.rank]
             keys = k.new_empty(*k.shape[:2], past + step.T, k.shape[3])
             self.maps.keys_(keys[:, :, :past], *old)
-            return View(self._with_new(keys, k, step), held, step, values=self.maps.values)
+            return KVView(self._with_new(keys, k, step), held, step, values=self.maps.values)
         if not past:
-            return View(k.contiguous(), v.contiguous(), step)
+            return KVView(k.contiguous(), v.contiguous(), step)
         past_k, past_v = self.maps.expand(*old)
-        return View(self._joined(past_k, k, step), self._joined(past_v, v, step), step)
+        return KVView(self._joined(past_k, k, step), self._joined(past_v, v, step), step)
 
-    def _late(self, k: Tensor, step: Step) -> bool:
+    def _late(self, k: Tensor, step: StepMetadata) -> bool:
         """Whether attention can sum latents, and values be made of the sums: where a kernel runs it."""
         short = step.T <= FEW or step.tree is not None
         fits = k.dtype == torch.float32 and k.device.type == "cpu" and self.head_dim % 8 == 0
         return short and fits and not torch.is_grad_enabled() and cpu.available()
 
-    def _joined(self, old: Tensor, new: Tensor, step: Step) -> Tensor:
+    def _joined(self, old: Tensor, new: Tensor, step: StepMetadata) -> Tensor:
         """old [B,K,n,D] and new [B,K,T,D] -> [B,K,n+T,D], each new one at its index."""
         return self._with_new(F.pad(old, (0, 0, 0, step.T)), new, step)
 
-    def _with_new(self, whole: Tensor, new: Tensor, step: Step) -> Tensor:
+    def _with_new(self, whole: Tensor, new: Tensor, step: StepMetadata) -> Tensor:
         for b, start in enumerate(step.start):
             whole[b, :, start + step.held : start + step.held + step.T] = new[b]
         return whole
 
-    def _few(self, k: Tensor, v: Tensor, step: Step, lists: Tensor, many: Tensor) -> View:
+    def _few(self, k: Tensor, v: Tensor, step: StepMetadata, lists: Tensor, many: Tensor) -> KVView:
         """Of the tokens that any query of a row looks at: they alone are expanded, and counted anew."""
         B, _, N = lists.shape
         at = torch.where(torch.arange(N, device=lists.device) < many[..., None], lists, self.size)
@@ -130,10 +130,10 @@ class LatentMemory(Memory):
             held = rows[:, None, :, : self.maps.rank]
             keys = k.new_empty(B, k.shape[1], used + 1, k.shape[3])
             self.maps.keys_(keys[:, :, :used], rows, cos, sin)
-            return View(put(keys, k), held, step, lists=counted, values=self.maps.values)
+            return KVView(put(keys, k), held, step, lists=counted, values=self.maps.values)
         past_k, past_v = self.maps.expand(rows, cos, sin)
         past_k, past_v = (F.pad(x, (0, 0, 0, 1)) for x in (past_k, past_v))
-        return View(put(past_k, k), put(past_v, v), step, lists=counted)
+        return KVView(put(past_k, k), put(past_v, v), step, lists=counted)
 
     def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return self._expanded(self.k[b, 0], begin, end)

@@ -7,14 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from outpace.kv.topk import Lists, Place
+from outpace.kv.topk import Lists, QueryPositions
 from outpace.kv.tree import Tree
 
 FEW = 64  # new tokens of a row: up to here order costs nothing, above keys stand in the order of the text
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMetadata:
     """The tokens one forward adds: row b appends counts[b] of its T columns after start[b] remembered ones.
 
     The columns past counts[b] are padding: nobody sees them and they are not remembered.
@@ -78,20 +78,20 @@ class Step:
         return torch.tensor(self.counts, device=self.device)
 
     @cached_property
-    def place(self) -> Place:
+    def place(self) -> QueryPositions:
         """The same, as an index asks for it."""
-        return Place(self.starts, self._counts, self.T, self.tree, max(self.start) + self.T)
+        return QueryPositions(self.starts, self._counts, self.T, self.tree, max(self.start) + self.T)
 
 
 @dataclass(frozen=True)
-class View:
+class KVView:
     """What the queries of a step may look at: k, v [B,K,S,D], where the token of storage index j lies at slot
     (j - first[b]) % S; `first` [B] int64, None for 0 in every row, as in a memory itself. With `lists`, slots
     of k and v, each query sees those alone."""
 
     k: Tensor
     v: Tensor
-    step: Step
+    step: StepMetadata
     first: Tensor | None = None
     lists: Lists | None = None
     values: Callable[[Tensor, Tensor], Tensor] | None = None  # v is one head's latents: see cache.latent.Maps
@@ -118,7 +118,7 @@ class View:
         at = torch.where(torch.arange(N, device=lists.device) < many[..., None], lists, S)
         return torch.zeros(B, T, S + 1, dtype=torch.bool, device=lists.device).scatter(2, at, True)[..., :S]
 
-    def _allowed_in_tree(self, index: Tensor, step: Step, tree: Tree, window: int) -> Tensor:
+    def _allowed_in_tree(self, index: Tensor, step: StepMetadata, tree: Tree, window: int) -> Tensor:
         """A window counts depth: what was verified is as far behind a node as it was behind its path."""
         column = index - step.starts[:, None]
         past = ((index >= 0) & (column < 0))[:, None]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.kv.base import Asked, Cache, Memory, move_columns
-from outpace.kv.metadata import Step, View
+from outpace.kv.base import KVCache, LayerCache, RecordedQueries, move_positions
+from outpace.kv.metadata import KVView, StepMetadata
 from outpace.kv.summary import SELECTORS, extremes, rank
 from outpace.kv.topk import Index, reference_scores
 from outpace.kv.tree import Tree
@@ -90,16 +90,16 @@ class PartialConfig:
 
 
 @dataclass(frozen=True)
-class PartialStep(Step):
+class PartialStep(StepMetadata):
     """A step of the text, and `near`, the same tokens as a partial memory counts them."""
 
-    near: Step | None = None
+    near: StepMetadata | None = None
 
 
-class PartialMemory(Memory):
+class PartialLayerCache(LayerCache):
     """Of one full-attention layer: static_size + room tokens, and the extremes of every block of `full`."""
 
-    def __init__(self, full: Memory, config: PartialConfig, room: int, device: torch.device) -> None:
+    def __init__(self, full: LayerCache, config: PartialConfig, room: int, device: torch.device) -> None:
         B, K, D = len(full.k), full.kv_heads, full.head_dim
         super().__init__(B, K, config.static_size + room, D, 0, dtype=full.k.dtype, device=device)
         self.full, self.config = full, config
@@ -115,19 +115,19 @@ class PartialMemory(Memory):
         self,
         k: Tensor,
         v: Tensor,
-        step: Step,
+        step: StepMetadata,
         q: Tensor | None = None,
         rows: Tensor | None = None,
         index: Index | None = None,
-    ) -> View:
+    ) -> KVView:
         assert isinstance(step, PartialStep) and step.near is not None, (
             "a partial memory has its own counting"
         )
         return super().append(k, v, step.near)
 
-    def keep(self, rows: list[int]) -> None:
-        super().keep(rows)
-        self.low, self.high = self.low[rows], self.high[rows]
+    def select(self, batch_indices: list[int]) -> None:
+        super().select(batch_indices)
+        self.low, self.high = self.low[batch_indices], self.high[batch_indices]
 
     def summarise(self, b: int, begin: int, end: int) -> None:
         """The full memory's blocks begin .. end - 1 of row b."""
@@ -167,7 +167,7 @@ class PartialMemory(Memory):
         best = rank(scores, K, self.config.reduce).topk(count, dim=1).indices
         return first + best.sort(dim=1).values
 
-    def _by_index(self, asked: Asked, b: int, real: int, first: int, end: int) -> Tensor:
+    def _by_index(self, asked: RecordedQueries, b: int, real: int, first: int, end: int) -> Tensor:
         """[T, 1, n]: of each block the best token's score."""
         keys, index, size = self.full.keys, asked.index, self.config.block_size
         assert keys is not None and index is not None, "a cache made with an index"
@@ -180,7 +180,7 @@ class PartialMemory(Memory):
         self.k[b, :, slots], self.v[b, :, slots] = self.full.read(b, begin, end)
 
 
-class PartialCache(Cache):
+class PartialCache(KVCache):
     """What a target looks at while it guesses for itself. `lengths` runs ahead of the full cache's by the
     buffered tokens; `refresh` forgets these and chooses anew.
 
@@ -188,14 +188,14 @@ class PartialCache(Cache):
     buffered tokens too; they are overwritten there when the full cache goes on.
     """
 
-    def __init__(self, full: Cache, config: PartialConfig, room: int) -> None:
+    def __init__(self, full: KVCache, config: PartialConfig, room: int) -> None:
         assert room <= full.slack, f"{room} buffered columns, and the windows can take back {full.slack}"
         super().__init__(
             full.batch, full.length, full.slack, (), 1, 1, offset=full.offset, device=full.device
         )
         self.full, self.config, self.room = full, config, room
         self.layers = [
-            memory if window else PartialMemory(memory, config, room, self.device)
+            memory if window else PartialLayerCache(memory, config, room, self.device)
             for memory, window in zip(full.layers, full.windows, strict=True)
         ]
         self.static = [0] * full.batch  # tokens of the first three segments
@@ -203,8 +203,8 @@ class PartialCache(Cache):
         self.lengths = list(full.lengths)
 
     @property
-    def partials(self) -> list[PartialMemory]:
-        return [memory for memory in self.layers if isinstance(memory, PartialMemory)]
+    def partials(self) -> list[PartialLayerCache]:
+        return [memory for memory in self.layers if isinstance(memory, PartialLayerCache)]
 
     @property
     def nbytes(self) -> int:
@@ -241,15 +241,16 @@ class PartialCache(Cache):
         assert not step.held, "a tree of one forward"
         for n, count in zip(self.buffered, step.counts, strict=True):
             assert 0 <= n <= self.room - count, f"{n} and {count} more; the buffer has {self.room} columns"
-        near = Step(tuple(self._near(step.start)), step.counts, T, self.device, both_ways, tree)
+        near = StepMetadata(tuple(self._near(step.start)), step.counts, T, self.device, both_ways, tree)
         return PartialStep(step.start, step.counts, T, self.device, both_ways, tree, near)
 
-    def keep(self, rows: list[int]) -> None:
+    def select(self, batch_indices: list[int]) -> None:
         """After the full cache has kept them."""
         for memory in self.partials:
-            memory.keep(rows)
+            memory.select(batch_indices)
         self.lengths, self.last_start, self.static, self.summarised = (
-            [of[b] for b in rows] for of in (self.lengths, self.last_start, self.static, self.summarised)
+            [of[b] for b in batch_indices]
+            for of in (self.lengths, self.last_start, self.static, self.summarised)
         )
 
     def _near(self, start: tuple[int, ...] | list[int]) -> list[int]:
@@ -263,7 +264,7 @@ class PartialCache(Cache):
             )
 
     def _move(self, columns: Tensor) -> None:
-        shared = [memory for memory in self.layers if not isinstance(memory, PartialMemory)]
+        shared = [memory for memory in self.layers if not isinstance(memory, PartialLayerCache)]
         if shared:
-            move_columns(shared, columns, self.last_start)
-        move_columns(self.partials, columns, self._near(self.last_start))
+            move_positions(shared, columns, self.last_start)
+        move_positions(self.partials, columns, self._near(self.last_start))

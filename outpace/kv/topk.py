@@ -20,7 +20,7 @@ PIECE = 2**24  # scores that are in memory at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class TopKConfig:
     """How many tokens a query looks at, itself included. Raises ValueError for what leaves no choice."""
 
     top_k: float = 2048  # so many in all; below 1: this share of what it could see
@@ -50,7 +50,7 @@ class Keep:
             raise ValueError("sparse attention: top_k 0: a number of tokens, or a share of the context")
 
     @property
-    def by_count(self) -> "Keep":
+    def by_count(self) -> "TopKConfig":
         """The same by top_k alone."""
         return replace(self, top_p=0.0, least_mass=0.0)
 
@@ -87,7 +87,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Place:
+class QueryPositions:
     """Where T new tokens stand: after start [B] others, counts [B] of them real; a chain, or nodes of a tree.
     Both int64. `longest`: no row has more tokens with them."""
 
@@ -103,7 +103,7 @@ class Place:
         return self.start[:, None] + depth + 1
 
 
-def choose(index: Index, keys: Tensor, place: Place, keep: Keep) -> Lists | None:
+def choose(index: Index, keys: Tensor, place: QueryPositions, keep: TopKConfig) -> Lists | None:
     """keys [B, S, D] of all tokens, the new ones included -> what each new one looks at: the first `sinks`,
     the last `recent`, its ancestors in a tree, and the best of the others by the index, the later of equals.
     None where nobody leaves anything out. Rows whose scores are not finite leave nothing out.
@@ -135,7 +135,7 @@ def choose(index: Index, keys: Tensor, place: Place, keep: Keep) -> Lists | None
     return lists, many
 
 
-def score(index: Index, keys: Tensor, place: Place, seen: int) -> Tensor:
+def score(index: Index, keys: Tensor, place: QueryPositions, seen: int) -> Tensor:
     """[B, T, seen] float32; undefined where a query does not look."""
     q, w = index.q.float().contiguous(), index.w.float().contiguous()
     if _kernel(q, keys):
@@ -143,7 +143,7 @@ def score(index: Index, keys: Tensor, place: Place, seen: int) -> Tensor:
     return reference_scores(q, w, keys[:, :seen].float())
 
 
-def pick(scores: Tensor, place: Place, wanted: Tensor, width: int, keep: Keep) -> Lists:
+def pick(scores: Tensor, place: QueryPositions, wanted: Tensor, width: int, keep: TopKConfig) -> Lists:
     if scores.device.type != "cpu" or not cpu.available():
         return reference_pick(scores, place, wanted, width, keep)
     tree = place.tree
@@ -157,7 +157,9 @@ def reference_scores(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum("bths,bth->bts", torch.einsum("bthd,bsd->bths", q, keys).relu(), w)
 
 
-def reference_pick(scores: Tensor, place: Place, wanted: Tensor, width: int, keep: Keep) -> Lists:
+def reference_pick(
+    scores: Tensor, place: QueryPositions, wanted: Tensor, width: int, keep: TopKConfig
+) -> Lists:
     B, T, S = scores.shape
     past, rest = _ranges(place, keep, S)
     finite = (scores.isfinite() | ~rest).all(-1)
@@ -179,14 +181,14 @@ def reference_pick(scores: Tensor, place: Place, wanted: Tensor, width: int, kee
     return lists[..., : max(width, int(many.max()))].contiguous(), many
 
 
-def _ranges(place: Place, keep: Keep, S: int) -> tuple[Tensor, Tensor]:
+def _ranges(place: QueryPositions, keep: TopKConfig, S: int) -> tuple[Tensor, Tensor]:
     """[B, T, S] bool: what a query could see before the tree, and what of it the index chooses among."""
     s, lengths = torch.arange(S, device=place.start.device), place.lengths()[..., None]
     past = (s < lengths) if place.tree is None else (s < place.start[:, None, None]).expand(-1, place.T, -1)
     return past, past & (s >= keep.sinks) & (s < lengths - keep.recent)
 
 
-def _until(scores: Tensor, place: Place, keep: Keep, wanted: Tensor) -> Tensor:
+def _until(scores: Tensor, place: QueryPositions, keep: TopKConfig, wanted: Tensor) -> Tensor:
     """[B, T]: as many as hold top_p of the softmax over the choice, at most `wanted`; all, where these hold
     less than least_mass."""
     _, rest = _ranges(place, keep, scores.shape[-1])
@@ -206,7 +208,7 @@ def _until(scores: Tensor, place: Place, keep: Keep, wanted: Tensor) -> Tensor:
     return torch.where(long & poor, lengths, wanted)
 
 
-def _in_pieces(index: Index, keys: Tensor, place: Place, keep: Keep, piece: int) -> Lists:
+def _in_pieces(index: Index, keys: Tensor, place: QueryPositions, keep: TopKConfig, piece: int) -> Lists:
     """A long chain, some queries at a time."""
     found = []
     width = keep.width(place.longest)
@@ -214,14 +216,14 @@ def _in_pieces(index: Index, keys: Tensor, place: Place, keep: Keep, piece: int)
         part = Index(index.q[:, t : t + piece], index.k[:, t : t + piece], index.w[:, t : t + piece])
         n = part.q.shape[1]
         longest = place.longest - place.T + t + n
-        here = Place(place.start + t, (place.counts - t).clamp(0, n), n, None, longest)
+        here = QueryPositions(place.start + t, (place.counts - t).clamp(0, n), n, None, longest)
         found.append(choose(part, keys, here, keep) or _everything(here, width))
     widest = max(lists.shape[2] for lists, _ in found)
     padded = [F.pad(lists, (0, widest - lists.shape[2])) for lists, _ in found]
     return torch.cat(padded, 1), torch.cat([many for _, many in found], 1)
 
 
-def _everything(place: Place, width: int) -> Lists:
+def _everything(place: QueryPositions, width: int) -> Lists:
     lists = torch.arange(width, device=place.start.device).expand(len(place.start), place.T, -1)
     real = torch.arange(place.T, device=place.start.device) < place.counts[:, None]
     return lists, torch.where(real, place.lengths(), 0)

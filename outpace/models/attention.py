@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from outpace.kv.base import Memory
-from outpace.kv.metadata import Step, View
+from outpace.kv.base import LayerCache
+from outpace.kv.metadata import KVView, StepMetadata
 from outpace.kv.topk import choose
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.use_index = config.use_dsa
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None, step: Step | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, memory: LayerCache | None, step: StepMetadata | None
     ) -> Tensor:
         """x [B,T,C], cos and sin [B,T,D/2] -> [B,T,C]. With a memory, appends T keys to it."""
         H, K = self.heads, self.kv_heads
@@ -58,10 +58,10 @@ class Attention(nn.Module):
             return self.o_proj(attend_view(q, view, self.window, self.sinks, self.scale))
         lists = None
         if index is not None:
-            step = Step((0,) * len(x), (x.shape[1],) * len(x), x.shape[1], x.device)
+            step = StepMetadata((0,) * len(x), (x.shape[1],) * len(x), x.shape[1], x.device)
             lists = choose(index, index.k.contiguous(), step.place, self.keep)
         if step is not None and lists is not None:
-            view = View(k.contiguous(), v.contiguous(), step, lists=lists)
+            view = KVView(k.contiguous(), v.contiguous(), step, lists=lists)
             return self.o_proj(attend_view(q, view, self.window, self.sinks, self.scale))
         return self.o_proj(causal_attend(q, k, v, self.window, self.sinks, self.scale))
 

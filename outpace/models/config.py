@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.ops.rope import RopeConfig
 
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -45,7 +45,7 @@ class ModelConfig:
     dsa_layers: tuple[int, ...] = ()  # those with an index (models/indexer.py) ..
     dsa_index_dim: int = 0
     dsa_index_heads: int = 0
-    dsa_keep: Keep = field(default_factory=Keep)
+    dsa_keep: TopKConfig = field(default_factory=TopKConfig)
     use_dsa: bool = False  # .. which chooses what is seen
 
     def mla_rank(self, layer: int) -> int:

@@ -3,11 +3,11 @@
 from dataclasses import fields
 from typing import Any
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.config import ModelConfig, need
 
 SHARES = ("dsa_top_p", "dsa_least_mass")  # left out where they are 0
-KEEP = tuple(field.name for field in fields(Keep))
+KEEP = tuple(field.name for field in fields(TopKConfig))
 
 
 def parse_mla(hf: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def mla_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def parse_dsa(hf: dict[str, Any], layers: int) -> dict[str, Any]:
     """Fields of ModelConfig from `use_dsa`, `dsa_layers`, `dsa_index_dim`, `dsa_index_heads` and those of
-    `Keep` with dsa_ before them. Nothing where there are no such layers."""
+    `TopKConfig` with dsa_ before them. Nothing where there are no such layers."""
     named = hf.get("dsa_layers")
     if not named:
         if hf.get("use_dsa"):
@@ -59,7 +59,7 @@ def parse_dsa(hf: dict[str, Any], layers: int) -> dict[str, Any]:
         "dsa_layers": tuple(sorted(named)),
         "dsa_index_dim": need(hf, "dsa_index_dim"),
         "dsa_index_heads": need(hf, "dsa_index_heads"),
-        "dsa_keep": Keep(**said),
+        "dsa_keep": TopKConfig(**said),
         "use_dsa": bool(hf.get("use_dsa", True)),
     }
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from outpace.kv.base import Cache, Memory
-from outpace.kv.latent import LatentMemory
-from outpace.kv.metadata import Step
+from outpace.kv.base import KVCache, LayerCache
+from outpace.kv.latent import LatentCache
+from outpace.kv.metadata import StepMetadata
 from outpace.kv.tree import Tree
 from outpace.models.attention import Attention
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
@@ -29,7 +29,7 @@ class Output:
     routing: list[Tensor]
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, mlp: MLP | Experts) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -42,8 +42,8 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        memory: Memory | None,
-        step: Step | None,
+        memory: LayerCache | None,
+        step: StepMetadata | None,
         routing: list[Tensor] | None,
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, memory, step)
@@ -55,7 +55,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A target. Built from a config and its blocks; see `gpt_oss.py`, `llama.py`, `qwen3_moe.py`."""
 
-    def __init__(self, config: ModelConfig, blocks: list[Block]) -> None:
+    def __init__(self, config: ModelConfig, blocks: list[DecoderBlock]) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -81,12 +81,12 @@ class Decoder(nn.Module):
 
     def make_cache(
         self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
-    ) -> Cache:
+    ) -> KVCache:
         """Room for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound. With
         `index` the keys of a layer's index are remembered though attention does without it. Raises ValueError
         where there is none."""
         config = self.config
-        cache = Cache(
+        cache = KVCache(
             batch,
             length,
             slack,
@@ -107,10 +107,10 @@ class Decoder(nn.Module):
 
     @property
     def attentions(self) -> list[Attention]:
-        return [block.self_attn for block in self.layers if isinstance(block, Block)]
+        return [block.self_attn for block in self.layers if isinstance(block, DecoderBlock)]
 
-    def _latent_memories(self, batch: int, length: int, offset: int) -> dict[int, Memory]:
-        found: dict[int, Memory] = {}
+    def _latent_memories(self, batch: int, length: int, offset: int) -> dict[int, LayerCache]:
+        found: dict[int, LayerCache] = {}
         if not self.config.use_mla_kv:
             return found
         config, positions = self.config, torch.arange(offset, offset + length, device=self.device)
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
             if attention.latent is not None:
                 sizes = batch, config.num_kv_heads, length, config.head_dim, config.kv_numbers(layer)
                 maps = LatentMaps(attention.latent, attention.k_norm)
-                own = LatentMemory(*sizes, maps, tables, dtype=self.dtype, device=self.device)
+                own = LatentCache(*sizes, maps, tables, dtype=self.dtype, device=self.device)
                 found[layer] = own
         return found
 
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
         *,
         counts: list[int] | None = None,
         tree: Tree | None = None,

@@ -4,8 +4,8 @@ from typing import Any
 
 from outpace.models.blocks import Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, rope_to_hf, token_ids
-from outpace.models.decoder import Block, Decoder
-from outpace.models.weights import Entry, split_experts, trunk
+from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.weights import Entry, backbone_weights, split_experts
 
 ALPHA = 1.702
 
@@ -15,7 +15,7 @@ class GptOss(Decoder):
         super().__init__(
             config,
             [
-                Block(
+                DecoderBlock(
                     config,
                     i,
                     Experts(
@@ -98,7 +98,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
-    found = trunk(config)
+    found = backbone_weights(config)
     for i in range(config.num_layers):
         here, there = f"layers.{i}.mlp.", f"model.layers.{i}.mlp."
         for kind in ("weight", "bias"):

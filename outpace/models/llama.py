@@ -4,8 +4,8 @@ from typing import Any
 
 from outpace.models.blocks import MLP, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, rope_to_hf, token_ids
-from outpace.models.decoder import Block, Decoder
-from outpace.models.weights import Entry, dense_mlp, trunk
+from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.weights import Entry, backbone_weights, dense_mlp
 
 
 class Llama(Decoder):
@@ -13,7 +13,7 @@ class Llama(Decoder):
         C, F = config.hidden_size, config.intermediate_size
         super().__init__(
             config,
-            [Block(config, i, MLP(C, F, config.mlp_bias)) for i in range(config.num_layers)],
+            [DecoderBlock(config, i, MLP(C, F, config.mlp_bias)) for i in range(config.num_layers)],
         )
 
 
@@ -88,4 +88,4 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
-    return trunk(config) + [e for i in range(config.num_layers) for e in dense_mlp(config, i)]
+    return backbone_weights(config) + [e for i in range(config.num_layers) for e in dense_mlp(config, i)]

@@ -5,8 +5,8 @@ from typing import Any
 from outpace.models import llama
 from outpace.models.blocks import MLP, Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, token_ids
-from outpace.models.decoder import Block, Decoder
-from outpace.models.weights import Entry, dense_mlp, split_experts, trunk
+from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.weights import Entry, backbone_weights, dense_mlp, split_experts
 
 
 class Qwen3Moe(Decoder):
@@ -25,7 +25,7 @@ class Qwen3Moe(Decoder):
                     renormalise=config.norm_topk_prob,
                     layout=layout,
                 )
-            blocks.append(Block(config, i, mlp))
+            blocks.append(DecoderBlock(config, i, mlp))
         super().__init__(config, blocks)
 
 
@@ -78,7 +78,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
-    found = trunk(config)
+    found = backbone_weights(config)
     F = config.expert_size
     for i, moe in enumerate(config.moe_layers):
         if not moe:

@@ -50,7 +50,7 @@ class Entry:
         return list(flat.split(self.rows))
 
 
-def trunk(config: ModelConfig) -> list[Entry]:
+def backbone_weights(config: ModelConfig) -> list[Entry]:
     """What all architectures share: embedding, norms, attention, head."""
     entries = [
         Entry("embed_tokens.weight", ("model.embed_tokens.weight",)),

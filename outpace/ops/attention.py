@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels import cpu
-from outpace.kv.metadata import FEW, View
+from outpace.kv.metadata import FEW, KVView
 from outpace.ops.fast import kernel
 
 
@@ -36,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | Non
     return out.reshape(B, T, H * D).to(q.dtype)
 
 
-def attend_view(q: Tensor, view: View, window: int, sinks: Tensor | None, scale: float) -> Tensor:
+def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scale: float) -> Tensor:
     """New tokens against what their layer remembers: q [B,T,H,D] -> [B,T,H*D]. The one place where a
     kernel is chosen for cached attention. For a chain of more than FEW the flash kernel's blocked products
     win."""

@@ -7,7 +7,7 @@ from outpace.kernels import cpu_drafts
 from outpace.ops.fast import kernel
 
 
-def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """logits [..., N] -> the min(k, N) largest of each row, falling, the first among equals first: ids int64
     and values float32 [..., k]; and the rows' log-sum-exp [...] float32."""
     k = min(k, logits.shape[-1])
@@ -15,10 +15,10 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         ids, values, lse = cpu_drafts.top(logits.view(-1, logits.shape[-1]), k)
         shape = logits.shape[:-1]
         return ids.view(*shape, k), values.view(*shape, k), lse.view(shape)
-    return reference_likeliest(logits, k)
+    return reference_top_k(logits, k)
 
 
-def reference_likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def reference_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return ids[..., :k], values[..., :k], logits.logsumexp(-1)

@@ -24,7 +24,7 @@ class Unrolled:
     at: Tensor  # [N] int64
 
     @cached_property
-    def rows(self) -> list["Row"]:
+    def rows(self) -> list["UnrolledRow"]:
         """Those that have a query."""
         found = []
         for r in range(len(self.keys) - 1):
@@ -32,12 +32,14 @@ class Unrolled:
             if begin < end:
                 first, last = int(self.at[begin]), int(self.at[end - 1])
                 gaps = last - first != end - 1 - begin
-                found.append(Row(slice(begin, end), self.keys[r], first, last, self.at[begin:end], gaps))
+                found.append(
+                    UnrolledRow(slice(begin, end), self.keys[r], first, last, self.at[begin:end], gaps)
+                )
         return found
 
 
 @dataclass(frozen=True)
-class Row:
+class UnrolledRow:
     queries: slice
     begin: int  # its first key,
     first: int  # the key its first query stands at,

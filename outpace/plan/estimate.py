@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.indexer import usual_heads
 from outpace.plan.devices import Device
 from outpace.plan.sizes import Sizes, retrofitted, trainable
@@ -50,7 +50,7 @@ def plan(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dict[s
     """Bytes, seconds and dollars; `after` is with latents and index, `before` without."""
     if choices.index_dim and not choices.index_heads:
         choices = replace(choices, index_heads=usual_heads(sizes.config.num_heads))
-    keep = Keep(top_k=choices.top_k, min_context=choices.top_k) if choices.index_dim else None
+    keep = TopKConfig(top_k=choices.top_k, min_context=choices.top_k) if choices.index_dim else None
     made = retrofitted(sizes, choices.rank, choices.index_dim, choices.index_heads, keep)
     changed = bool(choices.rank or choices.index_dim)
     found = {

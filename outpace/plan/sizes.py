@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.config import ModelConfig
 from outpace.models.load import parse_config, wanted_tensors
 from outpace.models.weights import count
@@ -102,7 +102,7 @@ def sizes_of(name: str, hf: dict[str, Any], dense: str = "bf16") -> Sizes:
     return Sizes(name, config, scaled)
 
 
-def retrofitted(sizes: Sizes, rank: int, index_dim: int, index_heads: int, keep: Keep | None) -> Sizes:
+def retrofitted(sizes: Sizes, rank: int, index_dim: int, index_heads: int, keep: TopKConfig | None) -> Sizes:
     """The same with latents of `rank` and an index (0: none) in every layer with full attention. Raises
     ValueError for what cannot be."""
     full = sizes.full_layers
@@ -112,7 +112,7 @@ def retrofitted(sizes: Sizes, rank: int, index_dim: int, index_heads: int, keep:
         changed |= {"mla_ranks": ranks, "use_mla_kv": True}
     if index_dim:
         changed |= {"dsa_layers": tuple(full), "dsa_index_dim": index_dim, "dsa_index_heads": index_heads}
-        changed |= {"use_dsa": True, "dsa_keep": keep or Keep()}
+        changed |= {"use_dsa": True, "dsa_keep": keep or TopKConfig()}
     config = replace(sizes.config, **changed)
     extra = trainable(config)
     return Sizes(sizes.name, config, {**sizes.parts, "retrofit": (extra, 2.0 * extra)})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from outpace.kv.topk import Index, Keep, reference_scores
+from outpace.kv.topk import Index, TopKConfig, reference_scores
 from outpace.models.attention import Attention
 from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer
@@ -137,7 +137,7 @@ def _real(x: Tensor) -> Tensor:
     return torch.cat((x.real, x.imag), -2)
 
 
-def attach_index(target: Decoder, made: dict[int, Indexer], keep: Keep) -> None:
+def attach_index(target: Decoder, made: dict[int, Indexer], keep: TopKConfig) -> None:
     """Give these layers of the target their indexes, in place, and switch them on."""
     one = next(iter(made.values()))
     target.config = replace(
@@ -155,7 +155,13 @@ def attach_index(target: Decoder, made: dict[int, Indexer], keep: Keep) -> None:
 
 def detach_index(target: Decoder) -> None:
     """The target as it was before `attach_index`."""
-    none = {"dsa_layers": (), "dsa_index_dim": 0, "dsa_index_heads": 0, "dsa_keep": Keep(), "use_dsa": False}
+    none = {
+        "dsa_layers": (),
+        "dsa_index_dim": 0,
+        "dsa_index_heads": 0,
+        "dsa_keep": TopKConfig(),
+        "use_dsa": False,
+    }
     target.config = replace(target.config, **none)  # type: ignore[arg-type]
     for attention in target.attentions:
         attention.indexer, attention.use_index = None, False
@@ -171,12 +177,12 @@ class Mass:
     scores: Tensor
     positions: Tensor
 
-    def choice(self, keep: Keep) -> Tensor:
+    def choice(self, keep: TopKConfig) -> Tensor:
         """[n, T] bool: what the index chooses among."""
         s = torch.arange(self.p.shape[1], device=self.p.device)
         return (s >= keep.sinks) & (s <= self.positions[:, None] - keep.recent)
 
-    def chosen(self, keep: Keep) -> Tensor:
+    def chosen(self, keep: TopKConfig) -> Tensor:
         """[n, T] bool: what it chooses."""
         rest, lengths = self.choice(keep), self.positions + 1
         take = keep.wanted(lengths) - (lengths - rest.sum(-1))
@@ -184,11 +190,11 @@ class Mass:
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).flip(-1)
         return rest & (rank < take[:, None])
 
-    def kept(self, keep: Keep) -> Tensor:
+    def kept(self, keep: TopKConfig) -> Tensor:
         """[n]: the share of p that is looked at."""
         return (self.p * (self.chosen(keep) | ~self.choice(keep))).sum(-1)
 
-    def divergence(self, keep: Keep, chosen: bool = False) -> Tensor:
+    def divergence(self, keep: TopKConfig, chosen: bool = False) -> Tensor:
         """KL(p || softmax(I)) over what the index chooses among, or with `chosen` over what it chose: mean
         over queries, weighted by how much of the heads' attention lies there."""
         rest = self.chosen(keep) if chosen else self.choice(keep)
@@ -225,7 +231,7 @@ def mass(target: Decoder, indexer: Indexer, seen: Seen, positions: Tensor) -> Ma
 
 
 @torch.inference_mode()
-def temper(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep: Keep) -> None:
+def temper(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep: TopKConfig) -> None:
     """Scale the weights of each index so that its softmax comes nearest to the attention, on a text: an order
     of tokens is all that its first weights know, and learning begins from there."""
     positions = torch.arange(len(text) // 4, len(text), EVERY, device=target.device)
@@ -241,7 +247,7 @@ def temper(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep:
 
 @torch.inference_mode()
 def mass_table(
-    target: Decoder, texts: Sequence[Sequence[int]], layers: Sequence[int], keep: Keep
+    target: Decoder, texts: Sequence[Sequence[int]], layers: Sequence[int], keep: TopKConfig
 ) -> list[dict[str, float]]:
     """One row for each layer and share of the context: what the index keeps of the attention's mass, what the
     latest tokens alone would keep, and what the best choice would. Of queries in every text's second half."""

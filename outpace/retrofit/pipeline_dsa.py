@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer, usual_heads
 from outpace.models.load import fingerprint
@@ -40,8 +40,8 @@ class DsaSettings(RetrofitSettings):
         _ = self.keep
 
     @property
-    def keep(self) -> Keep:
-        return Keep(**{field.name: getattr(self, field.name) for field in fields(Keep)})
+    def keep(self) -> TopKConfig:
+        return TopKConfig(**{field.name: getattr(self, field.name) for field in fields(TopKConfig)})
 
 
 def retrofit_dsa(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from outpace.models.decoder import Block, Decoder
+from outpace.models.decoder import Decoder, DecoderBlock
 
 
 @torch.no_grad()
@@ -19,6 +19,6 @@ def states_of(target: Decoder, rows: Tensor) -> list[Tensor]:
 def read_by(target: Decoder, layer: int, states: list[Tensor]) -> Tensor:
     """[B, T, C]: what the layer's attention reads of `states_of`."""
     block = target.layers[layer]
-    assert isinstance(block, Block)
+    assert isinstance(block, DecoderBlock)
     normed: Tensor = block.input_layernorm(states[layer])
     return normed

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer
 from outpace.ops.sampling import seeded
@@ -93,7 +93,7 @@ def _losses(
     indexers: dict[int, Indexer],
     row: Tensor,
     recipe: DsaRecipe,
-    keep: Keep,
+    keep: TopKConfig,
     sparse: bool,
     step: int,
 ) -> dict[int, tuple[Tensor, Tensor]]:

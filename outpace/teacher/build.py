@@ -22,10 +22,10 @@ from outpace.teacher.prompts import Prompts
 from outpace.teacher.store import (
     DTYPES,
     FORMAT_VERSION,
-    Meta,
     Shard,
     StoreError,
     TeacherCache,
+    TeacherMeta,
     decode_aux,
     encode_aux,
     read_meta,
@@ -133,7 +133,7 @@ def build(
     layer_ids = tuple(recipe.target_layer_ids) or default_layer_ids(target.config.num_layers)
     _check_fit(target, tokenizer, layer_ids, recipe)
     prompts = Prompts(documents, tokenizer)
-    wanted = Meta(
+    wanted = TeacherMeta(
         format_version=FORMAT_VERSION,
         target_fingerprint=fingerprint(target),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
@@ -190,7 +190,7 @@ def _check_fit(
         )
 
 
-def _begin(folder: Path, wanted: Meta) -> list[Shard]:
+def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
     """The shards already there. Writes a meta.json without shards where the folder is new."""
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in (*folder.glob("shard-*.tmp"), *folder.glob("meta.json.tmp")):
@@ -201,7 +201,7 @@ def _begin(folder: Path, wanted: Meta) -> list[Shard]:
         write_meta(folder, wanted)
         return []
     found = read_meta(folder)
-    for name in (f.name for f in fields(Meta) if f.name not in ("shards", "recipe")):
+    for name in (f.name for f in fields(TeacherMeta) if f.name not in ("shards", "recipe")):
         old, new = getattr(found, name), getattr(wanted, name)
         if old != new:
             raise StoreError(
@@ -228,7 +228,7 @@ def _finished(folder: Path, shards: list[Shard], k: int) -> bool:
     return path.is_file() and path.stat().st_size == shards[k].nbytes
 
 
-def _check_disk(folder: Path, recipe: TeacherRecipe, meta: Meta, finished: list[Shard]) -> None:
+def _check_disk(folder: Path, recipe: TeacherRecipe, meta: TeacherMeta, finished: list[Shard]) -> None:
     most = predict_nbytes(recipe, meta.hidden_size, len(meta.target_layer_ids))
     needed = most - sum(s.nbytes for s in finished)
     free = shutil.disk_usage(folder).free

@@ -51,7 +51,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meta:
+class TeacherMeta:
     """meta.json. `recipe` is what the build was asked for; `planned_samples` what it will hold when done."""
 
     format_version: int
@@ -89,7 +89,7 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TeacherSample:
     """One text at one offset. `aux` is strided as it is stored, [T, n, C]; the loss belongs to
     positions >= prompt_length. `target.logits(final[t])` is what the target said of token t + 1."""
 
@@ -139,7 +139,7 @@ def write_shard(folder: Path, index: int, tensors: dict[str, Tensor], relative_e
     )
 
 
-def write_meta(folder: Path, meta: Meta) -> None:
+def write_meta(folder: Path, meta: TeacherMeta) -> None:
     path = folder / "meta.json"
     try:
         write_json(path, asdict(meta))
@@ -156,7 +156,7 @@ def _not_written(path: Path, nbytes: int, error: OSError) -> StoreError:
     )
 
 
-def read_meta(folder: Path | str) -> Meta:
+def read_meta(folder: Path | str) -> TeacherMeta:
     """Raises StoreError when there is none, when it is not one, or when a newer Outpace wrote it."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
@@ -171,7 +171,7 @@ def read_meta(folder: Path | str) -> Meta:
             )
         said["target_layer_ids"] = tuple(said["target_layer_ids"])
         said["shards"] = tuple(Shard(**shard) for shard in said["shards"])
-        return Meta(**said)
+        return TeacherMeta(**said)
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise StoreError(f"{path} is not a teacher cache's meta.json ({error!r}): build it anew") from error
 
@@ -179,7 +179,7 @@ def read_meta(folder: Path | str) -> Meta:
 class TeacherCache:
     """A cache opened for reading. Shards are memory-mapped when first touched."""
 
-    def __init__(self, folder: Path, meta: Meta) -> None:
+    def __init__(self, folder: Path, meta: TeacherMeta) -> None:
         self.folder, self.meta = folder, meta
         self._ends = list(accumulate(s.samples for s in meta.shards))
         self._open: dict[int, _OpenShard] = {}
@@ -249,7 +249,7 @@ class TeacherCache:
             "recipe": meta.recipe,
         }
 
-    def sample(self, i: int) -> Sample:
+    def sample(self, i: int) -> TeacherSample:
         """Reads the rows of that sample alone. Raises IndexError past the end."""
         at, s = self._find(i)
         return self._shard(at).sample(s)
@@ -319,9 +319,9 @@ class _OpenShard:
     def text(self, s: int) -> tuple[Tensor, int]:
         return self.tokens[self.begins[s] : self.begins[s + 1]].long(), self.prompt_lengths[s]
 
-    def sample(self, s: int) -> Sample:
+    def sample(self, s: int) -> TeacherSample:
         rows = slice(self.begins[s], self.begins[s + 1])
-        return Sample(
+        return TeacherSample(
             *self.text(s),
             _read(self.aux, self.scale, rows).transpose(0, 1),
             self.offsets[s],

@@ -7,7 +7,7 @@ CALL, OTHER = "call", "other"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ChatPart:
     """A message of an answer, or what is new of it while it streams.
 
     `kind`: "final" is the answer; "commentary" is said to the person as well, before calls; "analysis" is
@@ -25,7 +25,7 @@ class Part:
         return {"kind": self.kind, "to": self.to, "text": self.text, "finished": self.finished}
 
 
-class Talk(Protocol):
+class ChatFormat(Protocol):
     """What was said so far, in a model's own format. An answer is fed in after `prompt`, then ended."""
 
     @property
@@ -51,10 +51,10 @@ class Talk(Protocol):
         """Token ids after which the model answers."""
         ...
 
-    def feed(self, token: int) -> Part | None:
+    def feed(self, token: int) -> ChatPart | None:
         """One more token of the answer; -> what it adds to what people read."""
         ...
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ChatPart]:
         """The answer is over, complete or not; -> all of it. What was said becomes history."""
         ...

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from outpace.text.pre_tokenizers import NAMED, Pieces, pieces_named, pieces_of
+from outpace.text.pre_tokenizers import NAMED, PreTokenizer, pre_tokenizer_named, pre_tokenizer_of
 from outpace.text.tokenizer import PIECES, check_vocabulary, parse_tokenizer, plain_errors, surroundings
 
 KEY = "tokenizer.ggml."
@@ -96,7 +96,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
     check_vocabulary(tokenizer, vocab_size)
     said = json.loads(tokenizer.to_str())
     try:
-        rule = pieces_of(said)
+        rule = pre_tokenizer_of(said)
     except ValueError as error:
         raise ValueError(f"the tokenizer cannot be written into a GGUF file: {error}") from error
     exact = _names(rule, said)
@@ -106,7 +106,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
             f"no GGUF name stands for the tokenizer's pre-tokenizer {list(rule.splits)}: say which is "
             f"nearest, pre= one of {', '.join(sorted(NAMED))}"
         )
-    pieces_named(name)
+    pre_tokenizer_named(name)
     merges = [m if isinstance(m, str) else " ".join(m) for m in said["model"]["merges"]]
     if any(merge.count(" ") != 1 for merge in merges):
         raise ValueError("the tokenizer merges tokens with spaces in them: it is no byte-level BPE")
@@ -181,7 +181,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-    pieces = pieces_named(_typed(metadata, "pre", str, "default"))
+    pieces = pre_tokenizer_named(_typed(metadata, "pre", str, "default"))
     vocab = {t: i for i, t in enumerate(tokens) if types[i] != UNUSED or t != unused(i)}
     bpe = models.BPE(vocab=vocab, merges=_merges(metadata), ignore_merges=pieces.ignore_merges)
     tokenizer = Tokenizer(bpe)
@@ -249,7 +249,7 @@ def _whole(text: Any, tokens: list[str], types: list[int]) -> Tokenizer:
     return tokenizer
 
 
-def _names(rule: Pieces, said: dict[str, Any]) -> list[str]:
+def _names(rule: PreTokenizer, said: dict[str, Any]) -> list[str]:
     """The pre-tokenizers that cut and normalise alike, and treat whole-word tokens alike: by the same
     rule, or because the merges lead to every token anyway."""
     same = [n for n, p in NAMED.items() if (p.splits, p.nfc) == (rule.splits, rule.nfc)]

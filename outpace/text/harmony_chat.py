@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from outpace.text.chat_format import CALL, OTHER, Part
+from outpace.text.chat_format import CALL, OTHER, ChatPart
 from outpace.text.harmony import HarmonyTokens, prompt_ids
 from outpace.text.harmony_parser import HarmonyParser, Parsed
 from outpace.text.messages import ANALYSIS, COMMENTARY, FINAL, Conversation, Developer, Message, System
 
 
-class HarmonyTalk:
+class HarmonyChat:
     """`talk.Talk` in Harmony.
 
     Of an answer that was cut off, the history keeps what the person was told, and neither half a thought
@@ -50,11 +50,11 @@ class HarmonyTalk:
         self.parser = HarmonyParser(self.tokens)
         return prompt_ids(self.conversation, self.tokens)
 
-    def feed(self, token: int) -> Part | None:
+    def feed(self, token: int) -> ChatPart | None:
         delta = self.parser.feed(token)
         return None if delta is None else _part(delta.header, delta.text, delta.index, True)
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ChatPart]:
         parsed = self.parser.finish()
         for said in parsed:
             if _is_history(said):
@@ -71,10 +71,10 @@ def _is_history(said: Parsed) -> bool:
     return message.role == "assistant" and bool(message.content) and (said.finished or told)
 
 
-def _part(header: Message, text: str, index: int, finished: bool) -> Part:
+def _part(header: Message, text: str, index: int, finished: bool) -> ChatPart:
     kind = header.channel if header.channel in (ANALYSIS, COMMENTARY, FINAL) else OTHER
     if header.is_call:
         kind = CALL
     elif header.role != "assistant":
         kind = OTHER  # the model speaks for someone else
-    return Part(kind=kind or OTHER, text=text, index=index, to=header.recipient, finished=finished)
+    return ChatPart(kind=kind or OTHER, text=text, index=index, to=header.recipient, finished=finished)

@@ -13,7 +13,7 @@ class HeaderRead:
 
 
 @dataclass
-class Header:
+class HarmonyHeader:
     """The parts between `<|start|>` and `<|message|>`: the first belongs to the role, each further one to
     the mark before it. With `role`, that word was said before the first token came."""
 

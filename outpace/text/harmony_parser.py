@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outpace.text.harmony import ENDS, HarmonyTokens, Mark
-from outpace.text.harmony_header import Header
+from outpace.text.harmony_header import HarmonyHeader
 from outpace.text.messages import Message
 
 
@@ -65,7 +65,7 @@ class HarmonyParser:
         self.strict = strict
         self.messages: list[Parsed] = []
         self._count = 0
-        self._header: Header | None = None if role is None else Header(role)
+        self._header: HarmonyHeader | None = None if role is None else HarmonyHeader(role)
         self._open: _Open | None = None
 
     @property
@@ -118,7 +118,7 @@ class HarmonyParser:
             delta = self._close(None, f"{mark} inside a message that has no end")  # the next one begins
         if mark is Mark.START:
             self._drop_header(None)
-            self._header = Header()
+            self._header = HarmonyHeader()
             return delta
         header = self._begin_header()
         if mark is Mark.MESSAGE:
@@ -142,10 +142,10 @@ class HarmonyParser:
         self._open.pieces.append(text)
         return Delta(index=len(self.messages), header=self._open.header, text=text)
 
-    def _begin_header(self) -> Header:
+    def _begin_header(self) -> HarmonyHeader:
         """The header being read; between messages, the one of a message without `<|start|>`."""
         if self._header is None:
-            self._header = Header()
+            self._header = HarmonyHeader()
             self._fault("a message without <|start|>")
         return self._header
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class PreTokenizer:
     """Regexes, each applied to what the ones before it left: matches and the gaps between are the pieces.
 
     `ignore_merges`: a piece that is a token is that token, whatever the merges say (tiktoken's rule).
@@ -83,11 +83,11 @@ DEEPSEEK_LLM = (
 )
 UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, DIGITS, "[0-9][0-9][0-9]")
 
-GPT2_LIKE = Pieces(splits=(GPT2,))
-DIGIT_BY_DIGIT = Pieces(splits=(DIGIT, GPT2))
-LLAMA3_LIKE = Pieces(splits=(LLAMA3,), ignore_merges=True, bos=True)
-O200K_LIKE = Pieces(splits=(O200K,), ignore_merges=True)
-QWEN2_LIKE = Pieces(splits=(QWEN2,))
+GPT2_LIKE = PreTokenizer(splits=(GPT2,))
+DIGIT_BY_DIGIT = PreTokenizer(splits=(DIGIT, GPT2))
+LLAMA3_LIKE = PreTokenizer(splits=(LLAMA3,), ignore_merges=True, bos=True)
+O200K_LIKE = PreTokenizer(splits=(O200K,), ignore_merges=True)
+QWEN2_LIKE = PreTokenizer(splits=(QWEN2,))
 # Of rules that are alike, the first name is the one that is written.
 NAMED = {
     "gpt-2": GPT2_LIKE,
@@ -111,9 +111,9 @@ NAMED = {
     "falcon3": LLAMA3_LIKE,
     "pixtral": LLAMA3_LIKE,
     "midm-2.0": LLAMA3_LIKE,
-    "smaug-bpe": Pieces(splits=(LLAMA3,)),
-    "dbrx": Pieces(splits=(LLAMA3,)),
-    "qwen2": Pieces(splits=(QWEN2,), nfc=True),
+    "smaug-bpe": PreTokenizer(splits=(LLAMA3,)),
+    "dbrx": PreTokenizer(splits=(LLAMA3,)),
+    "qwen2": PreTokenizer(splits=(QWEN2,), nfc=True),
     "deepseek-r1-qwen": QWEN2_LIKE,
     "megrez": QWEN2_LIKE,
     "kormo": QWEN2_LIKE,
@@ -124,21 +124,21 @@ NAMED = {
     "llama4": O200K_LIKE,
     "kanana2": O200K_LIKE,
     "minimax-m2": O200K_LIKE,
-    "tekken": Pieces(splits=(TEKKEN,), ignore_merges=True, bos=True),
-    "seed-coder": Pieces(splits=(SEED_CODER,)),
-    "ufakzeka": Pieces(splits=(NO_CONTRACTIONS,)),
-    "minicpm5": Pieces(splits=(THREE_DIGITS, LLAMA3.replace("{1,3}", "+")), ignore_merges=True),
-    "deepseek-llm": Pieces(splits=DEEPSEEK_LLM),
-    "deepseek-coder": Pieces(splits=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, DIGIT)),
-    "deepseek-v3": Pieces(splits=(THREE_DIGITS, HAN_AND_KANA, DEEPSEEK3)),
-    "bloom": Pieces(splits=(BLOOM,)),
-    "poro-chat": Pieces(splits=(BLOOM,)),
-    "viking": Pieces(splits=(BLOOM, DIGIT)),
-    "default": Pieces(splits=UNNAMED),
+    "tekken": PreTokenizer(splits=(TEKKEN,), ignore_merges=True, bos=True),
+    "seed-coder": PreTokenizer(splits=(SEED_CODER,)),
+    "ufakzeka": PreTokenizer(splits=(NO_CONTRACTIONS,)),
+    "minicpm5": PreTokenizer(splits=(THREE_DIGITS, LLAMA3.replace("{1,3}", "+")), ignore_merges=True),
+    "deepseek-llm": PreTokenizer(splits=DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizer(splits=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, DIGIT)),
+    "deepseek-v3": PreTokenizer(splits=(THREE_DIGITS, HAN_AND_KANA, DEEPSEEK3)),
+    "bloom": PreTokenizer(splits=(BLOOM,)),
+    "poro-chat": PreTokenizer(splits=(BLOOM,)),
+    "viking": PreTokenizer(splits=(BLOOM, DIGIT)),
+    "default": PreTokenizer(splits=UNNAMED),
 }
 
 
-def pieces_named(name: str) -> Pieces:
+def pre_tokenizer_named(name: str) -> PreTokenizer:
     """Raises ValueError for a name that stands for no rule known here."""
     if name not in NAMED:
         raise ValueError(
@@ -148,7 +148,7 @@ def pieces_named(name: str) -> Pieces:
     return NAMED[name]
 
 
-def pieces_of(said: dict[str, Any]) -> Pieces:
+def pre_tokenizer_of(said: dict[str, Any]) -> PreTokenizer:
     """The rule a byte-level tokenizer.json states. Raises ValueError for what is no byte-level BPE."""
     splits: list[str] = []
     to_bytes = False
@@ -169,7 +169,9 @@ def pieces_of(said: dict[str, Any]) -> Pieces:
             f"it is a {said['model']['type']} model {'on bytes' if to_bytes else 'on characters'} after the "
             f"normalizers {forms}; only byte-level BPE is written, with NFC or none"
         )
-    return Pieces(splits=tuple(splits), ignore_merges=said["model"]["ignore_merges"], nfc=forms == ["NFC"])
+    return PreTokenizer(
+        splits=tuple(splits), ignore_merges=said["model"]["ignore_merges"], nfc=forms == ["NFC"]
+    )
 
 
 def _flat(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ class Overrun(TemplateError):
     """A template that goes past a bound."""
 
 
-class Generation(ext.Extension):
+class GenerationBlock(ext.Extension):
     """`{% generation %}` marks what an assistant said, for training masks; a rendering passes it through."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
@@ -103,7 +103,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, ext.loopcontrols])
         self.finalize = self.written
         self.filters = {n: self.bounded(n, f) for n, f in self.filters.items() if n not in LEFT_OUT}
         self.globals = {**self.globals, "namespace": PlainNamespace}

@@ -21,7 +21,7 @@ LONGEST_LINE = 64 * 2**20  # bytes: what one conversation may take in a file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TrainingRow:
     """`mask[i]` says that `ids[i]` is the assistant's own: the loss of predicting it from ids[:i] counts.
 
     `turn`: which of the conversation's turns is learned, from 0. `line`: where in its file the
@@ -50,7 +50,7 @@ class Row:
 
 def rows(
     conversation: Conversation, tokens: HarmonyTokens, *, recipient_in: RecipientIn = "role", line: int = 0
-) -> list[Row]:
+) -> list[TrainingRow]:
     """One row for every turn in which the assistant says something that shall be learned.
 
     A turn ends with an answer (a message on the final channel). Its row is the prompt as the model would
@@ -81,7 +81,7 @@ def rows(
             new = tokens.encode(part)
             ids += new
             mask += [own] * len(new)
-        found.append(Row(ids=ids, mask=mask, turn=turn, line=line))
+        found.append(TrainingRow(ids=ids, mask=mask, turn=turn, line=line))
     return found
 
 
@@ -124,7 +124,7 @@ def read_rows(
     *,
     system: System | None = None,
     recipient_in: RecipientIn = "role",
-) -> Iterator[Row]:
+) -> Iterator[TrainingRow]:
     """`rows` of every conversation in a JSONL file, in order."""
     for line, conversation in read_conversations(path, system):
         yield from rows(conversation, tokens, recipient_in=recipient_in, line=line)

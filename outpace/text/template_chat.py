@@ -5,7 +5,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from outpace.text.chat_format import Part
+from outpace.text.chat_format import ChatPart
 from outpace.text.messages import ANALYSIS, FINAL
 from outpace.text.template import ChatTemplate
 from outpace.text.tokenizer import encode
@@ -13,7 +13,7 @@ from outpace.text.tokenizer import encode
 THINK = ("<think>", "</think>")
 
 
-class TemplateTalk:
+class TemplateChat:
     """`talk.Talk` by a chat template (text/template.py). What stands between `<think>` and `</think>`, where
     the model has such tokens, is analysis, and is given back to the template as `reasoning_content`."""
 
@@ -61,7 +61,7 @@ class TemplateTalk:
         self._listen(ids)
         return ids
 
-    def feed(self, token: int) -> Part | None:
+    def feed(self, token: int) -> ChatPart | None:
         self._done = token in self._stop
         if token in self._marks and None not in self._marks:
             self._thinking = token == self._marks[0]
@@ -73,9 +73,9 @@ class TemplateTalk:
         if not text:
             return None
         self._said[kind] += text
-        return Part(kind=kind, text=text, index=0 if self._thinking else 1)
+        return ChatPart(kind=kind, text=text, index=0 if self._thinking else 1)
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[ChatPart]:
         thought, text = self._said[ANALYSIS], self._said[FINAL]
         if text:
             more = {"reasoning_content": thought} if thought else {}
@@ -84,7 +84,7 @@ class TemplateTalk:
         said = self._said
         self._listen([])
         return [
-            Part(kind=kind, text=said[kind], index=i, finished=finished)
+            ChatPart(kind=kind, text=said[kind], index=i, finished=finished)
             for kind, i, finished in kinds
             if said[kind]
         ]

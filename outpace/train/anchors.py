@@ -10,7 +10,7 @@ from torch import Tensor
 from outpace.ops.blocks import Layout
 
 
-class Sample(Protocol):
+class AnchorSample(Protocol):
     """One row of a teacher cache: a prompt, the target's response, and what the target thought."""
 
     @property
@@ -59,7 +59,7 @@ def draw_anchors(
 
 
 def pack(
-    rows: Sequence[Sample],
+    rows: Sequence[AnchorSample],
     block_size: int,
     count: int,
     cut: int | None,

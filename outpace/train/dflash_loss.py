@@ -10,17 +10,17 @@ from torch.utils.checkpoint import checkpoint
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_decode import Head, confidence
 from outpace.drafts.dflash_heads import Selector
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 from outpace.models.decoder import Decoder
 from outpace.train.anchors import Packed
 from outpace.train.dflash_recipe import DFlashRecipe
-from outpace.train.losses import Rows, block_losses, block_weights, default_gamma
+from outpace.train.losses import LossRows, block_losses, block_weights, default_gamma
 
 ROWS = 1024  # whose candidates are looked at together
 
 
 @dataclass(frozen=True)
-class Judged:
+class ValidationLoss:
     """loss: a scalar with its gradient to come; hits [A, n] bool: where the draft says the label, its
     predecessor given; more: for the log."""
 
@@ -49,7 +49,7 @@ class Objective:
         row_of[ids] = torch.arange(len(ids), device=ids.device)
         return Objective(draft, recipe, head[ids].to(dtype), row_of)
 
-    def __call__(self, hidden: Tensor, packed: Packed) -> Judged:
+    def __call__(self, hidden: Tensor, packed: Packed) -> ValidationLoss:
         """hidden [A, B, C], of which slot i >= 1 predicts its own position.
 
         Every part learns with the true predecessor. A token that the draft cannot say teaches nothing but
@@ -87,7 +87,7 @@ class Objective:
             bce = self.confident(states, previous, hits, rows)
             loss = loss + recipe.confidence_weight * _mean(bce, weights * packed.valid.flatten())
             more["confidence_loss"] = _mean(bce.detach(), packed.valid.flatten().float()).item()
-        return Judged(loss, hits.view(shape), more)
+        return ValidationLoss(loss, hits.view(shape), more)
 
     def selected(
         self, selector: Selector, states: Tensor, top: Tensor, labels: Tensor, previous: Tensor
@@ -113,7 +113,7 @@ class Objective:
         ids = rows if self.draft.d2t is None else rows + self.draft.d2t[rows]
         return selector.scores(previous, ids, values, selector.hidden_projection(states))
 
-    def confident(self, states: Tensor, previous: Tensor, hits: Tensor, rows: Rows) -> Tensor:
+    def confident(self, states: Tensor, previous: Tensor, hits: Tensor, rows: LossRows) -> Tensor:
         """Binary cross-entropy per row. The states learn nothing from it: what is said of a guess shall not
         change the guess."""
         draft = self.draft
@@ -148,6 +148,6 @@ def served_guesses(draft: DFlash, head: Head, hidden: Tensor, packed: Packed) ->
     found = []
     for i in range(0, len(states), ROWS):
         part = slice(i, i + ROWS)
-        found.append(draft.guess(head, states[part], previous[part], Likeliest()))
+        found.append(draft.guess(head, states[part], previous[part], Greedy()))
     hits = torch.cat([g.tokens[:, 0] for g in found]).view(packed.labels.shape) == packed.labels
     return hits & packed.valid, torch.cat([g.sure[:, 0] for g in found]).view(hits.shape)

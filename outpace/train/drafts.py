@@ -20,14 +20,14 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.fast import product_dtype
 from outpace.ops.sampling import seeded
-from outpace.train.anchors import Sample
+from outpace.train.anchors import AnchorSample
 from outpace.train.muon import Muon
 from outpace.train.trainer import fit, warmup_cosine
 
 MOST_JUDGED = 128  # samples kept from training: they are read again every time
 
 
-class Meta(Protocol):
+class TargetMeta(Protocol):
     @property
     def target_layer_ids(self) -> tuple[int, ...]: ...
 
@@ -39,11 +39,11 @@ class Teacher(Protocol):
     """What training reads of a teacher cache."""
 
     @property
-    def meta(self) -> Meta: ...
+    def meta(self) -> TargetMeta: ...
 
     def __len__(self) -> int: ...
 
-    def sample(self, index: int) -> Sample: ...
+    def sample(self, index: int) -> AnchorSample: ...
 
     def text(self, index: int) -> tuple[Tensor, int]: ...  # its tokens and prompt_length, no states
 

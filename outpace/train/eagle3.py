@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from outpace.drafts.eagle3 import Eagle3, init_eagle3
 from outpace.drafts.eagle3_config import Eagle3Config
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.load import save_eagle3
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
@@ -28,7 +28,7 @@ from outpace.train.drafts import (
     write_provenance,
 )
 from outpace.train.losses import needs_target, parse_loss
-from outpace.train.unroll import Judged, Vocabulary, gather, thinned, unroll, unrolled_loss
+from outpace.train.unroll import UnrollLoss, Vocabulary, gather, thinned, unroll, unrolled_loss
 
 BY_ADAM = ("lm_head.weight", "embed_tokens.weight", "mask_hidden")  # tables of rows
 
@@ -151,7 +151,7 @@ class Course:
     layers: list[int] | None  # indices into the cache's aux
     vocabulary: Vocabulary
 
-    def judged(self, rows: list[Any], keep: float, rng: torch.Generator) -> tuple[Judged, int]:
+    def judged(self, rows: list[Any], keep: float, rng: torch.Generator) -> tuple[UnrollLoss, int]:
         """Of these samples, and how many tokens they have. keep 1: every index at every step."""
         recipe = self.recipe
         texts = gather(rows, recipe.row_tokens, self.layers, final=recipe.final)
@@ -176,12 +176,12 @@ class Course:
 
     def tau(self, prompts: list[list[int]]) -> float:
         """Of a chain as long as was trained."""
-        shape = Shape(depth=self.recipe.steps_ahead)
+        shape = TreeShape(depth=self.recipe.steps_ahead)
         bound = BoundEagle3(self.draft, self.target, shape)
         return measure_tau(bound, self.target, prompts, self.recipe.eval_new_tokens)
 
 
-def said_of(judged: Judged) -> dict[str, Any]:
+def said_of(judged: UnrollLoss) -> dict[str, Any]:
     """`accuracy`, whose accept_len is of the indices that ran every step; and of soft labels the mean chance
     of acceptance at each."""
     said = accuracy(judged.hits, judged.valid)

@@ -36,7 +36,7 @@ LEAST_ALPHA = 1e-30  # under it the logarithm, and the gradient of nla, stand st
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossRows:
     """What the rows of a forward are worth; only `loss` has a gradient."""
 
     loss: Tensor  # float32
@@ -57,7 +57,7 @@ def block_losses(
     of: Tensor | None = None,
     chunk: int | None = None,
     top: int = 0,
-) -> Rows:
+) -> LossRows:
     """states [n, C], head [V, C], labels [m] int64 (-1: none), target_states [m, C'], target_head [V, C'] ->
     Rows of [n]. `kind` is one of LOSSES, or a sum of them: "0.1*ce+0.9*tv". Row i is about label and target
     i, or of[i] where `of` [n] int64, ascending, is given: rows that share a target then share the work. Of
@@ -70,7 +70,7 @@ def block_losses(
     """
     given = states, head, labels, target_states, target_head, of
     _, *rows = _apply(kind, given, None, chunk, top)
-    return Rows(*rows)
+    return LossRows(*rows)
 
 
 def weighted_losses(
@@ -84,12 +84,12 @@ def weighted_losses(
     *,
     of: Tensor | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, Rows]:
+) -> tuple[Tensor, LossRows]:
     """sum_i weights[i] * loss[i] of `block_losses`, and its Rows, without a gradient. For weights [n] known
     beforehand: a head that learns then costs a third less, all gradients being formed in one pass."""
     given = states, head, labels, target_states, target_head, of
     total, *rows = _apply(kind, given, weights, chunk, 0)
-    return total, Rows(*rows)
+    return total, LossRows(*rows)
 
 
 def _apply(
@@ -138,7 +138,7 @@ def reference_losses(
     target_states: Tensor | None = None,
     target_head: Tensor | None = None,
     of: Tensor | None = None,
-) -> Rows:
+) -> LossRows:
     """`block_losses` by its definitions, all logits at once."""
     if of is not None:
         labels, target_states = labels[of], None if target_states is None else target_states[of]
@@ -158,7 +158,7 @@ def reference_losses(
         losses |= {"kl": kl, "tv": 1 - accept, "nla": -accept.clamp(min=LEAST_ALPHA).log()}
         losses["lk"] = w * kl + (1 - w) * (1 - accept)
     loss = sum((share * losses[name] for name, share in parse_loss(kind).items()), torch.zeros(()))
-    return Rows(loss, nll.detach(), hits, None if accept is None else accept.detach())
+    return LossRows(loss, nll.detach(), hits, None if accept is None else accept.detach())
 
 
 def chunked_nll(hidden: Tensor, head: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
@@ -173,7 +173,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states, head, labels, target_states, target_head, of, weights, mix, chunk, top):  # type: ignore[no-untyped-def]
-        rows = _Rows(states, head, labels, target_states, target_head, of, mix, chunk)
+        rows = _SumRows(states, head, labels, target_states, target_head, of, mix, chunk)
         loss = torch.empty(len(states), dtype=torch.float32, device=states.device)
         nll, hits = torch.empty_like(loss), torch.empty_like(loss, dtype=torch.bool)
         accept = None if target_states is None else torch.empty_like(loss)
@@ -212,7 +212,7 @@ class _Chunked(torch.autograd.Function):
         return d_states, d_head, *[None] * 8
 
 
-class _Rows:
+class _SumRows:
     """The inputs of `_Chunked`, and its work on one chunk of their rows."""
 
     def __init__(
@@ -239,7 +239,7 @@ class _Rows:
         """`best` [n, k]: where the k likeliest of these rows are written."""
         z = (self.states[part] @ self.head.T).float()
         if best is not None:
-            best[part] = candidates.likeliest(z, best.shape[1])[0]
+            best[part] = candidates.top_k(z, best.shape[1])[0]
         labels = self.labels[part] if self.of is None else self.labels[self.of[part]]
         if self.target_states is None or self.target_head is None:
             return _of_logits(z, None, None, labels, self.mix)
@@ -333,7 +333,9 @@ def likeliest(states: Tensor, head: Tensor, chunk: int | None = None) -> Tensor:
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=states.device)
 
 
-def block_weights(kind: str, rows: Rows, valid: Tensor, *, alpha: float = 0.5, gamma: float = 4.0) -> Tensor:
+def block_weights(
+    kind: str, rows: LossRows, valid: Tensor, *, alpha: float = 0.5, gamma: float = 4.0
+) -> Tensor:
     """rows of the blocks' positions, valid [A, n] bool -> weights [A, n] float32, 0 where not valid, without
     gradient. `kind` is one of WEIGHTS; `alpha` smooths D-PACE, `gamma` is the decay's. Raises ValueError
     for an unknown kind, and for dpace-soft without the target's states."""

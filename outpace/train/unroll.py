@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from outpace.drafts.eagle3 import Eagle3
 from outpace.models.decoder import Decoder
 from outpace.ops.unrolled import Unrolled, unrolled_attend
-from outpace.train.anchors import Sample
+from outpace.train.anchors import AnchorSample
 from outpace.train.losses import likeliest, needs_target, weighted_losses
 
 LEAST_KEPT = 0.2  # share of the indices that the deepest steps of a thinned unrolling keep
@@ -56,7 +56,7 @@ class Texts:
 
 
 def gather(
-    rows: Sequence[Sample], cut: int | None, layers: Sequence[int] | None = None, *, final: bool = False
+    rows: Sequence[AnchorSample], cut: int | None, layers: Sequence[int] | None = None, *, final: bool = False
 ) -> Texts:
     """Rows cut to `cut` tokens; `layers`: indices into aux, None for all. Raises ValueError where no row has
     two tokens of response, and where final states are wanted and a row holds none."""
@@ -92,7 +92,7 @@ def gather(
 
 
 @dataclass(frozen=True)
-class Step:
+class UnrollStep:
     chosen: Tensor  # [n] int64: the indices it was run at, ascending
     hidden: Tensor  # [n, C], before `norm`
 
@@ -112,7 +112,7 @@ def unroll(
     indices: Sequence[Tensor],
     dtype: torch.dtype,
     recompute: bool = False,
-) -> list[Step]:
+) -> list[UnrollStep]:
     """One step for each of `indices`, all of them at step 0. `recompute`: layers are run again in the
     backward."""
     everything = torch.arange(len(texts.tokens), device=texts.tokens.device)
@@ -121,7 +121,7 @@ def unroll(
     run = _Runner(draft, target, dtype, recompute)
     hidden, first = run(texts.tokens.roll(-1), feature, texts.positions, [], [], whole)
     hidden = hidden[:, texts.at]
-    found: list[Step] = []
+    found: list[UnrollStep] = []
     own: list[KeyValues] = []
     masks = draft.masks(target) if draft.config.parallel else None
     for j, chosen in enumerate(indices):
@@ -140,7 +140,7 @@ def unroll(
             given = token if masks is None else masks[0].to(dtype).expand(1, len(chosen), -1)
             hidden, more = run(given, feature, texts.positions[at] + j, first, own, texts.layout(chosen))
             own = [*own, more]
-        found.append(Step(chosen, hidden[0]))
+        found.append(UnrollStep(chosen, hidden[0]))
     return found
 
 
@@ -208,7 +208,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Judged:
+class UnrollLoss:
     """Of N indices and J steps; `hits` and `alpha` are 0 where `valid` is."""
 
     loss: Tensor  # scalar
@@ -219,8 +219,8 @@ class Judged:
 
 
 def unrolled_loss(
-    draft: Eagle3, steps: Sequence[Step], texts: Texts, vocabulary: Vocabulary, kind: str, decay: float
-) -> Judged:
+    draft: Eagle3, steps: Sequence[UnrollStep], texts: Texts, vocabulary: Vocabulary, kind: str, decay: float
+) -> UnrollLoss:
     """The mean over all steps' guesses of the loss `kind`, a guess of step j weighing decay^j.
 
     Guesses that the draft cannot make right have no weight: hard labels (ce alone) outside its vocabulary;
@@ -261,10 +261,10 @@ def unrolled_loss(
     if rows.accept is not None:
         alpha = torch.zeros_like(valid, dtype=torch.float32)
         alpha[index, step_of] = rows.accept * known[of]
-    return Judged(loss, hits, run, valid, alpha)
+    return UnrollLoss(loss, hits, run, valid, alpha)
 
 
-def _guesses(steps: Sequence[Step], valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _guesses(steps: Sequence[UnrollStep], valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every valid guess: its index, its step, and its row among all steps' rows."""
     index = torch.cat([step.chosen for step in steps])
     step_of = torch.cat([torch.full_like(step.chosen, j) for j, step in enumerate(steps)])

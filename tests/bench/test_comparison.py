@@ -17,14 +17,14 @@ from outpace.bench.controller_suite import run_controller
 from outpace.bench.lossless_suite import run_lossless
 from outpace.bench.methods import Case, MethodSpec, open_method
 from outpace.bench.resume import Kept
-from outpace.bench.setup import Asked
+from outpace.bench.setup import SuiteRequest
 from outpace.bench.suite import SuiteRecipe, texts_of
 from outpace.bench.suites_report import controller_markdown, lossless_markdown
 from outpace.bench.timing import Timed
 from outpace.checkpoint.save import write_json
 from outpace.config import load_settings
 from outpace.decode import speculative
-from outpace.decode.trace import Foreseen, Trace
+from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_config import Eagle3Config
 from outpace.formats.load import save_dflash, save_eagle3
@@ -101,7 +101,7 @@ def quiet():
 
 
 def given(target, tokenizer, drafts, folder, asked):
-    return Asked(
+    return SuiteRequest(
         target=target,
         tokenizer=tokenizer,
         documents=DOCUMENTS,
@@ -256,7 +256,7 @@ def test_random_text_is_random_and_holds_no_end(target, tokenizer):
 
 def fake(seconds):
     trace = Trace([[2, 2]], [[1, -1]], [[3, 3]])
-    trace.foreseen.append(Foreseen(2.5, 0.25, 2, 0.5))
+    trace.foreseen.append(Prediction(2.5, 0.25, 2, 0.5))
     return lambda prompts, new_tokens, seed: Timed(
         tokens=[[seed % 97, new_tokens]], first_s=0.1, decode_s=seconds, trace=trace
     )
@@ -273,7 +273,7 @@ def test_turns_are_kept_and_not_run_again(tmp_path):
         "x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), told.append
     )
     assert again == first
-    assert again["c"][0, 1].trace.foreseen == [Foreseen(2.5, 0.25, 2, 0.5)]
+    assert again["c"][0, 1].trace.foreseen == [Prediction(2.5, 0.25, 2, 0.5)]
     with pytest.raises(TypeError):  # another key: nothing is kept, and None is no method
         turns.take_turns("x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 2}), told.append)
 

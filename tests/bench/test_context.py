@@ -13,7 +13,7 @@ from outpace.bench import context
 from outpace.bench.context import ContextSettings, distinct, rated, run_context
 from outpace.bench.context_report import context_markdown, cost_table, latent_table, write_context
 from outpace.bench.roofline import weight_bytes
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.load import fingerprint, named_tensors
 
 QUIET = Console(quiet=True)
@@ -52,7 +52,7 @@ def test_a_report_of_what_was_run(tmp_path):
 @pytest.mark.parametrize("own", [True, False])
 def test_sparse_attention_beside_it(own, tmp_path):
     """With the target's own index, or one of random weights that is gone afterwards."""
-    keep = Keep(top_k=80, min_context=80)
+    keep = TopKConfig(top_k=80, min_context=80)
     model = indexed_target("gpt_oss", keep)[1] if own else tiny.target("gpt_oss")
     before = fingerprint(model)
     asked = ContextSettings(**ASKED | {"contexts": (24, 120), "top_k": 80})

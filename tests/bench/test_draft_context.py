@@ -14,13 +14,13 @@ from outpace.bench.draft_context import QUICK, DraftContextSettings, run_draft_c
 from outpace.bench.draft_context_report import write_draft_context
 from outpace.bench.draft_shapes import needed_bytes, published_draft
 from outpace.bench.draft_variants import SESSIONS, VARIANTS, NoiseCached, Recomputed, Remembering
-from outpace.bench.draft_walk import OPERATIONS, Clock, walk_block, walk_round, work_of_round
+from outpace.bench.draft_walk import OPERATIONS, DraftTimer, walk_block, walk_round, work_of_round
 from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.quantize import quantised
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 from outpace.loading import open_dflash, open_target
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
@@ -67,7 +67,7 @@ def session_after(variant, draft, rounds):
     with torch.inference_mode():
         for counts in ([23, 9], [7, 12], *[[2, 4]] * rounds):
             if len(proposals) or counts == [2, 4]:
-                proposals.append(session.propose(tiny.tokens(2, seed=len(proposals)), 5, Likeliest()))
+                proposals.append(session.propose(tiny.tokens(2, seed=len(proposals)), 5, Greedy()))
             aux = torch.randn(2, 2, max(counts), 96, generator=rng)
             session.observe(tiny.tokens(2, max(counts)), aux, counts)
         hidden = session_hidden(session)
@@ -137,9 +137,9 @@ def test_caching_noise_costs_acceptance():
 def test_the_walk_is_the_session(variant, window, parts):
     draft, target = made(window, **parts), tiny.target("gpt_oss")
     served, taken_apart = (session_after(variant, draft, 1)[0] for _ in range(2))
-    last, aux, clock = tiny.tokens(2), torch.randn(2, 2, 3, 96), Clock()
+    last, aux, clock = tiny.tokens(2), torch.randn(2, 2, 3, 96), DraftTimer()
     with torch.inference_mode():
-        told = served.propose(last, 5, Likeliest())
+        told = served.propose(last, 5, Greedy())
         served.observe(tiny.tokens(2, 3), aux, [3, 3])
         walked = walk_round(taken_apart, last, aux, clock)
         assert torch.equal(walked.tokens, told.tokens)
@@ -150,7 +150,7 @@ def test_the_walk_is_the_session(variant, window, parts):
     assert silent == idle | (set() if "conv_kernel_size" in parts else {"convolution"})
     with torch.inference_mode():
         assert torch.equal(
-            walk_block(served, last, Clock()).tokens, served.propose(last, 5, Likeliest()).tokens
+            walk_block(served, last, DraftTimer()).tokens, served.propose(last, 5, Greedy()).tokens
         )
     assert target is served.target
 

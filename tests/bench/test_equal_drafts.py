@@ -13,7 +13,7 @@ from test_prompts import document
 from outpace.bench.comparison import run_comparison
 from outpace.bench.comparison_report import write_comparison
 from outpace.bench.render_docs import update_page
-from outpace.bench.setup import Asked
+from outpace.bench.setup import SuiteRequest
 from outpace.bench.suite import SuiteRecipe
 from outpace.config import load_settings
 from outpace.models.load import build as build_target
@@ -92,7 +92,7 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     folder, quiet = tmp_path / "reports", Console(file=io.StringIO())
     text = tiny.tokens(200).tolist()
     given = {"recipe": suite, "drafts": work, "text": text, "folder": folder, "console": quiet}
-    report = run_comparison(Asked(target=target, tokenizer=tokenizer, documents=documents, **given))
+    report = run_comparison(SuiteRequest(target=target, tokenizer=tokenizer, documents=documents, **given))
     assert report["said"] == []  # one cache, one budget, everyone's origin known
     trained = {name: a["trained"] for name, a in report["methods"].items() if name != "n-gram"}
     assert len({t["cache_sha256"] for t in trained.values()}) == 1

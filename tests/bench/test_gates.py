@@ -9,9 +9,9 @@ import tiny
 import torch
 from dflash_drafts import random_dflash
 
-from outpace.bench.check_decoding import gold_labels, position_offsets
+from outpace.bench.check_decoding import oracle_labels, position_offsets
 from outpace.bench.check_forwards import cached_targets, later_slots, one_token
-from outpace.bench.checks import GateSettings, failed, run_gates
+from outpace.bench.checks import CheckSettings, failed, run_checks
 from outpace.decode import acceptance as rules
 from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
@@ -184,7 +184,7 @@ def test_c_fails_where_a_block_is_rotated_otherwise(target, prompts, monkeypatch
 
 
 def test_d_passes_in_a_batch_past_the_window(target, prompts):
-    gate = gold_labels(target, prompts, BLOCK, 30)
+    gate = oracle_labels(target, prompts, BLOCK, 30)
     assert gate.passed is True, gate.said
     assert gate.figures["rounds"] == (3 + 1) * 8
     assert gate.figures["checked"] == (3 + 1) * 30
@@ -197,7 +197,7 @@ def test_d_fails_on_a_rule_off_by_one(target, prompts, monkeypatch):
         return honest([row[:1] + row[2:] + row[:1] for row in candidates], parents, predict, counts)
 
     monkeypatch.setattr(rules, "exact_match", shifted)
-    gate = gold_labels(target, prompts, BLOCK, 30)
+    gate = oracle_labels(target, prompts, BLOCK, 30)
     assert gate.passed is False
     assert gate.figures["rounds_not_all_accepted"] > 0
 
@@ -212,7 +212,7 @@ def test_d_fails_on_a_rule_that_believes_everything(target, prompts, monkeypatch
         return paths
 
     monkeypatch.setattr(rules, "exact_match", gullible)
-    assert gold_labels(target, prompts, BLOCK, 30).passed is False
+    assert oracle_labels(target, prompts, BLOCK, 30).passed is False
 
 
 class Echo:
@@ -237,8 +237,8 @@ class EchoSession:
         for row, new, count in zip(self.rows, tokens.tolist(), counts, strict=True):
             row += new[:count]
 
-    def keep(self, rows):
-        self.rows = [self.rows[b] for b in rows]
+    def select(self, batch_indices):
+        self.rows = [self.rows[b] for b in batch_indices]
 
     def propose(self, last, width, choice):
         found = []
@@ -285,8 +285,8 @@ def test_e_fails_on_angles_in_low_precision(target, prompts):
 
 def test_all_of_them_and_what_cannot_run_says_why(target, prompts):
     heard = []
-    settings = GateSettings(block_size=BLOCK, new_tokens=12, positions=5, samples=2)
-    gates = run_gates(target, None, None, prompts, settings, on_gate=heard.append)
+    settings = CheckSettings(block_size=BLOCK, new_tokens=12, positions=5, samples=2)
+    gates = run_checks(target, None, None, prompts, settings, on_gate=heard.append)
     assert heard == gates
     assert [g.passed for g in gates] == [None, True, True, True, None]
     assert failed(gates) == []
@@ -299,6 +299,6 @@ def test_all_of_them_and_what_cannot_run_says_why(target, prompts):
 
 def test_with_a_draft_and_a_cache_all_five_run(target, prompts):
     draft = random_dflash(target, block_size=BLOCK, target_layer_ids=LAYERS)
-    settings = GateSettings(new_tokens=12, positions=5, offsets=(0, 70000))
-    gates = run_gates(target, draft, Texts(target, prompts), prompts, settings)
+    settings = CheckSettings(new_tokens=12, positions=5, offsets=(0, 70000))
+    gates = run_checks(target, draft, Texts(target, prompts), prompts, settings)
     assert [g.passed for g in gates] == [True] * 5, [g.said for g in gates]

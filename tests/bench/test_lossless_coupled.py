@@ -4,7 +4,7 @@ import tiny
 import torch
 
 from outpace.bench import lossless
-from outpace.bench.lossless import Check
+from outpace.bench.lossless import LosslessCheck
 from outpace.bench.lossless_coupled import compare_coupled
 from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
@@ -26,10 +26,10 @@ def test_equal_texts_a_changed_token_and_a_lost_one():
     request = Request(max_new_tokens=12, sampling=HOW, rule="gumbel")
     answers = plain.generate(tiny.target("gpt_oss"), PROMPTS, request, rng=rng()).tokens
     for row, answer in enumerate(answers):
-        assert compared(answer, answer, request, row) == Check(checked=12)
-        assert compared(answer[:-1], answer, request, row) == Check(checked=11, violations=1)
+        assert compared(answer, answer, request, row) == LosslessCheck(checked=12)
+        assert compared(answer[:-1], answer, request, row) == LosslessCheck(checked=11, violations=1)
         wrong = [*answer[:5], (answer[5] + 1) % tiny.VOCAB, *answer[6:]]
-        assert compared(wrong, answer, request, row) == Check(checked=6, violations=1)
+        assert compared(wrong, answer, request, row) == LosslessCheck(checked=6, violations=1)
 
 
 def test_only_scores_with_the_noise_of_that_very_place_can_tie(monkeypatch):

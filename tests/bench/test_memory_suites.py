@@ -16,7 +16,7 @@ from outpace.bench.quality import Quality, QualitySettings, alike, remembered
 from outpace.decode import autoregressive as plain
 from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.loading import open_target
 from outpace.models.load import fingerprint
 from outpace.retrofit import dsa, mla
@@ -51,7 +51,7 @@ def retrofitted(original, documents):
     made = {i: dsa.first_weights(model.attentions[i], dsa.Phases.of(seen[i]), 6, 8) for i in LAYERS}
     bases = {i: mla.basis("pca", model.attentions[i], m) for i, m in moments.items()}
     mla.attach(model, bases, dict.fromkeys(LAYERS, 32))
-    dsa.attach_index(model, made, Keep(top_k=48, min_context=48, sinks=2, recent=24))
+    dsa.attach_index(model, made, TopKConfig(top_k=48, min_context=48, sinks=2, recent=24))
     return model
 
 

@@ -12,7 +12,7 @@ from test_prompts import document
 
 from outpace.bench import results, speed
 from outpace.bench import timing as timed
-from outpace.bench.lossless import Check, compare, is_tie
+from outpace.bench.lossless import LosslessCheck, compare, is_tie
 from outpace.bench.report import markdown, print_report, write_report
 from outpace.bench.speed import BenchSettings, demo_settings, lengths, run_bench
 from outpace.bench.timing import Timed
@@ -110,7 +110,7 @@ def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
         trace.seconds |= {"draft": decode_s / 4, "verify": decode_s / 2}
         return Timed(tokens=[[7] * 9, [7] * 9], first_s=first_s, decode_s=decode_s, trace=trace)
 
-    cell = results.Cell("x", 2, 9, [[[1] * 6] * 2] * 2, {})
+    cell = results.ResultCell("x", 2, 9, [[[1] * 6] * 2] * 2, {})
     seconds = {0: (1.0, 3.0), 1: (2.0, 2.0), 2: (6.0, 2.0)}
     cell.runs["plain"] = {(r, g): run(s[g]) for r, s in seconds.items() for g in (0, 1)}
     cell.runs["dflash"] = {(r, g): run(s[g] / 2) for r, s in seconds.items() for g in (0, 1)}
@@ -168,28 +168,28 @@ def test_only_a_tie_excuses(target):
     prompt = tiny.tokens(9).tolist()
     answer = plain.generate(target, [prompt], Request(max_new_tokens=6)).tokens[0]
     wrong = [*answer[:3], (answer[3] + 1) % 300, *answer[4:]]
-    assert compare(target, prompt, answer, answer) == Check(checked=6)
-    assert compare(target, prompt, wrong, answer) == Check(checked=4, violations=1)
-    assert compare(target, prompt, answer[:5], answer) == Check(checked=5, violations=1)
+    assert compare(target, prompt, answer, answer) == LosslessCheck(checked=6)
+    assert compare(target, prompt, wrong, answer) == LosslessCheck(checked=4, violations=1)
+    assert compare(target, prompt, answer[:5], answer) == LosslessCheck(checked=5, violations=1)
     twin = build(target.config)
     twin.load_state_dict(target.state_dict())
     with torch.no_grad():  # two tokens with one and the same row of the head: a tie wherever one wins
         twin.lm_head.weight[wrong[3]] = twin.lm_head.weight[answer[3]]
     assert is_tie(twin, [*prompt, *answer[:3]], wrong[3], answer[3])
     assert not is_tie(twin, [*prompt, *answer[:3]], (answer[3] + 2) % 300, answer[3])
-    assert compare(twin, prompt, wrong, answer) == Check(checked=4, ties=1)
+    assert compare(twin, prompt, wrong, answer) == LosslessCheck(checked=4, ties=1)
 
 
 def test_methods_take_turns(target, tokenizer):
     settings = BenchSettings(regimes=("11+19",), batches=(1,), prompts=3, repeats=2, yardstick_prompts=2)
-    cell = results.Cell("11+19", 1, 19, [[[1]]] * 3, {})
+    cell = results.ResultCell("11+19", 1, 19, [[[1]]] * 3, {})
     methods = dict.fromkeys(("plain", "ngram", "transformers", "transformers-dflash"))
     plan = speed._plan(cell, methods, settings)
     ours = [(r, g, m) for r, g, m in plan if m in OURS]
     assert len(ours) == 2 * 3 * 2
     assert len({ours[i][2] for i in (0, 2, 4, 6)}) == 2  # the first of a turn changes
     assert [(r, g) for r, g, m in plan if m == "transformers"] == [(0, 0), (0, 1)]
-    wide = results.Cell("11+19", 2, 19, [[[1]] * 2], {})
+    wide = results.ResultCell("11+19", 2, 19, [[[1]] * 2], {})
     assert "transformers-dflash" not in {m for _, _, m in speed._plan(wide, methods, settings)}
 
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 from dflash_drafts import random_dflash
 
-from outpace.bench.baselines import open_yardstick
+from outpace.bench.baselines import open_baseline
 from outpace.bench.lossless import compare
 from outpace.bench.timing import our_methods
 from outpace.drafts.dflash import DFlash
@@ -32,7 +32,7 @@ def opened():
         for layer in draft.layers:
             layer.mlp.down_proj.weight *= 0.1
     target, draft = target.eval(), draft.eval()
-    return target, draft, open_yardstick(target, draft, (1, 2))
+    return target, draft, open_baseline(target, draft, (1, 2))
 
 
 def test_greedy_emits_our_plain_tokens_in_a_batch_past_the_window(opened):
@@ -63,7 +63,7 @@ def test_a_draft_with_a_window_accepts_the_same_lengths_too(opened, seed):
     config = replace(draft.config, layer_types=(WINDOW,) * draft.config.num_layers, sliding_window=7)
     windowed = DFlash(config).eval()
     windowed.load_state_dict(draft.state_dict())
-    same_lengths(target, windowed, open_yardstick(target, windowed, (1,)), seed)
+    same_lengths(target, windowed, open_baseline(target, windowed, (1,)), seed)
 
 
 def same_lengths(target, draft, yardstick, seed):
@@ -90,7 +90,7 @@ def same_lengths(target, draft, yardstick, seed):
 )
 def test_what_their_class_cannot_hold_is_left_out_with_the_reason(changes, reason):
     target = tiny.target("gpt_oss")
-    yardstick = open_yardstick(target, random_dflash(target, **changes), ())
+    yardstick = open_baseline(target, random_dflash(target, **changes), ())
     assert list(yardstick.methods()) == ["transformers"]
     assert any(reason in line for line in yardstick.said)
 

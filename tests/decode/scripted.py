@@ -38,8 +38,8 @@ class ScriptedSession:
             assert count or not self.round  # a running row commits at least one
             self.seen[b] += ids[:count]
 
-    def keep(self, rows):
-        self.rows = [self.rows[i] for i in rows]
+    def select(self, batch_indices):
+        self.rows = [self.rows[i] for i in batch_indices]
 
     def rewind(self, lengths):
         for b, length in zip(self.rows, lengths, strict=True):
@@ -76,5 +76,5 @@ class Forgetful:
     def observe(self, tokens, aux, counts):
         pass
 
-    def keep(self, rows):
+    def select(self, batch_indices):
         pass

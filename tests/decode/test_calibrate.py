@@ -10,15 +10,15 @@ from test_lossless import random_dflash
 
 from outpace.decode import calibrate as measuring
 from outpace.decode import speculative
-from outpace.decode.calibrate import Timings, Turn, calibrate, quick, widened, width_grid
+from outpace.decode.calibrate import StepTimes, Timings, calibrate, quick, widened, width_grid
 from outpace.decode.controller import Adaptive
 from outpace.decode.costs import fingerprint
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
-from outpace.drafts.eagle3_decode import Shape
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.eagle3_decode import TreeShape
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
-from outpace.drafts.sampler import Coupled, Drawn, Likeliest
+from outpace.drafts.sampler import Greedy, GumbelCoupled, Sampled
 
 TEXT = tiny.tokens(400, seed=4).tolist()
 
@@ -26,9 +26,9 @@ TEXT = tiny.tokens(400, seed=4).tolist()
 def drafts(model):
     return {
         "chain": random_dflash(model, 3),
-        "tree": TreeOf(random_dflash(model, 3), nodes=5),
+        "tree": DDTree(random_dflash(model, 3), nodes=5),
         "ngram": NGram(block_size=3),
-        "walked": bound_eagle3(model, shape=Shape(depth=2)),
+        "walked": bound_eagle3(model, shape=TreeShape(depth=2)),
     }
 
 
@@ -73,17 +73,17 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
 @pytest.mark.parametrize(
     ("judged", "choice"),
     [
-        ("greedy", Likeliest),
-        ("match", Likeliest),
-        ("rejection", Drawn),
-        ("block", Drawn),
-        ("gumbel", Coupled),
+        ("greedy", Greedy),
+        ("match", Greedy),
+        ("rejection", Sampled),
+        ("block", Sampled),
+        ("gumbel", GumbelCoupled),
     ],
 )
 def test_a_table_is_measured_as_its_rule_decodes(name, judged, choice, monkeypatch):
     model = tiny.target("qwen3")
     draft, chosen, temperatures = drafts(model)[name], set(), set()
-    session, judge = type(draft.begin(1, 8)), measuring.judge_of
+    session, judge = type(draft.begin(1, 8)), measuring.acceptance_rule
     propose = session.propose
 
     def watched(self, last, width, choice):
@@ -95,7 +95,7 @@ def test_a_table_is_measured_as_its_rule_decodes(name, judged, choice, monkeypat
         return judge(request, *more)
 
     monkeypatch.setattr(session, "propose", watched)
-    monkeypatch.setattr(measuring, "judge_of", told)
+    monkeypatch.setattr(measuring, "acceptance_rule", told)
     got = calibrate(model, draft, TEXT, contexts=(11,), seconds=1e-6, judged=judged)
     assert chosen == {choice} and temperatures == {0.0 if judged == "greedy" else 1.0}
     assert got.said["judged"] == judged and got.fingerprint == fingerprint(model, draft, judged)
@@ -114,7 +114,7 @@ def test_what_a_controller_takes_is_in_the_rest_of_a_round(monkeypatch):
 
 def test_what_showing_a_token_takes_is_measured_where_the_draft_is_shown_a_prompt(monkeypatch):
     model, shown = tiny.target("qwen3"), []
-    draft = bound_eagle3(model, shape=Shape(depth=2))
+    draft = bound_eagle3(model, shape=TreeShape(depth=2))
     session = type(draft.begin(1, 8))
 
     def slow(self, tokens, aux, counts):
@@ -154,7 +154,7 @@ CALM = {1: (2.0, 0.0), 2: (2.4, 1.0), 4: (3.0, 1.2)}  # width: verify and draft
 def turned(*, held_up=lambda repeat, n: 0.0, pace=lambda repeat: 1.0, repeats=20):
     timings = Timings(tuple(CALM))
     for repeat in range(repeats):
-        turn = Turn(timings.widths)
+        turn = StepTimes(timings.widths)
         for n, (verify, draft) in CALM.items():
             turn.verify[n].append(pace(repeat) * (verify + held_up(repeat, n)))
             turn.draft[n].append(pace(repeat) * draft)

@@ -19,7 +19,7 @@ from simulated import (
     walker,
 )
 
-from outpace.decode.acceptance_history import Record
+from outpace.decode.acceptance_history import AcceptanceHistory
 from outpace.decode.controller import Adaptive, Fixed, Table, fastest
 from outpace.drafts.base import Proposal
 from outpace.kv.tree import depths
@@ -126,7 +126,7 @@ def test_a_draft_whose_steps_cost_is_asked_for_fewer():
 
 
 def test_steps_are_shares_of_those_whose_parent_lived():
-    record = Record(4, 0.5)
+    record = AcceptanceHistory(4, 0.5)
     for length in (0, 1, 1, 2, 3, 3, 3, 1) * 40:
         record.add([0, 0, 1, 2], [0, 1, 2, 3], range(length + 1), None)
     assert record.steps()[1:] == pytest.approx([7 / 8, 4 / 7, 3 / 4], abs=0.02)
@@ -136,7 +136,7 @@ def test_steps_are_shares_of_those_whose_parent_lived():
 
 
 def test_a_guess_that_was_not_tried_is_as_good_as_its_parent():
-    record = Record(4, 0.5)
+    record = AcceptanceHistory(4, 0.5)
     for _ in range(50):
         record.add([0, 0], [0, 1], [0, 1], None)
     first, *others = record.steps()[1:]
@@ -147,7 +147,7 @@ def test_a_guess_that_was_not_tried_is_as_good_as_its_parent():
 
 @pytest.mark.parametrize("came", [0.2, 0.9])
 def test_a_draft_that_is_too_sure_or_not_sure_enough_is_corrected(came):
-    record, dice = Record(4, 0.5), random.Random(1)
+    record, dice = AcceptanceHistory(4, 0.5), random.Random(1)
     for _ in range(400):
         taken = [0]
         while len(taken) < 4 and dice.random() < came:

@@ -15,10 +15,10 @@ from outpace.decode import autoregressive as plain
 from outpace.decode import pending as backlog
 from outpace.decode import speculative
 from outpace.decode.controller import Fixed
-from outpace.decode.pending import Backlog, Part, joined
+from outpace.decode.pending import PendingPart, PendingStates, joined
 from outpace.decode.request import Request
-from outpace.drafts.eagle3_decode import Shape
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.eagle3_decode import TreeShape
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.drafts.tree import cut
 from outpace.ops.sampling import Sampling
@@ -62,13 +62,13 @@ def draft(name, model, known):
         case "chain":
             return random_dflash(model, 6)
         case "tree":
-            return TreeOf(random_dflash(model, 4), nodes=9)
+            return DDTree(random_dflash(model, 4), nodes=9)
         case "ngram":
             return NGram(block_size=6)
         case "walked chain":
-            return bound_eagle3(model, shape=Shape(depth=4))
+            return bound_eagle3(model, shape=TreeShape(depth=4))
         case "walked tree":
-            return bound_eagle3(model, shape=Shape(depth=3, branch=3, nodes=9))
+            return bound_eagle3(model, shape=TreeShape(depth=3, branch=3, nodes=9))
         case "half":
             return Short(known, PROMPTS, half)
     raise AssertionError(name)
@@ -142,7 +142,7 @@ class Watched:
 
     def begin(self, batch, length, offset=0, slack=0):
         session = self.inner.begin(batch, length, offset)
-        observe, keep = session.observe, session.keep
+        observe, keep = session.observe, session.select
         rows = self.rows = list(range(batch))
         self.shown = {b: ([], []) for b in rows}
 
@@ -157,7 +157,7 @@ class Watched:
             rows[:] = [rows[i] for i in left]
             keep(left)
 
-        session.observe, session.keep = watched, kept
+        session.observe, session.select = watched, kept
         self.session = session
         return session
 
@@ -216,7 +216,7 @@ def test_joined_parts_are_the_rows_without_noise(seed):
         counts = [1] * B if seed == 0 else [dice.randint(1, T) for _ in range(B)]
         tokens = torch.randint(99, (B, T), generator=rng)
         aux = torch.randn(n, B, T, C, generator=rng)
-        parts.append(Part(tokens, aux, counts))
+        parts.append(PendingPart(tokens, aux, counts))
         for b in range(B):
             rows[b] += [(tokens[b, t], aux[:, b, t]) for t in range(counts[b])]
     whole = joined(parts)
@@ -236,7 +236,7 @@ def test_a_long_rest_is_shown_in_stretches(monkeypatch):
 
 
 def test_a_backlog_that_is_empty_shows_nothing():
-    Backlog().show(None)
+    PendingStates().show(None)
 
 
 def test_columns_below_one_are_refused():

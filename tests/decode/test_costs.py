@@ -14,7 +14,7 @@ from outpace.checkpoint.base import LoadError
 from outpace.decode.calibrate import touched_experts, width_grid
 from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.kernels import cpu
 
@@ -157,8 +157,8 @@ def test_the_fingerprint_knows_target_draft_and_machine(monkeypatch):
         (model, random_dflash(model, seed=1)),
         (model, NGram()),
         (model, NGram(block_size=5)),
-        (model, TreeOf(random_dflash(model), 9)),
-        (model, TreeOf(random_dflash(model), 8)),
+        (model, DDTree(random_dflash(model), 9)),
+        (model, DDTree(random_dflash(model), 8)),
         (tiny.target("qwen3"), NGram()),
         (tiny.target("qwen3", seed=1), NGram()),
     ):

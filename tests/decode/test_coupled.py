@@ -14,7 +14,7 @@ from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.ops import noise
 from outpace.ops.sampling import Sampling, shaped
@@ -61,7 +61,7 @@ def drafts(name, model, known):
     return {
         "ngram": lambda: NGram(block_size=6),
         "dflash": lambda: random_dflash(model),
-        "tree of dflash": lambda: TreeOf(random_dflash(model), nodes=9),
+        "tree of dflash": lambda: DDTree(random_dflash(model), nodes=9),
         "half": lambda: Scripted(known, prompts, half, ragged=True),
         "half, tree": lambda: ScriptedTree(known, prompts, half, 11, True),
     }[name]()

@@ -7,11 +7,11 @@ import torch
 from toy import PROMPT, SHAPES, Toy, V, cells, play, surprise
 
 from outpace.decode import acceptance_rejection as rules_drawn
-from outpace.decode.acceptance_rule import judge_of
+from outpace.decode.acceptance_rule import acceptance_rule
 from outpace.decode.request import Request
-from outpace.decode.sampling_state import Voice
+from outpace.decode.sampling_state import SamplingState
 from outpace.drafts.base import Proposal
-from outpace.drafts.sampler import Drawn
+from outpace.drafts.sampler import Sampled
 from outpace.ops import noise
 from outpace.ops.sampling import Sampling, draw, probabilities
 
@@ -29,7 +29,7 @@ ROWS = 3500
 
 def judge(rule, how, rows=ROWS, seed=1, **asked):
     request = Request(max_new_tokens=3, rule=rule, sampling=how, **asked)
-    return judge_of(request, [PROMPT] * rows, torch.Generator().manual_seed(seed))
+    return acceptance_rule(request, [PROMPT] * rows, torch.Generator().manual_seed(seed))
 
 
 def begun(judge, toy):
@@ -301,7 +301,7 @@ def q_before_truncation(monkeypatch):
         plain = dataclasses.replace(self.sampling, top_k=0)
         return draw(probabilities(logits, self.sampling), self.rng), probabilities(logits, plain)
 
-    monkeypatch.setattr(Drawn, "tokens", tokens)
+    monkeypatch.setattr(Sampled, "tokens", tokens)
 
 
 def bonus_of_another_row(monkeypatch):
@@ -323,7 +323,7 @@ def deaf_to_ancestors(monkeypatch):
     def seen_at(self, proposal, logits):
         return self.seen(logits[:, 0])[:, None].expand(logits.shape)
 
-    monkeypatch.setattr(Voice, "seen_at", seen_at)
+    monkeypatch.setattr(SamplingState, "seen_at", seen_at)
 
 
 def the_same_noise_everywhere(monkeypatch):

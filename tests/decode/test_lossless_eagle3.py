@@ -10,18 +10,18 @@ from eagle3_drafts import bound_eagle3
 from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.eagle3_decode import Shape
+from outpace.drafts.eagle3_decode import TreeShape
 from outpace.ops.sampling import Sampling
 
 PROMPTS = [tiny.tokens(n, seed=n).tolist() for n in (23, 5, 12)]
 NEW = 24
-TREE = Shape(depth=4, branch=3, nodes=9)
+TREE = TreeShape(depth=4, branch=3, nodes=9)
 DRAFTS = {
-    "chain": {"shape": Shape(depth=4)},
-    "chain, window": {"shape": Shape(depth=6), "sliding_window": 5, "norm_output": True},
+    "chain": {"shape": TreeShape(depth=4)},
+    "chain, window": {"shape": TreeShape(depth=6), "sliding_window": 5, "norm_output": True},
     "tree": {"shape": TREE},
     "tree, window": {"shape": TREE, "sliding_window": 5, "num_layers": 2},
-    "one pass": {"shape": Shape(depth=4), "parallel": True, "sliding_window": 6},
+    "one pass": {"shape": TreeShape(depth=4), "parallel": True, "sliding_window": 6},
     "one pass, tree": {"shape": TREE, "parallel": True},
 }
 

@@ -7,7 +7,7 @@ from test_lossless import NEW, PROMPTS, answers, random_dflash
 
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.quantize import quantised
 
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 6, "selector_rank": 7, "selector_top_k": 5}
@@ -42,7 +42,7 @@ def test_parts_say_the_same(family, name):
 @pytest.mark.parametrize("name", ["DFlash 2", "DSpark", "lean"])
 def test_trees_of_parts_say_the_same(name):
     model, known = tiny.target("gpt_oss", True), answers("gpt_oss", True, 3)
-    draft = TreeOf(draft_for(model, name), nodes=11, branch=4)
+    draft = DDTree(draft_for(model, name), nodes=11, branch=4)
     assert speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW)).tokens == known
 
 

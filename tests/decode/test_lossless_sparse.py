@@ -15,14 +15,14 @@ from outpace.decode import speculative
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.kv.partial import PartialCache
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 
 BY_INDEX = replace(SMALL, selector="index")
 NAMES = ["ngram", "dflash, window", "tree of dflash", "eagle3, tree", "half, tree"]
 KEEPS = {
-    "top k": Keep(top_k=16, min_context=17, sinks=1, recent=13),
-    "share": Keep(top_k=0.5, min_context=0, sinks=1, recent=13),
-    "top p": Keep(top_k=24, top_p=0.7, least_mass=0.5, min_context=0, sinks=1, recent=13),
+    "top k": TopKConfig(top_k=16, min_context=17, sinks=1, recent=13),
+    "share": TopKConfig(top_k=0.5, min_context=0, sinks=1, recent=13),
+    "top p": TopKConfig(top_k=24, top_p=0.7, least_mass=0.5, min_context=0, sinks=1, recent=13),
 }
 
 

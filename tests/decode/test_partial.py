@@ -19,12 +19,12 @@ from outpace.decode import speculative
 from outpace.decode.controller import Fixed
 from outpace.decode.partial import LONGEST_REST, Partial
 from outpace.decode.request import Request
-from outpace.drafts.eagle3_decode import Shape
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.eagle3_decode import TreeShape
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
-from outpace.drafts.null import Silent
-from outpace.drafts.sampler import Likeliest
-from outpace.kv.partial import PartialCache, PartialConfig, PartialMemory
+from outpace.drafts.null import NullDraft
+from outpace.drafts.sampler import Greedy
+from outpace.kv.partial import PartialCache, PartialConfig, PartialLayerCache
 from outpace.models import attention
 from outpace.ops.attention import attend
 
@@ -40,7 +40,7 @@ def drafts(name, model, known):
     prompts = PROMPTS[: len(known)]
     match name:
         case "silent":
-            return Silent()
+            return NullDraft()
         case "ngram":
             return NGram(block_size=6)
         case "suffix":
@@ -51,9 +51,9 @@ def drafts(name, model, known):
             types = ("sliding_attention", "full_attention")
             return random_dflash(model, 6, layer_types=types, sliding_window=9)
         case "tree of dflash":
-            return TreeOf(random_dflash(model), nodes=9)
+            return DDTree(random_dflash(model), nodes=9)
         case "eagle3, window":
-            return bound_eagle3(model, shape=Shape(depth=6), sliding_window=5)
+            return bound_eagle3(model, shape=TreeShape(depth=6), sliding_window=5)
         case "eagle3, tree":
             return bound_eagle3(model, shape=TREE)
         case "p-eagle":
@@ -165,7 +165,7 @@ def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch)
     model(text[:, :40], full)
     near.refresh()
     got = model(text[:, 40:], near).hidden
-    partial = [memory if isinstance(memory, PartialMemory) else None for memory in near.layers]
+    partial = [memory if isinstance(memory, PartialLayerCache) else None for memory in near.layers]
     chosen = [None if memory is None else memory.choose(0, 1, 8)[:, 0].tolist() for memory in partial]
     layers = iter(chosen)
 
@@ -233,7 +233,7 @@ def test_what_was_provisional_is_forgotten(name):
         part = None if states is None else states[:, :, begin:end]
         session.observe(text[:, begin:end], part, counts)
 
-    ways = Likeliest()
+    ways = Greedy()
     for session in sessions:
         show(session, 0, 20, [20, 17])
         first = session.propose(text[:, 20], draft.block_size, ways)

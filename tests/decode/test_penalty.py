@@ -8,7 +8,7 @@ from outpace.checkpoint.open import open_checkpoint
 from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.models.load import load_target
 from outpace.ops.sampling import Sampling
@@ -37,6 +37,6 @@ def test_greedy_with_a_penalty_is_what_transformers_says(family, twins):
     request = Request(max_new_tokens=NEW, sampling=Sampling(repetition_penalty=PENALTY))
     assert plain.generate(model, TEXTS, request).tokens == wanted
     draft = random_dflash(model)
-    for each in (draft, TreeOf(draft, nodes=8), NGram(longest=2, shortest=1)):
+    for each in (draft, DDTree(draft, nodes=8), NGram(longest=2, shortest=1)):
         assert speculative.generate(model, each, TEXTS, request).tokens == wanted
     assert plain.generate(model, TEXTS, Request(max_new_tokens=NEW)).tokens != wanted

@@ -13,7 +13,7 @@ from outpace.checkpoint.open import LoadError
 from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 from outpace.drafts.suffix import Suffix, is_suffix, load_suffix, save_suffix
 from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling
@@ -64,11 +64,11 @@ def test_with_coupled_noise_too(nodes):
 def test_a_proposal_is_a_tree_by_falling_survival():
     session = draft().begin(1, 99)
     session.observe(torch.tensor([[5, 6, 7, 1]]), None, [3])  # the 1 was not verified
-    found = session.propose(torch.tensor([8]), 6, Likeliest())
+    found = session.propose(torch.tensor([8]), 6, Greedy())
     assert found.tokens[0, :3].tolist() == [8, 9, 4] and found.above[0][:3] == [0, 0, 0]
     survival = found.survival[0].tolist()
     assert survival == sorted(survival, reverse=True) and survival[0] == 1
-    narrow = session.propose(torch.tensor([8]), 2, Likeliest())
+    narrow = session.propose(torch.tensor([8]), 2, Greedy())
     assert narrow.tokens.tolist() == [[8, 9]] and found.q is None
 
 
@@ -77,22 +77,22 @@ def test_every_row_is_looked_up_by_itself():
     session = draft().begin(3, 99)
     padded = torch.tensor([row[:-1] + [9] * (5 - len(row)) for row in texts])
     session.observe(padded, None, [len(row) - 1 for row in texts])
-    together = session.propose(torch.tensor([row[-1] for row in texts]), 5, Likeliest())
+    together = session.propose(torch.tensor([row[-1] for row in texts]), 5, Greedy())
     assert together.counts[2] == 1  # nothing is known of 0 0
     for b, row in enumerate(texts):
         alone = draft().begin(1, 99)
         alone.observe(torch.tensor([row[:-1]]), None, [len(row) - 1])
-        said = alone.propose(torch.tensor(row[-1:]), 5, Likeliest())
+        said = alone.propose(torch.tensor(row[-1:]), 5, Greedy())
         n = together.counts[b]
         assert said.counts == [n] and together.tokens[b, :n].tolist() == said.tokens[0].tolist()
-    session.keep([1])
-    assert session.propose(torch.tensor([4]), 5, Likeliest()).tokens[0, 1] == 3
+    session.select([1])
+    assert session.propose(torch.tensor([4]), 5, Greedy()).tokens[0, 1] == 3
 
 
 def test_what_the_text_said_before_is_proposed_too():
     session = draft().begin(1, 99)
     session.observe(torch.tensor([[40, 41, 42, 43, 1, 40]]), None, [6])
-    found = session.propose(torch.tensor([41]), 3, Likeliest())
+    found = session.propose(torch.tensor([41]), 3, Greedy())
     assert found.tokens.tolist() == [[41, 42, 43]] and found.above[0] == [0, 0, 1]
 
 

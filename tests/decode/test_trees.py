@@ -16,7 +16,7 @@ from outpace.decode import speculative
 from outpace.decode.controller import Fixed
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.marginals import DDTree
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def test_trees_of_a_block_draft(family, nodes):
     """A random DFlash, through its session: caches, aux states and rows that leave the batch."""
     model, known = tiny.target(family), answers(family, True, 3)
     types = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
-    draft = TreeOf(random_dflash(model, 5, **types), nodes)
+    draft = DDTree(random_dflash(model, 5, **types), nodes)
     request = Request(max_new_tokens=NEW, limits=(NEW, 9, NEW))
     got = speculative.generate(model, draft, PROMPTS, request)
     assert got.tokens == [known[0], known[1][:9], known[2]]
@@ -166,7 +166,7 @@ def test_trees_of_a_block_draft(family, nodes):
 @pytest.mark.parametrize("columns", [2, 5, 40])
 def test_a_controller_may_ask_for_fewer_columns(columns):
     model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
-    draft, request = TreeOf(random_dflash(model, 6), 20), Request(max_new_tokens=NEW)
+    draft, request = DDTree(random_dflash(model, 6), 20), Request(max_new_tokens=NEW)
     got = speculative.generate(model, draft, PROMPTS, request, controller=Fixed(columns))
     assert got.tokens == known
     assert {n for counts in got.trace.nodes for n in counts if n} == {min(columns, 20)}
@@ -208,7 +208,7 @@ def test_two_consecutive_tokens_of_a_tree_follow_the_target(how):
 def test_every_rule_takes_a_block_drafts_tree(part, rule):
     """With coupled noise a tree, too, says what plain decoding says with that seed."""
     model, request = small(), Request(max_new_tokens=3, sampling=WAYS[0], rule=rule)
-    draft, prompts = TreeOf(random_dflash(model, 4, **part), 12), [PROMPT] * 800
+    draft, prompts = DDTree(random_dflash(model, 4, **part), 12), [PROMPT] * 800
     got = speculative.generate(model, draft, prompts, request, rng=torch.Generator().manual_seed(5))
     ids = torch.tensor(got.tokens)
     assert surprise(ids[:, 1] * V + ids[:, 2], exact(WAYS[0])) < 3.5

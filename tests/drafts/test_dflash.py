@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from outpace.checkpoint.open import LoadError
 from outpace.drafts.dflash import DFlash, DFlashConfig, default_layer_ids
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 from outpace.formats.load import load_dflash, save_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
@@ -130,7 +130,7 @@ def test_a_block_against_the_oracle(name):
     for b, count in enumerate((9, 6)):
         rows = aux[:, b, :count].permute(1, 0, 2).flatten(1)
         assert (hidden[b] - oracle_block(draft, target, rows, int(last[b]))).abs().max() < 1e-3
-    proposal = session.propose(last, BLOCK, Likeliest())
+    proposal = session.propose(last, BLOCK, Greedy())
     assert proposal.counts == [BLOCK] * B and torch.equal(proposal.tokens[:, 0], last)
     assert torch.equal(proposal.tokens[:, 1:], target.logits(hidden[:, 1:]).argmax(-1))  # same position
 
@@ -213,7 +213,7 @@ def test_noise_rows_are_never_remembered(name):
             break
         feed(session, counts, done)
         done = [d + c for d, c in zip(done, counts, strict=True)]
-        session.propose(tiny.tokens(B, seed=i), BLOCK, Likeliest())  # leaves its noise behind
+        session.propose(tiny.tokens(B, seed=i), BLOCK, Greedy())  # leaves its noise behind
         last = tiny.tokens(B, seed=100 + i)
         fresh = bound.begin(B, 60)
         feed(fresh, done, [0, 0])

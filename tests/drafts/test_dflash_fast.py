@@ -9,7 +9,7 @@ from test_dflash import VARIANTS
 from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, drafted
 
 from outpace.drafts.quantize import quantised
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -37,7 +37,7 @@ def test_rounds_are_the_modules(name):
         if i == 5:
             rows, at = [2, 0], [at[2], at[0]]
             for session in (fast, plain):
-                session.keep([2, 0])
+                session.select([2, 0])
         most = 12 if i == 0 else 5
         counts = torch.randint(0 if i else 6, most, (len(rows),), generator=rng).tolist()
         columns = [torch.arange(n, n + max(counts)) for n in at]
@@ -48,7 +48,7 @@ def test_rounds_are_the_modules(name):
         last = tiny.tokens(len(rows), seed=i)
         assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
         width = 2 + i % 3
-        one, other = (session.propose(last, width, Likeliest()) for session in (fast, plain))
+        one, other = (session.propose(last, width, Greedy()) for session in (fast, plain))
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
     assert fast.fast_blocks and fast.fast_contexts
     assert not plain.fast_blocks and not plain.fast_contexts
@@ -58,9 +58,9 @@ def test_rounds_are_the_modules(name):
 def test_what_a_round_gave_outlives_the_next():
     target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, head_dim=8)
     (session, _), last = sessions(draft, target, 2), tiny.tokens(2, seed=4)
-    hidden, proposal = session.block_hidden(last), session.propose(last, 4, Likeliest())
+    hidden, proposal = session.block_hidden(last), session.propose(last, 4, Greedy())
     kept = hidden.clone(), proposal.tokens.clone(), proposal.survival.clone()
-    session.propose(tiny.tokens(2, seed=9), 4, Likeliest())
+    session.propose(tiny.tokens(2, seed=9), 4, Greedy())
     for now, then in zip((hidden, proposal.tokens, proposal.survival), kept, strict=True):
         assert torch.equal(now, then)
 

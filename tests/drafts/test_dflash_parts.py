@@ -11,11 +11,11 @@ from test_dflash import CONFIG, random_draft
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_decode import Head, survival
 from outpace.drafts.quantize import quantised
-from outpace.drafts.sampler import Coupled, Drawn, Likeliest
+from outpace.drafts.sampler import Greedy, GumbelCoupled, Sampled
 from outpace.models.blocks import Linear
 from outpace.models.config import FULL, WINDOW
 from outpace.ops import block_conv as conv
-from outpace.ops.candidates import likeliest, reference_likeliest, reference_walk, walk
+from outpace.ops.candidates import reference_top_k, reference_walk, top_k, walk
 from outpace.ops.quant import Quant
 from outpace.ops.sampling import Sampling
 
@@ -140,7 +140,7 @@ def twin_walk(draft, head, hidden, last):
 def test_guesses_and_survival_against_the_twin(name):
     target, draft = tiny.target("gpt_oss"), drafted(**PARTS[name])
     session, last = session_of(draft, target), tiny.tokens(2, seed=4)
-    proposal = session.propose(last, CONFIG.block_size, Likeliest())
+    proposal = session.propose(last, CONFIG.block_size, Greedy())
     hidden = session.block_hidden(last)[:, 1:]
     assert proposal.q is None and torch.equal(proposal.survival[:, 0], torch.ones(2))
     for b in range(2):
@@ -158,7 +158,7 @@ def test_the_likeliest_and_the_walk_without_kernels(k, n):
     """Kernel and plain form agree to the bit on who is chosen, ties included."""
     logits = torch.randn(3, 4, n, generator=torch.Generator().manual_seed(n))
     logits[0, 0, 11] = logits[0, 0, 60] = 5.0
-    found, plain = likeliest(logits, k), reference_likeliest(logits, k)
+    found, plain = top_k(logits, k), reference_top_k(logits, k)
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
     assert found[0][0, 0, 0] == 11
     torch.testing.assert_close(found[2], plain[2])
@@ -177,7 +177,7 @@ def test_what_is_drawn_comes_from_the_q_that_is_said(name):
     target, draft = tiny.target("gpt_oss"), drafted(**PARTS[name])
     session, last = session_of(draft, target, rows=1), tiny.tokens(1, seed=4)
     sampling = Sampling(temperature=0.7)
-    proposal = session.propose(last, 4, Drawn(sampling, torch.Generator().manual_seed(2)))
+    proposal = session.propose(last, 4, Sampled(sampling, torch.Generator().manual_seed(2)))
     hidden, tokens = session.block_hidden(last)[0, 1:], proposal.tokens[0].tolist()
     assert proposal.q.shape == (1, 4, tiny.VOCAB)
     words = session.head.ids if session.head.ids is not None else torch.arange(tiny.VOCAB)
@@ -194,7 +194,7 @@ def test_what_is_drawn_comes_from_the_q_that_is_said(name):
             scores[words] = logits
         torch.testing.assert_close(proposal.q[0, t + 1], (scores / 0.7).softmax(-1), atol=1e-5, rtol=1e-4)
         assert proposal.q[0, t + 1, tokens[t + 1]] > 0
-    first = session.propose(last, 4, Likeliest()).survival[0, 1]  # what is drawn later does not change it
+    first = session.propose(last, 4, Greedy()).survival[0, 1]  # what is drawn later does not change it
     torch.testing.assert_close(proposal.survival[0, 1], first)
     assert (proposal.survival.diff(dim=1) <= 0).all()
 
@@ -208,17 +208,17 @@ def test_coupled_walks_take_what_the_noise_favours(name, sampling):
     (session, last), moved = (session_of(draft, target), tiny.tokens(2, seed=4)), 0
     for key in range(12):
         how = Sampling(temperature=0.8, **sampling)
-        choice = Coupled(how, key, streams=torch.tensor([3, 8]), places=torch.tensor([40, 7]))
+        choice = GumbelCoupled(how, key, streams=torch.tensor([3, 8]), places=torch.tensor([40, 7]))
         proposal, previous = session.propose(last, 4, choice), last
         hidden, s = session.block_hidden(last)[:, 1:], draft.candidate_selector
         for t in range(3):
-            rows, values, _ = likeliest(session.head.logits(hidden[:, t]), s.top_k)
+            rows, values, _ = top_k(session.head.logits(hidden[:, t]), s.top_k)
             ids = session.head.tokens(rows)
             scores = s.scores(previous, ids, values, s.hidden_projection(hidden[:, t]))
             everything = torch.full((2, tiny.VOCAB), -torch.inf).scatter(-1, ids, scores)
             previous = choice.tokens(everything[:, None], t + 1)[0][:, 0]
             assert torch.equal(proposal.tokens[:, t + 1], previous)
-        moved += int((proposal.tokens != session.propose(last, 4, Likeliest()).tokens).any())
+        moved += int((proposal.tokens != session.propose(last, 4, Greedy()).tokens).any())
     assert moved > 3 and proposal.q is None
 
 
@@ -249,7 +249,7 @@ def test_a_warm_start_continues_to_the_bit(name, kernels, monkeypatch):
     last = tiny.tokens(2, seed=4)
     one, other = session_of(plain, target), session_of(draft, target)
     assert torch.equal(one.block_hidden(last), other.block_hidden(last))
-    ours, theirs = (s.propose(last, CONFIG.block_size, Likeliest()) for s in (one, other))
+    ours, theirs = (s.propose(last, CONFIG.block_size, Greedy()) for s in (one, other))
     assert torch.equal(ours.tokens, theirs.tokens)
 
 
@@ -294,9 +294,9 @@ def test_in_a_causal_block_nothing_depends_on_what_follows(name, monkeypatch):
     assert (moved.tril(-1) == 0).all() and (moved.triu() > 0).sum() == 10
     monkeypatch.undo()
     session, last = session_of(draft, target), tiny.tokens(2, seed=4)
-    whole = session.propose(last, 4, Likeliest())
+    whole = session.propose(last, 4, Greedy())
     for width in (2, 3):  # only so many rows are run, and they say the same
-        narrow = session.propose(last, width, Likeliest())
+        narrow = session.propose(last, width, Greedy())
         assert torch.equal(narrow.tokens, whole.tokens[:, :width])
         torch.testing.assert_close(narrow.survival, whole.survival[:, :width])
         assert session.block_hidden(last, width).shape[1] == width

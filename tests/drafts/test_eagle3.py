@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from outpace.checkpoint.open import LoadError
 from outpace.drafts.eagle3 import init_eagle3
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
-from outpace.drafts.marginals import TreeOf
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 from outpace.formats.detect import detect
 from outpace.formats.export import export_draft
 from outpace.formats.load import build_eagle3, describe_eagle3, load_draft, save_eagle3
-from outpace.formats.preflight import Cell, preflight
+from outpace.formats.preflight import PreflightCell, preflight
 from outpace.loading import loaded_files, open_draft, open_target
 from outpace.models.load import named_tensors
 from outpace.ops.attention import attend, causal, causal_attend
@@ -165,13 +165,13 @@ def test_save_and_load_come_back(changes, tmp_path):
     assert detect(tmp_path / "draft") == "sglang-eagle3"
     again = load_draft(tmp_path / "draft")
     samples.same(describe_eagle3(draft), describe_eagle3(again))
-    session = [BoundEagle3(d, target, Shape(depth=3)).begin(1, 20) for d in (draft, again)]
+    session = [BoundEagle3(d, target, TreeShape(depth=3)).begin(1, 20) for d in (draft, again)]
     text = tiny.tokens(1, 9)
     with torch.inference_mode():
         aux = target(text, aux=draft.target_layer_ids).aux
         for one in session:
             one.observe(text, aux, [9])
-        a, b = (one.propose(torch.tensor([8]), 4, Likeliest()) for one in session)
+        a, b = (one.propose(torch.tensor([8]), 4, Greedy()) for one in session)
     assert torch.equal(a.tokens, b.tokens)
     save_eagle3(draft, tmp_path / "draft")
     stored = load_file(tmp_path / "draft" / "model.safetensors")
@@ -189,7 +189,7 @@ def test_what_engines_make_of_more_than_eagle3(tmp_path):
         for check in ("layers", "one pass", "layer ids")
     }
     for check, theirs in (("layers", "1"), ("one pass", "no, step by step")):
-        assert rows[check].cells["SGLang"] == Cell("differs", theirs) and rows[check].mend == ""
+        assert rows[check].cells["SGLang"] == PreflightCell("differs", theirs) and rows[check].mend == ""
         assert (states[check]["vLLM"], states[check]["llama.cpp"]) == ("same", "refuses")
     assert states["layer ids"]["SGLang"] == "same"
     learnt = samples.eagle3(parallel=True)
@@ -278,12 +278,12 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
     def ask(path, **said):
         return open_draft(path, target, tokenizer, **said)
 
-    assert ask(eagle).shape == Shape(depth=5)
-    assert ask(eagle, depth=3).shape == Shape(depth=3)
-    assert ask(eagle, tree=20).shape == Shape(depth=5, branch=8, nodes=20)
-    assert ask(eagle, tree=20, depth=7, branch=4).shape == Shape(depth=7, branch=4, nodes=20)
+    assert ask(eagle).shape == TreeShape(depth=5)
+    assert ask(eagle, depth=3).shape == TreeShape(depth=3)
+    assert ask(eagle, tree=20).shape == TreeShape(depth=5, branch=8, nodes=20)
+    assert ask(eagle, tree=20, depth=7, branch=4).shape == TreeShape(depth=7, branch=4, nodes=20)
     tree = ask(dflash, tree=11, branch=3)
-    assert isinstance(tree, TreeOf) and (tree.nodes, tree.branch) == (11, 3)
+    assert isinstance(tree, DDTree) and (tree.nodes, tree.branch) == (11, 3)
     assert isinstance(ask("ngram"), NGram) and ask("none") is None
     for path, said, told in (
         (dflash, {"depth": 3}, "an EAGLE-3 alone walks"),
@@ -300,6 +300,6 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
 
 
 def test_memory_of_a_session_is_one_layers():
-    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=4))
+    bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4))
     session = bound.begin(2, 100)
     assert session.cache.nbytes == 2 * 2 * (100 + 4 + 1) * 2 * 8 * 4  # k and v, B, S, K, D, float32

@@ -5,8 +5,8 @@ import tiny
 import torch
 from eagle3_drafts import VARIANTS, Oracle, bound_eagle3, paths
 
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
-from outpace.drafts.sampler import Drawn, Likeliest
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
+from outpace.drafts.sampler import Greedy, Sampled
 from outpace.ops.sampling import Sampling
 
 B, LONG = 3, 30
@@ -42,7 +42,7 @@ def rounds(bound, offset=0, chunk=5, shapes=None):
     for number, taken in enumerate(TAKEN):
         if number == 2:
             rows = [2, 0]
-            session.keep(rows)
+            session.select(rows)
             begins = [begins[b] for b in rows]
         oracles = [
             Oracle(bound, aux[:, b, :n], text[b, :n].tolist(), int(text[b, n]), offset)
@@ -54,9 +54,9 @@ def rounds(bound, offset=0, chunk=5, shapes=None):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_chain_is_what_the_whole_text_says(variant):
-    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=4), **VARIANTS[variant])
+    bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4), **VARIANTS[variant])
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Likeliest())
+        found = session.propose(last, bound.block_size, Greedy())
         assert found.counts == [5] * len(oracles) and found.parents is None and found.q is None
         for row, oracle in enumerate(oracles):
             wanted, reach = oracle.chain(4)
@@ -67,11 +67,11 @@ def test_a_chain_is_what_the_whole_text_says(variant):
 @pytest.mark.parametrize("variant", ["plain", "window", "norms", "two layers"])
 @pytest.mark.parametrize("nodes", [6, 14])
 def test_a_tree_is_the_best_of_what_the_whole_text_says(variant, nodes):
-    shape = Shape(depth=4, branch=3, nodes=nodes)
+    shape = TreeShape(depth=4, branch=3, nodes=nodes)
     bound = bound_eagle3(tiny.target("gpt_oss"), shape, **VARIANTS[variant])
     deepest = set()
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Likeliest())
+        found = session.propose(last, bound.block_size, Greedy())
         for row, oracle in enumerate(oracles):
             wanted, got = oracle.tree(shape, nodes), paths(found, row)
             assert got.keys() == wanted.keys() and len(got) == nodes - 1
@@ -83,9 +83,9 @@ def test_a_tree_is_the_best_of_what_the_whole_text_says(variant, nodes):
 
 @pytest.mark.parametrize("changes", [{}, {"mask_token_id": 2}, {"sliding_window": 4, "fc_norm": True}])
 def test_guesses_at_once_are_what_the_whole_text_says(changes):
-    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=4), parallel=True, **changes)
+    bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4), parallel=True, **changes)
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Likeliest())
+        found = session.propose(last, bound.block_size, Greedy())
         for row, oracle in enumerate(oracles):
             wanted = oracle.at_once(4)
             assert found.tokens[row].tolist() == [oracle.last, *wanted.argmax(-1).tolist()]
@@ -94,10 +94,10 @@ def test_guesses_at_once_are_what_the_whole_text_says(changes):
 
 
 def test_guesses_at_once_can_make_a_tree():
-    shape = Shape(depth=4, branch=3, nodes=8)
+    shape = TreeShape(depth=4, branch=3, nodes=8)
     bound = bound_eagle3(tiny.target("gpt_oss"), shape, parallel=True)
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Likeliest())
+        found = session.propose(last, bound.block_size, Greedy())
         for row, oracle in enumerate(oracles):
             rows, pool = oracle.at_once(4), {(): 0.0}
             for depth in range(4):
@@ -115,10 +115,10 @@ def test_guesses_at_once_can_make_a_tree():
 @pytest.mark.parametrize("parallel", [False, True])
 def test_what_is_drawn_comes_with_its_distribution(parallel):
     """q [B,N,V] is the draft's own, at the temperature it was drawn at: 0 where it has no word."""
-    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=4), parallel=parallel)
+    bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4), parallel=parallel)
     sampling, rng = Sampling(temperature=1.7), torch.Generator().manual_seed(2)
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Drawn(sampling, rng))
+        found = session.propose(last, bound.block_size, Sampled(sampling, rng))
         assert found.q.shape == (len(oracles), 5, tiny.VOCAB)
         for row, oracle in enumerate(oracles):
             path = found.tokens[row, 1:].tolist()
@@ -131,36 +131,42 @@ def test_what_is_drawn_comes_with_its_distribution(parallel):
 def test_far_out_positions_change_nothing():
     near, far = (
         [
-            session.propose(last, 5, Likeliest()).tokens.tolist()
-            for session, _, last in rounds(bound_eagle3(tiny.target("gpt_oss"), Shape(depth=4)), offset)
+            session.propose(last, 5, Greedy()).tokens.tolist()
+            for session, _, last in rounds(bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4)), offset)
         ]
         for offset in (0, 65536)
     )
     assert near == far
 
 
-@pytest.mark.parametrize("kind", [{"shape": Shape(depth=4)}, {"shape": Shape(depth=4, branch=3, nodes=9)},
-                                  {"shape": Shape(depth=4), "parallel": True}])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"shape": TreeShape(depth=4)},
+        {"shape": TreeShape(depth=4, branch=3, nodes=9)},
+        {"shape": TreeShape(depth=4), "parallel": True},
+    ],
+)
 def test_narrower_proposals_and_skipped_ones(kind):
     """A proposal of fewer columns, or none for some rounds, and the next one is the same as ever."""
     bound = bound_eagle3(tiny.target("gpt_oss"), **kind)
-    whole = [s.propose(last, bound.block_size, Likeliest()) for s, _, last in rounds(bound)]
+    whole = [s.propose(last, bound.block_size, Greedy()) for s, _, last in rounds(bound)]
     for skipped in ({0}, {0, 1}, {1}):
         for number, (session, oracles, last) in enumerate(rounds(bound)):
             if number in skipped:
                 continue
-            narrow = session.propose(last, 3, Likeliest()) if number == 1 else None
+            narrow = session.propose(last, 3, Greedy()) if number == 1 else None
             if narrow is not None:
                 assert narrow.tokens.shape == (len(oracles), 3) and max(narrow.deepest) <= 2
                 continue
-            found = session.propose(last, bound.block_size, Likeliest())
+            found = session.propose(last, bound.block_size, Greedy())
             assert torch.equal(found.tokens, whole[number].tokens)
 
 
 @pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"num_layers": 2, "norm_output": True}])
 def test_long_prompts_wait_no_longer_than_they_must(changes):
     """Pieces longer than what may wait are run as they come; the text is the same in one piece."""
-    bound = bound_eagle3(tiny.target("gpt_oss"), Shape(depth=3), **changes)
+    bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=3), **changes)
     text = tiny.tokens(2, 200, seed=8)
     aux = bound.target(text, aux=bound.target_layer_ids).aux
     found = []
@@ -171,7 +177,7 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
             session.observe(text[:, begin : begin + size], aux[:, :, begin : begin + size], [size] * 2)
             begin += size
             assert sum(tokens.shape[1] for tokens, _, _ in session.held) <= 64
-        found.append(session.propose(torch.tensor([9, 10]), 4, Likeliest()).tokens.tolist())
+        found.append(session.propose(torch.tensor([9, 10]), 4, Greedy()).tokens.tolist())
     assert found[0] == found[1] == found[2]
     oracle = Oracle(bound, aux[:, 1], text[1].tolist(), 10)
     assert found[0][1] == [10, *oracle.chain(3)[0]]
@@ -190,7 +196,7 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
 )
 def test_shapes_that_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
-        Shape(**changes)
+        TreeShape(**changes)
 
 
 def test_a_draft_of_another_target_is_refused():

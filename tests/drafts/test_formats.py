@@ -11,7 +11,7 @@ import readers_eagle3 as eagle3
 import tiny
 import torch
 
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats import zlab as format_zlab
 from outpace.formats.detect import DFLASH, EAGLE3, FORMATS, detect, read_draft
 from outpace.formats.export import export_draft
@@ -168,7 +168,7 @@ class Listening:
 @torch.inference_mode()
 def our_chain(draft, hs):
     """Three guesses by the module that serves; our layer l is hs[l + 1]."""
-    bound = BoundEagle3(build_eagle3(draft), samples.target(), Shape(depth=3))
+    bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=3))
     session, heard = bound.begin(1, 64), Listening()
     states = [hs[k + 1] for k in draft.config.layer_ids]
     session.observe(tiny.tokens(1, len(hs[0])), torch.stack(states)[:, None], [len(hs[0])])

@@ -14,8 +14,8 @@ from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.costs import fingerprint
 from outpace.decode.request import Request
-from outpace.drafts.dflash_decode import Pairs
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.dflash_decode import BigramBias
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.drafts.quantize import quantised
 from outpace.formats.detect import read_draft
 from outpace.formats.export import export_draft
@@ -37,7 +37,7 @@ def unpacked(draft, packed):
     return twin
 
 
-@pytest.mark.parametrize("shape", [Shape(depth=4), Shape(depth=3, branch=3, nodes=9)])
+@pytest.mark.parametrize("shape", [TreeShape(depth=4), TreeShape(depth=3, branch=3, nodes=9)])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_a_packed_eagle3_says_what_plain_decoding_says(family, shape):
     model = tiny.target(family)
@@ -78,7 +78,7 @@ def test_a_tree_reads_a_packed_markov_head(words):
     session = session_of(packed, target)
     hidden = session.block_hidden(tiny.tokens(2, seed=4))[:, -places:]
     ids = tiny.tokens(2 * places * 5, seed=3).view(2, places, 5)
-    found = [Pairs(session.head, None, d.markov_head, hidden)(ids[..., :3], ids) for d in (packed, twin)]
+    found = [BigramBias(session.head, None, d.markov_head, hidden)(ids[..., :3], ids) for d in (packed, twin)]
     torch.testing.assert_close(*found)
 
 

@@ -6,10 +6,10 @@ import torch
 
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.marginals import TreeOf
-from outpace.drafts.sampler import Coupled, Likeliest
+from outpace.drafts.marginals import DDTree
+from outpace.drafts.sampler import Greedy, GumbelCoupled
 from outpace.drafts.tree import best_first
-from outpace.drafts.vocab import Words
+from outpace.drafts.vocab import DraftVocabulary
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import Sampling
@@ -20,7 +20,7 @@ BLOCK, V = 5, 11
 class Block:
     """A block draft with fixed logits; remembers how it was used."""
 
-    block_size, target_layer_ids, words = BLOCK, (1, 3), Words(None, V)
+    block_size, target_layer_ids, words = BLOCK, (1, 3), DraftVocabulary(None, V)
 
     def __init__(self, batch=2, seed=0):
         self.said = torch.randn(batch, BLOCK - 1, V, generator=torch.Generator().manual_seed(seed)) * 2
@@ -37,18 +37,18 @@ class Block:
     def observe(self, tokens, aux, counts):
         self.calls.append(("observe", tokens, aux, counts))
 
-    def keep(self, rows):
-        self.said = self.said[rows]
+    def select(self, batch_indices):
+        self.said = self.said[batch_indices]
 
 
 def session(draft, nodes, branch=16):
-    return TreeOf(draft, nodes, branch).begin(2, 40, 7)
+    return DDTree(draft, nodes, branch).begin(2, 40, 7)
 
 
 @pytest.mark.parametrize(("nodes", "width", "depth"), [(12, 12, 4), (12, 3, 2), (3, 3, 2), (40, 25, 4)])
 def test_a_tree_is_best_first_over_the_block(nodes, width, depth):
     draft, last = Block(), torch.tensor([4, 9])
-    proposal = session(draft, nodes).propose(last, width, Likeliest())
+    proposal = session(draft, nodes).propose(last, width, Greedy())
     assert draft.calls == [("begin", 2, 40, 7), ("block", depth + 1)]  # no deeper than there are columns
     wanted = best_first(last, draft.said[:, :depth].log_softmax(-1), width)
     for name in ("tokens", "parents", "survival"):
@@ -58,20 +58,20 @@ def test_a_tree_is_best_first_over_the_block(nodes, width, depth):
 
 def test_without_branches_it_is_the_block():
     draft, last = Block(), torch.tensor([4, 9])
-    proposal = session(draft, 40, branch=1).propose(last, 40, Likeliest())
+    proposal = session(draft, 40, branch=1).propose(last, 40, Greedy())
     assert proposal.tokens.tolist() == torch.cat((last[:, None], draft.said.argmax(-1)), 1).tolist()
     assert proposal.parents.tolist() == [[0, 0, 1, 2, 3]] * 2 and proposal.counts == [BLOCK, BLOCK]
 
 
 def test_it_stands_where_its_draft_stood():
     draft = Block()
-    tree = TreeOf(draft, 12)
+    tree = DDTree(draft, 12)
     assert (tree.block_size, tree.target_layer_ids) == (12, (1, 3))
     begun = tree.begin(2, 40)
     begun.observe("tokens", "aux", [1, 2])
     assert draft.calls[-1] == ("observe", "tokens", "aux", [1, 2])
-    begun.keep([1])
-    proposal = begun.propose(torch.tensor([9]), 6, Likeliest())
+    begun.select([1])
+    proposal = begun.propose(torch.tensor([9]), 6, Greedy())
     assert torch.equal(proposal.tokens, best_first(torch.tensor([9]), draft.said.log_softmax(-1), 6).tokens)
 
 
@@ -81,7 +81,7 @@ def test_it_stands_where_its_draft_stood():
 )
 def test_sizes_that_make_no_tree(sizes, said):
     with pytest.raises(ValueError, match=said):
-        TreeOf(Block(), *sizes)
+        DDTree(Block(), *sizes)
 
 
 # ---- drafts whose guesses know the one before -----------------------------------------------------------
@@ -109,7 +109,7 @@ def begun(parts, nodes=30, branch=6):
     if draft.d2t is not None:
         draft.d2t.copy_(torch.arange(31) * 2 + 3)  # the words 3, 6, ..
     bound = draft.eval().bind(model)
-    sessions, text = [x.begin(2, 40) for x in (bound, TreeOf(bound, nodes, branch))], tiny.tokens(2, 12)
+    sessions, text = [x.begin(2, 40) for x in (bound, DDTree(bound, nodes, branch))], tiny.tokens(2, 12)
     aux = model(text, model.make_cache(2, 20), aux=bound.target_layer_ids).aux
     for session in sessions:
         session.observe(text, aux, [12, 7])
@@ -122,7 +122,7 @@ def test_the_tree_holds_the_chain_that_its_draft_would_propose(parts):
     parts = PARTS[parts]  # a Markov head looks at every word
     chain, tree = begun(parts, branch=parts.get("selector_top_k") or parts.get("draft_vocab_size") or 97)
     last = torch.tensor([9, 41])
-    line, proposal = (s.propose(last, w, Likeliest()) for s, w in ((chain, 5), (tree, 30)))
+    line, proposal = (s.propose(last, w, Greedy()) for s, w in ((chain, 5), (tree, 30)))
     assert proposal.counts == [30, 30]
     if "draft_vocab_size" in parts:
         assert set(proposal.tokens[:, 1:].flatten().tolist()) <= set(range(3, 96, 3))
@@ -142,7 +142,7 @@ def test_the_tree_holds_the_chain_that_its_draft_would_propose(parts):
 def test_followers_differ_by_what_they_follow():
     """Without pairs, all nodes of a depth rank the same followers."""
     for parts, differ in ((PARTS["blind"], False), (PARTS["selector"], True)):
-        proposal = begun(parts, nodes=60)[1].propose(torch.tensor([9, 41]), 60, Likeliest())
+        proposal = begun(parts, nodes=60)[1].propose(torch.tensor([9, 41]), 60, Greedy())
         best = {}  # the likeliest follower of each token of depth 1
         for column in range(59, 0, -1):
             parent = int(proposal.parents[0, column])
@@ -154,12 +154,12 @@ def test_followers_differ_by_what_they_follow():
 @torch.inference_mode()
 def test_coupled_noise_falls_on_a_tree_as_on_the_text():
     """Every node of a depth has the noise of that place: the tree's chain is that of the coupled guesses."""
-    choice = Coupled(Sampling(temperature=0.8), 7, torch.tensor([3, 5]), torch.tensor([20, 11]))
+    choice = GumbelCoupled(Sampling(temperature=0.8), 7, torch.tensor([3, 5]), torch.tensor([20, 11]))
     last = torch.tensor([9, 41])
     for parts in (PARTS["blind"], PARTS["selector"] | {"selector_top_k": 97}):
         chain, tree = begun(parts, branch=97)
         line, proposal = (s.propose(last, w, choice) for s, w in ((chain, 5), (tree, 30)))
-        assert line.tokens.tolist() != chain.propose(last, 5, Likeliest()).tokens.tolist()
+        assert line.tokens.tolist() != chain.propose(last, 5, Greedy()).tokens.tolist()
         for b in range(2):
             assert proposal.tokens[b, 1] == line.tokens[b, 1]
             second = [c for c in range(2, 30) if proposal.parents[b, c] == 1]

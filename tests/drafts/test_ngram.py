@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.drafts.ngram import NGram
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 
 
 def search(text, longest, shortest, guesses):
@@ -35,7 +35,7 @@ def test_against_search(rows, block, longest, shortest, chunk):
         counts = [len(p) for p in parts]
         width = max(counts)
         session.observe(torch.tensor([p + [9] * (width - len(p)) for p in parts]), None, counts)
-    proposal = session.propose(torch.tensor([row[-1] for row in rows]), block, Likeliest())
+    proposal = session.propose(torch.tensor([row[-1] for row in rows]), block, Greedy())
     for row, ids, count in zip(rows, proposal.tokens.tolist(), proposal.counts, strict=True):
         assert ids[:count] == [row[-1], *search(row, longest, shortest, block - 1)]
 
@@ -43,5 +43,5 @@ def test_against_search(rows, block, longest, shortest, chunk):
 def test_no_repetition_no_guess():
     session = NGram().begin(1, 99)
     session.observe(torch.tensor([[1, 2, 3, 4]]), None, [4])
-    proposal = session.propose(torch.tensor([5]), 8, Likeliest())
+    proposal = session.propose(torch.tensor([5]), 8, Greedy())
     assert proposal.counts == [1] and proposal.tokens.tolist() == [[5]]

@@ -6,8 +6,8 @@ import pytest
 import tiny
 import torch
 
-from outpace.drafts.sampler import Coupled, Drawn, Likeliest
-from outpace.drafts.vocab import Words
+from outpace.drafts.sampler import Greedy, GumbelCoupled, Sampled
+from outpace.drafts.vocab import DraftVocabulary
 from outpace.ops.sampling import Sampling
 
 B, N = 3, 4
@@ -32,16 +32,16 @@ class Odd:
 
 def choices():
     streams, places = torch.arange(B), torch.tensor([3, 8, 5])
-    yield lambda: Likeliest(0.5)
-    yield lambda: Drawn(SAMPLING, torch.Generator().manual_seed(1))
-    yield lambda: Coupled(SAMPLING, 11, streams, places)
+    yield lambda: Greedy(0.5)
+    yield lambda: Sampled(SAMPLING, torch.Generator().manual_seed(1))
+    yield lambda: GumbelCoupled(SAMPLING, 11, streams, places)
     yield Odd
 
 
 @pytest.mark.parametrize("make", list(choices()))
 @pytest.mark.parametrize("ids", [IDS, IDS.flip(0), None])
 def test_every_choice_is_the_one_among_all(make, ids):
-    words = Words(ids, tiny.VOCAB)
+    words = DraftVocabulary(ids, tiny.VOCAB)
     count = tiny.VOCAB if ids is None else len(ids)
     logits = torch.randn(B, N, count, generator=torch.Generator().manual_seed(5))
     chosen, q = words.choose(make(), logits, 2)
@@ -61,11 +61,11 @@ def test_every_choice_is_the_one_among_all(make, ids):
 
 
 def test_what_the_draft_cannot_say_has_no_chance():
-    words = Words(IDS, tiny.VOCAB)
+    words = DraftVocabulary(IDS, tiny.VOCAB)
     logits = torch.randn(B, N, len(IDS), generator=torch.Generator().manual_seed(5))
     tokens = tiny.tokens(B, N)
     wanted = words.wide(logits, -torch.inf).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     assert 0 < wanted.isfinite().sum() < wanted.numel()
     torch.testing.assert_close(words.log_probabilities(logits, tokens), wanted)
-    whole = Words(None, tiny.VOCAB).log_probabilities(words.wide(logits, -torch.inf), tokens)
+    whole = DraftVocabulary(None, tiny.VOCAB).log_probabilities(words.wide(logits, -torch.inf), tokens)
     torch.testing.assert_close(whole, wanted)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.kernels import cpu, cpu_index
-from outpace.kv.topk import Index, Keep, Place, choose, reference_pick, reference_scores
+from outpace.kv.topk import Index, QueryPositions, TopKConfig, choose, reference_pick, reference_scores
 from outpace.kv.tree import Tree
 
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
@@ -22,7 +22,7 @@ def sample(B, T, S, heads=3, dim=8, seed=0):
 
 def place_of(start, T, counts=None, tree=None):
     counts = counts or [T] * len(start)
-    return Place(torch.tensor(start), torch.tensor(counts), T, tree, max(start) + T)
+    return QueryPositions(torch.tensor(start), torch.tensor(counts), T, tree, max(start) + T)
 
 
 def by_hand(index, keys, place, keep, b, t):
@@ -58,12 +58,12 @@ def by_hand(index, keys, place, keep, b, t):
     T=st.integers(1, 9),
     keep=st.sampled_from(
         [
-            Keep(top_k=12, min_context=0, sinks=2, recent=9),
-            Keep(top_k=20, min_context=25, sinks=0, recent=9),
-            Keep(top_k=0.3, min_context=10, sinks=3, recent=9),
-            Keep(top_k=40, top_p=0.6, min_context=0, sinks=1, recent=9),
-            Keep(top_k=14, least_mass=0.9, min_context=20, sinks=1, recent=9),
-            Keep(top_k=30, top_p=0.9, least_mass=0.8, min_context=0, sinks=1, recent=9),
+            TopKConfig(top_k=12, min_context=0, sinks=2, recent=9),
+            TopKConfig(top_k=20, min_context=25, sinks=0, recent=9),
+            TopKConfig(top_k=0.3, min_context=10, sinks=3, recent=9),
+            TopKConfig(top_k=40, top_p=0.6, min_context=0, sinks=1, recent=9),
+            TopKConfig(top_k=14, least_mass=0.9, min_context=20, sinks=1, recent=9),
+            TopKConfig(top_k=30, top_p=0.9, least_mass=0.8, min_context=0, sinks=1, recent=9),
         ]
     ),
     branched=st.booleans(),
@@ -121,7 +121,7 @@ def test_of_equals_the_later_ones(where):
     """An index gives many tokens exactly 0."""
     if where == "kernel" and not cpu.available():
         pytest.skip(f"no CPU kernels: {cpu.why_not()}")
-    keep, place = Keep(top_k=10, min_context=0, sinks=2, recent=3), place_of([49], 1)
+    keep, place = TopKConfig(top_k=10, min_context=0, sinks=2, recent=3), place_of([49], 1)
     scores = torch.zeros(1, 1, 50)
     scores[..., 7], scores[..., 20:30] = 1.0, -0.5
     pick = _picked(where)
@@ -134,7 +134,7 @@ def test_of_equals_the_later_ones(where):
 def test_scores_that_are_not_finite_leave_nothing_out(broken):
     index, keys = sample(2, 3, 60)
     keys[1, 30] = broken
-    place, keep = place_of([50, 50], 3), Keep(top_k=12, min_context=0, sinks=1, recent=4)
+    place, keep = place_of([50, 50], 3), TopKConfig(top_k=12, min_context=0, sinks=1, recent=4)
     lists, many = choose(index, keys, place, keep)
     assert many[0].tolist() == [12, 12, 12]
     assert many[1].tolist() == [51, 52, 53]
@@ -144,7 +144,7 @@ def test_scores_that_are_not_finite_leave_nothing_out(broken):
 @torch.inference_mode()
 def test_a_long_chain_in_pieces_is_the_whole(monkeypatch):
     index, keys = sample(2, 60, 75)
-    place, keep = place_of([0, 15], 60, [60, 41]), Keep(top_k=12, min_context=20, sinks=1, recent=4)
+    place, keep = place_of([0, 15], 60, [60, 41]), TopKConfig(top_k=12, min_context=20, sinks=1, recent=4)
     whole = choose(index, keys, place, keep)
     monkeypatch.setattr("outpace.kv.topk.PIECE", 7 * 75 * 2)
     pieces = choose(index, keys, place, keep)
@@ -157,7 +157,7 @@ def test_a_tree_deeper_than_the_recent_tokens_is_refused():
     index, keys = sample(1, 8, 60)
     place = place_of([50], 8, tree=Tree(torch.arange(8).sub(1).clamp(min=0)[None]))
     with pytest.raises(ValueError, match=r"tree of depth 7.*dsa_recent"):
-        choose(index, keys, place, Keep(top_k=12, min_context=0, sinks=1, recent=7))
+        choose(index, keys, place, TopKConfig(top_k=12, min_context=0, sinks=1, recent=7))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_tree_deeper_than_the_recent_tokens_is_refused():
 )
 def test_a_choice_that_is_none_is_refused(wrong, named):
     with pytest.raises(ValueError, match=named):
-        Keep(**wrong)
+        TopKConfig(**wrong)
 
 
 def _picked(where):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.kv.base import Cache
+from outpace.kv.base import KVCache
 
 K, D = 2, 4  # kv heads, head dim
 
@@ -161,7 +161,7 @@ def assert_unchanged(cache, before):
 @given(scripts())
 def test_against_a_list(script):
     windows, slack, batch, actions = script
-    cache = Cache(batch, LENGTH, slack, tuple(windows), K, D)
+    cache = KVCache(batch, LENGTH, slack, tuple(windows), K, D)
     layers = [(w, w + slack if w and w + slack < LENGTH else 0) for w in windows]
     model = Model(layers, [Row() for _ in range(batch)], [0] * batch)
     fresh = iter(range(10**6))
@@ -198,7 +198,7 @@ def test_against_a_list(script):
 
 
 def one(window, slack, length=LENGTH, batch=1):
-    cache = Cache(batch, length, slack, (0, window), K, D)
+    cache = KVCache(batch, length, slack, (0, window), K, D)
     size = window + slack if window and window + slack < length else 0
     return cache, Model([(0, 0), (window, size)], [Row() for _ in range(batch)], [0] * batch)
 
@@ -293,11 +293,11 @@ def test_a_cache_that_is_full():
 @pytest.mark.parametrize("sizes", [(0, 9, 1), (1, 0, 1), (1, 9, 0)])
 def test_sizes_that_are_refused(sizes):
     with pytest.raises(ValueError, match="at least 1"):
-        Cache(*sizes, (0,), K, D)
+        KVCache(*sizes, (0,), K, D)
 
 
 def test_bytes_are_those_of_the_tensors():
-    cache = Cache(3, 50, 4, (0, 7, 0), K, D, dtype=torch.bfloat16)
+    cache = KVCache(3, 50, 4, (0, 7, 0), K, D, dtype=torch.bfloat16)
     slots = 2 * (50 + 1) + (7 + 4 + 1)  # one more slot per layer takes the padding
     assert [m.nbytes for m in cache.layers] == [2 * 3 * K * s * D * 2 for s in (51, 12, 51)]
     assert cache.nbytes == 2 * 3 * K * slots * D * 2

@@ -6,8 +6,8 @@ import trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.kv.base import Cache
-from outpace.kv.partial import PartialCache, PartialConfig, PartialMemory
+from outpace.kv.base import KVCache
+from outpace.kv.partial import PartialCache, PartialConfig, PartialLayerCache
 from outpace.kv.summary import SELECTORS, extremes, minmax, quest, rank
 from outpace.kv.tree import Tree
 
@@ -81,7 +81,7 @@ def wanted_blocks(config, keys, q, first, end):
 def test_what_is_shown_is_sinks_chosen_blocks_window_and_buffer(config, lengths, T, seed):
     """Per row and kv head. Short rows are shown whole. The values go with their keys."""
     batch, room = len(lengths), config.buffer_size(T)
-    full = Cache(batch, 60 + room, room, WINDOWS, K, D)
+    full = KVCache(batch, 60 + room, room, WINDOWS, K, D)
     cache = PartialCache(full, config, room)
     k, q, _ = append(full, max(lengths), lengths, seed)
     cache.refresh()
@@ -117,7 +117,7 @@ def test_rounds_of_trees_leave_what_plain_text_leaves(config, data):
     room = config.buffer_size(T) + 1  # and the query that looks at the end
     pairs = []
     for _ in range(2):
-        full = Cache(batch, 90, room, WINDOWS, K, D)
+        full = KVCache(batch, 90, room, WINDOWS, K, D)
         append(full, 40, [40, 23], 5)
         pairs.append(PartialCache(full, config, room))
         pairs[-1].refresh()
@@ -153,8 +153,8 @@ def test_rounds_of_trees_leave_what_plain_text_leaves(config, data):
 
 def test_rows_that_end_leave_and_their_blocks_with_them():
     config = PartialConfig(block_size=2, n_sink_blocks=1, n_retrieval_blocks=2, n_window_blocks=2)
-    whole = Cache(3, 60, 30, WINDOWS, K, D)
-    part = Cache(2, 60, 30, WINDOWS, K, D)
+    whole = KVCache(3, 60, 30, WINDOWS, K, D)
+    part = KVCache(2, 60, 30, WINDOWS, K, D)
     caches = [PartialCache(full, config, 30) for full in (whole, part)]
     rng, k = torch.Generator().manual_seed(1), keys_of(3, 31, 7)
     q = torch.randn(3, 31, H, D, generator=rng)
@@ -164,8 +164,8 @@ def test_rows_that_end_leave_and_their_blocks_with_them():
             memory.append(k[rows], -k[rows], step, q[rows])
         full.advance(step)
     caches[0].refresh()
-    whole.keep([2, 0])
-    caches[0].keep([2, 0])
+    whole.select([2, 0])
+    caches[0].select([2, 0])
     for cache in caches:
         cache.refresh()
     views = [append(cache, 2, None, 8)[2] for cache in caches]
@@ -175,7 +175,7 @@ def test_rows_that_end_leave_and_their_blocks_with_them():
 
 def test_blocks_are_summarised_once_and_only_whole():
     config = PartialConfig(block_size=4, n_sink_blocks=1, n_retrieval_blocks=1, n_window_blocks=1)
-    full = Cache(1, 60, 25, (0,), K, D)
+    full = KVCache(1, 60, 25, (0,), K, D)
     cache = PartialCache(full, config, 25)
     k, _, _ = append(full, 18, None, 1)
     cache.refresh()
@@ -203,12 +203,12 @@ def test_only_quest_bounds_what_a_block_holds():
 
 def test_it_takes_what_it_says():
     config = PartialConfig(block_size=2, n_sink_blocks=1, n_retrieval_blocks=3, n_window_blocks=2)
-    full = Cache(2, 80, 30, WINDOWS, K, D)
+    full = KVCache(2, 80, 30, WINDOWS, K, D)
     cache = PartialCache(full, config, 30)
     slots = config.static_size + 30 + 1  # and one for padding
     per_layer = 2 * K * D * 4 * (2 * slots + 2 * (80 // 2))
     assert cache.nbytes == 2 * per_layer
-    assert [type(memory) is PartialMemory for memory in cache.layers] == [True, False, True]
+    assert [type(memory) is PartialLayerCache for memory in cache.layers] == [True, False, True]
     assert cache.layers[1] is full.layers[1]
 
 
@@ -236,7 +236,7 @@ def test_sizes_that_cannot_be(said, error):
 
 def test_promises_that_cannot_be_kept():
     config = PartialConfig(block_size=2, n_sink_blocks=1, n_retrieval_blocks=1, n_window_blocks=2)
-    full = Cache(1, 60, 8, WINDOWS, K, D)
+    full = KVCache(1, 60, 8, WINDOWS, K, D)
     with pytest.raises(AssertionError, match="9 buffered columns"):
         PartialCache(full, config, 9)
     cache = PartialCache(full, config, 8)

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outpace.kv import tree as module
-from outpace.kv.base import Cache
+from outpace.kv.base import KVCache
 from outpace.kv.tree import Tree
 
 K, D = 3, 5  # kv heads, head dim
@@ -53,7 +53,7 @@ def test_a_parent_that_does_not_stand_before_its_child(parents):
 
 
 def test_trees_of_another_shape():
-    cache = Cache(2, 30, 8, (0,), K, D)
+    cache = KVCache(2, 30, 8, (0,), K, D)
     for parents in (torch.zeros(4, dtype=torch.int64), torch.zeros(1, 4)):
         with pytest.raises(AssertionError, match="int64"):
             Tree(parents)
@@ -76,7 +76,7 @@ WINDOWS = (0, 5, 7, 1)
 
 
 def made(batch):
-    return Cache(batch, LENGTH, SLACK, WINDOWS, K, D)
+    return KVCache(batch, LENGTH, SLACK, WINDOWS, K, D)
 
 
 def append(cache, keys, counts, tree=None):

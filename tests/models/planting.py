@@ -5,7 +5,7 @@ import shutil
 import tiny
 from safetensors.torch import load_file, save_file
 
-from outpace.doctor.inspect import gate
+from outpace.doctor.inspect import validate_checkpoint
 from outpace.models.save import save_target
 
 GPT_OSS_EXPERTS = "model.layers.0.mlp.experts."
@@ -33,12 +33,12 @@ def plant(source, folder, tensors=None, **config):
 
 
 def findings(path, **options):
-    return {finding.name: finding for finding in gate(path, **options).findings}
+    return {finding.name: finding for finding in validate_checkpoint(path, **options).findings}
 
 
 def only(path, name, mend="", said="", **options):
     """The one finding there is."""
-    report = gate(path, **options)
+    report = validate_checkpoint(path, **options)
     assert [f.name for f in report.findings] == [name], report.findings
     finding = report.findings[0]
     assert mend in finding.mend and said in finding.said, finding

@@ -7,7 +7,7 @@ import time
 import pytest
 import tiny
 
-from outpace.doctor.inspect import gate
+from outpace.doctor.inspect import validate_checkpoint
 from outpace.models import config_values
 from outpace.models.load import parse_config
 from outpace.models.published import PUBLISHED
@@ -149,5 +149,5 @@ def test_the_largest_that_is_let_through_is_compared_in_time(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(said))
     started = time.perf_counter()
-    assert {f.name for f in gate(tmp_path).findings} >= {"num_hidden_layers", "vocab_size"}
+    assert {f.name for f in validate_checkpoint(tmp_path).findings} >= {"num_hidden_layers", "vocab_size"}
     assert time.perf_counter() - started < 20

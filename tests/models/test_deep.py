@@ -11,7 +11,7 @@ from indexers import indexed_target
 from planting import GPT_OSS_EXPERTS, findings, only, plant
 from safetensors.torch import load_file, save_file
 
-from outpace.doctor.inspect import gate
+from outpace.doctor.inspect import validate_checkpoint
 from outpace.models.load import load_target
 from outpace.models.save import save_target
 
@@ -70,7 +70,7 @@ def test_the_gate_passes_what_can_be_loaded_and_nothing_else(saved, tmp_path, se
     mutate(tensors, config, rng)
     save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    report = gate(tmp_path, deep=True)
+    report = validate_checkpoint(tmp_path, deep=True)
     try:
         load_target(tmp_path)
         loaded = True
@@ -109,13 +109,13 @@ def spoiled(name, value, index=0):
 )
 def test_values(copy, change, name, said):
     folder = copy("gpt_oss", change)
-    assert gate(folder).findings == ()
+    assert validate_checkpoint(folder).findings == ()
     only(folder, name, said=said, deep=True)
 
 
 def test_a_bias_may_be_zero(copy):
     folder = copy("gpt_oss", zeroed("model.layers.1.self_attn.k_proj.bias"))
-    assert gate(folder, deep=True).findings == ()
+    assert validate_checkpoint(folder, deep=True).findings == ()
 
 
 def test_an_index_may_begin_with_equal_weights(tmp_path):
@@ -126,7 +126,7 @@ def test_an_index_may_begin_with_equal_weights(tmp_path):
             with torch.no_grad():
                 attention.indexer.proj.weight[-attention.indexer.heads :] = 0
     save_target(model, tmp_path)
-    assert not [f for f in gate(tmp_path, deep=True).findings if f.name == "zero"]
+    assert not [f for f in validate_checkpoint(tmp_path, deep=True).findings if f.name == "zero"]
 
 
 def test_many_faults_are_counted(copy):

@@ -9,7 +9,7 @@ import trees
 from indexers import KEEP, indexed_target
 
 from outpace.checkpoint.open import LoadError
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.kv.tree import Tree
 from outpace.models.load import fingerprint, load_target, parse_config
 from outpace.models.save import save_target
@@ -48,7 +48,7 @@ def test_cached_and_not_say_the_same(family, rank):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @torch.inference_mode()
 def test_an_index_that_leaves_nothing_out_is_the_target(family):
-    dense, sparse = indexed_target(family, Keep(top_k=0.999, min_context=5, sinks=0, recent=59))
+    dense, sparse = indexed_target(family, TopKConfig(top_k=0.999, min_context=5, sinks=0, recent=59))
     tokens = tiny.tokens(2, 60, seed=4)
     assert (in_chunks(sparse, tokens, 7) - in_chunks(dense, tokens, 7)).abs().max() < 2e-5
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from outpace.checkpoint.save import save_checkpoint
 from outpace.cli.main import main
 from outpace.doctor.checkpoint import PARTS
-from outpace.doctor.inspect import gate
+from outpace.doctor.inspect import validate_checkpoint
 from outpace.formats.convert import write_gguf
 
 
@@ -40,23 +40,23 @@ def without(pattern):
 def test_a_sound_checkpoint_passes(saved):
     for folder in saved.iterdir():
         for deep in (False, True):
-            report = gate(folder, deep=deep)
+            report = validate_checkpoint(folder, deep=deep)
             assert report.passed and report.findings == () and report.inspection.comparison.clean
 
 
 def test_deep_reads_every_byte(saved):
     heard = []
-    gate(saved / "gpt_oss", deep=True, on_bytes=lambda n, total: heard.append((n, total)))
+    validate_checkpoint(saved / "gpt_oss", deep=True, on_bytes=lambda n, total: heard.append((n, total)))
     total = heard[0][1]
-    assert sum(n for n, _ in heard) == total == gate(saved / "gpt_oss").inspection.nbytes
+    assert sum(n for n, _ in heard) == total == validate_checkpoint(saved / "gpt_oss").inspection.nbytes
 
 
 @pytest.mark.parametrize("type", ["f32", "q8_0"])
 def test_a_gguf_file(tmp_path, type):
     write_gguf(tiny.target("gpt_oss"), tmp_path / "x.gguf", type=type)
-    report = gate(tmp_path / "x.gguf", deep=True)
+    report = validate_checkpoint(tmp_path / "x.gguf", deep=True)
     assert report.passed and report.findings == ()
-    assert report.inspection.parameters == gate(tmp_path / "x.gguf").inspection.parameters
+    assert report.inspection.parameters == validate_checkpoint(tmp_path / "x.gguf").inspection.parameters
     held = (tmp_path / "x.gguf").read_bytes()
     (tmp_path / "x.gguf").write_bytes(held[:-64] + b"\xff\xff\xff\x7f" * 16)  # NaN, in float32
     assert "not_finite" in findings(tmp_path / "x.gguf", deep=True) or type != "f32"
@@ -179,7 +179,7 @@ def test_a_tied_head_that_differs(copy):
 
 def test_a_tied_head_that_is_the_embedding(copy):
     folder = copy("qwen3", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert gate(folder).findings == ()
+    assert validate_checkpoint(folder).findings == ()
 
 
 def test_an_untied_head_that_is_not_there(copy):
@@ -293,7 +293,7 @@ def test_shards(tmp_path, saved):
     tensors = load_file(saved / "gpt_oss" / "model.safetensors")
     config = json.loads((saved / "gpt_oss" / "config.json").read_text())
     save_checkpoint(tmp_path, config, sorted(tensors.items()), shard_bytes=100_000)
-    assert gate(tmp_path).findings == ()
+    assert validate_checkpoint(tmp_path).findings == ()
     index = tmp_path / "model.safetensors.index.json"
     said = json.loads(index.read_text())
     said["metadata"]["total_size"] += 2

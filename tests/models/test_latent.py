@@ -11,7 +11,7 @@ from safetensors import safe_open
 from outpace.checkpoint.open import LoadError
 from outpace.doctor.inspect import inspect_target
 from outpace.kernels import cpu
-from outpace.kv.latent import LatentMemory
+from outpace.kv.latent import LatentCache
 from outpace.models.latent import LatentMaps
 from outpace.models.load import fingerprint, load_target, parse_config
 from outpace.models.save import save_target
@@ -69,7 +69,7 @@ def test_no_value_is_made_of_a_single_latent_where_the_kernel_runs(monkeypatch):
     expand = LatentMaps.expand
     monkeypatch.setattr(LatentMaps, "expand", lambda *given: asked.append(given) or expand(*given))
     assert torch.equal(in_chunks(latent, tokens, 5), late) and not asked
-    monkeypatch.setattr(LatentMemory, "_late", lambda *given: False)
+    monkeypatch.setattr(LatentCache, "_late", lambda *given: False)
     assert (in_chunks(latent, tokens, 5) - late).abs().max() < 2e-5 and asked
 
 
@@ -86,7 +86,7 @@ def test_rows_of_different_lengths(family):
         alone = latent(torch.cat((tokens[b, :n], more[b]))[None]).hidden[0, n:]
         assert (found[b] - alone).abs().max() < 2e-5
     cache.rewind([11, 6])
-    cache.keep([1, 0])
+    cache.select([1, 0])
     found = latent(more, cache).hidden
     for b, (row, n) in enumerate(((1, 6), (0, 11))):
         alone = latent(torch.cat((tokens[row, :n], more[b]))[None]).hidden[0, n:]
@@ -100,7 +100,7 @@ def test_switched_off_it_is_the_target_it_was_made_from():
     lossy = in_chunks(latent, tokens, 6)
     latent.use_mla_kv(False)
     assert torch.equal(in_chunks(latent, tokens, 6), in_chunks(model, tokens, 6))
-    assert not any(isinstance(memory, LatentMemory) for memory in latent.make_cache(1, 9).layers)
+    assert not any(isinstance(memory, LatentCache) for memory in latent.make_cache(1, 9).layers)
     latent.use_mla_kv(True)
     assert torch.equal(in_chunks(latent, tokens, 6), lossy)
 

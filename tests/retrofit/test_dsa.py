@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from outpace.kv.topk import Keep, Place, choose
+from outpace.kv.topk import QueryPositions, TopKConfig, choose
 from outpace.loading import open_target
 from outpace.models.attention import Attention
 from outpace.models.load import fingerprint, named_tensors
@@ -15,7 +15,7 @@ from outpace.ops.rope import rotate
 from outpace.retrofit import dsa
 from outpace.retrofit.pipeline_dsa import DsaSettings, retrofit_dsa
 
-KEEP = Keep(top_k=16, min_context=0, sinks=2, recent=5)
+KEEP = TopKConfig(top_k=16, min_context=0, sinks=2, recent=5)
 
 
 def full_layers(model):
@@ -128,7 +128,7 @@ def test_what_is_kept_is_the_mass_of_what_is_chosen():
     seen = dsa.looked_at(model, tokens, [layer])[layer]
     found = dsa.mass(model, made[layer], seen, positions)
     index = made[layer](seen.x[None], *model.rope(torch.arange(60)[None]))
-    place = Place(torch.tensor([0]), torch.tensor([60]), 60, None, 60)
+    place = QueryPositions(torch.tensor([0]), torch.tensor([60]), 60, None, 60)
     lists, many = choose(index, index.k.contiguous(), place, KEEP)
     for n, position in enumerate(positions.tolist()):
         kept = lists[0, position, : many[0, position]]

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models
 
 from outpace.teacher import store
 from outpace.teacher.store import (
-    Meta,
     StoreError,
     TeacherCache,
+    TeacherMeta,
     decode_aux,
     encode_aux,
     read_meta,
@@ -50,7 +50,7 @@ def write(folder, dtype="bfloat16", planned=5, final=False):
             "temperatures": torch.tensor([float(n % 2) for n in lengths]),
         }
         shards.append(write_shard(folder, k, tensors | ({} if scale is None else {"aux_scale": scale}), 0.5))
-    meta = Meta(
+    meta = TeacherMeta(
         format_version=store.FORMAT_VERSION,
         target_fingerprint="a" * 64,
         tokenizer_sha256="b" * 64,

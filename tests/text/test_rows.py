@@ -10,7 +10,7 @@ from outpace.text import sft_rows as rows_module
 from outpace.text.harmony import Mark, prompt_ids
 from outpace.text.harmony_parser import HarmonyParser
 from outpace.text.messages import Conversation, Developer, Message, System
-from outpace.text.sft_rows import Row, read_conversations, read_rows, rows
+from outpace.text.sft_rows import TrainingRow, read_conversations, read_rows, rows
 
 PREAMBLE = Message(role="assistant", channel="commentary", content="I look.")
 TALK = Conversation(
@@ -201,6 +201,6 @@ def test_lines_of_any_length_take_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_a_rows_spans_are_the_row():
-    row = Row(ids=[1, 2, 3, 4], mask=[False, True, True, False], turn=0)
+    row = TrainingRow(ids=[1, 2, 3, 4], mask=[False, True, True, False], turn=0)
     assert list(row.spans()) == [(False, [1]), (True, [2, 3]), (False, [4])]
-    assert list(Row(ids=[], mask=[], turn=0).spans()) == []
+    assert list(TrainingRow(ids=[], mask=[], turn=0).spans()) == []

@@ -3,9 +3,9 @@
 import pytest
 from talks import TOKENIZER, TOKENS, analysis, call, final, ids_of, result, user
 
-from outpace.text.chat_format import Part
+from outpace.text.chat_format import ChatPart
 from outpace.text.harmony import Mark, prompt_ids
-from outpace.text.harmony_chat import HarmonyTalk
+from outpace.text.harmony_chat import HarmonyChat
 from outpace.text.messages import Conversation, Developer, Message, System
 
 ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"
@@ -13,7 +13,7 @@ CALLS = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a": 
 
 
 def talk(**more):
-    return HarmonyTalk(TOKENIZER, **more)
+    return HarmonyChat(TOKENIZER, **more)
 
 
 def hear(chat, text):
@@ -53,7 +53,7 @@ def test_a_call_gets_its_result():
     with pytest.raises(ValueError, match="no call waits for a result"):
         chat.give_result("7")
     _, parts = hear(chat, CALLS)
-    assert parts == [Part(kind="call", to="functions.x", text='{"a": 1}', index=0)]
+    assert parts == [ChatPart(kind="call", to="functions.x", text='{"a": 1}', index=0)]
     chat.give_result("7")
     assert said(chat) == (user("x"), call("functions.x", '{"a": 1}'), result("functions.x", "7"))
     with pytest.raises(ValueError, match="no call waits"):

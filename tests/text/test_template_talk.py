@@ -2,9 +2,9 @@
 
 import pytest
 
-from outpace.text.chat_format import Part
+from outpace.text.chat_format import ChatPart
 from outpace.text.template import ChatTemplate
-from outpace.text.template_chat import TemplateTalk
+from outpace.text.template_chat import TemplateChat
 from outpace.text.tokenizer import encode, train_bpe
 
 CHATML = ChatTemplate(
@@ -24,7 +24,7 @@ def tokenizer():
 
 
 def talk(tokenizer, **more):
-    return TemplateTalk(tokenizer, CHATML, frozenset({tokenizer.token_to_id("<|im_end|>")}), **more)
+    return TemplateChat(tokenizer, CHATML, frozenset({tokenizer.token_to_id("<|im_end|>")}), **more)
 
 
 def hear(chat, tokenizer, text):
@@ -43,7 +43,10 @@ def test_turns(tokenizer):
     chat.say("one")
     assert prompt(chat, tokenizer) == begin + "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     streamed, parts = hear(chat, tokenizer, "<think>\nhm 🙂\n</think>\n\nyes<|im_end|>")
-    assert parts == [Part(kind="analysis", text="hm 🙂\n", index=0), Part(kind="final", text="yes", index=1)]
+    assert parts == [
+        ChatPart(kind="analysis", text="hm 🙂\n", index=0),
+        ChatPart(kind="final", text="yes", index=1),
+    ]
     for part in parts:
         assert "".join(p.text for p in streamed if p.index == part.index) == part.text
     chat.give_result("7")
@@ -72,7 +75,7 @@ def test_a_prompt_that_opens_the_thought(tokenizer):
 def test_answers_that_are_cut_off(tokenizer):
     chat = talk(tokenizer)
     _, parts = hear(chat, tokenizer, "<think>h")
-    assert parts == [Part(kind="analysis", text="h", index=0, finished=False)] and chat.messages == []
+    assert parts == [ChatPart(kind="analysis", text="h", index=0, finished=False)] and chat.messages == []
     _, parts = hear(chat, tokenizer, "<think>h</think>y")
     assert [p.finished for p in parts] == [True, False]
     assert chat.messages == [{"role": "assistant", "content": "y", "reasoning_content": "h"}]
@@ -80,6 +83,6 @@ def test_answers_that_are_cut_off(tokenizer):
 
 def test_a_tokenizer_without_thoughts():
     plain = train_bpe(["some words of a chat " * 9], 280)
-    chat = TemplateTalk(plain, CHATML, frozenset())
+    chat = TemplateChat(plain, CHATML, frozenset())
     _, parts = hear(chat, plain, "<think>x</think>")
     assert [(p.kind, p.text) for p in parts] == [("final", "<think>x</think>")]

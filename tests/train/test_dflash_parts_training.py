@@ -13,7 +13,7 @@ from test_dflash_training import LAYERS, RECIPE, Cache, losses
 
 from outpace.config import load_settings
 from outpace.drafts.dflash_decode import Head
-from outpace.drafts.sampler import Likeliest
+from outpace.drafts.sampler import Greedy
 from outpace.formats.load import load_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.ops.blocks import block_attend, reference_block_attend
@@ -92,7 +92,7 @@ def test_what_the_loss_calls_right_is_what_serving_says(target, cache, name):
         hidden = block_states(draft, target, packed, torch.float32)
         head = Head.of(target, draft.d2t)
         said = draft.guess(
-            head, hidden[:, 1:].flatten(0, 1)[:, None], predecessors(packed).flatten(), Likeliest()
+            head, hidden[:, 1:].flatten(0, 1)[:, None], predecessors(packed).flatten(), Greedy()
         )
         # half of the labels become what the draft says, so that there is something to be right about
         flip = torch.rand(packed.labels.shape, generator=torch.Generator().manual_seed(1)) < 0.5

@@ -13,7 +13,7 @@ from outpace.decode import autoregressive as plain
 from outpace.decode import speculative
 from outpace.decode.request import Request
 from outpace.drafts.eagle3 import Eagle3
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.load import load_draft
 from outpace.train.drafts import commonest, responses
 from outpace.train.eagle3 import Eagle3Recipe, begin_eagle3, train_eagle3
@@ -141,7 +141,7 @@ def test_a_trained_draft_is_accepted_when_decoding(target, tmp_path, changes):
     request = Request(max_new_tokens=24, stop=frozenset())
     taus = {}
     wanted = plain.generate(target, prompts, request).tokens
-    chain, tree = Shape(depth=4), Shape(depth=4, branch=3, nodes=9)
+    chain, tree = TreeShape(depth=4), TreeShape(depth=4, branch=3, nodes=9)
     loaded = load_draft(tmp_path / "draft")
     for name, draft, shape in (
         ("start", start, chain),

@@ -8,7 +8,7 @@ import torch
 from test_dflash_parts_training import Cache, drafted, packed_of
 from test_losses import OF, V, case
 
-from outpace.ops.candidates import likeliest, reference_likeliest
+from outpace.ops.candidates import reference_top_k, top_k
 from outpace.train import dflash_loss
 from outpace.train.dflash import block_states
 from outpace.train.dflash_loss import Objective
@@ -19,7 +19,7 @@ from outpace.train.losses import block_losses
 @pytest.mark.parametrize("kind", ["ce", "lk"])
 def test_the_likeliest_of_every_row_come_along(kind, of):
     states, head, labels, *target = case()
-    ids, values, _ = reference_likeliest(states @ head.T, V)
+    ids, values, _ = reference_top_k(states @ head.T, V)
     assert (values[:, :-1] > values[:, 1:]).all()  # no ties: there is one order
     alone = block_losses(kind, states, head, labels, *target, of=of)
     assert alone.top is None
@@ -41,7 +41,7 @@ def test_a_selector_learns_from_the_losss_own_logits(monkeypatch, parts):
 
     def formed_anew(kind, states, head, *given, top):
         rows = block_losses(kind, states, head, *given)
-        return replace(rows, top=likeliest((states @ head.T).detach(), top)[0])
+        return replace(rows, top=top_k((states @ head.T).detach(), top)[0])
 
     for final in (False, True):
         packed, found = packed_of(cache, recipe, final=final), []

@@ -10,7 +10,7 @@ from outpace.train.losses import (
     ETA,
     LOSSES,
     WEIGHTS,
-    Rows,
+    LossRows,
     auf_weights,
     block_losses,
     block_weights,
@@ -381,4 +381,4 @@ def test_weights_by_name():
     with pytest.raises(ValueError, match=r"weights 'linear': known are dpace, dpace-soft"):
         block_weights("linear", rows, valid)
     with pytest.raises(ValueError, match=r"dpace-soft are made of alpha"):
-        block_weights("dpace-soft", Rows(rows.loss, rows.nll, rows.hits, None), valid)
+        block_weights("dpace-soft", LossRows(rows.loss, rows.nll, rows.hits, None), valid)

@@ -7,19 +7,19 @@ import pytest
 import torch
 from test_target import RECIPE, TEXTS
 
-from outpace.kv.topk import Keep
+from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
 from outpace.retrofit import train_frozen as frozen
 from outpace.retrofit.calibrate import calibrate
 from outpace.retrofit.train_dsa import DsaRecipe, train_dsa
 from outpace.retrofit.train_mla import MlaRecipe, train_mla, whole_losses
-from outpace.teacher.store import Sample
+from outpace.teacher.store import TeacherSample
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
 from outpace.train.target import init_weights
 
-KEEP = Keep(top_k=0.4, min_context=0, sinks=1, recent=4)
+KEEP = TopKConfig(top_k=0.4, min_context=0, sinks=1, recent=4)
 OFTEN = {"warmup": 1, "judged": 1, "save_every": 3}
 DSA = DsaRecipe(steps=40, row_tokens=64, queries=32, sparse_share=0.2, lr=0.003, **OFTEN)
 MLA = MlaRecipe(steps=12, row_tokens=48, rows=2, layer_share=0.4, lr=0.01, **OFTEN)
@@ -105,7 +105,7 @@ class Cached:
             tokens = torch.tensor(encode(tokenizer, document.text)[:60])
             with torch.inference_mode():
                 states = model(tokens[None]).hidden[0].clone() if final else None
-            self.samples.append(Sample(tokens, 10, torch.zeros(0), offset, 0.0, states))
+            self.samples.append(TeacherSample(tokens, 10, torch.zeros(0), offset, 0.0, states))
 
     def __len__(self):
         return len(self.samples)

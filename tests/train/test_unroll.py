@@ -9,7 +9,7 @@ from eagle3_drafts import over_all
 
 from outpace.drafts.eagle3 import init_eagle3
 from outpace.drafts.eagle3_config import Eagle3Config
-from outpace.drafts.eagle3_decode import BoundEagle3, Shape
+from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.train.losses import reference_losses
 from outpace.train.unroll import Vocabulary, gather, thinned, unroll, unrolled_loss
 
@@ -149,7 +149,7 @@ def test_unrolled_is_the_served_chain(target, samples, name):
     """Verified up to a place and then guessing, when all guesses are the true text."""
     draft, texts = draft_of(target, **CASES[name]).eval(), gather(samples[:1], None)
     row = samples[0]
-    bound = BoundEagle3(draft, target, Shape(depth=STEPS))
+    bound = BoundEagle3(draft, target, TreeShape(depth=STEPS))
     with torch.no_grad():
         steps = unroll(draft, target, texts, everything(texts), torch.float32)
         for n in (0, 3, len(texts.at) - STEPS):
