@@ -15,7 +15,7 @@ WHEELS := --only-binary :all: --constraint requirements-dev.txt
 # of llama.cpp, the library alone
 ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES TESTS SERVER,-DLLAMA_BUILD_$(part)=OFF)
 
-.PHONY: help install oracle demo test lint format clean
+.PHONY: help install oracle demo test lint docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test     style, types and tests, in WORKERS=2 processes"
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
+	@echo "make docs     the documentation site -> site/"
 	@echo "make lint     style and types;  make format  rewrite the style"
 	@echo "make clean    remove everything that was built, .venv included"
 
@@ -48,7 +49,7 @@ $(VENV)/.oracle: $(STAMP) requirements-oracle.txt
 demo: $(STAMP)
 	$(BIN)/outpace demo
 
-test: lint
+test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations=15 --durations-min=1
 
 lint: $(STAMP)
@@ -56,10 +57,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) demo-report build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) demo-report site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find outpace tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,6 +40,21 @@ def _times(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _real_size(report: dict[str, Any]) -> list[str]:
+    """A report of benchmarks/real_size.py."""
+    warm = report["warm_median"]
+    cells = (
+        f"{report['checkpoint_gib']:.1f} GiB",
+        f"{report['load_seconds']:.1f} s",
+        f"{report['peak_rss_gib']:.1f} GiB",
+        f"{warm['prefill_tokens_per_s']:.0f} tokens/s",
+        f"{warm['tokens_per_s']:.1f} tokens/s",
+        f"{warm['share_of_floor']:.0%}",
+    )
+    heading = "| size | load | peak memory | prompt | decode | of the bandwidth |"
+    return [heading, "|---" * len(cells) + "|", "| " + " | ".join(cells) + " |", ""]
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "drafts": comparison_report.training_table,
     "greedy": _at(0.0),
@@ -57,6 +72,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "mass": retrofit_tables.mass_table,
     "held": retrofit_tables.held_table,
     "noise": draft_context_report.acceptance_table,
+    "real-size": _real_size,
 }
 
 

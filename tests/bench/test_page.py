@@ -1,4 +1,4 @@
-"""A page's tables are made from reports: those of docs/ and README.md agree with what is committed."""
+"""A page's tables are made from reports: those of docs/ agree with what is committed."""
 
 import json
 from pathlib import Path
@@ -33,12 +33,6 @@ def test_the_pages_say_what_their_reports_say():
         kinds |= {kind for _, kind, _, _, _ in MARKED.findall(text)}
         assert filled(text, DOCS) == text, f"run: outpace tables docs/{page.name}"
     assert kinds == {*TABLES, PICTURES}
-
-
-def test_the_readme_says_what_its_report_says():
-    text = (ROOT / "README.md").read_text()
-    assert "<!-- table: greedy " in text
-    assert filled(text, ROOT) == text, "run: outpace tables README.md"
 
 
 def test_a_table_is_made_from_its_report(tmp_path):

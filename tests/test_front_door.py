@@ -1,0 +1,33 @@
+"""README, documentation site and repository files: what a stranger reads first is true."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks.overview import speedups
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 700
+
+
+def test_the_picture_shows_the_report():
+    """docs/overview.png: benchmarks/overview.py stores the values it draws."""
+    report = json.loads((ROOT / "reports/drafts/embedded/report.json").read_text())
+    with Image.open(ROOT / "docs" / "overview.png") as image:
+        drawn = json.loads(image.info["Description"])
+    assert drawn == {method: list(values) for method, values in speedups(report).items()}
+    assert len(drawn) > 4
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/install.md", "docs/quickstart.md"])
+def test_links_lead_to_files(page):
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    assert links and [link for link in links if not (path.parent / link).exists()] == []
