@@ -15,7 +15,7 @@ import torch
 
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.roofline import read_bandwidth, weight_bytes
-from outpace.decode.autoregressive import generate
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.loading import open_target
 from outpace.models.load import named_tensors

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.gpt_oss import GptOss
 from outpace.models.load import load_target
@@ -61,7 +61,7 @@ def make_target(folder: Path) -> Any:
 
 def ours(target: Any, prompt: list[int], ids: torch.Tensor) -> dict[str, Any]:
     """One pass of everything measured on our side."""
-    run = plain.generate(target, [prompt], Request(max_new_tokens=NEW))
+    run = generate(target, [prompt], Request(max_new_tokens=NEW))
     decode = run.trace.seconds["verify"] + run.trace.seconds["rest"]
     found: dict[str, Any] = {"tokens": run.tokens[0], "decode": (NEW - 1) / decode, "over_cache": {}}
     with torch.inference_mode():

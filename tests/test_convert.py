@@ -9,7 +9,7 @@ import torch
 
 from outpace.checkpoint.open import open_checkpoint
 from outpace.checkpoint.tokenizer import open_template, open_tokenizer
-from outpace.decode.autoregressive import generate
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.formats.convert import convert_target, write_gguf
 from outpace.loading import open_target

@@ -7,8 +7,7 @@ import pytest
 
 from outpace.bench.prompts import held_out_prompts
 from outpace.checkpoint.open import EMBEDDED
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.loading import open_draft, open_target
 from outpace.models.load import fingerprint
@@ -64,7 +63,7 @@ def test_speculative_decoding_of_held_out_text_is_lossless(embedded):
     target, tokenizer, draft = embedded
     prompts = held_out_prompts(tokenizer, split(read_corpus())[1], 3, 150)
     request = Request(max_new_tokens=100)
-    said = plain.generate(target, prompts, request)
-    drafted = speculative.generate(target, draft, prompts, request)
+    said = generate(target, prompts, request)
+    drafted = generate(target, prompts, request, draft)
     assert drafted.tokens == said.tokens
     assert drafted.trace.tau > 1.6  # it did learn something

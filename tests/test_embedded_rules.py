@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from outpace.cli.main import main
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Fixed
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
@@ -34,12 +33,12 @@ def prompts():
 
 @functools.cache
 def plainly(request):
-    return plain.generate(embedded()[0], prompts(), request, rng=torch.Generator().manual_seed(5)).tokens
+    return generate(embedded()[0], prompts(), request, rng=torch.Generator().manual_seed(5)).tokens
 
 
 def drafted(request, draft):
     rng = torch.Generator().manual_seed(5)
-    return speculative.generate(embedded()[0], draft, prompts(), request, rng=rng)
+    return generate(embedded()[0], prompts(), request, draft, rng=rng)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -81,8 +80,8 @@ def test_texts_come_as_often_as_they_should(rule):
     target, draft, _ = embedded()
     how, rows, prompt = Sampling(temperature=3.0, top_k=3), 300, prompts()[2]
     request = Request(max_new_tokens=3, sampling=how, rule=rule)
-    got = speculative.generate(
-        target, draft, [prompt] * rows, request, rng=torch.Generator().manual_seed(8), controller=Fixed(3)
+    got = generate(
+        target, [prompt] * rows, request, draft, rng=torch.Generator().manual_seed(8), controller=Fixed(3)
     )
     texts, chance = exact(tuple(prompt), how)
     place = {tuple(text): i for i, text in enumerate(texts.tolist())}

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.kv.partial import PartialConfig
@@ -68,8 +67,8 @@ def shipped():
 def decode(target, draft, prompts, request, seed, partial=None):
     rng = generator(seed, target.device)
     if draft is None:
-        return plain.generate(target, prompts, request, rng=rng).tokens
-    return speculative.generate(target, draft, prompts, request, rng=rng, partial=partial).tokens
+        return generate(target, prompts, request, rng=rng).tokens
+    return generate(target, prompts, request, draft, rng=rng, partial=partial).tokens
 
 
 def test_every_golden_text_has_a_case():

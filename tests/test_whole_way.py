@@ -12,8 +12,7 @@ from outpace.bench.checks import run_checks
 from outpace.bench.report import write_report
 from outpace.bench.speed import BenchSettings, run_bench
 from outpace.config import load_settings
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.formats.load import load_dflash
 from outpace.models.load import fingerprint, load_target
@@ -73,8 +72,8 @@ def test_gates_pass_on_what_was_built(walked) -> None:
 def test_decoding_is_lossless(walked) -> None:
     *_, target, _, _, draft, prompts, _ = walked
     request = Request(max_new_tokens=80)
-    said = plain.generate(target, prompts, request)
-    drafted = speculative.generate(target, draft.bind(target), prompts, request)
+    said = generate(target, prompts, request)
+    drafted = generate(target, prompts, request, draft.bind(target))
     assert drafted.tokens == said.tokens
     assert drafted.trace.tau >= 1
 

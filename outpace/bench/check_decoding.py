@@ -9,8 +9,7 @@ from torch import Tensor
 from outpace.bench.check_forwards import CheckResult
 from outpace.bench.lossless import LosslessCheck, compare
 from outpace.bench.timing import Prompts
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft, Proposal
 from outpace.drafts.sampler import DraftSampler
@@ -59,14 +58,12 @@ class OracleSession:
 def oracle_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int) -> CheckResult:
     """Plain decoding's own tokens as drafts: every round must accept all block - 1 of them, in a batch and
     alone. A row that leaves the answer at a tie is counted and judged up to there."""
-    answers = plain.generate(target, prompts, Request(max_new_tokens=new_tokens + 2 * block)).tokens
+    answers = generate(target, prompts, Request(max_new_tokens=new_tokens + 2 * block)).tokens
     texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
     total, short, rounds = LosslessCheck(), 0, 0
     for rows in [list(range(len(texts))), [0]] if len(texts) > 1 else [[0]]:
         gold = OracleDraft([texts[i] for i in rows], block)
-        out = speculative.generate(
-            target, gold, [prompts[i] for i in rows], Request(max_new_tokens=new_tokens)
-        )
+        out = generate(target, [prompts[i] for i in rows], Request(max_new_tokens=new_tokens), gold)
         for b, i in enumerate(rows):
             check = compare(target, prompts[i], out.tokens[b], answers[i][:new_tokens])
             total += check
@@ -110,7 +107,7 @@ def position_offsets(
     tau = {}
     for offset in used:
         request = Request(max_new_tokens=new_tokens, offset=offset)
-        tau[offset] = speculative.generate(target, draft, prompts, request).trace.tau
+        tau[offset] = generate(target, prompts, request, draft).trace.tau
     change = {offset: tau[offset] / tau[0] - 1 for offset in used}
     worst = max((abs(c) for c in change.values()), default=0.0)
     moved = [offset for offset in offsets if offset > last]

@@ -20,8 +20,7 @@ from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
 from outpace.bench.roofline import read_bandwidth
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashSession
 from outpace.drafts.sampler import Greedy
@@ -313,10 +312,10 @@ def acceptance(
     runs: dict[str, list[Any]] = {variant: [] for variant in settings.variants}
     differ = dict.fromkeys(settings.variants, 0)
     for prompt in prompts:
-        answer = plain.generate(target, [prompt], request).tokens[0]
+        answer = generate(target, [prompt], request).tokens[0]
         for variant in settings.variants:
             bound = Remembering(draft, target, variant)  # type: ignore[arg-type]
-            out = speculative.generate(target, bound, [prompt], request)
+            out = generate(target, [prompt], request, bound)
             runs[variant].append(out.trace)
             differ[variant] += out.tokens[0] != answer
     found = []

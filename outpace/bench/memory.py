@@ -21,8 +21,7 @@ from outpace.bench.quality import Quality, QualitySettings, remembered
 from outpace.bench.results import Runs, error, joined, over
 from outpace.bench.resume import Kept
 from outpace.bench.timing import Method, Prompts, Timed, timed
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft
@@ -176,11 +175,9 @@ def method_of(target: Decoder, draft: Draft, way: Way, settings: MemorySettings)
         switch(target, way)
         request = Request(max_new_tokens=new_tokens)
         if not way.draft:
-            return timed(lambda told: plain.generate(target, prompts, request, on_tokens=told))
+            return timed(lambda told: generate(target, prompts, request, on_tokens=told))
         near = settings.near if way.partial else None
-        return timed(
-            lambda told: speculative.generate(target, draft, prompts, request, partial=near, on_tokens=told)
-        )
+        return timed(lambda told: generate(target, prompts, request, draft, partial=near, on_tokens=told))
 
     return run
 

@@ -11,11 +11,10 @@ from tokenizers import Tokenizer
 from outpace.bench.timing import Method, Prompts, Timed, timed
 from outpace.checkpoint.open import DEFAULT
 from outpace.config import load_settings
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs
+from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft
@@ -182,10 +181,10 @@ def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | 
         request = replace(case.request, max_new_tokens=new_tokens)
         rng = torch.Generator(target.device).manual_seed(seed)
         if draft is None:
-            return timed(lambda told: plain.generate(target, prompts, request, rng=rng, on_tokens=told))
+            return timed(lambda told: generate(target, prompts, request, rng=rng, on_tokens=told))
         return timed(
-            lambda told: speculative.generate(
-                target, draft, prompts, request, controller=controller, partial=near, rng=rng, on_tokens=told
+            lambda told: generate(
+                target, prompts, request, draft, controller=controller, partial=near, rng=rng, on_tokens=told
             )
         )
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.recall import RecallSettings, long_texts, of_needles
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.retrofit.evaluate import judge
@@ -58,7 +58,7 @@ class Quality:
 
     def _answers(self) -> list[list[int]]:
         request = Request(max_new_tokens=self.settings.new_tokens)
-        return [plain.generate(self.target, [prompt], request).tokens[0] for prompt in self.prompts]
+        return [generate(self.target, [prompt], request).tokens[0] for prompt in self.prompts]
 
     def of_first(self) -> dict[str, Any]:
         nats = self.first["nats_per_token"]

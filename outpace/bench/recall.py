@@ -21,7 +21,7 @@ from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
 from outpace.bench.resume import Kept
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
@@ -182,7 +182,7 @@ def of_needles(
     right = digits = 0
     for begin in range(0, settings.needles, settings.batch):
         some = slice(begin, begin + settings.batch)
-        said = plain.generate(target, prompts[some], Request(max_new_tokens=6)).tokens
+        said = generate(target, prompts[some], Request(max_new_tokens=6)).tokens
         for tokens, value in zip(said, values[some], strict=True):
             answer = tokenizer.decode(tokens)[:6]
             right += answer == value

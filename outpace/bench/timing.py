@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Generation, OnTokens, Request
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
@@ -63,15 +62,13 @@ def our_methods(
     def run_plain(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
         request = Request(max_new_tokens=new_tokens, sampling=sampling)
         rng = torch.Generator(target.device).manual_seed(seed)
-        return timed(lambda told: plain.generate(target, prompts, request, rng=rng, on_tokens=told))
+        return timed(lambda told: generate(target, prompts, request, rng=rng, on_tokens=told))
 
     def with_draft(chosen: Draft) -> Method:
         def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
             request = Request(max_new_tokens=new_tokens, sampling=sampling)
             rng = torch.Generator(target.device).manual_seed(seed)
-            return timed(
-                lambda told: speculative.generate(target, chosen, prompts, request, rng=rng, on_tokens=told)
-            )
+            return timed(lambda told: generate(target, prompts, request, chosen, rng=rng, on_tokens=told))
 
         return run
 

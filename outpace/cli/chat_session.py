@@ -9,9 +9,8 @@ import torch
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.controller import Controller
+from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
@@ -153,13 +152,13 @@ class ChatSession:
         began, trace = time.perf_counter(), None
         try:
             if self.draft is None:
-                done = plain.generate(self.target, [ids], request, rng=self.rng, on_tokens=on_tokens)
+                done = generate(self.target, [ids], request, rng=self.rng, on_tokens=on_tokens)
             else:
-                done = speculative.generate(
+                done = generate(
                     self.target,
-                    self.draft,
                     [ids],
                     request,
+                    self.draft,
                     controller=self.controller,
                     partial=self.partial,
                     rng=self.rng,

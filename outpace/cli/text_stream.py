@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.controller import Controller
+from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
@@ -228,13 +227,13 @@ def run(
 
     rng = generator(seed, target.device)
     if draft is None:
-        done = plain.generate(target, [prompt], request, rng=rng, on_tokens=on_tokens, on_logits=largest)
+        done = generate(target, [prompt], request, rng=rng, on_tokens=on_tokens, on_logits=largest)
     else:
-        done = speculative.generate(
+        done = generate(
             target,
-            draft,
             [prompt],
             request,
+            draft,
             controller=controller,
             partial=partial,
             rng=rng,

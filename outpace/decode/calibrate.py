@@ -13,11 +13,11 @@ from outpace.decode.acceptance import AcceptanceRule
 from outpace.decode.acceptance_rule import acceptance_rule
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
-from outpace.decode.pending import PendingStates, verified
+from outpace.decode.deferred import Deferred, verified
+from outpace.decode.generate import generate, next_token
 from outpace.decode.request import GREEDY, JUDGED, Request
-from outpace.decode.speculative import generate, root_alone
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Draft, DraftSession, Proposal
+from outpace.drafts.base import Draft, Proposal
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
@@ -154,7 +154,7 @@ def _steady(
     def run(tokens: int) -> Trace:
         asked = replace(request, max_new_tokens=tokens)
         rng = generator(SEED, target.device)
-        return generate(target, draft, [prompt], asked, controller=controller, rng=rng).trace
+        return generate(target, [prompt], asked, draft, controller=controller, rng=rng).trace
 
     run(2)
     began = time.perf_counter()
@@ -263,26 +263,23 @@ def _measure(
         _wait(target)
         timings.show.append((time.perf_counter() - began) / columns)
         target(chunk, alone)
-    judge, began, unseen = (
-        acceptance_rule(request, rows, generator(SEED, target.device)),
-        0.0,
-        PendingStates(),
-    )
+    rule, began = acceptance_rule(request, rows, generator(SEED, target.device)), 0.0
+    deferred = Deferred(session)
     alone_at = context
     for repeat in range(MOST_REPEATS + 1):  # the first one warms up
         turn, first = StepTimes(widths), repeat % len(kinds)
         for n in kinds[first:] + kinds[:first]:
             if not n:
                 steps = tokens[:, alone_at : alone_at + STEPS].split(1, dim=1)
-                took_plain = [_plain_step(target, alone, judge, last) for last in steps]
+                took_plain = [_plain_step(target, alone, rule, last) for last in steps]
                 turn.plain += took_plain[SETTLED:]
                 alone_at += STEPS
                 continue
             times, settled = (STEPS, SETTLED) if n == 1 else (ROUNDS, 1)
             for nth in range(times):
                 at = context + timings.rounds
-                ahead, rested = tokens[:, at : at + widths[-1]], unseen.columns
-                took = _round(target, session, cache, judge, ahead, n, wanted, unseen)
+                ahead, rested = tokens[:, at : at + widths[-1]], deferred.positions
+                took = _round(target, deferred, cache, rule, ahead, n, wanted)
                 timings.rounds += 1
                 if nth >= settled:
                     turn.draft[n].append(took[0])
@@ -299,23 +296,22 @@ def _measure(
             return
 
 
-def _plain_step(target: Decoder, cache: KVCache, judge: AcceptanceRule, last: Tensor) -> float:
+def _plain_step(target: Decoder, cache: KVCache, rule: AcceptanceRule, last: Tensor) -> float:
     """last [B, 1]; -> seconds."""
     _wait(target)
     began = time.perf_counter()
-    judge.draw(target.logits(target(last, cache).hidden[:, 0])).tolist()
+    rule.draw(target.logits(target(last, cache).hidden[:, 0])).tolist()
     return time.perf_counter() - began
 
 
 def _round(
     target: Decoder,
-    session: DraftSession,
+    deferred: Deferred,
     cache: KVCache,
-    judge: AcceptanceRule,
+    rule: AcceptanceRule,
     ahead: Tensor,
     n: int,
     wanted: Sequence[int],
-    unseen: PendingStates,
 ) -> tuple[float, float]:
     """One round of n columns after ahead[:, 0], the last verified token; -> seconds of draft and verify. Only
     the root is kept, whatever was right: the text goes on as it is."""
@@ -323,19 +319,18 @@ def _round(
     began = time.perf_counter()
     proposal = Proposal(ahead[:, :1], [1] * len(ahead))
     if n > 1:
-        unseen.show(session)
-        proposal = session.propose(ahead[:, 0], n, judge.choice)
+        proposal = deferred.propose(ahead[:, 0], n, rule.choice)
         _wait(target)  # a controller reads the proposal before the target runs
     drafted = time.perf_counter()
     proposal = widened(proposal, ahead, n)
     start = time.perf_counter()
     out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
     logits = target.logits(out.hidden)
-    judge.verdict(proposal, logits) if n > 1 else root_alone(judge, logits)
+    rule.verdict(proposal, logits) if n > 1 else next_token(rule, logits)
     checked = time.perf_counter()
     path = [[0]] * len(ahead)
     cache.commit(path)
-    unseen.add(verified(proposal, out.aux, path))
+    deferred.add(verified(proposal, out.aux, path))
     return drafted - began, checked - start
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
-from outpace.decode.pending import verified
+from outpace.decode.deferred import verified
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal, RewindableSession
 from outpace.drafts.sampler import DraftSampler

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import default_layer_ids
 from outpace.models.decoder import Decoder
@@ -295,7 +295,7 @@ def _respond(
             request = Request(max_new_tokens=max(limits), limits=limits, sampling=sampling, stop=stop)
             number = seeded(recipe.seed, RESPONSE, rows[0]).initial_seed()
             rng = torch.Generator(target.device).manual_seed(number)
-            made = plain.generate(target, [prompt[i] for i in rows], request, rng=rng)
+            made = generate(target, [prompt[i] for i in rows], request, rng=rng)
             found |= dict(zip(rows, made.tokens, strict=True))
     return found
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.checkpoint.save import write_json
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
@@ -237,7 +237,7 @@ def measure_tau(draft: Draft, target: Decoder, prompts: list[list[int]], new_tok
     bonus included."""
     stop = frozenset(target.config.eos_token_ids)
     request = Request(max_new_tokens=new_tokens, stop=stop)
-    return speculative.generate(target, draft, prompts, request).trace.tau
+    return generate(target, prompts, request, draft).trace.tau
 
 
 def provenance(

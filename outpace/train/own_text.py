@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.train.losses import chunked_nll
@@ -34,7 +34,7 @@ def repeats(tokens: Sequence[int], n: int) -> list[bool]:
 def answers(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """What the model says greedily, in float32 as it will be decoded."""
     dtype, model.dtype = model.dtype, torch.float32
-    said = plain.generate(model, prompts, Request(max_new_tokens=new_tokens)).tokens
+    said = generate(model, prompts, Request(max_new_tokens=new_tokens)).tokens
     model.dtype = dtype
     return said
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outpace.checkpoint.save import write_json
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint, load_target
@@ -96,7 +96,7 @@ def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]
             start = len(ids) // 3
             prompts.append(ids[start : start + SAMPLE_PROMPT_TOKENS])
     prompts = prompts[:: max(1, len(prompts) // SAMPLE_PROMPTS)][:SAMPLE_PROMPTS]
-    said = plain.generate(target, prompts, Request(max_new_tokens=SAMPLE_TOKENS)).tokens
+    said = generate(target, prompts, Request(max_new_tokens=SAMPLE_TOKENS)).tokens
     samples = [
         {"prompt_end": tokenizer.decode(p[-40:]), "continuation": tokenizer.decode(s)}
         for p, s in list(zip(prompts, said, strict=True))[:3]

@@ -23,7 +23,7 @@ from outpace.bench.suites_report import controller_markdown, lossless_markdown
 from outpace.bench.timing import Timed
 from outpace.checkpoint.save import write_json
 from outpace.config import load_settings
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_config import Eagle3Config
@@ -189,15 +189,15 @@ def test_files_read_well(report, tmp_path):
 
 
 def test_a_method_that_changes_the_text_is_caught(target, tokenizer, drafts, tmp_path, monkeypatch):
-    honest = speculative.generate
+    honest = generate
 
-    def wrong(*args, **kwargs):
-        out = honest(*args, **kwargs)
-        if len(out.tokens[0]) > 8:  # not a rehearsal
+    def wrong(target, prompts, request, draft=None, **kwargs):
+        out = honest(target, prompts, request, draft, **kwargs)
+        if draft is not None and len(out.tokens[0]) > 8:  # not a rehearsal
             out.tokens[0][9] = (out.tokens[0][9] + 1) % 300
         return out
 
-    monkeypatch.setattr(methods.speculative, "generate", wrong)
+    monkeypatch.setattr(methods, "generate", wrong)
     asked = recipe(methods={"DFlash": {"draft": "dflash", "controller": [False]}})
     found = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     counts = {

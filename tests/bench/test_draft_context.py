@@ -15,8 +15,7 @@ from outpace.bench.draft_context_report import write_draft_context
 from outpace.bench.draft_shapes import needed_bytes, published_draft
 from outpace.bench.draft_variants import SESSIONS, VARIANTS, NoiseCached, Recomputed, Remembering
 from outpace.bench.draft_walk import OPERATIONS, DraftTimer, walk_block, walk_round, work_of_round
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.quantize import quantised
@@ -111,9 +110,9 @@ def test_noise_rows_are_other_rows():
 def test_every_variant_says_what_plain_decoding_says(variant):
     target = tiny.target("gpt_oss")
     request = Request(max_new_tokens=25)
-    answer = plain.generate(target, PROMPTS, request).tokens
+    answer = generate(target, PROMPTS, request).tokens
     bound = Remembering(made(6), target, variant)
-    assert speculative.generate(target, bound, PROMPTS, request).tokens == answer
+    assert generate(target, PROMPTS, request, bound).tokens == answer
 
 
 def test_caching_noise_costs_acceptance():
@@ -125,7 +124,7 @@ def test_caching_noise_costs_acceptance():
     taus = {}
     for variant in VARIANTS:
         bound = Remembering(draft, target, variant)
-        taus[variant] = speculative.generate(target, bound, [prompt], Request(max_new_tokens=100)).trace.tau
+        taus[variant] = generate(target, [prompt], Request(max_new_tokens=100), bound).trace.tau
     assert taus["recomputed"] == taus["cached"] > 1.2
     assert taus["noise cached"] < taus["cached"] - 0.2
 

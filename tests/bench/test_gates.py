@@ -13,7 +13,7 @@ from outpace.bench.check_decoding import oracle_labels, position_offsets
 from outpace.bench.check_forwards import cached_targets, later_slots, one_token
 from outpace.bench.checks import CheckSettings, failed, run_checks
 from outpace.decode import acceptance as rules
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
 from outpace.models import attention
@@ -55,7 +55,7 @@ class Texts:
     def __init__(self, target, prompts, dtype="bfloat16", fault=None):
         self.meta, self.samples = Meta(dtype=dtype), []
         for prompt, offset, temperature in zip(prompts, (0, 4096, 131000), (0.0, 0.0, 1.0), strict=True):
-            answer = plain.generate(target, [prompt], Request(max_new_tokens=17, offset=offset)).tokens[0]
+            answer = generate(target, [prompt], Request(max_new_tokens=17, offset=offset)).tokens[0]
             if temperature:
                 answer = answer[::-1]
             text = torch.tensor([*prompt, *answer])

@@ -6,7 +6,7 @@ import torch
 from outpace.bench import lossless
 from outpace.bench.lossless import LosslessCheck
 from outpace.bench.lossless_coupled import compare_coupled
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.ops.sampling import Sampling
 
@@ -24,7 +24,7 @@ def compared(tokens, answer, request, row):
 
 def test_equal_texts_a_changed_token_and_a_lost_one():
     request = Request(max_new_tokens=12, sampling=HOW, rule="gumbel")
-    answers = plain.generate(tiny.target("gpt_oss"), PROMPTS, request, rng=rng()).tokens
+    answers = generate(tiny.target("gpt_oss"), PROMPTS, request, rng=rng()).tokens
     for row, answer in enumerate(answers):
         assert compared(answer, answer, request, row) == LosslessCheck(checked=12)
         assert compared(answer[:-1], answer, request, row) == LosslessCheck(checked=11, violations=1)
@@ -37,7 +37,7 @@ def test_only_scores_with_the_noise_of_that_very_place_can_tie(monkeypatch):
     these are the scores that it had the largest of; and no gap is enough for what top-k cut."""
     model, row = tiny.target("gpt_oss"), 1
     request = Request(max_new_tokens=12, sampling=HOW, rule="gumbel", streams=(4, 9))
-    answer = plain.generate(model, PROMPTS, request, rng=rng()).tokens[row]
+    answer = generate(model, PROMPTS, request, rng=rng()).tokens[row]
     gaps = {}
     for token in {*range(0, tiny.VOCAB, 6), answer[3]}:
         low, high = 0.0, 60.0

@@ -13,7 +13,7 @@ from outpace.bench.memory_report import memory_markdown, memory_table, write_mem
 from outpace.bench.pareto import ParetoSettings, run_pareto
 from outpace.bench.pareto_report import pareto_markdown, pareto_table, write_pareto
 from outpace.bench.quality import Quality, QualitySettings, alike, remembered
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.ngram import NGram
 from outpace.kv.topk import TopKConfig
@@ -118,14 +118,16 @@ def test_files_and_tables(report):
 
 def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_path, monkeypatch):
     """A row whose text is not its target's plain text is counted."""
-    honest = suite.speculative.generate
+    honest = suite.generate
 
-    def wrong(*given, **more):
-        found = honest(*given, **more)
+    def wrong(target, prompts, request, draft=None, **more):
+        found = honest(target, prompts, request, draft, **more)
+        if draft is None:
+            return found
         found.tokens[0][5] = (found.tokens[0][5] + 1) % 300
         return found
 
-    monkeypatch.setattr(suite.speculative, "generate", wrong)
+    monkeypatch.setattr(suite, "generate", wrong)
     found = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, tmp_path, QUIET)
     assert found["violations"] == 2 * sum(way.draft for way in ways_of_both())
     assert retrofitted.config.use_mla_kv and retrofitted.config.use_dsa  # as it was
@@ -136,7 +138,7 @@ def test_agreement_by_hand(original, documents):
     settings = QualitySettings(**READ | {"needles": 0}, new_tokens=12)
     quality = Quality(target, tokenizer, documents[1], settings)
     for prompt, answer in zip(quality.prompts, quality.answers, strict=True):
-        assert plain.generate(target, [prompt], Request(max_new_tokens=12)).tokens == [answer]
+        assert generate(target, [prompt], Request(max_new_tokens=12)).tokens == [answer]
     quality.answers = [[*a[:6], -1, *a[7:]] for a in quality.answers]
     said = quality.now()
     assert said["agreement"] == 0.5 and abs(said["kl"]) < 1e-5 and said["needles"] == []

@@ -65,7 +65,7 @@ def test_a_perfect_reader_finds_every_needle(monkeypatch):
             said.append(encode(tokenizer, value if distance == 40 else value[:5] + "x"))
         return Generation(said, Trace())
 
-    monkeypatch.setattr(recall.plain, "generate", reader)
+    monkeypatch.setattr(recall, "generate", reader)
     settings = RecallSettings(**SMALL)
     for distance in (40, 300):
         found = of_needles(target, tokenizer, texts, distance, settings)

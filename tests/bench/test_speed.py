@@ -16,8 +16,7 @@ from outpace.bench.lossless import LosslessCheck, compare, is_tie
 from outpace.bench.report import markdown, print_report, write_report
 from outpace.bench.speed import BenchSettings, demo_settings, lengths, run_bench
 from outpace.bench.timing import Timed
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
 from outpace.models.load import build, named_tensors
@@ -132,15 +131,15 @@ def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
 
 
 def test_a_method_that_changes_the_text_is_caught(target, draft, tokenizer, monkeypatch):
-    honest = speculative.generate
+    honest = generate
 
-    def wrong(*args, **kwargs):
-        out = honest(*args, **kwargs)
-        if len(out.tokens[0]) > 8:  # not the warm-up
+    def wrong(target, prompts, request, draft=None, **kwargs):
+        out = honest(target, prompts, request, draft, **kwargs)
+        if draft is not None and len(out.tokens[0]) > 8:  # not the warm-up
             out.tokens[0][7] = (out.tokens[0][7] + 1) % 300
         return out
 
-    monkeypatch.setattr(timed.speculative, "generate", wrong)
+    monkeypatch.setattr(timed, "generate", wrong)
     found = run_bench(target, draft, tokenizer, DOCUMENTS, tiny_settings(batches=(1,)), quiet())
     lossless = {r["method"]: r["lossless"] for r in found["results"]}
     assert lossless["plain"]["violations"] == 0
@@ -149,7 +148,7 @@ def test_a_method_that_changes_the_text_is_caught(target, draft, tokenizer, monk
 
 
 def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
-    honest, calls = plain.generate, []
+    honest, calls = generate, []
 
     def drifting(*args, **kwargs):
         out = honest(*args, **kwargs)
@@ -158,7 +157,7 @@ def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
             out.tokens[0][-1] = (out.tokens[0][-1] + 1) % 300
         return out
 
-    monkeypatch.setattr(timed.plain, "generate", drifting)
+    monkeypatch.setattr(timed, "generate", drifting)
     found = run_bench(target, None, tokenizer, DOCUMENTS, tiny_settings(methods=("plain",)), quiet())
     assert [r["lossless"]["unrepeated"] for r in found["results"]] == [0, 0]
     assert found["results"][1]["lossless"]["violations"] == 2  # batch 2 against batch 1
@@ -166,7 +165,7 @@ def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
 
 def test_only_a_tie_excuses(target):
     prompt = tiny.tokens(9).tolist()
-    answer = plain.generate(target, [prompt], Request(max_new_tokens=6)).tokens[0]
+    answer = generate(target, [prompt], Request(max_new_tokens=6)).tokens[0]
     wrong = [*answer[:3], (answer[3] + 1) % 300, *answer[4:]]
     assert compare(target, prompt, answer, answer) == LosslessCheck(checked=6)
     assert compare(target, prompt, wrong, answer) == LosslessCheck(checked=4, violations=1)

@@ -9,10 +9,10 @@ from eagle3_drafts import bound_eagle3
 from test_lossless import random_dflash
 
 from outpace.decode import calibrate as measuring
-from outpace.decode import speculative
 from outpace.decode.calibrate import StepTimes, Timings, calibrate, quick, widened, width_grid
 from outpace.decode.controller import Adaptive
 from outpace.decode.costs import fingerprint
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
 from outpace.drafts.eagle3_decode import TreeShape
@@ -203,8 +203,8 @@ def test_a_controller_with_a_measured_table_says_what_plain_says():
     draft = random_dflash(model, 4)
     controller = Adaptive(calibrate(model, draft, TEXT, contexts=(20,), seconds=0.01))
     prompts, request = [TEXT[:9], TEXT[40:60]], Request(max_new_tokens=40)
-    got = speculative.generate(model, draft, prompts, request, controller=controller)
-    assert got.tokens == speculative.generate(model, draft, prompts, request).tokens
+    got = generate(model, prompts, request, draft, controller=controller)
+    assert got.tokens == generate(model, prompts, request, draft).tokens
     trace = got.trace
     assert len(trace.foreseen) == len(trace.accepted)
     assert sum(f.tokens_brought for f in trace.foreseen) == sum(a + 1 for a in trace.accept_lens)

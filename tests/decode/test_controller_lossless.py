@@ -11,11 +11,10 @@ from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, V, small, surprise
 from test_rules_in_the_loop import ROWS, WAYS, Tables, exact
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import pending as backlog
-from outpace.decode import speculative
+from outpace.decode import deferred as backlog
 from outpace.decode.controller import Fixed
-from outpace.decode.pending import PendingPart, PendingStates, joined
+from outpace.decode.deferred import Deferred, PendingPart, joined
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.eagle3_decode import TreeShape
 from outpace.drafts.marginals import DDTree
@@ -94,8 +93,8 @@ def test_any_decision_says_the_same(family, name):
     model, known = tiny.target(family), answers(family, True, 3)
     for seed in range(2):
         dice = Dice(seed)
-        got = speculative.generate(
-            model, draft(name, model, known), PROMPTS, Request(max_new_tokens=NEW), controller=dice
+        got = generate(
+            model, PROMPTS, Request(max_new_tokens=NEW), draft(name, model, known), controller=dice
         )
         assert got.tokens == known
         assert 1 in dice.widths and len(dice.widths) > 2
@@ -108,13 +107,13 @@ def test_any_decision_says_the_same(family, name):
 def test_the_coupled_rule_says_the_same_too(name):
     model = tiny.target("gpt_oss")
     request = Request(max_new_tokens=NEW, sampling=Sampling(temperature=1.0), rule="gumbel")
-    wanted = plain.generate(model, PROMPTS, request, rng=torch.Generator().manual_seed(5)).tokens
+    wanted = generate(model, PROMPTS, request, rng=torch.Generator().manual_seed(5)).tokens
     for seed in range(4):
-        got = speculative.generate(
+        got = generate(
             model,
-            draft(name, model, None),
             PROMPTS,
             request,
+            draft(name, model, None),
             controller=Dice(seed),
             rng=torch.Generator().manual_seed(5),
         )
@@ -127,7 +126,7 @@ def test_the_coupled_rule_says_the_same_too(name):
 def test_drawn_guesses_keep_the_targets_distribution(rule, shape):
     request = Request(max_new_tokens=4, sampling=WAYS["all"], rule=rule)
     dice, rng = Dice(1), torch.Generator().manual_seed(7)
-    got = speculative.generate(small(), Tables(shape), [PROMPT] * ROWS, request, controller=dice, rng=rng)
+    got = generate(small(), [PROMPT] * ROWS, request, Tables(shape), controller=dice, rng=rng)
     ids = torch.tensor(got.tokens)
     assert surprise(ids[:, 1:] @ torch.tensor([V * V, V, 1]), exact(WAYS["all"])) < 3.5
     assert len(dice.verified) > 1
@@ -166,8 +165,8 @@ def test_after_a_rest_the_session_has_seen_everything():
     model, limits = tiny.target("gpt_oss"), (NEW, 9, NEW)
     request = Request(max_new_tokens=NEW, limits=limits)
     always, rested = Watched(random_dflash(model)), Watched(random_dflash(model))
-    speculative.generate(model, always, PROMPTS, request)
-    got = speculative.generate(model, rested, PROMPTS, request, controller=Resting(13))
+    generate(model, PROMPTS, request, always)
+    got = generate(model, PROMPTS, request, rested, controller=Resting(13))
     assert got.trace.tau < 1.5 and max(rested.calls[-1]) <= 4 < 13 <= max(map(max, rested.calls[1:]))
     for b in (0, 2):
         (tokens, states), (same, others) = always.shown[b], rested.shown[b]
@@ -200,7 +199,7 @@ class Resting(Fixed):
 def test_nothing_is_shown_while_it_rests():
     model = tiny.target("qwen3")
     watched = Watched(random_dflash(model))
-    got = speculative.generate(model, watched, PROMPTS, Request(max_new_tokens=NEW), controller=Fixed(1))
+    got = generate(model, PROMPTS, Request(max_new_tokens=NEW), watched, controller=Fixed(1))
     assert got.tokens == answers("qwen3", True, 3) and got.trace.tau == 1
     assert sum(map(max, watched.calls)) == max(map(len, PROMPTS))  # the prompts alone
     assert got.trace.nodes == [[1] * 3] * (NEW - 1)
@@ -230,13 +229,13 @@ def test_a_long_rest_is_shown_in_stretches(monkeypatch):
     monkeypatch.setattr(backlog, "MOST", 5)
     model = tiny.target("qwen3")
     watched = Watched(random_dflash(model))
-    got = speculative.generate(model, watched, PROMPTS, Request(max_new_tokens=NEW), controller=Fixed(1))
+    got = generate(model, PROMPTS, Request(max_new_tokens=NEW), watched, controller=Fixed(1))
     assert got.tokens == answers("qwen3", True, 3)
     assert max(map(max, watched.calls[1:])) == 5
 
 
-def test_a_backlog_that_is_empty_shows_nothing():
-    PendingStates().show(None)
+def test_nothing_pending_observes_nothing():
+    Deferred(None).flush()
 
 
 def test_columns_below_one_are_refused():

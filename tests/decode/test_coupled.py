@@ -10,9 +10,8 @@ from scripted import Scripted
 from test_lossless import PROMPTS, half, random_dflash
 from test_trees import ScriptedTree
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.controller import Fixed
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
@@ -75,25 +74,23 @@ DRAFTS = ["ngram", "dflash", "tree of dflash", "half", "half, tree"]
 def test_every_draft_says_what_plain_decoding_says(family, way):
     model, known = tiny.target(family), by_definition(family, way)
     asked = request(way)
-    assert plain.generate(model, PROMPTS, asked, rng=seed()).tokens == known
+    assert generate(model, PROMPTS, asked, rng=seed()).tokens == known
     for name in DRAFTS:
         for batch in (3, 1):
             draft = drafts(name, model, known[:batch])
-            got = speculative.generate(model, draft, PROMPTS[:batch], asked, rng=seed())
+            got = generate(model, PROMPTS[:batch], asked, draft, rng=seed())
             assert got.tokens == known[:batch], (name, batch)
             if name.startswith("half"):
                 assert 0.1 < got.trace.accept_rate < 0.9
     if WAYS[way].temperature:
-        assert plain.generate(model, PROMPTS, asked, rng=seed(4)).tokens != known
+        assert generate(model, PROMPTS, asked, rng=seed(4)).tokens != known
 
 
 def test_the_length_of_rounds_changes_nothing():
     model, known = tiny.target("gpt_oss"), by_definition("gpt_oss", "penalty")
     for columns in (1, 2, 3):
         draft = drafts("dflash", model, known)
-        got = speculative.generate(
-            model, draft, PROMPTS, request("penalty"), rng=seed(), controller=Fixed(columns)
-        )
+        got = generate(model, PROMPTS, request("penalty"), draft, rng=seed(), controller=Fixed(columns))
         assert got.tokens == known
 
 
@@ -102,15 +99,15 @@ def test_rows_that_leave_change_nothing_for_the_others():
     limits = (3, NEW, 9)
     wanted = [row[:n] for row, n in zip(known, limits, strict=True)]
     asked = request("penalty", limits=limits)
-    assert plain.generate(model, PROMPTS, asked, rng=seed()).tokens == wanted
+    assert generate(model, PROMPTS, asked, rng=seed()).tokens == wanted
     for name in ("dflash", "tree of dflash"):
-        got = speculative.generate(model, drafts(name, model, known), PROMPTS, asked, rng=seed())
+        got = generate(model, PROMPTS, asked, drafts(name, model, known), rng=seed())
         assert got.tokens == wanted
     stop = known[0][2]
     wanted = [row[: row.index(stop) + 1] if stop in row else row for row in known]
     asked = request("penalty", stop=frozenset({stop}))
-    assert plain.generate(model, PROMPTS, asked, rng=seed()).tokens == wanted
-    got = speculative.generate(model, drafts("half", model, known), PROMPTS, asked, rng=seed())
+    assert generate(model, PROMPTS, asked, rng=seed()).tokens == wanted
+    got = generate(model, PROMPTS, asked, drafts("half", model, known), rng=seed())
     assert got.tokens == wanted
 
 
@@ -120,16 +117,16 @@ def test_a_stream_goes_with_its_prompt():
     order = [2, 0, 1]
     asked = request("as it is", streams=tuple(order))
     shuffled = [PROMPTS[i] for i in order]
-    assert plain.generate(model, shuffled, asked, rng=seed()).tokens == [known[i] for i in order]
+    assert generate(model, shuffled, asked, rng=seed()).tokens == [known[i] for i in order]
     for i in range(3):
         alone = request("as it is", streams=(i,))
-        assert plain.generate(model, [PROMPTS[i]], alone, rng=seed()).tokens == [known[i]]
-        got = speculative.generate(model, drafts("dflash", model, known), [PROMPTS[i]], alone, rng=seed())
+        assert generate(model, [PROMPTS[i]], alone, rng=seed()).tokens == [known[i]]
+        got = generate(model, [PROMPTS[i]], alone, drafts("dflash", model, known), rng=seed())
         assert got.tokens == [known[i]]
-    twice = plain.generate(model, [PROMPTS[0]] * 2, request("as it is"), rng=seed()).tokens
+    twice = generate(model, [PROMPTS[0]] * 2, request("as it is"), rng=seed()).tokens
     assert twice[0] == known[0] != twice[1]
     with pytest.raises(ValueError, match="2 streams for 3 prompts"):
-        plain.generate(model, PROMPTS, request("as it is", streams=(0, 1)), rng=seed())
+        generate(model, PROMPTS, request("as it is", streams=(0, 1)), rng=seed())
 
 
 def test_a_draft_that_hears_the_noise_is_accepted_more():
@@ -139,7 +136,7 @@ def test_a_draft_that_hears_the_noise_is_accepted_more():
     alike = []
     for rule in ("match", "gumbel"):
         asked = Request(max_new_tokens=120, sampling=Sampling(temperature=40.0), rule=rule)
-        got = speculative.generate(model, draft, PROMPTS, asked, rng=seed())
+        got = generate(model, PROMPTS, asked, draft, rng=seed())
         alike.append(got.trace.accept_by_position()[0])
     assert alike[0] < 0.05 and alike[1] > 0.4
 

@@ -7,8 +7,7 @@ import tiny
 import torch
 from scripted import Scripted
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.drafts.ngram import NGram
@@ -85,7 +84,7 @@ DRAFTS = ["ngram", "dflash", "dflash, window", "gold", "wrong", "half", "half, r
 @pytest.mark.parametrize(("family", "window", "batch"), [(*t, 3) for t in TARGETS] + [("gpt_oss", True, 1)])
 def test_plain_is_what_the_whole_text_says(family, window, batch):
     model = tiny.target(family, window)
-    got = plain.generate(model, PROMPTS[:batch], Request(max_new_tokens=NEW, prefill_chunk=7))
+    got = generate(model, PROMPTS[:batch], Request(max_new_tokens=NEW, prefill_chunk=7))
     assert got.tokens == answers(family, window, batch)
     assert got.trace.tau == 1 and got.trace.rounds == batch * (NEW - 1)
 
@@ -99,8 +98,8 @@ def test_speculative_says_the_same(family, window, batch, name):
     model, known, prompts = tiny.target(family, window), answers(family, window, batch), PROMPTS[:batch]
     streamed = [[] for _ in prompts]
     draft = drafts(name, model, known, prompts)
-    got = speculative.generate(
-        model, draft, prompts, Request(max_new_tokens=NEW), on_tokens=lambda b, ids: streamed[b].extend(ids)
+    got = generate(
+        model, prompts, Request(max_new_tokens=NEW), draft, on_tokens=lambda b, ids: streamed[b].extend(ids)
     )
     assert got.tokens == known and streamed == known
     trace, block = got.trace, draft.block_size
@@ -121,18 +120,18 @@ def test_chunks_of_the_prefill_change_nothing(chunk):
     model = tiny.target("gpt_oss")
     prompts = [tiny.tokens(n, seed=n).tolist() for n in (61, 8)]
     request = Request(max_new_tokens=12, prefill_chunk=chunk)
-    whole = plain.generate(model, prompts, Request(max_new_tokens=12, prefill_chunk=64)).tokens
-    assert plain.generate(model, prompts, request).tokens == whole
+    whole = generate(model, prompts, Request(max_new_tokens=12, prefill_chunk=64)).tokens
+    assert generate(model, prompts, request).tokens == whole
     draft = random_dflash(model)
-    wanted = speculative.generate(model, draft, prompts, Request(max_new_tokens=12, prefill_chunk=64))
-    got = speculative.generate(model, draft, prompts, request)
+    wanted = generate(model, prompts, Request(max_new_tokens=12, prefill_chunk=64), draft)
+    got = generate(model, prompts, request, draft)
     assert got.tokens == whole and got.trace.accepted == wanted.trace.accepted
 
 
 def loops(model, prompts, known, request):
-    yield plain.generate(model, prompts, request).tokens
+    yield generate(model, prompts, request).tokens
     for name in ("gold", "half", "dflash", "ngram"):
-        yield speculative.generate(model, drafts(name, model, known, prompts), prompts, request).tokens
+        yield generate(model, prompts, request, drafts(name, model, known, prompts)).tokens
 
 
 @pytest.mark.parametrize("new", [1, 2, 17])
@@ -156,30 +155,27 @@ def test_rows_end_at_their_own_limits():
     model, limits = tiny.target("gpt_oss", True), (NEW, 1, 7)
     wanted = [row[:n] for row, n in zip(answers("gpt_oss", True, 3), limits, strict=True)]
     request = Request(max_new_tokens=NEW, limits=limits)
-    assert plain.generate(model, PROMPTS, request).tokens == wanted
-    assert speculative.generate(model, NGram(block_size=6), PROMPTS, request).tokens == wanted
+    assert generate(model, PROMPTS, request).tokens == wanted
+    assert generate(model, PROMPTS, request, NGram(block_size=6)).tokens == wanted
     with pytest.raises(ValueError, match="3 limits for 2 prompts"):
-        plain.generate(model, PROMPTS[:2], request)
+        generate(model, PROMPTS[:2], request)
 
 
 def test_positions_may_begin_far_out():
     model = tiny.target("gpt_oss")
     near, far = (
-        plain.generate(model, PROMPTS, Request(max_new_tokens=NEW, offset=offset)).tokens
-        for offset in (0, 131072)
+        generate(model, PROMPTS, Request(max_new_tokens=NEW, offset=offset)).tokens for offset in (0, 131072)
     )
     assert near == far  # rotary positions are relative; float64 angles make it so out there
-    got = speculative.generate(
-        model, random_dflash(model), PROMPTS, Request(max_new_tokens=NEW, offset=131072)
-    )
+    got = generate(model, PROMPTS, Request(max_new_tokens=NEW, offset=131072), random_dflash(model))
     assert got.tokens == far
 
 
 def test_rows_do_not_know_of_each_other():
     model, known = tiny.target("qwen3"), answers("qwen3", True, 3)
     draft = random_dflash(model)
-    alone = [speculative.generate(model, draft, [p], Request(max_new_tokens=NEW)) for p in PROMPTS]
-    together = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW))
+    alone = [generate(model, [p], Request(max_new_tokens=NEW), draft) for p in PROMPTS]
+    together = generate(model, PROMPTS, Request(max_new_tokens=NEW), draft)
     assert [g.tokens[0] for g in alone] == together.tokens == known
     for b, one in enumerate(alone):
         assert one.trace.accept_lens == [r[b] for r in together.trace.accepted if r[b] >= 0]
@@ -190,7 +186,7 @@ def test_the_same_seed_draws_the_same_text():
     request = Request(max_new_tokens=20, sampling=Sampling(temperature=1.0))
 
     def draw(seed):
-        return plain.generate(model, PROMPTS, request, rng=torch.Generator().manual_seed(seed)).tokens
+        return generate(model, PROMPTS, request, rng=torch.Generator().manual_seed(seed)).tokens
 
     assert draw(1) == draw(1) != draw(2)
 
@@ -209,9 +205,9 @@ def test_prompts_that_are_refused(prompts, said):
     model = tiny.target("llama")
     request = Request(max_new_tokens=4, offset=model.config.max_position_embeddings - 100)
     with pytest.raises(ValueError, match=said):
-        plain.generate(model, prompts, request)
+        generate(model, prompts, request)
     with pytest.raises(ValueError, match=said):
-        speculative.generate(model, NGram(), prompts, request)
+        generate(model, prompts, request, NGram())
 
 
 @pytest.mark.parametrize("wrong", [{"max_new_tokens": 0}, {"max_new_tokens": 3, "prefill_chunk": 0}])

@@ -7,8 +7,7 @@ import tiny
 import torch
 from eagle3_drafts import bound_eagle3
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.eagle3_decode import TreeShape
 from outpace.ops.sampling import Sampling
@@ -31,7 +30,7 @@ def answers(family, sampling=None, rule="match"):
     model = tiny.target(family)
     request = Request(max_new_tokens=NEW, sampling=sampling or Sampling(), rule=rule)
     rng = torch.Generator().manual_seed(3)
-    return plain.generate(model, PROMPTS, request, rng=rng).tokens
+    return generate(model, PROMPTS, request, rng=rng).tokens
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -41,7 +40,7 @@ def test_the_loop_says_the_same(family, name):
     model = tiny.target(family)
     draft = bound_eagle3(model, **DRAFTS[name])
     for batch in (3, 1):
-        got = speculative.generate(model, draft, PROMPTS[:batch], Request(max_new_tokens=NEW))
+        got = generate(model, PROMPTS[:batch], Request(max_new_tokens=NEW), draft)
         assert got.tokens == answers(family)[:batch]
         assert got.trace.accept_rate < 0.5 and got.trace.rounds <= batch * (NEW - 1)
 
@@ -54,7 +53,7 @@ def test_the_same_noise_gives_the_same_text(family, name):
     draft = bound_eagle3(model, **DRAFTS[name])
     request = Request(max_new_tokens=NEW, sampling=sampling, rule="gumbel")
     rng = torch.Generator().manual_seed(3)
-    got = speculative.generate(model, draft, PROMPTS, request, rng=rng)
+    got = generate(model, PROMPTS, request, draft, rng=rng)
     assert got.tokens == answers(family, sampling, "gumbel") != answers(family)
     assert max(got.trace.accept_lens) > 0  # noise that is shared makes even these drafts right at times
 
@@ -67,7 +66,7 @@ def test_drawn_guesses_come_with_what_they_were_drawn_from(rule):
     for name in ("chain", "one pass", "tree"):
         draft = bound_eagle3(model, **DRAFTS[name])
         rng = torch.Generator().manual_seed(5)
-        got = speculative.generate(model, draft, PROMPTS, request, rng=rng)
+        got = generate(model, PROMPTS, request, draft, rng=rng)
         assert [len(row) for row in got.tokens] == [NEW] * 3
 
 
@@ -76,10 +75,10 @@ def test_offsets_and_rows_alone_change_nothing():
     for name in ("chain, window", "tree, window", "one pass"):
         draft = bound_eagle3(model, **DRAFTS[name])
         request = Request(max_new_tokens=NEW, prefill_chunk=7)
-        together = speculative.generate(model, draft, PROMPTS, request)
-        far = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW, offset=65536))
+        together = generate(model, PROMPTS, request, draft)
+        far = generate(model, PROMPTS, Request(max_new_tokens=NEW, offset=65536), draft)
         assert together.tokens == far.tokens == known
         assert together.trace.accepted == far.trace.accepted
         for b, prompt in enumerate(PROMPTS):
-            alone = speculative.generate(model, draft, [prompt], Request(max_new_tokens=NEW))
+            alone = generate(model, [prompt], Request(max_new_tokens=NEW), draft)
             assert alone.trace.accept_lens == [r[b] for r in together.trace.accepted if r[b] >= 0]

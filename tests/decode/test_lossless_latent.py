@@ -9,8 +9,7 @@ from latents import latent_target
 from test_lossless import NEW, PROMPTS, by_whole_texts
 from test_partial import BAD, SMALL, drafts
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.kv.partial import PartialCache
@@ -27,11 +26,11 @@ def known(family):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_draft_says_the_same(family):
     model, wanted = latent_target(family, 7)[1], known(family)
-    assert plain.generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
+    assert generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
     for name in NAMES:
         for partial in (None, Partial(config=SMALL), Partial(config=BAD)):
             draft = drafts(name, model, wanted)
-            got = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
+            got = generate(model, PROMPTS, Request(max_new_tokens=NEW), draft, partial=partial)
             assert got.tokens == wanted, (name, partial)
             if name == "half, tree":
                 assert 0 < got.trace.accept_rate < 1

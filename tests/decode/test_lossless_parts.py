@@ -5,7 +5,7 @@ import tiny
 import torch
 from test_lossless import NEW, PROMPTS, answers, random_dflash
 
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.marginals import DDTree
 from outpace.drafts.quantize import quantised
@@ -34,7 +34,7 @@ def draft_for(model, name, block_size=4):
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_parts_say_the_same(family, name):
     model, known = tiny.target(family, True), answers(family, True, 3)
-    got = speculative.generate(model, draft_for(model, name), PROMPTS, Request(max_new_tokens=NEW))
+    got = generate(model, PROMPTS, Request(max_new_tokens=NEW), draft_for(model, name))
     assert got.tokens == known
     assert got.trace.accept_rate < 0.5  # usually wrong
 
@@ -43,7 +43,7 @@ def test_parts_say_the_same(family, name):
 def test_trees_of_parts_say_the_same(name):
     model, known = tiny.target("gpt_oss", True), answers("gpt_oss", True, 3)
     draft = DDTree(draft_for(model, name), nodes=11, branch=4)
-    assert speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW)).tokens == known
+    assert generate(model, PROMPTS, Request(max_new_tokens=NEW), draft).tokens == known
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
@@ -51,4 +51,4 @@ def test_packed_weights_say_the_same(family):
     model, known = tiny.target(family, True), answers(family, True, 3)
     bound = random_dflash(model, 4, **SECOND, num_heads=8, head_dim=8)  # outputs of 64 columns, which pack
     draft = quantised(bound.draft, "q8_0").bind(model)
-    assert speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW)).tokens == known
+    assert generate(model, PROMPTS, Request(max_new_tokens=NEW), draft).tokens == known

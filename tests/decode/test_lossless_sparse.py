@@ -10,8 +10,7 @@ from indexers import indexed_target
 from test_lossless import NEW, PROMPTS, by_whole_texts
 from test_partial import BAD, SMALL, drafts
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.kv.partial import PartialCache
@@ -43,11 +42,11 @@ def test_every_draft_says_the_same(family, keep, rank):
     with torch.inference_mode():
         lost = model(text).hidden - indexed_target(family, KEEPS[keep], rank)[0](text).hidden
     assert lost.abs().max() > 0.1  # it does leave out
-    assert plain.generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
+    assert generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
     for name in NAMES:
         for partial in (None, Partial(config=SMALL), Partial(config=BAD), Partial(config=BY_INDEX)):
             draft = drafts(name, model, wanted)
-            got = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
+            got = generate(model, PROMPTS, Request(max_new_tokens=NEW), draft, partial=partial)
             assert got.tokens == wanted, (name, partial)
             if name == "half, tree":
                 assert 0 < got.trace.accept_rate < 1
@@ -61,10 +60,10 @@ def test_an_index_may_choose_for_partial_kv_alone(rank):
     wanted = by_whole_texts(dense)
     partial = Partial(config=BY_INDEX)
     draft = drafts("half, tree", dense, wanted)
-    got = speculative.generate(model, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
+    got = generate(model, PROMPTS, Request(max_new_tokens=NEW), draft, partial=partial)
     assert got.tokens == wanted and got.trace.partial_forwards
     with pytest.raises(ValueError, match="no index to choose by"):
-        speculative.generate(dense, draft, PROMPTS, Request(max_new_tokens=NEW), partial=partial)
+        generate(dense, PROMPTS, Request(max_new_tokens=NEW), draft, partial=partial)
 
 
 @torch.inference_mode()

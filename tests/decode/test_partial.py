@@ -14,9 +14,8 @@ from test_lossless_eagle3 import TREE
 from test_suffix import draft as suffix
 from test_trees import ScriptedTree
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.controller import Fixed
+from outpace.decode.generate import generate
 from outpace.decode.partial import LONGEST_REST, Partial
 from outpace.decode.request import Request
 from outpace.drafts.eagle3_decode import TreeShape
@@ -81,9 +80,7 @@ def test_the_text_is_plain_decodings(family, window, name):
     for batch, config in ((3, SMALL), (3, BAD), (1, BAD)):
         draft = drafts(name, model, known[:batch])
         partial = Partial(config=config)
-        got = speculative.generate(
-            model, draft, PROMPTS[:batch], Request(max_new_tokens=NEW), partial=partial
-        )
+        got = generate(model, PROMPTS[:batch], Request(max_new_tokens=NEW), draft, partial=partial)
         assert got.tokens == known[:batch], config.selector
         assert got.trace.partial_forwards > 0 and len(got.trace.provisional) == len(got.trace.accepted)
 
@@ -93,8 +90,8 @@ def runs(config=SMALL, mode="lossless", new=60):
     prompts = [tiny.tokens(n, seed=n).tolist() for n in (61, 40)]
     asked = Request(max_new_tokens=new)
     partial = Partial(config=config, mode=mode)
-    got = speculative.generate(model, random_dflash(model), prompts, asked, partial=partial)
-    return got, plain.generate(model, prompts, asked).tokens
+    got = generate(model, prompts, asked, random_dflash(model), partial=partial)
+    return got, generate(model, prompts, asked).tokens
 
 
 def test_a_bad_selector_costs_speed_and_nothing_else():
@@ -110,7 +107,7 @@ def test_a_bad_selector_costs_speed_and_nothing_else():
 def test_what_never_stands_is_left_alone():
     """The full pass contradicts all that partial KV says: rests double up to the longest."""
     model, prompt = tiny.target("gpt_oss"), tiny.tokens(40, seed=1).tolist()
-    known = plain.generate(model, [prompt], Request(max_new_tokens=200)).tokens
+    known = generate(model, [prompt], Request(max_new_tokens=200)).tokens
     head = model.logits
 
     def logits(hidden):
@@ -126,9 +123,7 @@ def test_what_never_stands_is_left_alone():
     model.on_partial, model.forward, model.logits = False, noting, logits
     try:
         draft = Scripted(known, [prompt], lambda b, i: True, patient=True)
-        got = speculative.generate(
-            model, draft, [prompt], Request(max_new_tokens=200), partial=Partial(config=SMALL)
-        )
+        got = generate(model, [prompt], Request(max_new_tokens=200), draft, partial=Partial(config=SMALL))
     finally:
         del model.on_partial, model.forward, model.logits
     assert got.tokens == known
@@ -199,7 +194,7 @@ def test_the_same_noise_gives_the_same_text(family, way):
         for config in (SMALL, BAD):
             partial = Partial(config=config)
             draft = drafts(name, model, known)
-            got = speculative.generate(model, draft, PROMPTS, request(way), rng=seed(), partial=partial)
+            got = generate(model, PROMPTS, request(way), draft, rng=seed(), partial=partial)
             assert got.tokens == known and got.trace.partial_forwards > 0
 
 
@@ -210,11 +205,11 @@ def test_rows_that_leave_change_nothing_for_the_others():
     for name in ("dflash, window", "eagle3, tree", "half"):
         draft = drafts(name, model, known)
         asked = Request(max_new_tokens=NEW, limits=limits)
-        got = speculative.generate(model, draft, PROMPTS, asked, partial=Partial(config=SMALL))
+        got = generate(model, PROMPTS, asked, draft, partial=Partial(config=SMALL))
         assert got.tokens == wanted
         asked = Request(max_new_tokens=NEW, stop=frozenset({stop}))
         draft = drafts(name, model, known)
-        got = speculative.generate(model, draft, PROMPTS, asked, partial=Partial(config=SMALL))
+        got = generate(model, PROMPTS, asked, draft, partial=Partial(config=SMALL))
         assert got.tokens == [row[: row.index(stop) + 1] if stop in row else row for row in known]
 
 
@@ -260,7 +255,7 @@ def test_the_lossy_mode_takes_what_partial_kv_says():
     sampled = Request(max_new_tokens=20, sampling=WAYS["penalty"], rule="match")
     model = tiny.target("gpt_oss")
     partial = Partial(config=SMALL, mode="lossy")
-    got = speculative.generate(model, NGram(), PROMPTS, sampled, rng=seed(), partial=partial)
+    got = generate(model, PROMPTS, sampled, NGram(), rng=seed(), partial=partial)
     assert got.trace.stood[0] == got.trace.stood[1]
 
 
@@ -269,6 +264,4 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="mode 'fast': it must be one of lossless, lossy"):
         Partial(mode="fast")
     with pytest.raises(ValueError, match="leave it out"):
-        speculative.generate(
-            model, NGram(), PROMPTS, Request(max_new_tokens=3), partial=Partial(), controller=Fixed(2)
-        )
+        generate(model, PROMPTS, Request(max_new_tokens=3), NGram(), partial=Partial(), controller=Fixed(2))

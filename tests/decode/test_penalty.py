@@ -5,8 +5,7 @@ import torch
 from test_lossless import PROMPTS, random_dflash
 
 from outpace.checkpoint.open import open_checkpoint
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
@@ -35,8 +34,8 @@ def test_greedy_with_a_penalty_is_what_transformers_says(family, twins):
     model = load_target(open_checkpoint(folder))
     wanted = [theirs(twin, prompt) for prompt in TEXTS]
     request = Request(max_new_tokens=NEW, sampling=Sampling(repetition_penalty=PENALTY))
-    assert plain.generate(model, TEXTS, request).tokens == wanted
+    assert generate(model, TEXTS, request).tokens == wanted
     draft = random_dflash(model)
     for each in (draft, DDTree(draft, nodes=8), NGram(longest=2, shortest=1)):
-        assert speculative.generate(model, each, TEXTS, request).tokens == wanted
-    assert plain.generate(model, TEXTS, Request(max_new_tokens=NEW)).tokens != wanted
+        assert generate(model, TEXTS, request, each).tokens == wanted
+    assert generate(model, TEXTS, Request(max_new_tokens=NEW)).tokens != wanted

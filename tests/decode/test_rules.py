@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scripted import Forgetful
 
 from outpace.decode import acceptance as rules
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
 from outpace.models.load import build, named_tensors
@@ -118,11 +117,11 @@ def pairs(generate, how, rows=3000, seed=1):
 
 
 def plainly(prompts, request, rng):
-    return plain.generate(small(), prompts, request, rng=rng)
+    return generate(small(), prompts, request, rng=rng)
 
 
 def by_habit(prompts, request, rng):
-    return speculative.generate(small(), Habit(), prompts, request, rng=rng)
+    return generate(small(), prompts, request, Habit(), rng=rng)
 
 
 WAYS = [

@@ -7,7 +7,7 @@ import torch
 from scripted import Forgetful
 from test_rules import PROMPT, V, small, surprise
 
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
 from outpace.ops.sampling import Sampling, probabilities
@@ -77,7 +77,7 @@ CASES = [
 def test_three_consecutive_tokens_follow_the_target(rule, shape, way):
     request = Request(max_new_tokens=NEW, sampling=WAYS[way], rule=rule)
     rng = torch.Generator().manual_seed(7)
-    got = speculative.generate(small(), Tables(shape), [PROMPT] * ROWS, request, rng=rng)
+    got = generate(small(), [PROMPT] * ROWS, request, Tables(shape), rng=rng)
     ids = torch.tensor(got.tokens)
     assert surprise(ids[:, 1:] @ torch.tensor([V * V, V, 1]), exact(WAYS[way])) < 3.5
     lens = got.trace.accept_lens
@@ -95,6 +95,6 @@ def test_a_q_that_was_not_drawn_from_is_caught(rule):
 
     request = Request(max_new_tokens=NEW, sampling=WAYS["as it is"], rule=rule)
     rng = torch.Generator().manual_seed(7)
-    got = speculative.generate(small(), Late("chain"), [PROMPT] * ROWS, request, rng=rng)
+    got = generate(small(), [PROMPT] * ROWS, request, Late("chain"), rng=rng)
     ids = torch.tensor(got.tokens)
     assert surprise(ids[:, 1:] @ torch.tensor([V * V, V, 1]), exact(WAYS["as it is"])) > 5

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_lossless import NEW, PROMPTS, answers
 
 from outpace.checkpoint.open import LoadError
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.sampler import Greedy
 from outpace.drafts.suffix import Suffix, is_suffix, load_suffix, save_suffix
@@ -39,9 +38,7 @@ def known_of(family, window):
 @pytest.mark.parametrize("nodes", [3, 9])
 def test_its_trees_leave_the_text_as_it_is(family, window, nodes):
     model = tiny.target(family, window)
-    got = speculative.generate(
-        model, draft(known_of(family, window), nodes), PROMPTS, Request(max_new_tokens=NEW)
-    )
+    got = generate(model, PROMPTS, Request(max_new_tokens=NEW), draft(known_of(family, window), nodes))
     assert got.tokens == answers(family, window, len(PROMPTS))
     assert got.trace.tau > 1.2  # else nothing was looked up
     assert max(max(row) for row in got.trace.nodes) == nodes
@@ -55,9 +52,9 @@ def test_with_coupled_noise_too(nodes):
     def seed():
         return torch.Generator().manual_seed(5)
 
-    said = plain.generate(model, PROMPTS, request, rng=seed()).tokens
+    said = generate(model, PROMPTS, request, rng=seed()).tokens
     text = [t for row in said for t in (*row, -1)]
-    got = speculative.generate(model, draft(text, nodes), PROMPTS, request, rng=seed())
+    got = generate(model, PROMPTS, request, draft(text, nodes), rng=seed())
     assert got.tokens == said and got.trace.tau > 1.2
 
 

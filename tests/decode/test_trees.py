@@ -11,9 +11,8 @@ from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, WAYS, V, biased_bonus, exact, honest, pairs, small, surprise
 
 from outpace.decode import acceptance as rules
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.controller import Fixed
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
 from outpace.drafts.marginals import DDTree
@@ -88,7 +87,7 @@ SHAPES = [("any", 9, False), ("wide", 14, True), ("deep", 11, True), ("deep", 30
 def test_trees_say_what_plain_decoding_says(family, window, shape, size, ragged):
     """Mostly wrong, of different sizes in one batch, deeper than the window of 7, wider than 64."""
     draft, known, prompts = scripted(family, window, 3, shape, size, ragged)
-    got = speculative.generate(tiny.target(family, window), draft, prompts, Request(max_new_tokens=NEW))
+    got = generate(tiny.target(family, window), prompts, Request(max_new_tokens=NEW), draft)
     assert got.tokens == known
     trace = got.trace
     assert 0 < sum(trace.accept_lens) and 0 in trace.accept_lens
@@ -99,19 +98,19 @@ def test_trees_say_what_plain_decoding_says(family, window, shape, size, ragged)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_row_alone(family):
     draft, known, prompts = scripted(family, True, 1, "deep", 12)
-    got = speculative.generate(tiny.target(family), draft, prompts, Request(max_new_tokens=NEW))
+    got = generate(tiny.target(family), prompts, Request(max_new_tokens=NEW), draft)
     assert got.tokens == known and len(set(got.trace.accept_lens)) > 2
 
 
 def test_a_tree_that_knows_is_taken_to_its_deepest_leaf():
     draft, known, prompts = scripted("gpt_oss", True, 3, "deep", 12, wrong=lambda b, i: False)
-    got = speculative.generate(tiny.target("gpt_oss"), draft, prompts, Request(max_new_tokens=NEW))
+    got = generate(tiny.target("gpt_oss"), prompts, Request(max_new_tokens=NEW), draft)
     assert got.tokens == known
     for proposed, accepted in zip(got.trace.proposed[:2], got.trace.accepted[:2], strict=True):
         assert proposed == accepted and min(accepted) > 4
     _, known, prompts = scripted("gpt_oss", True, 3)
     draft = ScriptedTree(known, prompts, lambda b, i: True)
-    got = speculative.generate(tiny.target("gpt_oss"), draft, prompts, Request(max_new_tokens=NEW))
+    got = generate(tiny.target("gpt_oss"), prompts, Request(max_new_tokens=NEW), draft)
     assert got.tokens == known and got.trace.tau == 1
 
 
@@ -121,13 +120,13 @@ def test_a_stop_token_ends_its_row_inside_a_path(at):
     stop = known[1][at]
     wanted = [k[: k.index(stop) + 1] if stop in k else k for k in known]
     request = Request(max_new_tokens=NEW, stop=frozenset({stop}))
-    assert speculative.generate(tiny.target("qwen3"), draft, prompts, request).tokens == wanted
+    assert generate(tiny.target("qwen3"), prompts, request, draft).tokens == wanted
 
 
 def test_rows_end_at_their_own_limits():
     draft, known, prompts = scripted("gpt_oss", True, 3, "deep", 10)
     request = Request(max_new_tokens=NEW, limits=(7, NEW, 1))
-    got = speculative.generate(tiny.target("gpt_oss"), draft, prompts, request)
+    got = generate(tiny.target("gpt_oss"), prompts, request, draft)
     assert got.tokens == [known[0][:7], known[1], known[2][:1]]
 
 
@@ -138,7 +137,7 @@ def test_a_draft_is_shown_the_states_of_the_accepted_path():
     kept = []
     object.__setattr__(draft, "begin", lambda *a: kept.append(ScriptedTreeSession(draft)) or kept[0])
     model = tiny.target("gpt_oss")
-    speculative.generate(model, draft, prompts, Request(max_new_tokens=NEW))
+    generate(model, prompts, Request(max_new_tokens=NEW), draft)
     session = kept[0]
     for b, prompt in enumerate(prompts):
         text, states = session.seen[b], torch.stack(session.aux[b], 1)
@@ -155,11 +154,11 @@ def test_trees_of_a_block_draft(family, nodes):
     types = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
     draft = DDTree(random_dflash(model, 5, **types), nodes)
     request = Request(max_new_tokens=NEW, limits=(NEW, 9, NEW))
-    got = speculative.generate(model, draft, PROMPTS, request)
+    got = generate(model, PROMPTS, request, draft)
     assert got.tokens == [known[0], known[1][:9], known[2]]
     assert all(n == nodes for counts in got.trace.nodes for n in counts if n)
     if nodes > 9:
-        chain = speculative.generate(model, draft.draft, PROMPTS, request)
+        chain = generate(model, PROMPTS, request, draft.draft)
         assert sum(got.trace.accept_lens) >= sum(chain.trace.accept_lens)
 
 
@@ -167,7 +166,7 @@ def test_trees_of_a_block_draft(family, nodes):
 def test_a_controller_may_ask_for_fewer_columns(columns):
     model, known = tiny.target("gpt_oss"), answers("gpt_oss", True, 3)
     draft, request = DDTree(random_dflash(model, 6), 20), Request(max_new_tokens=NEW)
-    got = speculative.generate(model, draft, PROMPTS, request, controller=Fixed(columns))
+    got = generate(model, PROMPTS, request, draft, controller=Fixed(columns))
     assert got.tokens == known
     assert {n for counts in got.trace.nodes for n in counts if n} == {min(columns, 20)}
 
@@ -192,7 +191,7 @@ class Forked(Forgetful):
 
 
 def by_tree(prompts, request, rng):
-    return speculative.generate(small(), Forked(), prompts, request, rng=rng)
+    return generate(small(), prompts, request, Forked(), rng=rng)
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
@@ -209,12 +208,12 @@ def test_every_rule_takes_a_block_drafts_tree(part, rule):
     """With coupled noise a tree, too, says what plain decoding says with that seed."""
     model, request = small(), Request(max_new_tokens=3, sampling=WAYS[0], rule=rule)
     draft, prompts = DDTree(random_dflash(model, 4, **part), 12), [PROMPT] * 800
-    got = speculative.generate(model, draft, prompts, request, rng=torch.Generator().manual_seed(5))
+    got = generate(model, prompts, request, draft, rng=torch.Generator().manual_seed(5))
     ids = torch.tensor(got.tokens)
     assert surprise(ids[:, 1] * V + ids[:, 2], exact(WAYS[0])) < 3.5
     assert sum(got.trace.accept_lens) > 0
     if rule == "gumbel":
-        plainly = plain.generate(model, prompts, request, rng=torch.Generator().manual_seed(5))
+        plainly = generate(model, prompts, request, rng=torch.Generator().manual_seed(5))
         assert plainly.tokens == got.tokens
 
 

@@ -10,9 +10,8 @@ from eagle3_drafts import bound_eagle3, random_eagle3
 from test_dflash_parts import CONFIG, MARKOV, drafted, session_of
 
 from outpace.bench.metadata import parameters
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
 from outpace.decode.costs import fingerprint
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash_decode import BigramBias
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
@@ -51,10 +50,10 @@ def test_a_packed_eagle3_says_what_plain_decoding_says(family, shape):
     )  # it reads two states of 96, or of what 32 does not divide
     assert "layers.0.mlp.down_proj" not in kinds  # 28 columns
     found = [
-        speculative.generate(model, BoundEagle3(draft, model, shape), PROMPTS, asked)
+        generate(model, PROMPTS, asked, BoundEagle3(draft, model, shape))
         for draft in (packed, unpacked(bound.draft, packed))
     ]
-    assert found[0].tokens == plain.generate(model, PROMPTS, asked).tokens
+    assert found[0].tokens == generate(model, PROMPTS, asked).tokens
     assert found[0].trace.accept_lens == found[1].trace.accept_lens
 
 

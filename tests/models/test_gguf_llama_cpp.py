@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 
-from outpace.decode.autoregressive import generate
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.formats.convert import write_gguf
 from outpace.models.load import build, entries, load_target, named_tensors

@@ -17,7 +17,7 @@ import tiny
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.load import fingerprint
 from outpace.teacher.build import TeacherRecipe, build, predict_nbytes
@@ -151,7 +151,7 @@ def test_responses_are_the_targets_own(unbroken):
             )
         )
         request = Request(max_new_tokens=len(response), stop=stop)
-        same[sample.temperature].append(plain.generate(target, [prompt], request).tokens[0] == response)
+        same[sample.temperature].append(generate(target, [prompt], request).tokens[0] == response)
     assert len(same[0.0]) == 6 and all(same[0.0])
     assert len(same[1.0]) == 7 and not any(same[1.0])
 

@@ -9,8 +9,7 @@ import tiny
 import torch
 from taught import PROMPTS, TOKENIZER, Taught
 
-from outpace.decode import autoregressive as plain
-from outpace.decode import speculative
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
@@ -42,7 +41,7 @@ Cache = partial(Taught, held=LAYERS)
 def answers(target, prompts, new_tokens=24):
     """Texts whose responses are the target's own, greedily."""
     request = Request(max_new_tokens=new_tokens, stop=frozenset())
-    made = plain.generate(target, prompts, request).tokens
+    made = generate(target, prompts, request).tokens
     return [torch.tensor(p + t) for p, t in zip(prompts, made, strict=True)]
 
 
@@ -140,7 +139,7 @@ def test_a_trained_draft_is_accepted_when_decoding(target, tmp_path, changes):
     trained = train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path)
     request = Request(max_new_tokens=24, stop=frozenset())
     taus = {}
-    wanted = plain.generate(target, prompts, request).tokens
+    wanted = generate(target, prompts, request).tokens
     chain, tree = TreeShape(depth=4), TreeShape(depth=4, branch=3, nodes=9)
     loaded = load_draft(tmp_path / "draft")
     for name, draft, shape in (
@@ -148,7 +147,7 @@ def test_a_trained_draft_is_accepted_when_decoding(target, tmp_path, changes):
         ("trained", trained, chain),
         ("loaded", loaded, tree),
     ):
-        found = speculative.generate(target, BoundEagle3(draft.eval(), target, shape), prompts, request)
+        found = generate(target, prompts, request, BoundEagle3(draft.eval(), target, shape))
         assert found.tokens == wanted
         taus[name] = found.trace.tau
     assert taus["start"] < 1.5 and taus["trained"] > 2.5 and taus["loaded"] > 2, taus

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.decode import autoregressive as plain
+from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.ops.sampling import seeded
 from outpace.train.own_text import SHARPEST, answers, cut_prompts, own_text_losses, repeats
@@ -48,7 +48,7 @@ def probabilities(model, prompts, said):
 def test_the_losses_are_their_definitions(looping):
     model, prompts = looping
     said = answers(model, prompts, 60)
-    assert said == plain.generate(model, prompts, Request(max_new_tokens=60)).tokens
+    assert said == generate(model, prompts, Request(max_new_tokens=60)).tokens
     said[1] = said[1][:47]  # answers may end before the others
     with torch.no_grad():
         unlikely, likely, share = own_text_losses(model, prompts, said, 6)

@@ -1,19 +1,19 @@
-"""Verified tokens that a draft's session has not been shown: handed over at once when it is to guess."""
+"""A draft session that observes verified tokens late: all at once, when it is to propose."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outpace.drafts.base import DraftSession, Proposal
+from outpace.drafts.sampler import DraftSampler
 
-# columns that wait: a draft may rest for a whole text, and states of all of it would fill the memory
-MOST = 512
+MOST = 512  # pending positions: a draft may be off for a whole text, whose states would fill the memory
 
 
 @dataclass(frozen=True)
 class PendingPart:
-    """tokens [B, T], aux [n, B, T, C], and how many of each row were verified; what follows is noise."""
+    """tokens [B, T], aux [n, B, T, C], and how many of each row were verified; the rest is padding."""
 
     tokens: Tensor
     aux: Tensor | None
@@ -24,35 +24,42 @@ class PendingPart:
         return PendingPart(self.tokens[batch_indices], aux, [self.counts[b] for b in batch_indices])
 
 
-@dataclass
-class PendingStates:
-    """A round adds what it verified; while rounds draft, each hands over what the one before it added."""
+class Deferred:
+    """A draft session that observes verified tokens only when it is to propose: a draft that is switched off
+    costs nothing. While every step drafts, each proposal first observes the step before it."""
 
-    parts: list[PendingPart] = field(default_factory=list)
-    columns: int = 0
+    def __init__(self, session: DraftSession) -> None:
+        self.session = session
+        self.parts: list[PendingPart] = []
+        self.positions = 0  # in `parts`
 
     def add(self, part: PendingPart) -> None:
+        """The verified tokens of one step; everything pending is observed when MOST positions wait."""
         self.parts.append(part)
-        self.columns += max(part.counts)
+        self.positions += max(part.counts)
+        if self.positions >= MOST:
+            self.flush()
 
-    @property
-    def full(self) -> bool:
-        return self.columns >= MOST
-
-    def show(self, session: DraftSession) -> None:
-        """Everything that waits, as one stretch of text."""
+    def flush(self) -> None:
+        """Observes everything pending as one stretch of text."""
         if self.parts:
             whole = joined(self.parts)
-            self.parts, self.columns = [], 0
-            session.observe(whole.tokens, whole.aux, whole.counts)
+            self.parts, self.positions = [], 0
+            self.session.observe(whole.tokens, whole.aux, whole.counts)
+
+    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+        """See `DraftSession.propose`."""
+        self.flush()
+        return self.session.propose(last, width, choice)
 
     def select(self, batch_indices: list[int]) -> None:
         """Keep only these batch indices, in this order."""
         self.parts = [part.select(batch_indices) for part in self.parts]
+        self.session.select(batch_indices)
 
 
 def joined(parts: list[PendingPart]) -> PendingPart:
-    """One part after the other, every row without the noise between them."""
+    """The parts concatenated, without the padding between them."""
     if len(parts) == 1:
         return parts[0]
     counts = [sum(row) for row in zip(*(part.counts for part in parts), strict=True)]
@@ -62,7 +69,7 @@ def joined(parts: list[PendingPart]) -> PendingPart:
     aux = torch.cat(states, dim=2) if states else None
     if min(counts) == sum(most):
         return PendingPart(tokens, aux, counts)
-    # per row, the columns that are real, then column 0 where the row has fewer than the longest
+    # per row the positions that are real, then position 0 where the row has fewer than the longest
     real = [
         [begin + i for begin, part in zip(_begins(most), parts, strict=True) for i in range(part.counts[b])]
         for b in range(len(counts))
@@ -77,11 +84,11 @@ def _begins(most: list[int]) -> list[int]:
 
 
 def verified(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> PendingPart:
-    """The accepted columns, moved together."""
-    counts = [len(columns) for columns in path]
-    if proposal.parents is None:  # they stand together
+    """The accepted positions, packed."""
+    counts = [len(positions) for positions in path]
+    if proposal.parents is None:  # a chain's are contiguous
         return PendingPart(proposal.tokens, aux, counts)
-    padded = [columns + [0] * (max(counts) - len(columns)) for columns in path]
+    padded = [positions + [0] * (max(counts) - len(positions)) for positions in path]
     at = torch.tensor(padded, device=proposal.tokens.device)
     row = torch.arange(len(path), device=at.device)[:, None]
     return PendingPart(proposal.tokens[row, at], None if aux is None else aux[:, row, at], counts)
