@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from outpace.drafts.dflash import DFlash, DFlashConfig
 from outpace.ops.rope import RopeConfig
 from outpace.train.anchors import Packed, pack
-from outpace.train.dflash import DFlashRecipe, block_loss, block_states, init_dflash
+from outpace.train.dflash import block_states
+from outpace.train.dflash_loss import Objective
+from outpace.train.dflash_recipe import DFlashRecipe, init_dflash
 from outpace.train.losses import decay_weights
 
 PEERS = "8 heads x 32, 2 kv heads, MLP 768 (assumed)"
@@ -39,6 +41,7 @@ class Row:
     prompt_length: int
     aux: Tensor
     offset: int = 0
+    final: Tensor | None = None
 
 
 class Ends(nn.Module):
@@ -110,7 +113,7 @@ def plain_step(
     group = draft.config.num_heads // draft.config.num_kv_heads
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shared = draft.layers[i].context_kv(features, *context_rope)
+        shared = draft.layers[i].context_kv(features, *context_rope)  # type: ignore[operator]
         keys, values = (
             torch.cat(pair, dim=2).repeat_interleave(group, dim=1)
             for pair in zip(shared, (k, v), strict=True)
@@ -118,7 +121,7 @@ def plain_step(
         out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=allowed)
         return out.transpose(1, 2).flatten(2)
 
-    x = draft.embed_block(packed.anchors, ends).to(dtype).view(1, A * B, -1)
+    x = draft.embed_block(packed.anchors, ends).to(dtype).view(1, A * B, -1)  # type: ignore[arg-type]
     hidden = draft.denoise(x, cos, sin, attend).view(A, B, -1)
     logits = F.linear(hidden[:, 1:], head).float()
     nll = F.cross_entropy(logits.flatten(0, 1), packed.labels.flatten(), reduction="none").view(A, B - 1)
@@ -142,7 +145,8 @@ def trainer(kind: str, dtype: torch.dtype, anchors: int) -> Callable[[int], floa
     def step(n: int) -> float:
         packed = pack([row], 8, anchors, None, torch.Generator().manual_seed(n))
         if kind == "ours":
-            loss, _ = block_loss(block_states(draft, ends, packed, dtype), head, packed, recipe)
+            hidden = block_states(draft, ends, packed, dtype)  # type: ignore[arg-type]
+            loss = Objective(draft, recipe, head, None)(hidden, packed).loss
         else:
             loss = plain_step(draft, ends, row, packed, dtype, head, 4.0)
         loss.backward()
@@ -188,8 +192,8 @@ def memory(optimizer: bool) -> dict[str, Any]:
     row = random_row(config, 2048, torch.bfloat16)
     packed = pack([row], 8, 512, None, torch.Generator().manual_seed(1))
     marks, began = {"loaded": _peak_gib()}, time.perf_counter()
-    hidden = block_states(draft, ends, packed, torch.bfloat16, recompute=True)
-    loss, _ = block_loss(hidden, ends.head, packed, DFlashRecipe())
+    hidden = block_states(draft, ends, packed, torch.bfloat16, recompute=True)  # type: ignore[arg-type]
+    loss = Objective(draft, DFlashRecipe(), ends.head, None)(hidden, packed).loss
     marks["forward"] = _peak_gib()
     loss.backward()
     marks["backward"] = _peak_gib()

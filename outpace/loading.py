@@ -1,4 +1,7 @@
-"""Two paths -> target, draft, tokenizer; the name "default" is the model that ships in the package."""
+"""Paths or names -> target, draft, tokenizer.
+
+"default" is the target that ships in the package, "dflash" and "suffix" are its drafts.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +26,7 @@ from outpace.ops.quant import dense
 from outpace.text.gguf_tokenizer import gguf_vocabulary
 from outpace.text.tokenizer import check_vocabulary
 
-SUFFIX = "suffix"  # answers of the embedded target, to be looked up
+DFLASH, SUFFIX = "dflash", "suffix"  # the drafts that ship with the embedded target
 
 
 def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenizer]:
@@ -49,7 +52,7 @@ def open_draft(
     branch: int = 0,
     quantize: str | None = None,
 ) -> BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix | None:
-    """ "none", "ngram", "default" (the embedded DFlash), "suffix" (the embedded answers), or the place of a
+    """ "none", "ngram", "dflash" (the embedded DFlash), "suffix" (the embedded answers), or the place of a
     DFlash or EAGLE-3 in any format we read, or of other answers (`drafts.suffix`).
 
     `tree`: columns of the tree it proposes, root included; 0: a chain, of answers the usual tree. `depth`:
@@ -123,9 +126,9 @@ def loaded_files(target: Decoder, tokenizer: Tokenizer) -> TargetFiles:
 
 
 def draft_folder(path: str) -> Path:
-    folder = {DEFAULT: EMBEDDED / "dflash", SUFFIX: EMBEDDED / "suffix"}.get(path, Path(path))
+    folder = {DFLASH: EMBEDDED / "dflash", SUFFIX: EMBEDDED / "suffix"}.get(path, Path(path))
     if not folder.exists():
         raise LoadError(
-            f"{folder} is not there: name a draft's place, {DEFAULT!r}, {SUFFIX!r}, 'ngram' or 'none'"
+            f"{folder} is not there: name a draft's place, {DFLASH!r}, {SUFFIX!r}, 'ngram' or 'none'"
         )
     return folder

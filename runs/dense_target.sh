@@ -4,7 +4,7 @@
 #
 #   runs/dense_target.sh [short] [WORK]  # sure of its words, for the comparison of drafts; -> WORK/splice/model
 #   runs/dense_target.sh long [WORK]     # learns to look back from random tokens, then text; 8,192 positions; -> WORK/long/model
-#   outpace bench --suite recall --target WORK/long/model --out WORK/report
+#   outpace bench WORK/long/model --suite recall --out WORK/report
 #
 # Every part resumes where it was stopped; a finished one is skipped. CORPUS (a folder) and STEPS, in the environment, are for
 # seeing it walk.

@@ -1,4 +1,4 @@
-"""`outpace calibrate`, and what --method and --verify do to a request."""
+"""`outpace calibrate`, and what --speculate and --num-speculative-tokens do to a request."""
 
 import json
 
@@ -33,7 +33,18 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
 
 
 def test_a_request_goes_by_the_table_of_its_rule_or_by_the_greedy_one(monkeypatch, capsys, tmp_path):
-    drawn = ("generate", "import os\n", "-n", 8, "--json", "--temperature", 1, "--rule", "gumbel")
+    drawn = (
+        "generate",
+        "default",
+        "import os\n",
+        "-n",
+        8,
+        "--json",
+        "--temperature",
+        1,
+        "--acceptance",
+        "gumbel",
+    )
     places = ("--draft", "ngram", "--cache-dir", tmp_path)
     monkeypatch.setattr(command, "QUICK", 0.0)
 
@@ -42,29 +53,39 @@ def test_a_request_goes_by_the_table_of_its_rule_or_by_the_greedy_one(monkeypatc
         assert code == 0
         return json.loads(out)["method"]
 
-    assert told().startswith("every guess verified in every round: a cost table would take")
+    assert told().startswith("full draft length in every step: a cost table would take")
     for rule, said in (
-        ("greedy", "by greedy costs (outpace calibrate --rule gumbel)"),
-        ("gumbel", "guesses as pay"),
+        ("greedy", "by greedy costs (outpace calibrate --acceptance gumbel)"),
+        ("gumbel", "draft length chosen by measured costs"),
     ):
-        code, out, _ = run(monkeypatch, capsys, *QUICKLY, *places, "--rule", rule, "--json")
+        code, out, _ = run(monkeypatch, capsys, *QUICKLY, *places, "--acceptance", rule, "--json")
         assert code == 0 and json.loads(out)["said"]["judged"] == rule
         assert told().endswith(said)
     assert len(list((tmp_path / "costs").iterdir())) == 2
-    code, _, err = run(monkeypatch, capsys, *QUICKLY, "--rule", "typical")
-    assert code == 2 and "--rule typical: it must be one of greedy, match" in err
+    code, _, err = run(monkeypatch, capsys, *QUICKLY, "--acceptance", "typical")
+    assert code == 2 and "--acceptance typical: it must be one of greedy, match" in err
 
 
 def test_every_method_says_the_same(monkeypatch, capsys, tmp_path):
     found, told = set(), []
-    options = ("generate", "import os\n", "-n", 24, "--ignore-eos", "--json", "--cache-dir", tmp_path)
+    options = (
+        "generate",
+        "default",
+        "import os\n",
+        "-n",
+        24,
+        "--ignore-eos",
+        "--json",
+        "--cache-dir",
+        tmp_path,
+    )
     for more in (
         (),
-        ("--method", "auto"),
-        ("--method", "plain"),
-        ("--method", "draft"),
-        ("--verify", 2),
-        ("--tree", 6),
+        ("--speculate", "auto"),
+        ("--speculate", "off"),
+        ("--speculate", "always"),
+        ("--num-speculative-tokens", 2),
+        ("--num-draft-tokens", 6),
         ("--draft", "ngram"),
     ):
         code, out, _ = run(monkeypatch, capsys, *options, *more)
@@ -72,28 +93,30 @@ def test_every_method_says_the_same(monkeypatch, capsys, tmp_path):
         assert code == 0
         found.add(said["text"])
         told.append(said["method"])
-        if more in ((), ("--method", "auto")) and told[-1].startswith("as many"):
-            assert said["foreseen"]["tokens_per_s"] > 0
-        if more == ("--method", "plain"):
-            assert said["tau"] == 1 and "foreseen" not in said
+        if more in ((), ("--speculate", "auto")) and told[-1].startswith("draft length chosen"):
+            assert said["predicted"]["tokens_per_s"] > 0
+        if more == ("--speculate", "off"):
+            assert said["tau"] == 1 and "predicted" not in said
     assert len(found) == 1
     assert told[2:5] == [
-        "plain decoding",
-        "every guess verified in every round",
-        "2 guesses verified in every round",
+        "autoregressive decoding",
+        "full draft length in every step",
+        "draft length 2 in every step",
     ]
 
 
-def test_stats_say_what_was_foreseen(monkeypatch, capsys, tmp_path):
+def test_stats_say_what_was_predicted(monkeypatch, capsys, tmp_path):
     run(monkeypatch, capsys, *QUICKLY, "--cache-dir", tmp_path, "--json")
-    code, out, _ = run(monkeypatch, capsys, "generate", "x = 1", "-n", 16, "--stats", "--cache-dir", tmp_path)
+    code, out, _ = run(
+        monkeypatch, capsys, "generate", "default", "x = 1", "-n", 16, "--stats", "--cache-dir", tmp_path
+    )
     said = " ".join(out.split())
-    assert code == 0 and "tokens/s were foreseen" in said and "as many guesses as pay" in said
+    assert code == 0 and "tokens/s predicted" in said and "draft length chosen" in said
 
 
 def test_no_table_where_it_would_take_long(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "QUICK", 0.0)
-    options = ("generate", "x = 1", "-n", 8, "--stats", "--cache-dir", tmp_path)
+    options = ("generate", "default", "x = 1", "-n", 8, "--stats", "--cache-dir", tmp_path)
     code, out, _ = run(monkeypatch, capsys, *options)
     assert code == 0 and "a cost table would take" in " ".join(out.split())
     assert not (tmp_path / "costs").exists()
@@ -102,14 +125,14 @@ def test_no_table_where_it_would_take_long(monkeypatch, capsys, tmp_path):
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("outpace.decode.costs.Costs.noisy", False)
-    options = ("generate", "x = 1", "-n", 8, "--stats", "--cache-dir", tmp_path / "file")
+    options = ("generate", "default", "x = 1", "-n", 8, "--stats", "--cache-dir", tmp_path / "file")
     code, out, _ = run(monkeypatch, capsys, *options)
     assert code == 0 and "could not be kept" in " ".join(out.split())
 
 
 def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
     answers = []
-    for more in (("--method", "plain"), ("--verify", 3)):
+    for more in (("--speculate", "off"), ("--num-speculative-tokens", 3)):
         code, out, _ = run(monkeypatch, capsys, "chat", "-m", "Hello", "-n", 8, "--json", *more)
         answers.append(json.loads(out)["tokens"])
         assert code == 0
@@ -119,11 +142,26 @@ def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("generate", "x", "--method", "fast"), "--method fast: it must be one of auto, plain, draft"),
-        (("generate", "x", "--verify", 0), "--verify 0: this draft offers 1 to 11 guesses"),
-        (("generate", "x", "--verify", 12), "--verify 12: this draft offers 1 to 11 guesses"),
-        (("generate", "x", "--verify", 2, "--draft", "none"), "no guesses to verify without a draft"),
-        (("generate", "x", "--verify", 2, "--method", "plain"), "no guesses to verify"),
+        (
+            ("generate", "default", "x", "--speculate", "fast"),
+            "--speculate fast: it must be one of auto, off, always",
+        ),
+        (
+            ("generate", "default", "x", "--num-speculative-tokens", 0),
+            "--num-speculative-tokens 0: this draft proposes 1 to 11 tokens",
+        ),
+        (
+            ("generate", "default", "x", "--num-speculative-tokens", 12),
+            "--num-speculative-tokens 12: this draft proposes 1 to 11 tokens",
+        ),
+        (
+            ("generate", "default", "x", "--num-speculative-tokens", 2, "--draft", "none"),
+            "no draft tokens to verify without a draft",
+        ),
+        (
+            ("generate", "default", "x", "--num-speculative-tokens", 2, "--speculate", "off"),
+            "no draft tokens to verify",
+        ),
         (("calibrate", "--draft", "none"), "nothing to calibrate without a draft"),
         (("calibrate", "--contexts", "1,b"), "--contexts: 'b' is not a whole number"),
         (("calibrate", "--batches", "0"), "at least 1 of each"),

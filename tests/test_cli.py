@@ -19,7 +19,7 @@ def run(monkeypatch, capsys, *arguments):
 
 
 def test_generate_streams_the_same_text_that_json_holds(monkeypatch, capsys):
-    options = ("generate", "import os\n", "-n", 24, "--ignore-eos")
+    options = ("generate", "default", "import os\n", "-n", 24, "--ignore-eos")
     code, out, _ = run(monkeypatch, capsys, *options)
     assert code == 0
     code, said, _ = run(monkeypatch, capsys, *options, "--json")
@@ -31,7 +31,13 @@ def test_generate_streams_the_same_text_that_json_holds(monkeypatch, capsys):
 
 def test_every_draft_says_the_same(monkeypatch, capsys):
     texts = set()
-    for draft in (["none"], ["ngram"], ["default"], ["default", "--tree", 12], ["default", "--tree", 70]):
+    for draft in (
+        ["none"],
+        ["ngram"],
+        ["dflash"],
+        ["dflash", "--num-draft-tokens", 12],
+        ["dflash", "--num-draft-tokens", 70],
+    ):
         _, out, _ = run(monkeypatch, capsys, "generate", "def main():", "-n", 40, "--draft", *draft)
         texts.add(out)
     assert len(texts) == 1
@@ -40,17 +46,17 @@ def test_every_draft_says_the_same(monkeypatch, capsys):
 def test_partial_kv_says_the_same_unless_it_is_told_to_be_lossy(monkeypatch, capsys, tmp_path):
     prompt = tmp_path / "prompt.py"
     prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
-    given = ("generate", "--prompt-file", prompt, "-n", 60, "--ignore-eos")
+    given = ("generate", "default", "--prompt-file", prompt, "-n", 60, "--ignore-eos")
     _, plain, _ = run(monkeypatch, capsys, *given, "--draft", "none")
     sizes = "n_window_blocks=1", "n_sink_blocks=1", "block_size=4"
-    few = (*given, "--partial", 12, *(x for size in sizes for x in ("--partial-set", size)))
-    for draft in ("ngram", "suffix", "default", "none"):
+    few = (*given, "--kv-budget", 12, *(x for size in sizes for x in ("--kv-budget-set", size)))
+    for draft in ("ngram", "suffix", "dflash", "none"):
         _, out, _ = run(monkeypatch, capsys, *few, "--draft", draft)
         assert out == plain, draft
     code, said, _ = run(monkeypatch, capsys, *few, "--json")
     partial = json.loads(said)["partial"]
     assert code == 0 and 0 < partial["stood"] <= partial["passed"] and partial["forwards"] > 0
-    _, out, _ = run(monkeypatch, capsys, *few, "--partial-lossy", "--stats", "--draft", "ngram")
+    _, out, _ = run(monkeypatch, capsys, *few, "--kv-budget-lossy", "--stats", "--draft", "ngram")
     assert "LOSSY" in out and not out.startswith(plain)
 
 
@@ -63,16 +69,15 @@ def test_latent_kv_goes_on_and_off(monkeypatch, capsys, tmp_path):
     report = json.loads(said)
     assert code == 0 and report["numbers_per_token"]["after"] == 6 * 3
     texts = {}
-    for name, options in (
-        ("whole", ("--draft", "none")),
-        ("off", ("--target", out, "--no-mla")),
-        ("on", ("--target", out, "--mla")),
-        ("as said", ("--target", out)),
-        ("drafted", ("--target", out, "--draft", "default")),
+    for name, model, options in (
+        ("whole", "default", ("--draft", "none")),
+        ("off", out, ("--no-mla",)),
+        ("on", out, ("--mla",)),
+        ("as said", out, ()),
+        ("drafted", out, ("--draft", "dflash")),
     ):
-        _, texts[name], _ = run(
-            monkeypatch, capsys, "generate", "import os", "-n", 30, "--ignore-eos", *options
-        )
+        given = ("generate", model, "import os", "-n", 30, "--ignore-eos")
+        _, texts[name], _ = run(monkeypatch, capsys, *given, *options)
     assert texts["off"] == texts["whole"] != texts["on"] == texts["as said"] == texts["drafted"]
 
 
@@ -84,19 +89,19 @@ def test_sparse_attention_goes_on_and_off_and_learns(monkeypatch, capsys, tmp_pa
     assert code == 0 and json.loads(said)["settings"]["index_heads"] == 6
     prompt = tmp_path / "long.py"
     prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
-    texts, ask = {}, ("generate", "--prompt-file", prompt, "-n", 30, "--ignore-eos")
-    by_index = ("--partial", 160, "--partial-set", "selector=index")
-    for name, options in (
-        ("whole", ("--draft", "none")),
-        ("off", ("--target", out, "--no-dsa")),
-        ("on", ("--target", out, "--draft", "none")),
-        ("drafted", ("--target", out, "--draft", "default")),
-        ("chosen for", ("--target", out, "--no-dsa", "--draft", "ngram", *by_index)),
+    texts, ask = {}, ("--prompt-file", prompt, "-n", 30, "--ignore-eos")
+    by_index = ("--kv-budget", 160, "--kv-budget-set", "selector=index")
+    for name, model, options in (
+        ("whole", "default", ("--draft", "none")),
+        ("off", out, ("--no-dsa",)),
+        ("on", out, ("--draft", "none")),
+        ("drafted", out, ("--draft", "dflash")),
+        ("chosen for", out, ("--no-dsa", "--draft", "ngram", *by_index)),
     ):
-        _, texts[name], _ = run(monkeypatch, capsys, *ask, *options)
+        _, texts[name], _ = run(monkeypatch, capsys, "generate", model, *ask, *options)
     assert texts["off"] == texts["whole"] == texts["chosen for"] != texts["on"] == texts["drafted"]
     short = [x for said in ("steps=2", "row_tokens=256", "judged=1", "queries=8") for x in ("--set", said)]
-    where = ("--target", out, "--out", tmp_path / "run", *corpus)
+    where = (out, "--out", tmp_path / "run", *corpus)
     code, said, _ = run(monkeypatch, capsys, "train", "dsa", *where, *short)
     assert code == 0 and "untrained: held-out loss" in said and "trained: held-out loss" in said
     code, said, _ = run(monkeypatch, capsys, "inspect", tmp_path / "run" / "model", "--json")
@@ -106,7 +111,15 @@ def test_sparse_attention_goes_on_and_off_and_learns(monkeypatch, capsys, tmp_pa
 def test_generate_from_a_file_with_stats(monkeypatch, capsys, tmp_path):
     (tmp_path / "prompt.py").write_text("class Shape:\n    def area(self):\n")
     code, out, _ = run(
-        monkeypatch, capsys, "generate", "--prompt-file", tmp_path / "prompt.py", "-n", 8, "--stats"
+        monkeypatch,
+        capsys,
+        "generate",
+        "default",
+        "--prompt-file",
+        tmp_path / "prompt.py",
+        "-n",
+        8,
+        "--stats",
     )
     assert code == 0 and "tau" in out and "tokens/s" in out
 
@@ -123,41 +136,56 @@ def test_inspect_default(monkeypatch, capsys):
     ("arguments", "said"),
     [
         (("inspect", "no/such/folder"), "no/such/folder is not there"),
-        (("generate", ""), "the prompt is empty"),
-        (("generate", "x", "--partial", 100), "sinks and window alone are 160"),
-        (("generate", "x", "--partial", 512, "--partial-set", "selektor=quest"), "did you mean `selector`"),
-        (("generate", "x", "--partial", 512, "--partial-set", "n_retrieval_blocks=3"), "--partial says how"),
-        (("generate", "x", "--partial-lossy"), "go with --partial TOKENS"),
-        (("generate", "x", "--no-mla"), "no latent KV to switch"),
+        (("generate", "default", ""), "the prompt is empty"),
+        (("generate", "default", "x", "--kv-budget", 100), "sinks and window alone are 160"),
+        (
+            ("generate", "default", "x", "--kv-budget", 512, "--kv-budget-set", "selektor=quest"),
+            "did you mean `selector`",
+        ),
+        (
+            ("generate", "default", "x", "--kv-budget", 512, "--kv-budget-set", "n_retrieval_blocks=3"),
+            "--kv-budget says how",
+        ),
+        (("generate", "default", "x", "--kv-budget-lossy"), "go with --kv-budget TOKENS"),
+        (("generate", "default", "x", "--no-mla"), "no latent KV to switch"),
         (
             ("retrofit", "mla", "--out", "x", "--set", "rank=999"),
             "rank 999: keys and values of a layer have 128",
         ),
         (("retrofit", "mla", "--out", "x", "--set", "methode=svd"), "did you mean `method`"),
-        (("generate", "x", "--no-dsa"), "no sparse attention to switch"),
+        (("generate", "default", "x", "--no-dsa"), "no sparse attention to switch"),
         (("retrofit", "dsa", "--out", "x", "--set", "top_k=3"), "top_k 3"),
-        (("train", "dsa", "--target", "default", "--out", "x"), "this target has no index"),
-        (("train", "mla", "--target", "default", "--out", "x"), "this target has no latents"),
-        (("train", "mla", "--target", "no/such", "--out", "x"), "no/such is not there"),
+        (("train", "dsa", "default", "--out", "x"), "this target has no index"),
+        (("train", "mla", "default", "--out", "x"), "this target has no latents"),
+        (("train", "mla", "no/such", "--out", "x"), "no/such is not there"),
         (("bench", "--suite", "memory", "--out", "x"), "this target has none"),
         (("bench", "--suite", "pareto", "--draft", "ngram", "--out", "x"), "measures a target alone"),
         (("plan", "20b", "--hardware", "9000xfast"), "known are h100"),
-        (("generate", "x", "--partial", 512, "--partial-set", "selector=index"), "no index to choose by"),
-        (("generate", "x", "--partial", 512, "--method", "plain"), "no guesses to go over"),
-        (("generate", "x", "--partial", 512, "--verify", 3), "leave it out"),
+        (
+            ("generate", "default", "x", "--kv-budget", 512, "--kv-budget-set", "selector=index"),
+            "no index to choose by",
+        ),
+        (("generate", "default", "x", "--kv-budget", 512, "--speculate", "off"), "no draft tokens to verify"),
+        (("generate", "default", "x", "--kv-budget", 512, "--num-speculative-tokens", 3), "leave it out"),
         (("bench", "--suite", "context", "--draft", "ngram", "--out", "no"), "measures a target alone"),
-        (("generate",), "give a prompt, or --prompt-file"),
-        (("generate", "x", "--temperature", 1, "--seed", 2**64), f"seed {2**64}: it must lie in"),
-        (("generate", "x", "--draft", "no/such"), "no/such is not there"),
-        (("generate", "x", "--temperature", "-1"), "temperature -1.0 is below 0"),
-        (("generate", "x", "-n", "0"), "max_new_tokens 0"),
-        (("generate", "x", "--tree", "1"), "a tree of 1 nodes guesses nothing"),
-        (("generate", "x", "--tree", "5000"), "a tree of 5000 nodes: at most 1024"),
-        (("generate", "x", "--tree", "8", "--draft", "ngram"), "tree 8: 'ngram' proposes no trees"),
-        (("generate", "x", "--branch", "8", "--draft", "default"), "branch 8: say of how many nodes"),
-        (("generate", "x", "--depth", "8", "--draft", "default"), "depth 8: an EAGLE-3 alone walks"),
-        (("generate", "x", "--depth", "8"), "suffix looks answers up, and has no depth"),
-        (("generate", "x", "-n", "200000"), "positions end at"),
+        (("generate", "default"), "give a prompt after the model, or --prompt-file"),
+        (("generate", "default", "x", "--temperature", 1, "--seed", 2**64), f"seed {2**64}: it must lie in"),
+        (("generate", "default", "x", "--draft", "no/such"), "no/such is not there"),
+        (("generate", "default", "x", "--temperature", "-1"), "temperature -1.0 is below 0"),
+        (("generate", "default", "x", "-n", "0"), "max_new_tokens 0"),
+        (("generate", "default", "x", "--num-draft-tokens", "1"), "a tree of 1 nodes guesses nothing"),
+        (("generate", "default", "x", "--num-draft-tokens", "5000"), "a tree of 5000 nodes: at most 1024"),
+        (
+            ("generate", "default", "x", "--num-draft-tokens", "8", "--draft", "ngram"),
+            "tree 8: 'ngram' proposes no trees",
+        ),
+        (("generate", "default", "x", "--topk", "8", "--draft", "dflash"), "branch 8: say of how many nodes"),
+        (
+            ("generate", "default", "x", "--num-steps", "8", "--draft", "dflash"),
+            "depth 8: an EAGLE-3 alone walks",
+        ),
+        (("generate", "default", "x", "--num-steps", "8"), "suffix looks answers up, and has no depth"),
+        (("generate", "default", "x", "-n", "200000"), "positions end at"),
         (("bench", "--out", "x", "--set", "batchs=1"), "did you mean `batches`"),
         (("bench", "--out", "x", "--set", "batches"), "write key=value"),
         (("bench", "--out", "x", "--set", "batches=a"), "`batches` wants tuple[int, ...], not ['a']"),
@@ -179,7 +207,7 @@ def test_help_has_examples(monkeypatch, capsys):
     for command in (
         ("generate",),
         ("bench",),
-        ("verify",),
+        ("check",),
         ("train", "dflash"),
         ("teacher", "build"),
         ("retrofit", "mla"),

@@ -46,9 +46,9 @@ class Scripted:
     def make_cache(self, batch, length, **more):
         self.prompts.append([])
         self.said = 0
-        return SimpleNamespace()
+        return SimpleNamespace(lengths=[0] * batch)
 
-    def __call__(self, tokens, cache, *, counts=None, aux=()):
+    def __call__(self, tokens, cache, *, counts=None, tree=None, aux=()):
         if self.said == 0:
             self.prompts[-1] += tokens[0, : counts[0]].tolist()
         return Output(torch.zeros(*tokens.shape, 1), None, [])
@@ -58,8 +58,8 @@ class Scripted:
             self.interrupt = None
             raise KeyboardInterrupt
         answer = self.answers[len(self.prompts) - 1]
-        logits = torch.zeros(len(hidden), self.config.vocab_size)
-        logits[:, answer[self.said]] = 1
+        logits = torch.zeros(*hidden.shape[:-1], self.config.vocab_size)
+        logits[..., answer[self.said]] = 1
         self.said += 1
         return logits
 
@@ -155,7 +155,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
 
 def test_answers_that_are_cut_off_say_so():
     _, aside, turns, _ = chat(Scripted(FIRST), "one", max_new_tokens=4)
-    assert aside.endswith("(no answer, cut off after 4 tokens: allow more with --max-new-tokens)\n")
+    assert aside.endswith("(no answer, cut off after 4 tokens: allow more with --max-tokens)\n")
     assert not turns[0].ended
     length = len(encode(TOKENIZER, FIRST))
     out, aside, _, _ = chat(Scripted(FIRST), "one", max_new_tokens=length - 1)
@@ -256,19 +256,19 @@ def test_a_part_of_the_model(monkeypatch, capsys):
 def test_partial_kv_in_a_chat(monkeypatch, capsys):
     options = ("chat", "-m", "x = 1\n" * 40, "-n", 24, "--json")
     few = (
-        "--partial",
+        "--kv-budget",
         24,
-        *(x for s in ("n_window_blocks=1", "n_sink_blocks=1") for x in ("--partial-set", s)),
+        *(x for s in ("n_window_blocks=1", "n_sink_blocks=1") for x in ("--kv-budget-set", s)),
     )
     plain = json.loads(command(monkeypatch, capsys, *options, "--draft", "none")[1])
-    said = json.loads(command(monkeypatch, capsys, *options, *few, "--partial-set", "block_size=4")[1])
+    said = json.loads(command(monkeypatch, capsys, *options, *few, "--kv-budget-set", "block_size=4")[1])
     assert said["tokens"] == plain["tokens"] and said["partial"]["passed"] >= said["partial"]["stood"] > 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("-m", "x", "--partial-lossy"), "go with --partial TOKENS"),
+        (("-m", "x", "--kv-budget-lossy"), "go with --kv-budget TOKENS"),
         (("no/such",), "no/such is not there"),
         (("-m", " "), "--message: it is empty"),
         (("-m", "x", "--reasoning", "hard"), "reasoning 'hard': known are low, medium, high"),
@@ -305,29 +305,29 @@ def talks(tmp_path):
 
 
 def test_rows_are_shown(monkeypatch, capsys, talks):
-    code, out, _ = command(monkeypatch, capsys, "rows", talks)
+    code, out, _ = command(monkeypatch, capsys, "rows", "default", talks)
     assert code == 0 and "line 1, turn 0" in out and "line 2" not in out
     assert "<|start|>assistant\u27e6<|channel|>final<|message|>4<|return|>\u27e7" in out
     assert "2 conversations, 2 rows" in out
 
 
 def test_rows_as_json(monkeypatch, capsys, talks):
-    _, out, _ = command(monkeypatch, capsys, "rows", talks, "--json", "--date", "2025-06-28")
+    _, out, _ = command(monkeypatch, capsys, "rows", "default", talks, "--json", "--date", "2025-06-28")
     found = [json.loads(line) for line in out.splitlines()]
     assert [row["line"] for row in found] == [1, 2]
     assert all(len(row["ids"]) == len(row["mask"]) and set(row["mask"]) == {0, 1} for row in found)
     assert "Reasoning: high" in TOKENIZER.decode(found[1]["ids"]) and "2025-06-28" in TOKENIZER.decode(
         found[0]["ids"]
     )
-    _, out, _ = command(monkeypatch, capsys, "rows", talks, "--json", "--show", 1)
+    _, out, _ = command(monkeypatch, capsys, "rows", "default", talks, "--json", "--show", 1)
     assert len(out.splitlines()) == 1
 
 
 def test_errors_of_rows(monkeypatch, capsys, tmp_path):
-    code, _, err = command(monkeypatch, capsys, "rows", tmp_path / "no.jsonl")
+    code, _, err = command(monkeypatch, capsys, "rows", "default", tmp_path / "no.jsonl")
     assert code == 2 and "no.jsonl" in err
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}')
-    code, _, err = command(monkeypatch, capsys, "rows", tmp_path / "bad.jsonl")
+    code, _, err = command(monkeypatch, capsys, "rows", "default", tmp_path / "bad.jsonl")
     assert code == 2 and "bad.jsonl, line 1: messages[0].content" in " ".join(err.split())
 
 

@@ -1,4 +1,4 @@
-"""--draft-weights as a user types it: the same text, a cost table of its own, and what is refused."""
+"""--draft-quant as a user types it: the same text, a cost table of its own, and what is refused."""
 
 import json
 
@@ -6,14 +6,24 @@ import pytest
 from test_cli import run
 
 pytestmark = pytest.mark.usefixtures("few_repeats")
-OWN = ("--draft", "default")
-PACKED = ("--draft-weights", "q8_0")
+OWN = ("--draft", "dflash")
+PACKED = ("--draft-quant", "q8_0")
 
 
 def test_the_text_is_the_same_and_the_table_is_another(monkeypatch, capsys, tmp_path):
-    options = ("generate", "import os\n", "-n", 24, "--ignore-eos", "--method", "draft", "--json")
+    options = (
+        "generate",
+        "default",
+        "import os\n",
+        "-n",
+        24,
+        "--ignore-eos",
+        "--speculate",
+        "always",
+        "--json",
+    )
     texts, taus = set(), []
-    for more in (("--draft", "none"), OWN, (*OWN, *PACKED), (*OWN, *PACKED, "--tree", 6)):
+    for more in (("--draft", "none"), OWN, (*OWN, *PACKED), (*OWN, *PACKED, "--num-draft-tokens", 6)):
         code, out, _ = run(monkeypatch, capsys, *options, *more)
         assert code == 0
         texts.add(json.loads(out)["text"])
@@ -26,7 +36,7 @@ def test_the_text_is_the_same_and_the_table_is_another(monkeypatch, capsys, tmp_
 
 
 def test_a_conversation(monkeypatch, capsys):
-    options = ("chat", "default", "-m", "x = 1", "-n", 4, "--json", "--method", "draft")
+    options = ("chat", "default", "-m", "x = 1", "-n", 4, "--json", "--speculate", "always")
     found = [run(monkeypatch, capsys, *options, *more) for more in (OWN, (*OWN, *PACKED))]
     assert found[0][0] == found[1][0] == 0
     assert json.loads(found[0][1])["tokens"] == json.loads(found[1][1])["tokens"]
@@ -43,7 +53,7 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
     else:
         (tmp_path / "suite.toml").write_text(
             "temperatures = [0.0]\nprompts = 1\nprompt_tokens = 24\nnew_tokens = 8\nrepeats = 1\n"
-            '[methods.lean]\ndraft = "default"\nweights = "q8_0"\ncontroller = [false]\n'
+            '[methods.lean]\ndraft = "dflash"\nweights = "q8_0"\ncontroller = [false]\n'
         )
         code, out, _ = run(monkeypatch, capsys, *options, "--recipe", tmp_path / "suite.toml")
         report = json.loads(out)
@@ -55,16 +65,22 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("generate", "x", "--draft", "ngram", *PACKED), "draft weights 'q8_0': 'ngram' has no weights"),
-        (("generate", "x", *OWN, "--draft-weights", "int4"), "draft weights 'int4': known are q8_0"),
-        (("generate", "x", *PACKED), "suffix looks answers up, and has no depth, no branch and no weights"),
+        (
+            ("generate", "default", "x", "--draft", "ngram", *PACKED),
+            "draft weights 'q8_0': 'ngram' has no weights",
+        ),
+        (("generate", "default", "x", *OWN, "--draft-quant", "int4"), "draft weights 'int4': known are q8_0"),
+        (
+            ("generate", "default", "x", *PACKED),
+            "suffix looks answers up, and has no depth, no branch and no weights",
+        ),
         (("calibrate", "--draft", "none", *PACKED), "'none' has no weights"),
         (
             ("bench", "--suite", "drafts", "--recipe", "x", "--out", "o", *PACKED),
-            "--draft-weights q8_0: in --suite drafts every method says it for itself",
+            "--draft-quant q8_0: in --suite drafts every method says it for itself",
         ),
         (
-            ("export", "default", "--to", "zlab", "--out", "o", "--dtype", "q8_0"),
+            ("export", "dflash", "--to", "zlab", "--out", "o", "--dtype", "q8_0"),
             "only gguf holds packed blocks",
         ),
     ],

@@ -20,7 +20,7 @@ MOST_BYTES = 24 * 2**20
 @pytest.fixture(scope="module")
 def embedded():
     target, tokenizer = open_target("default")
-    return target, tokenizer, open_draft("default", target, tokenizer)
+    return target, tokenizer, open_draft("dflash", target, tokenizer)
 
 
 def test_it_fits_where_it_has_to():

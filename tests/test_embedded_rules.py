@@ -24,7 +24,7 @@ NEW = 24
 @functools.cache
 def embedded():
     target, tokenizer = open_target("default")
-    return target, open_draft("default", target, tokenizer), tokenizer
+    return target, open_draft("dflash", target, tokenizer), tokenizer
 
 
 def prompts():
@@ -104,41 +104,45 @@ def outpace(monkeypatch, capsys, *arguments):
 
 
 def test_generate_with_a_rule(monkeypatch, capsys):
-    options = ("generate", TEXTS[0], "-n", 20, "--temperature", 1, "--min-p", 0.02, "--seed", 3, "--json")
-    options = (*options, "--repetition-penalty", 1.1)
+    sampling = ("--temperature", 1, "--min-p", 0.02, "--seed", 3, "--repetition-penalty", 1.1)
+    options = ("generate", "default", TEXTS[0], "-n", 20, *sampling, "--json")
     found = set()
-    for draft in ("none", "ngram", "default"):
-        code, out, _ = outpace(monkeypatch, capsys, *options, "--draft", draft, "--rule", "gumbel")
+    for draft in ("none", "ngram", "dflash"):
+        code, out, _ = outpace(monkeypatch, capsys, *options, "--draft", draft, "--acceptance", "gumbel")
         assert code == 0
         found.add(tuple(json.loads(out)["tokens"]))
     assert len(found) == 1
     for rule in ("rejection", "block"):
-        more = ("--rule", rule, "--draft-temperature", 0.7, "--top-logits", 2)
+        more = ("--acceptance", rule, "--draft-temperature", 0.7, "--top-logits", 2)
         code, out, _ = outpace(monkeypatch, capsys, *options, *more)
         said = json.loads(out)
         assert code == 0 and len(said["tokens"]) == len(said["top_logits"]) > 1
 
 
 def test_chat_with_a_rule(monkeypatch, capsys):
-    options = ("chat", "-m", "hi", "-n", 12, "--rule", "gumbel", "--temperature", 1, "--seed", 2, "--json")
+    sampling = ("--acceptance", "gumbel", "--temperature", 1, "--seed", 2)
+    options = ("chat", "-m", "hi", "-n", 12, *sampling, "--json")
     found = set()
-    for draft in ("none", "default"):
+    for draft in ("none", "dflash"):
         code, out, _ = outpace(monkeypatch, capsys, *options, "--top-k", 50, "--draft", draft)
         assert code == 0
         found.add(tuple(json.loads(out)["tokens"]))
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("command", [("generate", "x"), ("chat", "-m", "x")])
+@pytest.mark.parametrize("command", [("generate", "default", "x"), ("chat", "-m", "x")])
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--rule", "greedy"), "rule 'greedy': it must be one of match, rejection, block, gumbel"),
+        (("--acceptance", "greedy"), "rule 'greedy': it must be one of match, rejection, block, gumbel"),
         (("--min-p", "1.5"), "min_p 1.5 is outside [0, 1]"),
         (("--repetition-penalty", "0"), "repetition_penalty 0.0 is not above 0"),
         (("--repetition-penalty", "nan"), "repetition_penalty nan is not a number"),
         (("--draft-temperature", "0.5"), "with the rule match no guess is drawn"),
-        (("--rule", "block", "--draft-temperature", "0"), "draft_temperature 0.0 is not a number above 0"),
+        (
+            ("--acceptance", "block", "--draft-temperature", "0"),
+            "draft_temperature 0.0 is not a number above 0",
+        ),
     ],
 )
 def test_bad_values_end_in_one_line(monkeypatch, capsys, command, options, said):

@@ -63,14 +63,14 @@ def test_a_draft_goes_out_and_comes_back(run, plain, target, tmp_path, to):
 
 
 def test_the_embedded_draft_goes_out_and_comes_back(run, tmp_path):
-    code, said, _ = run("export", "default", "--to", "zlab", "--out", tmp_path / "d", "--target", "default")
+    code, said, _ = run("export", "dflash", "--to", "zlab", "--out", tmp_path / "d", "--target", "default")
     assert code == 0 and "written as zlab (from zlab)" in said
     samples.same(read_draft(EMBEDDED_DRAFT)[1], read_draft(tmp_path / "d")[1])
 
 
 def test_the_precision_may_be_changed(run, tmp_path):
     for dtype, stored in (("bf16", torch.bfloat16), ("f32", torch.float32)):
-        code, _, _ = run("export", "default", "--to", "zlab", "--out", tmp_path / dtype, "--dtype", dtype)
+        code, _, _ = run("export", "dflash", "--to", "zlab", "--out", tmp_path / dtype, "--dtype", dtype)
         assert code == 0
         assert {t.dtype for t in load_file(tmp_path / dtype / "model.safetensors").values()} == {stored}
         said = json.loads((tmp_path / dtype / "config.json").read_text())
@@ -108,27 +108,27 @@ def test_preflight_as_a_command(run, target, tmp_path):
 
 
 def test_preflight_of_the_embedded_pair_exits_1_for_llama_cpps_own_converter(run):
-    code, said, _ = run("preflight", "default")
+    code, said, _ = run("preflight", "dflash")
     assert code == 1 and "convert with `outpace export --to gguf`" in said
-    code, said, _ = run("preflight", "default", "--engine", "SGLang", "--engine", "vLLM")
+    code, said, _ = run("preflight", "dflash", "--engine", "SGLang", "--engine", "vLLM")
     assert code == 0
 
 
 ERRORS = [
     (("export", "no/such", "--to", "zlab", "--out", "OUT"), "no/such is not there"),
-    (("export", "default", "--to", "onnx", "--out", "OUT"), "--to onnx: the formats are zlab, speculators"),
-    (("export", "default", "--to", "sglang-eagle3", "--out", "OUT"), "this is a DFlash: choose zlab or"),
+    (("export", "dflash", "--to", "onnx", "--out", "OUT"), "--to onnx: the formats are zlab, speculators"),
+    (("export", "dflash", "--to", "sglang-eagle3", "--out", "OUT"), "this is a DFlash: choose zlab or"),
     (("export", "PLAIN", "--to", "speculators", "--out", "OUT"), "give --target"),
     (("export", "PLAIN", "--to", "gguf", "--out", "OUT.gguf"), "give --target"),
-    (("export", "default", "--to", "zlab", "--out", "OUT", "--dtype", "q4"), "--dtype q4: choose"),
-    (("export", "default", "--to", "zlab", "--out", "OUT", "--target", "TARGET"), "is for a target with"),
-    (("export", "default", "--to", "zlab", "--out", EMBEDDED_DRAFT), "is the draft itself"),
-    (("export", "default", "--to", "zlab", "--out", "TARGET"), "holds something that is no draft"),
+    (("export", "dflash", "--to", "zlab", "--out", "OUT", "--dtype", "q4"), "--dtype q4: choose"),
+    (("export", "dflash", "--to", "zlab", "--out", "OUT", "--target", "TARGET"), "is for a target with"),
+    (("export", "dflash", "--to", "zlab", "--out", EMBEDDED_DRAFT), "is the draft itself"),
+    (("export", "dflash", "--to", "zlab", "--out", "TARGET"), "holds something that is no draft"),
     (("import", "no/such", "--out", "OUT"), "no/such is not there"),
     (("import", "TARGET", "--out", "OUT"), "is no draft that is known here"),
     (("import", EMBEDDED_DRAFT, "--out", EMBEDDED_DRAFT), "is the draft itself"),
     (("preflight", "TARGET"), "is no draft that is known here"),
-    (("preflight", "default", "--engine", "TGI"), "unknown engine TGI; known: outpace, SGLang"),
+    (("preflight", "dflash", "--engine", "TGI"), "unknown engine TGI; known: outpace, SGLang"),
 ]  # fmt: skip
 
 

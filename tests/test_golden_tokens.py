@@ -56,8 +56,8 @@ def shipped():
     target, tokenizer = open_target("default")
     drafts = {
         "autoregressive": None,
-        "dflash": open_draft("default", target, tokenizer),
-        "dflash-tree": open_draft("default", target, tokenizer, tree=16),
+        "dflash": open_draft("dflash", target, tokenizer),
+        "dflash-tree": open_draft("dflash", target, tokenizer, tree=16),
         "suffix": open_draft("suffix", target, tokenizer, tree=16),
         "ngram": open_draft("ngram", target, tokenizer),
     }

@@ -139,6 +139,8 @@ def file_faults(name: str, text: str) -> list[str]:
     lines = text.splitlines()
     if len(lines) > MOST_LINES:
         faults.append(f"{name}: {len(lines)} lines; split it, the limit is {MOST_LINES}")
+    if name == "outpace/__init__.py":  # the public API
+        return faults
     if name.endswith("__init__.py"):
         if text.strip():
             faults.append(f"{name}: not empty")

@@ -161,10 +161,12 @@ def test_of_an_answer_only_the_final_channel_is_read(tokenizer):
 
 
 def test_chat_prints_no_tags(monkeypatch, capsys):
-    code, out, err = outpace(monkeypatch, capsys, "generate", "What is 2 + 2?", "--chat", "-n", 12)
+    code, out, err = outpace(monkeypatch, capsys, "generate", "default", "What is 2 + 2?", "--chat", "-n", 12)
     assert code == 0 and "<|" not in out
     assert "no answer in" in err  # the embedded model was never taught to chat
-    code, out, _ = outpace(monkeypatch, capsys, "generate", "What is 2 + 2?", "--chat", "-n", 12, "--json")
+    code, out, _ = outpace(
+        monkeypatch, capsys, "generate", "default", "What is 2 + 2?", "--chat", "-n", 12, "--json"
+    )
     said = json.loads(out)
     assert said["prompt_tokens"] > 100 and len(said["tokens"]) <= 12
     assert said["text"] == "" and said["note"] and all(p["kind"] != "final" for p in said["parts"])
@@ -176,19 +178,19 @@ def test_chat_by_the_checkpoints_template(monkeypatch, capsys, tmp_path, tokeniz
     (tmp_path / "tokenizer.json").unlink()
     other = tokenizer.to_str().replace("<|start|>", "<|turn|>")  # no Harmony now
     (tmp_path / "tokenizer.json").write_text(other)
-    options = ("generate", "x = 1", "--chat", "--target", tmp_path, "-n", 8, "--ignore-eos", "--json")
+    options = ("generate", tmp_path, "x = 1", "--chat", "-n", 8, "--ignore-eos", "--json")
     code, _, err = outpace(monkeypatch, capsys, *options)
     assert code == 2 and "neither Harmony's tokens nor a chat template" in " ".join(err.split())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}\ny = ")
     code, out, _ = outpace(monkeypatch, capsys, *options)
     said = json.loads(out)
     assert code == 0 and said["prompt_tokens"] == len(encode(tokenizer, "x = 1\ny = "))
-    _, out, _ = outpace(monkeypatch, capsys, "generate", "x = 1\ny = ", *options[3:])
+    _, out, _ = outpace(monkeypatch, capsys, "generate", tmp_path, "x = 1\ny = ", *options[4:])
     assert json.loads(out)["text"].startswith(said["text"].rstrip("\n")) and said["text"]
 
 
 def test_timing_runs_twice(monkeypatch, capsys):
-    options = ("generate", "import os\n", "-n", 12, "--ignore-eos", "--timing")
+    options = ("generate", "default", "import os\n", "-n", 12, "--ignore-eos", "--timing")
     code, out, _ = outpace(monkeypatch, capsys, *options, "--json")
     said = json.loads(out)["timing"]
     assert code == 0 and said["load"] > 0
@@ -202,13 +204,13 @@ def test_timing_runs_twice(monkeypatch, capsys):
 
 
 def test_layers_and_largest_logits(monkeypatch, capsys):
-    options = ("generate", "import os\n", "-n", 4, "--layers", 2, "--top-logits", 3)
+    options = ("generate", "default", "import os\n", "-n", 4, "--layers", 2, "--top-logits", 3)
     code, out, _ = outpace(monkeypatch, capsys, *options, "--json")
     said = json.loads(out)
     assert code == 0 and [len(found) for found in said["top_logits"]] == [3] * len(said["tokens"])
     assert [found[0]["token"] for found in said["top_logits"]] == said["tokens"]
     code, out, _ = outpace(
-        monkeypatch, capsys, "generate", "import os\n", "-n", 4, "--draft", "none", "--json"
+        monkeypatch, capsys, "generate", "default", "import os\n", "-n", 4, "--draft", "none", "--json"
     )
     assert code == 0 and json.loads(out)["tokens"] != said["tokens"] and "top_logits" not in json.loads(out)
     code, out, _ = outpace(monkeypatch, capsys, *options)
@@ -219,10 +221,10 @@ def test_layers_and_largest_logits(monkeypatch, capsys):
     ("arguments", "said"),
     [
         (("--layers", LAYERS + 1), f"layers {LAYERS + 1}: give 1 to {LAYERS}"),
-        (("--layers", 3, "--draft", "default"), f"num_target_layers {LAYERS}; this one has 3"),
+        (("--layers", 3, "--draft", "dflash"), f"num_target_layers {LAYERS}; this one has 3"),
         (("--top-logits", 0), "top_logits 0: ask for at least 1"),
     ],
 )
 def test_refusals(monkeypatch, capsys, arguments, said):
-    code, _, err = outpace(monkeypatch, capsys, "generate", "x", *arguments)
+    code, _, err = outpace(monkeypatch, capsys, "generate", "default", "x", *arguments)
     assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err

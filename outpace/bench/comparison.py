@@ -80,22 +80,22 @@ def row(
         "columns": round(statistics.fmean(columns), 3) if columns else 1.0,
         "reached": [round(share, 4) for share in reached(trace.accept_lens)],
         "round_ms": {part: round(ms, 4) for part, ms in parts.items()},
-        "foreseen": None if costs is None else foreseen(trace, cell, costs, found["speedup"]),
+        "predicted": None if costs is None else predicted(trace, cell, costs, found["speedup"]),
     }
 
 
-def foreseen(trace: Trace, cell: ResultCell, costs: Costs, speedup: float) -> dict[str, float]:
+def predicted(trace: Trace, cell: ResultCell, costs: Costs, speedup: float) -> dict[str, float]:
     """Against what was measured, twice: the speedup, both sides of which meet the machine's slow minutes, and
-    tokens/s, of which what was foreseen knows nothing of them."""
+    tokens/s, of which what was predicted knows nothing of them."""
     middle = statistics.fmean(len(prompt) for group in cell.groups for prompt in group) + cell.new_tokens / 2
     plain = cell.batch / costs.plain_seconds(middle, cell.batch)
-    expected = trace.foreseen_tokens_per_s / plain
+    expected = trace.predicted_tokens_per_s / plain
     return {
         "speedup": round(expected, 4),
         "speedup_error": round(expected / speedup - 1, 4),
-        "tokens_per_s": round(trace.foreseen_tokens_per_s, 2),
-        "error": round(trace.foresight_error, 4),
-        "rounds": len(trace.foreseen),
+        "tokens_per_s": round(trace.predicted_tokens_per_s, 2),
+        "error": round(trace.prediction_error, 4),
+        "rounds": len(trace.predicted),
     }
 
 

@@ -15,8 +15,8 @@ LEGEND = """\
 - columns: tokens verified per round and row, the last verified one included.
 - tokens/s: from the first token to the last, median of the repeats; speedup: over plain decoding of the same
   prompts at the same temperature in the same run, drawn the ordinary way.
-- foreseen: the speedup that the controller expected, by a cost table measured before the first turn and by
-  the draft's guesses, and how far that is from the measured one. In tokens/s: how far the tokens/s foreseen
+- predicted: the speedup that the controller expected, by a cost table measured before the first turn and by
+  the draft's guesses, and how far that is from the measured one. In tokens/s: how far the tokens/s predicted
   are from those measured, which asks of the machine to be as fast in the turns as it was for the table.
 - differ: tokens that differ from plain decoding's and are no tie / of tokens compared. Under the rule gumbel
   the text is a function of the seed, and nothing excuses; under others at T > 0 there is nothing to compare.
@@ -107,21 +107,21 @@ def speed_table(report: dict[str, Any], temperature: float) -> list[str]:
                 f"{free['tokens_per_s']:.0f}",
                 f"{free['speedup']:.2f}x",
                 f"{steered['speedup']:.2f}x" if steered else "-",
-                *foreseen(steered),
+                *predicted(steered),
                 differ(free["lossless"], steered["lossless"] if steered else None),
             ]
         )
     columns = ("method", "rule", "tau", "columns", "draft / verify / rest, ms", "tokens/s", "speedup")
-    return table((*columns, "with controller", *FORESEEN, "differ"), rows)
+    return table((*columns, "with controller", *PREDICTED, "differ"), rows)
 
 
-FORESEEN = ("foreseen", "in tokens/s")
+PREDICTED = ("predicted", "in tokens/s")
 
 
-def foreseen(steered: dict[str, Any] | None) -> tuple[str, str]:
+def predicted(steered: dict[str, Any] | None) -> tuple[str, str]:
     """Two cells about a row with a controller: the speedup that it foresaw, with its error, and the error in
     tokens/s."""
-    said = steered and steered["foreseen"]
+    said = steered and steered["predicted"]
     if not said:
         return "-", "-"
     return f"{said['speedup']:.2f}x, {100 * said['speedup_error']:+.0f} %", f"{100 * said['error']:+.0f} %"

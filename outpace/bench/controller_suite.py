@@ -85,7 +85,7 @@ def scene(suite: BenchSetup, cell: ResultCell, plan: list[Case], text: str, name
         "best_tokens_per_s": best["tokens_per_s"],
         "controller": {
             key: steered[key]
-            for key in ("tokens_per_s", "speedup", "tau", "columns", "foreseen", "lossless", "round_ms")
+            for key in ("tokens_per_s", "speedup", "tau", "columns", "predicted", "lossless", "round_ms")
         },
         "best_speedup": best["speedup"],
         "over_plain": steered["speedup"],

@@ -66,5 +66,5 @@ def as_json(run: Timed) -> dict[str, Any]:
 
 def from_json(found: dict[str, Any]) -> Timed:
     trace = found["trace"]
-    foreseen = [Prediction(**f) for f in trace["foreseen"]]
-    return Timed(**found | {"trace": Trace(**trace | {"foreseen": foreseen})})
+    predicted = [Prediction(**f) for f in trace["predicted"]]
+    return Timed(**found | {"trace": Trace(**trace | {"predicted": predicted})})

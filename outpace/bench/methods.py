@@ -9,7 +9,6 @@ import torch
 from tokenizers import Tokenizer
 
 from outpace.bench.timing import Method, Prompts, Timed, timed
-from outpace.checkpoint.open import DEFAULT
 from outpace.config import load_settings
 from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Adaptive, Controller, Fixed
@@ -25,7 +24,7 @@ from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.drafts.suffix import Suffix
 from outpace.kv.partial import PartialConfig
-from outpace.loading import SUFFIX, draft_folder, open_draft
+from outpace.loading import DFLASH, SUFFIX, draft_folder, open_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 
@@ -36,7 +35,7 @@ PLAIN = "plain"
 class MethodSpec:
     """How one row of a comparison decodes. A table of a suite's recipe.
 
-    `draft`: a place under the suite's folder of drafts, "default", "suffix" or "ngram". `tree`, `depth`,
+    `draft`: a place under the suite's folder of drafts, "dflash", "suffix" or "ngram". `tree`, `depth`,
     `branch`: the shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual.
     `weights`: "q8_0" packs its matrices in 8-bit blocks; None: as in its files. `rules`: how guesses are
     judged above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
@@ -126,7 +125,9 @@ def open_method(
 def _open(
     name: str, spec: MethodSpec, drafts: Path, target: Decoder, tokenizer: Tokenizer, fingerprint: str
 ) -> Opened:
-    place = spec.draft if spec.draft in (DEFAULT, SUFFIX, "ngram") else str(drafts / spec.draft)
+    local = drafts / spec.draft  # a folder of that name comes before an embedded draft
+    embedded = spec.draft in (DFLASH, SUFFIX, "ngram") and not local.exists()
+    place = spec.draft if embedded else str(local)
     trained = {} if place == "ngram" else provenance_of(draft_folder(place), fingerprint)
     shape = {"tree": spec.tree, "depth": spec.depth, "branch": spec.branch}
     draft = open_draft(place, target, tokenizer, **shape, quantize=spec.weights)

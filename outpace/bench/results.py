@@ -86,7 +86,7 @@ def joined(traces: Iterable[Trace]) -> Trace:
         whole.proposed += trace.proposed
         whole.accepted += trace.accepted
         whole.nodes += trace.nodes
-        whole.foreseen += trace.foreseen
+        whole.predicted += trace.predicted
         whole.provisional += trace.provisional
         whole.partial_forwards += trace.partial_forwards
         for part, seconds in trace.seconds.items():

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from outpace.bench.comparison_report import FORESEEN, differ, foreseen
+from outpace.bench.comparison_report import PREDICTED, differ, predicted
 from outpace.bench.report import lines_of, machine_line, run_line, table, target_line, versions_line
 from outpace.checkpoint.save import write_atomically, write_json
 
@@ -75,7 +75,7 @@ MEANING = """\
 - T = 1 is drawn under the rule gumbel, by plain decoding too: every length says the same text as it does.
 - best fixed: the fastest of all fixed lengths, plain decoding (1) among them; over the best: the controller's
   speed over, in every repeat, that of the length which was fastest in the other repeats: the one that is
-  fastest in its own is partly lucky. ±: about the standard error, from how far the turns differ. foreseen:
+  fastest in its own is partly lucky. ±: about the standard error, from how far the turns differ. predicted:
   the speedup that it expected, by a cost table measured before the first turn and by the draft's guesses, and
   how far that is from the measured one; in tokens/s: the same of those.
 """
@@ -91,13 +91,13 @@ def controller_table(report: dict[str, Any]) -> list[str]:
             f"{r['best_speedup']:.2f}x",
             f"{r['over_plain']:.2f}x",
             f"{r['over_best']:.2f} ±{r['over_best_error']:.2f}",
-            *foreseen(r["controller"]),
+            *predicted(r["controller"]),
             f"{r['controller']['columns']:.1f}",
         ]
         for r in report["results"]
     ]
     columns = ("text", "T", "method", "best fixed", "its speedup", "controller", "over the best")
-    return table((*columns, *FORESEEN, "columns"), rows)
+    return table((*columns, *PREDICTED, "columns"), rows)
 
 
 def widths_table(r: dict[str, Any]) -> list[str]:

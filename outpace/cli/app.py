@@ -15,56 +15,90 @@ app.add_typer(train_app, name="train")
 app.add_typer(teacher_app, name="teacher")
 console = Console()
 
-Target = Annotated[str, typer.Option(help="The target: a checkpoint folder, a GGUF file, or 'default'.")]
+Target = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Target: a checkpoint folder, a GGUF file, or 'default'."),
+]
 Draft = Annotated[
-    str, typer.Option(help="A draft in any known format, 'default', 'suffix', 'ngram' or 'none'.")
+    str, typer.Option(help="Draft: a path in any known format, 'dflash', 'suffix', 'ngram' or 'none'.")
 ]
 OwnDraft = Annotated[
     str | None,
     typer.Option(
-        help="A draft in any known format, 'suffix', 'default' (a DFlash), 'ngram' or 'none'. Left out: "
-        "suffix beside the default target, none beside others."
+        help="Draft: a path in any known format, 'suffix', 'dflash', 'ngram' or 'none'. Left out, the best "
+        "one known for the target: suffix for the default one, none for others."
     ),
 ]
 DraftWeights = Annotated[
     str | None,
     typer.Option(
-        help="q8_0: the draft's matrices in blocks of 8 bits, half of bfloat16's bytes; default: as in its "
-        "files. The text stays the same."
+        "--draft-quant",
+        help="Number format of the draft's matrices: q8_0 (8-bit blocks). Default: as stored. The output "
+        "stays the same.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe's field: --set steps=500.")]
 Corpus = Annotated[Path | None, typer.Option(help="Folder of *.py files; default: the standard library.")]
-TopK = Annotated[int, typer.Option(help="Draw from the so many likeliest tokens; 0: from all.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest that hold this share; 1: from all.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this times the likeliest.")]
+TopK = Annotated[int, typer.Option(help="Top-k sampling: number of tokens kept (0 = all).")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling: probability mass kept (1 = all).")]
+MinP = Annotated[
+    float, typer.Option(help="Minimum probability of a token, relative to the most likely one (0 = off).")
+]
 Penalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="Above 1: tokens of the text so far become unlikelier.")
+    float,
+    typer.Option(
+        "--repetition-penalty",
+        help="Penalty on tokens of the prompt and the output (1 = off, above 1: rarer).",
+    ),
 ]
 Rule = Annotated[
     str,
     typer.Option(
-        help="How guesses are judged above temperature 0: match, rejection, block or gumbel. All give "
-        "the target's distribution; with gumbel a seed gives one text, whatever the draft. Trees of guesses "
-        "that nobody drew are matched under rejection and block, too."
+        "--acceptance",
+        help="Acceptance rule above temperature 0: match, rejection, block or gumbel. All keep the target's "
+        "distribution; with gumbel a seed gives one text, with any draft. Trees that are not sampled are "
+        "matched under rejection and block, too.",
     ),
 ]
 DraftTemperature = Annotated[
-    float | None, typer.Option(help="Of a draft's own draws (not with match); default: the target's.")
+    float | None,
+    typer.Option(help="Temperature of the draft's own sampling (not with match). Default: the target's."),
 ]
 TreeColumns = Annotated[
     int,
-    typer.Option("--tree", help="Verify trees of so many tokens a round, the last one included; 0: chains."),
+    typer.Option("--num-draft-tokens", help="Nodes of the draft tree per step, root included (0 = a chain)."),
 ]
-Depth = Annotated[int, typer.Option(help="The most guesses in a line, of an EAGLE-3; 0: as usual.")]
-Branch = Annotated[int, typer.Option(help="With --tree: followers looked at of each guess; 0: as usual.")]
+Depth = Annotated[
+    int, typer.Option("--num-steps", help="Depth of an EAGLE-3's proposal, in tokens (0 = its usual one).")
+]
+Branch = Annotated[
+    int, typer.Option("--topk", help="Children per node of a draft tree (0 = the usual number).")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Number of tokens to generate at most.")]
+Temperature = Annotated[
+    float, typer.Option("--temperature", "--temp", help="Sampling temperature (0 = greedy).")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"outpace {version('outpace')}")
+        raise typer.Exit
 
 
 @app.callback()
-def _about() -> None:
-    """Lossless speculative decoding for GPT-OSS, Qwen3 and Llama: train drafts, decode, prove, measure."""
+def _about(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Version of the package, and exit."),
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for GPT-OSS, Qwen3 and Llama: train drafts, decode, check, measure."""
 
 
 def integer(text: str, where: str) -> int:

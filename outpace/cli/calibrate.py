@@ -1,4 +1,4 @@
-"""The command calibrate, and which controller a request gets: --method, --verify."""
+"""The command calibrate, and which controller a request gets: --speculate, --num-speculative-tokens."""
 
 import json
 from pathlib import Path
@@ -30,20 +30,24 @@ if TYPE_CHECKING:
     from outpace.models.decoder import Decoder
 
 QUICK = 5.0  # seconds that a request may spend on a table of its own
-METHODS = ("auto", "plain", "draft")
+METHODS = ("auto", "off", "always")
 
 Method = Annotated[
     str,
     typer.Option(
-        help="auto: as many guesses a round as pay on this machine, none where none do; draft: always all of "
-        "them; plain: none."
+        "--speculate",
+        help="Speculation: auto (the draft length that pays on this machine, none where none does), always "
+        "(the draft's full length) or off (autoregressive).",
     ),
 ]
 Verify = Annotated[
-    int | None, typer.Option(help="Guesses verified in every round, rather than as many as pay.")
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens", help="Draft length of every step, instead of the one that pays."
+    ),
 ]
 CacheDir = Annotated[
-    Path | None, typer.Option(help="Where cost tables lie; default: outpace in the user's cache folder.")
+    Path | None, typer.Option(help="Folder of cost tables. Default: outpace in the user's cache folder.")
 ]
 
 
@@ -56,7 +60,7 @@ def calibrate(
     depth: Depth = 0,
     branch: Branch = 0,
     rule: Annotated[
-        str, typer.Option(help="How guesses are judged: greedy, or one of generate's rules.")
+        str, typer.Option("--acceptance", help="Acceptance rule: greedy, match, rejection, block, gumbel.")
     ] = "greedy",
     contexts: Annotated[str, typer.Option(help="Tokens remembered, where costs are measured.")] = "256,2048",
     batches: Annotated[str, typer.Option(help="Rows decoded together.")] = "1",
@@ -66,14 +70,14 @@ def calibrate(
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what drafting and verifying cost on this machine, and keep it: what --method auto goes by.
+    """Measure what drafting and verifying cost on this machine, and keep it: what --speculate auto goes by.
 
     Run it while the machine is otherwise idle. The table belongs to this target, draft, machine, number of
     threads and rule; a changed one is measured anew. A request whose rule has none goes by the greedy one.
 
-    [bold]Examples[/bold]: outpace calibrate; outpace calibrate --tree 16 --contexts 512,4096,16384
-    outpace calibrate --target gpt-oss-20b --draft DRAFT --batches 1,8 --seconds 300 --plot costs.png
-    outpace calibrate --draft DRAFT --draft-weights q8_0; outpace calibrate --draft default --rule gumbel
+    [bold]Examples[/bold]: outpace calibrate default --num-draft-tokens 16 --contexts 512,4096,16384
+    outpace calibrate gpt-oss-20b --draft DRAFT --batches 1,8 --plot costs.png
+    outpace calibrate default --draft dflash --acceptance gumbel
     """
     from outpace.decode.cost_file import cache_folder, table_path, write_costs
     from outpace.decode.costs import fingerprint
@@ -81,7 +85,7 @@ def calibrate(
     from outpace.loading import open_draft, open_target, own_draft
 
     if rule not in JUDGED:
-        raise ValueError(f"--rule {rule}: it must be one of {', '.join(JUDGED)}")
+        raise ValueError(f"--acceptance {rule}: it must be one of {', '.join(JUDGED)}")
     if not seconds > 0:
         raise ValueError(f"--seconds {seconds}: give some time to measure in")
     places = [integer(part, "--contexts") for part in contexts.split(",")]
@@ -142,17 +146,21 @@ def controller_for(
     from outpace.decode.controller import Adaptive, Fixed
 
     if method not in METHODS:
-        raise ValueError(f"--method {method}: it must be one of {', '.join(METHODS)}")
-    if verify is not None and (method == "plain" or draft is None):
-        raise ValueError(f"--verify {verify}: there are no guesses to verify without a draft")
-    if draft is None or method == "plain":
-        return None, None, "plain decoding"
+        raise ValueError(f"--speculate {method}: it must be one of {', '.join(METHODS)}")
+    if verify is not None and (method == "off" or draft is None):
+        raise ValueError(
+            f"--num-speculative-tokens {verify}: there are no draft tokens to verify without a draft"
+        )
+    if draft is None or method == "off":
+        return None, None, "autoregressive decoding"
     if verify is not None:
         if not 1 <= verify < draft.block_size:
-            raise ValueError(f"--verify {verify}: this draft offers 1 to {draft.block_size - 1} guesses")
-        return draft, Fixed(verify + 1), f"{verify} guesses verified in every round"
-    if method == "draft":
-        return draft, None, "every guess verified in every round"
+            raise ValueError(
+                f"--num-speculative-tokens {verify}: this draft proposes 1 to {draft.block_size - 1} tokens"
+            )
+        return draft, Fixed(verify + 1), f"draft length {verify} in every step"
+    if method == "always":
+        return draft, None, "full draft length in every step"
     costs, told = _table_for_auto(target, draft, tokenizer, judged, cache_dir)
     return draft, None if costs is None else Adaptive(costs), told
 
@@ -167,18 +175,18 @@ def _table_for_auto(
     folder = cache_dir or cache_folder()
     costs, why = kept(target, draft, folder, judged)
     if costs is not None:
-        return costs, "as many guesses as pay"
+        return costs, "draft length chosen by measured costs"
     expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:
         near = None if judged == GREEDY else kept(target, draft, folder, GREEDY)[0]
         if near is not None:
-            return near, f"as many guesses as pay, by greedy costs (outpace calibrate --rule {judged})"
+            return near, f"draft length chosen by greedy costs (outpace calibrate --acceptance {judged})"
         told = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
-        return None, f"every guess verified in every round: {told}" + (f"; {why}" if why else "")
+        return None, f"full draft length in every step: {told}" + (f"; {why}" if why else "")
     costs = _measured(target, draft, tokenizer, judged, [256], [1], 0.5, quiet=True)
     if costs.noisy:
-        return None, "every guess verified in every round: the machine is too busy to measure costs"
-    told = f"as many guesses as pay, by costs measured in about {expected:.1f} s"
+        return None, "full draft length in every step: the machine is too busy to measure costs"
+    told = f"draft length chosen by costs measured in about {expected:.1f} s"
     try:
         write_costs(costs, folder)
     except OSError as error:

@@ -15,11 +15,14 @@ from outpace.cli.app import (
     Depth,
     DraftTemperature,
     DraftWeights,
+    MaxTokens,
     MinP,
     OwnDraft,
     Penalty,
     Rule,
+    Seed,
     Target,
+    Temperature,
     TopK,
     TopP,
     TreeColumns,
@@ -41,7 +44,7 @@ BLOCK = '"""'  # a line of it begins and ends a message of several lines
 
 @app.command()
 def chat(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file, or 'default'.")] = "default",
+    path: Target = "default",
     message: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,15 +72,15 @@ def chat(
     method: Method = "auto",
     verify: Verify = None,
     cache_dir: CacheDir = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Of one answer.")] = 2048,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token. gpt-oss: 1.")] = 0.0,
+    max_new_tokens: MaxTokens = 2048,
+    temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0,
     rule: Rule = "match",
     draft_temperature: DraftTemperature = None,
-    seed: int = 0,
+    seed: Seed = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Show the answer's tokens as they are, tags and all.")
     ] = False,
@@ -85,7 +88,7 @@ def chat(
         bool, typer.Option("--timing", help="Say what loading and each answer took, and how fast it was.")
     ] = False,
     layers: Annotated[
-        int | None, typer.Option(help="Run the first so many layers alone, for debugging.")
+        int | None, typer.Option(help="Number of layers to run, for debugging. Default: all.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
 ) -> None:
@@ -97,7 +100,7 @@ def chat(
 
     [bold]Examples[/bold]: outpace chat gpt-oss-20b --draft ngram --reasoning high
     outpace chat gpt-oss-20b -m "What is 2 + 2?" --json
-    outpace chat gpt-oss-20b --temperature 1 --top-p 0.95 --repetition-penalty 1.1 --rule rejection
+    outpace chat gpt-oss-20b --temperature 1 --top-p 0.95 --repetition-penalty 1.1 --acceptance rejection
     git diff | outpace chat gpt-oss-20b --system "Review this." -m - > review.md
     """
     import time
@@ -242,8 +245,10 @@ def _speaker(
 
 @app.command()
 def rows(
-    file: Annotated[Path, typer.Argument(help='JSONL: {"messages": [..], "tools": [..]} on every line.')],
-    target: Target = "default",
+    target: Target,
+    file: Annotated[
+        Path, typer.Argument(help='JSONL file: {"messages": [..], "tools": [..]} on every line.')
+    ],
     reasoning: Annotated[str, typer.Option(help="Of conversations that do not say it.")] = "medium",
     date: Annotated[
         str | None, typer.Option(help="The current date in those; default: none is told.")
@@ -255,8 +260,8 @@ def rows(
 ) -> None:
     """Turn conversations into training rows for gpt-oss, and show which tokens are supervised.
 
-    [bold]Examples[/bold]: outpace rows talks.jsonl --show 3
-    outpace rows talks.jsonl --target gpt-oss-20b --json > rows.jsonl
+    [bold]Examples[/bold]: outpace rows default talks.jsonl --show 3
+    outpace rows gpt-oss-20b talks.jsonl --json > rows.jsonl
     """
     from outpace.checkpoint.open import open_checkpoint, target_path
     from outpace.checkpoint.tokenizer import open_tokenizer

@@ -57,7 +57,7 @@ class ChatTurn:
             return "stopped"
         if self.calls and self.ended:
             return f"{self.calls[-1]} is called: /tool TEXT gives it the result"
-        cut = f"cut off after {len(self.tokens)} tokens: allow more with --max-new-tokens"
+        cut = f"cut off after {len(self.tokens)} tokens: allow more with --max-tokens"
         if not self.answer:
             return (
                 "no answer: what came does not follow the model's format"

@@ -16,13 +16,16 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from outpace.cli.app import AsJson, app, console
+from outpace.cli.app import AsJson, Target, app, console
 
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")] = "default",
-    deep: Annotated[bool, typer.Option(help="Read every value: NaN, Inf, zeros, absurd sizes.")] = False,
+    path: Target = "default",
+    deep: Annotated[
+        bool,
+        typer.Option("--scan", help="Value scan: NaN, Inf, zeros, implausible sizes in any tensor."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Gate A: what a checkpoint holds, and whether it is what its config.json describes.
@@ -31,7 +34,7 @@ def inspect(
     Exits 1 where something is.
 
     [bold]Examples[/bold]: outpace inspect default --json
-    outpace inspect FOLDER --deep
+    outpace inspect FOLDER --scan
     """
     from outpace.checkpoint.open import target_path
     from outpace.cli.display import show_report

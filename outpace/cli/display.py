@@ -47,7 +47,7 @@ def show_report(report: Report, console: Console) -> None:
         if finding.mend:
             console.print(f"  -> {escape(finding.mend)}", highlight=False)
     if report.passed:
-        looked = "every value looked at" if report.deep else "from headers alone; --deep looks at every value"
+        looked = "every value looked at" if report.deep else "from headers alone; --scan looks at every value"
         console.print(f"names, shapes and dtypes are what the config describes ({looked})", style="green")
 
 

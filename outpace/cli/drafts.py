@@ -10,7 +10,7 @@ from rich.markup import escape
 from outpace.cli.app import AsJson, app, console
 
 DraftPath = Annotated[
-    str, typer.Argument(help="A draft's folder or GGUF file, of any known format, or 'default'.")
+    str, typer.Argument(help="A draft's folder or GGUF file, of any known format, or 'dflash'.")
 ]
 
 
@@ -39,7 +39,7 @@ def export(
     its embedding and head; GGUF carries its vocabulary: both need --target.
 
     [bold]Examples[/bold]: outpace export run/draft --to zlab --out draft
-    outpace export default --to gguf --target default --out dflash-draft.gguf --dtype q8_0
+    outpace export dflash --to gguf --target default --out dflash-draft.gguf --dtype q8_0
     """
     from outpace.formats.detect import read_draft
     from outpace.formats.export import DTYPES, PACKED, draft_path, export_draft, open_target_files

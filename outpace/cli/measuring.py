@@ -1,4 +1,4 @@
-"""Commands that prove and measure: verify, bench, demo."""
+"""Commands that check and measure: check, bench, demo."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,9 @@ from outpace.cli.measuring_memory import bench_memory, bench_pareto
 
 
 @app.command()
-def verify(
+def check(
     target: Target = "default",
-    draft: Draft = "default",
+    draft: Draft = "dflash",
     cache: Annotated[Path | None, typer.Option(help="Teacher cache folder.")] = None,
     prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 8,
     stages: Annotated[
@@ -39,8 +39,8 @@ def verify(
     With --stages, the draft on 64 tokens of each prompt: fc, attention, MLP, head, against the equations in
     float64, read from its files. Exits 1 where a gate fails, or a stage is not the reference's.
 
-    [bold]Examples[/bold]: outpace verify --target default --draft default --cache work/cache
-    outpace verify --target gpt-oss-20b --draft eagle3 --stages --prompts 2
+    [bold]Examples[/bold]: outpace check default --draft dflash --cache work/cache
+    outpace check gpt-oss-20b --draft eagle3 --stages --prompts 2
     """
     from outpace.bench.checks import failed, run_checks
     from outpace.bench.prompts import held_out_prompts
@@ -52,7 +52,7 @@ def verify(
     if stages:
         if cache is not None:
             raise ValueError("--stages reads no teacher cache: leave --cache out")
-        _verify_stages(target, draft, prompts, as_json)
+        _check_stages(target, draft, prompts, as_json)
         return
     loaded, tokenizer = open_target(target)
     texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 256)
@@ -66,7 +66,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
+def _check_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
     from outpace.bench.prompts import held_out_prompts
     from outpace.bench.stages import compare_stages, show_stages
     from outpace.drafts.dflash import BoundDFlash
@@ -109,7 +109,7 @@ def bench(
         ),
     ] = "speed",
     target: Target = "default",
-    draft: Draft = "default",
+    draft: Draft = "dflash",
     draft_weights: DraftWeights = None,
     drafts: Annotated[
         Path | None, typer.Option(help="Folder in which the drafts of a suite's recipe lie; default: here.")
@@ -126,11 +126,11 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --suite draft-context --out report --set contexts=2048,8192
 
-    [bold]Example[/bold]: outpace bench --suite context --target gpt-oss-20b --out report
+    [bold]Example[/bold]: outpace bench gpt-oss-20b --suite context --out report
 
-    [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-weights q8_0
+    [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-quant q8_0
 
-    [bold]Example[/bold]: outpace bench --suite memory --target RETROFITTED --draft suffix --out report
+    [bold]Example[/bold]: outpace bench RETROFITTED --suite memory --draft suffix --out report
 
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
@@ -145,13 +145,13 @@ def bench(
         )
     if drafts is not None and not compares:
         raise ValueError(f"--drafts is for the suites {', '.join(COMPARING)}, not {suite}")
-    if draft != "default" and compares:
+    if draft != "dflash" and compares:
         raise ValueError(f"--draft {draft}: the drafts of --suite {suite} are named in its --recipe")
-    if suite in ALONE and (draft != "default" or draft_weights is not None):
-        raise ValueError(f"--suite {suite} measures a target alone: leave --draft and --draft-weights out")
+    if suite in ALONE and (draft != "dflash" or draft_weights is not None):
+        raise ValueError(f"--suite {suite} measures a target alone: leave --draft and --draft-quant out")
     if draft_weights is not None and compares:
         raise ValueError(
-            f"--draft-weights {draft_weights}: in --suite {suite} every method says it for itself, in the "
+            f"--draft-quant {draft_weights}: in --suite {suite} every method says it for itself, in the "
             f'--recipe: weights = "{draft_weights}"'
         )
     shown = Console(stderr=True) if as_json else console
@@ -332,7 +332,7 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     from outpace.text.corpus import read_corpus, split
 
     loaded, tokenizer = open_target("default")
-    dflash = open_dflash("default", tokenizer)
+    dflash = open_dflash("dflash", tokenizer)
     held_out = split(read_corpus())[1]
     texts = held_out_prompts(tokenizer, held_out, 2, 256)
     gates = run_checks(loaded, dflash, None, texts, on_gate=lambda gate: show_gate(gate, console))

@@ -18,40 +18,43 @@ if TYPE_CHECKING:
 PartialTokens = Annotated[
     int,
     typer.Option(
-        "--partial",
-        help="Go over guesses with so many tokens of each full-attention layer's KV first, and judge them "
-        "with all of it when some have gathered: for long contexts, e.g. 4096. 0: off. Lossless.",
+        "--kv-budget",
+        help="KV budget (tokens per full-attention layer) for approximate verification; results are "
+        "re-verified with the full cache. Lossless, for long contexts, e.g. 4096 (0 = off).",
     ),
 ]
 PartialSet = Annotated[
     list[str] | None,
     typer.Option(
-        help="A field of partial KV: --partial-set n_spec_tokens_buf=40, --partial-set selector=recent."
+        "--kv-budget-set",
+        help="Field of partial KV: --kv-budget-set n_spec_tokens_buf=40, --kv-budget-set selector=recent.",
     ),
 ]
 PartialLossy = Annotated[
     bool,
     typer.Option(
-        "--partial-lossy",
-        help="LOSSY: what passed on partial KV is never judged. Another text than the model's.",
+        "--kv-budget-lossy",
+        help="LOSSY: no verification with the full cache. The output differs from the model's.",
     ),
 ]
 
 
 def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | None":
-    """Raises ValueError for fields and sizes that cannot be, and for what is said without --partial."""
+    """Raises ValueError for fields and sizes that cannot be, and for what is said without --kv-budget."""
     from outpace.config import load_settings, parse_overrides
     from outpace.decode.partial import Partial
     from outpace.kv.partial import PartialConfig
 
     if not tokens:
         if pairs or lossy:
-            raise ValueError("--partial-set and --partial-lossy go with --partial TOKENS")
+            raise ValueError("--kv-budget-set and --kv-budget-lossy go with --kv-budget TOKENS")
         return None
     said = parse_overrides(PartialConfig, pairs or [])
     if "n_retrieval_blocks" in said:
-        raise ValueError("--partial-set n_retrieval_blocks: --partial says how many tokens there are in all")
-    fields = load_settings(PartialConfig, None, said, "--partial-set")
+        raise ValueError(
+            "--kv-budget-set n_retrieval_blocks: --kv-budget says how many tokens there are in all"
+        )
+    fields = load_settings(PartialConfig, None, said, "--kv-budget-set")
     config = PartialConfig.within(tokens, **{name: getattr(fields, name) for name in said})
     return Partial(config=config, mode="lossy" if lossy else "lossless")
 
@@ -76,10 +79,12 @@ def method_for(
 
 def partial_told(partial: "Partial", draft: bool, method: str, verify: int | None) -> str:
     """What people are told of it. Raises ValueError where it does not go with the rest."""
-    if method == "plain":
-        raise ValueError("--method plain has no guesses to go over: with --partial, leave it out")
+    if method == "off":
+        raise ValueError("--speculate off has no draft tokens to verify: with --kv-budget, leave it out")
     if verify is not None:
-        raise ValueError(f"--verify {verify} counts guesses of full passes; with --partial, leave it out")
+        raise ValueError(
+            f"--num-speculative-tokens {verify} is for full verification; with --kv-budget, leave it out"
+        )
     kept = f"{partial.config.static_size:,} tokens of KV a layer, then the full pass"
-    whose = "every guess verified" if draft else "the target guesses for itself"
+    whose = "draft tokens verified" if draft else "the target drafts for itself"
     return f"{whose} on {kept}" + ("; LOSSY" if partial.mode == "lossy" else "")

@@ -32,8 +32,8 @@ def mla(
     """Latent KV, without training: keys and values of full-attention layers through one low-rank latent,
     calibrated on real text. The original projections stay beside it, untouched.
 
-    [bold]Examples[/bold]: outpace retrofit mla --target default --out small
-    outpace retrofit mla --target qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
+    [bold]Examples[/bold]: outpace retrofit mla default --out small
+    outpace retrofit mla qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
     """
     from outpace.retrofit.pipeline_mla import MlaSettings, retrofit_mla
 
@@ -54,8 +54,8 @@ def dsa(
     """Sparse attention, without training: in full-attention layers an index, made of the attention's own
     projections, picks the tokens that a query looks at. The attention stays as it is, untouched.
 
-    [bold]Examples[/bold]: outpace retrofit dsa --target default --out sparse
-    outpace retrofit dsa --target qwen3-8b --out sparse --set top_k=2048 --set index_dim=64
+    [bold]Examples[/bold]: outpace retrofit dsa default --out sparse
+    outpace retrofit dsa qwen3-8b --out sparse --set top_k=2048 --set index_dim=64
     """
     from outpace.retrofit.pipeline_dsa import DsaSettings, retrofit_dsa
 
@@ -81,13 +81,15 @@ def _made(
         return
     show(report)
     _held_out(report["held_out"])
-    console.print(f"written: {out}; `outpace generate --target {out}` uses it", highlight=False)
+    console.print(f"written: {out}; `outpace generate {out}` uses it", highlight=False)
 
 
 @train_app.command("mla")
 def train_mla(
     out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
-    target: Annotated[str, typer.Option(help="A target with latent KV (outpace retrofit mla).")],
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Target with latent KV (outpace retrofit mla).")
+    ],
     cache: Annotated[
         Path | None,
         typer.Option(help="Learn on the texts of a teacher cache (of the original, built with --final)."),
@@ -99,7 +101,7 @@ def train_mla(
     """Train the latents of a retrofitted target towards the original in the same checkpoint, everything else
     frozen. Resumes where it was stopped.
 
-    [bold]Example[/bold]: outpace train mla --target small --out work/mla --recipe recipes/memory/mla.toml
+    [bold]Example[/bold]: outpace train mla small --out work/mla --recipe recipes/memory/mla.toml
     """
     from outpace.models.load import fingerprint
     from outpace.retrofit.train_mla import MlaRecipe
@@ -117,7 +119,9 @@ def train_mla(
 @train_app.command("dsa")
 def train_dsa(
     out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
-    target: Annotated[str, typer.Option(help="A target with an index (outpace retrofit dsa).")],
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Target with an index (outpace retrofit dsa).")
+    ],
     recipe: Recipe = None,
     set_: Set = None,
     corpus: Corpus = None,
@@ -125,7 +129,7 @@ def train_dsa(
     """Train the index of sparse attention by the attention itself, everything else frozen. Resumes where it
     was stopped.
 
-    [bold]Example[/bold]: outpace train dsa --target sparse --out work/dsa --recipe recipes/memory/dsa.toml
+    [bold]Example[/bold]: outpace train dsa sparse --out work/dsa --recipe recipes/memory/dsa.toml
     """
     from outpace.retrofit.train_dsa import DsaRecipe
     from outpace.retrofit.train_dsa import train_dsa as train

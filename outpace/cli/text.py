@@ -13,11 +13,14 @@ from outpace.cli.app import (
     Depth,
     DraftTemperature,
     DraftWeights,
+    MaxTokens,
     MinP,
     OwnDraft,
     Penalty,
     Rule,
+    Seed,
     Target,
+    Temperature,
     TopK,
     TopP,
     TreeColumns,
@@ -31,9 +34,9 @@ from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    target: Target = "default",
+    target: Target,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt.")] = None,
     draft: OwnDraft = None,
     draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
@@ -48,56 +51,56 @@ def generate(
     mla: Annotated[
         bool | None,
         typer.Option(
-            "--mla/--no-mla", help="Latent KV of a retrofitted target, on or off; as its config says."
+            "--mla/--no-mla", help="Latent KV of a retrofitted target. Default: as its config says."
         ),
     ] = None,
     dsa: Annotated[
         bool | None,
         typer.Option(
-            "--dsa/--no-dsa", help="Sparse attention of a retrofitted target, on or off; as its config says."
+            "--dsa/--no-dsa", help="Sparse attention of a retrofitted target. Default: as its config says."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    max_new_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0,
     rule: Rule = "match",
     draft_temperature: DraftTemperature = None,
-    seed: int = 0,
+    seed: Seed = 0,
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="The prompt is a message to the model; its answer is printed, no thoughts."
+            "--chat", help="Chat format: the prompt is a message, the output the answer without reasoning."
         ),
     ] = False,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward.")] = 512,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on past the stop tokens.")] = False,
-    stats: Annotated[bool, typer.Option(help="Say how it went: tau, tokens/s, time by part.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Generation beyond the end tokens.")] = False,
+    stats: Annotated[
+        bool, typer.Option(help="Statistics after the text: tau, tokens/s, time by part.")
+    ] = False,
     timing: Annotated[
         bool,
-        typer.Option(
-            "--timing", help="Generate twice, and compare the first run's times with the warm one's."
-        ),
+        typer.Option("--timing", help="Times of a first and of a warm run (generates twice)."),
     ] = False,
     layers: Annotated[
-        int | None, typer.Option(help="Run the first so many layers alone, for debugging.")
+        int | None, typer.Option(help="Number of layers to run, for debugging. Default: all.")
     ] = None,
     top_logits: Annotated[
-        int | None, typer.Option(help="Show the so many largest logits behind every token, for debugging.")
+        int | None, typer.Option(help="Number of largest logits to show per token, for debugging.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text, streaming it; with --chat, answer a message.
+    """Generate text and stream it; with --chat, answer a message.
 
-    [bold]Examples[/bold]: outpace generate "def fibonacci(n):" --stats
-    outpace generate --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
-    outpace generate "def fibonacci(n):" --tree 16 --stats
-    outpace generate "import os" --temperature 1 --min-p 0.05 --rule gumbel --seed 7
-    outpace generate --prompt-file book.txt --partial 4096 --draft ngram --stats
-    outpace generate "What is 2 + 2?" --chat --target gpt-oss-20b
-    outpace generate "import os" --timing; outpace generate "import os" -n 4 --layers 2 --top-logits 3
+    [bold]Examples[/bold]: outpace generate default "def fibonacci(n):" --stats
+    outpace generate default --prompt-file main.py --temperature 0.8 --seed 7 --draft ngram
+    outpace generate default "def fibonacci(n):" --num-draft-tokens 16 --stats
+    outpace generate default "import os" --temperature 1 --min-p 0.05 --acceptance gumbel --seed 7
+    outpace generate default --prompt-file book.txt --kv-budget 4096 --draft ngram --stats
+    outpace generate gpt-oss-20b "What is 2 + 2?" --chat
+    outpace generate default "import os" -n 4 --layers 2 --top-logits 3 --timing
     """
     import time
     from dataclasses import replace
@@ -188,7 +191,9 @@ def _write(piece: str) -> None:
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
-        raise ValueError("give a prompt, or --prompt-file, and not both")
+        raise ValueError(
+            "give a prompt after the model, or --prompt-file, and not both: outpace generate MODEL PROMPT"
+        )
     text = prompt if file is None else file.read_text(encoding="utf-8")
     if not text:
         raise ValueError("the prompt is empty: there is nothing to continue")

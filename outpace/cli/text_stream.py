@@ -72,10 +72,10 @@ class Streamed:
             "seconds": {k: round(v, 5) for k, v in self.trace.seconds.items()},
         }
         said |= self.trace.partial_as_json()
-        if self.trace.foreseen:
-            said["foreseen"] = {
-                "tokens_per_s": round(self.trace.foreseen_tokens_per_s, 2),
-                "error": round(self.trace.foresight_error, 4),
+        if self.trace.predicted:
+            said["predicted"] = {
+                "tokens_per_s": round(self.trace.predicted_tokens_per_s, 2),
+                "error": round(self.trace.prediction_error, 4),
             }
         if self.top:
             said["top_logits"] = [
@@ -103,7 +103,7 @@ class Streamed:
             f"tau {self.trace.tau:.2f} over {self.trace.rounds} rounds, "
             f"first token after {self.first_token_seconds * 1e3:.0f} ms ({seconds})"
             + self._partial()
-            + self._foreseen()
+            + self._predicted()
         )
 
     def _partial(self) -> str:
@@ -112,11 +112,11 @@ class Streamed:
         stood, passed = self.trace.stood
         return f"; {self.trace.partial_forwards} forwards on partial KV passed {passed} tokens, {stood} stood"
 
-    def _foreseen(self) -> str:
-        if not self.trace.foreseen:
+    def _predicted(self) -> str:
+        if not self.trace.predicted:
             return ""
-        rate, error = self.trace.foreseen_tokens_per_s, self.trace.foresight_error
-        return f"; {rate:.0f} tokens/s were foreseen, {error:+.0%} from measured"
+        rate, error = self.trace.predicted_tokens_per_s, self.trace.prediction_error
+        return f"; {rate:.0f} tokens/s predicted, {error:+.0%} from measured"
 
 
 class Largest:

@@ -91,7 +91,7 @@ def train_dflash(
     init: Annotated[
         str | None,
         typer.Option(
-            help="Go on from this draft or 'default': its sizes stand, block and window are the recipe's."
+            help="Go on from this draft or 'dflash': its sizes stand, block and window are the recipe's."
         ),
     ] = None,
     corpus: Corpus = None,
@@ -115,7 +115,7 @@ def train_dflash(
     given = {name: said for name, said in (("loss", loss), ("weights", weights)) if said is not None}
     settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **given)
     if init in ("none", "ngram"):
-        raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'default'")
+        raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'dflash'")
     loaded, tokenizer = open_target(target)
     teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded), final=settings.final)
     _, held_out = split(read_corpus(corpus))
@@ -182,7 +182,7 @@ def train_suffix(
     """Make a draft that looks up what the target said before: the cache's answers, sorted. Takes seconds.
 
     [bold]Example[/bold]: outpace train suffix --cache work/cache --out work/suffix
-    outpace generate "import os" --draft work/suffix/draft --tree 16 --stats
+    outpace generate default "import os" --draft work/suffix/draft --num-draft-tokens 16 --stats
     """
     from outpace.loading import open_target
     from outpace.models.load import fingerprint

@@ -14,7 +14,7 @@ TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of
 
 
 class AcceptanceHistory:
-    """What became of the guesses of earlier rounds, fading. A round without the draft's own word is foreseen
+    """What became of the guesses of earlier rounds, fading. A round without the draft's own word is predicted
     from `steps`, one with it from `trust`; `gains` says what the next proposal is likely to bring."""
 
     def __init__(self, widest: int, prior: float) -> None:

@@ -26,11 +26,11 @@ STRETCH = 64  # tokens of context over which costs are taken as equal
 
 
 class Controller(Protocol):
-    """Asked by the loop, each round in this order. `foreseen`: tokens of all rows and seconds that the round
+    """Asked by the loop, each round in this order. `predicted`: tokens of all rows and seconds that the round
     will bring, where it can say."""
 
     @property
-    def foreseen(self) -> tuple[float, float] | None: ...
+    def predicted(self) -> tuple[float, float] | None: ...
 
     def begin(self, block: int) -> None:
         """A generation begins; `block` is the draft's widest proposal."""
@@ -53,7 +53,7 @@ class Controller(Protocol):
 class Fixed:
     """So many columns in every round, or as many as the draft has: `columns` 1 is plain decoding."""
 
-    foreseen = None
+    predicted = None
 
     def __init__(self, columns: int) -> None:
         if columns < 1:
@@ -84,7 +84,7 @@ class Adaptive:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.foreseen: tuple[float, float] | None = None
+        self.predicted: tuple[float, float] | None = None
         self.record = AcceptanceHistory(2, costs.acceptance)
         self.speaks = True  # the draft says how sure it is; taken for granted until a proposal was seen
         self.rests = self.missed = False  # missed: the last probe brought nothing
@@ -109,7 +109,7 @@ class Adaptive:
         if self.rests and self.wait > 0:  # nothing to decide
             self.wait -= 1
             self.rested += 1
-            self.foreseen = now.plain
+            self.predicted = now.plain
             return 1
         if self.rested:
             self.record.fade(RESTING**self.rested)
@@ -120,7 +120,7 @@ class Adaptive:
         woken = now.wake if self.rested else 0.0
         if not self._drafts(pays, woken + now.whole[best] - now.whole[1]):
             self.rested = 1
-            self.foreseen = now.plain
+            self.predicted = now.plain
             return 1
         self.rested = 0
         self.record.drafts()
@@ -137,15 +137,15 @@ class Adaptive:
         # what the draft does not speak of is learnt only from what is verified: at least one guess
         least = 1 if self.speaks else min(2, len(offered))
         columns = fastest(offered, whole, least)
-        self.foreseen = (sum(offered[:columns]), whole[columns])
+        self.predicted = (sum(offered[:columns]), whole[columns])
         return cut(proposal, columns)
 
     def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
-        assert self.foreseen is not None and self.spare is not None, "width comes first"
+        assert self.predicted is not None and self.spare is not None, "width comes first"
         if self.rested:  # a plain step
             self.spare += self._now.allowed
             return
-        seconds, plain = self.foreseen[1], self._now.whole[1] / len(path)
+        seconds, plain = self.predicted[1], self._now.whole[1] / len(path)
         self.spare += SHARE * seconds - (seconds - plain * sum(map(len, path)))
         self.missed = self.rests and all(len(columns) == 1 for columns in path)
         for columns, n, (parents, depth, said) in zip(path, proposal.counts, self._rows, strict=True):

@@ -132,9 +132,9 @@ def steps(
         if deferred is not None:
             with trace.timed("draft"):
                 deferred.add(verified(proposal, out.aux, result.path))
-        if controller.foreseen is not None:
+        if controller.predicted is not None:
             committed = sum(map(len, result.path))
-            trace.foreseen.append(Prediction(*controller.foreseen, committed, time.perf_counter() - began))
+            trace.predicted.append(Prediction(*controller.predicted, committed, time.perf_counter() - began))
         yield
 
 

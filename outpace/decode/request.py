@@ -17,7 +17,7 @@ from outpace.ops.sampling import Sampling
 GREEDY = "greedy"
 JUDGED = (GREEDY, *RULES)
 
-OnTokens = Callable[[int, list[int]], None]  # row, its new tokens
+OnTokens = Callable[[int, list[int]], bool | None]  # row, its new tokens -> True ends the row
 OnLogits = Callable[[int, Tensor], None]  # row, logits [n, V] of its next n tokens; the last may not be kept
 
 
@@ -83,8 +83,8 @@ class BatchRows:
             kept = kept[: stops[0] + 1]
         self.emitted[row] += kept
         self.done[row] = bool(stops) or len(self.emitted[row]) == self.limits[row]
-        if kept and self.on_tokens is not None:
-            self.on_tokens(row, kept)
+        if kept and self.on_tokens is not None and self.on_tokens(row, kept) is True:
+            self.done[row] = True
         return len(kept)
 
 

@@ -40,7 +40,7 @@ class Trace:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
     )
-    foreseen: list[Prediction] = field(default_factory=list)  # per round that a controller foresaw
+    predicted: list[Prediction] = field(default_factory=list)  # per round that a controller foresaw
 
     def timed(self, part: str) -> "Stopwatch":
         return Stopwatch(self.seconds, part)
@@ -97,16 +97,16 @@ class Trace:
         return sum(seconds for part, seconds in self.seconds.items() if part != "prefill")
 
     @property
-    def foreseen_tokens_per_s(self) -> float:
-        seconds = sum(f.seconds for f in self.foreseen)
-        return sum(f.tokens for f in self.foreseen) / seconds if seconds else 0.0
+    def predicted_tokens_per_s(self) -> float:
+        seconds = sum(f.seconds for f in self.predicted)
+        return sum(f.tokens for f in self.predicted) / seconds if seconds else 0.0
 
     @property
-    def foresight_error(self) -> float:
-        """The foreseen tokens a second over the measured ones of the same rounds, less 1."""
-        taken = sum(f.seconds_taken for f in self.foreseen)
-        measured = sum(f.tokens_brought for f in self.foreseen) / taken if taken else 0.0
-        return self.foreseen_tokens_per_s / measured - 1 if measured else 0.0
+    def prediction_error(self) -> float:
+        """The predicted tokens a second over the measured ones of the same rounds, less 1."""
+        taken = sum(f.seconds_taken for f in self.predicted)
+        measured = sum(f.tokens_brought for f in self.predicted) / taken if taken else 0.0
+        return self.predicted_tokens_per_s / measured - 1 if measured else 0.0
 
     @property
     def rounds(self) -> int:

@@ -22,10 +22,10 @@ PACKED = "q8_0"
 
 
 def draft_path(path: str) -> Path:
-    """A folder or a GGUF file; the embedded draft for "default". Raises LoadError where there is none."""
-    found = EMBEDDED / "dflash" if path == "default" else Path(path)
+    """A folder or a GGUF file; the embedded draft for "dflash". Raises LoadError where there is none."""
+    found = EMBEDDED / "dflash" if path == "dflash" else Path(path)
     if not found.exists():
-        raise LoadError(f"{found} is not there: name a draft's folder, a GGUF file, or 'default'")
+        raise LoadError(f"{found} is not there: name a draft's folder, a GGUF file, or 'dflash'")
     return found
 
 

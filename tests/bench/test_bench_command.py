@@ -12,10 +12,10 @@ prompt_tokens = 24
 new_tokens = 8
 repeats = 1
 [methods.DFlash]
-draft = "default"
+draft = "dflash"
 controller = [false]
 [methods.tree]
-draft = "default"
+draft = "dflash"
 tree = 6
 controller = [false]
 """

@@ -131,9 +131,9 @@ def test_every_method_runs_at_every_temperature_under_its_rules(report):
     assert len({r["label"] for r in report["results"]}) == len(found)
     for r in report["results"]:
         assert (r["prompts"], r["repeats"], r["new_tokens"]) == (2, 2, 10)
-        assert (r["foreseen"] is not None) == r["controller"]
+        assert (r["predicted"] is not None) == r["controller"]
         if r["controller"]:
-            said = r["foreseen"]
+            said = r["predicted"]
             assert said["speedup_error"] == pytest.approx(
                 said["speedup"] / r["speedup"] - 1, rel=0.01, abs=1e-3
             )
@@ -256,7 +256,7 @@ def test_random_text_is_random_and_holds_no_end(target, tokenizer):
 
 def fake(seconds):
     trace = Trace([[2, 2]], [[1, -1]], [[3, 3]])
-    trace.foreseen.append(Prediction(2.5, 0.25, 2, 0.5))
+    trace.predicted.append(Prediction(2.5, 0.25, 2, 0.5))
     return lambda prompts, new_tokens, seed: Timed(
         tokens=[[seed % 97, new_tokens]], first_s=0.1, decode_s=seconds, trace=trace
     )
@@ -273,7 +273,7 @@ def test_turns_are_kept_and_not_run_again(tmp_path):
         "x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), told.append
     )
     assert again == first
-    assert again["c"][0, 1].trace.foreseen == [Prediction(2.5, 0.25, 2, 0.5)]
+    assert again["c"][0, 1].trace.predicted == [Prediction(2.5, 0.25, 2, 0.5)]
     with pytest.raises(TypeError):  # another key: nothing is kept, and None is no method
         turns.take_turns("x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 2}), told.append)
 

@@ -118,7 +118,7 @@ def test_every_variant_says_what_plain_decoding_says(variant):
 def test_caching_noise_costs_acceptance():
     """The embedded draft, really decoding."""
     target, tokenizer = open_target("default")
-    draft = open_dflash("default", tokenizer)
+    draft = open_dflash("dflash", tokenizer)
     text = "def area(self):\n        return self.width * self.height\n\n    "
     prompt = tokenizer.encode("class Box:\n    " + text + text.replace("area", "size")).ids
     taus = {}

@@ -142,7 +142,7 @@ def test_what_is_shown():
 
 
 def verify(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr("sys.argv", ["outpace", "verify", "--stages", *arguments])
+    monkeypatch.setattr("sys.argv", ["outpace", "check", "--stages", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code, *capsys.readouterr()

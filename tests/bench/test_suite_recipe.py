@@ -42,5 +42,5 @@ def test_the_recipes_that_ship_are_read():
     found = {path.stem: load_settings(SuiteRecipe, path, {}).specs for path in folder.glob("suite*.toml")}
     assert set(found) == {"suite", "suite-micro", "suite-embedded", "suite-weak"}
     assert found["suite"] == found["suite-micro"]
-    assert {spec.draft for spec in found["suite-embedded"].values()} == {"ngram", "default", "suffix"}
+    assert {spec.draft for spec in found["suite-embedded"].values()} == {"ngram", "dflash", "suffix"}
     assert found["suite-weak"].items() <= found["suite"].items()

@@ -96,7 +96,7 @@ def test_bits_flipped_in_the_header(sound, tmp_path, seed):
 def test_bits_flipped_in_the_values(sound, tmp_path, seed):
     data, start = bytearray(sound[0]), sound[1]
     data[random.Random(seed).randrange(start, len(data))] ^= 0x40
-    assert judge(tmp_path, bytes(data))  # nothing marks a value as wrong: `inspect --deep` may
+    assert judge(tmp_path, bytes(data))  # nothing marks a value as wrong: `inspect --scan` may
 
 
 @pytest.mark.parametrize("seed", range(40))

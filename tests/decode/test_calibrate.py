@@ -206,11 +206,11 @@ def test_a_controller_with_a_measured_table_says_what_plain_says():
     got = generate(model, prompts, request, draft, controller=controller)
     assert got.tokens == generate(model, prompts, request, draft).tokens
     trace = got.trace
-    assert len(trace.foreseen) == len(trace.accepted)
-    assert sum(f.tokens_brought for f in trace.foreseen) == sum(a + 1 for a in trace.accept_lens)
-    assert all(f.tokens > 0 and f.seconds > 0 and f.seconds_taken > 0 for f in trace.foreseen)
-    measured = sum(f.tokens_brought for f in trace.foreseen) / sum(f.seconds_taken for f in trace.foreseen)
-    assert trace.foresight_error == pytest.approx(trace.foreseen_tokens_per_s / measured - 1)
+    assert len(trace.predicted) == len(trace.accepted)
+    assert sum(f.tokens_brought for f in trace.predicted) == sum(a + 1 for a in trace.accept_lens)
+    assert all(f.tokens > 0 and f.seconds > 0 and f.seconds_taken > 0 for f in trace.predicted)
+    measured = sum(f.tokens_brought for f in trace.predicted) / sum(f.seconds_taken for f in trace.predicted)
+    assert trace.prediction_error == pytest.approx(trace.predicted_tokens_per_s / measured - 1)
 
 
 def test_quick_is_a_time():

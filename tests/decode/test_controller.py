@@ -74,7 +74,7 @@ def test_a_cut_is_the_argmax_over_the_rows(rows):
         rates = [t / s for t, s in zip(tokens, per_round, strict=True)]
         best = rates.index(max(rates))
         assert got.tokens.shape == (rows, best + 1) and got.counts == [best + 1] * rows
-        assert controller.foreseen == pytest.approx((tokens[best], per_round[best]), rel=1e-5)
+        assert controller.predicted == pytest.approx((tokens[best], per_round[best]), rel=1e-5)
 
 
 def test_a_tree_keeps_its_best_columns_and_a_short_row_its_own():
@@ -206,7 +206,7 @@ def test_waking_is_charged_after_a_rest_and_not_to_the_next_text():
         proposal = controller.cut(chain([[0.0] * (width - 1)], width)) if width > 1 else chain(width=1)
         if width > 1:
             n = proposal.tokens.shape[1]
-            charged.append(controller.foreseen[1] - costs.round_seconds(n, 288, width=width))
+            charged.append(controller.predicted[1] - costs.round_seconds(n, 288, width=width))
             rested = 0 < turn < 399 and widths[-1] == 1
             assert charged[-1] == pytest.approx(1e-3 if rested else 0.0)
         controller.learn(proposal, [[0]])
@@ -229,7 +229,7 @@ TEXTS = [steady(0.05), steady(0.65), steady(0.52, 0.38, 0.5), steady(0.9), moody
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(("speaks", "fade"), [(False, 1.0), (True, 1.0), (True, 0.5), (True, 1.5)])
-def test_as_many_tokens_come_as_were_foreseen(text, speaks, fade):
+def test_as_many_tokens_come_as_were_predicted(text, speaks, fade):
     """Also of a draft that is too sure (fade below 1), or not sure enough."""
     errors = []
     for seed in range(3):
@@ -243,7 +243,7 @@ class Counting(Adaptive):
     foretold = brought = 0.0
 
     def learn(self, proposal, path):
-        self.foretold += self.foreseen[0]
+        self.foretold += self.predicted[0]
         self.brought += sum(map(len, path))
         super().learn(proposal, path)
 
@@ -318,18 +318,18 @@ def test_probes_ask_for_what_would_just_pay():
     assert controller.width([256]) == probe.even and controller.rests
 
 
-def test_a_plain_step_is_foreseen_as_such():
+def test_a_plain_step_is_predicted_as_such():
     controller = Adaptive(embedded(0.0))
     controller.begin(8)
     widths = rounds(controller, *[[0.0] * 7] * 40)
     assert widths.count(1) > 30
     while controller.width([256]) > 1:
         controller.learn(chain(width=1), [[0]])
-    assert controller.foreseen == pytest.approx((1.0, embedded().round_seconds(1, 256)))
+    assert controller.predicted == pytest.approx((1.0, embedded().round_seconds(1, 256)))
     controller = Adaptive(embedded(0.0, show=1e-4))
     controller.begin(8)
     while controller.width([256]) > 1:
         controller.cut(chain([[0.0] * 7]))
         controller.learn(chain(width=1), [[0]])
-    assert controller.foreseen == pytest.approx((1.0, 1e-4 + embedded().round_seconds(1, 256)))
-    assert Fixed(3).foreseen is None and Fixed(3).width([1]) == 3
+    assert controller.predicted == pytest.approx((1.0, 1e-4 + embedded().round_seconds(1, 256)))
+    assert Fixed(3).predicted is None and Fixed(3).width([1]) == 3

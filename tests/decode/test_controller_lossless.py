@@ -26,7 +26,7 @@ from outpace.ops.sampling import Sampling
 class Dice:
     """Any width, any cut, plain steps in runs."""
 
-    foreseen = None
+    predicted = None
 
     def __init__(self, seed):
         self.dice = random.Random(seed)
@@ -100,7 +100,7 @@ def test_any_decision_says_the_same(family, name):
         assert 1 in dice.widths and len(dice.widths) > 2
         if name != "ngram":
             assert len(dice.verified) > 2
-    assert got.trace.foreseen == []
+    assert got.trace.predicted == []
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])

@@ -1,4 +1,4 @@
-"""`inspect --deep`, and random faults: the gate passes what can be loaded and nothing else."""
+"""`inspect --scan`, and random faults: the gate passes what can be loaded and nothing else."""
 
 import json
 import math

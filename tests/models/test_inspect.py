@@ -338,7 +338,7 @@ def run(monkeypatch, capsys, *arguments):
 
 def test_the_command(monkeypatch, capsys, copy):
     folder = copy("llama", tie_word_embeddings=True)
-    code, out = run(monkeypatch, capsys, folder, "--deep")
+    code, out = run(monkeypatch, capsys, folder, "--scan")
     assert code == 1 and "tied_head_differs" in out and "-> set `tie_word_embeddings` to false" in out
     code, out = run(monkeypatch, capsys, folder, "--json")
     said = json.loads(out)

@@ -51,13 +51,13 @@ def test_latents_learn_from_a_cache(monkeypatch, capsys, tmp_path, corpus):
     code, _, err = run(monkeypatch, capsys, "retrofit", "mla", "--out", tmp_path / "small", *small, *equal)
     assert code == 0, err
     small = (*small, "--corpus", corpus)  # of which one file is held out
-    where = ("--target", tmp_path / "small", "--cache", cache, "--out", tmp_path / "run")
+    where = (tmp_path / "small", "--cache", cache, "--out", tmp_path / "run")
     short = [x for s in ("steps=2", "judged=1", "layer_share=0.5") for x in ("--set", s)]
     code, out, err = run(monkeypatch, capsys, "train", "mla", *where, *small, *short)
     assert code == 0 and "trained: held-out loss" in out, err
     said = json.loads((tmp_path / "run" / "model" / "mla.json").read_text())
     assert said["steps"] == 2 and said["held_out"]["after"]["kl"] > 0
-    other = ("--target", tmp_path / "run" / "model", "--cache", tmp_path / "none", "--out", tmp_path / "x")
+    other = (tmp_path / "run" / "model", "--cache", tmp_path / "none", "--out", tmp_path / "x")
     code, _, err = run(monkeypatch, capsys, "train", "mla", *other, *small, *short)
     assert code == 2 and "none" in err
 
@@ -78,9 +78,17 @@ def test_an_eagle3_is_trained_and_decodes(monkeypatch, capsys, tmp_path, corpus)
         told = json.loads((tmp_path / name / "draft" / "provenance.json").read_text())
         assert told["recipe"]["loss"] == ("kl" if name == "chain" else "lk")
         assert told["products"] == str(product_dtype(torch.device("cpu"))).removeprefix("torch.")
-    _, plain, _ = run(monkeypatch, capsys, "generate", "import os", "-n", 12, "--draft", "none")
+    _, plain, _ = run(monkeypatch, capsys, "generate", "default", "import os", "-n", 12, "--draft", "none")
     _, drafted, _ = run(
-        monkeypatch, capsys, "generate", "import os", "-n", 12, "--draft", tmp_path / "chain" / "draft"
+        monkeypatch,
+        capsys,
+        "generate",
+        "default",
+        "import os",
+        "-n",
+        12,
+        "--draft",
+        tmp_path / "chain" / "draft",
     )
     assert drafted == plain and len(plain) > 5
     first = tmp_path / "chain" / "draft"
@@ -110,7 +118,7 @@ def test_what_does_not_fit_ends_in_one_line(monkeypatch, capsys, tmp_path, corpu
         ("dflash", ("--loss", "kl"), "holds no final states"),
         ("eagle3", ("--loss", "mse"), "loss 'mse': give one of ce, kl"),
         ("dflash", ("--loss", "mse"), "loss 'mse': give one of ce, kl"),
-        ("eagle3", ("--init", "default"), "--init default: it is no EAGLE-3"),
+        ("eagle3", ("--init", "dflash"), "--init dflash: it is no EAGLE-3"),
         ("eagle3", ("--loss", "ce", "--set", "draft_vocab=5000"), "draft_vocab_size 5000 must lie in"),
         ("eagle3", ("--loss", "ce", "--set", "target_layer_ids=[0]"), "the draft also reads [0]"),
     ):
