@@ -19,7 +19,7 @@ ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     the gates and the measured table on the embedded model -> demo-report/"
+	@echo "make demo     text with and without speculation, then every method measured -> demo-report/"
 	@echo "make test     style, types and tests, in WORKERS=2 processes"
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"

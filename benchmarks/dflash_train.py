@@ -170,9 +170,9 @@ def speed(anchors: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
             losses[kind].append(step(n))
             wall[kind].append(time.perf_counter() - began[0])
             processor[kind].append(time.process_time() - began[1])
-    found: dict[str, Any] = {"anchors": anchors, "dtype": str(dtype).removeprefix("torch.")}
+    values: dict[str, Any] = {"anchors": anchors, "dtype": str(dtype).removeprefix("torch.")}
     for kind in steps:
-        found[kind] = {
+        values[kind] = {
             "steps_per_s": 1 / statistics.median(wall[kind][2:]),
             "best_steps_per_s": 1 / min(wall[kind][2:]),
             "processor_s": statistics.median(processor[kind][2:]),
@@ -180,8 +180,8 @@ def speed(anchors: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
         }
     for name, seconds in (("ratio", wall), ("processor_ratio", processor)):
         pairs = zip(seconds["ours"][2:], seconds["plain"][2:], strict=True)
-        found[name] = statistics.median(plain / ours for ours, plain in pairs)
-    return found
+        values[name] = statistics.median(plain / ours for ours, plain in pairs)
+    return values
 
 
 def memory(optimizer: bool) -> dict[str, Any]:
@@ -215,12 +215,13 @@ def _peak_gib() -> float:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
 
 
-def _line(found: dict[str, Any]) -> str:
-    kinds = found["ours"], found["plain"]
+def _line(values: dict[str, Any]) -> str:
+    kinds = values["ours"], values["plain"]
     wall, processor = [x["steps_per_s"] for x in kinds], [x["processor_s"] for x in kinds]
     return (
-        f"{found['dtype']:10} {found['anchors']:7d} | {wall[0]:13.2f} {wall[1]:6.2f} {found['ratio']:6.2f} | "
-        f"{processor[0]:17.3f} {processor[1]:6.3f} {found['processor_ratio']:6.2f}"
+        f"{values['dtype']:10} {values['anchors']:7d} | "
+        f"{wall[0]:13.2f} {wall[1]:6.2f} {values['ratio']:6.2f} | "
+        f"{processor[0]:17.3f} {processor[1]:6.3f} {values['processor_ratio']:6.2f}"
     )
 
 
@@ -251,9 +252,9 @@ def main() -> None:
         print("dtype      anchors | steps/s: ours  plain  ratio | processor s: ours  plain  ratio")
         for anchors in asked.anchors:
             for dtype in (torch.float32, torch.bfloat16):
-                found = speed(anchors, dtype, asked.repeats if anchors < 200 else max(3, asked.repeats // 2))
-                report["results"].append(found)
-                print(_line(found), flush=True)
+                result = speed(anchors, dtype, asked.repeats if anchors < 200 else max(3, asked.repeats // 2))
+                report["results"].append(result)
+                print(_line(result), flush=True)
     text = json.dumps(report)
     print(text)
     if asked.json:

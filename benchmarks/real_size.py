@@ -47,7 +47,7 @@ def measure(path: str, prompt: int, tokens: int, runs: int) -> dict[str, object]
     loaded = time.perf_counter() - began
     ids = torch.randint(20, 4000, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     read = weight_bytes(target) + sum(t.nbytes for n, t in named_tensors(target) if n.startswith("lm_head"))
-    found = []
+    entries = []
     for _ in range(runs):
         bandwidth = read_bandwidth(0.25)
         seconds = generate(target, [ids], Request(max_new_tokens=tokens)).trace.seconds
@@ -55,8 +55,8 @@ def measure(path: str, prompt: int, tokens: int, runs: int) -> dict[str, object]
         run = {"prefill_tokens_per_s": prompt / seconds["prefill"], "tokens_per_s": rate}
         floor = bandwidth / read
         run |= {"read_gb_per_s": bandwidth / 1e9, "floor_tokens_per_s": floor, "share_of_floor": rate / floor}
-        found.append({key: round(value, 3) for key, value in run.items()})
-    warm = found[1:]
+        entries.append({key: round(value, 3) for key, value in run.items()})
+    warm = entries[1:]
     return {
         "target": Path(path).name,
         "checkpoint_gib": round(sum(t.nbytes for _, t in named_tensors(target)) / 2**30, 2),
@@ -66,7 +66,7 @@ def measure(path: str, prompt: int, tokens: int, runs: int) -> dict[str, object]
         "prompt_tokens": prompt,
         "new_tokens": tokens,
         "bytes_per_token": read,
-        "first_run": found[0],
+        "first_run": entries[0],
         "warm_median": {key: median(run[key] for run in warm) for key in warm[0]},
         "warm_runs": warm,
         "machine": machine(target.device),

@@ -63,12 +63,12 @@ def ours(target: Any, prompt: list[int], ids: torch.Tensor) -> dict[str, Any]:
     """One pass of everything measured on our side."""
     run = generate(target, [prompt], Request(max_new_tokens=NEW))
     decode = run.trace.seconds["verify"] + run.trace.seconds["rest"]
-    found: dict[str, Any] = {"tokens": run.tokens[0], "decode": (NEW - 1) / decode, "over_cache": {}}
+    values: dict[str, Any] = {"tokens": run.tokens[0], "decode": (NEW - 1) / decode, "over_cache": {}}
     with torch.inference_mode():
         cache = target.make_cache(1, CACHE + 32, slack=32)
         began = time.perf_counter()
         target(ids, cache)
-        found["prefill"] = CACHE / (time.perf_counter() - began)
+        values["prefill"] = CACHE / (time.perf_counter() - began)
         for n in (1, 2, 4, 8, 16):
             block = ids[:, :n]
 
@@ -77,8 +77,8 @@ def ours(target: Any, prompt: list[int], ids: torch.Tensor) -> dict[str, Any]:
                 cache.rewind([CACHE])
 
             step()
-            found["over_cache"][n] = median(step, 9)
-    return found
+            values["over_cache"][n] = median(step, 9)
+    return values
 
 
 def theirs(model: Any, prompt: list[int], ids: torch.Tensor) -> dict[str, Any]:

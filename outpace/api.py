@@ -357,9 +357,9 @@ class _Row:
         """-> the text to show now, and whether a stop string ended it."""
         stops = self.sampling.stop_strings
         text, self._held = self._held + text, ""
-        found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-        if found:
-            return text[: min(found)], True
+        items = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+        if items:
+            return text[: min(items)], True
         longest = max((len(stop) for stop in stops), default=1)
         for at in range(max(0, len(text) - longest + 1), len(text)):
             if any(stop.startswith(text[at:]) for stop in stops):

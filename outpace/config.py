@@ -25,15 +25,15 @@ def load_settings(
     Raises ValueError for a recipe that cannot be read, an unknown key (naming the nearest known one),
     a value of the wrong type, a missing one, and whatever the dataclass itself refuses.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if path is not None:
         try:
-            found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"recipe {path} cannot be read: {error.strerror or error}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"recipe {path} is not TOML: {error}") from error
-    recipe = _values(cls, found, str(path), "")
+    recipe = _values(cls, values, str(path), "")
     override = _values(cls, overrides, source, "")
     return _make(cls, _merge(recipe, override), f"{path}" if path else "the settings")
 
@@ -45,14 +45,14 @@ def parse_overrides(cls: type, pairs: Sequence[str]) -> dict[str, Any]:
     Raises ValueError for a pair without `=`.
     """
     hints = get_type_hints(cls)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals:
             raise ValueError(f"--set {pair}: write key=value")
         value = _read(text)
-        found[key] = [value] if _holds_many(hints.get(key)) and not isinstance(value, list) else value
-    return found
+        values[key] = [value] if _holds_many(hints.get(key)) and not isinstance(value, list) else value
+    return values
 
 
 def _read(text: str) -> Any:
@@ -70,12 +70,12 @@ def _holds_many(hint: Any) -> bool:
     return get_origin(hint) in (tuple, list, frozenset)
 
 
-def _values(cls: type, found: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:
+def _values(cls: type, values: dict[str, Any], source: str, prefix: str) -> dict[str, Any]:
     """Checked values by field name; a nested dataclass stays a dict until everything is merged."""
     hints = get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls) if f.init]
     checked = {}
-    for key, value in found.items():
+    for key, value in values.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             hint = f"; did you mean `{prefix}{near[0]}`?" if near else ""

@@ -32,12 +32,12 @@ VARIANTS = {
 
 def random_eagle3(model, seed=0, *, own_embedding=False, own_head=True, **changes):
     c = model.config
-    said = {
+    values = {
         "hidden_size": c.hidden_size, "target_hidden_size": c.hidden_size, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": 8, "intermediate_size": 28, "vocab_size": c.vocab_size, "draft_vocab_size": len(IDS),
         "rope": RopeConfig(theta=1000.0), "rms_norm_eps": 1e-5, "layer_ids": (0, 2),
     }  # fmt: skip
-    config = Eagle3Config(**(said | changes))
+    config = Eagle3Config(**(values | changes))
     ids = IDS if config.draft_vocab_size == len(IDS) else None
     draft = init_eagle3(config, seed, ids=ids, own_embedding=own_embedding, own_head=own_head)
     tiny.randomise(named_tensors(draft), seed)
@@ -75,19 +75,19 @@ class Oracle:
         return eagle3_stages(self.w, self.c, features, embeds, self.offset, self.head.detach())
 
     def wide(self, logits):
-        found = torch.full((self.c.vocab_size,), -math.inf, dtype=torch.float64)
-        found[self.ids] = logits
-        return found.log_softmax(-1)
+        result = torch.full((self.c.vocab_size,), -math.inf, dtype=torch.float64)
+        result[self.ids] = logits
+        return result.log_softmax(-1)
 
     def after(self, path):
         """Log-probabilities [V] of what follows the guesses `path`."""
         if tuple(path) not in self.known:
             features, following = self.features, [*self.text[1:], self.last]
             for guess in [*path, None]:
-                found = self.stages(following, features)
-                fed = found["before the head"] if self.c.norm_output else found["hidden"]
+                result = self.stages(following, features)
+                fed = result["before the head"] if self.c.norm_output else result["hidden"]
                 features, following = torch.cat((features, fed[-1:])), [*following, guess]
-            self.known[tuple(path)] = self.wide(found["logits"][-1])
+            self.known[tuple(path)] = self.wide(result["logits"][-1])
         return self.known[tuple(path)]
 
     def chain(self, depth):
@@ -123,18 +123,18 @@ class Oracle:
         token = self.embedding.detach()[self.c.mask_token_id] if learnt is None else learnt
         embeds = torch.cat((embeds, token.double().expand(depth - 1, -1)))
         features = torch.cat((self.features, mask))
-        found = eagle3_stages(self.w, self.c, features, embeds, self.offset, self.head.detach())
-        return torch.stack([self.wide(row) for row in found["logits"][-depth:]])
+        result = eagle3_stages(self.w, self.c, features, embeds, self.offset, self.head.detach())
+        return torch.stack([self.wide(row) for row in result["logits"][-depth:]])
 
 
 def paths(proposal, row):
     """{path of tokens: survival} of one row of a proposal."""
     tokens, parents = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
-    found, walked = {}, [()]
+    values, walked = {}, [()]
     for column in range(1, proposal.counts[row]):
         walked.append((*walked[parents[column]], tokens[column]))
-        found[walked[-1]] = float(proposal.survival[row, column])
-    return found
+        values[walked[-1]] = float(proposal.survival[row, column])
+    return values
 
 
 def over_all(draft, logits):

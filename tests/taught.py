@@ -8,7 +8,7 @@ TOKENIZER = SimpleNamespace(token_to_id={"<|MASK|>": 4}.get)
 PROMPTS = [[7, 8, 9], [11, 12, 13, 14, 15]]
 
 
-class Taught:
+class TrainedSetup:
     """Of `texts` [T] each, states of the layers `held`; it breaks when it is asked so often."""
 
     def __init__(self, target, texts, held, prompt_length=3, offset=0, breaks_at=None):
@@ -17,8 +17,8 @@ class Taught:
         for text in texts:
             with torch.no_grad():
                 out = target(text[None], aux=held, offset=offset)
-            said = {"tokens": text, "prompt_length": prompt_length, "offset": offset}
-            self.samples.append(SimpleNamespace(**said, aux=out.aux[:, 0], final=out.hidden[0]))
+            values = {"tokens": text, "prompt_length": prompt_length, "offset": offset}
+            self.samples.append(SimpleNamespace(**values, aux=out.aux[:, 0], final=out.hidden[0]))
         self.asked, self.breaks_at = 0, breaks_at
 
     def __len__(self):

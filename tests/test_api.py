@@ -127,7 +127,7 @@ def test_messages_need_a_chat_format(model):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda m: outpace.load("no/such"), "no/such is not there"),
         (lambda m: outpace.load_draft("no/such", m), "no/such is not there"),
@@ -142,8 +142,8 @@ def test_messages_need_a_chat_format(model):
         (lambda m: outpace.generate(m, [999_999]), "999999"),
     ],
 )
-def test_refusals(model, call, said):
-    with pytest.raises(ValueError, match=said):
+def test_refusals(model, call, message):
+    with pytest.raises(ValueError, match=message):
         call(model)
 
 

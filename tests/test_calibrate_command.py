@@ -17,7 +17,7 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     first = json.loads(out)
     assert code == 0 and first["widths"] == list(range(1, 13)) and first["touched"]["experts"] == 8
     assert first["points"][0]["break_even"][0] == 1 and min(first["points"][0]["break_even"]) == 1
-    assert first["said"]["draft"].startswith("Suffix, at most 12 columns")
+    assert first["described"]["draft"].startswith("Suffix, at most 12 columns")
     _, out, _ = run(monkeypatch, capsys, *options)
     assert json.loads(out) == first
     _, out, _ = run(monkeypatch, capsys, *options, "--force")
@@ -48,26 +48,26 @@ def test_a_request_goes_by_the_table_of_its_rule_or_by_the_greedy_one(monkeypatc
     places = ("--draft", "ngram", "--cache-dir", tmp_path)
     monkeypatch.setattr(command, "QUICK", 0.0)
 
-    def told():
+    def method_line():
         code, out, _ = run(monkeypatch, capsys, *drawn, *places)
         assert code == 0
         return json.loads(out)["method"]
 
-    assert told().startswith("full draft length in every step: a cost table would take")
-    for rule, said in (
+    assert method_line().startswith("full draft length in every step: a cost table would take")
+    for rule, value in (
         ("greedy", "by greedy costs (outpace calibrate --acceptance gumbel)"),
         ("gumbel", "draft length chosen by measured costs"),
     ):
         code, out, _ = run(monkeypatch, capsys, *QUICKLY, *places, "--acceptance", rule, "--json")
-        assert code == 0 and json.loads(out)["said"]["judged"] == rule
-        assert told().endswith(said)
+        assert code == 0 and json.loads(out)["described"]["rule"] == rule
+        assert method_line().endswith(value)
     assert len(list((tmp_path / "costs").iterdir())) == 2
     code, _, err = run(monkeypatch, capsys, *QUICKLY, "--acceptance", "typical")
     assert code == 2 and "--acceptance typical: it must be one of greedy, match" in err
 
 
 def test_every_method_says_the_same(monkeypatch, capsys, tmp_path):
-    found, told = set(), []
+    names, items = set(), []
     options = (
         "generate",
         "default",
@@ -89,16 +89,16 @@ def test_every_method_says_the_same(monkeypatch, capsys, tmp_path):
         ("--draft", "ngram"),
     ):
         code, out, _ = run(monkeypatch, capsys, *options, *more)
-        said = json.loads(out)
+        data = json.loads(out)
         assert code == 0
-        found.add(said["text"])
-        told.append(said["method"])
-        if more in ((), ("--speculate", "auto")) and told[-1].startswith("draft length chosen"):
-            assert said["predicted"]["tokens_per_s"] > 0
+        names.add(data["text"])
+        items.append(data["method"])
+        if more in ((), ("--speculate", "auto")) and items[-1].startswith("draft length chosen"):
+            assert data["predicted"]["tokens_per_s"] > 0
         if more == ("--speculate", "off"):
-            assert said["tau"] == 1 and "predicted" not in said
-    assert len(found) == 1
-    assert told[2:5] == [
+            assert data["tau"] == 1 and "predicted" not in data
+    assert len(names) == 1
+    assert items[2:5] == [
         "autoregressive decoding",
         "full draft length in every step",
         "draft length 2 in every step",
@@ -110,8 +110,8 @@ def test_stats_say_what_was_predicted(monkeypatch, capsys, tmp_path):
     code, out, _ = run(
         monkeypatch, capsys, "generate", "default", "x = 1", "-n", 16, "--stats", "--cache-dir", tmp_path
     )
-    said = " ".join(out.split())
-    assert code == 0 and "tokens/s predicted" in said and "draft length chosen" in said
+    message = " ".join(out.split())
+    assert code == 0 and "tokens/s predicted" in message and "draft length chosen" in message
 
 
 def test_no_table_where_it_would_take_long(monkeypatch, capsys, tmp_path):
@@ -140,7 +140,7 @@ def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ("generate", "default", "x", "--speculate", "fast"),
@@ -168,7 +168,7 @@ def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
         (("calibrate", "--seconds", "0"), "--seconds 0.0: give some time"),
     ],
 )
-def test_refusals(monkeypatch, capsys, tmp_path, arguments, said):
+def test_refusals(monkeypatch, capsys, tmp_path, arguments, message):
     cache = ("--cache-dir", tmp_path)
     code, _, err = run(monkeypatch, capsys, *arguments, *cache)
-    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err

@@ -14,17 +14,17 @@ def run(monkeypatch, capsys, *arguments):
     monkeypatch.setattr("sys.argv", ["outpace", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+    given = capsys.readouterr()
+    return ended.value.code, given.out, given.err
 
 
 def test_generate_streams_the_same_text_that_json_holds(monkeypatch, capsys):
     options = ("generate", "default", "import os\n", "-n", 24, "--ignore-eos")
     code, out, _ = run(monkeypatch, capsys, *options)
     assert code == 0
-    code, said, _ = run(monkeypatch, capsys, *options, "--json")
+    code, output, _ = run(monkeypatch, capsys, *options, "--json")
     assert code == 0
-    result = json.loads(said)
+    result = json.loads(output)
     assert out == result["text"] + "\n"
     assert len(result["tokens"]) == 24 and result["tau"] >= 1
 
@@ -43,7 +43,7 @@ def test_every_draft_says_the_same(monkeypatch, capsys):
     assert len(texts) == 1
 
 
-def test_partial_kv_says_the_same_unless_it_is_told_to_be_lossy(monkeypatch, capsys, tmp_path):
+def test_partial_kv_says_the_same_unless_it_is_reported_to_be_lossy(monkeypatch, capsys, tmp_path):
     prompt = tmp_path / "prompt.py"
     prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
     given = ("generate", "default", "--prompt-file", prompt, "-n", 60, "--ignore-eos")
@@ -53,9 +53,9 @@ def test_partial_kv_says_the_same_unless_it_is_told_to_be_lossy(monkeypatch, cap
     for draft in ("ngram", "suffix", "dflash", "none"):
         _, out, _ = run(monkeypatch, capsys, *few, "--draft", draft)
         assert out == plain, draft
-    code, said, _ = run(monkeypatch, capsys, *few, "--json")
-    partial = json.loads(said)["partial"]
-    assert code == 0 and 0 < partial["stood"] <= partial["passed"] and partial["forwards"] > 0
+    code, output, _ = run(monkeypatch, capsys, *few, "--json")
+    partial = json.loads(output)["partial"]
+    assert code == 0 and 0 < partial["confirmed"] <= partial["passed"] and partial["forwards"] > 0
     _, out, _ = run(monkeypatch, capsys, *few, "--kv-budget-lossy", "--stats", "--draft", "ngram")
     assert "LOSSY" in out and not out.startswith(plain)
 
@@ -65,8 +65,8 @@ def test_latent_kv_goes_on_and_off(monkeypatch, capsys, tmp_path):
         tmp_path / "small",
         ("--set", "rows=2", "--set", "row_tokens=128", "--set", "rank=3", "--set", "allocate=equal"),
     )
-    code, said, _ = run(monkeypatch, capsys, "retrofit", "mla", "--out", out, *recipe, "--json")
-    report = json.loads(said)
+    code, output, _ = run(monkeypatch, capsys, "retrofit", "mla", "--out", out, *recipe, "--json")
+    report = json.loads(output)
     assert code == 0 and report["numbers_per_token"]["after"] == 6 * 3
     texts = {}
     for name, model, options in (
@@ -84,9 +84,9 @@ def test_latent_kv_goes_on_and_off(monkeypatch, capsys, tmp_path):
 def test_sparse_attention_goes_on_and_off_and_learns(monkeypatch, capsys, tmp_path):
     out, made = tmp_path / "sparse", ("rows=1", "row_tokens=256", "top_k=0.01", "min_context=0", "recent=3")
     corpus = ("--corpus", Path(sysconfig.get_path("stdlib"), "asyncio"))
-    given = [*corpus, *(x for said in made for x in ("--set", said))]
-    code, said, _ = run(monkeypatch, capsys, "retrofit", "dsa", "--out", out, *given, "--json")
-    assert code == 0 and json.loads(said)["settings"]["index_heads"] == 6
+    given = [*corpus, *(x for item in made for x in ("--set", item))]
+    code, output, _ = run(monkeypatch, capsys, "retrofit", "dsa", "--out", out, *given, "--json")
+    assert code == 0 and json.loads(output)["settings"]["index_heads"] == 6
     prompt = tmp_path / "long.py"
     prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
     texts, ask = {}, ("--prompt-file", prompt, "-n", 30, "--ignore-eos")
@@ -100,12 +100,16 @@ def test_sparse_attention_goes_on_and_off_and_learns(monkeypatch, capsys, tmp_pa
     ):
         _, texts[name], _ = run(monkeypatch, capsys, "generate", model, *ask, *options)
     assert texts["off"] == texts["whole"] == texts["chosen for"] != texts["on"] == texts["drafted"]
-    short = [x for said in ("steps=2", "row_tokens=256", "judged=1", "queries=8") for x in ("--set", said)]
+    short = [
+        x
+        for item in ("steps=2", "row_tokens=256", "validation_texts=1", "queries=8")
+        for x in ("--set", item)
+    ]
     where = (out, "--out", tmp_path / "run", *corpus)
-    code, said, _ = run(monkeypatch, capsys, "train", "dsa", *where, *short)
-    assert code == 0 and "untrained: held-out loss" in said and "trained: held-out loss" in said
-    code, said, _ = run(monkeypatch, capsys, "inspect", tmp_path / "run" / "model", "--json")
-    assert code == 0 and json.loads(said)["parts"]["retrofit"]["parameters"] > 0
+    code, output, _ = run(monkeypatch, capsys, "train", "dsa", *where, *short)
+    assert code == 0 and "untrained: held-out loss" in output and "trained: held-out loss" in output
+    code, output, _ = run(monkeypatch, capsys, "inspect", tmp_path / "run" / "model", "--json")
+    assert code == 0 and json.loads(output)["parts"]["retrofit"]["parameters"] > 0
 
 
 def test_generate_from_a_file_with_stats(monkeypatch, capsys, tmp_path):
@@ -126,14 +130,14 @@ def test_generate_from_a_file_with_stats(monkeypatch, capsys, tmp_path):
 
 def test_inspect_default(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "inspect", "default", "--json")
-    said = json.loads(out)
-    assert code == 0 and said["architecture"] == "GptOssForCausalLM"
-    assert said["missing"] == said["left_over"] == []
-    assert 0 < said["active_parameters"] < said["parameters"]
+    data = json.loads(out)
+    assert code == 0 and data["architecture"] == "GptOssForCausalLM"
+    assert data["missing"] == data["left_over"] == []
+    assert 0 < data["active_parameters"] < data["parameters"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("inspect", "no/such/folder"), "no/such/folder is not there"),
         (("generate", "default", ""), "the prompt is empty"),
@@ -195,11 +199,11 @@ def test_inspect_default(monkeypatch, capsys):
         (("teacher", "build", "--out", "x", "--position-offsets", "0,far"), "'far' is not a whole number"),
     ],
 )
-def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, said):
+def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(monkeypatch, capsys, *arguments)
     assert code == 2
-    assert said in " ".join(err.split())
+    assert message in " ".join(err.split())
     assert "Traceback" not in err
 
 

@@ -45,29 +45,29 @@ class Scripted:
 
     def make_cache(self, batch, length, **more):
         self.prompts.append([])
-        self.said = 0
+        self.at = 0
         return SimpleNamespace(lengths=[0] * batch)
 
     def __call__(self, tokens, cache, *, counts=None, tree=None, aux=()):
-        if self.said == 0:
+        if self.at == 0:
             self.prompts[-1] += tokens[0, : counts[0]].tolist()
         return Output(torch.zeros(*tokens.shape, 1), None, [])
 
     def logits(self, hidden):
-        if self.said == self.interrupt:
+        if self.at == self.interrupt:
             self.interrupt = None
             raise KeyboardInterrupt
         answer = self.answers[len(self.prompts) - 1]
         logits = torch.zeros(*hidden.shape[:-1], self.config.vocab_size)
-        logits[..., answer[self.said]] = 1
-        self.said += 1
+        logits[..., answer[self.at]] = 1
+        self.at += 1
         return logits
 
 
 def session(target, **request):
-    talk = HarmonyChat(TOKENIZER, System(reasoning="low"))
+    harmony_chat = HarmonyChat(TOKENIZER, System(reasoning="low"))
     wanted = Request(**({"max_new_tokens": 100} | request))
-    return ChatSession(target, None, talk, wanted, torch.Generator())
+    return ChatSession(target, None, harmony_chat, wanted, torch.Generator())
 
 
 def chat(target, *lines, forgiving=True, terminal=False, **request):
@@ -110,10 +110,10 @@ def test_a_terminal_gets_everything():
 
 
 def test_control_characters_do_not_reach_a_terminal():
-    said = "<|channel|>final<|message|>a\x1b[2Jb\x07\x9bc\td<|return|>"
-    out, _, turns, _ = chat(Scripted(said), "one", terminal=True)
+    message = "<|channel|>final<|message|>a\x1b[2Jb\x07\x9bc\td<|return|>"
+    out, _, turns, _ = chat(Scripted(message), "one", terminal=True)
     assert out == "a\u241b[2Jb\u2407\ufffdc\td\n" and turns[0].answer == "a\x1b[2Jb\x07\x9bc\td"
-    out, _, _, _ = chat(Scripted(said), "one")  # a file gets what was said
+    out, _, _, _ = chat(Scripted(message), "one")  # a file gets what was said
     assert out == "a\x1b[2Jb\x07\x9bc\td\n"
 
 
@@ -169,14 +169,14 @@ def test_answers_without_the_format_are_shown_but_are_no_answers():
 
 
 def test_a_chat_that_outgrows_the_model():
-    prompt = len(session(Scripted()).talk.prompt())
+    prompt = len(session(Scripted()).chat.prompt())
     _, aside, turns, held = chat(
         Scripted(SECOND, positions=prompt + 20), "one", "x " * 100, max_new_tokens=100
     )
     assert [turn.answer for turn in turns] == ["two"]
     assert "this model's positions end at" in aside and "(/reset)" in aside
     assert (
-        held.talk.conversation.messages[-1].content == "two"
+        held.chat.conversation.messages[-1].content == "two"
     )  # the question that could not be asked is gone
 
 
@@ -185,9 +185,11 @@ def test_with_a_real_target():
     target, tokenizer = open_target("default")
     answers = []
     for draft in (None, NGram()):
-        talk = HarmonyChat(tokenizer, System())
-        held = ChatSession(target, draft, talk, Request(max_new_tokens=12), torch.Generator().manual_seed(0))
-        talk.say("def main():")
+        harmony_chat = HarmonyChat(tokenizer, System())
+        held = ChatSession(
+            target, draft, harmony_chat, Request(max_new_tokens=12), torch.Generator().manual_seed(0)
+        )
+        harmony_chat.say("def main():")
         parts = []
         turn = held.answer(parts.append)
         assert len(turn.tokens) == 12 and not turn.ended
@@ -201,8 +203,8 @@ def command(monkeypatch, capsys, *arguments, stdin=""):
     monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+    given = capsys.readouterr()
+    return ended.value.code, given.out, given.err
 
 
 def test_chat_as_json(monkeypatch, capsys):
@@ -216,7 +218,7 @@ def test_chat_as_json(monkeypatch, capsys):
     assert [json.loads(line)["tokens"] for line in again.splitlines()] == [turn["tokens"] for turn in turns]
 
 
-def test_chat_in_the_raw_and_with_everything_said(monkeypatch, capsys, tmp_path):
+def test_chat_in_the_raw_and_with_everything_set(monkeypatch, capsys, tmp_path):
     (tmp_path / "tools.json").write_text('[{"name": "get"}]')
     options = (
         "--system",
@@ -261,12 +263,12 @@ def test_partial_kv_in_a_chat(monkeypatch, capsys):
         *(x for s in ("n_window_blocks=1", "n_sink_blocks=1") for x in ("--kv-budget-set", s)),
     )
     plain = json.loads(command(monkeypatch, capsys, *options, "--draft", "none")[1])
-    said = json.loads(command(monkeypatch, capsys, *options, *few, "--kv-budget-set", "block_size=4")[1])
-    assert said["tokens"] == plain["tokens"] and said["partial"]["passed"] >= said["partial"]["stood"] > 0
+    data = json.loads(command(monkeypatch, capsys, *options, *few, "--kv-budget-set", "block_size=4")[1])
+    assert data["tokens"] == plain["tokens"] and data["partial"]["passed"] >= data["partial"]["confirmed"] > 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("-m", "x", "--kv-budget-lossy"), "go with --kv-budget TOKENS"),
         (("no/such",), "no/such is not there"),
@@ -276,9 +278,9 @@ def test_partial_kv_in_a_chat(monkeypatch, capsys):
         (("-m", "x", "--tools", "none.json"), "none.json"),
     ],
 )
-def test_errors_of_chat(monkeypatch, capsys, arguments, said):
+def test_errors_of_chat(monkeypatch, capsys, arguments, message):
     code, _, err = command(monkeypatch, capsys, "chat", *arguments)
-    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
 
 
 def test_typed_lines_and_blocks(monkeypatch):
@@ -297,29 +299,29 @@ def test_typed_lines_and_blocks(monkeypatch):
 
 
 @pytest.fixture
-def talks(tmp_path):
-    path = tmp_path / "talks.jsonl"
-    said = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
-    path.write_text(json.dumps(said) + "\n" + json.dumps(said | {"reasoning": "high"}) + "\n")
+def chats(tmp_path):
+    path = tmp_path / "conversations.jsonl"
+    values = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
+    path.write_text(json.dumps(values) + "\n" + json.dumps(values | {"reasoning": "high"}) + "\n")
     return path
 
 
-def test_rows_are_shown(monkeypatch, capsys, talks):
-    code, out, _ = command(monkeypatch, capsys, "rows", "default", talks)
+def test_rows_are_shown(monkeypatch, capsys, chats):
+    code, out, _ = command(monkeypatch, capsys, "rows", "default", chats)
     assert code == 0 and "line 1, turn 0" in out and "line 2" not in out
     assert "<|start|>assistant\u27e6<|channel|>final<|message|>4<|return|>\u27e7" in out
     assert "2 conversations, 2 rows" in out
 
 
-def test_rows_as_json(monkeypatch, capsys, talks):
-    _, out, _ = command(monkeypatch, capsys, "rows", "default", talks, "--json", "--date", "2025-06-28")
-    found = [json.loads(line) for line in out.splitlines()]
-    assert [row["line"] for row in found] == [1, 2]
-    assert all(len(row["ids"]) == len(row["mask"]) and set(row["mask"]) == {0, 1} for row in found)
-    assert "Reasoning: high" in TOKENIZER.decode(found[1]["ids"]) and "2025-06-28" in TOKENIZER.decode(
-        found[0]["ids"]
+def test_rows_as_json(monkeypatch, capsys, chats):
+    _, out, _ = command(monkeypatch, capsys, "rows", "default", chats, "--json", "--date", "2025-06-28")
+    items = [json.loads(line) for line in out.splitlines()]
+    assert [row["line"] for row in items] == [1, 2]
+    assert all(len(row["ids"]) == len(row["mask"]) and set(row["mask"]) == {0, 1} for row in items)
+    assert "Reasoning: high" in TOKENIZER.decode(items[1]["ids"]) and "2025-06-28" in TOKENIZER.decode(
+        items[0]["ids"]
     )
-    _, out, _ = command(monkeypatch, capsys, "rows", "default", talks, "--json", "--show", 1)
+    _, out, _ = command(monkeypatch, capsys, "rows", "default", chats, "--json", "--show", 1)
     assert len(out.splitlines()) == 1
 
 
@@ -353,7 +355,7 @@ def test_a_model_with_a_chat_template(monkeypatch, capsys, tmp_path):
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
     )
     code, out, _ = command(monkeypatch, capsys, *options)
-    said = json.loads(out)
+    data = json.loads(out)
     asked = "<|im_start|>system Be brief.<|im_end|><|im_start|>user hi<|im_end|><|im_start|>"
-    assert code == 0 and said["prompt_tokens"] == len(encode(tokenizer, asked))
-    assert len(said["tokens"]) <= 7 and all(part["kind"] == "final" for part in said["parts"])
+    assert code == 0 and data["prompt_tokens"] == len(encode(tokenizer, asked))
+    assert len(data["tokens"]) <= 7 and all(part["kind"] == "final" for part in data["parts"])

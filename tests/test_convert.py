@@ -39,12 +39,12 @@ def test_weights_go_there_and_back(files):
 
 def test_the_text_is_the_same(files):
     text = "def area(self):\n    return "
-    said = []
+    items = []
     for path in ("default", str(files / "it.gguf"), str(files / "again")):
         target, tokenizer = open_target(path)
         ids = encode(tokenizer, text)
-        said.append((ids, generate(target, [ids], Request(max_new_tokens=40)).tokens[0]))
-    assert said[0] == said[1] == said[2]
+        items.append((ids, generate(target, [ids], Request(max_new_tokens=40)).tokens[0]))
+    assert items[0] == items[1] == items[2]
 
 
 def test_tokenizer_template_and_stops_go_along(tmp_path, files):
@@ -56,8 +56,8 @@ def test_tokenizer_template_and_stops_go_along(tmp_path, files):
     convert_target(str(tmp_path / "it.gguf"), tmp_path / "back", "bf16")
     checkpoints = [open_checkpoint(tmp_path / name) for name in ("source", "it.gguf", "back")]
     assert {open_template(c).source for c in checkpoints} == {TEMPLATE}
-    nasty = "naïve\t x = 1_000  # 変数 <|end|>\r\n\r\n"
-    assert len({tuple(encode(open_tokenizer(c), nasty)) for c in checkpoints}) == 1
+    message = "naïve\t x = 1_000  # 変数 <|end|>\r\n\r\n"
+    assert len({tuple(encode(open_tokenizer(c), message)) for c in checkpoints}) == 1
     assert set(open_target(str(source))[0].config.eos_token_ids) <= set(
         open_target(str(tmp_path / "it.gguf"))[0].config.eos_token_ids
     )
@@ -74,14 +74,14 @@ def test_nothing_is_overwritten_unasked(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("out", "type", "said"),
+    ("out", "type", "message"),
     [
         ("it.gguf", "q2_k", "type 'q2_k' is none of: f32, f16"),
         ("folder", "q8_0", "of safetensors is none of"),
     ],
 )
-def test_unknown_types(tmp_path, out, type, said):
-    with pytest.raises(ValueError, match=said):
+def test_unknown_types(tmp_path, out, type, message):
+    with pytest.raises(ValueError, match=message):
         convert_target("default", tmp_path / out, type)
     assert not list(tmp_path.iterdir())
 
@@ -103,8 +103,8 @@ def test_progress_adds_up_to_the_tensors(tmp_path):
 
 def test_qwen3_keeps_its_tied_head(tmp_path):
     save_target(tiny.target("qwen3", window=False), tmp_path / "hf")
-    said = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert said["tie_word_embeddings"] is True
+    data = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert data["tie_word_embeddings"] is True
     write_gguf(load_target(tmp_path / "hf"), tmp_path / "it.gguf", type="f32")
     checkpoint = open_checkpoint(tmp_path / "it.gguf")
     assert checkpoint.config["tie_word_embeddings"] and "lm_head.weight" not in checkpoint.names()

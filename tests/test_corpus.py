@@ -24,8 +24,8 @@ def folder(tmp_path):
 
 
 def test_what_is_read(folder):
-    found = read_corpus(folder)
-    assert [(d.name, d.text) for d in found] == [("a/c.py", "s = 'é'\n"), ("b.py", "x = 1\n")]
+    corpus = read_corpus(folder)
+    assert [(d.name, d.text) for d in corpus] == [("a/c.py", "s = 'é'\n"), ("b.py", "x = 1\n")]
 
 
 def test_nothing_to_read(tmp_path, monkeypatch):

@@ -37,17 +37,17 @@ def test_the_text_is_the_same_and_the_table_is_another(monkeypatch, capsys, tmp_
 
 def test_a_conversation(monkeypatch, capsys):
     options = ("chat", "default", "-m", "x = 1", "-n", 4, "--json", "--speculate", "always")
-    found = [run(monkeypatch, capsys, *options, *more) for more in (OWN, (*OWN, *PACKED))]
-    assert found[0][0] == found[1][0] == 0
-    assert json.loads(found[0][1])["tokens"] == json.loads(found[1][1])["tokens"]
+    items = [run(monkeypatch, capsys, *options, *more) for more in (OWN, (*OWN, *PACKED))]
+    assert items[0][0] == items[1][0] == 0
+    assert json.loads(items[0][1])["tokens"] == json.loads(items[1][1])["tokens"]
 
 
 @pytest.mark.parametrize("suite", ["speed", "drafts"])
 def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
     options = ["bench", "--suite", suite, "--out", tmp_path / "out", "--json"]
     if suite == "speed":
-        for said in ("methods=plain,dflash", "regimes=16+8", "batches=1", "repeats=1", "prompts=1"):
-            options += ["--set", said]
+        for item in ("methods=plain,dflash", "regimes=16+8", "batches=1", "repeats=1", "prompts=1"):
+            options += ["--set", item]
         code, out, _ = run(monkeypatch, capsys, *options, *PACKED)
         draft = json.loads(out)["draft"]
     else:
@@ -63,7 +63,7 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ("generate", "default", "x", "--draft", "ngram", *PACKED),
@@ -85,8 +85,8 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
         ),
     ],
 )
-def test_refusals(monkeypatch, capsys, tmp_path, arguments, said):
+def test_refusals(monkeypatch, capsys, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(monkeypatch, capsys, *arguments)
-    assert code == 2 and said in " ".join(err.split())
+    assert code == 2 and message in " ".join(err.split())
     assert not list(tmp_path.iterdir())

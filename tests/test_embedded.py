@@ -39,10 +39,10 @@ def test_it_is_a_gpt_oss_with_every_feature_on(embedded):
 
 def test_provenance_belongs_to_these_weights(embedded):
     target, _, draft = embedded
-    said = json.loads((EMBEDDED / "target" / "provenance.json").read_text())
-    assert said["fingerprint"] == fingerprint(target)
+    data = json.loads((EMBEDDED / "target" / "provenance.json").read_text())
+    assert data["fingerprint"] == fingerprint(target)
     drafted = json.loads((EMBEDDED / "dflash" / "provenance.json").read_text())
-    assert drafted["target_fingerprint"] == said["fingerprint"]
+    assert drafted["target_fingerprint"] == data["fingerprint"]
     assert draft.target_layer_ids == tuple(drafted["config"]["target_layer_ids"])
 
 
@@ -52,18 +52,18 @@ def test_reports_of_what_ships_are_of_these_weights(embedded):
     assert len(reports) >= 4
     reports += [REPORTS / part / "report.json" for part in ("bench", "memory/lossless", "memory/pareto")]
     for path in reports:
-        said = json.loads(path.read_text())["target"]["fingerprint"]
-        assert said == fingerprint(embedded[0]), path.relative_to(REPORTS)
+        value = json.loads(path.read_text())["target"]["fingerprint"]
+        assert value == fingerprint(embedded[0]), path.relative_to(REPORTS)
     for name in ("mla", "dsa"):
-        said = json.loads((REPORTS / "memory" / f"{name}.json").read_text())["backbone"]
-        assert said == fingerprint(embedded[0]), name
+        value = json.loads((REPORTS / "memory" / f"{name}.json").read_text())["backbone"]
+        assert value == fingerprint(embedded[0]), name
 
 
 def test_speculative_decoding_of_held_out_text_is_lossless(embedded):
     target, tokenizer, draft = embedded
     prompts = held_out_prompts(tokenizer, split(read_corpus())[1], 3, 150)
     request = Request(max_new_tokens=100)
-    said = generate(target, prompts, request)
+    value = generate(target, prompts, request)
     drafted = generate(target, prompts, request, draft)
-    assert drafted.tokens == said.tokens
+    assert drafted.tokens == value.tokens
     assert drafted.trace.tau > 1.6  # it did learn something

@@ -99,40 +99,40 @@ def outpace(monkeypatch, capsys, *arguments):
     monkeypatch.setattr("sys.argv", ["outpace", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+    given = capsys.readouterr()
+    return ended.value.code, given.out, given.err
 
 
 def test_generate_with_a_rule(monkeypatch, capsys):
     sampling = ("--temperature", 1, "--min-p", 0.02, "--seed", 3, "--repetition-penalty", 1.1)
     options = ("generate", "default", TEXTS[0], "-n", 20, *sampling, "--json")
-    found = set()
+    names = set()
     for draft in ("none", "ngram", "dflash"):
         code, out, _ = outpace(monkeypatch, capsys, *options, "--draft", draft, "--acceptance", "gumbel")
         assert code == 0
-        found.add(tuple(json.loads(out)["tokens"]))
-    assert len(found) == 1
+        names.add(tuple(json.loads(out)["tokens"]))
+    assert len(names) == 1
     for rule in ("rejection", "block"):
         more = ("--acceptance", rule, "--draft-temperature", 0.7, "--top-logits", 2)
         code, out, _ = outpace(monkeypatch, capsys, *options, *more)
-        said = json.loads(out)
-        assert code == 0 and len(said["tokens"]) == len(said["top_logits"]) > 1
+        data = json.loads(out)
+        assert code == 0 and len(data["tokens"]) == len(data["top_logits"]) > 1
 
 
 def test_chat_with_a_rule(monkeypatch, capsys):
     sampling = ("--acceptance", "gumbel", "--temperature", 1, "--seed", 2)
     options = ("chat", "-m", "hi", "-n", 12, *sampling, "--json")
-    found = set()
+    names = set()
     for draft in ("none", "dflash"):
         code, out, _ = outpace(monkeypatch, capsys, *options, "--top-k", 50, "--draft", draft)
         assert code == 0
-        found.add(tuple(json.loads(out)["tokens"]))
-    assert len(found) == 1
+        names.add(tuple(json.loads(out)["tokens"]))
+    assert len(names) == 1
 
 
 @pytest.mark.parametrize("command", [("generate", "default", "x"), ("chat", "-m", "x")])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--acceptance", "greedy"), "rule 'greedy': it must be one of match, rejection, block, gumbel"),
         (("--min-p", "1.5"), "min_p 1.5 is outside [0, 1]"),
@@ -145,6 +145,6 @@ def test_chat_with_a_rule(monkeypatch, capsys):
         ),
     ],
 )
-def test_bad_values_end_in_one_line(monkeypatch, capsys, command, options, said):
+def test_bad_values_end_in_one_line(monkeypatch, capsys, command, options, message):
     code, _, err = outpace(monkeypatch, capsys, *command, *options)
-    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err

@@ -43,8 +43,8 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["outpace", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        return ended.value.code, " ".join(said.out.split()), " ".join(said.err.split())
+        given = capsys.readouterr()
+        return ended.value.code, " ".join(given.out.split()), " ".join(given.err.split())
 
     return call
 
@@ -55,16 +55,16 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize("to", ["zlab", "speculators", "transformers", "gguf"])
 def test_a_draft_goes_out_and_comes_back(run, plain, target, tmp_path, to):
     out = tmp_path / "draft.gguf" if to == "gguf" else tmp_path / to
-    code, said, _ = run("export", plain, "--to", to, "--out", out, "--target", target.path)
-    assert code == 0 and f"written as {to} (from zlab)" in said
-    code, said, _ = run("import", out, "--out", tmp_path / "back", "--target", target.path)
-    assert code == 0 and f"zlab, read from {to}" in said
+    code, output, _ = run("export", plain, "--to", to, "--out", out, "--target", target.path)
+    assert code == 0 and f"written as {to} (from zlab)" in output
+    code, output, _ = run("import", out, "--out", tmp_path / "back", "--target", target.path)
+    assert code == 0 and f"zlab, read from {to}" in output
     samples.same(read_draft(plain)[1], read_draft(tmp_path / "back")[1])
 
 
 def test_the_embedded_draft_goes_out_and_comes_back(run, tmp_path):
-    code, said, _ = run("export", "dflash", "--to", "zlab", "--out", tmp_path / "d", "--target", "default")
-    assert code == 0 and "written as zlab (from zlab)" in said
+    code, output, _ = run("export", "dflash", "--to", "zlab", "--out", tmp_path / "d", "--target", "default")
+    assert code == 0 and "written as zlab (from zlab)" in output
     samples.same(read_draft(EMBEDDED_DRAFT)[1], read_draft(tmp_path / "d")[1])
 
 
@@ -73,8 +73,8 @@ def test_the_precision_may_be_changed(run, tmp_path):
         code, _, _ = run("export", "dflash", "--to", "zlab", "--out", tmp_path / dtype, "--dtype", dtype)
         assert code == 0
         assert {t.dtype for t in load_file(tmp_path / dtype / "model.safetensors").values()} == {stored}
-        said = json.loads((tmp_path / dtype / "config.json").read_text())
-        assert said["dtype"] == str(stored).removeprefix("torch.")
+        data = json.loads((tmp_path / dtype / "config.json").read_text())
+        assert data["dtype"] == str(stored).removeprefix("torch.")
 
 
 def test_an_eagle3_goes_out_and_comes_back(run, target, tmp_path):
@@ -87,30 +87,30 @@ def test_an_eagle3_goes_out_and_comes_back(run, target, tmp_path):
         samples.same(draft, read_draft(tmp_path / f"back-{out}")[1])
 
 
-def test_what_an_engine_will_misread_is_told(run, target, tmp_path):
+def test_what_an_engine_will_misread_is_reported(run, target, tmp_path):
     export_draft(samples.dflash(**samples.WINDOWS), "zlab", tmp_path / "d")
-    _, said, _ = run(
+    _, output, _ = run(
         *("export", tmp_path / "d", "--to", "speculators", "--out", tmp_path / "s", "--target", target.path)
     )
-    assert "window: speculators anchors it at the block's start" in said
+    assert "window: speculators anchors it at the block's start" in output
 
 
 def test_preflight_as_a_command(run, target, tmp_path):
     export_draft(samples.dflash(rope=samples.ROPES["rounded yarn"]), "zlab", tmp_path / "d")
-    code, said, _ = run("preflight", tmp_path / "d", "--target", target.path)
-    assert code == 0 and "every engine takes the same" in said
-    code, said, _ = run("preflight", tmp_path / "d", "--target", target.path, "--json")
-    found = json.loads(said)
-    assert code == 0 and found["clean"] and found["kind"] == "DFlash"
-    rows = {row["check"]: row for row in found["rows"]}
-    assert rows["layer ids"]["cells"]["vLLM"] == {"state": "same", "said": "hs 1, 3, 5"}
-    assert rows["layer ids"]["said"] == "hs 1, 3, 5"
+    code, output, _ = run("preflight", tmp_path / "d", "--target", target.path)
+    assert code == 0 and "every engine takes the same" in output
+    code, output, _ = run("preflight", tmp_path / "d", "--target", target.path, "--json")
+    data = json.loads(output)
+    assert code == 0 and data["clean"] and data["kind"] == "DFlash"
+    rows = {row["check"]: row for row in data["rows"]}
+    assert rows["layer ids"]["cells"]["vLLM"] == {"state": "same", "message": "hs 1, 3, 5"}
+    assert rows["layer ids"]["message"] == "hs 1, 3, 5"
 
 
 def test_preflight_of_the_embedded_pair_exits_1_for_llama_cpps_own_converter(run):
-    code, said, _ = run("preflight", "dflash")
-    assert code == 1 and "convert with `outpace export --to gguf`" in said
-    code, said, _ = run("preflight", "dflash", "--engine", "SGLang", "--engine", "vLLM")
+    code, output, _ = run("preflight", "dflash")
+    assert code == 1 and "convert with `outpace export --to gguf`" in output
+    code, output, _ = run("preflight", "dflash", "--engine", "SGLang", "--engine", "vLLM")
     assert code == 0
 
 
@@ -132,8 +132,8 @@ ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "said"), ERRORS)
-def test_errors_are_one_sentence_and_leave_nothing(run, plain, target, tmp_path, arguments, said):
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
+def test_errors_are_one_sentence_and_leave_nothing(run, plain, target, tmp_path, arguments, message):
     places = {
         "PLAIN": plain,
         "TARGET": target.path,
@@ -141,7 +141,7 @@ def test_errors_are_one_sentence_and_leave_nothing(run, plain, target, tmp_path,
         "OUT.gguf": tmp_path / "out.gguf",
     }
     code, out, err = run(*(places.get(str(a), a) for a in arguments))
-    assert code == 2 and out == "" and said in err
+    assert code == 2 and out == "" and message in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +176,7 @@ def test_an_export_that_fails_leaves_the_old_file(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("draft", "said"),
+    ("draft", "message"),
     [
         (samples.dflash(vocab_size=291), "vocab_size 291; .* has 290"),
         (samples.dflash(hidden_size=88), "hidden_size 88; .* has 96"),
@@ -184,16 +184,16 @@ def test_an_export_that_fails_leaves_the_old_file(target, tmp_path):
         (samples.eagle3(layer_ids=(1, 2, 6)), "num_hidden_layers 7; .* has 6"),
     ],
 )  # fmt: skip
-def test_a_draft_of_another_target_is_not_exported(target, draft, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_draft_of_another_target_is_not_exported(target, draft, message):
+    with pytest.raises(ValueError, match=message):
         check_fit(draft, target)
     check_fit(draft, None)
 
 
-def test_import_names_what_it_found(target, tmp_path):
+def test_import_names_what_it_detected(target, tmp_path):
     export_draft(samples.eagle3(), "speculators-eagle3", tmp_path / "s", target)
-    found, written, notes = import_draft(tmp_path / "s", tmp_path / "e", target)
-    assert (found, written, notes) == ("speculators-eagle3", "sglang-eagle3", [])
+    result, written, notes = import_draft(tmp_path / "s", tmp_path / "e", target)
+    assert (result, written, notes) == ("speculators-eagle3", "sglang-eagle3", [])
 
 
 def test_a_draft_of_any_format_runs(target, tmp_path):
@@ -234,20 +234,20 @@ def fond():
 @pytest.mark.parametrize("variant", ["yarn", "llama3", "linear", "window", "some windows"])
 def test_transformers_own_class_accepts_what_ours_accepts(variant, fond, tmp_path):
     """From the folder, with nothing missing, nothing left over and nothing said beside it."""
-    target, yardstick = fond
+    target, baseline = fond
     draft = samples.dflash(**samples.DFLASHES[variant])
     leaning = {n: t * 0.1 if "down_proj" in n else t for n, t in draft.tensors.items()}
     draft = replace(draft, tensors=leaning)
     export_draft(draft, "transformers", tmp_path / "d")
     theirs = importlib.import_module("transformers").MuseGlimmerAssistantModel
-    model, told = theirs.from_pretrained(tmp_path / "d", dtype=torch.float32, output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    chosen = {("transformers-dflash", 1): yardstick.chosen["transformers", 1]}
-    runs = replace(yardstick, draft=model.eval(), chosen=chosen).methods()
+    model, note = theirs.from_pretrained(tmp_path / "d", dtype=torch.float32, output_loading_info=True)
+    assert not any(note[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    chosen = {("transformers-dflash", 1): baseline.chosen["transformers", 1]}
+    runs = replace(baseline, draft=model.eval(), chosen=chosen).methods()
     prompts = tiny.tokens(1, 13, seed=2).tolist()
-    found = runs["transformers-dflash"](prompts, 41, 0)
-    ours = our_methods(target, build_dflash(draft), 0.0, 4)["dflash"](prompts, 41, 0)
-    assert found.tokens == ours.tokens
-    lens = found.trace.accept_lens
+    result = runs["transformers-dflash"](prompts, 41, 0)
+    ours = our_methods(target, build_dflash(draft), None, 0.0, 4)["dflash"](prompts, 41, 0)
+    assert result.tokens == ours.tokens
+    lens = result.trace.accept_lens
     assert len(lens) > 8 and len(set(lens)) > 1
-    assert ours.trace.accept_lens[: found.trace.rounds] == lens
+    assert ours.trace.accept_lens[: result.trace.rounds] == lens

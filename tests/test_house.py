@@ -48,7 +48,7 @@ def imports(module: str, text: str) -> list[tuple[str, int, bool]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for inner in ast.walk(node)
     }
-    found = []
+    items = []
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -63,8 +63,8 @@ def imports(module: str, text: str) -> list[tuple[str, int, bool]]:
             names = [
                 a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)
             ]
-        found += [(n, node.lineno, id(node) in late) for n in names if n.split(".")[0] == "outpace"]
-    return found
+        items += [(n, node.lineno, id(node) in late) for n in names if n.split(".")[0] == "outpace"]
+    return items
 
 
 def resolve(name: str, modules: Sources) -> str:
@@ -116,11 +116,11 @@ def import_faults(modules: Sources) -> list[str]:
 def circles(modules: Sources) -> list[str]:
     """One line per circle of imports, over all modules."""
     graph = {m: {resolve(n, modules) for n, _, _ in imports(m, text)} - {m} for m, text in modules.items()}
-    found, done = [], set()
+    entries, done = [], set()
 
     def walk(module, path):
         if module in path:
-            found.append(" -> ".join([*path[path.index(module) :], module]))
+            entries.append(" -> ".join([*path[path.index(module) :], module]))
             return
         if module in done:
             return
@@ -130,7 +130,7 @@ def circles(modules: Sources) -> list[str]:
 
     for module in graph:
         walk(module, [])
-    return found
+    return entries
 
 
 def file_faults(name: str, text: str) -> list[str]:
@@ -202,8 +202,8 @@ def test_no_private_places():
         if path.suffix in (".safetensors", ".png", ".json"):
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")
-        found = PRIVATE.search(text)
-        assert found is None, f"{path.relative_to(ROOT)} names {found.group()!r}"
+        match = PRIVATE.search(text)
+        assert match is None, f"{path.relative_to(ROOT)} names {match.group()!r}"
 
 
 def test_the_package_is_marked_as_typed():
@@ -235,7 +235,7 @@ def test_a_clean_tree_has_no_faults():
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "said"),
+    ("module", "text", "message"),
     [
         ("outpace.ops.x", "from outpace.models.a import y", "up from floor 2 to 4"),
         ("outpace.ops.x", "import outpace.models.a as a", "up from floor 2 to 4"),
@@ -256,18 +256,18 @@ def test_a_clean_tree_has_no_faults():
         ("outpace.models.x", "from outpace.ops.nowhere import y", "no such module"),
     ],
 )
-def test_a_planted_import_is_found(module, text, said):
+def test_a_planted_import_is_detected(module, text, message):
     faults = planted(module, text)
-    assert len(faults) == 1 and said in faults[0]
+    assert len(faults) == 1 and message in faults[0]
 
 
-def test_a_planted_circle_is_found():
+def test_a_planted_circle_is_detected():
     tree = TREE | {"outpace.models.a": '"""A."""\nfrom outpace.models.b import x\n'}
     assert circles(tree) == ["outpace.models.a -> outpace.models.b -> outpace.models.a"]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("outpace/ops/x.py", '"""A."""\n' + "x = 1\n" * MOST_LINES, "the limit is"),
         ("outpace/ops/x.c", "// A.\n" + "int x;\n" * MOST_LINES, "the limit is"),
@@ -277,9 +277,9 @@ def test_a_planted_circle_is_found():
         ("outpace/ops/__init__.py", "from outpace.ops.rope import rotate\n", "not empty"),
     ],
 )
-def test_a_planted_file_is_found(name, text, said):
-    assert said in file_faults(name, text)[0]
+def test_a_planted_file_is_detected(name, text, message):
+    assert message in file_faults(name, text)[0]
 
 
-def test_a_planted_place_is_found():
+def test_a_planted_place_is_detected():
     assert PRIVATE.search("see /" + "work/thing") and not PRIVATE.search("see work/thing and homework/")

@@ -123,14 +123,14 @@ def test_trainable_is_what_is_built(family):
 def test_what_training_takes():
     sizes, device = published("gpt-oss-20b"), DEVICES["h100"]
     choices = Choices(rank=512, tokens=1e9, row_tokens=4096)
-    said = plan(sizes, device, 8, choices)["training"]
+    value = plan(sizes, device, 8, choices)["training"]
     learnt = 12 * ((2880 * 512 + 512) + 2 * (512 * 512 + 512))
     token = 3 * (2 * sizes.active + 2 * 64 * 64 * 4096 * 12) + 6 * learnt
-    assert said["flops"] == pytest.approx(1e9 * token)
-    assert said["optimizer"] == 16 * learnt
-    assert said["device_hours"][0] == pytest.approx(1e9 * token / (989e12 * 0.45) / 3600)
-    assert said["hours"][0] == pytest.approx(said["device_hours"][0] / 8)
-    assert said["cost"] == pytest.approx([said["device_hours"][0] * 1.9, said["device_hours"][1] * 4.0])
+    assert value["flops"] == pytest.approx(1e9 * token)
+    assert value["optimizer"] == 16 * learnt
+    assert value["device_hours"][0] == pytest.approx(1e9 * token / (989e12 * 0.45) / 3600)
+    assert value["hours"][0] == pytest.approx(value["device_hours"][0] / 8)
+    assert value["cost"] == pytest.approx([value["device_hours"][0] * 1.9, value["device_hours"][1] * 4.0])
     cached = plan(sizes, device, 1, Choices(tokens=1000, draft_parameters=8e8))
     assert cached["teacher_cache_bytes"] == 1000 * (4 + 6 * 2880 * 2)
 
@@ -140,10 +140,10 @@ def test_speed_with_a_draft():
     sizes = published("gpt-oss-20b")
     head = 201088 * 2880
     choices = Choices(context=1, draft_parameters=8e8 + head, tau=3.0, columns=8)
-    said = plan(sizes, DEVICES["h100"], 1, choices)["decode"]["before"]
-    assert said["draft_over_step"] == pytest.approx(0.74, abs=0.01)
-    assert said["verify_over_step"] == pytest.approx(1.87, abs=0.03)
-    assert said["speedup"] == pytest.approx(3.0 / (said["verify_over_step"] + said["draft_over_step"]))
+    value = plan(sizes, DEVICES["h100"], 1, choices)["decode"]["before"]
+    assert value["draft_over_step"] == pytest.approx(0.74, abs=0.01)
+    assert value["verify_over_step"] == pytest.approx(1.87, abs=0.03)
+    assert value["speedup"] == pytest.approx(3.0 / (value["verify_over_step"] + value["draft_over_step"]))
 
 
 def test_hardware_by_name():
@@ -154,7 +154,7 @@ def test_hardware_by_name():
 
 
 @pytest.mark.parametrize(
-    ("said", "named"),
+    ("message", "named"),
     [
         ({"context": 0}, "context 0"),
         ({"rank": -1}, "rank -1"),
@@ -163,21 +163,21 @@ def test_hardware_by_name():
         ({"tau": 3.0}, "tau without a draft"),
     ],
 )
-def test_choices_that_cannot_be(said, named):
+def test_choices_that_cannot_be(message, named):
     with pytest.raises(ValueError, match=named):
-        Choices(**said)
+        Choices(**message)
 
 
 def test_the_command(tmp_path):
     assert callable(main)  # the module adds every command
     run = CliRunner().invoke
     done = run(app, ["plan", "120b", "--hardware", "8xh200", "--rank", "512", "--index-dim", "256", "--json"])
-    said = json.loads(done.stdout)
-    assert said["trainable_parameters"] == 262522656 and said["fits"] is True
-    assert said["model"]["full_attention_layers"] == 18 and said["assumptions"]
+    data = json.loads(done.stdout)
+    assert data["trainable_parameters"] == 262522656 and data["fits"] is True
+    assert data["model"]["full_attention_layers"] == 18 and data["assumptions"]
     (tmp_path / "config.json").write_text(json.dumps(tiny.GPT_OSS))
-    said = json.loads(run(app, ["plan", str(tmp_path), "--hardware", "rtx-4090", "--json"]).stdout)
-    assert said["model"]["layers"] == 4
+    data = json.loads(run(app, ["plan", str(tmp_path), "--hardware", "rtx-4090", "--json"]).stdout)
+    assert data["model"]["layers"] == 4
     text = run(app, ["plan", "120b", "--hardware", "rtx-4090", "--tokens", "1e9", "--draft", "1e9"]).stdout
     assert "does not fit" in text and "device-hours" in text and "no tau was given" in text
     measured = json.loads(run(app, ["plan", "qwen3-8b", "--hardware", "this", "--json"]).stdout)["hardware"]

@@ -28,17 +28,17 @@ def planted(target, tmp_path):
     return plant
 
 
-def row(found, check):
-    return next(r for r in found.rows if r.check == check)
+def row(result, check):
+    return next(r for r in result.rows if r.check == check)
 
 
-def apart(found, check):
+def apart(result, check):
     """Who differs, and what each takes."""
-    return {engine: c.said for engine, c in row(found, check).cells.items() if c.state == "differs"}
+    return {engine: c.message for engine, c in row(result, check).cells.items() if c.state == "differs"}
 
 
-def faults(found):
-    return {r.check: r.fault for r in found.rows if r.fault}
+def faults(result):
+    return {r.check: r.fault for r in result.rows if r.fault}
 
 
 PLAIN = {"rope": samples.ROPES["rounded yarn"]}  # what every engine can say
@@ -48,10 +48,10 @@ PLAIN = {"rope": samples.ROPES["rounded yarn"]}  # what every engine can say
 def test_a_plain_dflash_is_clean_everywhere(name, target, tmp_path):
     out = tmp_path / ("d.gguf" if name == "gguf" else name)
     export_draft(samples.dflash(**PLAIN), name, out, target)
-    found = preflight(out, target)
-    assert found.clean and not found.refused
-    assert [r.check for r in found.rows] == list(CHECKS["DFlash"])
-    states = {c.state for r in found.rows for c in r.cells.values()}
+    result = preflight(out, target)
+    assert result.clean and not result.refused
+    assert [r.check for r in result.rows] == list(CHECKS["DFlash"])
+    states = {c.state for r in result.rows for c in r.cells.values()}
     assert states <= {"same", "export", "refuses", ""} and "same" in states and "export" in states
 
 
@@ -67,22 +67,22 @@ def test_a_plain_eagle3_is_clean_everywhere(name, target, tmp_path):
 
 def test_nested_layer_ids_only(planted):
     """The worked case of gpt-oss-20b: SGLang reads what was trained, vLLM and llama.cpp their defaults."""
-    found = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
-    assert row(found, "layer ids").said == "hs 2, 3, 5"
-    assert apart(found, "layer ids") == {"vLLM": "hs 2, 3, 3", "llama.cpp": "hs 2, 3, 3"}
-    assert "every place" in row(found, "layer ids").mend and not found.clean
+    result = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
+    assert row(result, "layer ids").message == "hs 2, 3, 5"
+    assert apart(result, "layer ids") == {"vLLM": "hs 2, 3, 3", "llama.cpp": "hs 2, 3, 3"}
+    assert "every place" in row(result, "layer ids").fix and not result.clean
 
 
 def test_layer_ids_on_top_only(planted):
-    found = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: c["eagle_config"].pop(IDS))
-    assert apart(found, "layer ids") == {"SGLang": "hs 2, 3, 3"}
+    result = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: c["eagle_config"].pop(IDS))
+    assert apart(result, "layer ids") == {"SGLang": "hs 2, 3, 3"}
 
 
 def test_layer_ids_off_by_one_for_vllm(planted):
     """The top-level key counts hidden_states: the layer ids written there are one too low."""
-    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update({IDS: [0, 2, 4]}))
-    assert apart(found, "layer ids") == {"vLLM": "hs 0, 2, 4"}
-    assert "hidden_states to read twice, and differently" in found.refused and not found.clean
+    result = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update({IDS: [0, 2, 4]}))
+    assert apart(result, "layer ids") == {"vLLM": "hs 0, 2, 4"}
+    assert "hidden_states to read twice, and differently" in result.refused and not result.clean
 
 
 def test_layers_beyond_the_target(planted):
@@ -96,8 +96,8 @@ def test_fc_of_another_width(planted):
     def edit(config, tensors):
         config["dflash_config"]["target_layer_ids"], config[IDS] = [0, 2], [1, 3]
 
-    said = faults(planted(samples.dflash(), "zlab", edit))["hidden sizes"]
-    assert "fc takes 288 columns, and 2 states of 96 are 192" in said
+    value = faults(planted(samples.dflash(), "zlab", edit))["hidden sizes"]
+    assert "fc takes 288 columns, and 2 states of 96 are 192" in value
 
 
 # ---- rope, window, who sees whom -----------------------------------------------------------------------
@@ -109,30 +109,30 @@ def without_rope(config, tensors):
 
 
 def test_no_rope_in_a_dflash(planted):
-    found = planted(samples.dflash(), "zlab", without_rope)
-    assert "no rope_theta" in found.refused
-    assert row(found, "rope").cells["SGLang"].said == "theta 1e+06"
-    assert apart(found, "rope") == {"llama.cpp": "theta 10000"}
+    result = planted(samples.dflash(), "zlab", without_rope)
+    assert "no rope_theta" in result.refused
+    assert row(result, "rope").cells["SGLang"].message == "theta 1e+06"
+    assert apart(result, "rope") == {"llama.cpp": "theta 10000"}
 
 
 def test_no_rope_in_an_eagle3_is_read_alike_but_noted(planted):
     """SpecForge's gpt-oss config: no rope, 4,096 positions, for a target of 135,168 with YaRN."""
-    found = planted(samples.eagle3(), "sglang-eagle3", without_rope)
-    assert found.clean
-    assert "the target has 15,000" in row(found, "rope").note
-    assert "135,168" in row(found, "positions").note
+    result = planted(samples.eagle3(), "sglang-eagle3", without_rope)
+    assert result.clean
+    assert "the target has 15,000" in row(result, "rope").note
+    assert "135,168" in row(result, "positions").note
 
 
-def test_the_rope_said_twice(planted):
-    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(rope_scaling=None))
-    assert "gives the rope twice, and differently" in found.refused
-    assert set(apart(found, "rope")) == {"vLLM", "llama.cpp"}
+def test_the_rope_given_twice(planted):
+    result = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(rope_scaling=None))
+    assert "gives the rope twice, and differently" in result.refused
+    assert set(apart(result, "rope")) == {"vLLM", "llama.cpp"}
 
 
 def test_yarn_that_llama_cpp_would_round(planted):
-    found = planted(samples.dflash(), "zlab")
-    assert set(apart(found, "rope")) == {"llama.cpp"}
-    assert "export --to gguf" in row(found, "rope").mend
+    result = planted(samples.dflash(), "zlab")
+    assert set(apart(result, "rope")) == {"llama.cpp"}
+    assert "export --to gguf" in row(result, "rope").fix
 
 
 def test_the_export_to_gguf_does_not_round_it(target, tmp_path):
@@ -143,39 +143,39 @@ def test_the_export_to_gguf_does_not_round_it(target, tmp_path):
 def test_a_window_off_by_one(planted):
     """vLLM prefers swa_window_size, SGLang and z-lab read sliding_window."""
     draft = samples.dflash(**PLAIN, **samples.WINDOWS)
-    found = planted(draft, "zlab", lambda c, t: c["dflash_config"].update(swa_window_size=6))
-    assert apart(found, "window") == {"vLLM": "6 in layers 0, 1, 2", "llama.cpp": "6 in layers 0, 1, 2"}
-    assert "swa_window_size 6" in found.refused
+    result = planted(draft, "zlab", lambda c, t: c["dflash_config"].update(swa_window_size=6))
+    assert apart(result, "window") == {"vLLM": "6 in layers 0, 1, 2", "llama.cpp": "6 in layers 0, 1, 2"}
+    assert "swa_window_size 6" in result.refused
 
 
 def test_windows_that_vllm_alone_reads(planted):
     def edit(config, tensors):
         config["dflash_config"].update(use_swa=True, swa_window_size=8)
 
-    found = planted(samples.dflash(**PLAIN), "zlab", edit)
+    result = planted(samples.dflash(**PLAIN), "zlab", edit)
     wide = "8 in layers 0, 1, 2"
-    assert row(found, "window").cells["SGLang"] == PreflightCell("same", "none")
-    assert apart(found, "window") == {"vLLM": wide, "llama.cpp": wide}
-    assert "use_swa True" in found.refused
+    assert row(result, "window").cells["SGLang"] == PreflightCell("same", "none")
+    assert apart(result, "window") == {"vLLM": wide, "llama.cpp": wide}
+    assert "use_swa True" in result.refused
 
 
 def test_transformers_counts_its_window_without_the_token_itself(planted):
-    found = planted(samples.dflash(**PLAIN, **samples.WINDOWS), "transformers")
-    assert row(found, "window").cells["transformers"] == PreflightCell("same", "7 in layers 0, 1, 2")
+    result = planted(samples.dflash(**PLAIN, **samples.WINDOWS), "transformers")
+    assert row(result, "window").cells["transformers"] == PreflightCell("same", "7 in layers 0, 1, 2")
 
 
 def test_a_window_that_nobody_reads(planted):
     draft = samples.dflash(**PLAIN, **samples.WINDOWS)
-    found = planted(draft, "zlab", lambda c, t: c.update(use_sliding_window=False))
-    assert row(found, "window").cells["SGLang"].state == "refuses"
-    assert apart(found, "window") == {"llama.cpp": "none"}
-    assert "Set use_sliding_window to true" in found.refused
+    result = planted(draft, "zlab", lambda c, t: c.update(use_sliding_window=False))
+    assert row(result, "window").cells["SGLang"].state == "refuses"
+    assert apart(result, "window") == {"llama.cpp": "none"}
+    assert "Set use_sliding_window to true" in result.refused
 
 
 def test_a_window_in_speculators_own_code(planted):
-    found = planted(samples.dflash(**PLAIN, **samples.WINDOWS), "speculators")
-    assert "anchors it at the block's start" in apart(found, "window")["speculators"]
-    assert found.refused == ""
+    result = planted(samples.dflash(**PLAIN, **samples.WINDOWS), "speculators")
+    assert "anchors it at the block's start" in apart(result, "window")["speculators"]
+    assert result.refused == ""
 
 
 @pytest.mark.parametrize(
@@ -192,23 +192,23 @@ def test_a_window_in_speculators_own_code(planted):
 def test_windows_without_is_causal(planted, edit, differs):
     """Trained both ways, the file silent: SGLang and z-lab's code take windows as causal."""
     draft = samples.dflash(**PLAIN, **samples.WINDOWS)
-    found = planted(draft, "zlab", edit)
-    assert row(found, "block sees").cells["SGLang"].said == "back only"
-    assert apart(found, "block sees") == differs
+    result = planted(draft, "zlab", edit)
+    assert row(result, "block sees").cells["SGLang"].message == "back only"
+    assert apart(result, "block sees") == differs
 
 
 def test_speculators_silence_about_causality(planted):
     draft = samples.dflash(**PLAIN, **samples.WINDOWS)
-    found = planted(draft, "speculators", lambda c, t: c.pop("sliding_window_non_causal"))
-    assert "without sliding_window_non_causal" in found.refused
-    assert apart(found, "block sees") == {"speculators": "back only"}
+    result = planted(draft, "speculators", lambda c, t: c.pop("sliding_window_non_causal"))
+    assert "without sliding_window_non_causal" in result.refused
+    assert apart(result, "block sees") == {"speculators": "back only"}
 
 
 def test_a_false_that_older_vllm_applies_to_full_layers(planted):
-    found = planted(
+    result = planted(
         samples.dflash(**PLAIN), "speculators", lambda c, t: c.update(sliding_window_non_causal=False)
     )
-    assert apart(found, "block sees") == {"vLLM": "back only"}
+    assert apart(result, "block sees") == {"vLLM": "back only"}
 
 
 # ---- tokens --------------------------------------------------------------------------------------------
@@ -216,16 +216,16 @@ def test_a_false_that_older_vllm_applies_to_full_layers(planted):
 
 def test_a_mask_that_text_is_made_of(planted, target):
     word = target.tokenizer().encode("for").ids[0]
-    found = planted(
+    result = planted(
         samples.dflash(**PLAIN), "zlab", lambda c, t: c["dflash_config"].update(mask_token_id=word)
     )
-    assert "which text is made of" in faults(found)["mask token"]
-    assert {c.state for c in row(found, "mask token").cells.values()} <= {"wrong", "export", ""}
+    assert "which text is made of" in faults(result)["mask token"]
+    assert {c.state for c in row(result, "mask token").cells.values()} <= {"wrong", "export", ""}
 
 
 def test_a_mask_beyond_the_vocabulary(planted):
-    found = planted(samples.dflash(), "zlab", lambda c, t: c["dflash_config"].update(mask_token_id=290))
-    assert "290 is outside the target's vocabulary" in faults(found)["mask token"] and found.refused
+    result = planted(samples.dflash(), "zlab", lambda c, t: c["dflash_config"].update(mask_token_id=290))
+    assert "290 is outside the target's vocabulary" in faults(result)["mask token"] and result.refused
 
 
 def test_a_mask_where_llama_cpp_does_not_look(planted):
@@ -237,27 +237,27 @@ def test_a_mask_where_llama_cpp_does_not_look(planted):
 
 @pytest.mark.parametrize("key", ["sample_from_anchor", "shift_label"])
 def test_another_anchor_slot(planted, key):
-    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c["dflash_config"].update({key: True}))
-    assert "guesses from another slot" in faults(found)["anchor slot"] and key in found.refused
+    result = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c["dflash_config"].update({key: True}))
+    assert "guesses from another slot" in faults(result)["anchor slot"] and key in result.refused
 
 
 def test_block_sizes_that_differ(planted):
-    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(block_size=8))
-    assert "block_size twice, and differently" in found.refused
-    assert row(found, "block size").cells["SGLang"].said == "5"
+    result = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(block_size=8))
+    assert "block_size twice, and differently" in result.refused
+    assert row(result, "block size").cells["SGLang"].message == "5"
 
 
 def test_d2t_that_is_absolute(planted):
     def edit(config, tensors):
         tensors["d2t"] += torch.arange(37)
 
-    found = planted(samples.eagle3(), "sglang-eagle3", edit)
-    assert "write offsets" in faults(found)["vocabulary"] and "write offsets" in found.refused
+    result = planted(samples.eagle3(), "sglang-eagle3", edit)
+    assert "write offsets" in faults(result)["vocabulary"] and "write offsets" in result.refused
 
 
 def test_t2d_that_marks_other_tokens(planted):
-    found = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: t.update(t2d=t["t2d"].roll(1)))
-    assert "not those that t2d marks" in faults(found)["vocabulary"]
+    result = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: t.update(t2d=t["t2d"].roll(1)))
+    assert "not those that t2d marks" in faults(result)["vocabulary"]
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------
@@ -265,21 +265,21 @@ def test_t2d_that_marks_other_tokens(planted):
 
 def test_biases_in_an_eagle3(planted):
     bias = {"midlayer.self_attn.q_proj.bias": torch.zeros(24)}
-    found = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: t.update(bias))
-    assert "q_proj.bias" in faults(found)["attention bias"]
-    assert "SGLang would drop" in found.refused
+    result = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: t.update(bias))
+    assert "q_proj.bias" in faults(result)["attention bias"]
+    assert "SGLang would drop" in result.refused
 
 
 def test_biases_that_the_config_promises(planted):
-    found = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(attention_bias=True))
-    assert "hold no biases" in faults(found)["attention bias"] and "missing" in found.refused
+    result = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(attention_bias=True))
+    assert "hold no biases" in faults(result)["attention bias"] and "missing" in result.refused
 
 
 def test_a_biased_draft_is_only_refused_by_llama_cpp_and_transformers(planted):
     """z-lab's gpt-oss-20b draft: fine in SGLang and vLLM; the others say no, nobody misreads it."""
-    found = planted(samples.dflash(**PLAIN, attention_bias=True), "zlab")
-    cells = row(found, "attention bias").cells
-    assert found.clean and {e for e, c in cells.items() if c.state == "refuses"} == {
+    result = planted(samples.dflash(**PLAIN, attention_bias=True), "zlab")
+    cells = row(result, "attention bias").cells
+    assert result.clean and {e for e, c in cells.items() if c.state == "refuses"} == {
         "llama.cpp",
         "transformers",
     }
@@ -289,53 +289,53 @@ def test_an_embedding_of_its_own(planted):
     def edit(config, tensors):
         tensors["embed_tokens.weight"] = torch.ones(samples.VOCAB, 96)
 
-    found = planted(samples.dflash(**PLAIN), "zlab", edit)
-    assert set(apart(found, "embedding, head")) == {"vLLM", "llama.cpp"}
-    assert "that is not the target's" in found.refused
+    result = planted(samples.dflash(**PLAIN), "zlab", edit)
+    assert set(apart(result, "embedding, head")) == {"vLLM", "llama.cpp"}
+    assert "that is not the target's" in result.refused
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_precision_that_is_not_the_tensors(planted, dtype):
     draft = samples.dflash(torch.bfloat16, **PLAIN)
-    found = planted(draft, "zlab", lambda c, t: c.update(dtype=dtype))
-    assert found.clean and f"config.json says {dtype}" in row(found, "dtype").note
+    result = planted(draft, "zlab", lambda c, t: c.update(dtype=dtype))
+    assert result.clean and f"config.json says {dtype}" in row(result, "dtype").note
 
 
 # ---- norms -----------------------------------------------------------------------------------------------
 
 
 def test_norms_that_sglang_does_not_have(planted):
-    found = planted(samples.eagle3(norm_before_residual=True, norm_before_fc=True), "sglang-eagle3")
-    assert apart(found, "norms") == {"SGLang": "eps 1e-05, raw residual"}
+    result = planted(samples.eagle3(norm_before_residual=True, norm_before_fc=True), "sglang-eagle3")
+    assert apart(result, "norms") == {"SGLang": "eps 1e-05, raw residual"}
 
 
 def test_a_norm_that_speculators_and_vllm_default_differently(planted):
-    found = planted(samples.eagle3(), "speculators-eagle3", lambda c, t: c.pop("norm_before_residual"))
-    assert "norm_before_residual is missing" in found.refused
-    assert row(found, "norms").cells["vLLM"].said == "eps 1e-05, normed residual"
-    assert apart(found, "norms") == {
+    result = planted(samples.eagle3(), "speculators-eagle3", lambda c, t: c.pop("norm_before_residual"))
+    assert "norm_before_residual is missing" in result.refused
+    assert row(result, "norms").cells["vLLM"].message == "eps 1e-05, normed residual"
+    assert apart(result, "norms") == {
         "speculators": "eps 1e-05, raw residual",
         "llama.cpp": "eps 1e-05, raw residual",
     }
 
 
 def test_eagle_3_1_in_llama_cpp(planted):
-    found = planted(samples.eagle3(norm_output=True), "sglang-eagle3")
-    assert set(apart(found, "norms")) == {"llama.cpp"}
+    result = planted(samples.eagle3(norm_output=True), "sglang-eagle3")
+    assert set(apart(result, "norms")) == {"llama.cpp"}
 
 
 # ---- another target; one engine; what is shown ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("said", "check", "fault"),
+    ("message", "check", "fault"),
     [
         ({"num_target_layers": 12}, "hidden sizes", "a target of 12 layers"),
         ({"vocab_size": 97}, "vocabulary", "a vocabulary of 97"),
     ],
 )
-def test_the_draft_of_another_target(planted, said, check, fault):
-    assert fault in faults(planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(said)))[check]
+def test_the_draft_of_another_target(planted, message, check, fault):
+    assert fault in faults(planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c.update(message)))[check]
 
 
 def test_one_engine_at_a_time(planted):
@@ -351,15 +351,15 @@ def test_one_engine_at_a_time(planted):
 def test_the_embedded_draft():
     """Read alike by the engines that load its format; llama.cpp's converter would round its YaRN, and
     speculators' code knows no such window."""
-    found = preflight(EMBEDDED / "dflash", open_target_files("default"))
-    assert found.refused == "" and not any(r.fault or r.note for r in found.rows)
-    differs = {(r.check, e) for r in found.rows for e, c in r.cells.items() if c.state == "differs"}
+    result = preflight(EMBEDDED / "dflash", open_target_files("default"))
+    assert result.refused == "" and not any(r.fault or r.note for r in result.rows)
+    differs = {(r.check, e) for r in result.rows for e, c in r.cells.items() if c.state == "differs"}
     assert differs == {("rope", "llama.cpp"), ("window", "speculators")}
 
 
 def test_what_is_shown_names_the_slip(planted, capsys):
-    found = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
-    show_preflight(found, Console(width=80))
+    result = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
+    show_preflight(result, Console(width=80))
     out = capsys.readouterr().out
     assert "layer ids: vLLM: hs 2, 3, 3" in out and "mend: " in out
     assert "nobody would say so: vLLM, llama.cpp" in out
@@ -383,17 +383,17 @@ def test_a_target_may_be_gguf(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("dflash.block_size", 9, "dflash.block_size is 9"),
         ("tokenizer.ggml.mask_token_id", 3, "mask_token_id was changed"),
     ],
 )
-def test_a_gguf_that_was_edited_after_it_was_written(target, tmp_path, key, value, said):
+def test_a_gguf_that_was_edited_after_it_was_written(target, tmp_path, key, value, message):
     """Its record and the keys that llama.cpp reads no longer agree."""
     export_draft(samples.dflash(**PLAIN), "gguf", tmp_path / "d.gguf", target)
     reader = gguf.GGUFReader(tmp_path / "d.gguf", "r+")
     reader.fields[key].parts[-1][0] = value
     del reader
-    found = preflight(tmp_path / "d.gguf", target)
-    assert said in found.refused and not found.clean
+    result = preflight(tmp_path / "d.gguf", target)
+    assert message in result.refused and not result.clean

@@ -70,7 +70,7 @@ def test_conversions(recipe):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("stepz = 1", ["stepz", "steps", "recipe.toml"]),
         ("steps = 1\nlerning_rate = 1.0", ["lerning_rate", "learning_rate", "recipe.toml"]),
@@ -94,17 +94,17 @@ def test_conversions(recipe):
         ("steps = ", ["recipe.toml", "not TOML"]),
     ],
 )
-def test_refusals(recipe, text, said):
+def test_refusals(recipe, text, message):
     with pytest.raises(ValueError) as error:
         load_settings(Recipe, recipe(text), {})
-    for part in said:
+    for part in message:
         assert part in str(error.value)
 
 
 def test_pairs_of_a_command_line_read_as_toml_or_as_words():
     pairs = ["steps=5", "learning_rate=1e-3", "words=plain,dflash", "ids=8", "pair=[1, 2.5]", "kind=dpace"]
-    said = parse_overrides(Recipe, [*pairs, "name=11+7", "limit=3"])
-    assert said == {
+    overrides = parse_overrides(Recipe, [*pairs, "name=11+7", "limit=3"])
+    assert overrides == {
         "steps": 5,
         "learning_rate": 1e-3,
         "words": ["plain", "dflash"],
@@ -114,7 +114,7 @@ def test_pairs_of_a_command_line_read_as_toml_or_as_words():
         "name": "11+7",
         "limit": 3,
     }
-    assert load_settings(Recipe, None, said).ids == (8,)
+    assert load_settings(Recipe, None, overrides).ids == (8,)
     for row in ("ids=8,", "ids=[8]"):
         assert parse_overrides(Recipe, [row]) == {"ids": [8]}
     assert parse_overrides(Recipe, ["words=a", "name="]) == {"words": ["a"], "name": ""}
@@ -123,12 +123,12 @@ def test_pairs_of_a_command_line_read_as_toml_or_as_words():
 
 
 def test_refused_overrides():
-    for overrides, said in (
+    for overrides, value in (
         ({"steps": None}, "`steps`"),
         ({"step": 1}, "did you mean `steps`"),
         ({"steps": 1, "words": "abc"}, "`words`"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=value):
             load_settings(Recipe, None, overrides)
 
 
@@ -140,7 +140,7 @@ def test_a_recipe_that_is_not_there(tmp_path):
 def test_recipes_of_this_repository_load():
     from outpace.train.target import TargetRecipe
 
-    found = sorted(Path(__file__).parent.parent.glob("recipes/target-*.toml"))
-    assert found
-    for path in found:
+    items = sorted(Path(__file__).parent.parent.glob("recipes/target-*.toml"))
+    assert items
+    for path in items:
         assert dataclasses.is_dataclass(load_settings(TargetRecipe, path, {}))

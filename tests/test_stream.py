@@ -52,9 +52,9 @@ def test_largest_logits_are_those_of_one_long_forward(few, draft, new):
     with torch.inference_mode():
         logits = target.logits(target(whole).hidden[0, len(prompt) - 1 :])
     values, ids = logits.topk(4)
-    assert [[c.token for c in found] for found in done.top] == ids.tolist()
-    assert [found[0].token for found in done.top] == done.tokens  # temperature 0
-    torch.testing.assert_close(torch.tensor([[c.logit for c in found] for found in done.top]), values)
+    assert [[c.token for c in item] for item in done.top] == ids.tolist()
+    assert [item[0].token for item in done.top] == done.tokens  # temperature 0
+    torch.testing.assert_close(torch.tensor([[c.logit for c in item] for item in done.top]), values)
     assert done.top[0][1].text == few.decode([int(ids[0, 1])], skip_special_tokens=False)
     assert len(top_lines(done).splitlines()) == len(done.tokens)
 
@@ -144,17 +144,19 @@ SAID = (
 
 
 def test_of_an_answer_only_the_final_channel_is_read(tokenizer):
-    talk = HarmonyChat(tokenizer)
-    talk.say("What is 2 + 2?")
-    talk.prompt()
-    read = answer_reader(talk)
+    harmony_chat = HarmonyChat(tokenizer)
+    harmony_chat.say("What is 2 + 2?")
+    harmony_chat.prompt()
+    read = answer_reader(harmony_chat)
     assert "".join(read(token) for token in encode(tokenizer, SAID)) == "2 + 2 = 4 \U0001f642"
-    assert no_answer(talk.end(), 30) is None
-    talk.prompt()
-    read = answer_reader(talk)
+    assert no_answer(harmony_chat.end(), 30) is None
+    harmony_chat.prompt()
+    read = answer_reader(harmony_chat)
     cut = SAID.partition("<|end|>")[0]
     assert "".join(read(token) for token in encode(tokenizer, cut)) == ""
-    assert no_answer(talk.end(), 12).startswith("no answer in 12 tokens (analysis): allow more with -n")
+    assert no_answer(harmony_chat.end(), 12).startswith(
+        "no answer in 12 tokens (analysis): allow more with -n"
+    )
 
 
 # ---- the command -----------------------------------------------------------------------------------
@@ -167,9 +169,9 @@ def test_chat_prints_no_tags(monkeypatch, capsys):
     code, out, _ = outpace(
         monkeypatch, capsys, "generate", "default", "What is 2 + 2?", "--chat", "-n", 12, "--json"
     )
-    said = json.loads(out)
-    assert said["prompt_tokens"] > 100 and len(said["tokens"]) <= 12
-    assert said["text"] == "" and said["note"] and all(p["kind"] != "final" for p in said["parts"])
+    data = json.loads(out)
+    assert data["prompt_tokens"] > 100 and len(data["tokens"]) <= 12
+    assert data["text"] == "" and data["note"] and all(p["kind"] != "final" for p in data["parts"])
 
 
 def test_chat_by_the_checkpoints_template(monkeypatch, capsys, tmp_path, tokenizer):
@@ -183,22 +185,22 @@ def test_chat_by_the_checkpoints_template(monkeypatch, capsys, tmp_path, tokeniz
     assert code == 2 and "neither Harmony's tokens nor a chat template" in " ".join(err.split())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}\ny = ")
     code, out, _ = outpace(monkeypatch, capsys, *options)
-    said = json.loads(out)
-    assert code == 0 and said["prompt_tokens"] == len(encode(tokenizer, "x = 1\ny = "))
+    data = json.loads(out)
+    assert code == 0 and data["prompt_tokens"] == len(encode(tokenizer, "x = 1\ny = "))
     _, out, _ = outpace(monkeypatch, capsys, "generate", tmp_path, "x = 1\ny = ", *options[4:])
-    assert json.loads(out)["text"].startswith(said["text"].rstrip("\n")) and said["text"]
+    assert json.loads(out)["text"].startswith(data["text"].rstrip("\n")) and data["text"]
 
 
 def test_timing_runs_twice(monkeypatch, capsys):
     options = ("generate", "default", "import os\n", "-n", 12, "--ignore-eos", "--timing")
     code, out, _ = outpace(monkeypatch, capsys, *options, "--json")
-    said = json.loads(out)["timing"]
-    assert code == 0 and said["load"] > 0
+    value = json.loads(out)["timing"]
+    assert code == 0 and value["load"] > 0
     for kind in ("first", "warm"):
-        assert {"prefill", "first_token", "round_mean", "round_p50", "round_p95", "tokens_per_s"} == said[
+        assert {"prefill", "first_token", "round_mean", "round_p50", "round_p95", "tokens_per_s"} == value[
             kind
         ].keys()
-        assert said[kind]["tokens_per_s"] > 0
+        assert value[kind]["tokens_per_s"] > 0
     code, out, _ = outpace(monkeypatch, capsys, *options)
     assert code == 0 and "warm run" in out and "time to first token" in out
 
@@ -206,25 +208,25 @@ def test_timing_runs_twice(monkeypatch, capsys):
 def test_layers_and_largest_logits(monkeypatch, capsys):
     options = ("generate", "default", "import os\n", "-n", 4, "--layers", 2, "--top-logits", 3)
     code, out, _ = outpace(monkeypatch, capsys, *options, "--json")
-    said = json.loads(out)
-    assert code == 0 and [len(found) for found in said["top_logits"]] == [3] * len(said["tokens"])
-    assert [found[0]["token"] for found in said["top_logits"]] == said["tokens"]
+    data = json.loads(out)
+    assert code == 0 and [len(item) for item in data["top_logits"]] == [3] * len(data["tokens"])
+    assert [item[0]["token"] for item in data["top_logits"]] == data["tokens"]
     code, out, _ = outpace(
         monkeypatch, capsys, "generate", "default", "import os\n", "-n", 4, "--draft", "none", "--json"
     )
-    assert code == 0 and json.loads(out)["tokens"] != said["tokens"] and "top_logits" not in json.loads(out)
+    assert code == 0 and json.loads(out)["tokens"] != data["tokens"] and "top_logits" not in json.loads(out)
     code, out, _ = outpace(monkeypatch, capsys, *options)
     assert code == 0 and "   3 " in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--layers", LAYERS + 1), f"layers {LAYERS + 1}: give 1 to {LAYERS}"),
         (("--layers", 3, "--draft", "dflash"), f"num_target_layers {LAYERS}; this one has 3"),
         (("--top-logits", 0), "top_logits 0: ask for at least 1"),
     ],
 )
-def test_refusals(monkeypatch, capsys, arguments, said):
+def test_refusals(monkeypatch, capsys, arguments, message):
     code, _, err = outpace(monkeypatch, capsys, "generate", "default", "x", *arguments)
-    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err

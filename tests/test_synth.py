@@ -85,11 +85,11 @@ def test_the_published_size(like):
 @pytest.mark.parametrize("like", PUBLISHED)
 def test_it_is_read_and_runs(narrow, tmp_path, like):
     made = plan(like, layers=3)
-    heard = []
-    written = synthesise(tmp_path, made, on_bytes=heard.append)
-    assert sum(heard) == written.nbytes == made.nbytes
-    found = inspect_target(tmp_path)
-    assert found.comparison.clean and found.parameters == made.parameters == written.parameters
+    items = []
+    written = synthesise(tmp_path, made, on_bytes=items.append)
+    assert sum(items) == written.nbytes == made.nbytes
+    result = inspect_target(tmp_path)
+    assert result.comparison.clean and result.parameters == made.parameters == written.parameters
     model, tokenizer = load_target(tmp_path), read_tokenizer(tmp_path)
     tokens = torch.tensor([tokenizer.encode("def main():\n    return 1\n").ids])
     with torch.inference_mode():
@@ -200,7 +200,7 @@ def test_a_disk_that_is_too_small(narrow, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"like": "gpt-5"}, "gpt-oss-20b, gpt-oss-120b"),
         ({"like": "qwen3-8b", "layers": 0}, "give 1 to 36"),
@@ -209,8 +209,8 @@ def test_a_disk_that_is_too_small(narrow, tmp_path, monkeypatch):
         ({"like": "qwen3-8b", "seed": -1}, "--seed -1"),
     ],
 )
-def test_wrong_plans(given, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_plans(given, message):
+    with pytest.raises(ValueError, match=message):
         plan(**given)
 
 
@@ -221,14 +221,14 @@ def test_a_file_in_the_way(narrow, tmp_path):
 
 
 def test_the_command(narrow, tmp_path, monkeypatch, capsys):
-    said = []
+    items = []
     for options in (("--json",), ()):
         arguments = ["outpace", "synth", str(tmp_path / "x"), "--like", "llama-3.1-8b", "--layers", "2"]
         monkeypatch.setattr("sys.argv", [*arguments, *options])
         with pytest.raises(SystemExit) as ended:
             main()
         assert not ended.value.code
-        said.append(capsys.readouterr().out)
-    written = json.loads(said[0])
+        items.append(capsys.readouterr().out)
+    written = json.loads(items[0])
     assert written["nbytes"] == plan("llama-3.1-8b", layers=2).nbytes and written["kept_shards"] == 0
-    assert f"{written['nbytes']:,} bytes, shards: 1 (1 kept from an earlier run)" in said[1]
+    assert f"{written['nbytes']:,} bytes, shards: 1 (1 kept from an earlier run)" in items[1]

@@ -40,7 +40,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory):
     )
     tokenizer = train_bpe((d.text for d in train), recipe.vocab_size)
     model = train_target(recipe, tokenizer, train, held_out, work / "target")
-    said = publish_target(
+    value = publish_target(
         model, tokenizer, recipe, train, held_out, work / "target", work / "target" / "model"
     )
     target = load_target(work / "target" / "model")
@@ -53,28 +53,28 @@ def walked(tmp_path_factory: pytest.TempPathFactory):
     learn = load_settings(DFlashRecipe, RECIPES / "dflash-micro.toml", {"steps": 10, "eval_every": 10})
     train_dflash(learn, target, tokenizer, cache, prompts, work / "dflash")
     draft = load_dflash(work / "dflash" / "draft", tokenizer)
-    return work, said, target, tokenizer, cache, draft, prompts, held_out
+    return work, value, target, tokenizer, cache, draft, prompts, held_out
 
 
 def test_the_target_learned_something(walked) -> None:
-    work, said, *_ = walked
+    work, value, *_ = walked
     log = [json.loads(line) for line in (work / "target" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < log[0]["loss"]
-    assert 0 < said["held_out_bits_per_byte"] < 8
+    assert 0 < value["held_out_bits_per_byte"] < 8
 
 
 def test_gates_pass_on_what_was_built(walked) -> None:
     _, _, target, _, cache, draft, prompts, _ = walked
     for gate in run_checks(target, draft, cache, prompts):
-        assert gate.passed is not False, f"{gate.name}: {gate.said}"
+        assert gate.passed is not False, f"{gate.name}: {gate.message}"
 
 
 def test_decoding_is_lossless(walked) -> None:
     *_, target, _, _, draft, prompts, _ = walked
     request = Request(max_new_tokens=80)
-    said = generate(target, prompts, request)
+    value = generate(target, prompts, request)
     drafted = generate(target, prompts, request, draft.bind(target))
-    assert drafted.tokens == said.tokens
+    assert drafted.tokens == value.tokens
     assert drafted.trace.tau >= 1
 
 

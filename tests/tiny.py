@@ -122,8 +122,8 @@ def save_twin(family, folder, stored=torch.float32, **changes):
     """A random `transformers` model of the family in float32, saved to `folder` in `stored`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    said = {k: v for k, v in (HF[family] | changes).items() if k != "architectures"}
-    config = AutoConfig.for_model(**said)
+    values = {k: v for k, v in (HF[family] | changes).items() if k != "architectures"}
+    config = AutoConfig.for_model(**values)
     twin = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     randomise(twin.named_parameters())
     if stored != torch.float32:
@@ -142,10 +142,10 @@ def read_twin(folder):
 
 def config(family, *, window=True, **changes):
     """A ModelConfig; `window` False makes every layer see everything, True gives every family one ring."""
-    found = parse_config(HF[family])
-    types = tuple(WINDOW if i % 2 == 0 and window else FULL for i in range(found.num_layers))
+    result = parse_config(HF[family])
+    types = tuple(WINDOW if i % 2 == 0 and window else FULL for i in range(result.num_layers))
     changes = {"layer_types": types, "sliding_window": 7 if window else 0} | changes
-    return dataclasses.replace(found, **changes)
+    return dataclasses.replace(result, **changes)
 
 
 @functools.cache
@@ -165,8 +165,8 @@ def tokens(*shape, seed=1, low=5):
 def write_config(folder, **changes):
     """Change keys of folder/config.json; None removes one."""
     path = folder / "config.json"
-    said = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
 
 
 def exact_frequencies(rope, head_dim):
@@ -174,7 +174,7 @@ def exact_frequencies(rope, head_dim):
     factor on cos and sin. `rope` is a config.json's rope_parameters."""
     kind, theta = rope["rope_type"], rope["rope_theta"]
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    found = []
+    items = []
     for i in range(head_dim // 2):
         turn = theta ** (-2 * i / head_dim)
         if kind == "llama3":
@@ -194,9 +194,9 @@ def exact_frequencies(rope, head_dim):
             low, high = max(low, 0), min(high, head_dim - 1)
             ramp = min(max((i - low) / (high - low), 0), 1)
             turn = turn / factor * ramp + turn * (1 - ramp)
-        found.append(turn)
+        items.append(turn)
     scale = 0.1 * math.log(factor) + 1 if kind == "yarn" else 1.0
-    return torch.tensor(found, dtype=torch.float64), scale
+    return torch.tensor(items, dtype=torch.float64), scale
 
 
 class ExactRotary(torch.nn.Module):

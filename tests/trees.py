@@ -8,7 +8,7 @@ import torch
 def parents_of(shape, N, seed=0):
     """Parents of N columns. shape: "any" (uniform), "deep" (mostly a chain), "wide" (mostly children of the
     root), "chain"."""
-    rng, found = random.Random(f"{shape}{N}{seed}"), [0]
+    rng, items = random.Random(f"{shape}{N}{seed}"), [0]
     for column in range(1, N):
         low, high = {
             "any": (0, column - 1),
@@ -16,8 +16,8 @@ def parents_of(shape, N, seed=0):
             "wide": (0, min(column - 1, 3)),
             "chain": (column - 1, column - 1),
         }[shape]
-        found.append(rng.randint(low, high))
-    return found
+        items.append(rng.randint(low, high))
+    return items
 
 
 def ancestors(parents, column):

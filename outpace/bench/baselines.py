@@ -57,12 +57,12 @@ class Baseline:
 
     target: Any
     draft: Any
-    said: list[str]
+    remarks: list[str]
     chosen: dict[tuple[str, int], tuple[str, str]]  # method, batch -> attention, experts implementation
 
     def methods(self) -> dict[str, Method]:
-        found: dict[str, Method] = {"transformers": self.greedy}
-        return found | ({"transformers-dflash": self.dflash} if self.draft is not None else {})
+        values: dict[str, Method] = {"transformers": self.greedy}
+        return values | ({"transformers-dflash": self.dflash} if self.draft is not None else {})
 
     def greedy(self, prompts: Prompts, new_tokens: int, seed: int = 0) -> Timed:
         self._set(self.chosen["transformers", len(prompts)])
@@ -130,19 +130,19 @@ class Baseline:
         vocab = self.target.config.vocab_size
         prompts = [[(7 * i + b) % vocab for i in range(48)] for b in range(batch)]
         run = self.methods()[method]
-        found: list[tuple[float, tuple[str, str]]] = []
+        items: list[tuple[float, tuple[str, str]]] = []
         for how in product(attentions, experts):
             self.chosen[method, batch] = how
             try:
                 run(prompts, 3, 0)
-                found.append((min(run(prompts, 9, 0).decode_s for _ in range(2)), how))
+                items.append((min(run(prompts, 9, 0).decode_s for _ in range(2)), how))
             except (RuntimeError, ValueError, NotImplementedError, ImportError):
                 continue  # not for this model, or not on this device
-        if not found:
+        if not items:
             raise ValueError(f"{method} runs with none of {attentions} x {experts} on this machine")
-        attention, expert = self.chosen[method, batch] = min(found)[1]
-        tried = ", ".join(" + ".join(part for part in how if part) for _, how in found)
-        self.said.append(
+        attention, expert = self.chosen[method, batch] = min(items)[1]
+        tried = ", ".join(" + ".join(part for part in how if part) for _, how in items)
+        self.remarks.append(
             f"{method}, batch {batch}: {attention} attention"
             + (f", {expert} experts" if expert else "")
             + f" (the fastest of: {tried})"
@@ -187,12 +187,12 @@ def open_baseline(target: Decoder, draft: DFlash | None, batches: tuple[int, ...
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     theirs, why = _convert(draft, target.device)
-    yardstick = Baseline(model, theirs, [why] if why else [], {})
+    baseline = Baseline(model, theirs, [why] if why else [], {})
     for batch in batches:
-        yardstick.choose("transformers", batch)
+        baseline.choose("transformers", batch)
     if theirs is not None and 1 in batches:
-        yardstick.choose("transformers-dflash", 1)
-    return yardstick
+        baseline.choose("transformers-dflash", 1)
+    return baseline
 
 
 def _has_experts(model: Any) -> bool:
@@ -246,8 +246,8 @@ def _renamed(draft: DFlash) -> dict[str, Tensor]:
         "hidden_norm.weight": "encoder.output_norm_enc.weight",
     }
     tensors = dict(named_tensors(draft))
-    found = {}
+    values = {}
     for entry in weight_map(draft.config):
         for name, part in zip(entry.names, entry.split(tensors[entry.param].detach().float()), strict=True):
-            found[names.get(name, name)] = part.clone()
-    return found
+            values[names.get(name, name)] = part.clone()
+    return values

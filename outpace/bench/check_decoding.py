@@ -79,12 +79,12 @@ def oracle_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int
         "violations": total.violations,
         "ties": total.ties,
     }
-    said = (
+    message = (
         f"{rounds - short} of {rounds} rounds accept all {block - 1}; "
         f"{total.violations} of {total.checked} tokens differ, {total.ties} ties"
     )
     passed = short == 0 and total.violations == 0 and rounds > 0
-    return CheckResult("gold labels as drafts are all accepted", passed, figures, said)
+    return CheckResult("gold labels as drafts are all accepted", passed, figures, message)
 
 
 def position_offsets(
@@ -99,11 +99,13 @@ def position_offsets(
     would run out is replaced by the last one that fits."""
     name = "acceptance does not move with the position"
     if draft is None:
-        return CheckResult(name, None, said="not run: no draft was given")
+        return CheckResult(name, None, message="not run: no draft was given")
     last = target.config.max_position_embeddings - max(len(p) for p in prompts) - new_tokens
     used = sorted({min(offset, last) for offset in offsets} | {0})
     if last < 0 or len(used) < 2:
-        return CheckResult(name, None, said="not run: the model's positions leave no room for another offset")
+        return CheckResult(
+            name, None, message="not run: the model's positions leave no room for another offset"
+        )
     tau = {}
     for offset in used:
         request = Request(max_new_tokens=new_tokens, offset=offset)
@@ -117,7 +119,7 @@ def position_offsets(
         "limit": limit,
         "moved": {str(o): last for o in moved},
     }
-    said = ", ".join(f"tau {tau[o]:.3f} at {o:,} ({change[o]:+.1%})" for o in used)
+    text = ", ".join(f"tau {tau[o]:.3f} at {o:,} ({change[o]:+.1%})" for o in used)
     if moved:
-        said += f"; {', '.join(f'{o:,}' for o in moved)} became {last:,}, the last offset whose text fits"
-    return CheckResult(name, worst <= limit, figures, said)
+        text += f"; {', '.join(f'{o:,}' for o in moved)} became {last:,}, the last offset whose text fits"
+    return CheckResult(name, worst <= limit, figures, text)

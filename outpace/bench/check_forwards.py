@@ -32,7 +32,7 @@ class CheckResult:
     name: str
     passed: bool | None
     figures: dict[str, Any] = field(default_factory=dict)
-    said: str = ""
+    message: str = ""
 
 
 @torch.inference_mode()
@@ -41,7 +41,7 @@ def cached_targets(target: Decoder, cache: TeacherCache | None, block: int, samp
     the stored ones, the tokens of temperature-0 responses the argmax of the verify."""
     name = "cached targets equal the multi-token verify"
     if cache is None:
-        return CheckResult(name, None, said="not run: no teacher cache was given")
+        return CheckResult(name, None, message="not run: no teacher cache was given")
     shuffled = torch.randperm(len(cache), generator=torch.Generator().manual_seed(1))
     chosen = shuffled[:samples].tolist()  # an even stride could meet one offset alone
     layers = cache.meta.target_layer_ids
@@ -64,13 +64,13 @@ def cached_targets(target: Decoder, cache: TeacherCache | None, block: int, samp
         "label_violations": total.violations,
         "label_ties": total.ties,
     }
-    said = (
+    text = (
         f"{len(chosen)} texts; hidden states at most {worst:.2g} of the tolerance of {cache.meta.dtype}; "
         f"{total.violations} of {total.checked} labels differ, {total.ties} ties"
     )
     if off_layers:
-        said += f"; wrong layers: {sorted(off_layers)} (is the order of target_layer_ids the target's?)"
-    return CheckResult(name, passed, figures, said)
+        text += f"; wrong layers: {sorted(off_layers)} (is the order of target_layer_ids the target's?)"
+    return CheckResult(name, passed, figures, text)
 
 
 def _replay(
@@ -102,9 +102,9 @@ def _labels(target: Decoder, sample: TeacherSample, predicted: list[int]) -> Los
     """Every label against the argmax after its own prefix: a difference does not end the comparison."""
     text, start = sample.tokens.tolist(), sample.prompt_length
     violations, ties = 0, 0
-    for i, (said, label) in enumerate(zip(predicted, text[start:], strict=True)):
-        if said != label:
-            tie = is_tie(target, text[: start + i], said, label, sample.offset)
+    for i, (value, label) in enumerate(zip(predicted, text[start:], strict=True)):
+        if value != label:
+            tie = is_tie(target, text[: start + i], value, label, sample.offset)
             violations, ties = violations + (not tie), ties + tie
     return LosslessCheck(checked=len(predicted), violations=violations, ties=ties)
 
@@ -119,30 +119,30 @@ def later_slots(target: Decoder, prompts: Prompts, block: int) -> CheckResult:
     long = 2 * (window + block) + 1
     if len(text) < long + block or len(text) < 3 * block:
         return CheckResult(
-            name, None, said=f"not run: it needs prompts of {long + block} tokens in all, past the window"
+            name, None, message=f"not run: it needs prompts of {long + block} tokens in all, past the window"
         )
     paths: dict[str, list[list[int]]] = {"cache, window wrapped" if window else "cache": [text[:long]]}
     if window > 2:
         paths["cache, before the window"] = [text[: max(1, window - 2)]]
     paths["cache, rows of different lengths"] = [text[:long], text[: block + 1]]
     with in_float32(target):
-        found = {path: _cached_difference(target, rows, block) for path, rows in paths.items()}
-        found["no cache"] = _uncached_difference(target, text[: long + block], block)
+        values = {path: _cached_difference(target, rows, block) for path, rows in paths.items()}
+        values["no cache"] = _uncached_difference(target, text[: long + block], block)
     figures: dict[str, Any] = {}
     passed = True
-    for path, (difference, largest, layer) in found.items():
+    for path, (difference, largest, layer) in values.items():
         ok = difference <= CAUSAL * max(1.0, largest)
         passed = passed and ok
         figures[path] = {"max_difference": difference, "bit_equal": difference == 0}
         if not ok:
             kind = "window" if _windows(target)[layer] else "dense"
             figures[path]["first_wrong_layer"] = f"{layer} ({kind})"
-    said = "; ".join(
+    description = "; ".join(
         f"{path}: {'bit-equal' if f['bit_equal'] else format(f['max_difference'], '.1e')}"
         + (f" from layer {f['first_wrong_layer']} on" if "first_wrong_layer" in f else "")
         for path, f in figures.items()
     )
-    return CheckResult(name, passed, figures, said)
+    return CheckResult(name, passed, figures, description)
 
 
 def _windows(target: Decoder) -> list[bool]:
@@ -192,10 +192,10 @@ def _difference(outs: list[tuple[Tensor, Tensor]]) -> tuple[float, float, int]:
     return float((a - b).abs().max()), float(a.abs().max()), wrong[0] if wrong else len(by_layer) - 1
 
 
-def _prefilled(target: Decoder, rows: list[list[int]], block: int, room: int) -> KVCache:
+def _prefilled(target: Decoder, rows: list[list[int]], block: int, headroom: int) -> KVCache:
     """A cache that holds the rows and `room` more, filled in chunks so that a ring wraps as in decoding."""
     longest = max(len(row) for row in rows)
-    cache = target.make_cache(len(rows), longest + room, slack=block)
+    cache = target.make_cache(len(rows), longest + headroom, slack=block)
     for begin in range(0, longest, block):
         counts = [min(max(len(row) - begin, 0), block) for row in rows]
         part = [
@@ -227,7 +227,7 @@ def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> 
                 tie = is_tie(target, text[: at + 1], a, b)
                 violations, ties = violations + (not tie), ties + tie
     if not checked:
-        return CheckResult(name, None, said=f"not run: it needs prompts of more than {2 * block} tokens")
+        return CheckResult(name, None, message=f"not run: it needs prompts of more than {2 * block} tokens")
     figures = {
         "checked": checked,
         "violations": violations,
@@ -235,11 +235,11 @@ def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> 
         "bit_equal": equal,
         "max_difference": worst,
     }
-    said = (
+    description = (
         f"{violations} of {checked} argmaxes differ, {ties} ties; {equal} bit-equal, largest difference "
         f"{worst:.1e}"
     )
-    return CheckResult(name, violations == 0, figures, said)
+    return CheckResult(name, violations == 0, figures, description)
 
 
 def _slot_0(target: Decoder, cache: KVCache, tokens: list[int]) -> Tensor:

@@ -42,14 +42,14 @@ def run_comparison(asked: SuiteRequest) -> dict[str, Any]:
             )
             cell = ResultCell(f"T={temperature:g}", recipe.batch, recipe.new_tokens, groups, runs)
             results += [row(target, cell, case, suite.costs(case)) for case in cases]
-    return suite.report(results=results, said=remarks(suite.frame["methods"]))
+    return suite.report(results=results, remarks=remarks(suite.frame["methods"]))
 
 
 def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
-    def told(method: str) -> None:
+    def on_method(method: str) -> None:
         bar.update(task, description=method, advance=1)
 
-    return told
+    return on_method
 
 
 def row(
@@ -61,7 +61,7 @@ def row(
     coupled = Case(method=PLAIN, temperature=case.temperature, rule="gumbel").label
     answer = coupled if case.rule == "gumbel" else None
     beside = dataclasses.replace(cell, runs={**cell.runs, PLAIN: cell.runs[plain.label]})
-    found = result(target, beside, case.label, case.temperature, None, answer)
+    output = result(target, beside, case.label, case.temperature, None, answer)
     trace = joined(run.trace for run in cell.runs[case.label].values())
     columns = [
         n
@@ -71,7 +71,7 @@ def row(
     ]
     rounds = len(trace.accepted)
     parts = {p: 1000 * trace.seconds[p] / max(rounds, 1) for p in ("draft", "verify", "rest")}
-    return found | {
+    return output | {
         "method": case.method,
         "rule": case.rule,
         "width": case.width,
@@ -80,7 +80,7 @@ def row(
         "columns": round(statistics.fmean(columns), 3) if columns else 1.0,
         "reached": [round(share, 4) for share in reached(trace.accept_lens)],
         "round_ms": {part: round(ms, 4) for part, ms in parts.items()},
-        "predicted": None if costs is None else predicted(trace, cell, costs, found["speedup"]),
+        "predicted": None if costs is None else predicted(trace, cell, costs, output["speedup"]),
     }
 
 
@@ -108,16 +108,18 @@ def reached(accepted: list[int]) -> list[float]:
 
 def remarks(about: dict[str, dict[str, Any]]) -> list[str]:
     """Where the comparison is not on equal data, it says so."""
-    said = []
+    entries = []
     trained = {name: a["trained"] for name, a in about.items() if a["trained"]}
     unknown = [name for name, a in about.items() if a["kind"] != "n-gram" and not a["trained"]]
     if unknown:
-        said.append(f"no provenance beside the draft of {', '.join(unknown)}: trained on nobody knows what")
+        entries.append(
+            f"no provenance beside the draft of {', '.join(unknown)}: trained on nobody knows what"
+        )
     for what, key in (("teacher caches", "cache_sha256"), ("training budgets in tokens", "tokens")):
-        said_of = {name: t[key] for name, t in trained.items()}
+        per_draft = {name: t[key] for name, t in trained.items()}
         if key == "tokens":  # answers are looked up without steps
-            said_of = {name: n for name, n in said_of.items() if about[name]["kind"] != "suffix"}
-        if len(set(said_of.values())) > 1:
-            parts = ", ".join(f"{name}: {str(value)[:12]}" for name, value in said_of.items())
-            said.append(f"not on equal data: {what} differ ({parts})")
-    return said
+            per_draft = {name: n for name, n in per_draft.items() if about[name]["kind"] != "suffix"}
+        if len(set(per_draft.values())) > 1:
+            parts = ", ".join(f"{name}: {str(value)[:12]}" for name, value in per_draft.items())
+            entries.append(f"not on equal data: {what} differ ({parts})")
+    return entries

@@ -53,8 +53,8 @@ def comparison_markdown(report: dict[str, Any], pictures: bool = True) -> str:
         lines += ["Guess k accepted, of the rounds that offered it:", ""]
         lines += position_table(report, temperature)
     lines += [LEGEND]
-    if report["said"]:
-        lines += ["## Remarks", "", *(f"- {line}" for line in report["said"]), ""]
+    if report["remarks"]:
+        lines += ["## Remarks", "", *(f"- {line}" for line in report["remarks"]), ""]
     if pictures:
         lines += ["![Speedup](speedup.png)", "", "![tau and verify length](tau.png)", ""]
         lines += ["![Where the time goes](time.png)", ""]
@@ -121,10 +121,10 @@ PREDICTED = ("predicted", "in tokens/s")
 def predicted(steered: dict[str, Any] | None) -> tuple[str, str]:
     """Two cells about a row with a controller: the speedup that it foresaw, with its error, and the error in
     tokens/s."""
-    said = steered and steered["predicted"]
-    if not said:
+    value = steered and steered["predicted"]
+    if not value:
         return "-", "-"
-    return f"{said['speedup']:.2f}x, {100 * said['speedup_error']:+.0f} %", f"{100 * said['error']:+.0f} %"
+    return f"{value['speedup']:.2f}x, {100 * value['speedup_error']:+.0f} %", f"{100 * value['error']:+.0f} %"
 
 
 def differ(*counts: dict[str, int] | None) -> str:
@@ -132,8 +132,8 @@ def differ(*counts: dict[str, int] | None) -> str:
     if not known:
         return "-"
     ties = sum(c["ties"] for c in known)
-    said = f"{sum(c['violations'] for c in known):,} / {sum(c['checked'] for c in known):,}"
-    return f"{said}, {ties} ties" if ties else said
+    message = f"{sum(c['violations'] for c in known):,} / {sum(c['checked'] for c in known):,}"
+    return f"{message}, {ties} ties" if ties else message
 
 
 def position_table(report: dict[str, Any], temperature: float) -> list[str]:
@@ -161,9 +161,9 @@ def _speedup(report: dict[str, Any]) -> Any:
     height = 1.0 + len(panels_of) * (0.7 + 0.34 * len(names))
     figure, panels = figure_of(len(panels_of), 1, height, "Speedup over plain decoding")
     for axes, (temperature, rule) in zip(panels, panels_of, strict=True):
-        found = [r for r in report["results"] if (r["temperature"], r["rule"]) == (temperature, rule)]
+        items = [r for r in report["results"] if (r["temperature"], r["rule"]) == (temperature, rule)]
         for steered, shift, colour in ((False, -0.2, "#2a6f97"), (True, 0.2, "#e3a857")):
-            rows = [r for r in found if r["controller"] == steered and r["method"] != PLAIN]
+            rows = [r for r in items if r["controller"] == steered and r["method"] != PLAIN]
             at = [names.index(r["method"]) + shift for r in rows]
             label = "with the controller" if steered else "the draft's own length"
             bars = axes.barh(at, [r["speedup"] for r in rows], 0.38, color=colour, label=label)

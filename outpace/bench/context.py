@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outpace.bench.context_setup import Retrofits, Room, filled, kv_bytes, retrofitted
+from outpace.bench.context_setup import Retrofits, Space, filled, kv_bytes, retrofitted
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.metadata import describe_target
 from outpace.bench.progress import progress
@@ -110,17 +110,17 @@ def run_context(target: Decoder, settings: ContextSettings, folder: Path, consol
     began, before, about = time.perf_counter(), machine(target.device), describe_target(target)
     asked = json.loads(json.dumps(dataclasses.asdict(settings)))
     kept = Kept(folder, {"settings": asked, "target": about, "threads": torch.get_num_threads()})
-    room = settings.partial().buffer_size(settings.columns)
-    check(target, max(settings.contexts) + room, settings)
-    made: list[Room] = []
+    headroom = settings.partial().buffer_size(settings.columns)
+    check(target, max(settings.contexts) + headroom, settings)
+    made: list[Space] = []
     with retrofitted(target, settings.retrofits()), progress(console) as bar, torch.inference_mode():
         task = bar.add_task("context", total=len(settings.contexts))
         for context in settings.contexts:
             bar.update(task, description=f"context {context:,}")
             if f"cell {context}" not in kept:
                 if not made:
-                    longest = max(settings.contexts) + room
-                    made.append(filled(target, longest, room, settings.partial(), settings.seed))
+                    longest = max(settings.contexts) + headroom
+                    made.append(filled(target, longest, headroom, settings.partial(), settings.seed))
                 kept[f"floor {context}"] = read_bandwidth(repeats=3)
                 kept[f"cell {context}"] = measure(target, made[0], context, settings)
             bar.advance(task)
@@ -155,13 +155,13 @@ def check(target: Decoder, longest: int, settings: ContextSettings) -> None:
         )
 
 
-def measure(target: Decoder, room: Room, context: int, settings: ContextSettings) -> dict[str, Any]:
+def measure(target: Decoder, space: Space, context: int, settings: ContextSettings) -> dict[str, Any]:
     """One context: the methods take turns. Partial KV and an index have no rows where they hold all of the
     text."""
-    near, columns = room.near, settings.columns
+    near, columns = space.near, settings.columns
     rng = seeded(settings.seed, context)
-    room.grow(context)
-    tokens = torch.randint(0, target.config.vocab_size, (1, near.room), generator=rng).to(target.device)
+    space.grow(context)
+    tokens = torch.randint(0, target.config.vocab_size, (1, near.headroom), generator=rng).to(target.device)
     touched: dict[str, float] = {}
 
     def over(name: str, cache: KVCache, columns: int) -> Callable[[], None]:
@@ -173,20 +173,20 @@ def measure(target: Decoder, room: Room, context: int, settings: ContextSettings
 
         return way
 
-    ways = {PLAIN: over(PLAIN, room.full, 1), FULL: over(FULL, room.full, columns)}
+    ways = {PLAIN: over(PLAIN, space.full, 1), FULL: over(FULL, space.full, columns)}
     if context > near.config.static_size:
-        ways |= {SETTLE: over(SETTLE, room.full, near.room), REFRESH: near.refresh}
+        ways |= {SETTLE: over(SETTLE, space.full, near.headroom), REFRESH: near.refresh}
         ways |= {PARTIAL: over(PARTIAL, near, columns)}
-    ways |= {LATENT: over(LATENT, room.latents, 1), LATENT_FULL: over(LATENT_FULL, room.latents, columns)}
-    if not room.keep.sees_all(context + columns):
-        ways |= {SPARSE: over(SPARSE, room.full, 1), SPARSE_FULL: over(SPARSE_FULL, room.full, columns)}
-        ways |= {BOTH: over(BOTH, room.latents, 1), BOTH_FULL: over(BOTH_FULL, room.latents, columns)}
+    ways |= {LATENT: over(LATENT, space.latents, 1), LATENT_FULL: over(LATENT_FULL, space.latents, columns)}
+    if not space.keep.sees_all(context + columns):
+        ways |= {SPARSE: over(SPARSE, space.full, 1), SPARSE_FULL: over(SPARSE_FULL, space.full, columns)}
+        ways |= {BOTH: over(BOTH, space.latents, 1), BOTH_FULL: over(BOTH_FULL, space.latents, columns)}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(-1, settings.repeats):
         for name, way in ways.items():
             if len(taken[name]) >= 2 and sum(taken[name]) > settings.cell_s:
                 continue
-            room.switch(name in IN_LATENTS, name in SPARSELY)
+            space.switch(name in IN_LATENTS, name in SPARSELY)
             began = time.perf_counter()
             way()
             if target.device.type == "cuda":
@@ -195,44 +195,44 @@ def measure(target: Decoder, room: Room, context: int, settings: ContextSettings
                 taken[name].append(time.perf_counter() - began)
     return {
         "context": context,
-        "kv_bytes": switched_bytes(room, context, False),
-        "latent_kv_bytes": switched_bytes(room, context, True),
+        "kv_bytes": switched_bytes(space, context, False),
+        "latent_kv_bytes": switched_bytes(space, context, True),
         "partial_kv_bytes": near.nbytes if PARTIAL in ways else 0,
         "methods": {
             name: {
-                "repeats": len(found),
-                "seconds": statistics.median(found),
-                "fastest": min(found),
-                "slowest": max(found),
+                "repeats": len(result),
+                "seconds": statistics.median(result),
+                "fastest": min(result),
+                "slowest": max(result),
                 "experts_touched": touched.get(name),
-                "bytes": read_bytes(room, context, name, touched[name]) if name in touched else None,
+                "bytes": read_bytes(space, context, name, touched[name]) if name in touched else None,
             }
-            for name, found in taken.items()
+            for name, result in taken.items()
         },
     }
 
 
-def switched_bytes(room: Room, context: int, mla: bool) -> int:
+def switched_bytes(headroom: Space, context: int, mla: bool) -> int:
     """Of a context's keys and values, or of its latents."""
-    room.switch(mla, False)
-    return kv_bytes(room.target, context, context)
+    headroom.switch(mla, False)
+    return kv_bytes(headroom.target, context, context)
 
 
-def read_bytes(room: Room, context: int, name: str, touched: float) -> int:
+def read_bytes(headroom: Space, context: int, name: str, touched: float) -> int:
     """What a method's step must read; an index reads all its keys."""
-    sparse, target = name in SPARSELY, room.target
-    seen = room.keep.most(context) if sparse else context
+    sparse, target = name in SPARSELY, headroom.target
+    seen = headroom.keep.most(context) if sparse else context
     if name == PARTIAL:
-        seen = room.near.config.static_size
-    room.switch(name in IN_LATENTS, sparse)
-    index = len(room.keys) * target.config.dsa_index_dim * context * target.dtype.itemsize
+        seen = headroom.near.config.static_size
+    headroom.switch(name in IN_LATENTS, sparse)
+    index = len(headroom.keys) * target.config.dsa_index_dim * context * target.dtype.itemsize
     return weight_bytes(target, touched) + kv_bytes(target, context, seen) + sparse * index
 
 
 def distinct(routing: list[torch.Tensor], k: int) -> float:
     """Experts that a forward's tokens touch, the mean over layers; 0 where there are none."""
-    found = [len(logits.topk(k, dim=-1).indices.unique()) for logits in routing]
-    return statistics.fmean(found) if found else 0.0
+    items = [len(logits.topk(k, dim=-1).indices.unique()) for logits in routing]
+    return statistics.fmean(items) if items else 0.0
 
 
 def rated(cell: dict[str, Any], floor: float, settings: ContextSettings) -> dict[str, Any]:
@@ -250,5 +250,5 @@ def rated(cell: dict[str, Any], floor: float, settings: ContextSettings) -> dict
         a_token[PARTIAL] = cycle / ((rounds + 1) * settings.tau)
         speedup = round(s[FULL] / s[PARTIAL], 3)
     few = {"sparse_speedup": round(s[PLAIN] / s[SPARSE], 3)} if SPARSE in s else {}
-    said = {"methods": methods, "seconds_per_token": a_token, "verification_speedup": speedup}
-    return cell | said | few
+    values = {"methods": methods, "seconds_per_token": a_token, "verification_speedup": speedup}
+    return cell | values | few

@@ -101,8 +101,8 @@ def latent_table(report: dict[str, Any]) -> list[str]:
 def _over_context(report: dict[str, Any]) -> Any:
     figure, (axes,) = figure_of(1, 1, 4.2, "A step against context")
     for name in (*METHODS, *LATENTS):
-        found = [cell for cell in report["cells"] if name in cell["methods"]]
-        at = [c["context"] for c in found], [1000 * c["methods"][name]["seconds"] for c in found]
+        items = [cell for cell in report["cells"] if name in cell["methods"]]
+        at = [c["context"] for c in items], [1000 * c["methods"][name]["seconds"] for c in items]
         axes.plot(*at, "o-", color=COLOURS[name], label=name, markersize=3.5)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

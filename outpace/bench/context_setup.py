@@ -29,7 +29,7 @@ class Retrofits:
 
 
 @dataclass(frozen=True)
-class Room:
+class Space:
     """`near`: partial KV of a full cache; `latents`: the same text in latents; `keys` of an index by layer,
     the same for both."""
 
@@ -59,21 +59,21 @@ class Room:
             cache.advance(cache.begin(context - cache.lengths[0]))
 
 
-def filled(target: Decoder, length: int, room: int, partial: PartialConfig, seed: int) -> Room:
+def filled(target: Decoder, length: int, headroom: int, partial: PartialConfig, seed: int) -> Space:
     """Of a target with latents and an index. `room`: columns of partial KV's buffer."""
     made = []
     for mla in (False, True):
         target.use_mla_kv(mla)
-        made.append(target.make_cache(1, length, slack=room, index=True))
+        made.append(target.make_cache(1, length, slack=headroom, index=True))
         rng = seeded(seed)
         for x in (x for memory in made[-1].layers for x in memory.parts):
             x.copy_(torch.randn(x.shape[1:], generator=rng)[None])
     full, latents = made
     keys = {layer: k for layer, memory in enumerate(full.layers) if (k := memory.keys) is not None}
-    found = Room(target, PartialCache(full, partial, room), latents, keys, target.config.dsa_keep)
+    result = Space(target, PartialCache(full, partial, headroom), latents, keys, target.config.dsa_keep)
     for mla in (True, False):
-        found.switch(mla, False)
-    return found
+        result.switch(mla, False)
+    return result
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def scene(suite: BenchSetup, cell: ResultCell, plan: list[Case], text: str, name
     lengths = {r["label"]: cell.runs[r["label"]] for r in (*fixed, plain)}
     chosen = fastest(lengths, lengths[plain["label"]])
     best = next(r for r in rows if r["label"] == chosen)
-    ours, told = cell.runs[steered["label"]], foretold(lengths, plain["label"])
+    ours, note = cell.runs[steered["label"]], foretold(lengths, plain["label"])
     return {
         "text": text,
         "temperature": steered["temperature"],
@@ -89,8 +89,8 @@ def scene(suite: BenchSetup, cell: ResultCell, plan: list[Case], text: str, name
         },
         "best_speedup": best["speedup"],
         "over_plain": steered["speedup"],
-        "over_best": round(over(ours, told), 3),
-        "over_best_error": round(error(ours, told), 3),
+        "over_best": round(over(ours, note), 3),
+        "over_best_error": round(error(ours, note), 3),
     }
 
 
@@ -102,11 +102,11 @@ def fastest(lengths: dict[str, Runs], plain: Runs) -> str:
 def foretold(lengths: dict[str, Runs], plain: str) -> Runs:
     """In every repeat the runs of the length that was fastest in the others: to be it in its own is partly
     luck, and of many lengths one is lucky. A lone repeat has no others."""
-    found: Runs = {}
+    result: Runs = {}
     repeats = {repeat for repeat, _ in lengths[plain]}
     for repeat in repeats:
         known = repeats - {repeat} or repeats
         seen = {label: {t: r for t, r in runs.items() if t[0] in known} for label, runs in lengths.items()}
         best = lengths[fastest(seen, seen[plain])]
-        found |= {turn: run for turn, run in best.items() if turn[0] == repeat}
-    return found
+        result |= {turn: run for turn, run in best.items() if turn[0] == repeat}
+    return result

@@ -56,8 +56,8 @@ class DraftContextSettings:
             asked = getattr(self, field)
             unknown = [x for x in asked if x not in known]
             if unknown or not asked:
-                said = f"no {field[:-1]} {unknown[0]!r}" if unknown else f"name at least one of {field}"
-                raise ValueError(f"draft-context: {said}; known: {', '.join(known)}")
+                message = f"no {field[:-1]} {unknown[0]!r}" if unknown else f"name at least one of {field}"
+                raise ValueError(f"draft-context: {message}; known: {', '.join(known)}")
         if not self.contexts or min(self.contexts) < 1 or list(self.contexts) != sorted(set(self.contexts)):
             raise ValueError(
                 f"draft-context: contexts {list(self.contexts)}: give counts of tokens, ascending, each once"
@@ -104,7 +104,7 @@ def run_draft_context(
     asked = json.loads(json.dumps(dataclasses.asdict(settings)))
     whose = {"target": fingerprint(target), "draft": fingerprint(draft)}  # type: ignore[arg-type]
     kept = Kept(folder, {"settings": asked, **whose, "threads": torch.get_num_threads()})
-    said, shapes = [], {}
+    entries, shapes = [], {}
     with progress(console) as bar:
         total = len(settings.shapes) * len(settings.contexts) + len(settings.acceptance)
         task = bar.add_task("draft-context", total=total)
@@ -118,11 +118,11 @@ def run_draft_context(
         for regime, texts in prompts.items():
             bar.update(task, description=f"decoding, {regime}")
             if f"acceptance {regime}" not in kept:
-                found = acceptance(draft, target, texts, regime_lengths(regime)[1], settings)
-                kept[f"acceptance {regime}"] = [{"regime": regime, **row} for row in found]
+                result = acceptance(draft, target, texts, regime_lengths(regime)[1], settings)
+                kept[f"acceptance {regime}"] = [{"regime": regime, **row} for row in result]
             bar.advance(task)
     left_out = [s for s in settings.shapes if s not in shapes]
-    said += [f"{name} left out: this draft has no window" for name in left_out]
+    entries += [f"{name} left out: this draft has no window" for name in left_out]
     floor = max(kept[name] for name in kept.names if name.startswith("floor "))
     cells = [cell for name in kept.names if name.startswith("cell ") for cell in kept[name]]
     report = {
@@ -135,7 +135,7 @@ def run_draft_context(
         "shapes": shapes,
         "cells": [with_rates(cell, floor) for cell in cells],
         "acceptance": [row for regime in prompts for row in kept[f"acceptance {regime}"]],
-        "said": said,
+        "remarks": entries,
         "seconds": round(time.perf_counter() - began, 1),
     } | whose
     kept.done()
@@ -166,15 +166,15 @@ def open_sessions(
     """One of each variant, over one and the same memory."""
     longest = max(settings.contexts) + max(draft.block_size, settings.observed)
     served = DFlashSession(draft, target, 1, longest, 0)
-    found: dict[Variant, DFlashSession] = {}
+    values: dict[Variant, DFlashSession] = {}
     for variant in VARIANTS:
         if variant in settings.variants:
-            found[variant] = SESSIONS[variant](draft, target, 1, 1, 0)
-            found[variant].cache = served.cache
-    forgetful = found.get("recomputed")
+            values[variant] = SESSIONS[variant](draft, target, 1, 1, 0)
+            values[variant].cache = served.cache
+    forgetful = values.get("recomputed")
     if isinstance(forgetful, Recomputed):
         forgetful.features = torch.zeros(1, longest, draft.config.hidden_size, dtype=target.dtype)
-    return found
+    return values
 
 
 @torch.inference_mode()
@@ -318,11 +318,11 @@ def acceptance(
             out = generate(target, [prompt], request, bound)
             runs[variant].append(out.trace)
             differ[variant] += out.tokens[0] != answer
-    found = []
+    entries = []
     for variant, traces in runs.items():
         lens = [n for t in traces for n in t.accept_lens]
         seconds = [sum(t.seconds[p] for p in ("draft", "verify", "rest")) for t in traces]
-        found.append(
+        entries.append(
             {
                 "variant": variant,
                 "prompts": len(prompts),
@@ -334,4 +334,4 @@ def acceptance(
                 "texts_that_differ_from_plain": differ[variant],
             }
         )
-    return found
+    return entries

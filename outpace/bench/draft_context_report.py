@@ -54,11 +54,11 @@ def draft_context_markdown(report: dict[str, Any], pictures: bool = True) -> str
         lines += [f"## {shape}", "", describe_shape(about), "", *time_table(report, shape)]
         longest = max(c["context"] for c in cells)
         for variant in report["variants"]:
-            found = next(c for c in cells if (c["context"], c["variant"]) == (longest, variant))
-            lines += [f"**{variant}, context {longest:,}**", "", *operations_table(found)]
+            result = next(c for c in cells if (c["context"], c["variant"]) == (longest, variant))
+            lines += [f"**{variant}, context {longest:,}**", "", *operations_table(result)]
     if report["acceptance"]:
         lines += ["## What it does to acceptance", "", *acceptance_table(report)]
-    lines += [LEGEND, *(f"- {line}" for line in report["said"])]
+    lines += [LEGEND, *(f"- {line}" for line in report["remarks"])]
     if pictures:
         lines += ["", "![Time against context](context.png)", "", "![Operations](operations.png)", ""]
     return "\n".join(lines)
@@ -89,9 +89,9 @@ def time_table(report: dict[str, Any], shape: str) -> list[str]:
     ]
     rows = []
     for context in sorted({context for context, _ in cells}):
-        found = [cells[context, v] for v in variants]
-        times = [f"{1000 * c['seconds']:,.2f}" for c in found]
-        rows.append([f"{context:,}", *times, f"{100 * found[0]['share_of_floor']:.0f} %"])
+        items = [cells[context, v] for v in variants]
+        times = [f"{1000 * c['seconds']:,.2f}" for c in items]
+        rows.append([f"{context:,}", *times, f"{100 * items[0]['share_of_floor']:.0f} %"])
     return table(columns, rows)
 
 
@@ -150,8 +150,8 @@ def _over_context(report: dict[str, Any]) -> Any:
     figure, panels = figure_of(1, len(shapes), 4.2, "One drafting round against context")
     for axes, shape in zip(panels, shapes, strict=True):
         for variant in report["variants"]:
-            found = [c for c in report["cells"] if (c["shape"], c["variant"]) == (shape, variant)]
-            at = [c["context"] for c in found], [1000 * c["seconds"] for c in found]
+            items = [c for c in report["cells"] if (c["shape"], c["variant"]) == (shape, variant)]
+            at = [c["context"] for c in items], [1000 * c["seconds"] for c in items]
             axes.plot(*at, "o-", color=COLOURS[variant], label=variant, markersize=3.5)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -175,13 +175,13 @@ def _stacked(report: dict[str, Any]) -> Any:
     title = f"Where the time of a round goes ({variant})"
     figure, panels = figure_of(len(shapes), 1, 1.2 + 2.4 * len(shapes), title)
     for axes, shape in zip(panels, shapes, strict=True):
-        found = [c for c in report["cells"] if (c["shape"], c["variant"]) == (shape, variant)]
-        below = [0.0] * len(found)
+        items = [c for c in report["cells"] if (c["shape"], c["variant"]) == (shape, variant)]
+        below = [0.0] * len(items)
         for name, colour in zip(OPERATIONS, SHADES, strict=True):
-            ms = [1000 * next(o["seconds"] for o in c["operations"] if o["operation"] == name) for c in found]
-            axes.bar(range(len(found)), ms, 0.7, bottom=below, color=colour, label=name)
+            ms = [1000 * next(o["seconds"] for o in c["operations"] if o["operation"] == name) for c in items]
+            axes.bar(range(len(items)), ms, 0.7, bottom=below, color=colour, label=name)
             below = [a + b for a, b in zip(below, ms, strict=True)]
-        axes.set_xticks(range(len(found)), [short(c["context"]) for c in found], fontsize=8)
+        axes.set_xticks(range(len(items)), [short(c["context"]) for c in items], fontsize=8)
         axes.set_title(shape, fontsize=10)
         axes.set_ylabel("ms")
         bare(axes)

@@ -97,8 +97,8 @@ def walk_block(session: DFlashSession, last: Tensor, clock: DraftTimer) -> Propo
         hidden = draft.norm(x)
     with clock("argmax"):
         timed_head = ClockedHead(head.weight, head.ids, head.vocab_size, clock)
-        found = draft.guess(timed_head, hidden[:, 1:], last, Greedy())
-        tokens = torch.cat((last[:, None], found.tokens), dim=1)
+        result = draft.guess(timed_head, hidden[:, 1:], last, Greedy())
+        tokens = torch.cat((last[:, None], result.tokens), dim=1)
     return Proposal(tokens, [config.block_size] * len(last))
 
 
@@ -205,28 +205,28 @@ def work_of_round(
     remembered keys and values that are read. Norms and a selector's few rows are left out."""
     config, size = draft.config, target.dtype.itemsize
     H, K, D, N = config.num_heads, config.num_kv_heads, config.head_dim, config.block_size
-    found = dict.fromkeys(OPERATIONS, Work())
+    result = dict.fromkeys(OPERATIONS, Work())
     formed = {"cached": observed, "recomputed": context, "noise cached": 0}[variant]
     if variant != "noise cached":
-        found["fc"] = product(draft.fc.weight, observed, size)
-    found["embedding"] = Work(N * stored(target.embed_tokens.weight) / config.vocab_size)
+        result["fc"] = product(draft.fc.weight, observed, size)
+    result["embedding"] = Work(N * stored(target.embed_tokens.weight) / config.vocab_size)
     words = (config.draft_vocab_size or config.vocab_size) / config.vocab_size
-    found["head"] = product(target.head, N - 1, size, words)
-    found["argmax"] = Work((N - 1) * words * config.vocab_size * size)
+    result["head"] = product(target.head, N - 1, size, words)
+    result["argmax"] = Work((N - 1) * words * config.vocab_size * size)
     windows = [config.window(i) for i in range(config.num_layers)]
     for layer, window in zip(draft.layers, windows, strict=True):
         assert isinstance(layer, DFlashLayer)
         qkv = layer.qkv_proj.weight
         rows = min(formed, max(windows)) if all(windows) else formed
         if rows:
-            found["context kv"] += product(qkv, rows, size, 2 * K / (H + 2 * K))
-        found["q/k/v"] += product(qkv, N, size)
+            result["context kv"] += product(qkv, rows, size, 2 * K / (H + 2 * K))
+        result["q/k/v"] += product(qkv, N, size)
         seen = (min(context, window - 1) if window else context) + N
-        found["attention"] += Work(2 * seen * K * D * size, 4 * N * seen * H * D)
-        found["o"] += product(layer.o_proj.weight, N, size)
-        found["mlp"] += product(layer.mlp.gate_up_proj.weight, N, size)
-        found["mlp"] += product(layer.mlp.down_proj.weight, N, size)
+        result["attention"] += Work(2 * seen * K * D * size, 4 * N * seen * H * D)
+        result["o"] += product(layer.o_proj.weight, N, size)
+        result["mlp"] += product(layer.mlp.gate_up_proj.weight, N, size)
+        result["mlp"] += product(layer.mlp.down_proj.weight, N, size)
         for conv in (layer.attention_conv, layer.mlp_conv):
             if conv is not None:
-                found["convolution"] += product(conv.kernel_projection.weight, N, size)
-    return found
+                result["convolution"] += product(conv.kernel_projection.weight, N, size)
+    return result

@@ -64,7 +64,7 @@ def as_json(run: Timed) -> dict[str, Any]:
     return dataclasses.asdict(run)
 
 
-def from_json(found: dict[str, Any]) -> Timed:
-    trace = found["trace"]
+def from_json(values: dict[str, Any]) -> Timed:
+    trace = values["trace"]
     predicted = [Prediction(**f) for f in trace["predicted"]]
-    return Timed(**found | {"trace": Trace(**trace | {"predicted": predicted})})
+    return Timed(**values | {"trace": Trace(**trace | {"predicted": predicted})})

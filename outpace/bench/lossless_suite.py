@@ -25,7 +25,7 @@ def run_lossless(asked: SuiteRequest) -> dict[str, Any]:
     ways = [[*_cases(recipe, *way)] for way in WAYS]
     suite = begin(asked, [case for cases in ways for case in cases], batch, exact=False)
     groups = suite.prompts("held-out", recipe.lossless_prompts, batch)
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     with progress(asked.console) as bar:
         task = bar.add_task("lossless", total=sum(len(w) + 1 for w in ways) * len(groups))
         for (temperature, rule), cases in zip(WAYS, ways, strict=True):
@@ -42,26 +42,30 @@ def run_lossless(asked: SuiteRequest) -> dict[str, Any]:
                         bar.update(task, description=case.label)
                         done = run(texts, recipe.lossless_tokens, seed)
                         check = count(target, case, texts, done.tokens, answers, seed)
-                        counted[case.label] = [asdict(check), done.trace.stood]
+                        counted[case.label] = [asdict(check), done.trace.confirmed]
                     suite.kept[key] = counted
                 for case in cases:
-                    check, stood = suite.kept[key][case.label]
+                    check, output = suite.kept[key][case.label]
                     totals[case] += LosslessCheck(**check)
-                    partial[case] = [a + b for a, b in zip(partial[case], stood, strict=True)]
+                    partial[case] = [a + b for a, b in zip(partial[case], output, strict=True)]
                 bar.advance(task, len(cases) + 1)
-            found += [
+            entries += [
                 {**asdict(c), "label": c.label, **asdict(totals[c])}
-                | ({"stood": partial[c][0], "passed": partial[c][1]} if recipe.specs[c.method].near else {})
+                | (
+                    {"confirmed": partial[c][0], "passed": partial[c][1]}
+                    if recipe.specs[c.method].near
+                    else {}
+                )
                 for c in cases
             ]
     return suite.report(
         prompts=recipe.lossless_prompts,
         new_tokens=recipe.lossless_tokens,
         batch=batch,
-        results=found,
-        violations=sum(r["violations"] for r in found),
-        ties=sum(r["ties"] for r in found),
-        checked=sum(r["checked"] for r in found),
+        results=entries,
+        violations=sum(r["violations"] for r in entries),
+        ties=sum(r["ties"] for r in entries),
+        checked=sum(r["checked"] for r in entries),
     )
 
 
@@ -77,14 +81,14 @@ def count(
     target: Decoder,
     case: Case,
     prompts: list[list[int]],
-    said: list[list[int]],
+    items: list[list[int]],
     answers: list[list[int]],
     seed: int,
 ) -> LosslessCheck:
     """One batch of `case` against plain decoding's `answers`, both with this seed."""
     request = replace(case.request, max_new_tokens=len(answers[0]))
     total = LosslessCheck()
-    for row, (prompt, tokens, answer) in enumerate(zip(prompts, said, answers, strict=True)):
+    for row, (prompt, tokens, answer) in enumerate(zip(prompts, items, answers, strict=True)):
         if case.temperature:
             rng = torch.Generator(target.device).manual_seed(seed)
             total += compare_coupled(target, prompt, tokens, answer, request, rng, row)

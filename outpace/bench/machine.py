@@ -18,7 +18,7 @@ PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "safetensors", "nu
 def machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores this process may use, threads, memory, load at this moment, accelerator."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "processor": _processor(),
         "cores": cores,
         "threads": torch.get_num_threads(),
@@ -28,21 +28,21 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": str(device.type),
     }
     if hasattr(os, "getloadavg"):
-        found["load_1min"] = round(os.getloadavg()[0], 2)
+        values["load_1min"] = round(os.getloadavg()[0], 2)
     if device.type == "cuda":
-        found["accelerator"] = torch.cuda.get_device_name(device)
-    return found
+        values["accelerator"] = torch.cuda.get_device_name(device)
+    return values
 
 
 def versions() -> dict[str, str]:
     """Of Python and the packages that matter; those not installed are left out."""
-    found = {"python": platform.python_version()}
+    values = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            values[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return values
 
 
 def provenance() -> dict[str, Any]:

@@ -74,22 +74,22 @@ def ways_of(target: Decoder) -> list[Way]:
         raise ValueError(
             "the suite memory compares retrofits, and this target has none: see outpace retrofit mla and dsa"
         )
-    found = [Way("plain"), Way("+ draft", draft=True), Way("+ draft, partial KV", draft=True, partial=True)]
+    items = [Way("plain"), Way("+ draft", draft=True), Way("+ draft, partial KV", draft=True, partial=True)]
     if mla:
-        found += [Way("latent KV", mla=True), Way("latent KV + draft", mla=True, draft=True)]
+        items += [Way("latent KV", mla=True), Way("latent KV + draft", mla=True, draft=True)]
     if dsa:
-        found += [Way("sparse", dsa=True), Way("sparse + draft", dsa=True, draft=True)]
+        items += [Way("sparse", dsa=True), Way("sparse + draft", dsa=True, draft=True)]
     if mla and dsa:
-        found.append(Way("latent KV, sparse", mla=True, dsa=True))
-    found.append(Way("all", mla=mla, dsa=dsa, draft=True, partial=True))
-    return found
+        items.append(Way("latent KV, sparse", mla=True, dsa=True))
+    items.append(Way("all", mla=mla, dsa=dsa, draft=True, partial=True))
+    return items
 
 
 def run_memory(
     target: Decoder,
     tokenizer: Tokenizer,
     draft: Draft,
-    said_draft: str,
+    draft_text: str,
     documents: Sequence[Document],
     settings: MemorySettings,
     folder: Path,
@@ -99,7 +99,7 @@ def run_memory(
     began, before, ways = time.perf_counter(), machine(target.device), ways_of(target)
     about = describe_target(target)
     asked = json.loads(json.dumps(dataclasses.asdict(settings)))
-    kept = Kept(folder, {"settings": asked, "target": about, "draft": said_draft})
+    kept = Kept(folder, {"settings": asked, "target": about, "draft": draft_text})
     prompts = held_out_prompts(tokenizer, documents, settings.prompts, settings.prompt_tokens)
     states = list(dict.fromkeys(way.state for way in ways))
     with progress(console) as bar:
@@ -123,7 +123,7 @@ def run_memory(
         "machine": before,
         "versions": versions(),
         "target": about,
-        "draft": said_draft,
+        "draft": draft_text,
         "settings": asked,
         "retrofits": described(target),
         "rows": rows,
@@ -155,7 +155,7 @@ def _row(
         "over_plain": round(over(ours, runs["plain"]), 4),
         "error": round(error(ours, runs["plain"]), 4),
         "tau": round(trace.tau, 3) if way.draft else None,
-        "stood": list(trace.stood) if way.partial else None,
+        "confirmed": list(trace.confirmed) if way.partial else None,
         "memory": memory,
         "quality": quality,
         "lossless_against": alone,
@@ -175,9 +175,9 @@ def method_of(target: Decoder, draft: Draft, way: Way, settings: MemorySettings)
         switch(target, way)
         request = Request(max_new_tokens=new_tokens)
         if not way.draft:
-            return timed(lambda told: generate(target, prompts, request, on_tokens=told))
+            return timed(lambda note: generate(target, prompts, request, on_tokens=note))
         near = settings.near if way.partial else None
-        return timed(lambda told: generate(target, prompts, request, draft, partial=near, on_tokens=told))
+        return timed(lambda note: generate(target, prompts, request, draft, partial=near, on_tokens=note))
 
     return run
 
@@ -203,7 +203,7 @@ def _qualities(
 ) -> dict[tuple[bool, bool], dict[str, Any]]:
     """Of each state of the target against the first, which is the original."""
     judge: Quality | None = None
-    found = {}
+    values = {}
     for mla, dsa in states:
         name = f"quality, latents {mla}, sparse {dsa}"
         if name not in kept:
@@ -212,6 +212,6 @@ def _qualities(
                 judge = Quality(target, tokenizer, documents, settings)
             switch(target, Way(name, mla=mla, dsa=dsa))
             kept[name] = judge.now() if mla or dsa else judge.of_first()
-        found[mla, dsa] = kept[name]
+        values[mla, dsa] = kept[name]
         on_one()
-    return found
+    return values

@@ -34,9 +34,19 @@ def write_memory(report: dict[str, Any], folder: Path) -> None:
 def memory_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     lines = machine_line(report), versions_line(report), target_line(report["target"]), run_line(report)
     s = report["settings"]
-    said = f"Draft: `{report['draft']}`. {s['prompts']} held-out prompts of {s['prompt_tokens']:,} tokens, "
-    said += f"{s['new_tokens']} new ones, {s['repeats']} times; partial KV of {s['partial']:,} tokens."
-    page = ["# What a target has to remember", "", *lines_of(*lines), said, "", *memory_table(report), LEGEND]
+    message = (
+        f"Draft: `{report['draft']}`. {s['prompts']} held-out prompts of {s['prompt_tokens']:,} tokens, "
+    )
+    message += f"{s['new_tokens']} new ones, {s['repeats']} times; partial KV of {s['partial']:,} tokens."
+    page = [
+        "# What a target has to remember",
+        "",
+        *lines_of(*lines),
+        message,
+        "",
+        *memory_table(report),
+        LEGEND,
+    ]
     return "\n".join([*page, *(["![Speed and memory](memory.png)", ""] if pictures else [])])
 
 
@@ -46,7 +56,7 @@ def memory_table(report: dict[str, Any]) -> list[str]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     quality, memory, lossless = row["quality"], row["memory"], row["lossless"]
-    found = [f"{n['found']} of {n['of']}" for n in quality["needles"]]
+    items = [f"{n['found']} of {n['of']}" for n in quality["needles"]]
     return [
         row["name"],
         f"{row['tokens_per_s']:.1f}",
@@ -58,7 +68,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{quality['kl']:.3f}",
         f"{100 * quality['same_likeliest']:.1f} %",
         f"{100 * quality['agreement']:.0f} %",
-        ", ".join(found) or "-",
+        ", ".join(items) or "-",
         f"{lossless['violations']}, {lossless['ties']}",
         "itself" if row["lossless_against"] == row["name"] else row["lossless_against"],
     ]

@@ -56,20 +56,20 @@ class MethodSpec:
         """Raises ValueError for sizes that cannot be."""
         if not self.partial:
             return None
-        said = dict(self.partial)
-        tokens, mode = said.pop("tokens", None), said.pop("mode", "lossless")
-        if not isinstance(tokens, int) or "n_retrieval_blocks" in said:
+        values = dict(self.partial)
+        tokens, mode = values.pop("tokens", None), values.pop("mode", "lossless")
+        if not isinstance(tokens, int) or "n_retrieval_blocks" in values:
             raise ValueError("a method's partial: `tokens` says how many of each layer's KV are kept in all")
-        load_settings(PartialConfig, None, said, "a method's partial")  # refuses what it does not know
-        return Partial(config=PartialConfig.within(tokens, **said), mode=mode)
+        load_settings(PartialConfig, None, values, "a method's partial")  # refuses what it does not know
+        return Partial(config=PartialConfig.within(tokens, **values), mode=mode)
 
     def __post_init__(self) -> None:
         if self.near is not None and True in self.controller:
             raise ValueError("a method's partial: controllers know full passes alone; controller = [false]")
         unknown = [rule for rule in self.rules if rule not in RULES]
         if unknown or not self.rules:
-            said = f"no rule {unknown[0]!r}" if unknown else "at least one rule"
-            raise ValueError(f"a method's rules: {said}; known: {', '.join(RULES)}")
+            message = f"no rule {unknown[0]!r}" if unknown else "at least one rule"
+            raise ValueError(f"a method's rules: {message}; known: {', '.join(RULES)}")
         if not self.controller or len(set(self.controller)) < len(self.controller):
             raise ValueError("a method's controller: true, false, or both, each once")
         if min(self.tree, self.branch, self.depth) < 0:
@@ -106,9 +106,9 @@ class Case:
 
     @property
     def label(self) -> str:
-        said = [self.method, f"T={self.temperature:g}", self.rule]
-        said += [f"width {self.width}"] if self.width else []
-        return ", ".join([*said, "controller"] if self.steered else said)
+        items = [self.method, f"T={self.temperature:g}", self.rule]
+        items += [f"width {self.width}"] if self.width else []
+        return ", ".join([*items, "controller"] if self.steered else items)
 
 
 def open_method(
@@ -154,14 +154,14 @@ def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
     path = (folder if folder.is_dir() else folder.parent) / "provenance.json"
     if not path.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    theirs = found.get("target_fingerprint")
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    theirs = values.get("target_fingerprint")
     if theirs != fingerprint:
         raise ValueError(
             f"{folder} was trained for another target ({str(theirs)[:12]}, this one is {fingerprint[:12]}): "
             "train it from a cache of this target"
         )
-    return found
+    return values
 
 
 def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | None = None) -> Method:
@@ -182,10 +182,10 @@ def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | 
         request = replace(case.request, max_new_tokens=new_tokens)
         rng = torch.Generator(target.device).manual_seed(seed)
         if draft is None:
-            return timed(lambda told: generate(target, prompts, request, rng=rng, on_tokens=told))
+            return timed(lambda note: generate(target, prompts, request, rng=rng, on_tokens=note))
         return timed(
-            lambda told: generate(
-                target, prompts, request, draft, controller=controller, partial=near, rng=rng, on_tokens=told
+            lambda note: generate(
+                target, prompts, request, draft, controller=controller, partial=near, rng=rng, on_tokens=note
             )
         )
 

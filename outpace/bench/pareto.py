@@ -84,14 +84,14 @@ def run_pareto(
         task = bar.add_task("reading the original", total=count)
         quality = Quality(target, tokenizer, held_out, settings)
 
-        def point(name: str, kind: str, judged: Decoder) -> None:
+        def point(name: str, kind: str, decoder: Decoder) -> None:
             bar.update(task, description=name)
             if name not in kept:
-                quality.target = judged
-                first = judged is target and not (judged.config.mla_ranks or judged.config.dsa_layers)
-                said = quality.of_first() if first else quality.now()
-                kept[name] = {"quality": said, "memory": remembered(judged, settings.length)}
-                kept[name] |= {"retrofits": described(judged)}
+                quality.target = decoder
+                first = decoder is target and not (decoder.config.mla_ranks or decoder.config.dsa_layers)
+                value = quality.of_first() if first else quality.now()
+                kept[name] = {"quality": value, "memory": remembered(decoder, settings.length)}
+                kept[name] |= {"retrofits": described(decoder)}
             points.append({"name": name, "kind": kind, **kept[name]})
             bar.advance(task)
 

@@ -36,10 +36,18 @@ def write_pareto(report: dict[str, Any], folder: Path) -> None:
 def pareto_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     lines = machine_line(report), versions_line(report), target_line(report["target"]), run_line(report)
     s = report["settings"]
-    said = f"{s['texts']} held-out files of {s['length']:,} tokens; {s['prompts']} prompts of "
-    said += f"{s['prompt_tokens']:,} tokens with {s['new_tokens']} greedy ones; needles at "
-    said += ", ".join(f"{n:,}" for n in s["distances"]) + " tokens."
-    page = ["# Bytes a token against damage", "", *lines_of(*lines), said, "", *pareto_table(report), LEGEND]
+    message = f"{s['texts']} held-out files of {s['length']:,} tokens; {s['prompts']} prompts of "
+    message += f"{s['prompt_tokens']:,} tokens with {s['new_tokens']} greedy ones; needles at "
+    message += ", ".join(f"{n:,}" for n in s["distances"]) + " tokens."
+    page = [
+        "# Bytes a token against damage",
+        "",
+        *lines_of(*lines),
+        message,
+        "",
+        *pareto_table(report),
+        LEGEND,
+    ]
     return "\n".join([*page, *(["![Bytes against damage](pareto.png)", ""] if pictures else [])])
 
 

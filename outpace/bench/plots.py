@@ -11,9 +11,11 @@ COLOURS = {
     "transformers-dflash": "#7a7a7a",
     "plain": "#8fb8de",
     "ngram": "#e3a857",
+    "suffix": "#c1666b",
     "dflash": "#2a6f97",
+    "dflash-tree": "#4f9d69",
 }
-MARKS = {"dflash": "o", "transformers-dflash": "x", "ngram": "s"}
+MARKS = {"dflash": "o", "transformers-dflash": "x", "ngram": "s", "suffix": "^", "dflash-tree": "D"}
 DPI = 200  # 8 inches wide: sharp at the 800 pixels a README shows
 
 
@@ -43,8 +45,8 @@ def bare(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def _order(found: set[str]) -> list[str]:
-    return [m for m in COLOURS if m in found]
+def _order(names: set[str]) -> list[str]:
+    return [m for m in COLOURS if m in names]
 
 
 def _rank(result: dict[str, Any]) -> int:
@@ -56,10 +58,10 @@ def regime_name(result: dict[str, Any]) -> str:
 
 
 def _regimes(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+    values: dict[str, list[dict[str, Any]]] = {}
     for result in results:
-        found.setdefault(result["regime"], []).append(result)
-    return found
+        values.setdefault(result["regime"], []).append(result)
+    return values
 
 
 def _speed(results: list[dict[str, Any]]) -> Any:
@@ -76,8 +78,8 @@ def _speed(results: list[dict[str, Any]]) -> Any:
             for i, r in enumerate(here):
                 left = place + (i - (len(here) - 1) / 2) * 0.88 / widest
                 bar = axes.bar(left, r["tokens_per_s"], 0.8 / widest, color=COLOURS[r["method"]])
-                said = "" if r["method"] == "plain" else f"{r['speedup']:.2f}x"
-                axes.bar_label(bar, [said], fontsize=8, padding=1.5)
+                message = "" if r["method"] == "plain" else f"{r['speedup']:.2f}x"
+                axes.bar_label(bar, [message], fontsize=8, padding=1.5)
         axes.set_xticks(range(len(batches)), [f"batch {b}" for b in batches])
         axes.set_xlim(-0.6, len(batches) - 0.4)
         axes.set_title(regime_name(of[0]), fontsize=10)

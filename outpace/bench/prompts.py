@@ -17,24 +17,24 @@ def held_out_prompts(
     Raises ValueError when the documents do not hold that many.
     """
     walks = [_cuts(tokenizer, d, length) for d in sorted(documents, key=_shuffled)]
-    found: list[list[int]] = []
-    while walks and len(found) < count:
+    items: list[list[int]] = []
+    while walks and len(items) < count:
         left = []
         for walk in walks:
             prompt = next(walk, None)
             if prompt is None:
                 continue
-            found.append(prompt)
+            items.append(prompt)
             left.append(walk)
-            if len(found) == count:
+            if len(items) == count:
                 break
         walks = left
-    if len(found) < count:
+    if len(items) < count:
         raise ValueError(
-            f"{len(documents)} held-out documents hold {len(found)} prompts of {length} tokens, not {count}: "
+            f"{len(documents)} held-out documents hold {len(items)} prompts of {length} tokens, not {count}: "
             "ask for fewer or shorter ones, or give more text"
         )
-    return found
+    return items
 
 
 def _shuffled(document: Document) -> str:

@@ -67,12 +67,12 @@ class Quality:
     def now(self) -> dict[str, Any]:
         """nats a token; kl(first || now); same_likeliest token; agreement, the share of greedy answers up to
         their first difference; needles found, all distances together."""
-        said = judge(self.target, self.texts, self.first["log_probabilities"])
+        value = judge(self.target, self.texts, self.first["log_probabilities"])
         agreed = [alike(a, b) / len(a) for a, b in zip(self.answers, self._answers(), strict=True)]
         return {
-            "nats": said["nats_per_token"],
-            "kl": said["kl"],
-            "same_likeliest": said["same_likeliest"],
+            "nats": value["nats_per_token"],
+            "kl": value["kl"],
+            "same_likeliest": value["same_likeliest"],
             "agreement": round(sum(agreed) / len(agreed), 4),
         } | self._needles()
 

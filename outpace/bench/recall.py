@@ -120,36 +120,36 @@ def run_recall(
 def long_texts(
     tokenizer: Tokenizer, documents: Sequence[Document], length: int, count: int
 ) -> list[list[int]]:
-    found: list[list[int]] = []
+    items: list[list[int]] = []
     for document in sorted(documents, key=lambda d: d.name):
         ids = encode(tokenizer, document.text)
-        if len(ids) >= length and len(found) < count:
-            found.append(ids[:length])
-    if len(found) < count:
+        if len(ids) >= length and len(items) < count:
+            items.append(ids[:length])
+    if len(items) < count:
         raise ValueError(
-            f"recall: {len(found)} held-out files have {length:,} tokens, and {count} are wanted: lower "
+            f"recall: {len(items)} held-out files have {length:,} tokens, and {count} are wanted: lower "
             "texts or length, or name a larger --corpus"
         )
-    return found
+    return items
 
 
 def ends(length: int) -> list[int]:
-    found = [FIRST]
-    while found[-1] < length:
-        found.append(min(2 * found[-1], length))
-    return found
+    items = [FIRST]
+    while items[-1] < length:
+        items.append(min(2 * items[-1], length))
+    return items
 
 
 @torch.inference_mode()
 def nll(target: Decoder, row: Sequence[int], chunk: int) -> Tensor:
     """[n - 1] nats of every token but the first, read in chunks over a cache."""
     tokens = torch.tensor([row], device=target.device)
-    cache, found = target.make_cache(1, len(row)), []
+    cache, items = target.make_cache(1, len(row)), []
     for begin in range(0, len(row) - 1, chunk):
         hidden = target(tokens[:, begin : min(begin + chunk, len(row) - 1)], cache).hidden[0]
         labels = tokens[0, begin + 1 : begin + 1 + len(hidden)]
-        found.append(F.cross_entropy(target.logits(hidden).float(), labels, reduction="none"))
-    return torch.cat(found)
+        items.append(F.cross_entropy(target.logits(hidden).float(), labels, reduction="none"))
+    return torch.cat(items)
 
 
 def of_text(target: Decoder, row: list[int], settings: RecallSettings) -> dict[str, list[float]]:
@@ -182,8 +182,8 @@ def of_needles(
     right = digits = 0
     for begin in range(0, settings.needles, settings.batch):
         some = slice(begin, begin + settings.batch)
-        said = generate(target, prompts[some], Request(max_new_tokens=6)).tokens
-        for tokens, value in zip(said, values[some], strict=True):
+        given = generate(target, prompts[some], Request(max_new_tokens=6)).tokens
+        for tokens, value in zip(given, values[some], strict=True):
             answer = tokenizer.decode(tokens)[:6]
             right += answer == value
             digits += sum(a == b for a, b in zip(answer, value, strict=False))

@@ -31,8 +31,8 @@ def recall_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     page = ["# What a target makes of a long context", "", *lines_of(*lines), "", *loss_table(report)]
     near, last = report["settings"]["near"], report["last_quarter"]
     both = f"{last['all']:.3f} nats with all of the text, {last['near']:.3f} with"
-    said = f"The last quarter: {both} the {near:,} to {2 * near:,} tokens before each token."
-    page += [said, "", *needle_table(report), LEGEND]
+    message = f"The last quarter: {both} the {near:,} to {2 * near:,} tokens before each token."
+    page += [message, "", *needle_table(report), LEGEND]
     return "\n".join([*page, *(["![Needles and loss](recall.png)", ""] if pictures else [])])
 
 
@@ -55,8 +55,8 @@ def _over_distance(report: dict[str, Any]) -> Any:
     left.plot([r["end"] for r in loss], [r["nats"] for r in loss], "o-", color="#2a6f97", markersize=3.5)
     left.set_ylabel("held-out loss, nats")
     left.set_xlabel("position")
-    found = [100 * r["found"] / r["of"] for r in needles]
-    right.plot([r["distance"] for r in needles], found, "o-", color="#c1666b", markersize=3.5)
+    items = [100 * r["found"] / r["of"] for r in needles]
+    right.plot([r["distance"] for r in needles], items, "o-", color="#c1666b", markersize=3.5)
     right.set_ylabel("needles found, %")
     right.set_xlabel("tokens back")
     right.set_ylim(-3, 103)

@@ -85,8 +85,8 @@ def filled(text: str, folder: Path) -> str:
     if text.count("<!-- table: ") != len(MARKED.findall(text)):
         raise ValueError("a marked table is not closed by <!-- end -->, or names no report")
 
-    def made(found: re.Match[str]) -> str:
-        opening, kind, path, _, closing = found.groups()
+    def made(result: re.Match[str]) -> str:
+        opening, kind, path, _, closing = result.groups()
         if kind not in (*TABLES, PICTURES):
             raise ValueError(f"no table {kind!r}; known: {', '.join(TABLES)}, {PICTURES}")
         report = folder / path

@@ -55,11 +55,11 @@ def markdown(report: dict[str, Any], pictures: bool = True) -> str:
         lines += [f"## {regime_name(of[0]).capitalize()} tokens, temperature {temperature:g}", ""]
         lines += table(COLUMNS, map(_row, of))
     lines += [LEGEND]
-    said = remarks(report)
+    value = remarks(report)
     if not pictures:
-        said.append("no pictures: they need matplotlib (pip install 'outpace[bench]')")
-    if said:
-        lines += ["## Remarks", "", *(f"- {line}" for line in said), ""]
+        value.append("no pictures: they need matplotlib (pip install 'outpace[bench]')")
+    if value:
+        lines += ["## Remarks", "", *(f"- {line}" for line in value), ""]
     if pictures:
         lines += ["![Tokens per second](speed.png)", "", "![Acceptance by position](acceptance.png)", ""]
     return "\n".join(lines)
@@ -100,14 +100,14 @@ def remarks(report: dict[str, Any]) -> list[str]:
         for r in report["results"]
         if (rows := r["lossless"]["unrepeated"])
     ]
-    return [*report["said"], *(_agreed(a) for a in report["agreement"]), *unrepeated]
+    return [*report["remarks"], *(_agreed(a) for a in report["agreement"]), *unrepeated]
 
 
 def machine_line(report: dict[str, Any]) -> str:
     m = report["machine"]
     where = m.get("accelerator", m["processor"])
-    said = f"**Machine**: {where}, {m['cores']} cores ({m['threads']} threads), {m['memory_gib']} GiB"
-    return said + (f"; load before the run {m['load_1min']}" if "load_1min" in m else "")
+    message = f"**Machine**: {where}, {m['cores']} cores ({m['threads']} threads), {m['memory_gib']} GiB"
+    return message + (f"; load before the run {m['load_1min']}" if "load_1min" in m else "")
 
 
 def versions_line(report: dict[str, Any]) -> str:
@@ -128,9 +128,9 @@ def run_line(report: dict[str, Any]) -> str:
     return f"**Run**: {report['date']}{commit}, `{report['command']}`, {report['seconds']} s"
 
 
-def lines_of(*said: str) -> list[str]:
+def lines_of(*message: str) -> list[str]:
     """Lines of one paragraph: two blanks at the end are a line break in Markdown."""
-    return [line + "  " for line in said]
+    return [line + "  " for line in message]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -101,19 +101,21 @@ def over(runs: Runs, others: Runs) -> float:
     theirs = ours = 0.0
     for group in {group for _, group in runs}:
         turns = [turn for turn in runs if turn[1] == group]
-        pace = statistics.median(_pace(others[turn]) for turn in turns)
-        theirs += pace
-        ours += pace * statistics.median(_pace(runs[turn]) / _pace(others[turn]) for turn in turns)
+        scale = statistics.median(_machine_scale(others[turn]) for turn in turns)
+        theirs += scale
+        ours += scale * statistics.median(
+            _machine_scale(runs[turn]) / _machine_scale(others[turn]) for turn in turns
+        )
     return theirs / ours
 
 
 def error(runs: Runs, others: Runs) -> float:
     """About the standard error of `over`: that of the mean of all turns' ratios; 0 of a lone turn."""
-    ratios = [_pace(others[turn]) / _pace(run) for turn, run in runs.items()]
+    ratios = [_machine_scale(others[turn]) / _machine_scale(run) for turn, run in runs.items()]
     return statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
 
 
-def _pace(run: Timed) -> float:
+def _machine_scale(run: Timed) -> float:
     """Seconds a token."""
     return run.decode_s / run.decoded
 
@@ -159,12 +161,12 @@ def _lossless(
             continue
         for row, tokens in enumerate(run.tokens):
             if method != "plain":
-                said = cell.runs["plain"][0, group].tokens[row]
+                value = cell.runs["plain"][0, group].tokens[row]
             elif alone is not None:
-                said = alone[0, group * cell.batch + row].tokens[0]
+                value = alone[0, group * cell.batch + row].tokens[0]
             else:
-                said = tokens
-            total += compare(target, cell.groups[group][row], tokens, said)
+                value = tokens
+            total += compare(target, cell.groups[group][row], tokens, value)
     return dataclasses.asdict(total) | {"unrepeated": unrepeated}
 
 

@@ -27,9 +27,9 @@ def held_table(report: dict[str, Any]) -> list[str]:
     base = held["original"]["nats_per_token"]
     rows = []
     for name, key in (("original", "original"), ("untrained", "untrained"), ("trained", "after")):
-        said = held[key]
-        change = f"{100 * (said['nats_per_token'] / base - 1):+.2f} %"
-        same = f"{100 * said['same_likeliest']:.1f} %" if "kl" in said else "-"
-        kl = f"{said['kl']:.4f}" if "kl" in said else "-"
-        rows.append([name, f"{said['nats_per_token']:.4f}", change, kl, same])
+        value = held[key]
+        change = f"{100 * (value['nats_per_token'] / base - 1):+.2f} %"
+        same = f"{100 * value['same_likeliest']:.1f} %" if "kl" in value else "-"
+        kl = f"{value['kl']:.4f}" if "kl" in value else "-"
+        rows.append([name, f"{value['nats_per_token']:.4f}", change, kl, same])
     return table(("", "loss, nats", "change", "KL", "same likeliest token"), rows)

@@ -59,7 +59,7 @@ class BenchSetup:
 
     def costs(self, case: Case) -> Costs | None:
         """What its controller reads; None without one."""
-        return self.tables[case.method, case.request.judged] if case.steered else None
+        return self.tables[case.method, case.request.effective_rule] if case.steered else None
 
     def prompts(self, kind: str, count: int, batch: int) -> Groups:
         """`kind` of suite.TEXTS."""
@@ -68,10 +68,10 @@ class BenchSetup:
             texts_of(kind, count, asked.recipe, asked.target, asked.tokenizer, asked.documents), batch
         )
 
-    def report(self, **found: Any) -> dict[str, Any]:
+    def report(self, **value: Any) -> dict[str, Any]:
         """The whole report: nothing needs to be kept any longer."""
         self.kept.done()
-        return {**self.frame, **found, "seconds": round(time.perf_counter() - self.since, 1)}
+        return {**self.frame, **value, "seconds": round(time.perf_counter() - self.since, 1)}
 
 
 def begin(asked: SuiteRequest, cases: Sequence[Case], batch: int, exact: bool = True) -> BenchSetup:
@@ -83,26 +83,26 @@ def begin(asked: SuiteRequest, cases: Sequence[Case], batch: int, exact: bool = 
     names = {case.method for case in cases}
     opened = open_methods(recipe, names, asked.drafts, target, asked.tokenizer)
     about = {name: describe_method(method) for name, method in opened.items()}
-    whose, said = describe_target(target), said_by(recipe)
-    kept = Kept(asked.folder, {"recipe": said, "target": whose["fingerprint"], "methods": about})
+    whose, value = describe_target(target), as_plain_json(recipe)
+    kept = Kept(asked.folder, {"recipe": value, "target": whose["fingerprint"], "methods": about})
     tables = cost_tables(recipe, target, opened, cases, asked.text, batch, kept, asked.console, exact=exact)
     frame = {
         **provenance(),
         "machine": before,
         "versions": versions(),
         "target": whose,
-        "recipe": said,
+        "recipe": value,
         "methods": about,
         "costs": {", ".join(table): kept[costs_key(table)] for table in tables},
     }
     return BenchSetup(asked, opened, tables, kept, frame, since)
 
 
-def said_by(recipe: SuiteRecipe) -> dict[str, Any]:
+def as_plain_json(recipe: SuiteRecipe) -> dict[str, Any]:
     """The recipe as it was asked for, as it reads back from JSON."""
-    found = dataclasses.asdict(recipe)
-    del found["specs"]
-    read: dict[str, Any] = json.loads(json.dumps(found))
+    result = dataclasses.asdict(recipe)
+    del result["specs"]
+    read: dict[str, Any] = json.loads(json.dumps(result))
     return read
 
 
@@ -137,7 +137,7 @@ def looked_up(draft: Draft) -> int:
 
 def walk(draft: Any) -> list[Any]:
     """The fields of a bound draft, and of what it wraps."""
-    found = []
+    items = []
     for value in vars(draft).values():
-        found += [value, *(walk(value) if dataclasses.is_dataclass(value) else [])]
-    return found
+        items += [value, *(walk(value) if dataclasses.is_dataclass(value) else [])]
+    return items

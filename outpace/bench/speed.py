@@ -18,11 +18,12 @@ from outpace.bench.progress import progress
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.results import ResultCell, agreement, result
 from outpace.bench.timing import Method, our_methods
+from outpace.drafts.base import Draft
 from outpace.drafts.dflash import DFlash
 from outpace.models.decoder import Decoder
 from outpace.text.corpus import Document
 
-METHODS = ("transformers", "transformers-dflash", "plain", "ngram", "dflash")
+METHODS = ("transformers", "transformers-dflash", "plain", "ngram", "suffix", "dflash", "dflash-tree")
 YARDSTICKS = METHODS[:2]
 REGIMES = {"short": (256, 256), "long": (1024, 2048)}  # prompt tokens, decoded tokens
 NGRAM_BLOCK = 8  # where there is no draft whose block to equal
@@ -32,8 +33,8 @@ NGRAM_BLOCK = 8  # where there is no draft whose block to equal
 class BenchSettings:
     """What to measure. A regime is "short", "long", or "P+D" for prompts of P and answers of D tokens.
 
-    The yardsticks (the transformers methods) are slow: they run the first `yardstick_prompts` prompts,
-    `yardstick_repeats` times, in `yardstick_regimes`; their speedup is over the same runs of plain.
+    The yardsticks (the transformers methods) are slow: they run the first `baseline_prompts` prompts,
+    `baseline_repeats` times, in `baseline_regimes`; their speedup is over the same runs of plain.
     With `budget_s`, further repeats are skipped once a cell's share of it is spent.
     """
 
@@ -46,9 +47,9 @@ class BenchSettings:
     long_prompts: int = 8
     temperature: float = 0.0
     seed: int = 1
-    yardstick_prompts: int = 2
-    yardstick_repeats: int = 1
-    yardstick_regimes: tuple[str, ...] | None = None  # None: in all
+    baseline_prompts: int = 2
+    baseline_repeats: int = 1
+    baseline_regimes: tuple[str, ...] | None = None  # None: in all
     budget_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class BenchSettings:
             raise ValueError(f"bench: no method {unknown[0]!r}; known: {', '.join(METHODS)}")
         if not self.methods or not self.regimes:
             raise ValueError("bench: name at least one method and one regime")
-        for name in ("repeats", "prompts", "long_prompts", "yardstick_prompts", "yardstick_repeats"):
+        for name in ("repeats", "prompts", "long_prompts", "baseline_prompts", "baseline_repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"bench: {name} {getattr(self, name)} must be at least 1")
         for regime in self.regimes:
@@ -77,18 +78,14 @@ class BenchSettings:
         """-> number of prompts, batch sizes."""
         return (self.long_prompts, self.long_batches) if regime == "long" else (self.prompts, self.batches)
 
-    def has_yardstick(self, regime: str) -> bool:
-        return self.yardstick_regimes is None or regime in self.yardstick_regimes
+    def has_baseline(self, regime: str) -> bool:
+        return self.baseline_regimes is None or regime in self.baseline_regimes
 
 
 def demo_settings() -> BenchSettings:
-    """Under 2.5 minutes on 2 cores with the embedded target; fewer runs, not other ones."""
+    """About a minute on 2 cores with the embedded target: fewer and shorter runs, the same methods."""
     return BenchSettings(
-        long_batches=(1,),
-        long_prompts=2,
-        yardstick_regimes=("short",),
-        yardstick_prompts=1,
-        budget_s=90.0,
+        regimes=("128+128", "1024+512"), batches=(1,), prompts=4, repeats=2, baseline_prompts=1, budget_s=60.0
     )
 
 
@@ -109,13 +106,16 @@ def run_bench(
     held_out_documents: Sequence[Document],
     settings: BenchSettings,
     console: Console,
+    suffix: Draft | None = None,
 ) -> dict[str, Any]:
-    """-> the report: what report.json holds. Raises ValueError where the prompts do not exist or the
-    model cannot take them."""
+    """-> the report, the content of report.json. `suffix`: a suffix index of the target's answers.
+
+    Raises ValueError where there are too few prompts or the model cannot take them.
+    """
     began = time.perf_counter()
     before = machine(target.device)
-    said: list[str] = []
-    methods = _methods(target, draft, settings, said)
+    items: list[str] = []
+    methods = _methods(target, draft, suffix, settings, items)
     cells = _cells(tokenizer, held_out_documents, settings)
     with progress(console) as bar:
         task = bar.add_task("bench", total=sum(len(_plan(c, methods, settings)) for c in cells))
@@ -125,7 +125,7 @@ def run_bench(
             repeats = _measure(cell, methods, settings, deadline, bar, task)
             if repeats < settings.repeats:
                 name = f"{cell.regime}, batch {cell.batch}"
-                said.append(
+                items.append(
                     f"{name}: {repeats} of {settings.repeats} repeats, to keep to {settings.budget_s} s"
                 )
     alone = {c.regime: c.runs["plain"] for c in reversed(cells) if c.batch == 1}
@@ -144,34 +144,40 @@ def run_bench(
         "settings": json.loads(json.dumps(dataclasses.asdict(settings))),  # as it reads back
         "results": results,
         "agreement": [a for c in cells if (a := agreement(c)) is not None],
-        "said": said,
+        "remarks": items,
         "seconds": round(time.perf_counter() - began, 1),
     }
 
 
 def _methods(
-    target: Decoder, draft: DFlash | None, settings: BenchSettings, said: list[str]
+    target: Decoder,
+    draft: DFlash | None,
+    suffix: Draft | None,
+    settings: BenchSettings,
+    entries: list[str],
 ) -> dict[str, Method]:
     """The methods that can run, `plain` always among them; `said` gets a line for each that cannot."""
     block = draft.block_size if draft is not None else NGRAM_BLOCK
-    found = our_methods(target, draft, settings.temperature, block)
+    result = our_methods(target, draft, suffix, settings.temperature, block)
     asked = [m for m in settings.methods if m in YARDSTICKS]
     if draft is None and "dflash" in settings.methods:
-        said.append("dflash left out: no draft was given")
+        entries.append("dflash left out: no draft was given")
+    if suffix is None and "suffix" in settings.methods:
+        entries.append("suffix left out: no suffix index was given")
     if asked and settings.temperature > 0:
-        said.append("transformers left out: it is compared at temperature 0 alone")
+        entries.append("transformers left out: it is compared at temperature 0 alone")
     elif asked and not yardstick.installed():
-        said.append("transformers left out: it is not installed (pip install 'outpace[yardstick]')")
+        entries.append("transformers left out: it is not installed (pip install 'outpace[yardstick]')")
     elif asked:
-        used = {b for r in settings.regimes for b in settings.of(r)[1] if settings.has_yardstick(r)}
+        used = {b for r in settings.regimes for b in settings.of(r)[1] if settings.has_baseline(r)}
         opened = yardstick.open_baseline(
             target, draft if "transformers-dflash" in asked else None, tuple(sorted(used))
         )
-        found |= opened.methods()
-        said += opened.said
-        if "transformers-dflash" in found:
-            said.append("transformers-dflash runs batch 1 only: its generate takes no other")
-    return {m: run for m, run in found.items() if m in settings.methods or m == "plain"}
+        result |= opened.methods()
+        entries += opened.remarks
+        if "transformers-dflash" in result:
+            entries.append("transformers-dflash runs batch 1 only: its generate takes no other")
+    return {m: run for m, run in result.items() if m in settings.methods or m == "plain"}
 
 
 def _cells(tokenizer: Tokenizer, documents: Sequence[Document], settings: BenchSettings) -> list[ResultCell]:
@@ -191,7 +197,7 @@ def _plan(
 ) -> list[tuple[int, int, str]]:
     """(repeat, group, method) in the order of running: the methods take turns, and the first of a turn
     changes, so that a slow minute of the machine meets all of them."""
-    slow_groups = max(1, settings.yardstick_prompts // cell.batch)
+    slow_groups = max(1, settings.baseline_prompts // cell.batch)
     plan = []
     for repeat in range(settings.repeats):
         for group in range(len(cell.groups)):
@@ -199,9 +205,9 @@ def _plan(
             shift = (repeat + group) % len(order)
             for method in order[shift:] + order[:shift]:
                 if method in YARDSTICKS:
-                    if not settings.has_yardstick(cell.regime) or group >= slow_groups:
+                    if not settings.has_baseline(cell.regime) or group >= slow_groups:
                         continue
-                    if repeat >= settings.yardstick_repeats:
+                    if repeat >= settings.baseline_repeats:
                         continue
                 if method == "transformers-dflash" and cell.batch > 1:
                     continue

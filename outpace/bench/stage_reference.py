@@ -35,7 +35,7 @@ def mlp(x: Tensor, w: Tensors, at: str) -> Tensor:
 
 def frequencies(rope: RopeConfig, D: int) -> tuple[list[float], float]:
     """Radians per position of each of D / 2 dimensions, and what cos and sin are multiplied by."""
-    found, scale = [], 1.0
+    items, scale = [], 1.0
     for i in range(D // 2):
         turn = rope.theta ** (-2 * i / D)
         match rope.kind:
@@ -62,8 +62,8 @@ def frequencies(rope: RopeConfig, D: int) -> tuple[list[float], float]:
                 ramp = min(max(ramp, 0.0), 1.0)
                 turn = turn / rope.factor * ramp + turn * (1 - ramp)
                 scale = rope.attention_factor or (0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0)
-        found.append(turn)
-    return found, scale
+        items.append(turn)
+    return items, scale
 
 
 def turned(x: Tensor, positions: list[int], rope: RopeConfig) -> Tensor:
@@ -122,7 +122,7 @@ def eagle3_stages(
     positions = list(range(first, first + T))
     behind = torch.arange(T)[:, None] - torch.arange(T)
     sees = (behind >= 0) & (behind < (c.sliding_window or T))
-    found: Stages = {"fc": features}
+    values: Stages = {"fc": features}
     x = features
     for i in range(c.num_layers):
         at = f"layers.{i}." if i else "midlayer."
@@ -134,14 +134,14 @@ def eagle3_stages(
             read = torch.cat((token, normed), dim=-1)
         q, k, v = (heads(read, w, f"{at}self_attn.{name}_proj", D) for name in "qkv")
         mixed = attention(turned(q, positions, c.rope), turned(k, positions, c.rope), v, sees)
-        found[f"attention {i}"] = times(mixed, w[f"{at}self_attn.o_proj.weight"])
-        x = residual + found[f"attention {i}"]
-        found[f"mlp {i}"] = mlp(norm(x, w[f"{at}post_attention_layernorm.weight"], eps), w, at)
-        x = x + found[f"mlp {i}"]
-    found["hidden"] = x
-    found["before the head"] = norm(x, w["norm.weight"], eps)
-    found["logits"] = times(found["before the head"], head)
-    return found
+        values[f"attention {i}"] = times(mixed, w[f"{at}self_attn.o_proj.weight"])
+        x = residual + values[f"attention {i}"]
+        values[f"mlp {i}"] = mlp(norm(x, w[f"{at}post_attention_layernorm.weight"], eps), w, at)
+        x = x + values[f"mlp {i}"]
+    values["hidden"] = x
+    values["before the head"] = norm(x, w["norm.weight"], eps)
+    values["logits"] = times(values["before the head"], head)
+    return values
 
 
 # ---- DFlash (arXiv 2602.06036; its convolutions: inco.ai/blog/dflash2) -----------------------------------
@@ -155,8 +155,8 @@ def dflash_stages(
     head [N, C]."""
     S, B, D, eps = len(states[0]), len(block), c.head_dim, c.rms_norm_eps
     positions = list(range(first, first + S + B))
-    found: Stages = {"fc": times(torch.cat([x.double() for x in states], dim=-1), w["fc.weight"])}
-    context = norm(found["fc"], w["hidden_norm.weight"], eps)
+    values: Stages = {"fc": times(torch.cat([x.double() for x in states], dim=-1), w["fc.weight"])}
+    context = norm(values["fc"], w["hidden_norm.weight"], eps)
     x = block.double()
     key, query = torch.arange(S + B), torch.arange(S, S + B)[:, None]
     for i in range(c.num_layers):
@@ -172,15 +172,15 @@ def dflash_stages(
         out = times(mixed, w[f"{at}self_attn.o_proj.weight"])
         if f"{at}self_attn.o_proj.bias" in w:
             out = out + w[f"{at}self_attn.o_proj.bias"].double()
-        found[f"attention {i}"] = convolved(out, normed, w, f"{at}attention_conv", 1)
-        x = x + found[f"attention {i}"]
+        values[f"attention {i}"] = convolved(out, normed, w, f"{at}attention_conv", 1)
+        x = x + values[f"attention {i}"]
         normed = norm(x, w[f"{at}post_attention_layernorm.weight"], eps)
         out = mlp(convolved(normed, normed, w, f"{at}mlp_conv", 0), w, at)
-        found[f"mlp {i}"] = convolved(out, normed, w, f"{at}mlp_conv", 1)
-        x = x + found[f"mlp {i}"]
-    found["before the head"] = norm(x, w["norm.weight"], eps)
-    found["logits"] = times(found["before the head"], head)
-    return found
+        values[f"mlp {i}"] = convolved(out, normed, w, f"{at}mlp_conv", 1)
+        x = x + values[f"mlp {i}"]
+    values["before the head"] = norm(x, w["norm.weight"], eps)
+    values["logits"] = times(values["before the head"], head)
+    return values
 
 
 def convolved(x: Tensor, read: Tensor, w: Tensors, name: str, side: int) -> Tensor:

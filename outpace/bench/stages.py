@@ -89,16 +89,16 @@ def compare_stages(
         )
         for name in ours
     ]
-    said, right = ours["logits"], theirs["logits"]
+    value, right = ours["logits"], theirs["logits"]
     best = right.amax(-1)
-    chosen = right.gather(-1, said.argmax(-1, keepdim=True))[:, 0]
-    differ = said.argmax(-1) != right.argmax(-1)
+    chosen = right.gather(-1, value.argmax(-1, keepdim=True))[:, 0]
+    differ = value.argmax(-1) != right.argmax(-1)
     tied = differ & (best - chosen < TIE * right.abs().amax(-1))
     k = min(TOP, right.shape[-1])
-    mine, wanted = said.topk(k).indices, right.topk(k).indices
+    mine, wanted = value.topk(k).indices, right.topk(k).indices
     return Staged(
         kind="DFlash" if isinstance(draft, DFlash) else "EAGLE-3",
-        rows=len(said),
+        rows=len(value),
         stages=stages,
         argmax=float((~differ | tied).double().mean()),
         ties=int(tied.sum()),
@@ -148,17 +148,17 @@ def _eagle3(
         embeds, features = (torch.cat(both, dim=1) for both in zip((embeds, features), masks, strict=True))
     T = features.shape[1]
     cache = BoundEagle3(draft, target, TreeShape()).begin(1, T, offset).cache
-    step, heard = cache.begin(T), []
+    step, mixes = cache.begin(T), []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         view = cache.layers[layer].append(k, v, step)
-        heard.append(attend_view(q, view, config.sliding_window, None, config.head_dim**-0.5))
-        return heard[-1]
+        mixes.append(attend_view(q, view, config.sliding_window, None, config.head_dim**-0.5))
+        return mixes[-1]
 
     cos, sin = draft.rope(step.positions + offset)
     hidden = draft(embeds, features, cos, sin, attend)
     ours, x = {"fc": features}, features
-    for i, (layer, mixed) in enumerate(zip(draft.layers, heard, strict=True)):
+    for i, (layer, mixed) in enumerate(zip(draft.layers, mixes, strict=True)):
         assert isinstance(layer, Eagle3Layer)
         if layer.hidden_norm is not None and layer.norm_before_residual:
             x = layer.hidden_norm(x)
@@ -171,16 +171,16 @@ def _eagle3(
     ours["logits"] = draft.head(hidden, target)
 
     w, config = files.tensors, files.config
-    told = eagle3_feature(w, config, [_cpu(x) for x in aux[:, 0]])
+    feature = eagle3_feature(w, config, [_cpu(x) for x in aux[:, 0]])
     if more:
         states = w["mask_hidden"].view(len(config.layer_ids), 1, -1)
-        told = torch.cat((told, eagle3_feature(w, config, list(states)).expand(more, -1)))
-    said = following[0].tolist() + [config.mask_token_id or 0] * more
-    tokens = w[EMBEDDING][said] if files.own_embedding else _cpu(target.embed(following.new_tensor(said)))
+        feature = torch.cat((feature, eagle3_feature(w, config, list(states)).expand(more, -1)))
+    ids = following[0].tolist() + [config.mask_token_id or 0] * more
+    tokens = w[EMBEDDING][ids] if files.own_embedding else _cpu(target.embed(following.new_tensor(ids)))
     if "mask_embedding" in w:
         tokens = torch.cat((tokens[: T - more], w["mask_embedding"].expand(more, -1)))
     head = w[HEAD] if files.own_head else _cpu(target.dense_head)
-    theirs = eagle3_stages(w, config, told, tokens, offset, head)
+    theirs = eagle3_stages(w, config, feature, tokens, offset, head)
     theirs["fed back"] = theirs["before the head"] if config.norm_output else theirs["hidden"]
     return {name: _cpu(x[0]) for name, x in ours.items()}, {name: theirs[name] for name in ours}
 
@@ -202,18 +202,18 @@ def _dflash(
     session = DFlashSession(draft, target, 1, S, offset)
     session.observe(verified, aux, [S])
     block = draft.embed_block(verified.new_tensor([last]), target)
-    step, heard = session.cache.begin(draft.block_size, both_ways=True), []
+    step, mixes = session.cache.begin(draft.block_size, both_ways=True), []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sees = replace(step, both_ways=not config.hides(layer))
         view = session.cache.layers[layer].append(k, v, sees)
-        heard.append(attend_view(q, view, config.window(layer), None, config.head_dim**-0.5))
-        return heard[-1]
+        mixes.append(attend_view(q, view, config.window(layer), None, config.head_dim**-0.5))
+        return mixes[-1]
 
     cos, sin = draft.rope(step.storage + offset)
     hidden = draft.denoise(block, cos, sin, attend)
     ours, x = {"fc": draft.fc(aux.permute(1, 2, 0, 3).flatten(2))}, block
-    for i, (layer, mixed) in enumerate(zip(draft.layers, heard, strict=True)):
+    for i, (layer, mixed) in enumerate(zip(draft.layers, mixes, strict=True)):
         assert isinstance(layer, DFlashLayer)
         out = layer.o_proj(mixed)
         if layer.attention_conv is not None:
@@ -237,22 +237,24 @@ def _dflash(
     return {name: _cpu(x[0]) for name, x in ours.items()}, theirs
 
 
-def show_stages(found: Staged, console: Console) -> None:
+def show_stages(result: Staged, console: Console) -> None:
     table = Table("stage", "least cosine", "max error", "max size", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for stage in found.stages:
-        style = "" if stage.cosine >= found.least else "bold red"
+    for stage in result.stages:
+        style = "" if stage.cosine >= result.least else "bold red"
         # 9 digits: the difference to 1 is what is looked at
         table.add_row(
             stage.name, f"{stage.cosine:.9f}", f"{stage.error:.2e}", f"{stage.size:.3g}", style=style
         )
-    console.print(f"[bold]{found.kind}[/bold], {found.rows} rows of logits, against float64", highlight=False)
+    console.print(
+        f"[bold]{result.kind}[/bold], {result.rows} rows of logits, against float64", highlight=False
+    )
     console.print(table)
-    said = f"likeliest token: {found.argmax:.2%} the same ({found.ties} ties); "
-    console.print(f"{said}of the {TOP} likeliest: {found.top:.2%}", highlight=False)
-    if found.passed:
+    message = f"likeliest token: {result.argmax:.2%} the same ({result.ties} ties); "
+    console.print(f"{message}of the {TOP} likeliest: {result.top:.2%}", highlight=False)
+    if result.passed:
         console.print("every stage is the reference's", style="green")
     else:
-        wrong = f"it first goes wrong at {found.first_wrong}" if found.first_wrong else "other tokens win"
+        wrong = f"it first goes wrong at {result.first_wrong}" if result.first_wrong else "other tokens win"
         console.print(wrong, style="bold red")

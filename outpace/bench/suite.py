@@ -60,13 +60,13 @@ class SuiteRecipe:
             raise ValueError("a suite compares methods: its recipe needs a table [methods.NAME]")
         if PLAIN in self.methods:
             raise ValueError(f"no method may be called {PLAIN!r}: plain decoding always runs")
-        found = {}
-        for name, said in self.methods.items():
+        values = {}
+        for name, value in self.methods.items():
             try:
-                found[name] = load_settings(MethodSpec, None, said, source="its table")
+                values[name] = load_settings(MethodSpec, None, value, source="its table")
             except ValueError as error:
                 raise ValueError(f"method {name!r}: {error}") from error
-        object.__setattr__(self, "specs", found)
+        object.__setattr__(self, "specs", values)
         counts = ("prompts", "prompt_tokens", "batch", "repeats")
         for name in (*counts, "lossless_prompts", "lossless_batch", "controller_prompts"):
             if getattr(self, name) < 1:
@@ -103,12 +103,12 @@ def open_methods(
 
 def calibration_text(tokenizer: Tokenizer, documents: Sequence[Document], tokens: int = 8192) -> list[int]:
     """The first so many ids of real text, files one after the other."""
-    found: list[int] = []
+    items: list[int] = []
     for document in documents:
-        found += tokenizer.encode(document.text, add_special_tokens=False).ids
-        if len(found) >= tokens:
+        items += tokenizer.encode(document.text, add_special_tokens=False).ids
+        if len(items) >= tokens:
             break
-    return found[:tokens]
+    return items[:tokens]
 
 
 def cost_tables(
@@ -123,20 +123,20 @@ def cost_tables(
     exact: bool,
 ) -> Tables:
     """Of every case with a controller: measured over the contexts and the batch that will be decoded, and
-    judged as they will be, once a run. `text`: token ids that the suite does not decode. exact: in PASSES, at
+    rule as they will be, once a run. `text`: token ids that the suite does not decode. exact: in PASSES, at
     more than one context and batch, as timings need it; otherwise once, which a choice of columns needs."""
     contexts, batches, turns = [recipe.prompt_tokens], {batch}, 1
     if exact:
         contexts.append(recipe.prompt_tokens + recipe.new_tokens)
         batches.add(1)
         turns = PASSES
-    wanted = list(dict.fromkeys((c.method, c.request.judged) for c in cases if c.steered))
+    wanted = list(dict.fromkeys((c.method, c.request.effective_rule) for c in cases if c.steered))
     missing = [table for table in wanted if costs_key(table) not in kept]
     passes: dict[tuple[str, str], list[Costs]] = {table: [] for table in missing}
     for turn in range(turns):
-        for name, judged in missing:
-            with console.status(f"calibrating {name}, {judged}, pass {turn + 1} of {turns}"):
-                passes[name, judged].append(
+        for name, rule in missing:
+            with console.status(f"calibrating {name}, {rule}, pass {turn + 1} of {turns}"):
+                passes[name, rule].append(
                     calibrate(
                         target,
                         opened[name].draft,
@@ -144,11 +144,11 @@ def cost_tables(
                         contexts=contexts,
                         batches=sorted(batches),
                         seconds=recipe.calibrate_s / PASSES,
-                        judged=judged,
+                        rule=rule,
                     )
                 )
     for table, costs in passes.items():
-        calmest = min(costs, key=lambda found: sum(found.points[0].verify))
+        calmest = min(costs, key=lambda result: sum(result.points[0].verify))
         kept[costs_key(table)] = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(calmest)}))
     return {table: from_json(kept[costs_key(table)], costs_key(table)) for table in wanted}
 
@@ -159,20 +159,20 @@ def costs_key(table: tuple[str, str]) -> str:
 
 
 def cases_of(recipe: SuiteRecipe, temperature: float, steered: bool = True) -> list[Case]:
-    """Plain decoding first, with coupled noise too where a method is judged by it; then every method, also
+    """Plain decoding first, with coupled noise too where a method is rule by it; then every method, also
     with its controller if `steered`."""
     if temperature == 0:
-        found = [Case(method=PLAIN, temperature=0.0, rule="match")]
+        entries = [Case(method=PLAIN, temperature=0.0, rule="match")]
     else:
         rules = {rule for spec in recipe.specs.values() for rule in spec.rules} & {"gumbel"}
-        found = [Case(method=PLAIN, temperature=temperature, rule=r) for r in ("match", *sorted(rules))]
+        entries = [Case(method=PLAIN, temperature=temperature, rule=r) for r in ("match", *sorted(rules))]
     for name, spec in recipe.specs.items():
         for rule in spec.rules if temperature else ("match",):
             for control in spec.controller:
                 if steered or not control:
                     case = Case(method=name, temperature=temperature, rule=rule, steered=control)
-                    found.append(case)
-    return found
+                    entries.append(case)
+    return entries
 
 
 def grouped(prompts: list[list[int]], batch: int) -> Groups:

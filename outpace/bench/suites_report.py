@@ -48,12 +48,12 @@ def lossless_table(report: dict[str, Any]) -> list[str]:
             f"{r['violations']:,}",
             f"{r['ties']:,}",
             f"{r['checked']:,}",
-            *([f"{r['stood']:,} of {r['passed']:,}" if "passed" in r else "-"] if partial else []),
+            *([f"{r['confirmed']:,} of {r['passed']:,}" if "passed" in r else "-"] if partial else []),
         ]
         for r in report["results"]
     ]
     columns = ["method", "T", "rule", "violations", "ties", "tokens compared"]
-    return table([*columns, *(["stood, of those passed on partial KV"] if partial else [])], rows)
+    return table([*columns, *(["confirmed, of those that passed on partial KV"] if partial else [])], rows)
 
 
 def controller_markdown(report: dict[str, Any]) -> str:

@@ -11,11 +11,13 @@ from outpace.decode.request import Generation, OnTokens, Request
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash import DFlash
+from outpace.drafts.marginals import DDTree
 from outpace.drafts.ngram import NGram
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 
 Prompts = Sequence[Sequence[int]]
+TREE = 16  # nodes of the draft tree that `dflash-tree` proposes, root included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +53,28 @@ def timed(generate: Callable[[OnTokens], Generation]) -> Timed:
 
 
 def our_methods(
-    target: Decoder, draft: DFlash | None, temperature: float, ngram_block: int
+    target: Decoder, draft: DFlash | None, suffix: Draft | None, temperature: float, ngram_block: int
 ) -> dict[str, Method]:
-    """`plain`, `ngram`, and `dflash` where there is a draft. No stop tokens: all emit equally many."""
+    """`plain`, `ngram`, `suffix` with an index, `dflash` and `dflash-tree` with a DFlash. No stop tokens: all
+    methods generate equally many."""
     drafts: dict[str, Draft] = {"ngram": NGram(block_size=ngram_block)}
     if draft is not None:
         drafts["dflash"] = draft.bind(target)
+        drafts["dflash-tree"] = DDTree(draft.bind(target), TREE)
+    if suffix is not None:
+        drafts["suffix"] = suffix
     sampling = Sampling(temperature=temperature)
 
     def run_plain(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
         request = Request(max_new_tokens=new_tokens, sampling=sampling)
         rng = torch.Generator(target.device).manual_seed(seed)
-        return timed(lambda told: generate(target, prompts, request, rng=rng, on_tokens=told))
+        return timed(lambda note: generate(target, prompts, request, rng=rng, on_tokens=note))
 
     def with_draft(chosen: Draft) -> Method:
         def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
             request = Request(max_new_tokens=new_tokens, sampling=sampling)
             rng = torch.Generator(target.device).manual_seed(seed)
-            return timed(lambda told: generate(target, prompts, request, chosen, rng=rng, on_tokens=told))
+            return timed(lambda note: generate(target, prompts, request, chosen, rng=rng, on_tokens=note))
 
         return run
 

@@ -125,8 +125,8 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
 def _floats(header: Header, info: TensorInfo) -> list[float]:
     if info.format != "F32":
         raise LoadError(f"{header.path}: {ROPE_FACTORS} is {info.format}, not F32")
-    found: list[float] = np.frombuffer(header.data, np.float32, info.shape[0], info.start).tolist()
-    return found
+    items: list[float] = np.frombuffer(header.data, np.float32, info.shape[0], info.start).tolist()
+    return items
 
 
 def gguf_name(name: str, architecture: str) -> str:

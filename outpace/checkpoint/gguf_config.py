@@ -23,29 +23,29 @@ class _Fields:
 
     def number(self, key: str, default: float | None = None) -> Any:
         name = f"{self.architecture}.{key}"
-        found = self.metadata.get(name, default)
-        if isinstance(found, list) and found and found == [found[0]] * len(found):
-            found = found[0]  # written per layer
-        if found is None:
+        value = self.metadata.get(name, default)
+        if isinstance(value, list) and value and value == [value[0]] * len(value):
+            value = value[0]  # written per layer
+        if value is None:
             raise LoadError(f"{self.path}: the metadata lacks {name!r}")
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise LoadError(f"{self.path}: metadata {name!r} is {str(found)[:60]!r}, not one number")
-        return found
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LoadError(f"{self.path}: metadata {name!r} is {str(value)[:60]!r}, not one number")
+        return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        found = self.number(key, default)
-        if not isinstance(found, int) or not 0 < found < 2**31:
-            raise LoadError(f"{self.path}: metadata '{self.architecture}.{key}' is {found}, not a count")
-        return found
+        result = self.number(key, default)
+        if not isinstance(result, int) or not 0 < result < 2**31:
+            raise LoadError(f"{self.path}: metadata '{self.architecture}.{key}' is {result}, not a count")
+        return result
 
 
 def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     """Raises LoadError for one that is not read."""
-    found = metadata.get("general.architecture")
-    if not isinstance(found, str) or found not in ARCHITECTURES:
+    value = metadata.get("general.architecture")
+    if not isinstance(value, str) or value not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise LoadError(f"{path}: general.architecture is {str(found)[:60]!r}; read are {known}")
-    return found
+        raise LoadError(f"{path}: general.architecture is {str(value)[:60]!r}; read are {known}")
+    return value
 
 
 def config_from(
@@ -66,7 +66,7 @@ def config_from(
     fields = _Fields(path, metadata, architecture)
     name, model_type = ARCHITECTURES[architecture]
     hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
-    said = {
+    values = {
         "architectures": [name],
         "model_type": model_type,
         "vocab_size": vocab_size,
@@ -86,7 +86,7 @@ def config_from(
     if architecture == "llama" and metadata.get("llama.expert_count"):
         raise LoadError(f"{path} is a mixture of Llama experts, which is not read")
     if architecture in ("llama", "qwen3"):
-        return said | {"intermediate_size": fields.count("feed_forward_length")}
+        return values | {"intermediate_size": fields.count("feed_forward_length")}
     experts = {
         "num_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
@@ -94,9 +94,9 @@ def config_from(
     size = fields.count("expert_feed_forward_length")
     if architecture == "qwen3moe":
         more = {"moe_intermediate_size": size, "norm_topk_prob": True}  # llama.cpp knows no other
-        return said | experts | more | {"intermediate_size": fields.count("feed_forward_length", size)}
+        return values | experts | more | {"intermediate_size": fields.count("feed_forward_length", size)}
     return (
-        said
+        values
         | experts
         | {
             "intermediate_size": size,
@@ -111,8 +111,8 @@ def _rope(fields: _Fields, factors: list[float] | None) -> dict[str, Any]:
     gpt_oss = fields.architecture == "gpt-oss"
     theta = float(fields.number("rope.freq_base", 150000.0 if gpt_oss else 10000.0))
     factor = float(fields.number("rope.scaling.factor", 1.0))
-    said = fields.metadata.get(f"{fields.architecture}.rope.scaling.type")
-    kind = said or ("linear" if factor != 1 else "none")
+    value = fields.metadata.get(f"{fields.architecture}.rope.scaling.type")
+    kind = value or ("linear" if factor != 1 else "none")
     if factors is not None:
         return {"rope_type": "factors", "rope_theta": theta, "factors": factors}
     if kind in ("none", "linear"):

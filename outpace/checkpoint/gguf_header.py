@@ -85,11 +85,11 @@ def read_header(path: Path) -> Header:
 
 def _tensor_table(cursor: "_Cursor", count: int, metadata: dict[str, Any]) -> dict[str, TensorInfo]:
     path = cursor.path
-    found: dict[str, tuple[tuple[int, ...], GGMLQuantizationType, int]] = {}
+    fields: dict[str, tuple[tuple[int, ...], GGMLQuantizationType, int]] = {}
     for _ in range(count):
         name = cursor.name("a tensor's name")
         (dims,) = cursor.take("<I")
-        if name in found:
+        if name in fields:
             raise LoadError(f"{path}: the tensor {name!r} stands twice")
         if not 1 <= dims <= 4:
             raise LoadError(f"{path}: {name!r} has {dims} dimensions; 1 to 4 are possible")
@@ -99,13 +99,13 @@ def _tensor_table(cursor: "_Cursor", count: int, metadata: dict[str, Any]) -> di
             kind = GGMLQuantizationType(code)
         except ValueError:
             raise LoadError(f"{path}: {name!r} is of type {code}, which this gguf package lacks") from None
-        found[name] = shape, kind, offset
+        fields[name] = shape, kind, offset
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise LoadError(f"{path}: general.alignment is {alignment!r}, not a power of two")
     begin = -(-cursor.at // alignment) * alignment
     tensors, spans = {}, []
-    for name, (shape, kind, offset) in found.items():
+    for name, (shape, kind, offset) in fields.items():
         values, size = GGML_QUANT_SIZES[kind]
         if 0 in shape or prod(shape) > MOST_VALUES or shape[0] % values:
             raise LoadError(
@@ -150,15 +150,15 @@ class _Cursor:
     def text(self, what: str) -> str:
         (size,) = self.take("<Q")
         self.need(size, what)
-        found = self.data[self.at : self.at + size]
+        value = self.data[self.at : self.at + size]
         self.at += size
-        return found.decode("utf-8", errors="replace")
+        return value.decode("utf-8", errors="replace")
 
     def name(self, what: str) -> str:
-        found = self.text(what)
-        if len(found) > MOST_NAME:
-            raise LoadError(f"{self.path}: {what} of {len(found):,} characters; it is damaged")
-        return found
+        result = self.text(what)
+        if len(result) > MOST_NAME:
+            raise LoadError(f"{self.path}: {what} of {len(result):,} characters; it is damaged")
+        return result
 
     def value(self, what: str) -> Any:
         kind = self.kind(what)
@@ -189,14 +189,14 @@ class _Cursor:
     def numbers(self, kind: GGUFValueType, count: int, what: str) -> list[Any]:
         dtype = np.dtype(NUMBERS[kind])
         self.need(count * dtype.itemsize, what)
-        found = np.frombuffer(self.data, dtype, count, self.at).tolist()
+        items = np.frombuffer(self.data, dtype, count, self.at).tolist()
         self.at += count * dtype.itemsize
-        return found
+        return items
 
     def texts(self, count: int, what: str) -> list[str]:
         """A vocabulary has a quarter of a million: one unpack each, no call."""
         data, at, end, size = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
-        found = []
+        items = []
         for _ in range(count):
             if at + 8 > end:
                 self.at = at
@@ -206,6 +206,6 @@ class _Cursor:
             if at > end:
                 self.at = begin
                 self.need(at - begin, what)
-            found.append(data[begin:at].decode("utf-8", errors="replace"))
+            items.append(data[begin:at].decode("utf-8", errors="replace"))
         self.at = at
-        return found
+        return items

@@ -74,8 +74,8 @@ def open_folder(folder: Path) -> HFCheckpoint:
 
 
 def _sharded(folder: Path, config: dict[str, Any], index: Path) -> HFCheckpoint:
-    said = read_object(index)
-    shard_of = _weight_map(said, index)
+    value = read_object(index)
+    shard_of = _weight_map(value, index)
     shards = sorted(set(shard_of.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
@@ -102,20 +102,20 @@ def _sharded(folder: Path, config: dict[str, Any], index: Path) -> HFCheckpoint:
         if file_of[name] is not files[shard]:
             there = file_of[name].path.name
             raise LoadError(f"{index} says that {name} is in {shard}, and {there} holds it", "index")
-    metadata = said.get("metadata")
+    metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return HFCheckpoint(
         folder=folder, config=config, files=tuple(files.values()), file_of=file_of, total_size=total
     )
 
 
-def _weight_map(said: dict[str, Any], index: Path) -> dict[str, str]:
+def _weight_map(values: dict[str, Any], index: Path) -> dict[str, str]:
     """tensor -> file name. A name is one file of this folder: a path could lead anywhere. (A symbolic
     link may: HF's cache is made of them, and who made the folder made the link.)"""
-    found = said.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    value = values.get("weight_map")
+    if not isinstance(value, dict) or not value:
         raise LoadError(f"{index} is not a safetensors index: it has no weight_map with tensors", "index")
-    for name, shard in found.items():
+    for name, shard in value.items():
         check_name(name, str(index))
         if not isinstance(shard, str) or not SHARD.fullmatch(shard):
             raise LoadError(
@@ -123,4 +123,4 @@ def _weight_map(said: dict[str, Any], index: Path) -> dict[str, str]:
                 "shards are *.safetensors files in the same folder",
                 "index",
             )
-    return found
+    return value

@@ -21,10 +21,10 @@ DEFAULT = "default"  # the name of the embedded target
 
 def target_path(path: str) -> Path:
     """A folder or a GGUF file; the embedded folder for "default". Raises LoadError where there is none."""
-    found = EMBEDDED / "target" if path == DEFAULT else Path(path)
-    if not found.exists():
-        raise LoadError(f"{found} is not there: name a checkpoint's folder, a GGUF file, or {DEFAULT!r}")
-    return found
+    message = EMBEDDED / "target" if path == DEFAULT else Path(path)
+    if not message.exists():
+        raise LoadError(f"{message} is not there: name a checkpoint's folder, a GGUF file, or {DEFAULT!r}")
+    return message
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -36,14 +36,14 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if path.is_file():
         raise foreign_file(path)
     try:
-        found = open_folder(path)
+        folder = open_folder(path)
     except LoadError as error:
         if error.kind in ("no_config", "no_weights"):
             raise foreign_folder(path) or error from None
         raise
-    if openai_names(found.names()):
+    if openai_names(folder.names()):
         raise openai_layout(path)
-    return found
+    return folder
 
 
 def is_gguf(path: Path) -> bool:

@@ -133,7 +133,7 @@ def _slots(header: dict[str, Any], start: int, size: int, path: Path) -> dict[st
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not _texts(metadata):
         raise damaged(path, f"its header's __metadata__ is {repr(metadata)}, not an object of strings")
-    slots = {name: _slot(name, said, start, path) for name, said in header.items()}
+    slots = {name: _slot(name, value, start, path) for name, value in header.items()}
     end, before = start, "the header"
     for name, slot in sorted(slots.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if slot.begin != end:
@@ -146,13 +146,13 @@ def _slots(header: dict[str, Any], start: int, size: int, path: Path) -> dict[st
     return slots
 
 
-def _slot(name: str, said: Any, start: int, path: Path) -> Slot:
+def _slot(name: str, value: Any, start: int, path: Path) -> Slot:
     """One entry of the header: {"dtype": str, "shape": [int], "data_offsets": [begin, end]}."""
     check_name(name, f"the header of {path}")
     where = f"its header's entry {name!r}"
-    if not isinstance(said, dict) or not said.keys() >= {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
         raise damaged(path, f"{where} is not an object with dtype, shape and data_offsets")
-    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise LoadError(f"{path}: {name} is of dtype {repr(dtype)}; known: {known}")

@@ -15,8 +15,8 @@ def generation_stops(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()
-    said = read_object(path).get("eos_token_id")
-    ids = said if isinstance(said, list) else [] if said is None else [said]
+    value = read_object(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise LoadError(f"{path}: eos_token_id is {str(said)[:60]}, not a token's id or a list of them")
+        raise LoadError(f"{path}: eos_token_id is {str(value)[:60]}, not a token's id or a list of them")
     return tuple(ids)

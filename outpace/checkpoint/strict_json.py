@@ -32,16 +32,16 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     if values > MOST_VALUES:
         raise LoadError(f"{where} holds about {values:,} JSON values; the limit is {MOST_VALUES:,}")
     try:
-        found = json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
+        content = json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
         if b"\\ud" in data.lower():  # half of a surrogate pair is a string that cannot be printed
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
         raise LoadError(f"{where} is nested too deeply for JSON that describes a checkpoint") from None
     except ValueError as error:  # not JSON, not UTF-8, an integer of thousands of digits, or ours
         raise LoadError(f"{where} is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise LoadError(f"{where} holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(content, dict):
+        raise LoadError(f"{where} holds a {type(content).__name__}, not an object")
+    return content
 
 
 def check_name(name: str, where: str) -> None:
@@ -51,12 +51,12 @@ def check_name(name: str, where: str) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice[:80]!r} stands twice")
-    return found
+    return values
 
 
 def _no_constant(name: str) -> Any:

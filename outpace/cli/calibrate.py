@@ -115,16 +115,14 @@ def calibrate(
     console.print(f"kept in {path}", style="dim", highlight=False, soft_wrap=True)
 
 
-def kept(
-    target: "Decoder", draft: "AnyDraft", folder: Path, judged: str
-) -> "tuple[Costs | None, str | None]":
+def kept(target: "Decoder", draft: "AnyDraft", folder: Path, rule: str) -> "tuple[Costs | None, str | None]":
     """-> the table kept for this target, draft, machine and rule, or why one that lies there is not used."""
     from outpace.checkpoint.base import LoadError
     from outpace.decode.cost_file import read_costs
     from outpace.decode.costs import fingerprint
 
     try:
-        return read_costs(folder, fingerprint(target, draft, judged)), None
+        return read_costs(folder, fingerprint(target, draft, rule)), None
     except LoadError as error:
         return None, f"{error}; measuring anew"
 
@@ -133,12 +131,12 @@ def controller_for(
     target: "Decoder",
     draft: "AnyDraft | None",
     tokenizer: "Tokenizer",
-    judged: str,
+    rule: str,
     method: str,
     verify: int | None,
     cache_dir: Path | None = None,
 ) -> "tuple[AnyDraft | None, Controller | None, str]":
-    """What a request asked for -> its draft, its controller, and what people are told of it. `judged`: the
+    """What a request asked for -> its draft, its controller, and what people are told of it. `rule`: the
     request's.
 
     Raises ValueError for what cannot be had.
@@ -161,44 +159,44 @@ def controller_for(
         return draft, Fixed(verify + 1), f"draft length {verify} in every step"
     if method == "always":
         return draft, None, "full draft length in every step"
-    costs, told = _table_for_auto(target, draft, tokenizer, judged, cache_dir)
-    return draft, None if costs is None else Adaptive(costs), told
+    costs, note = _table_for_auto(target, draft, tokenizer, rule, cache_dir)
+    return draft, None if costs is None else Adaptive(costs), note
 
 
 def _table_for_auto(
-    target: "Decoder", draft: "AnyDraft", tokenizer: "Tokenizer", judged: str, cache_dir: Path | None
+    target: "Decoder", draft: "AnyDraft", tokenizer: "Tokenizer", rule: str, cache_dir: Path | None
 ) -> "tuple[Costs | None, str]":
     from outpace.decode.calibrate import quick
     from outpace.decode.cost_file import cache_folder, write_costs
     from outpace.decode.request import GREEDY
 
     folder = cache_dir or cache_folder()
-    costs, why = kept(target, draft, folder, judged)
+    costs, why = kept(target, draft, folder, rule)
     if costs is not None:
         return costs, "draft length chosen by measured costs"
     expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:
-        near = None if judged == GREEDY else kept(target, draft, folder, GREEDY)[0]
+        near = None if rule == GREEDY else kept(target, draft, folder, GREEDY)[0]
         if near is not None:
-            return near, f"draft length chosen by greedy costs (outpace calibrate --acceptance {judged})"
-        told = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
-        return None, f"full draft length in every step: {told}" + (f"; {why}" if why else "")
-    costs = _measured(target, draft, tokenizer, judged, [256], [1], 0.5, quiet=True)
+            return near, f"draft length chosen by greedy costs (outpace calibrate --acceptance {rule})"
+        message = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
+        return None, f"full draft length in every step: {message}" + (f"; {why}" if why else "")
+    costs = _measured(target, draft, tokenizer, rule, [256], [1], 0.5, quiet=True)
     if costs.noisy:
         return None, "full draft length in every step: the machine is too busy to measure costs"
-    told = f"draft length chosen by costs measured in about {expected:.1f} s"
+    message = f"draft length chosen by costs measured in about {expected:.1f} s"
     try:
         write_costs(costs, folder)
     except OSError as error:
-        told += f", which could not be kept ({error})"
-    return costs, told + (f"; {why}" if why else "")
+        message += f", which could not be kept ({error})"
+    return costs, message + (f"; {why}" if why else "")
 
 
 def _measured(
     target: "Decoder",
     draft: "AnyDraft",
     tokenizer: "Tokenizer",
-    judged: str,
+    rule: str,
     contexts: list[int],
     batches: list[int],
     seconds: float,
@@ -224,7 +222,7 @@ def _measured(
             contexts=contexts,
             batches=batches,
             seconds=seconds,
-            judged=judged,
+            rule=rule,
             on_progress=lambda done: bar.update(task, completed=done),
         )
 
@@ -232,15 +230,15 @@ def _measured(
 def as_json_table(costs: "Costs") -> dict[str, Any]:
     from dataclasses import asdict
 
-    found = asdict(costs)
-    for point, p in zip(found["points"], costs.points, strict=True):
+    result = asdict(costs)
+    for point, p in zip(result["points"], costs.points, strict=True):
         point["break_even"] = [round(costs.break_even(n, p.context, p.batch), 4) for n in costs.widths]
-    return found
+    return result
 
 
 def _show(costs: "Costs") -> None:
-    said = "; ".join(f"{name} {value}" for name, value in costs.said.items())
-    console.print(said, style="dim", highlight=False, soft_wrap=True)
+    message = "; ".join(f"{name} {value}" for name, value in costs.described.items())
+    console.print(message, style="dim", highlight=False, soft_wrap=True)
     for p in costs.points:
         title = f"batch {p.batch}, {p.context:,.0f} tokens remembered"
         table = Table(title=title, title_justify="left")

@@ -127,26 +127,26 @@ def chat(
     began = time.perf_counter()
     target, tokenizer = open_target(path, layers)
     stop = frozenset(target.config.eos_token_ids)
-    talk = open_talk(path, tokenizer, stop, instructions, reasoning, functions, date)
+    dialogue = open_chat(path, tokenizer, stop, instructions, reasoning, functions, date)
     shape = {"tree": tree, "depth": depth, "branch": branch}
     bound = open_draft(draft or own_draft(path), target, tokenizer, **shape, quantize=draft_weights)
     near = partial_of(partial, partial_set, partial_lossy)
-    judged = request.judged
-    used, pace, told = method_for(target, bound, tokenizer, judged, near, method, verify, cache_dir)
-    session = ChatSession(target, used, talk, request, generator(seed, target.device), pace, near)
+    validation = request.effective_rule
+    used, scale, notes = method_for(target, bound, tokenizer, validation, near, method, verify, cache_dir)
+    session = ChatSession(target, used, dialogue, request, generator(seed, target.device), scale, near)
     if timing:
-        screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {told}")
+        screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {notes}")
     typed = not message and sys.stdin.isatty()
     run(
         session,
-        _said(message) if message else _typed() if typed else (line.rstrip("\n") for line in sys.stdin),
+        _file_text(message) if message else _typed() if typed else (line.rstrip("\n") for line in sys.stdin),
         _speaker(screen, tokenizer, raw=raw, timing=timing, as_json=as_json),
         screen,
         forgiving=typed,
     )
 
 
-def open_talk(
+def open_chat(
     path: str,
     tokenizer: "Tokenizer",
     stop: frozenset[int],
@@ -184,7 +184,7 @@ def open_talk(
     )
 
 
-def _said(messages: list[str]) -> Iterator[str]:
+def _file_text(messages: list[str]) -> Iterator[str]:
     """Nothing in them is a command."""
     for message in messages:
         text = sys.stdin.read() if message == "-" else message
@@ -260,8 +260,8 @@ def rows(
 ) -> None:
     """Turn conversations into training rows for gpt-oss, and show which tokens are supervised.
 
-    [bold]Examples[/bold]: outpace rows default talks.jsonl --show 3
-    outpace rows gpt-oss-20b talks.jsonl --json > rows.jsonl
+    [bold]Examples[/bold]: outpace rows default chats.jsonl --show 3
+    outpace rows gpt-oss-20b chats.jsonl --json > rows.jsonl
     """
     from outpace.checkpoint.open import open_checkpoint, target_path
     from outpace.checkpoint.tokenizer import open_tokenizer
@@ -300,9 +300,9 @@ def _picture(row: "TrainingRow", tokenizer: "Tokenizer") -> Text:
 
 def _json_file(path: Path) -> list[dict[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, list):
+    if not isinstance(data, list):
         raise ValueError(f"{path}: a list of functions is wanted")
-    return found
+    return data

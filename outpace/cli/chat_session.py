@@ -114,8 +114,8 @@ class ChatSession:
 
     target: Decoder
     draft: Draft | None
-    talk: ChatFormat
-    request: Request  # its stop tokens are the talk's
+    chat: ChatFormat
+    request: Request  # its stop tokens are those of the chat format
     rng: torch.Generator
     controller: Controller | None = None
     partial: Partial | None = None
@@ -124,16 +124,16 @@ class ChatSession:
         self, on_part: Callable[[ChatPart], None], on_token: Callable[[int], None] | None = None
     ) -> ChatTurn:
         """Let the model speak. Raises ValueError where the conversation has outgrown its positions."""
-        ids = self.talk.prompt()
+        ids = self.chat.prompt()
         longest = self.target.config.max_position_embeddings
-        room = longest - len(ids)
-        if room < 1:
+        headroom = longest - len(ids)
+        if headroom < 1:
             raise ValueError(
                 f"the conversation has grown to {len(ids)} tokens, and this model's positions end at "
                 f"{longest}: begin anew (/reset)"
             )
-        stop = self.talk.stop
-        request = replace(self.request, max_new_tokens=min(self.request.max_new_tokens, room), stop=stop)
+        stop = self.chat.stop
+        request = replace(self.request, max_new_tokens=min(self.request.max_new_tokens, headroom), stop=stop)
         tokens: list[int] = []
         times: list[float] = []
         streamed: set[int] = set()
@@ -142,7 +142,7 @@ class ChatSession:
             times.append(time.perf_counter())
             for token in new:
                 tokens.append(token)
-                part = self.talk.feed(token)
+                part = self.chat.feed(token)
                 if on_token is not None:
                     on_token(token)
                 if part is not None:
@@ -167,7 +167,7 @@ class ChatSession:
             trace = done.trace
         except KeyboardInterrupt:
             pass
-        parts = self.talk.end()
+        parts = self.chat.end()
         for part in parts:
             if part.index not in streamed:  # no header said what it was, or it is empty
                 on_part(part)
@@ -242,20 +242,20 @@ def run(
                 case "/quit" | "/exit":
                     return
                 case "/reset":
-                    session.talk.reset()
+                    session.chat.reset()
                     screen.note("the conversation begins anew")
                     continue
                 case "/help":
                     screen.note(HELP)
                     continue
                 case "/tool":
-                    session.talk.give_result(rest)
+                    session.chat.give_result(rest)
                 case _ if command.startswith("/") and not command.startswith("//"):
                     raise ValueError(f"{command} is no command: {HELP}; a text may begin with //")
                 case _ if not line.strip():
                     continue
                 case _:
-                    session.talk.say(line.removeprefix("/") if line.startswith("//") else line)
+                    session.chat.say(line.removeprefix("/") if line.startswith("//") else line)
             _answer(session, speak)
         except ValueError as error:
             if not forgiving:
@@ -267,5 +267,5 @@ def _answer(session: ChatSession, speak: Callable[[ChatSession], None]) -> None:
     try:
         speak(session)
     except ValueError:
-        session.talk.take_back()  # it was never answered
+        session.chat.take_back()  # it was never answered
         raise

@@ -10,9 +10,9 @@ from rich.table import Table
 from outpace.doctor.inspect import Inspection, Report
 
 
-def show_inspection(found: Inspection, console: Console) -> None:
-    c = found.config
-    console.print(f"[bold]{c.architecture}[/bold]  {found.folder}", highlight=False)
+def show_inspection(inspection: Inspection, console: Console) -> None:
+    c = inspection.config
+    console.print(f"[bold]{c.architecture}[/bold]  {inspection.folder}", highlight=False)
     windows = sum(bool(c.window(i)) for i in range(c.num_layers))
     sliding = f" ({windows} with a window of {c.sliding_window})" if windows else ""
     experts = f"{c.num_experts} experts, {c.experts_per_token} per token; " if c.num_experts else ""
@@ -25,14 +25,14 @@ def show_inspection(found: Inspection, console: Console) -> None:
     table = Table("part", "parameters", "bytes", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for part, (parameters, nbytes) in found.parts.items():
+    for part, (parameters, nbytes) in inspection.parts.items():
         table.add_row(part, f"{parameters:,}", f"{nbytes:,}")
-    table.add_row("total", f"{found.parameters:,}", f"{found.nbytes:,}", style="bold")
+    table.add_row("total", f"{inspection.parameters:,}", f"{inspection.nbytes:,}", style="bold")
     console.print(table)
-    stored = ", ".join(f"{k} {v:,} bytes" for k, v in found.dtypes.items())
+    stored = ", ".join(f"{k} {v:,} bytes" for k, v in inspection.dtypes.items())
     console.print(
-        f"active per token: {found.active_parameters:,} parameters; stored as {stored}; "
-        f"KV cache grows by {found.kv_bytes_per_token:,} bytes a token (float32)",
+        f"active per token: {inspection.active_parameters:,} parameters; stored as {stored}; "
+        f"KV cache grows by {inspection.kv_bytes_per_token:,} bytes a token (float32)",
         highlight=False,
     )
 
@@ -43,9 +43,11 @@ def show_report(report: Report, console: Console) -> None:
         show_inspection(report.inspection, console)
     for finding in report.findings:
         style = "red" if finding.fault else "yellow"
-        console.print(f"[bold {style}]{finding.name}[/bold {style}]: {escape(finding.said)}", highlight=False)
-        if finding.mend:
-            console.print(f"  -> {escape(finding.mend)}", highlight=False)
+        console.print(
+            f"[bold {style}]{finding.name}[/bold {style}]: {escape(finding.message)}", highlight=False
+        )
+        if finding.fix:
+            console.print(f"  -> {escape(finding.fix)}", highlight=False)
     if report.passed:
         looked = "every value looked at" if report.deep else "from headers alone; --scan looks at every value"
         console.print(f"names, shapes and dtypes are what the config describes ({looked})", style="green")
@@ -54,7 +56,7 @@ def show_report(report: Report, console: Console) -> None:
 def show_gate(gate: Any, console: Console) -> None:
     """One line: pass, FAIL or not run; the name; what was found. Takes a `bench.gates.Gate`."""
     mark = {True: "[green]pass[/green]", False: "[bold red]FAIL[/bold red]", None: "[dim]----[/dim]"}
-    console.print(f"{mark[gate.passed]}  {gate.name}: [dim]{gate.said}[/dim]", highlight=False)
+    console.print(f"{mark[gate.passed]}  {gate.name}: [dim]{gate.message}[/dim]", highlight=False)
 
 
 def gates_as_json(gates: list[Any]) -> list[dict[str, Any]]:

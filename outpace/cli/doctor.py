@@ -55,17 +55,17 @@ def doctor(
         text=text,
         thorough=thorough,
     )
-    found = []
+    items = []
     for check in examine(what):
-        found.append(check)
+        items.append(check)
         if not as_json:
-            line = f"{MARKS[check.verdict]}  {check.name}: [dim]{escape(check.said)}[/dim]"
+            line = f"{MARKS[check.verdict]}  {check.name}: [dim]{escape(check.message)}[/dim]"
             console.print(line, highlight=False)
             if check.name == LAYERS:
                 show_layers(check.evidence)
     if as_json:
-        print(json.dumps([check.as_json() for check in found], indent=2))
-    if any(check.verdict == "fail" for check in found):
+        print(json.dumps([check.as_json() for check in items], indent=2))
+    if any(check.verdict == "fail" for check in items):
         raise typer.Exit(1)
 
 

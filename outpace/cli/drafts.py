@@ -50,15 +50,15 @@ def export(
     path = draft_path(draft)
     if out.exists() and out.resolve() == path.resolve():
         raise ValueError(f"{out} is the draft itself: choose another place")
-    found, description, notes = read_draft(path, files)
+    result, description, notes = read_draft(path, files)
     precision = None if dtype is None else DTYPES.get(dtype)
     remarks = export_draft(description, to, out, files, precision, packed=dtype == PACKED)
     for note in notes:
         console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
     for remark in remarks:
-        told = f"[yellow]{remark.check}:[/yellow] {remark.engine} {escape(remark.said)}"
-        console.print(told, highlight=False, soft_wrap=True)
-    console.print(f"{escape(str(out))}: written as {to} (from {found})", highlight=False)
+        text = f"[yellow]{remark.check}:[/yellow] {remark.engine} {escape(remark.message)}"
+        console.print(text, highlight=False, soft_wrap=True)
+    console.print(f"{escape(str(out))}: written as {to} (from {result})", highlight=False)
 
 
 @app.command("import")
@@ -81,10 +81,10 @@ def import_(
     if not path.exists():
         raise ValueError(f"{path} is not there: name a draft's folder or GGUF file")
     files = None if target is None else open_target_files(target)
-    found, written, notes = import_draft(path, out, files)
+    result, written, notes = import_draft(path, out, files)
     for note in notes:
         console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
-    console.print(f"{escape(str(out))}: {written}, read from {found}", highlight=False)
+    console.print(f"{escape(str(out))}: {written}, read from {result}", highlight=False)
 
 
 @app.command()
@@ -108,10 +108,10 @@ def preflight(
     from outpace.formats.preflight import ENGINES, show_preflight
     from outpace.formats.preflight import preflight as look
 
-    found = look(draft_path(draft), open_target_files(target), tuple(engine) if engine else ENGINES)
+    result = look(draft_path(draft), open_target_files(target), tuple(engine) if engine else ENGINES)
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(result.as_json(), indent=2))
     else:
-        show_preflight(found, console)
-    if not found.clean:
+        show_preflight(result, console)
+    if not result.clean:
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ from outpace.cli import (  # noqa: F401 - they add their commands
     chat,
     checkpoints,
     convert,
+    demo,
     doctor,
     drafts,
     measuring,

@@ -1,4 +1,4 @@
-"""Commands that check and measure: check, bench, demo."""
+"""Commands that check and measure: check, bench, tables."""
 
 import json
 from pathlib import Path
@@ -81,12 +81,12 @@ def _check_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
         raise ValueError(f"--draft {draft} has no stages: name a DFlash or an EAGLE-3")
     files = read_draft(draft_folder(draft), loaded_files(loaded, tokenizer))[1]
     texts = held_out_prompts(tokenizer, split(read_corpus())[1], prompts, 65)
-    found = compare_stages(bound.draft, files, loaded, texts)
+    result = compare_stages(bound.draft, files, loaded, texts)
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(result.as_json(), indent=2))
     else:
-        show_stages(found, console)
-    if not found.passed:
+        show_stages(result, console)
+    if not result.passed:
         raise typer.Exit(1)
 
 
@@ -189,14 +189,15 @@ def _bench_speed(
 ) -> dict[str, Any]:
     from outpace.bench.report import print_report, write_report
     from outpace.bench.speed import BenchSettings, run_bench
-    from outpace.loading import open_dflash, open_target
+    from outpace.loading import SUFFIX, open_dflash, open_draft, open_target, own_draft
     from outpace.text.corpus import read_corpus, split
 
     settings = recipe_settings(BenchSettings, recipe, set_)
     loaded, tokenizer = open_target(target)
     held_out = split(read_corpus(corpus))[1]
     dflash = open_dflash(draft, tokenizer, weights)
-    report = run_bench(loaded, dflash, tokenizer, held_out, settings, shown)
+    suffix = open_draft(SUFFIX, loaded, tokenizer) if own_draft(target) == SUFFIX else None
+    report = run_bench(loaded, dflash, tokenizer, held_out, settings, shown, suffix=suffix)
     write_report(report, out)
     if printed:
         print_report(report, shown)
@@ -221,8 +222,8 @@ def _bench_draft_context(
     from outpace.loading import open_dflash, open_target
     from outpace.text.corpus import read_corpus, split
 
-    said = (QUICK if quick else {}) | parse_overrides(DraftContextSettings, set_ or [])
-    settings = load_settings(DraftContextSettings, recipe, said)
+    values = (QUICK if quick else {}) | parse_overrides(DraftContextSettings, set_ or [])
+    settings = load_settings(DraftContextSettings, recipe, values)
     loaded, tokenizer = open_target(target)
     dflash = open_dflash(draft, tokenizer, weights)
     if dflash is None:
@@ -318,28 +319,3 @@ def tables(page: Annotated[Path, typer.Argument(help="A Markdown page with marke
     if not page.is_file():
         raise ValueError(f"{page} is no file: name a Markdown page")
     console.print(f"{page}: {'rewritten' if update_page(page) else 'as its reports say'}")
-
-
-@app.command()
-def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
-    """The gates and the measured table on the embedded default: what `make demo` runs."""
-    from outpace.bench.checks import failed, run_checks
-    from outpace.bench.prompts import held_out_prompts
-    from outpace.bench.report import print_report, write_report
-    from outpace.bench.speed import demo_settings, run_bench
-    from outpace.cli.display import gates_as_json, show_gate
-    from outpace.loading import open_dflash, open_target
-    from outpace.text.corpus import read_corpus, split
-
-    loaded, tokenizer = open_target("default")
-    dflash = open_dflash("dflash", tokenizer)
-    held_out = split(read_corpus())[1]
-    texts = held_out_prompts(tokenizer, held_out, 2, 256)
-    gates = run_checks(loaded, dflash, None, texts, on_gate=lambda gate: show_gate(gate, console))
-    report = run_bench(loaded, dflash, tokenizer, held_out, demo_settings(), console)
-    report["gates"] = gates_as_json(gates)
-    write_report(report, out)
-    print_report(report, console)
-    console.print(f"written: {out}/report.json, report.md and the plots")
-    if failed(gates):
-        raise typer.Exit(1)

@@ -49,13 +49,13 @@ def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | 
         if pairs or lossy:
             raise ValueError("--kv-budget-set and --kv-budget-lossy go with --kv-budget TOKENS")
         return None
-    said = parse_overrides(PartialConfig, pairs or [])
-    if "n_retrieval_blocks" in said:
+    overrides = parse_overrides(PartialConfig, pairs or [])
+    if "n_retrieval_blocks" in overrides:
         raise ValueError(
             "--kv-budget-set n_retrieval_blocks: --kv-budget says how many tokens there are in all"
         )
-    fields = load_settings(PartialConfig, None, said, "--kv-budget-set")
-    config = PartialConfig.within(tokens, **{name: getattr(fields, name) for name in said})
+    fields = load_settings(PartialConfig, None, overrides, "--kv-budget-set")
+    config = PartialConfig.within(tokens, **{name: getattr(fields, name) for name in overrides})
     return Partial(config=config, mode="lossy" if lossy else "lossless")
 
 
@@ -63,7 +63,7 @@ def method_for(
     target: "Decoder",
     draft: "AnyDraft | None",
     tokenizer: "Tokenizer",
-    judged: str,
+    message: str,
     near: "Partial | None",
     method: str,
     verify: int | None,
@@ -73,11 +73,11 @@ def method_for(
     from outpace.drafts.null import NullDraft
 
     if near is None:
-        return controller_for(target, draft, tokenizer, judged, method, verify, cache_dir)
-    return draft or NullDraft(), None, partial_told(near, draft is not None, method, verify)
+        return controller_for(target, draft, tokenizer, message, method, verify, cache_dir)
+    return draft or NullDraft(), None, partial_note(near, draft is not None, method, verify)
 
 
-def partial_told(partial: "Partial", draft: bool, method: str, verify: int | None) -> str:
+def partial_note(partial: "Partial", draft: bool, method: str, verify: int | None) -> str:
     """What people are told of it. Raises ValueError where it does not go with the rest."""
     if method == "off":
         raise ValueError("--speculate off has no draft tokens to verify: with --kv-budget, leave it out")

@@ -41,8 +41,8 @@ def plan(
     from outpace.plan.estimate import plan as planned
     from outpace.plan.sizes import sizes_of
 
-    said: dict[str, float] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
-    given = said | {"batch": batch, "rank": rank, "index_dim": index_dim, "top_k": top_k}
+    values: dict[str, float] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
+    given = values | {"batch": batch, "rank": rank, "index_dim": index_dim, "top_k": top_k}
     choices = recipe_settings(Choices, recipe, set_, **given)
     count, device = _device(hardware, price)
     report = planned(sizes_of(*_config(model), weights), device, count, choices)
@@ -145,8 +145,8 @@ def _show(report: dict[str, Any]) -> None:
         console.print(
             f"training on {training['tokens']:,.0f} tokens: {hours}; {parts}; {cached}", highlight=False
         )
-    for said in report["assumptions"]:
-        console.print(f"- {said}", style="dim", highlight=False)
+    for item in report["assumptions"]:
+        console.print(f"- {item}", style="dim", highlight=False)
 
 
 def _title(model: dict[str, Any], device: dict[str, Any]) -> str:

@@ -113,7 +113,7 @@ def train_mla(
     if cache is not None:
         whose = fingerprint(given["target"], retrofits=False)
         given["teacher"] = TeacherCache.open(cache, target_fingerprint=whose, final=True)
-    _said(train(settings, folder=out, **given), out)
+    _summary(train(settings, folder=out, **given), out)
 
 
 @train_app.command("dsa")
@@ -135,7 +135,7 @@ def train_dsa(
     from outpace.retrofit.train_dsa import train_dsa as train
 
     settings = recipe_settings(DsaRecipe, recipe, set_)
-    _said(train(settings, folder=out, **_opened(target, corpus)), out)
+    _summary(train(settings, folder=out, **_opened(target, corpus)), out)
 
 
 def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
     return dict(zip(names, (*opened, template, *texts), strict=True))
 
 
-def _said(report: dict[str, Any] | None, out: Path) -> None:
+def _summary(report: dict[str, Any] | None, out: Path) -> None:
     assert report is not None, "a run that was not stopped ends"
     if "mass" in report:
         show_indexes(report)
@@ -168,8 +168,8 @@ def show_indexes(report: dict[str, Any]) -> None:
     table = Table("layer", *(f"of {share:.1%} (latest, best)" for share in shares))
     for layer in sorted({row["layer"] for row in report["mass"]}):
         rows = {row["share"]: row for row in report["mass"] if row["layer"] == layer}
-        said = (f"{r['index']:.1%} ({r['recent']:.1%}, {r['best']:.1%})" for r in map(rows.get, shares) if r)
-        table.add_row(str(layer), *said)
+        value = (f"{r['index']:.1%} ({r['recent']:.1%}, {r['best']:.1%})" for r in map(rows.get, shares) if r)
+        table.add_row(str(layer), *value)
     console.print("the attention's mass that the index keeps, if it may pick this share of the context")
     console.print(table)
 

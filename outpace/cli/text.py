@@ -28,7 +28,7 @@ from outpace.cli.app import (
     console,
 )
 from outpace.cli.calibrate import CacheDir, Method, Verify
-from outpace.cli.chat import open_talk
+from outpace.cli.chat import open_chat
 from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_for, partial_of
 
 
@@ -146,38 +146,40 @@ def generate(
     bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)
     load_seconds = time.perf_counter() - began
     near = partial_of(partial, partial_set, partial_lossy)
-    used, pace, told = method_for(loaded, bound, tokenizer, request.judged, near, method, verify, cache_dir)
+    used, scale, note = method_for(
+        loaded, bound, tokenizer, request.effective_rule, near, method, verify, cache_dir
+    )
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)
-    talk = open_talk(target, tokenizer, stop, None, "medium", None, None) if chat else None
-    if talk is None:
+    session = open_chat(target, tokenizer, stop, None, "medium", None, None) if chat else None
+    if session is None:
         ids = encode_prompt(tokenizer, text)
         read = reader(tokenizer, ids)
     else:
-        talk.say(text)
-        ids, stop, read = talk.prompt(), talk.stop, answer_reader(talk)
+        session.say(text)
+        ids, stop, read = session.prompt(), session.stop, answer_reader(session)
     request = replace(request, stop=frozenset() if ignore_eos else stop)
-    result = run(loaded, used, ids, read, request, seed, _hide if as_json else _write, largest, pace, near)
-    said, warm = result.as_json() | {"method": told}, None
+    result = run(loaded, used, ids, read, request, seed, _hide if as_json else _write, largest, scale, near)
+    values, warm = result.as_json() | {"method": note}, None
     if not as_json:
         _write("\n")
-    if talk is not None:
-        parts = talk.end()
-        said |= {"parts": [part.as_json() for part in parts], "note": no_answer(parts, len(result.tokens))}
+    if session is not None:
+        parts = session.end()
+        values |= {"parts": [part.as_json() for part in parts], "note": no_answer(parts, len(result.tokens))}
     if timing:
-        warm = run(loaded, used, ids, reader(tokenizer, ids), request, seed, _hide, None, pace, near)
-        said["timing"] = {"load": round(load_seconds, 6), "first": result.timing(), "warm": warm.timing()}
+        warm = run(loaded, used, ids, reader(tokenizer, ids), request, seed, _hide, None, scale, near)
+        values["timing"] = {"load": round(load_seconds, 6), "first": result.timing(), "warm": warm.timing()}
     if as_json:
-        print(json.dumps(said))
+        print(json.dumps(values))
         return
-    if said.get("note"):
-        Console(stderr=True).print(said["note"], style="dim", highlight=False)
+    if values.get("note"):
+        Console(stderr=True).print(values["note"], style="dim", highlight=False)
     if largest is not None:
         console.print(top_lines(result), highlight=False, markup=False, soft_wrap=True)
     if warm is not None:
         console.print(timing_table(load_seconds, result, warm))
     if stats:
-        console.print(f"{result.summary()}; {told}", style="dim", highlight=False)
+        console.print(f"{result.summary()}; {note}", style="dim", highlight=False)
 
 
 def _hide(piece: str) -> None:

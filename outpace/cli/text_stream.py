@@ -60,7 +60,7 @@ class Streamed:
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        said: dict[str, Any] = {
+        values: dict[str, Any] = {
             "text": self.text,
             "tokens": self.tokens,
             "prompt_tokens": self.prompt_tokens,
@@ -71,18 +71,18 @@ class Streamed:
             "first_token_seconds": round(self.first_token_seconds, 5),
             "seconds": {k: round(v, 5) for k, v in self.trace.seconds.items()},
         }
-        said |= self.trace.partial_as_json()
+        values |= self.trace.partial_as_json()
         if self.trace.predicted:
-            said["predicted"] = {
+            values["predicted"] = {
                 "tokens_per_s": round(self.trace.predicted_tokens_per_s, 2),
                 "error": round(self.trace.prediction_error, 4),
             }
         if self.top:
-            said["top_logits"] = [
+            values["top_logits"] = [
                 [{"token": c.token, "text": c.text, "logit": round(c.logit, 4)} for c in candidates]
                 for candidates in self.top
             ]
-        return said
+        return values
 
     def timing(self) -> dict[str, float]:
         """Seconds, and tokens per second."""
@@ -109,8 +109,8 @@ class Streamed:
     def _partial(self) -> str:
         if not self.trace.provisional:
             return ""
-        stood, passed = self.trace.stood
-        return f"; {self.trace.partial_forwards} forwards on partial KV passed {passed} tokens, {stood} stood"
+        kept, passed = self.trace.confirmed
+        return f"; partial KV: {self.trace.partial_forwards} forwards, {kept} of {passed} tokens confirmed"
 
     def _predicted(self) -> str:
         if not self.trace.predicted:
@@ -128,13 +128,13 @@ class Largest:
         if k < 1:
             raise ValueError(f"top_logits {k}: ask for at least 1")
         self.k, self.tokenizer = k, tokenizer
-        self.found: list[list[Candidate]] = []
+        self.candidates: list[list[Candidate]] = []
 
     def __call__(self, row: int, logits: Tensor) -> None:
         """logits [n, V] of the next n tokens."""
         values, ids = logits.float().topk(min(self.k, logits.shape[-1]))
         for tokens, sizes in zip(ids.tolist(), values.tolist(), strict=True):
-            self.found.append(
+            self.candidates.append(
                 [
                     Candidate(token=t, text=self.tokenizer.decode([t], skip_special_tokens=False), logit=x)
                     for t, x in zip(tokens, sizes, strict=True)
@@ -142,7 +142,7 @@ class Largest:
             )
 
     def keep(self, tokens: int) -> None:
-        del self.found[tokens:]
+        del self.candidates[tokens:]
 
 
 def reader(tokenizer: Tokenizer, prompt: list[int]) -> Read:
@@ -154,11 +154,11 @@ def reader(tokenizer: Tokenizer, prompt: list[int]) -> Read:
     return lambda token: decoder.step(tokenizer, token) or ""
 
 
-def answer_reader(talk: ChatFormat) -> Read:
+def answer_reader(chat_format: ChatFormat) -> Read:
     """The answer alone: no thoughts, no calls. `talk.prompt` comes before."""
 
     def read(token: int) -> str:
-        part = talk.feed(token)
+        part = chat_format.feed(token)
         return part.text if part is not None and part.kind == FINAL else ""
 
     return read
@@ -249,5 +249,5 @@ def run(
         trace=done.trace,
         first_token_seconds=times[0] - began,
         round_seconds=[b - a for a, b in pairwise(times)],
-        top=largest.found if largest is not None else [],
+        top=largest.candidates if largest is not None else [],
     )

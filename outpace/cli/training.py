@@ -67,12 +67,14 @@ def train_target(
     model = target.train_target(settings, tokenizer, train, held_out, out, init=start)
     with console.status("saving and judging what was saved"):
         before = None if init is None else publish.read_provenance(target_path(init))
-        said = publish.publish_target(model, tokenizer, settings, train, held_out, out, out / "model", before)
+        value = publish.publish_target(
+            model, tokenizer, settings, train, held_out, out, out / "model", before
+        )
     console.print(
-        f"{out / 'model'}: held-out {said['held_out_bits_per_byte']} bits per byte, "
-        f"{said['repeated_share']:.1%} repeated {said['repeated_ngram']}-grams in greedy text "
-        f"({said['repeated_share_of_real_text']:.1%} in real text), "
-        f"its tokens at a mean probability of {said['greedy_probability']:.2f}"
+        f"{out / 'model'}: held-out {value['held_out_bits_per_byte']} bits per byte, "
+        f"{value['repeated_share']:.1%} repeated {value['repeated_ngram']}-grams in greedy text "
+        f"({value['repeated_share_of_real_text']:.1%} in real text), "
+        f"its tokens at a mean probability of {value['greedy_probability']:.2f}"
     )
 
 
@@ -112,7 +114,7 @@ def train_dflash(
     from outpace.train import dflash
     from outpace.train.publish import read_provenance
 
-    given = {name: said for name, said in (("loss", loss), ("weights", weights)) if said is not None}
+    given = {name: value for name, value in (("loss", loss), ("weights", weights)) if value is not None}
     settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **given)
     if init in ("none", "ngram"):
         raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'dflash'")
@@ -192,9 +194,9 @@ def train_suffix(
     loaded, _ = open_target(target)
     teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
     with console.status("sorting the answers"):
-        found = build_suffix(loaded, teacher, out, answers)
-    used = int((found.text < 0).sum())
-    console.print(f"{out / 'draft'}: {len(found.text) - used:,} tokens of {used:,} answers")
+        result = build_suffix(loaded, teacher, out, answers)
+    used = int((result.text < 0).sum())
+    console.print(f"{out / 'draft'}: {len(result.text) - used:,} tokens of {used:,} answers")
 
 
 @teacher_app.command("build")
@@ -237,11 +239,11 @@ def teacher_info(path: Path, as_json: AsJson = False) -> None:
     """Say what a teacher cache holds and which target it belongs to."""
     from outpace.teacher.store import TeacherCache
 
-    said = TeacherCache.open(path, unfinished=True).describe()
+    given = TeacherCache.open(path, unfinished=True).describe()
     if as_json:
-        print(json.dumps(said, indent=2))
+        print(json.dumps(given, indent=2))
     else:
-        for key, value in said.items():
+        for key, value in given.items():
             console.print(f"{key:>20}  {value}", highlight=False)
 
 

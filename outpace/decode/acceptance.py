@@ -61,22 +61,22 @@ def exact_match(
     one does.
     Row b offers counts[b] - 1 guesses.
     """
-    found = []
-    for tokens, above, said, count in zip(candidates, parents, predict, counts, strict=True):
+    items = []
+    for tokens, above, value, count in zip(candidates, parents, predict, counts, strict=True):
         path = [0]
         for column in range(1, count):
             parent = above[column]
-            if parent == path[-1] and tokens[column] == said[parent]:
+            if parent == path[-1] and tokens[column] == value[parent]:
                 path.append(column)
-        found.append(path)
-    return found
+        items.append(path)
+    return items
 
 
 def follow(proposal: Proposal, predict: Tensor) -> VerifyResult:
     """predict [B, N], the target's token after each column: guesses live while they equal it."""
-    tokens, said = torch.stack((proposal.tokens, predict)).tolist()  # the verdict's one wait for the device
-    path = exact_match(tokens, proposal.above, said, proposal.counts)
-    return VerifyResult(path, [[row[i] for i in columns] for columns, row in zip(path, said, strict=True)])
+    tokens, value = torch.stack((proposal.tokens, predict)).tolist()  # the verdict's one wait for the device
+    path = exact_match(tokens, proposal.above, value, proposal.counts)
+    return VerifyResult(path, [[row[i] for i in columns] for columns, row in zip(path, value, strict=True)])
 
 
 class Match:
@@ -90,27 +90,27 @@ class Match:
         self, sampling: Sampling, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
     ) -> None:
         self.sampling, self.rng = sampling, rng
-        self.voice = SamplingState(sampling, prompts)
+        self.state = SamplingState(sampling, prompts)
 
     @property
     def choice(self) -> DraftSampler:
         return Greedy(self.sampling.temperature or 1.0)
 
     def draw(self, logits: Tensor) -> Tensor:
-        tokens = sample(logits, self.sampling, self.rng, self.voice.seen(logits))
-        self.voice.said(tokens[:, None])
+        tokens = sample(logits, self.sampling, self.rng, self.state.seen(logits))
+        self.state.add(tokens[:, None])
         return tokens
 
     def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
-        seen = self.voice.seen_at(proposal, logits)
-        found = follow(proposal, sample(logits, self.sampling, self.rng, seen))
-        self.voice.said(found.tokens)
-        return found
+        seen = self.state.seen_at(proposal, logits)
+        result = follow(proposal, sample(logits, self.sampling, self.rng, seen))
+        self.state.add(result.tokens)
+        return result
 
     def fork(self) -> "Match":
         forked = Match(replace(self.sampling, temperature=0.0), (), None)
-        forked.voice = self.voice.fork()
+        forked.state = self.state.fork()
         return forked
 
     def select(self, batch_indices: list[int]) -> None:
-        self.voice.select(batch_indices)
+        self.state.select(batch_indices)

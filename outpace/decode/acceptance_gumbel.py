@@ -40,7 +40,7 @@ class Gumbel:
         streams: Sequence[int] = (),
         draft_temperature: float | None = None,
     ) -> None:
-        self.key, self.sampling, self.voice = key_of(rng), sampling, SamplingState(sampling, prompts)
+        self.key, self.sampling, self.state = key_of(rng), sampling, SamplingState(sampling, prompts)
         self.draft_sampling = sampling.for_draft(draft_temperature)
         self.streams, self.places = list(streams or range(len(prompts))), [0] * len(prompts)
         self.device = torch.device("cpu")  # of the logits, once some were seen
@@ -52,24 +52,24 @@ class Gumbel:
     def draw(self, logits: Tensor) -> Tensor:
         self.device = logits.device
         keys = noise.keys(self.key, self._on(self.streams), self._on(self.places))
-        tokens = greedy(coupled(logits, self.sampling, self.voice.seen(logits), keys))
+        tokens = greedy(coupled(logits, self.sampling, self.state.seen(logits), keys))
         self.places = [n + 1 for n in self.places]
-        self.voice.said(tokens[:, None])
+        self.state.add(tokens[:, None])
         return tokens
 
     def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         tree = proposal.tree
         depth = torch.arange(logits.shape[1], device=logits.device) if tree is None else tree.depth
         keys = noise.keys(self.key, self._on(self.streams)[:, None], self._on(self.places)[:, None] + depth)
-        seen = self.voice.seen_at(proposal, logits)
-        found = follow(proposal, greedy(coupled(logits, self.sampling, seen, keys)))
-        self.places = [n + len(said) for n, said in zip(self.places, found.tokens, strict=True)]
-        self.voice.said(found.tokens)
-        return found
+        seen = self.state.seen_at(proposal, logits)
+        result = follow(proposal, greedy(coupled(logits, self.sampling, seen, keys)))
+        self.places = [n + len(value) for n, value in zip(self.places, result.tokens, strict=True)]
+        self.state.add(result.tokens)
+        return result
 
     def fork(self) -> "Gumbel":
         forked = copy(self)
-        forked.voice = self.voice.fork()
+        forked.state = self.state.fork()
         return forked
 
     def select(self, batch_indices: list[int]) -> None:
@@ -77,7 +77,7 @@ class Gumbel:
             [self.streams[b] for b in batch_indices],
             [self.places[b] for b in batch_indices],
         )
-        self.voice.select(batch_indices)
+        self.state.select(batch_indices)
 
     def _on(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self.device)

@@ -22,7 +22,10 @@ class AcceptanceHistory:
         self.first, self.all_tried, self.all_taken = prior, 0.0, 0.0
         self.tried, self.taken = [0.0] * widest, [0.0] * widest  # by column, where its parent was accepted
         self.parents = [max(i - 1, 0) for i in range(widest)]  # of the last proposal, as far as it went
-        self.said, self.came = [0.0] * widest, [0.0] * widest  # by depth: survival as said, and as it came
+        self.expected, self.observed = (
+            [0.0] * widest,
+            [0.0] * widest,
+        )  # by depth: survival as said, and as it came
         self.seen, self.seen_gain = [0.0] * widest, [0.0] * widest  # by column: proposals, their survival
 
     def fade(self, share: float) -> None:
@@ -35,8 +38,8 @@ class AcceptanceHistory:
         self.fade(KEPT)
         self.all_tried *= SLOWLY
         self.all_taken *= SLOWLY
-        self.said = [x * TRUST_KEPT for x in self.said]
-        self.came = [x * TRUST_KEPT for x in self.came]
+        self.expected = [x * TRUST_KEPT for x in self.expected]
+        self.observed = [x * TRUST_KEPT for x in self.observed]
 
     @property
     def prior(self) -> float:
@@ -53,39 +56,39 @@ class AcceptanceHistory:
     def steps(self) -> list[float]:
         """By column: how often it was accepted where its parent was. What was rarely tried of late is held
         for as good as its parent."""
-        found, long_run = [1.0] * len(self.tried), self.prior
-        for i in range(1, len(found)):
+        items, long_run = [1.0] * len(self.tried), self.prior
+        for i in range(1, len(items)):
             parent = self.parents[i]
-            prior, weight = (found[parent], LENT_TRIALS) if parent else (long_run, PRIOR_TRIALS)
-            found[i] = (self.taken[i] + weight * prior) / (self.tried[i] + weight)
-        return found
+            prior, weight = (items[parent], LENT_TRIALS) if parent else (long_run, PRIOR_TRIALS)
+            items[i] = (self.taken[i] + weight * prior) / (self.tried[i] + weight)
+        return items
 
     def reach(self, parents: Sequence[int]) -> list[float]:
         """By column: how likely it is accepted, the product of the steps to it; 1 at the root."""
-        steps, found = self.steps(), [1.0]
+        steps, items = self.steps(), [1.0]
         for i in range(1, len(parents)):
-            found.append(found[parents[i]] * steps[i])
-        return found
+            items.append(items[parents[i]] * steps[i])
+        return items
 
     # ---- with it ------------------------------------------------------------------------------------
 
     def trust(self, deepest: int) -> list[float]:
         """By depth: what came of what the draft said, over what it said. Depths of which little is known are
         believed as far as the one above."""
-        found = [1.0] * (deepest + 1)
-        for d in range(1, len(found)):
-            found[d] = (self.came[d] + TRUST_TRIALS * found[d - 1]) / (self.said[d] + TRUST_TRIALS)
-        return found
+        items = [1.0] * (deepest + 1)
+        for d in range(1, len(items)):
+            items[d] = (self.observed[d] + TRUST_TRIALS * items[d - 1]) / (self.expected[d] + TRUST_TRIALS)
+        return items
 
     def corrected(
         self, survival: Sequence[float], parents: Sequence[int], depth: Sequence[int]
     ) -> list[float]:
         """The draft's word, corrected; a guess lives no longer than its parent."""
-        trust, found = self.trust(max(depth)), [1.0]
+        trust, items = self.trust(max(depth)), [1.0]
         for i in range(1, len(survival)):
-            own, above = survival[i] * trust[depth[i]], found[parents[i]]
-            found.append(own if own < above else above)
-        return found
+            own, above = survival[i] * trust[depth[i]], items[parents[i]]
+            items.append(own if own < above else above)
+        return items
 
     # ---- what is likely to come ---------------------------------------------------------------------
 
@@ -96,15 +99,15 @@ class AcceptanceHistory:
         if not speaks:
             return self.reach(self.parents)
         before, step = 1.0, self.first_step
-        found = [before]
+        items = [before]
         weight = 0.25  # of what is thought of a column while none was seen
         for gain, seen in zip(self.seen_gain[1:], self.seen[1:], strict=True):
             now = (gain + weight * before * step) / (seen + weight)
             now = now if now < before else before
-            found.append(now)
+            items.append(now)
             step = now / before if before else 0.0
             before = now
-        return found
+        return items
 
     def foresaw(self, gains: Sequence[float], asked: int) -> None:
         """The corrected survival of a proposal, whether or not all of it is verified; of the columns `asked`
@@ -114,7 +117,7 @@ class AcceptanceHistory:
             self.seen_gain[i] += gains[i] if i < len(gains) else 0.0
 
     def add(
-        self, parents: Sequence[int], depth: Sequence[int], path: Sequence[int], said: Sequence[float] | None
+        self, parents: Sequence[int], depth: Sequence[int], path: Sequence[int], items: Sequence[float] | None
     ) -> None:
         """One row of a round: of the columns verified their parents, their depth and what the draft said
         of them, and the path that was accepted."""
@@ -125,6 +128,6 @@ class AcceptanceHistory:
                 self.taken[i] += i in taken
                 self.all_tried += 1
                 self.all_taken += i in taken
-            if said is not None:
-                self.said[depth[i]] += said[i]
-                self.came[depth[i]] += i in taken
+            if items is not None:
+                self.expected[depth[i]] += items[i]
+                self.observed[depth[i]] += i in taken

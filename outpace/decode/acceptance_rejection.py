@@ -38,14 +38,14 @@ class Rejection(Match):
     def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         if proposal.q is None:
             return super().verdict(proposal, logits)
-        p = probabilities(logits, self.sampling, self.voice.seen_at(proposal, logits))
+        p = probabilities(logits, self.sampling, self.state.seen_at(proposal, logits))
         tokens = proposal.tokens
         u = torch.rand(tokens.shape, generator=self.rng, device=p.device)
         taken, left = self.judge(p, proposal.q, proposal, u)
         bonus = draw(left, self.rng)
-        found = _verdict(torch.stack((tokens, taken.long())), bonus)
-        self.voice.said(found.tokens)
-        return found
+        result = _verdict(torch.stack((tokens, taken.long())), bonus)
+        self.state.add(result.tokens)
+        return result
 
     def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
         """p, q [B, N, V], u [B, N] uniform in [0, 1) -> taken [B, N] bool, which columns were accepted
@@ -76,12 +76,12 @@ def _counts(proposal: Proposal) -> Tensor:
 def _verdict(columns: Tensor, bonus: Tensor) -> VerifyResult:
     """columns [2, B, N]: tokens, and 1 where accepted; bonus [B]."""
     table = torch.cat((columns, bonus.expand(2, -1)[:, :, None]), dim=2)
-    path, said = [], []
+    path, items = [], []
     for tokens, taken in zip(*table.tolist(), strict=True):  # the round's one wait for the device
         columns_taken = [c for c, yes in enumerate(taken[:-1]) if yes]
         path.append(columns_taken)
-        said.append([*(tokens[c] for c in columns_taken[1:]), tokens[-1]])
-    return VerifyResult(path, said)
+        items.append([*(tokens[c] for c in columns_taken[1:]), tokens[-1]])
+    return VerifyResult(path, items)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

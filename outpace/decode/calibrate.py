@@ -29,15 +29,15 @@ PREFILL, SHOWN = 512, 4  # a prompt's columns in a forward, and forwards at leas
 STEADY = 48  # tokens of the run that says what a round takes beside, and how often guesses are right
 SEED = 1  # of what is drawn while costs are measured
 ROUTED = 512  # tokens whose experts are counted
-Told = Callable[[float], None]  # how much of the work is done, 0 to 1
+OnNote = Callable[[float], None]  # how much of the work is done, 0 to 1
 
 
 def width_grid(block: int) -> tuple[int, ...]:
     """1, 2, 3, 4, then in steps of an eighth to a quarter: no step that matters is missed."""
-    found = [1]
-    while found[-1] < block:
-        found.append(min(block, found[-1] + max(1, found[-1] // 8, found[-1] // 4 if found[-1] > 15 else 0)))
-    return tuple(found)
+    items = [1]
+    while items[-1] < block:
+        items.append(min(block, items[-1] + max(1, items[-1] // 8, items[-1] // 4 if items[-1] > 15 else 0)))
+    return tuple(items)
 
 
 @torch.inference_mode()
@@ -49,16 +49,16 @@ def calibrate(
     contexts: Sequence[int] = (256,),
     batches: Sequence[int] = (1,),
     seconds: float = 20.0,
-    judged: str = GREEDY,
-    on_progress: Told | None = None,
+    rule: str = GREEDY,
+    on_progress: OnNote | None = None,
 ) -> Costs:
     """text: token ids, real text of the kind that will be decoded; rows of a batch take turns in it.
     seconds: about how long to measure, prefills not counted; at least six rounds of every width are.
-    judged: one of decode.request.JUDGED; a rule draws at temperature 1, and has the draft draw where it must.
+    rule: one of decode.request.JUDGED; a rule draws at temperature 1, and has the draft draw where it must.
 
     Raises ValueError for a context, a batch, a text or a rule that cannot be measured.
     """
-    widths, request = width_grid(draft.block_size), _asked(judged)
+    widths, request = width_grid(draft.block_size), _asked(rule)
     _check(target, text, contexts, batches, widths)
     cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
     share = seconds / (len(cells) + 1)
@@ -74,15 +74,15 @@ def calibrate(
     shown = machine(target) | {
         "target": f"{target.config.architecture}, {target.config.num_layers} layers",
         "draft": f"{type(draft).__name__}, at most {draft.block_size} columns",
-        "judged": judged,
+        "rule": rule,
     }
     costs = Costs(
-        fingerprint=fingerprint(target, draft, judged),
+        fingerprint=fingerprint(target, draft, rule),
         widths=widths,
         points=tuple(points),
         acceptance=acceptance,
         touched=touched_experts(target, text[:ROUTED], widths),
-        said=shown,
+        described=shown,
     )
     _, rest = _steady(target, draft, prompt, request, share, Adaptive(costs))  # who decides takes time too
     return replace(costs, points=tuple(replace(p, rest=rest) for p in points))
@@ -109,12 +109,12 @@ def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = mat
     return rounds * (one + many) / 2 + 2 * context * many / 32
 
 
-def _asked(judged: str) -> Request:
-    if judged not in JUDGED:
-        raise ValueError(f"no rule {judged!r} to measure; known: {', '.join(JUDGED)}")
-    if judged == GREEDY:
+def _asked(rule: str) -> Request:
+    if rule not in JUDGED:
+        raise ValueError(f"no rule {rule!r} to measure; known: {', '.join(JUDGED)}")
+    if rule == GREEDY:
         return Request(max_new_tokens=1)
-    return Request(max_new_tokens=1, sampling=Sampling(temperature=1.0), rule=judged)
+    return Request(max_new_tokens=1, sampling=Sampling(temperature=1.0), rule=rule)
 
 
 def _check(
@@ -181,13 +181,13 @@ class StepTimes:
         """Of all that comes equally often in every turn."""
         return sum(map(sum, (*self.verify.values(), *self.draft.values(), self.plain)))
 
-    def add(self, other: "StepTimes", pace: float) -> None:
+    def add(self, other: "StepTimes", scale: float) -> None:
         """What `other` took, times `pace`."""
         for ours, theirs in ((self.verify, other.verify), (self.draft, other.draft)):
             for n, seconds in theirs.items():
-                ours[n] += [pace * s for s in seconds]
-        self.plain += [pace * s for s in other.plain]
-        self.woken += [(n, pace * s) for n, s in other.woken]
+                ours[n] += [scale * s for s in seconds]
+        self.plain += [scale * s for s in other.plain]
+        self.woken += [(n, scale * s) for n, s in other.woken]
 
 
 class Timings:
@@ -204,17 +204,19 @@ class Timings:
         turn; of each width the first quartile, which what else runs hardly moves; and all of them times one
         factor: decoding pays for slow rounds too, so that together they take as long as all repeats took.
         They never fall as the width grows."""
-        found, took = StepTimes(self.widths), [turn.seconds for turn in self.turns]
+        step_times, took = StepTimes(self.widths), [turn.seconds for turn in self.turns]
         for turn, seconds in zip(self.turns, took, strict=True):
-            found.add(turn, statistics.fmean(took) / seconds)
-        low = {n: _quartiles(found.verify[n])[0] for n in self.widths}
-        drafted = {n: _quartiles(found.draft[n])[0] for n in self.widths}
-        plain = _quartiles(found.plain)[0]
-        calm = sum(len(found.verify[n]) * (low[n] + drafted[n]) for n in self.widths)
-        slow = sum(took) / (calm + len(found.plain) * plain)
-        spreads = [(high - first) / middle for first, middle, high in map(_quartiles, found.verify.values())]
+            step_times.add(turn, statistics.fmean(took) / seconds)
+        low = {n: _quartiles(step_times.verify[n])[0] for n in self.widths}
+        drafted = {n: _quartiles(step_times.draft[n])[0] for n in self.widths}
+        plain = _quartiles(step_times.plain)[0]
+        calm = sum(len(step_times.verify[n]) * (low[n] + drafted[n]) for n in self.widths)
+        slow = sum(took) / (calm + len(step_times.plain) * plain)
+        spreads = [
+            (high - first) / middle for first, middle, high in map(_quartiles, step_times.verify.values())
+        ]
         show = statistics.median(self.show)
-        more = [seconds - drafted[n] - STEPS * show for n, seconds in found.woken]
+        more = [seconds - drafted[n] - STEPS * show for n, seconds in step_times.woken]
         return Point(
             batch=batch,
             context=context + self.rounds / 2,
@@ -249,12 +251,12 @@ def _measure(
     neighbours read the same experts, where a wide round has just read all. Yields how much is done."""
     widths, wanted = timings.widths, draft.target_layer_ids
     kinds = (0, *widths)  # 0: plain decoding
-    room = context + _most_rounds(widths) + widths[-1]
-    rows = [_from(text, b * len(text) // batch, room) for b in range(batch)]
+    headroom = context + _most_rounds(widths) + widths[-1]
+    rows = [_from(text, b * len(text) // batch, headroom) for b in range(batch)]
     tokens = torch.tensor(rows, device=target.device)
-    cache = target.make_cache(batch, room, slack=draft.block_size)
-    alone = target.make_cache(batch, room)
-    session = draft.begin(batch, room)
+    cache = target.make_cache(batch, headroom, slack=draft.block_size)
+    alone = target.make_cache(batch, headroom)
+    session = draft.begin(batch, headroom)
     for chunk in tokens[:, :context].split(min(PREFILL, math.ceil(context / SHOWN)), dim=1):
         aux, columns = target(chunk, cache, aux=wanted).aux, chunk.shape[1]
         _wait(target)

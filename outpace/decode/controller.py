@@ -117,8 +117,8 @@ class Adaptive:
         best = fastest(gains, now.whole, least=2)
         pays = sum(gains[:best]) / now.whole[best] > now.rows / now.whole[1]
         best = best if pays else now.even
-        woken = now.wake if self.rested else 0.0
-        if not self._drafts(pays, woken + now.whole[best] - now.whole[1]):
+        wakeup = now.wake if self.rested else 0.0
+        if not self._drafts(pays, wakeup + now.whole[best] - now.whole[1]):
             self.rested = 1
             self.predicted = now.plain
             return 1
@@ -126,9 +126,9 @@ class Adaptive:
         self.record.drafts()
         width = best
         if self.speaks:  # a wider proposal may be worth more than most, where it costs next to nothing
-            room = now.draft[best] + 0.02 * now.whole[best]
-            width = max(w for w in range(best, len(now.draft)) if now.draft[w] <= room)
-        self._asked, self._drafted = width, woken + now.draft[width]
+            headroom = now.draft[best] + 0.02 * now.whole[best]
+            width = max(w for w in range(best, len(now.draft)) if now.draft[w] <= headroom)
+        self._asked, self._drafted = width, wakeup + now.draft[width]
         return width
 
     def cut(self, proposal: Proposal) -> Proposal:
@@ -148,8 +148,8 @@ class Adaptive:
         seconds, plain = self.predicted[1], self._now.whole[1] / len(path)
         self.spare += SHARE * seconds - (seconds - plain * sum(map(len, path)))
         self.missed = self.rests and all(len(columns) == 1 for columns in path)
-        for columns, n, (parents, depth, said) in zip(path, proposal.counts, self._rows, strict=True):
-            self.record.add(parents[:n], depth, columns, said)
+        for columns, n, (parents, depth, value) in zip(path, proposal.counts, self._rows, strict=True):
+            self.record.add(parents[:n], depth, columns, value)
 
     def _drafts(self, pays: bool, loss: float) -> bool:
         """Whether this round drafts. loss: seconds that are lost where it brings nothing."""
@@ -165,18 +165,18 @@ class Adaptive:
     def _gains(self, proposal: Proposal) -> list[float]:
         """By column, what it is expected to add, summed over the rows."""
         record, self._rows = self.record, _rows(proposal)
-        self.speaks = self._rows[0].said is not None
+        self.speaks = self._rows[0].survival is not None
         record.parents[: len(self._rows[0].parents)] = self._rows[0].parents
-        found = [0.0] * proposal.tokens.shape[1]
-        for n, (parents, depth, said) in zip(proposal.counts, self._rows, strict=True):
-            if said is None:
+        items = [0.0] * proposal.tokens.shape[1]
+        for n, (parents, depth, value) in zip(proposal.counts, self._rows, strict=True):
+            if value is None:
                 row = record.reach(parents[:n])
             else:
-                row = record.corrected(said[:n], parents, depth)
+                row = record.corrected(value[:n], parents, depth)
                 record.foresaw(row, self._asked)
             for i, gain in enumerate(row):
-                found[i] += gain
-        return found
+                items[i] += gain
+        return items
 
     def _table(self, rows: int, context: float) -> "Table":
         at = (rows, int(context) // STRETCH)
@@ -240,18 +240,18 @@ def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) ->
 
 
 class BatchRow(NamedTuple):
-    """One row of a proposal, by column. `said`: its survival; None where the draft gives none."""
+    """One row of a proposal, by column. `survival`: None where the draft gives none."""
 
     parents: list[int]
     depth: list[int]
-    said: list[float] | None
+    survival: list[float] | None
 
 
 def _rows(proposal: Proposal) -> list[BatchRow]:
     """Survival is left out where guesses were drawn: what is verified of those may not depend on which they
     are, and their survival may."""
-    silent = proposal.survival is None or proposal.q is not None
-    said = [None] * len(proposal.counts) if silent else proposal.survival.tolist()  # type: ignore[union-attr]
+    quiet = proposal.survival is None or proposal.q is not None
+    items = [None] * len(proposal.counts) if quiet else proposal.survival.tolist()  # type: ignore[union-attr]
     return [
-        BatchRow(parents, depths(parents), row) for parents, row in zip(proposal.above, said, strict=True)
+        BatchRow(parents, depths(parents), row) for parents, row in zip(proposal.above, items, strict=True)
     ]

@@ -43,23 +43,25 @@ def read_costs(folder: Path, fingerprint: str) -> Costs | None:
         return None
     costs = from_json(read_object(path), str(path))
     if costs.fingerprint != fingerprint:
-        raise LoadError(f"{path} was measured for another target, draft or machine: {costs.said}")
+        raise LoadError(f"{path} was measured for another target, draft or machine: {costs.described}")
     return costs
 
 
-def from_json(found: dict[str, Any], where: str) -> Costs:
+def from_json(values: dict[str, Any], where: str) -> Costs:
     """Raises LoadError for what `write_costs` does not write."""
-    if found.get("format") != FORMAT:
-        raise LoadError(f"{where} has format {found.get('format')!r}; this version reads {FORMAT}")
+    if values.get("format") != FORMAT:
+        raise LoadError(f"{where} has format {values.get('format')!r}; this version reads {FORMAT}")
     try:
         points = tuple(
-            Point(**{**p, "verify": tuple(p["verify"]), "draft": tuple(p["draft"])}) for p in found["points"]
+            Point(**{**p, "verify": tuple(p["verify"]), "draft": tuple(p["draft"])}) for p in values["points"]
         )
-        told = found["touched"]
-        if told is not None:
-            told = Touched(**{**told, "widths": tuple(told["widths"]), "measured": tuple(told["measured"])})
-        rest = {name: found[name] for name in ("fingerprint", "acceptance", "said")}
-        return Costs(widths=tuple(found["widths"]), points=points, touched=told, **rest)
+        value = values["touched"]
+        if value is not None:
+            value = Touched(
+                **{**value, "widths": tuple(value["widths"]), "measured": tuple(value["measured"])}
+            )
+        rest = {name: values[name] for name in ("fingerprint", "acceptance", "described")}
+        return Costs(widths=tuple(values["widths"]), points=points, touched=value, **rest)
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError(
             f"{where} is no cost table ({error!r}): outpace calibrate --force measures anew"

@@ -67,7 +67,7 @@ class Costs:
     points: tuple[Point, ...]
     acceptance: float
     touched: Touched | None = None
-    said: dict[str, str]  # what was measured, for people
+    described: dict[str, str]  # target, draft and machine, for people
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no measurement gives."""
@@ -186,11 +186,11 @@ def rising(ys: list[float]) -> list[float]:
 # ---- what a table belongs to --------------------------------------------------------------------
 
 
-def fingerprint(target: Decoder, draft: Draft, judged: str = GREEDY) -> str:
-    """Of target, draft, machine, and how guesses are judged (decode.request.JUDGED): a table measured for
+def fingerprint(target: Decoder, draft: Draft, rule: str = GREEDY) -> str:
+    """Of target, draft, machine, and how guesses are rule (decode.request.JUDGED): a table measured for
     another of them is not used."""
     parts = [*machine(target).items(), ("target", identity(target)), ("draft", identity(draft))]
-    parts += [("judged", judged)]
+    parts += [("rule", rule)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

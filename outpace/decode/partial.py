@@ -94,40 +94,40 @@ class PartialSession:
         judge, lines = self.judge.fork(), [[token] for token in last.tolist()]
         while self._worthwhile(lines, width):
             proposal = self.inner.propose(last, width, judge.choice)
-            for line, said in zip(lines, self._go_over(proposal, judge), strict=True):
-                line += said
+            for line, value in zip(lines, self._go_over(proposal, judge), strict=True):
+                line += value
             last = torch.tensor([line[-1] for line in lines], device=last.device)
-        room = self.cache.room - max(self.cache.buffered)
-        tail = self.inner.propose(last, min(width, room), judge.choice) if room > 1 else None
-        found = appended(lines, tail, last.device)
-        self.provisional = found.provisional
-        return found
+        space = self.cache.headroom - max(self.cache.buffered)
+        tail = self.inner.propose(last, min(width, space), judge.choice) if space > 1 else None
+        result = appended(lines, tail, last.device)
+        self.provisional = result.provisional
+        return result
 
     def _worthwhile(self, lines: list[list[int]], width: int) -> bool:
         held = max(self.cache.buffered)
         ended = all(self.stop.intersection(line[1:]) for line in lines)
-        return held < self.trusted and held + width <= self.cache.room and not ended
+        return held < self.trusted and held + width <= self.cache.headroom and not ended
 
     def _go_over(self, proposal: Proposal, judge: AcceptanceRule) -> list[list[int]]:
         """A round on partial KV; -> what each row says."""
         began = time.perf_counter()
         wanted = self.draft.target_layer_ids
         out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
-        found = judge.verdict(proposal, self.target.logits(out.hidden))
-        self.cache.commit(found.path)
+        result = judge.verdict(proposal, self.target.logits(out.hidden))
+        self.cache.commit(result.path)
         self.trace.spent("partial", time.perf_counter() - began, within="draft")
         self.trace.partial_forwards += 1
-        part = verified(proposal, out.aux, found.path)
+        part = verified(proposal, out.aux, result.path)
         self.inner.observe(part.tokens, part.aux, part.counts)
-        return found.tokens
+        return result.tokens
 
     def _learn(self, provisional: list[int], counts: list[int]) -> None:
-        stood = [min(m, count - 1) for m, count in zip(provisional, counts, strict=True)]
-        if stood == provisional:
+        items = [min(m, count - 1) for m, count in zip(provisional, counts, strict=True)]
+        if items == provisional:
             self.trusted, self.next_rest = min(2 * self.trusted, self.most), 1
             return
-        self.trusted = max(1, sum(stood) // len(stood))
-        if not any(stood):
+        self.trusted = max(1, sum(items) // len(items))
+        if not any(items):
             self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, LONGEST_REST)
 
 
@@ -143,12 +143,12 @@ def appended(lines: list[list[int]], tail: Proposal | None, device: torch.device
         m = len(line) - 1
         parents = [*(max(i - 1, 0) for i in range(m + 1)), *(m + parent for parent in above)]
         rows.append(([*line, *guesses], parents, [1.0] * len(parents)))
-    found = assembled(rows, device)
+    result = assembled(rows, device)
     one_line = tail is None or tail.parents is None
     return replace(
-        found,
+        result,
         # wider than FEW, a chain would be computed in another order than plain decoding's
-        parents=None if one_line and found.tokens.shape[1] <= FEW else found.parents,
+        parents=None if one_line and result.tokens.shape[1] <= FEW else result.parents,
         survival=None,
         provisional=[len(line) - 1 for line in lines],
     )

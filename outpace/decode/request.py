@@ -47,7 +47,7 @@ class Request:
             raise ValueError("draft_temperature: with the rule match no guess is drawn; name another rule")
 
     @property
-    def judged(self) -> str:
+    def effective_rule(self) -> str:
         """One of JUDGED: the rule, or "greedy" at temperature 0, where all rules are one."""
         return self.rule if self.sampling.temperature else GREEDY
 
@@ -76,8 +76,8 @@ class BatchRows:
 
     def emit(self, row: int, tokens: list[int]) -> int:
         """Append what of `tokens` still belongs to the row; -> how many did."""
-        room = self.limits[row] - len(self.emitted[row])
-        kept = tokens[:room]
+        headroom = self.limits[row] - len(self.emitted[row])
+        kept = tokens[:headroom]
         stops = [i for i, t in enumerate(kept) if t in self.request.stop]
         if stops:
             kept = kept[: stops[0] + 1]

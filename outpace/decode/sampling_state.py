@@ -46,7 +46,7 @@ class SamplingState:
         way = torch.where(tree.sees, tokens[:, None], root)
         return seen[:, None].repeat(1, N, 1).scatter_(2, way, True)
 
-    def said(self, tokens: Tensor | list[list[int]]) -> None:
+    def add(self, tokens: Tensor | list[list[int]]) -> None:
         """What every row has emitted since: [B, n], or lists of at least one."""
         if self._seen is None:
             return

@@ -10,7 +10,7 @@ class Prediction:
 
     tokens: float
     seconds: float
-    tokens_brought: int
+    tokens_measured: int
     seconds_taken: float
 
 
@@ -72,7 +72,7 @@ class Trace:
         self.accepted.append(taken)
 
     @property
-    def stood(self) -> tuple[int, int]:
+    def confirmed(self) -> tuple[int, int]:
         """Of the guesses that had passed on partial KV, how many the full pass let stand; and how many they
         were."""
         if not self.provisional:
@@ -89,8 +89,8 @@ class Trace:
         """Nothing where there was no partial KV."""
         if not self.provisional:
             return {}
-        stood, passed = self.stood
-        return {"partial": {"forwards": self.partial_forwards, "passed": passed, "stood": stood}}
+        output, passed = self.confirmed
+        return {"partial": {"forwards": self.partial_forwards, "passed": passed, "confirmed": output}}
 
     @property
     def decode_seconds(self) -> float:
@@ -105,7 +105,7 @@ class Trace:
     def prediction_error(self) -> float:
         """The predicted tokens a second over the measured ones of the same rounds, less 1."""
         taken = sum(f.seconds_taken for f in self.predicted)
-        measured = sum(f.tokens_brought for f in self.predicted) / taken if taken else 0.0
+        measured = sum(f.tokens_measured for f in self.predicted) / taken if taken else 0.0
         return self.predicted_tokens_per_s / measured - 1 if measured else 0.0
 
     @property

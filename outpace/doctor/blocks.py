@@ -57,12 +57,12 @@ def check_decoding(model: Decoder) -> Check:
         if form not in apart:
             apart[form] = float((ours - book).abs().max())
     if not apart:
-        return Check(name=name, verdict="skipped", said="no weight is packed in blocks")
+        return Check(name=name, verdict="skipped", message="no weight is packed in blocks")
     wrong = sorted(form for form, by in apart.items() if by != 0)
-    said = f"{', '.join(sorted(apart))}: every value is what the format says"
+    text = f"{', '.join(sorted(apart))}: every value is what the format says"
     if wrong:
-        said = f"{', '.join(wrong)}: what the engine makes of them is off by up to {apart[wrong[0]]:.3g}"
-    return Check(name=name, verdict="fail" if wrong else "pass", said=said, evidence=apart)
+        text = f"{', '.join(wrong)}: what the engine makes of them is off by up to {apart[wrong[0]]:.3g}"
+    return Check(name=name, verdict="fail" if wrong else "pass", message=text, evidence=apart)
 
 
 def _decoded(model: Decoder) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -93,10 +93,10 @@ def check_codes(model: Decoder) -> Check:
     """MXFP4 only: the histogram of codes, the top code of a block, the scale bytes."""
     name = "codes and scales of MXFP4 blocks"
     parts = [nibbles(m) for m in model.modules() if isinstance(m, ExpertMatrix)]
-    found = [n for n in parts if n is not None]
-    if not found:
-        return Check(name=name, verdict="skipped", said="no expert is stored as MXFP4")
-    codes, scales = torch.cat([n.codes for n in found]), torch.cat([n.scales for n in found])
+    entries = [n for n in parts if n is not None]
+    if not entries:
+        return Check(name=name, verdict="skipped", message="no expert is stored as MXFP4")
+    codes, scales = torch.cat([n.codes for n in entries]), torch.cat([n.scales for n in entries])
     counts = torch.bincount(codes.flatten().int(), minlength=16)
     unlike = asymmetry(counts)
     best = min(unlike, key=lambda k: unlike[k])
@@ -110,18 +110,18 @@ def check_codes(model: Decoder) -> Check:
         "scale_bytes": [lowest, highest],
     }
     if highest == NAN_SCALE:
-        said = f"{int((scales == NAN_SCALE).sum())} blocks have the scale 255, which means NaN: damaged"
+        text = f"{int((scales == NAN_SCALE).sum())} blocks have the scale 255, which means NaN: damaged"
     elif best != "sign and magnitude" and unlike["sign and magnitude"] > ASYMMETRY:
-        said = f"the nibbles look like {best}, not like E2M1's sign and magnitude: another 4-bit format"
+        text = f"the nibbles look like {best}, not like E2M1's sign and magnitude: another 4-bit format"
     elif full < FULL_SHARE:
-        said = f"only {full:.0%} of the blocks reach a magnitude of 3 of 6: scaled for another format"
+        text = f"only {full:.0%} of the blocks reach a magnitude of 3 of 6: scaled for another format"
     else:
-        said = (
+        text = (
             f"codes are as often positive as negative (E2M1), {full:.1%} of the blocks use the range, "
             f"scale bytes {lowest} to {highest}"
         )
-        return Check(name=name, verdict="pass", said=said, evidence=evidence)
-    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        return Check(name=name, verdict="pass", message=text, evidence=evidence)
+    return Check(name=name, verdict="fail", message=text, evidence=evidence)
 
 
 def asymmetry(counts: Tensor) -> dict[str, float]:

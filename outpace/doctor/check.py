@@ -9,18 +9,18 @@ Verdict = Literal["pass", "warn", "fail", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`said` is for people: what was found, in one or a few sentences. `evidence` is for machines: plain
+    """`message` is for people: what was found, in one or a few sentences. `evidence` is for machines: plain
     JSON values. "skipped" always says why, and is no failure."""
 
     name: str
     verdict: Verdict
-    said: str
+    message: str
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """NaN and Inf, which JSON has not, as the words."""
-        said: dict[str, Any] = _spelled(asdict(self))
-        return said
+        values: dict[str, Any] = _spelled(asdict(self))
+        return values
 
 
 def _spelled(value: Any) -> Any:

@@ -36,8 +36,8 @@ class Finding:
     """`name` is stable, for scripts. A note (`fault` False) is worth knowing and stops nothing."""
 
     name: str
-    said: str
-    mend: str = ""
+    message: str
+    fix: str = ""
     fault: bool = True
 
 
@@ -70,12 +70,12 @@ def tensor_findings(evidence: CheckpointUnderTest) -> list[Finding]:
     prefix = list(_prefix(evidence))
     if prefix:
         return prefix
-    found = []
+    value = []
     for check in (_experts, _number_of_experts, _layers, _head, _vocabulary, _heads, _parts, _half_packed):
         for finding, names in check(evidence):
-            found.append(finding)
+            value.append(finding)
             evidence = replace(evidence, comparison=_without(evidence.comparison, names))
-    return found + list(_rest(evidence.comparison))
+    return value + list(_rest(evidence.comparison))
 
 
 def _without(comparison: Comparison, names: set[str]) -> Comparison:
@@ -97,37 +97,37 @@ def _latent_attention(hf: dict[str, Any], names: list[str]) -> Iterator[Finding]
         shown = ", ".join([f"`{key}` {repr(hf[key])}" for key in keys] + tensors[:1])
         yield Finding(
             name="latent_attention",
-            said=f"multi-head latent attention (as DeepSeek's) is not read: {shown}",
-            mend="GPT-OSS, Llama and Qwen3 with grouped-query attention are",
+            message=f"multi-head latent attention (as DeepSeek's) is not read: {shown}",
+            fix="GPT-OSS, Llama and Qwen3 with grouped-query attention are",
         )
 
 
 def _quantised(hf: dict[str, Any], names: list[str]) -> Iterator[Finding]:
-    said = hf.get("quantization_config") or hf.get("quantization")
+    message = hf.get("quantization_config") or hf.get("quantization")
     method = None
-    if isinstance(said, dict):
-        method = said.get("quant_method", "mlx" if "bits" in said else "an unnamed method")
+    if isinstance(message, dict):
+        method = message.get("quant_method", "mlx" if "bits" in message else "an unnamed method")
         method = method if isinstance(method, str) else repr(method)
     packed = any(name.endswith("_blocks") for name in names)
     dense = any(re.search(r"\.experts\.(gate_up|down)_proj$", name) for name in names)
     if method is not None and method != "mxfp4":
         yield Finding(
             name="quantised",
-            said=f"config.json says that the weights are quantised by {method[:40]}, which is not read",
-            mend="fetch the model in bfloat16 (or, of gpt-oss, as published in MXFP4), or as GGUF",
+            message=f"config.json says that the weights are quantised by {method[:40]}, which is not read",
+            fix="fetch the model in bfloat16 (or, of gpt-oss, as published in MXFP4), or as GGUF",
         )
     if method == "mxfp4" and dense and not packed:
         yield Finding(
             name="dequantised_experts",
-            said="config.json says mxfp4, and the experts are dense",
-            mend="remove `quantization_config` from config.json: other readers trust it",
+            message="config.json says mxfp4, and the experts are dense",
+            fix="remove `quantization_config` from config.json: other readers trust it",
             fault=False,
         )
     if packed and method is None:
         yield Finding(
             name="unmarked_mxfp4",
-            said="the experts are MXFP4 (*_blocks), and config.json has no `quantization_config`",
-            mend='add {"quant_method": "mxfp4"} as `quantization_config`: other readers need it',
+            message="the experts are MXFP4 (*_blocks), and config.json has no `quantization_config`",
+            fix='add {"quant_method": "mxfp4"} as `quantization_config`: other readers need it',
             fault=False,
         )
 
@@ -137,8 +137,8 @@ def _adapter(names: list[str]) -> Iterator[Finding]:
     if lora:
         yield Finding(
             name="adapter",
-            said=f"holds the weights of an adapter (LoRA): {lora[0]} and {len(lora) - 1} more",
-            mend="merge it into its model (`merge_and_unload` of peft) and save again",
+            message=f"holds the weights of an adapter (LoRA): {lora[0]} and {len(lora) - 1} more",
+            fix="merge it into its model (`merge_and_unload` of peft) and save again",
         )
 
 
@@ -147,22 +147,24 @@ def _index_total(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     held = sum(slot.nbytes for file in checkpoint.files for slot in file.slots.values())
     if checkpoint.total_size != held:
-        said = f"the index says {repr(checkpoint.total_size)} bytes in all, the shards hold {held:,}"
-        mend = "every tensor the index names is there and whole; a shard of another version may be among them"
-        yield Finding(name="index_total", said=said, mend=mend, fault=False)
+        message = f"the index says {repr(checkpoint.total_size)} bytes in all, the shards hold {held:,}"
+        fix = "every tensor the index names is there and whole; a shard of another version may be among them"
+        yield Finding(name="index_total", message=message, fix=fix, fault=False)
 
 
 # ---- tensors --------------------------------------------------------------------------------------
 
 
 def _prefix(evidence: CheckpointUnderTest) -> Iterator[Finding]:
-    found = next((name for name in evidence.specs if f".{name}".endswith(f".{PROBE}")), None)
-    if found is None or found == f"model.{PROBE}":
+    value = next((name for name in evidence.specs if f".{name}".endswith(f".{PROBE}")), None)
+    if value is None or value == f"model.{PROBE}":
         return
-    prefix = found.removesuffix(PROBE)
-    origin = next((said for part, said in PREFIXES.items() if part in prefix), "save the whole ..ForCausalLM")
-    said = f"names begin with {prefix!r}, not 'model.'" if prefix else "names lack the prefix 'model.'"
-    yield Finding(name="prefix", said=f"{said} ({found})", mend=origin)
+    prefix = value.removesuffix(PROBE)
+    origin = next(
+        (message for part, message in PREFIXES.items() if part in prefix), "save the whole ..ForCausalLM"
+    )
+    message = f"names begin with {prefix!r}, not 'model.'" if prefix else "names lack the prefix 'model.'"
+    yield Finding(name="prefix", message=f"{message} ({value})", fix=origin)
 
 
 def _experts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
@@ -177,29 +179,29 @@ def _experts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
         right = (
             "GptOssForCausalLM" if any("gate_up_proj" in name for name in names) else "Qwen3MoeForCausalLM"
         )
-        mend = f"config.json belongs to another model: its `architectures` should be [{right!r}]"
+        fix = f"config.json belongs to another model: its `architectures` should be [{right!r}]"
         if right == own:
-            mend = f"take {_some(over)} out of `mlp_only_layers`, and set `decoder_sparse_step` to 1"
+            fix = f"take {_some(over)} out of `mlp_only_layers`, and set `decoder_sparse_step` to 1"
         yield (
             Finding(
                 name="dense_mlp_over_experts",
-                said=f"config.json ({own}) builds a dense MLP in layers {_some(over)}, where the checkpoint "
-                "holds experts: they would stay unread, and the MLP random",
-                mend=mend,
+                message=f"config.json ({own}) builds a dense MLP in layers {_some(over)}; the checkpoint "
+                "holds experts there: they would stay unread, and the MLP random",
+                fix=fix,
             ),
             names,
         )
     if under:
-        mend = "config.json belongs to another model: its `architectures` should name a dense one"
+        fix = "config.json belongs to another model: its `architectures` should name a dense one"
         dense_layers = {*under, *(i for i, moe in enumerate(evidence.config.moe_layers) if not moe)}
         if len(dense_layers) < evidence.config.num_layers:
-            mend = f"set `mlp_only_layers` to {sorted(dense_layers)}"
+            fix = f"set `mlp_only_layers` to {sorted(dense_layers)}"
         yield (
             Finding(
                 name="experts_over_dense_mlp",
-                said=f"config.json ({own}) builds experts in layers {_some(under)}, where the checkpoint "
+                message=f"config.json ({own}) builds experts in layers {_some(under)}, where the checkpoint "
                 "holds a dense MLP",
-                mend=mend,
+                fix=fix,
             ),
             _of_layers(under, missing, moe) | _of_layers(under, left, dense),
         )
@@ -215,8 +217,8 @@ def _number_of_experts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     every = (*evidence.comparison.missing, *evidence.comparison.left_over)
     names |= {n for n in every if re.search(r"\.mlp\.experts\.\d+\.", n)}
     key = "num_local_experts" if evidence.config.sinks else "num_experts"
-    said = f"config.json has {wanted} experts, {name} routes to {held}"
-    yield Finding(name="num_experts", said=said, mend=f"set `{key}` to {held}"), names
+    message = f"config.json has {wanted} experts, {name} routes to {held}"
+    yield Finding(name="num_experts", message=message, fix=f"set `{key}` to {held}"), names
 
 
 def _layers(evidence: CheckpointUnderTest) -> Iterator[Explained]:
@@ -229,15 +231,15 @@ def _layers(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     names = _of_layers(wrong, every, "")
     count = max(held, default=-1) + 1
     if held == set(range(count)) and count:
-        mend = f"set `num_hidden_layers` to {count}, and cut or lengthen `layer_types`"
+        fix = f"set `num_hidden_layers` to {count}, and cut or lengthen `layer_types`"
         if absent:
-            mend = f"fetch the files with layers {_some(absent)}; if the model was cut on purpose, {mend}"
-        said = f"config.json has {wanted} layers, the checkpoint {count}"
-        yield Finding(name="num_hidden_layers", said=said, mend=mend), names
+            fix = f"fetch the files with layers {_some(absent)}; if the model was cut on purpose, {fix}"
+        message = f"config.json has {wanted} layers, the checkpoint {count}"
+        yield Finding(name="num_hidden_layers", message=message, fix=fix), names
     else:
         holes = sorted(set(range(max(count, wanted))) - held)
-        said = f"no tensor of layers {_some(holes)} is there; config.json has {wanted} layers"
-        yield Finding(name="missing_layers", said=said, mend="fetch the checkpoint again"), names
+        message = f"no tensor of layers {_some(holes)} is there; config.json has {wanted} layers"
+        yield Finding(name="missing_layers", message=message, fix="fetch the checkpoint again"), names
 
 
 def _head(evidence: CheckpointUnderTest) -> Iterator[Explained]:
@@ -246,8 +248,8 @@ def _head(evidence: CheckpointUnderTest) -> Iterator[Explained]:
         yield (
             Finding(
                 name="tied_head_differs",
-                said=f"`tie_word_embeddings` is true, and {HEAD} is not {EMBEDDING}: it would stay unread",
-                mend="set `tie_word_embeddings` to false, if the head was trained; else remove the tensor",
+                message=f"`tie_word_embeddings` is true, and {HEAD} is not {EMBEDDING}: it would stay unread",
+                fix="set `tie_word_embeddings` to false, if the head was trained; else remove the tensor",
             ),
             set(),
         )
@@ -255,8 +257,8 @@ def _head(evidence: CheckpointUnderTest) -> Iterator[Explained]:
         yield (
             Finding(
                 name="missing_head",
-                said=f"`tie_word_embeddings` is false or missing, and there is no {HEAD}",
-                mend="set `tie_word_embeddings` to true where the model shares its embedding (Llama 3.2 1B "
+                message=f"`tie_word_embeddings` is false or missing, and there is no {HEAD}",
+                fix="set `tie_word_embeddings` to true where the model shares its embedding (Llama 3.2 1B "
                 "and 3B, Qwen3 0.6B to 4B); else fetch the file that holds the head",
             ),
             {HEAD},
@@ -269,12 +271,12 @@ def _vocabulary(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     widths = {shape[1] for name in rows if (shape := evidence.shape(name)) and len(shape) == 2}
     if set(rows.values()) <= {size} or widths != {width}:
         return
-    said = f"`vocab_size` is {size}; " + ", ".join(f"{name} has {n} rows" for name, n in rows.items())
+    message = f"`vocab_size` is {size}; " + ", ".join(f"{name} has {n} rows" for name, n in rows.items())
     if len(set(rows.values())) == 1:
-        mend = f"set `vocab_size` to {next(iter(rows.values()))}, padding rows included"
+        fix = f"set `vocab_size` to {next(iter(rows.values()))}, padding rows included"
     else:
-        mend = "embedding and head must have as many rows: save again after `resize_token_embeddings`"
-    yield Finding(name="vocab_size", said=said, mend=mend), set(rows)
+        fix = "embedding and head must have as many rows: save again after `resize_token_embeddings`"
+    yield Finding(name="vocab_size", message=message, fix=fix), set(rows)
 
 
 def _heads(evidence: CheckpointUnderTest) -> Iterator[Explained]:
@@ -290,63 +292,67 @@ def _heads(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     if q[0] == H * c.head_dim and k[0] == K * c.head_dim:
         return
     if head_dim and q[0] == H * head_dim and k[0] == K * head_dim:
-        mend = f"set `head_dim` to {head_dim}"
+        fix = f"set `head_dim` to {head_dim}"
     elif q[0] == H * c.head_dim and k[0] % c.head_dim == 0:
-        mend = f"set `num_key_value_heads` to {k[0] // c.head_dim}"
+        fix = f"set `num_key_value_heads` to {k[0] // c.head_dim}"
     elif k[0] == K * c.head_dim and q[0] % c.head_dim == 0:
-        mend = f"set `num_attention_heads` to {q[0] // c.head_dim}"
+        fix = f"set `num_attention_heads` to {q[0] // c.head_dim}"
     else:
-        mend = "compare num_attention_heads, num_key_value_heads and head_dim with the original config.json"
-    said = f"{H} heads of {c.head_dim} on {K} kv heads make q {H * c.head_dim} and k {K * c.head_dim} rows, "
-    said += f"the checkpoint has {q[0]} and {k[0]}"
-    yield Finding(name="heads", said=said, mend=mend), {name for name, _, _ in wrong}
+        fix = "compare num_attention_heads, num_key_value_heads and head_dim with the original config.json"
+    message = (
+        f"{H} heads of {c.head_dim} on {K} kv heads make q {H * c.head_dim} and k {K * c.head_dim} rows, "
+    )
+    message += f"the checkpoint has {q[0]} and {k[0]}"
+    yield Finding(name="heads", message=message, fix=fix), {name for name, _, _ in wrong}
 
 
 def _parts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
-    for pattern, name, what, mend in PARTS:
-        for names, said, flag in (
+    for pattern, name, what, fix in PARTS:
+        for names, message, flag in (
             (evidence.comparison.left_over, f"the checkpoint has {what}, config.json does not", "true"),
             (evidence.comparison.missing, f"config.json has {what}, the checkpoint does not", "false"),
         ):
-            found = {n for n in names if re.search(pattern, n)}
-            if found:
-                example = f"{said} ({min(found)}, {len(found)} in all)"
-                yield Finding(name=name, said=example, mend=mend.format(flag)), found
+            value = {n for n in names if re.search(pattern, n)}
+            if value:
+                example = f"{message} ({min(value)}, {len(value)} in all)"
+                yield Finding(name=name, message=example, fix=fix.format(flag)), value
 
 
 def _half_packed(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     for one, other in (("_blocks", "_scales"), ("_scales", "_blocks")):
         lonely = [n for n in evidence.specs if n.endswith(one) and n[:-7] + other not in evidence.specs]
         if lonely:
-            said = f"{lonely[0]} has no {other} beside it ({len(lonely)} in all)"
-            finding = Finding(name=f"{one[1:]}_without{other}", said=said, mend="fetch the checkpoint again")
+            message = f"{lonely[0]} has no {other} beside it ({len(lonely)} in all)"
+            finding = Finding(
+                name=f"{one[1:]}_without{other}", message=message, fix="fetch the checkpoint again"
+            )
             yield finding, {*lonely, *(n[:-7] + other for n in lonely)}
 
 
 def _rest(comparison: Comparison) -> Iterator[Finding]:
     """What no check accounts for."""
-    mend = "fetch the checkpoint and its config.json again: they are not of one model"
+    fix = "fetch the checkpoint and its config.json again: they are not of one model"
     for name, what, rest in (
         ("missing", "no such tensor is there", comparison.missing),
         ("left_over", "config.json has no place for", comparison.left_over),
     ):
         if rest:
             shown = ", ".join(rest[:4]) + (f", .. ({len(rest)} in all)" if len(rest) > 4 else "")
-            yield Finding(name=name, said=f"{what}: {shown}", mend=mend)
+            yield Finding(name=name, message=f"{what}: {shown}", fix=fix)
     shapes = comparison.wrong_shape
     if shapes:
-        rows = "; ".join(f"{n} is {found}, config.json wants {wanted}" for n, wanted, found in shapes[:4])
+        rows = "; ".join(f"{n} is {shape}, config.json wants {wanted}" for n, wanted, shape in shapes[:4])
         more = f"; .. ({len(shapes)} in all)" if len(shapes) > 4 else ""
-        yield Finding(name="shape", said=rows + more, mend=mend)
+        yield Finding(name="shape", message=rows + more, fix=fix)
     if comparison.wrong_dtype:
         name, wanted, held = comparison.wrong_dtype[0]
-        said = f"{name} is {held}, where {wanted} belongs ({len(comparison.wrong_dtype)} in all)"
-        yield Finding(name="dtype", said=said, mend="fetch the model in bfloat16, or as published")
+        message = f"{name} is {held}, where {wanted} belongs ({len(comparison.wrong_dtype)} in all)"
+        yield Finding(name="dtype", message=message, fix="fetch the model in bfloat16, or as published")
 
 
 def _layers_of(names: Iterable[str], pattern: str) -> set[int]:
-    found = (re.match(r"model\.layers\.(\d{1,6})" + (pattern or r"\."), name) for name in names)
-    return {int(match[1]) for match in found if match}
+    value = (re.match(r"model\.layers\.(\d{1,6})" + (pattern or r"\."), name) for name in names)
+    return {int(match[1]) for match in value if match}
 
 
 def _of_layers(layers: Iterable[int], names: Iterable[str], pattern: str) -> set[str]:

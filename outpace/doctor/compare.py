@@ -88,28 +88,28 @@ def _compare_layer(
 ) -> LayerApart:
     block = layer_of(model, i)
     mlp, chosen = engine_mlp(block, theirs.middle)
-    said: dict[Half, Tensor] = {
+    values: dict[Half, Tensor] = {
         "attention": engine_attention(model, block, theirs.x).float().cpu(),
         "mlp": mlp.float().cpu(),
     }
     wanted: dict[Half, Tensor] = {"attention": theirs.attention, "mlp": theirs.mlp}
     alike = same_experts(chosen, theirs.chosen)
-    told = telling(alike, len(theirs.x))
+    note = telling(alike, len(theirs.x))
     different = _different(block, None if reference.model is None else layer_of(reference.model, i))
     limits = {half: noise_limit(different[half]) for half in HALVES}
     halves: dict[Half, Apart] = {
-        "attention": apart(said["attention"], wanted["attention"]),
-        "mlp": apart(said["mlp"][told], wanted["mlp"][told]),
+        "attention": apart(values["attention"], wanted["attention"]),
+        "mlp": apart(values["mlp"][note], wanted["mlp"][note]),
     }
     findings: list[TrialResult] = []
     for half in (h for h in HALVES if not halves[h].error <= limits[h]):
-        rows = telling_rows(said[half], wanted[half], told)
+        rows = telling_rows(values[half], wanted[half], note)
         tried = trial(half, model, i, theirs, rows)
         mine = memory.explain(tried, "ours", wanted[half], limits[half], in_pairs=True)
         findings.append(mine)
         if reference.model is not None:
             tried = trial(half, reference.model, i, theirs, rows)
-            its = memory.explain(tried, "theirs", said[half], limits[half], in_pairs=not mine.names)
+            its = memory.explain(tried, "theirs", values[half], limits[half], in_pairs=not mine.names)
             findings.append(its)
     return LayerApart(
         layer=i,

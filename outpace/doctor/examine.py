@@ -78,7 +78,7 @@ def examine(what: Examination) -> Iterator[Check]:
     yield from _about_layers(model, ours)
     yield from _about_speech(model, ours, ids, tokenizer, whole, what.thorough)
     if other is not None:
-        yield from _against(what, other, model, ours, ids, judged=whole and tokenizer is not None)
+        yield from _against(what, other, model, ours, ids, validation=whole and tokenizer is not None)
 
 
 def _other(what: Examination) -> Path | None:
@@ -101,7 +101,7 @@ def _about_tokens(
     tokenizer: Tokenizer | None, why: str, model: Decoder, checkpoint: Checkpoint
 ) -> Iterator[Check]:
     if tokenizer is None:
-        yield Check(name="tokenizer", verdict="skipped", said=why)
+        yield Check(name="tokenizer", verdict="skipped", message=why)
         return
     yield check_round_trip(tokenizer)
     yield check_vocabulary(tokenizer, model.config)
@@ -125,17 +125,17 @@ def _about_speech(
     model: Decoder, ours: Walk, ids: list[int], tokenizer: Tokenizer | None, whole: bool, thorough: bool
 ) -> Iterator[Check]:
     if tokenizer is None or not whole:
-        said = "only the first layers were run" if tokenizer is not None else "there is no tokenizer"
-        yield Check(name="prediction of a text", verdict="skipped", said=said)
+        text = "only the first layers were run" if tokenizer is not None else "there is no tokenizer"
+        yield Check(name="prediction of a text", verdict="skipped", message=text)
         return
     yield check_text(ours.logits, ids)
-    found = speak(model, ids)
-    yield check_speech(found, tokenizer.decode(found.tokens), model.config.vocab_size)
+    result = speak(model, ids)
+    yield check_speech(result, tokenizer.decode(result.tokens), model.config.vocab_size)
     yield from try_readings(model, ids, float("inf") if thorough else SECONDS)
 
 
 def _against(
-    what: Examination, other: Path, model: Decoder, ours: Walk, ids: list[int], judged: bool
+    what: Examination, other: Path, model: Decoder, ours: Walk, ids: list[int], validation: bool
 ) -> Iterator[Check]:
     """`judged`: the text means something to both sides, so that its loss tells which is wrong."""
     same = other == target_path(what.path)
@@ -151,17 +151,17 @@ def _against(
         del theirs
     else:
         reference = Reference(name=str(other), walk=walk(its or model, ids), model=its)
-    yield from compare(model, ours, reference, ids, judged)
+    yield from compare(model, ours, reference, ids, validation)
 
 
 def compare(
-    model: Decoder, ours: Walk, reference: Reference, ids: list[int], judged: bool
+    model: Decoder, ours: Walk, reference: Reference, ids: list[int], validation: bool
 ) -> Iterator[Check]:
     """What a reference's walk over the same tokens says about ours."""
     yield check_embedded(ours, reference.walk, ids)
     layers = list(compare_layers(model, ours, reference))
     yield check_layers(layers)
     losses = [float(token_losses(w.logits, ids).mean()) for w in (ours, reference.walk)]
-    yield from explanations(layers, judge(*losses) if judged else "")
+    yield from explanations(layers, judge(*losses) if validation else "")
     agree = not any(one.departs for one in layers)
     yield check_logits(model, ours, reference, layers_agree=agree)

@@ -38,12 +38,12 @@ def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
     if "head_dim" not in differ and not _turn_alike(ours, theirs):
         differ |= {f"rope.{k}": [rope_a[k], rope_b[k]] for k in rope_a if not _alike(rope_a[k], rope_b[k])}
     if not differ:
-        return Check(name=name, verdict="pass", said="both sides are configured alike")
-    said = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(differ.items())[:6])
+        return Check(name=name, verdict="pass", message="both sides are configured alike")
+    text = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(differ.items())[:6])
     fatal = [k for k in SIZES if k in differ]
     if fatal:
-        said = f"two different models: {said}"
-    return Check(name=name, verdict="fail" if fatal else "warn", said=said, evidence=differ)
+        text = f"two different models: {text}"
+    return Check(name=name, verdict="fail" if fatal else "warn", message=text, evidence=differ)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -62,21 +62,21 @@ def _turn_alike(ours: ModelConfig, theirs: ModelConfig) -> bool:
 
 def check_embedded(ours: Walk, theirs: Walk, tokens: list[int]) -> Check:
     name = "embedding against the reference"
-    found = apart(ours.embedded, theirs.embedded)
+    result = apart(ours.embedded, theirs.embedded)
     rows = (ours.embedded - theirs.embedded).norm(dim=-1) / theirs.embedded.norm(dim=-1).clamp(min=1e-30)
-    evidence = asdict(found)
-    if found.error <= EXACT:
-        return Check(name=name, verdict="pass", said=f"cosine {found.cosine:.6f}", evidence=evidence)
+    evidence = asdict(result)
+    if result.error <= EXACT:
+        return Check(name=name, verdict="pass", message=f"cosine {result.cosine:.6f}", evidence=evidence)
     most = float(rows.max())
     if most <= 0.1:
-        said = f"cosine {found.cosine:.6f}, rows differ by {most:.1%} at most: another number format"
-        return Check(name=name, verdict="pass", said=said, evidence=evidence)
+        text = f"cosine {result.cosine:.6f}, rows differ by {most:.1%} at most: another number format"
+        return Check(name=name, verdict="pass", message=text, evidence=evidence)
     odd = sorted({t for t, off in zip(tokens, (rows > 0.1).tolist(), strict=True) if off})
-    said = f"{len(odd)} of {len(set(tokens))} tokens have other rows, such as {odd[:5]}"
+    text = f"{len(odd)} of {len(set(tokens))} tokens have other rows, such as {odd[:5]}"
     size = float(ours.embedded.norm() / theirs.embedded.norm())
     if relative(ours.embedded / size, theirs.embedded) < EXACT:
-        said = f"the rows are {size:.4g} times as long"
-    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        text = f"the rows are {size:.4g} times as long"
+    return Check(name=name, verdict="fail", message=text, evidence=evidence)
 
 
 def check_layers(layers: list[LayerApart]) -> Check:
@@ -87,24 +87,24 @@ def check_layers(layers: list[LayerApart]) -> Check:
     if not departing:
         worst = max(one.so_far.error for one in layers)
         cosine = min(min(one.attention.cosine, one.mlp.cosine) for one in layers)
-        said = f"{len(layers)} layers agree: cosine {cosine:.6f} or more, error from end to end {worst:.1e}"
+        text = f"{len(layers)} layers agree: cosine {cosine:.6f} or more, error from end to end {worst:.1e}"
         if max(max(one.limits.values()) for one in layers) > EXACT:
-            said += " (within what two number formats differ by)"
+            text += " (within what two number formats differ by)"
         tensors = sorted({t for one in layers for half in HALVES for t in one.tensors[half]})
         if tensors:
-            said += f". But some tensors are not the same at all: {', '.join(tensors)}"
-        return Check(name=name, verdict="warn" if tensors else "pass", said=said, evidence=evidence)
+            text += f". But some tensors are not the same at all: {', '.join(tensors)}"
+        return Check(name=name, verdict="warn" if tensors else "pass", message=text, evidence=evidence)
     first = departing[0]
     half = first.departs[0]
     figures = first.attention if half == "attention" else first.mlp
-    said = (
+    text = (
         f"layer {first.layer} is the first that departs: after {_spoken(half)} cosine {figures.cosine:.4f}, "
         f"largest difference {figures.largest:.2g}, relative error {figures.error:.1e}"
     )
     for other in HALVES:
         count = sum(other in one.departs for one in layers)
-        said += f"; {_spoken(other)} departs in {count} of {len(layers)}"
-    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        text += f"; {_spoken(other)} departs in {count} of {len(layers)}"
+    return Check(name=name, verdict="fail", message=text, evidence=evidence)
 
 
 def _row(one: LayerApart) -> dict[str, Any]:
@@ -122,53 +122,53 @@ def _row(one: LayerApart) -> dict[str, Any]:
 Explanation = tuple[Half, tuple[str, ...], tuple[str, ...]]  # half, mistakes of ours, mistakes of theirs
 
 
-def explanations(layers: list[LayerApart], judged: str) -> Iterator[Check]:
-    """One check per half and set of mistakes, over all layers that they explain. `judged`: which side the
-    text speaks for."""
+def explanations(layers: list[LayerApart], favoured: str) -> Iterator[Check]:
+    """One check per half and set of mistakes, over all layers that they explain. `favoured`: the side
+    that predicts the text better."""
     groups: dict[Explanation, list[tuple[LayerApart, list[TrialResult]]]] = {}
     for one in layers:
         for half in one.departs:
-            found = [f for f in one.findings if f.half == half]
-            names = {f.whose: f.names for f in found}
+            entries = [f for f in one.findings if f.half == half]
+            names = {f.whose: f.names for f in entries}
             key: Explanation = (half, names.get("ours", ()), names.get("theirs", ()))
-            groups.setdefault(key, []).append((one, found))
+            groups.setdefault(key, []).append((one, entries))
     for (half, ours, theirs), members in groups.items():
         where = _layers([one.layer for one, _ in members])
-        found = members[0][1]
-        said = _explained(ours, theirs, found) if ours or theirs else _unexplained(half, found)
+        entries = members[0][1]
+        text = _explained(ours, theirs, entries) if ours or theirs else _unexplained(half, entries)
         tensors = sorted({t for one, _ in members for t in one.tensors[half]})
         if tensors:
-            said += f". Tensors that differ between the two files: {', '.join(tensors)}"
+            text += f". Tensors that differ between the two files: {', '.join(tensors)}"
         evidence = {
             "half": half,
             "layers": [one.layer for one, _ in members],
             "ours": list(ours),
             "theirs": list(theirs),
-            "findings": [asdict(f) for f in found],
+            "findings": [asdict(f) for f in entries],
         }
         name = f"why {_spoken(half)} departs"
-        said = f"{where}: {said}" + (f". {judged}" if judged else "")
-        yield Check(name=name, verdict="fail", said=said, evidence=evidence)
+        text = f"{where}: {text}" + (f". {favoured}" if favoured else "")
+        yield Check(name=name, verdict="fail", message=text, evidence=evidence)
 
 
-def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], found: list[TrialResult]) -> str:
-    best = next(f for f in found if f.names)
+def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], items: list[TrialResult]) -> str:
+    best = next(f for f in items if f.names)
     figures = f"(error {best.error:.0e}, {best.before:.1e} without)"
     if ours and theirs and set(ours) & set(theirs):
         return f"the two sides differ by: {_any(ours)} {figures}"
     if ours:
-        said = f"read with {_any(ours)}, our weights say what the reference says {figures}"
-        return said + (f"; the other way round it is {_any(theirs)}" if theirs else "")
+        message = f"read with {_any(ours)}, our weights say what the reference says {figures}"
+        return message + (f"; the other way round it is {_any(theirs)}" if theirs else "")
     return f"read with {_any(theirs)}, the reference's weights say what ours say {figures}"
 
 
-def _unexplained(half: Half, found: list[TrialResult]) -> str:
-    said = "none of the known mistakes explains it, nor any two of them"
-    near = [f for f in found if f.nearest is not None]
+def _unexplained(half: Half, items: list[TrialResult]) -> str:
+    message = "none of the known mistakes explains it, nor any two of them"
+    near = [f for f in items if f.nearest is not None]
     if near:
         best = min(near, key=lambda f: f.error)
-        said += f"; nearest comes {best.nearest} (error {best.error:.2g}, {best.before:.2g} without)"
-    return said
+        message += f"; nearest comes {best.nearest} (error {best.error:.2g}, {best.before:.2g} without)"
+    return message
 
 
 def _any(names: tuple[str, ...]) -> str:
@@ -176,13 +176,13 @@ def _any(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else " or ".join(names) + " (this text does not tell them apart)"
 
 
-def _layers(found: list[int]) -> str:
-    if len(found) == 1:
-        return f"layer {found[0]}"
-    steps = {b - a for a, b in pairwise(found)}
+def _layers(items: list[int]) -> str:
+    if len(items) == 1:
+        return f"layer {items[0]}"
+    steps = {b - a for a, b in pairwise(items)}
     if steps == {1}:
-        return f"layers {found[0]} to {found[-1]}"
-    return "layers " + ", ".join(map(str, found))
+        return f"layers {items[0]} to {items[-1]}"
+    return "layers " + ", ".join(map(str, items))
 
 
 def _spoken(half: Half) -> str:
@@ -191,12 +191,12 @@ def _spoken(half: Half) -> str:
 
 def judge(ours: float, theirs: float) -> str:
     """Losses of the text on both sides, in nats a token -> which of them speaks."""
-    said = f"The text costs {ours:.2f} nats a token here and {theirs:.2f} there: "
+    message = f"The text costs {ours:.2f} nats a token here and {theirs:.2f} there: "
     if ours < theirs - CLEARLY:
-        return said + "the reference is the one that is wrong"
+        return message + "the reference is the one that is wrong"
     if theirs < ours - CLEARLY or ours != ours:
-        return said + "ours is the one that is wrong"
-    return said + "that does not tell which side is wrong"
+        return message + "ours is the one that is wrong"
+    return message + "that does not tell which side is wrong"
 
 
 @torch.inference_mode()
@@ -210,22 +210,22 @@ def check_logits(model: Decoder, ours: Walk, reference: Reference, *, layers_agr
     alone = relative(model.logits(model.norm(last)).float().cpu(), theirs.logits)
     same = (ours.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean()
     evidence = asdict(whole) | {"head_alone": alone, "same_top_1": float(same)}
-    said = f"cosine {whole.cosine:.6f}, largest difference {whole.largest:.2g}, top-1 alike {float(same):.1%}"
+    text = f"cosine {whole.cosine:.6f}, largest difference {whole.largest:.2g}, top-1 alike {float(same):.1%}"
     if alone <= limit and layers_agree:
-        return Check(name=name, verdict="pass", said=said, evidence=evidence)
+        return Check(name=name, verdict="pass", message=text, evidence=evidence)
     if alone <= limit:
-        said += "; final norm and head agree, the layers before them do not"
-        return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        text += "; final norm and head agree, the layers before them do not"
+        return Check(name=name, verdict="fail", message=text, evidence=evidence)
     errors = _head_mistakes(model, last, theirs.logits)
     best = min(errors, key=lambda k: errors[k])
     evidence["head_mistakes"] = errors
-    said += f"; final norm and head by themselves are off by {alone:.2g}"
-    said += (
+    text += f"; final norm and head by themselves are off by {alone:.2g}"
+    text += (
         f": explained by {best} (error {errors[best]:.0e})"
         if errors[best] <= limit
         else ", which none of the known mistakes explains"
     )
-    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+    return Check(name=name, verdict="fail", message=text, evidence=evidence)
 
 
 def _head_limit(model: Decoder, reference: Reference) -> float:

@@ -80,13 +80,13 @@ def read_mlp(x: Tensor, w: MlpWeights, r: Reading) -> MlpSteps:
 
 def read_mlps(xs: Sequence[Tensor], w: MlpWeights, readings: Sequence[Reading]) -> list[MlpSteps]:
     """Several readings of one layer, each of its own x: an expert is decoded once for all of them."""
-    found = [_routed(x, w, r) for x, r in zip(xs, readings, strict=True)]
-    for e in sorted({e for steps in found for e in steps.chosen.unique().tolist()}):
+    items = [_routed(x, w, r) for x, r in zip(xs, readings, strict=True)]
+    for e in sorted({e for steps in items for e in steps.chosen.unique().tolist()}):
         expert = w.expert(e)
-        for steps, r in zip(found, readings, strict=True):
+        for steps, r in zip(items, readings, strict=True):
             row, place = (steps.chosen == e).nonzero(as_tuple=True)
             steps.out[row] += steps.weights[row, place, None] * _through(steps.normed[row], expert, r)
-    return found
+    return items
 
 
 def _routed(x: Tensor, w: MlpWeights, r: Reading) -> MlpSteps:
@@ -200,7 +200,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     range outwards to whole dimensions; gpt-oss's config says not to.
     """
     theta, span = rope.theta, rope.original_max_position
-    found = []
+    items = []
     for i in range(head_dim // 2):
         turn = theta ** (-2 * i / head_dim)
         slow = turn / rope.factor
@@ -223,5 +223,5 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             low, high = max(low, 0), min(high, head_dim - 1)
             ramp = min(max((i - low) / ((high - low) or 0.001), 0.0), 1.0)
             turn = ramp * slow + (1 - ramp) * turn
-        found.append(turn)
-    return torch.tensor(found, dtype=torch.float64)
+        items.append(turn)
+    return torch.tensor(items, dtype=torch.float64)

@@ -63,9 +63,9 @@ class Report:
         return not any(finding.fault for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        said = {"folder": self.path} if self.inspection is None else self.inspection.as_json()
+        values = {"folder": self.path} if self.inspection is None else self.inspection.as_json()
         findings = [asdict(finding) for finding in self.findings]
-        return said | {"passed": self.passed, "deep": self.deep, "findings": findings}
+        return values | {"passed": self.passed, "deep": self.deep, "findings": findings}
 
 
 def validate_checkpoint(
@@ -77,29 +77,31 @@ def validate_checkpoint(
     try:
         checkpoint = open_checkpoint(path)
     except LoadError as error:
-        return Report(path=str(path), inspection=None, findings=(Finding(name=error.kind, said=str(error)),))
-    findings, found = config_findings(checkpoint), None
+        return Report(
+            path=str(path), inspection=None, findings=(Finding(name=error.kind, message=str(error)),)
+        )
+    findings, result = config_findings(checkpoint), None
     try:
-        found = inspect_target(checkpoint)
+        result = inspect_target(checkpoint)
     except ValueError as error:
         findings.append(_unparsed(error, checkpoint.config))
-    if found is not None:
+    if result is not None:
         specs = {name: (shape, dtype) for name, shape, dtype in checkpoint.specs()}
-        findings += tensor_findings(CheckpointUnderTest(checkpoint, found.config, found.comparison, specs))
+        findings += tensor_findings(CheckpointUnderTest(checkpoint, result.config, result.comparison, specs))
     if deep:
         total = sum(b for _, b in count(checkpoint.specs())[0].values())
         findings += deep_findings(checkpoint, lambda n: on_bytes(n, total))
-    return Report(path=str(path), inspection=found, findings=tuple(findings), deep=deep)
+    return Report(path=str(path), inspection=result, findings=tuple(findings), deep=deep)
 
 
 def _unparsed(error: ValueError, hf: dict[str, Any]) -> Finding:
     """The finding of a config that no parser takes."""
     if not isinstance(error, LoadError):
-        return Finding(name="config", said=str(error), mend="fetch the config.json of this model")
-    mend = "GPT-OSS, Llama, Qwen3 and Qwen3-MoE are read"
+        return Finding(name="config", message=str(error), fix="fetch the config.json of this model")
+    text = "GPT-OSS, Llama, Qwen3 and Qwen3-MoE are read"
     if any(word in str(hf.get("architectures")).lower() for word in ("draft", "eagle")):
-        mend = "this is a draft, not a target: name it with --draft"
-    return Finding(name="architecture", said=str(error), mend=mend)
+        text = "this is a draft, not a target: name it with --draft"
+    return Finding(name="architecture", message=str(error), fix=text)
 
 
 def inspect_target(source: Checkpoint | Path | str) -> Inspection:

@@ -65,16 +65,16 @@ def _examine(model: Decoder, i: int, steps: LayerSteps) -> LayerExam:
     attention, mlp = attention_weights(block), mlp_weights(block)
     a, m = read_attention(steps.x, attention, reading), read_mlp(steps.middle, mlp, reading)
     few = engine_attention(model, block, steps.x[:FEW]), engine_mlp(block, steps.middle[:FEW])[0]
-    told = telling(same_experts(steps.chosen, m.chosen), len(steps.x))
+    note = telling(same_experts(steps.chosen, m.chosen), len(steps.x))
     errors = (
-        max(relative(steps.attention, a.out), _first_rows(few[0], a.out, torch.ones_like(told))),
-        max(relative(steps.mlp[told], m.out[told]), _first_rows(few[1], m.out, told)),
+        max(relative(steps.attention, a.out), _first_rows(few[0], a.out, torch.ones_like(note))),
+        max(relative(steps.mlp[note], m.out[note]), _first_rows(few[1], m.out, note)),
     )
     explained: list[str] = []
     if not errors[0] <= EXACT:
         explained += _as_if_by(attention_trial(model, i, steps), steps.attention)
     if not errors[1] <= EXACT:
-        explained += _as_if_by(mlp_trial(model, i, steps, telling_rows(steps.mlp, m.out, told)), steps.mlp)
+        explained += _as_if_by(mlp_trial(model, i, steps, telling_rows(steps.mlp, m.out, note)), steps.mlp)
     return LayerExam(
         layer=i,
         attention_error=errors[0],
@@ -87,14 +87,14 @@ def _examine(model: Decoder, i: int, steps: LayerSteps) -> LayerExam:
     )
 
 
-def _as_if_by(tried: Trial, said: Tensor) -> list[str]:
-    found = search(tried.mistakes, tried.reading, tried.run, said[tried.rows], EXACT).found
-    return [t.mistake.name for t in found]
+def _as_if_by(tried: Trial, value: Tensor) -> list[str]:
+    result = search(tried.mistakes, tried.reading, tried.run, value[tried.rows], EXACT).matches
+    return [t.mistake.name for t in result]
 
 
-def _first_rows(ours: Tensor, plain: Tensor, told: Tensor) -> float:
-    told = told[: len(ours)]
-    return relative(ours.float().cpu()[told], plain[: len(ours)][told])
+def _first_rows(ours: Tensor, plain: Tensor, value: Tensor) -> float:
+    value = value[: len(ours)]
+    return relative(ours.float().cpu()[value], plain[: len(ours)][value])
 
 
 def row_error(block: DecoderBlock, a: AttentionSteps, device: torch.device) -> float:
@@ -123,43 +123,43 @@ def check_engine(exams: list[LayerExam]) -> Check:
     wrong = [e for e in exams if not max(e.attention_error, e.mlp_error) <= EXACT]
     if not wrong:
         most = max(max(e.attention_error, e.mlp_error) for e in exams)
-        said = f"{len(exams)} layers, relative error at most {most:.1e}"
-        return Check(name=name, verdict="pass", said=said, evidence=errors)
+        text = f"{len(exams)} layers, relative error at most {most:.1e}"
+        return Check(name=name, verdict="pass", message=text, evidence=errors)
     first = wrong[0]
     why = " or ".join(first.explained_by) or "no known mistake"
-    said = (
+    text = (
         f"our own engine is wrong in {len(wrong)} of {len(exams)} layers, first in {first.layer} (attention "
         f"{first.attention_error:.1e}, MLP {first.mlp_error:.1e}), as if by: {why}. Please report it"
     )
-    return Check(name=name, verdict="fail", said=said, evidence=errors)
+    return Check(name=name, verdict="fail", message=text, evidence=errors)
 
 
 def check_rows(exams: list[LayerExam]) -> Check:
     name = "attention rows sum to 1"
     worst = max(exams, key=lambda e: e.row_error if e.row_error == e.row_error else float("inf"))
     shares = [round(e.sink_share, 4) for e in exams if e.sink_share is not None]
-    said = f"within {worst.row_error:.0e} in {len(exams)} layers"
+    text = f"within {worst.row_error:.0e} in {len(exams)} layers"
     if shares:
-        said += f"; sinks take {min(shares):.1%} to {max(shares):.1%} of a row"
+        text += f"; sinks take {min(shares):.1%} to {max(shares):.1%} of a row"
     evidence = {"largest_error": worst.row_error, "sink_share": shares}
     if worst.row_error <= SUM_LIMIT:
-        return Check(name=name, verdict="pass", said=said, evidence=evidence)
-    said = f"layer {worst.layer}: weights and sink sum to 1 only within {worst.row_error:.2g}"
-    return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        return Check(name=name, verdict="pass", message=text, evidence=evidence)
+    text = f"layer {worst.layer}: weights and sink sum to 1 only within {worst.row_error:.2g}"
+    return Check(name=name, verdict="fail", message=text, evidence=evidence)
 
 
 def check_router(exams: list[LayerExam], experts: int) -> Check:
     name = "router"
     routed = [e for e in exams if e.routed_alike is not None]
     if not routed:
-        return Check(name=name, verdict="skipped", said="no layer has experts")
+        return Check(name=name, verdict="skipped", message="no layer has experts")
     alike = [e.routed_alike or 0.0 for e in routed]
     used = [e.experts_used for e in routed]
     evidence = {"alike": alike, "experts_used": used}
-    said = (
+    text = (
         f"the same experts for {min(alike):.1%} of the tokens; of {experts}, {min(used)} to {max(used)} used"
     )
-    return Check(name=name, verdict="pass" if min(alike) == 1 else "fail", said=said, evidence=evidence)
+    return Check(name=name, verdict="pass" if min(alike) == 1 else "fail", message=text, evidence=evidence)
 
 
 def check_rope(model: Decoder) -> Check:
@@ -197,10 +197,13 @@ def check_rope(model: Decoder) -> Check:
         )
         if not error <= limit
     ]
-    said = f"position 0 turns nothing, distance is all that counts, angles hold at position {last:,}"
-    said += f"; concentration {factor:.4f}" if factor != 1 else ""
+    description = f"position 0 turns nothing, distance is all that counts, angles hold at position {last:,}"
+    description += f"; concentration {factor:.4f}" if factor != 1 else ""
     return Check(
-        name=name, verdict="fail" if wrong else "pass", said="; ".join(wrong) or said, evidence=evidence
+        name=name,
+        verdict="fail" if wrong else "pass",
+        message="; ".join(wrong) or description,
+        evidence=evidence,
     )
 
 

@@ -37,7 +37,7 @@ def pairs(mistakes: list[Mistake]) -> list[Mistake]:
 
 def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
     """Those that would change what this layer's attention says."""
-    found: dict[str, dict[str, Any]] = {
+    values: dict[str, dict[str, Any]] = {
         "no causal mask": {"causal": False},
         "no attention scale": {"scale": 1.0},
         "input norm without its weights": {"norm_weights": False},
@@ -45,105 +45,105 @@ def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
         **_rope(r.rope),
     }
     if 1 < r.kv_heads < r.heads:
-        found["cyclic GQA mapping (query head h reads kv head h % K)"] = {"groups": "cyclic"}
+        values["cyclic GQA mapping (query head h reads kv head h % K)"] = {"groups": "cyclic"}
     if config.hidden_size != r.heads * r.head_dim:
-        found["attention scale from hidden_size / heads"] = {"scale": (config.hidden_size / r.heads) ** -0.5}
+        values["attention scale from hidden_size / heads"] = {"scale": (config.hidden_size / r.heads) ** -0.5}
     if r.rope is not None:
-        found["interleaved RoPE pairs (2i, 2i + 1)"] = {"pairs": "neighbours"}
-        found["q/k rows permuted, halves to pairs"] = {"qk_rows": "to neighbours"}
+        values["interleaved RoPE pairs (2i, 2i + 1)"] = {"pairs": "neighbours"}
+        values["q/k rows permuted, halves to pairs"] = {"qk_rows": "to neighbours"}
         if r.qk_norm != "none":  # without one, it is the same as rotating neighbours
-            found["q/k rows permuted, pairs to halves"] = {"qk_rows": "from neighbours"}
+            values["q/k rows permuted, pairs to halves"] = {"qk_rows": "from neighbours"}
     if r.sinks != "none":
-        found["missing sinks"] = {"sinks": "none"}
-        found["sinks of zero"] = {"sinks": "zero"}
-        found["sinks scaled like the scores"] = {"sinks": "scaled"}
+        values["missing sinks"] = {"sinks": "none"}
+        values["sinks of zero"] = {"sinks": "zero"}
+        values["sinks scaled like the scores"] = {"sinks": "scaled"}
     if r.qk_norm != "none":
-        found["missing q/k norm"] = {"qk_norm": "none"}
-        found["q/k norm after RoPE"] = {"qk_norm": "after rope"}
-        found["q/k norm without its weights"] = {"qk_norm": "without weights"}
-    found |= _window(r, config)
+        values["missing q/k norm"] = {"qk_norm": "none"}
+        values["q/k norm after RoPE"] = {"qk_norm": "after rope"}
+        values["q/k norm without its weights"] = {"qk_norm": "without weights"}
+    values |= _window(r, config)
     if config.attention_bias:
-        found["missing q, k and v biases"] = {"biases": ALL_BIASES - {"q", "k", "v"}}
-        found["missing o bias"] = {"biases": ALL_BIASES - {"o"}}
-        found["missing attention biases"] = {"biases": ALL_BIASES - {"q", "k", "v", "o"}}
-    return [Mistake(name=name, change=change) for name, change in found.items()]
+        values["missing q, k and v biases"] = {"biases": ALL_BIASES - {"q", "k", "v"}}
+        values["missing o bias"] = {"biases": ALL_BIASES - {"o"}}
+        values["missing attention biases"] = {"biases": ALL_BIASES - {"q", "k", "v", "o"}}
+    return [Mistake(name=name, change=change) for name, change in values.items()]
 
 
 def mlp_mistakes(r: Reading, config: ModelConfig, *, experts: bool) -> list[Mistake]:
     """Those that would change what this layer's MLP says; `experts` False for a dense one."""
-    found: dict[str, dict[str, Any]] = {
+    values: dict[str, dict[str, Any]] = {
         "post-attention norm without its weights": {"norm_weights": False},
         "gate and up swapped": {"gate_first": not r.gate_first},
         **_eps(r),
     }
     if r.gate_up == "interleaved":
-        found["gate and up rows read as halves, not interleaved"] = {"gate_up": "halves"}
+        values["gate and up rows read as halves, not interleaved"] = {"gate_up": "halves"}
     else:
-        found["gate and up rows read as interleaved, not halves"] = {"gate_up": "interleaved"}
+        values["gate and up rows read as interleaved, not halves"] = {"gate_up": "interleaved"}
     if r.limit is not None:
-        found["unclamped SwiGLU"] = {"limit": None}
+        values["unclamped SwiGLU"] = {"limit": None}
     if r.one:
-        found["missing +1 on the up branch"] = {"one": 0.0}
+        values["missing +1 on the up branch"] = {"one": 0.0}
     if r.alpha != 1.0:
-        found["plain SiLU (alpha 1)"] = {"alpha": 1.0}
+        values["plain SiLU (alpha 1)"] = {"alpha": 1.0}
     width = config.expert_size if experts else config.intermediate_size
     if width == config.hidden_size:
-        found["down matrices transposed"] = {"down_transposed": True}
+        values["down matrices transposed"] = {"down_transposed": True}
     if experts:
-        found |= _experts(r, config)
-    return [Mistake(name=name, change=change) for name, change in found.items()]
+        values |= _experts(r, config)
+    return [Mistake(name=name, change=change) for name, change in values.items()]
 
 
 def _experts(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {
+    values: dict[str, dict[str, Any]] = {
         "expert scale off by one: doubled": {"expert_scale": 2.0},
         "expert scale off by one: halved": {"expert_scale": 0.5},
     }
     if r.renormalise:
-        found["softmax before top-k"] = {"renormalise": False}
+        values["softmax before top-k"] = {"renormalise": False}
     else:
-        found["top-k weights renormalised"] = {"renormalise": True}
+        values["top-k weights renormalised"] = {"renormalise": True}
     if config.hidden_size % 32 == 0 and config.expert_size % 32 == 0:
         for name, order in NIBBLES.items():
-            found[name] = {"gate_up_nibbles": order, "down_nibbles": order}
-            found[f"{name} of gate and up alone"] = {"gate_up_nibbles": order}
-            found[f"{name} of down alone"] = {"down_nibbles": order}
+            values[name] = {"gate_up_nibbles": order, "down_nibbles": order}
+            values[f"{name} of gate and up alone"] = {"gate_up_nibbles": order}
+            values[f"{name} of down alone"] = {"down_nibbles": order}
     if r.limit is not None:  # gpt-oss, whose experts have biases
-        found["missing router bias"] = {"biases": ALL_BIASES - {"router"}}
-        found["missing gate and up biases"] = {"biases": ALL_BIASES - {"gate_up"}}
-        found["missing down biases"] = {"biases": ALL_BIASES - {"down"}}
-        found["missing expert biases"] = {"biases": ALL_BIASES - {"gate_up", "down"}}
-    return found
+        values["missing router bias"] = {"biases": ALL_BIASES - {"router"}}
+        values["missing gate and up biases"] = {"biases": ALL_BIASES - {"gate_up"}}
+        values["missing down biases"] = {"biases": ALL_BIASES - {"down"}}
+        values["missing expert biases"] = {"biases": ALL_BIASES - {"gate_up", "down"}}
+    return values
 
 
 def _rope(rope: RopeConfig | None) -> dict[str, dict[str, Any]]:
     if rope is None:
         return {}
-    found: dict[str, dict[str, Any]] = {"no RoPE": {"rope": None}}
+    values: dict[str, dict[str, Any]] = {"no RoPE": {"rope": None}}
     for theta in COMMON_THETAS:
         if theta != rope.theta:
-            found[f"RoPE base {theta:,.0f}"] = {"rope": replace(rope, theta=theta)}
+            values[f"RoPE base {theta:,.0f}"] = {"rope": replace(rope, theta=theta)}
     if rope.kind != "default":
-        found["no RoPE scaling at all"] = {"rope": RopeConfig(theta=rope.theta)}
+        values["no RoPE scaling at all"] = {"rope": RopeConfig(theta=rope.theta)}
     if rope.kind == "yarn":
-        found["missing YaRN factor on cos and sin"] = {"rope": replace(rope, attention_factor=1.0)}
+        values["missing YaRN factor on cos and sin"] = {"rope": replace(rope, attention_factor=1.0)}
         other = "not truncated" if rope.truncate else "truncated"
-        found[f"YaRN's range {other}"] = {"rope": replace(rope, truncate=not rope.truncate)}
-        found["linear scaling instead of YaRN"] = {"rope": replace(rope, kind="linear")}
-    return found
+        values[f"YaRN's range {other}"] = {"rope": replace(rope, truncate=not rope.truncate)}
+        values["linear scaling instead of YaRN"] = {"rope": replace(rope, kind="linear")}
+    return values
 
 
 def _window(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
     if not config.sliding_window:
         return {}
-    found: dict[str, dict[str, Any]] = {
+    values: dict[str, dict[str, Any]] = {
         "wrong window parity": {"window": 0 if r.window else config.sliding_window}
     }
     if r.window:
-        found["window one key too long"] = {"window": r.window + 1}
+        values["window one key too long"] = {"window": r.window + 1}
     if r.window > 1:
-        found["window one key too short"] = {"window": r.window - 1}
-    return found
+        values["window one key too short"] = {"window": r.window - 1}
+    return values
 
 
 def _eps(r: Reading) -> dict[str, dict[str, Any]]:

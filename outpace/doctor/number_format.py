@@ -123,23 +123,23 @@ class Marks:
 
     def add(self, w: MlpWeights, *, interleaved: bool) -> None:
         chosen = sampled(w.count)
-        found = [neurons(w, e, interleaved=interleaved) for e in chosen]
-        reads = torch.stack([n.gate + n.up for n in found])
+        entries = [neurons(w, e, interleaved=interleaved) for e in chosen]
+        reads = torch.stack([n.gate + n.up for n in entries])
         F = reads.shape[-1]
-        if found[0].down:
-            columns = {o: torch.stack([n.down[o] for n in found]) for o in ORDERS}
+        if entries[0].down:
+            columns = {o: torch.stack([n.down[o] for n in entries]) for o in ORDERS}
             r: dict[str, float] = {
                 o: correlation(within_blocks(reads), within_blocks(c)) for o, c in columns.items()
             }
             self.down.add(r, reads.numel() * (BLOCK - 1) // BLOCK)
-        self.pairing.add(self._pairings(found, F, interleaved), reads.numel())
+        self.pairing.add(self._pairings(entries, F, interleaved), reads.numel())
         if w.router is not None and len(chosen) > 1 and _blocked(w.norm):
-            self._add_directions(w, torch.stack([n.mean_gate for n in found]), w.router, chosen)
+            self._add_directions(w, torch.stack([n.mean_gate for n in entries]), w.router, chosen)
 
-    def _pairings(self, found: Sequence[Neurons], F: int, interleaved: bool) -> dict[str, float]:
+    def _pairings(self, items: Sequence[Neurons], F: int, interleaved: bool) -> dict[str, float]:
         """Gate with up as the family pairs them, and as the other family would."""
-        right = [(n.gate - n.gate.mean(), n.up - n.up.mean()) for n in found]
-        rows = [_as_stored(n.gate, n.up, interleaved) for n in found]
+        right = [(n.gate - n.gate.mean(), n.up - n.up.mean()) for n in items]
+        rows = [_as_stored(n.gate, n.up, interleaved) for n in items]
         other = [(a - a.mean(), b - b.mean()) for a, b in (parts(r, not interleaved) for r in rows)]
         names = ("interleaved", "halves") if interleaved else ("halves", "interleaved")
         return {
@@ -177,31 +177,31 @@ def gather_marks(model: Decoder) -> Marks | None:
 def check_orders(marks: Marks | None) -> Iterable[Check]:
     """Column order of down, of gate and up, and the pairing of gate with up."""
     if marks is None:
-        yield Check(name="column order", verdict="skipped", said="the model has no experts")
+        yield Check(name="column order", verdict="skipped", message="the model has no experts")
         return
     yield _order_check("column order of down", marks.down, "down's columns with the rows of their neurons")
-    said = "mean gate rows with the router's rows"
-    yield _order_check("column order of gate and up", marks.gate_up, said)
+    text = "mean gate rows with the router's rows"
+    yield _order_check("column order of gate and up", marks.gate_up, text)
     yield _pairing_check(marks.pairing)
 
 
 def _order_check(name: str, evidence: BlockEvidence, what: str) -> Check:
     if not evidence.weight:
         reason = f"its columns do not come in blocks of {BLOCK}, or there is one expert only"
-        return Check(name=name, verdict="skipped", said=reason)
+        return Check(name=name, verdict="skipped", message=reason)
     best, lead = evidence.ranked()
     figures = _figures(evidence, lead)
-    said = f"correlation of {what}: {_list(evidence)} ({lead:.0f} standard errors ahead)"
+    text = f"correlation of {what}: {_list(evidence)} ({lead:.0f} standard errors ahead)"
     if lead < DECIDED or evidence.correlation(best) < 0:
         return Check(
             name=name,
             verdict="skipped",
-            said=f"undecided, the statistics do not separate (z = {lead:.1f}); {_list(evidence)}",
+            message=f"undecided, the statistics do not separate (z = {lead:.1f}); {_list(evidence)}",
             evidence=figures,
         )
     if best == ORDERS[0]:
-        return Check(name=name, verdict="pass", said=said, evidence=figures)
-    return Check(name=name, verdict="fail", said=f"{ORDER_SAYS[best]}: {said}", evidence=figures)
+        return Check(name=name, verdict="pass", message=text, evidence=figures)
+    return Check(name=name, verdict="fail", message=f"{ORDER_SAYS[best]}: {text}", evidence=figures)
 
 
 def _pairing_check(evidence: BlockEvidence) -> Check:
@@ -209,14 +209,14 @@ def _pairing_check(evidence: BlockEvidence) -> Check:
     right, other = evidence.sums
     best, lead = evidence.ranked()
     figures = _figures(evidence, lead)
-    said = f"correlation of their norms: {_list(evidence)} ({lead:.0f} standard errors ahead)"
+    text = f"correlation of their norms: {_list(evidence)} ({lead:.0f} standard errors ahead)"
     if lead < DECIDED or evidence.correlation(best) < 0:
         reason = f"undecided, the statistics do not separate (z = {lead:.1f}); {_list(evidence)}"
-        return Check(name=name, verdict="skipped", said=reason, evidence=figures)
+        return Check(name=name, verdict="skipped", message=reason, evidence=figures)
     if best == right:
-        return Check(name=name, verdict="pass", said=said, evidence=figures)
-    wrong = f"the rows lie as {other} where the format wants {right}: {said}"
-    return Check(name=name, verdict="fail", said=wrong, evidence=figures)
+        return Check(name=name, verdict="pass", message=text, evidence=figures)
+    wrong = f"the rows lie as {other} where the format wants {right}: {text}"
+    return Check(name=name, verdict="fail", message=wrong, evidence=figures)
 
 
 def _list(evidence: BlockEvidence) -> str:

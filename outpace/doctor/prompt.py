@@ -22,12 +22,12 @@ def check_beginning(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     tokens = [tokenizer.id_to_token(id) for id in before]
     evidence = {"before": before, "behind": behind}
     if len(set(before)) < len(before):
-        return Check(name=name, verdict="fail", said=f"begin tokens twice: {tokens}", evidence=evidence)
+        return Check(name=name, verdict="fail", message=f"begin tokens twice: {tokens}", evidence=evidence)
     if before and config.bos_token_id is not None and before != [config.bos_token_id]:
-        said = f"the tokenizer begins a text with {tokens}, config.json with id {config.bos_token_id}"
-        return Check(name=name, verdict="warn", said=said, evidence=evidence)
-    said = f"the tokenizer puts {tokens[0]} in front" if before else "the tokenizer puts nothing in front"
-    return Check(name=name, verdict="pass", said=said, evidence=evidence)
+        text = f"the tokenizer begins a text with {tokens}, config.json with id {config.bos_token_id}"
+        return Check(name=name, verdict="warn", message=text, evidence=evidence)
+    text = f"the tokenizer puts {tokens[0]} in front" if before else "the tokenizer puts nothing in front"
+    return Check(name=name, verdict="pass", message=text, evidence=evidence)
 
 
 def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
@@ -35,19 +35,23 @@ def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     and the answer's channel is left to the model."""
     name = "Harmony"
     if not config.sinks:
-        return Check(name=name, verdict="skipped", said="not a gpt-oss")
+        return Check(name=name, verdict="skipped", message="not a gpt-oss")
     if not speaks_harmony(tokenizer):
         missing = [str(m) for m in Mark if tokenizer.token_to_id(m) is None]
-        said = f"a gpt-oss whose tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
-        return Check(name=name, verdict="warn", said=said)
-    talk = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
-    ids, text = prompt_ids(talk, tokenizer), render(talk)
+        description = (
+            f"a gpt-oss whose tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
+        )
+        return Check(name=name, verdict="warn", message=description)
+    conversation = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
+    ids, text = prompt_ids(conversation, tokenizer), render(conversation)
     faults = [*_split_marks(tokenizer, map(str, Mark)), *_harmony_faults(tokenizer, ids)]
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
         faults.append("the prompt's ids do not decode to the prompt")
-    said = "special tokens are single ids, no developer block is added, the answer's channel is shut"
+    description = "special tokens are single ids, no developer block is added, the answer's channel is shut"
     verdict: Verdict = "fail" if faults else "pass"
-    return Check(name=name, verdict=verdict, said="; ".join(faults) or said, evidence={"prompt": text})
+    return Check(
+        name=name, verdict=verdict, message="; ".join(faults) or description, evidence={"prompt": text}
+    )
 
 
 def check_template(
@@ -56,7 +60,7 @@ def check_template(
     """The checkpoint's own chat template, on a greeting and on an answer to it."""
     name = "chat template"
     if template is None:
-        return Check(name=name, verdict="skipped", said="the checkpoint has none")
+        return Check(name=name, verdict="skipped", message="the checkpoint has none")
     greeting = {"role": "user", "content": "Hello"}
     try:
         prompt = template.render([greeting])
@@ -65,7 +69,7 @@ def check_template(
             [greeting, {"role": "assistant", "content": ANSWER}], add_generation_prompt=False
         )
     except ValueError as error:
-        return Check(name=name, verdict="fail", said=str(error))
+        return Check(name=name, verdict="fail", message=str(error))
     faults = list(_split_marks(tokenizer, MARK.findall(prompt + answered)))
     remarks = []
     if config.sinks and speaks_harmony(tokenizer):
@@ -80,11 +84,11 @@ def check_template(
     evidence = {"prompt": prompt, "begins_by_itself": twice}
     if faults or remarks:
         verdict: Verdict = "fail" if faults else "warn"
-        return Check(name=name, verdict=verdict, said="; ".join(faults + remarks), evidence=evidence)
-    said = f"a prompt of {len(encode(tokenizer, prompt))} tokens, ends with {prompt[-24:]!r}"
+        return Check(name=name, verdict=verdict, message="; ".join(faults + remarks), evidence=evidence)
+    text = f"a prompt of {len(encode(tokenizer, prompt))} tokens, ends with {prompt[-24:]!r}"
     if twice:
-        said += "; it writes the begin token itself: do not let the tokenizer add another"
-    return Check(name=name, verdict="pass", said=said, evidence=evidence)
+        text += "; it writes the begin token itself: do not let the tokenizer add another"
+    return Check(name=name, verdict="pass", message=text, evidence=evidence)
 
 
 def _split_marks(tokenizer: Tokenizer, marks: Iterator[str] | list[str]) -> Iterator[str]:
@@ -106,7 +110,7 @@ def _harmony_faults(tokenizer: Tokenizer, ids: list[int]) -> Iterator[str]:
     if marks[Mark.CHANNEL] in last:
         yield "the answer's channel is already open"
     elif marks[Mark.MESSAGE] in last:
-        yield "the answer has already begun"
+        yield "the answer is already started"
 
 
 def _header(tokenizer: Tokenizer, ids: list[int]) -> str:

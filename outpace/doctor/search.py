@@ -28,11 +28,11 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """`found`: those that give what is wanted, best first; more than one cannot be told apart by this text.
+    """`matches`: those that give what is wanted, best first; more than one cannot be told apart by this text.
     `nearest`: where none does, the one that comes closest."""
 
     before: float
-    found: tuple[Tried, ...]
+    matches: tuple[Tried, ...]
     nearest: Tried | None
 
 
@@ -54,14 +54,14 @@ def search(
         return sorted((t for t in tried if t.error == t.error), key=lambda t: t.error)
 
     singles = attempt(mistakes)
-    found = _reproducing(singles, before, limit)
+    result = _reproducing(singles, before, limit)
     nearest = singles[:1]
-    if not found and in_pairs:
+    if not result and in_pairs:
         doubles = attempt(pairs(list(mistakes)))
-        found = _reproducing(doubles, before, limit)
+        result = _reproducing(doubles, before, limit)
         nearest = sorted(nearest + doubles[:1], key=lambda t: t.error)[:1]
     better = nearest and nearest[0].error < before / 2
-    return Search(before=before, found=found, nearest=nearest[0] if better and not found else None)
+    return Search(before=before, matches=result, nearest=nearest[0] if better and not result else None)
 
 
 def _reproducing(tried: list[Tried], before: float, limit: float) -> tuple[Tried, ...]:

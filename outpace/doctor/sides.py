@@ -78,8 +78,8 @@ def engine_attention(model: Decoder, block: DecoderBlock, x: Tensor) -> Tensor:
     """x [T, C] -> [T, C], what the engine's attention adds; positions 0 .. T-1, no cache."""
     x = x.to(model.device, model.dtype)[None]
     cos, sin = model.rope(torch.arange(x.shape[1], device=x.device)[None])
-    found: Tensor = block.self_attn(block.input_layernorm(x), cos, sin, None, None)
-    return found[0]
+    result: Tensor = block.self_attn(block.input_layernorm(x), cos, sin, None, None)
+    return result[0]
 
 
 @torch.inference_mode()

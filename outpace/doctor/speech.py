@@ -37,16 +37,16 @@ def check_growth(ours: Walk) -> Check:
     broken = [i for i, s in enumerate(sizes) if not math.isfinite(s)]
     if broken:
         where = "the embedding" if broken[0] == 0 else f"layer {broken[0] - 1}"
-        said = f"NaN or Inf, first out of {where}"
-        return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        text = f"NaN or Inf, first out of {where}"
+        return Check(name=name, verdict="fail", message=text, evidence=evidence)
     dead = [i for i, pair in enumerate(added) if min(pair) == 0]
     leaps = [i for i, (a, b) in enumerate(pairwise(sizes)) if b > GROWTH * max(a, 1e-30)]
-    said = f"rms {sizes[0]:.3g} after the embedding, {sizes[-1]:.3g} after the last layer"
+    text = f"rms {sizes[0]:.3g} after the embedding, {sizes[-1]:.3g} after the last layer"
     if dead:
-        said += f"; layer {dead[0]} adds nothing at all"
+        text += f"; layer {dead[0]} adds nothing at all"
     if leaps:
-        said += f"; it grows {sizes[leaps[0] + 1] / sizes[leaps[0]]:.0f} times in layer {leaps[0]}"
-    return Check(name=name, verdict="warn" if dead or leaps else "pass", said=said, evidence=evidence)
+        text += f"; it grows {sizes[leaps[0] + 1] / sizes[leaps[0]]:.0f} times in layer {leaps[0]}"
+    return Check(name=name, verdict="warn" if dead or leaps else "pass", message=text, evidence=evidence)
 
 
 def check_text(logits: Tensor, tokens: list[int]) -> Check:
@@ -56,13 +56,13 @@ def check_text(logits: Tensor, tokens: list[int]) -> Check:
     mean = float(losses.mean())
     first = float((logits[:-1].argmax(-1) == torch.tensor(tokens[1:])).float().mean())
     evidence = {"nats_per_token": mean, "of_chance": mean / most, "top_1": first, "tokens": len(losses)}
-    said = f"{mean:.2f} nats a token over {len(losses)} (chance: {most:.2f}); right first guess {first:.0%}"
+    text = f"{mean:.2f} nats a token over {len(losses)} (chance: {most:.2f}); right first guess {first:.0%}"
     verdict: Verdict = "pass" if mean < GOOD * most else "warn" if mean < CHANCE * most else "fail"
     if not mean < CHANCE * most:
-        said += ": no better than chance, so the weights are untrained, or something reaches every layer"
+        text += ": no better than chance, so the weights are untrained, or something reaches every layer"
     elif verdict == "warn":
-        said += ": poor, for any trained model"
-    return Check(name=name, verdict=verdict, said=said, evidence=evidence)
+        text += ": poor, for any trained model"
+    return Check(name=name, verdict=verdict, message=text, evidence=evidence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,29 +92,29 @@ def speak(model: Decoder, tokens: list[int]) -> GreedyText:
     )
 
 
-def check_speech(said_by: GreedyText, text: str, vocab_size: int) -> Check:
+def check_speech(spoken_by: GreedyText, text: str, vocab_size: int) -> Check:
     name = "greedy continuation"
-    tokens, mean = said_by.tokens, sum(said_by.entropies) / len(said_by.entropies)
+    tokens, mean = spoken_by.tokens, sum(spoken_by.entropies) / len(spoken_by.entropies)
     loop, most = shortest_loop(tokens), math.log(vocab_size)
     evidence = {
         "text": text,
         "tokens": tokens,
         "entropy": mean,
         "loop": loop,
-        "cached_against_whole": said_by.apart,
+        "cached_against_whole": spoken_by.apart,
     }
     faults, remarks = [], []
     if not math.isfinite(mean):
         faults.append("the logits hold NaN or Inf")
-    if not said_by.apart <= CACHE_LIMIT:
-        faults.append(f"logits through the cache are off by {said_by.apart:.1e} from a whole forward's")
+    if not spoken_by.apart <= CACHE_LIMIT:
+        faults.append(f"logits through the cache are off by {spoken_by.apart:.1e} from a whole forward's")
     if mean > CHANCE * most:
         faults.append("the distribution is nearly uniform")
     if loop and loop <= 2:
         remarks.append(f"it repeats the same {'token' if loop == 1 else 'two tokens'}")
-    said = "; ".join(faults + remarks + [f"{text!r} (entropy {mean:.2f} of {most:.2f} nats)"])
+    description = "; ".join(faults + remarks + [f"{text!r} (entropy {mean:.2f} of {most:.2f} nats)"])
     verdict: Verdict = "fail" if faults else "warn" if remarks else "pass"
-    return Check(name=name, verdict=verdict, said=said, evidence=evidence)
+    return Check(name=name, verdict=verdict, message=description, evidence=evidence)
 
 
 def shortest_loop(tokens: list[int], least: int = 8) -> int:

@@ -48,21 +48,27 @@ def check_round_trip(tokenizer: Tokenizer) -> Check:
     for kind, text in NASTY.items():
         wanted = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        found = tokenizer.decode(ids, skip_special_tokens=False)
-        if found.strip(" ") != wanted.strip(" "):
-            lost[kind] = [wanted, found]
-        elif found != wanted:
+        content = tokenizer.decode(ids, skip_special_tokens=False)
+        if content.strip(" ") != wanted.strip(" "):
+            lost[kind] = [wanted, content]
+        elif content != wanted:
             outer.append(kind)
     evidence = {"texts": len(NASTY), "lost": lost, "outer_spaces": outer}
     if lost:
-        kind, (wanted, found) = next(iter(lost.items()))
+        kind, (wanted, content) = next(iter(lost.items()))
         which = ", ".join(lost)
-        said = f"{len(lost)} of {len(NASTY)} texts come back changed ({which}): {wanted!r} as {found!r}"
-        return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        description = (
+            f"{len(lost)} of {len(NASTY)} texts come back changed ({which}): {wanted!r} as {content!r}"
+        )
+        return Check(name=name, verdict="fail", message=description, evidence=evidence)
     if outer:
-        said = f"outer spaces are lost or added in {len(outer)} of {len(NASTY)} texts; all else comes back"
-        return Check(name=name, verdict="warn", said=said, evidence=evidence)
-    return Check(name=name, verdict="pass", said=f"{len(NASTY)} texts come back unchanged", evidence=evidence)
+        description = (
+            f"outer spaces are lost or added in {len(outer)} of {len(NASTY)} texts; all else comes back"
+        )
+        return Check(name=name, verdict="warn", message=description, evidence=evidence)
+    return Check(
+        name=name, verdict="pass", message=f"{len(NASTY)} texts come back unchanged", evidence=evidence
+    )
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Check:
@@ -71,14 +77,14 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     highest, rows = max(ids, default=-1), config.vocab_size
     evidence = {"tokens": len(ids), "highest_id": highest, "rows": rows}
     if highest >= rows:
-        said = f"ids go to {highest:,}, the embedding has {rows:,} rows: not this model's tokenizer"
-        return Check(name=name, verdict="fail", said=said, evidence=evidence)
+        text = f"ids go to {highest:,}, the embedding has {rows:,} rows: not this model's tokenizer"
+        return Check(name=name, verdict="fail", message=text, evidence=evidence)
     if highest < rows * 0.9:
-        said = f"ids end at {highest:,}, the embedding has {rows:,} rows: another model's tokenizer?"
-        return Check(name=name, verdict="warn", said=said, evidence=evidence)
+        text = f"ids end at {highest:,}, the embedding has {rows:,} rows: another model's tokenizer?"
+        return Check(name=name, verdict="warn", message=text, evidence=evidence)
     spare = rows - highest - 1
-    said = f"{len(ids):,} tokens, {rows:,} rows" + (f" ({spare:,} of them padding)" if spare else "")
-    return Check(name=name, verdict="pass", said=said, evidence=evidence)
+    text = f"{len(ids):,} tokens, {rows:,} rows" + (f" ({spare:,} of them padding)" if spare else "")
+    return Check(name=name, verdict="pass", message=text, evidence=evidence)
 
 
 def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Check:
@@ -88,8 +94,8 @@ def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Ch
     added = tokenizer.get_added_tokens_decoder()
     stops = stop_ids(config, folder)
     ids = {"eos": sorted(stops), "bos": _some(config.bos_token_id), "pad": _some(config.pad_token_id)}
-    for kind, found in ids.items():
-        for id in found:
+    for kind, result in ids.items():
+        for id in result:
             if tokenizer.id_to_token(id) is None:
                 faults.append(f"{kind} id {id} is no token of this tokenizer")
             elif kind == "eos" and not (id in added and added[id].special):
@@ -107,9 +113,9 @@ def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Ch
     evidence = {**ids, "harmony": speaks_harmony(tokenizer)}
     if faults or remarks:
         verdict: Verdict = "fail" if faults else "warn"
-        return Check(name=name, verdict=verdict, said="; ".join(faults + remarks), evidence=evidence)
-    shown = ", ".join(f"{kind} {' '.join(map(str, found))}" for kind, found in ids.items() if found)
-    return Check(name=name, verdict="pass", said=shown, evidence=evidence)
+        return Check(name=name, verdict=verdict, message="; ".join(faults + remarks), evidence=evidence)
+    shown = ", ".join(f"{kind} {' '.join(map(str, result))}" for kind, result in ids.items() if result)
+    return Check(name=name, verdict="pass", message=shown, evidence=evidence)
 
 
 def stop_ids(config: ModelConfig, folder: Path) -> set[int]:
@@ -120,16 +126,16 @@ def stop_ids(config: ModelConfig, folder: Path) -> set[int]:
 def read_json(path: Path) -> dict[str, Any]:
     """{} where there is no such file, or it holds no object: these files are hints."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return data if isinstance(data, dict) else {}
 
 
-def token_text(said: Any) -> str | None:
+def token_text(value: Any) -> str | None:
     """tokenizer_config.json writes a token as its text, or as an object around it."""
-    found = said.get("content") if isinstance(said, dict) else said
-    return found if isinstance(found, str) else None
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
 
 
 def _some(id: int | None) -> list[int]:

@@ -106,7 +106,7 @@ def _free_bytes() -> int:
     """What the kernel says can be had; without /proc, half of the machine's memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        said = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(said.split()[1]) * 1024
+        value = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(value.split()[1]) * 1024
     except (OSError, StopIteration, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -68,11 +68,11 @@ def trial(half: Half, model: Decoder, layer: int, fed: LayerSteps, rows: Tensor)
     return mlp_trial(model, layer, fed, rows)
 
 
-def telling_rows(got: Tensor, wanted: Tensor, told: Tensor) -> Tensor:
+def telling_rows(got: Tensor, wanted: Tensor, note: Tensor) -> Tensor:
     """Rows of [T, C] in which two sides differ most for their size, of those that `told` [T] allows."""
     size = wanted.norm(dim=-1).clamp(min=1e-30)
-    share = ((got - wanted).norm(dim=-1) / size).nan_to_num(torch.inf).masked_fill(~told, -1.0)
-    return share.topk(min(ROWS, int(told.sum()))).indices
+    share = ((got - wanted).norm(dim=-1) / size).nan_to_num(torch.inf).masked_fill(~note, -1.0)
+    return share.topk(min(ROWS, int(note.sum()))).indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +106,21 @@ class TrialCache:
         in_pairs = in_pairs and place not in self.hopeless
         wanted = wanted[tried.rows]
         result = search(known, tried.reading, tried.run, wanted, limit, in_pairs=False)
-        if not result.found:
+        if not result.matches:
             result = search(tried.mistakes, tried.reading, tried.run, wanted, limit, in_pairs=in_pairs)
-        known += [t.mistake for t in result.found if t.mistake not in known]
-        if in_pairs and not result.found:
+        known += [t.mistake for t in result.matches if t.mistake not in known]
+        if in_pairs and not result.matches:
             self.hopeless.add(place)
         return _finding(tried.half, whose, result)
 
 
 def _finding(half: Half, whose: Whose, result: Search) -> TrialResult:
-    best = result.found[0] if result.found else result.nearest
+    best = result.matches[0] if result.matches else result.nearest
     return TrialResult(
         half=half,
         whose=whose,
-        names=tuple(t.mistake.name for t in result.found),
+        names=tuple(t.mistake.name for t in result.matches),
         error=best.error if best is not None else result.before,
         before=result.before,
-        nearest=None if result.found or best is None else best.mistake.name,
+        nearest=None if result.matches or best is None else best.mistake.name,
     )

@@ -41,7 +41,7 @@ class Gain:
     z: float
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         return " and ".join(self.names)
 
     @property
@@ -87,12 +87,12 @@ def layer_readings(model: Decoder, layer: int) -> LayerReadings:
 
 def known_fields(model: Decoder) -> dict[str, set[str]]:
     """Every mistake that some layer could make, and the fields of the Reading that it gets wrong."""
-    found: dict[str, set[str]] = {}
+    fields: dict[str, set[str]] = {}
     for i in range(len(model.layers)):
         readings = layer_readings(model, i)
         for mistake in (*readings.attention.values(), *readings.mlp.values()):
-            found.setdefault(mistake.name, set()).update(mistake.change)
-    return found
+            fields.setdefault(mistake.name, set()).update(mistake.change)
+    return fields
 
 
 @torch.inference_mode()
@@ -130,15 +130,15 @@ def _tied(model: Decoder, tokens: list[int]) -> Tensor:
 def gains(losses: dict[Names, Tensor]) -> list[Gain]:
     """Against the weights as they are, best first."""
     base = losses[AS_IS]
-    found = []
+    entries = []
     for names, loss in losses.items():
         if names != AS_IS:
             saved = (base - loss).double().nan_to_num(-100.0)
             error = float(saved.std()) / math.sqrt(len(saved))
             mean = float(saved.mean())
             z = mean / error if error else 0.0
-            found.append(Gain(names=names, loss=float(loss.mean()), gain=mean, z=z))
-    return sorted(found, key=lambda g: -g.gain)
+            entries.append(Gain(names=names, loss=float(loss.mean()), gain=mean, z=z))
+    return sorted(entries, key=lambda g: -g.gain)
 
 
 def try_readings(model: Decoder, tokens: list[int], seconds: float) -> Iterator[Check]:
@@ -153,8 +153,8 @@ def try_readings(model: Decoder, tokens: list[int], seconds: float) -> Iterator[
     others: list[Names] = [(name,) for name in fields if (name,) not in scales]
     if each * len(others) > seconds:
         minutes = each * len(others) / 60
-        said = f"{len(others)} readings would take about {minutes:.0f} minutes: --thorough tries them"
-        yield Check(name=KNOWN, verdict="skipped", said=said)
+        text = f"{len(others)} readings would take about {minutes:.0f} minutes: --thorough tries them"
+        yield Check(name=KNOWN, verdict="skipped", message=text)
         return
     losses |= read_with(model, tokens, others)
     best = gains(losses)[0]
@@ -170,50 +170,50 @@ def try_readings(model: Decoder, tokens: list[int], seconds: float) -> Iterator[
 def check_scale(losses: dict[Names, Tensor], vocab: int) -> Check:
     """Scale bias 127 or 128: twice or half of what the experts' scales say."""
     name = "scale of the experts"
-    found = gains(losses)
-    if not found:
-        return Check(name=name, verdict="skipped", said="the model has no experts")
+    result = gains(losses)
+    if not result:
+        return Check(name=name, verdict="skipped", message="the model has no experts")
     base, chance = float(losses[AS_IS].mean()), CHANCE * math.log(vocab)
-    said = ", ".join(f"{g.loss:.2f} {g.said.split(': ')[1]}" for g in found)
-    said = f"{base:.2f} nats a token as it is, {said}"
-    evidence = {"as it is": base} | _figures(found)
-    best = found[0]
+    text = ", ".join(f"{g.loss:.2f} {g.label.split(': ')[1]}" for g in result)
+    text = f"{base:.2f} nats a token as it is, {text}"
+    evidence = {"as it is": base} | _figures(result)
+    best = result[0]
     if best.better and best.loss < chance:
-        said = f"{best.said}: read so, the text is predicted better ({said}; z = {best.z:.0f})"
-        return Check(name=name, verdict="fail", said=said, evidence=evidence)
-    if base < chance and all(g.worse for g in found):
-        return Check(name=name, verdict="pass", said=said, evidence=evidence)
+        text = f"{best.label}: read so, the text is predicted better ({text}; z = {best.z:.0f})"
+        return Check(name=name, verdict="fail", message=text, evidence=evidence)
+    if base < chance and all(g.worse for g in result):
+        return Check(name=name, verdict="pass", message=text, evidence=evidence)
     reason = (
         "the text does not separate them" if base < chance else "the text is predicted under none of them"
     )
-    return Check(name=name, verdict="skipped", said=f"undecided, {reason}: {said}", evidence=evidence)
+    return Check(name=name, verdict="skipped", message=f"undecided, {reason}: {text}", evidence=evidence)
 
 
 def check_readings(losses: dict[Names, Tensor], vocab: int) -> Check:
-    found, base = gains(losses), float(losses[AS_IS].mean())
-    best, chance = _plainest(found), CHANCE * math.log(vocab)
-    evidence = _figures(found)
+    result, base = gains(losses), float(losses[AS_IS].mean())
+    best, chance = _plainest(result), CHANCE * math.log(vocab)
+    evidence = _figures(result)
     if best.better and best.loss < chance:
-        others = [g.said for g in found if _as_good(g, best, losses)]
+        others = [g.label for g in result if _as_good(g, best, losses)]
         also = f" (or {' or '.join(others)}: this text does not tell them apart)" if others else ""
-        said = (
-            f"read with {best.said}{also}, the text is predicted better: {best.loss:.2f} nats a token, not "
+        text = (
+            f"read with {best.label}{also}, the text is predicted better: {best.loss:.2f} nats a token, not "
             f"{base:.2f} (z = {best.z:.0f}). The checkpoint, or its config, seems to say it that way"
         )
-        return Check(name=KNOWN, verdict="fail", said=said, evidence=evidence)
+        return Check(name=KNOWN, verdict="fail", message=text, evidence=evidence)
     if not base < chance:
-        said = f"undecided: the text is not predicted under any of {len(found)} readings"
-        return Check(name=KNOWN, verdict="skipped", said=said, evidence=evidence)
-    said = f"{len(found)} tried, none predicts the text better"
-    costly = sum(g.worse for g in found)
-    said += f"; {costly} of them clearly worse, the rest cannot be told by this text"
-    return Check(name=KNOWN, verdict="pass", said=said, evidence=evidence)
+        text = f"undecided: the text is not predicted under any of {len(result)} readings"
+        return Check(name=KNOWN, verdict="skipped", message=text, evidence=evidence)
+    text = f"{len(result)} tried, none predicts the text better"
+    costly = sum(g.worse for g in result)
+    text += f"; {costly} of them clearly worse, the rest cannot be told by this text"
+    return Check(name=KNOWN, verdict="pass", message=text, evidence=evidence)
 
 
-def _plainest(found: list[Gain]) -> Gain:
+def _plainest(items: list[Gain]) -> Gain:
     """The best one; a second mistake must pay for itself as the first did."""
-    alone = next(g for g in found if len(g.names) == 1)
-    return found[0] if found[0].gain >= alone.gain + GAIN else alone
+    alone = next(g for g in items if len(g.names) == 1)
+    return items[0] if items[0].gain >= alone.gain + GAIN else alone
 
 
 def _as_good(gain: Gain, best: Gain, losses: dict[Names, Tensor]) -> bool:
@@ -223,5 +223,5 @@ def _as_good(gain: Gain, best: Gain, losses: dict[Names, Tensor]) -> bool:
     return not gains({AS_IS: losses[best.names], gain.names: losses[gain.names]})[0].worse
 
 
-def _figures(found: list[Gain]) -> dict[str, dict[str, float]]:
-    return {g.said: {"loss": g.loss, "gain": g.gain, "z": g.z} for g in found}
+def _figures(items: list[Gain]) -> dict[str, dict[str, float]]:
+    return {g.label: {"loss": g.loss, "gain": g.gain, "z": g.z} for g in items}

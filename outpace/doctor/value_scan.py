@@ -32,15 +32,17 @@ def deep_findings(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lamb
     """
     faults: dict[str, list[str]] = {}
     for name in checkpoint.names():
-        for kind, said in _look(name, _pieces(checkpoint, name, on_bytes)):
-            faults.setdefault(kind, []).append(f"{name} ({said})" if said else name)
+        for kind, value in _look(name, _pieces(checkpoint, name, on_bytes)):
+            faults.setdefault(kind, []).append(f"{name} ({value})" if value else name)
     mends = {
         "not_finite": "the file is damaged or the training was: fetch it again, or go back to an older step",
         "nan_scales": "MXFP4 scales of 255 stand for NaN: the file is damaged, or was packed from NaN",
         "zero": "a tensor that was never written, or a part of the model that does nothing",
         "absurd": "a damaged file, a wrong dtype or byte order: fetch it again",
     }
-    return [Finding(name=kind, said=_listed(rows), mend=mends[kind]) for kind, rows in sorted(faults.items())]
+    return [
+        Finding(name=kind, message=_listed(rows), fix=mends[kind]) for kind, rows in sorted(faults.items())
+    ]
 
 
 def _listed(rows: list[str]) -> str:

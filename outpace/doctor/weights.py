@@ -112,11 +112,11 @@ def expert_matrix(matrix: ExpertMatrix, e: int) -> Matrix:
 
 def most_different(ours: AttentionWeights, theirs: AttentionWeights) -> dict[str, float]:
     """Tensor name -> ||ours - theirs|| / ||theirs||, for tensors of equal shape on both sides."""
-    found = {}
+    values = {}
     for name in ("norm", "q", "k", "v", "o", "q_norm", "k_norm", "sinks"):
         for part, a, b in _parts(getattr(ours, name), getattr(theirs, name)):
-            found[name + part] = relative(a, b)
-    return found
+            values[name + part] = relative(a, b)
+    return values
 
 
 def mlp_different(ours: MlpWeights, theirs: MlpWeights) -> dict[str, float]:

@@ -41,8 +41,8 @@ class Proposal:
         B, N = self.tokens.shape
         if self.parents is None:
             return [[max(i - 1, 0) for i in range(N)]] * B
-        found: list[list[int]] = self.parents.tolist()
-        return found
+        items: list[list[int]] = self.parents.tolist()
+        return items
 
     @property
     def deepest(self) -> list[int]:

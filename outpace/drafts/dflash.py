@@ -91,12 +91,12 @@ class DFlash(nn.Module):
     def guess(self, head: Head, hidden: Tensor, last: Tensor, choice: DraftSampler) -> DraftTokens:
         """hidden [B,n,C] of the n places after `last` [B]. With a confidence head, it says how sure."""
         parts = self.candidate_selector, self.markov_head
-        found = guess(head, *parts, hidden, last, choice)
+        result = guess(head, *parts, hidden, last, choice)
         if self.confidence_head is None:
-            return found
-        previous = torch.cat((last[:, None], found.tokens[:, :-1]), dim=1)
+            return result
+        previous = torch.cat((last[:, None], result.tokens[:, :-1]), dim=1)
         sure = confidence(self.confidence_head, *parts, hidden, previous).sigmoid()
-        return replace(found, sure=sure)
+        return replace(result, sure=sure)
 
     def reset_parts(self, rng: torch.Generator) -> None:
         """The optional parts as training begins with them: they change no guess."""
@@ -210,13 +210,13 @@ class DFlashSession:
 
     def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         hidden = self.block_hidden(last, width)[:, 1:width]
-        found = self.draft.guess(self.head, hidden, last, choice)
-        q = None if found.q is None else torch.nn.functional.pad(found.q, (0, 0, 1, 0))
+        result = self.draft.guess(self.head, hidden, last, choice)
+        q = None if result.q is None else torch.nn.functional.pad(result.q, (0, 0, 1, 0))
         return Proposal(
-            torch.cat((last[:, None], found.tokens), dim=1),
+            torch.cat((last[:, None], result.tokens), dim=1),
             [width] * len(last),
             q=q,
-            survival=survival(found.sure, self.draft.config.temperatures),
+            survival=survival(result.sure, self.draft.config.temperatures),
         )
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, BigramBias | None]:

@@ -182,8 +182,8 @@ def _corrected(
     return _joined(places)
 
 
-def _and_none(found: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
-    return found[0], None, found[1]
+def _and_none(items: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
+    return items[0], None, items[1]
 
 
 def _joined(places: list[tuple[Tensor, Tensor | None, Tensor]]) -> DraftTokens:

@@ -46,7 +46,7 @@ class Suffix:
 class SuffixSession:
     def __init__(self, answers: Suffixes, batch: int, length: int) -> None:
         self.answers = answers
-        self.said = torch.empty(
+        self.history = torch.empty(
             batch, length + 1, dtype=torch.int32
         )  # where lookup runs, whatever the target's device
         self.lengths = [0] * batch
@@ -55,23 +55,23 @@ class SuffixSession:
         tokens = tokens.cpu()
         for b, count in enumerate(counts):
             n = self.lengths[b]
-            self.said[b, n : n + count] = tokens[b, :count]
+            self.history[b, n : n + count] = tokens[b, :count]
             self.lengths[b] = n + count
 
     def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
         """Columns in falling order of survival, as counted: the first n of them are the best tree of n."""
         rows = []
-        for said, n, token in zip(self.said, self.lengths, last.tolist(), strict=True):
-            said[n] = token
-            found = self.answers.grow(said[: n + 1], width - 1)
-            rows.append(([token, *found.tokens], [0, *found.parents], [1.0, *found.reach]))
+        for value, n, token in zip(self.history, self.lengths, last.tolist(), strict=True):
+            value[n] = token
+            result = self.answers.grow(value[: n + 1], width - 1)
+            rows.append(([token, *result.tokens], [0, *result.parents], [1.0, *result.reach]))
         return assembled(rows, last.device)
 
     def rewind(self, lengths: list[int]) -> None:
         self.lengths = list(lengths)
 
     def select(self, batch_indices: list[int]) -> None:
-        self.said, self.lengths = self.said[batch_indices], [self.lengths[b] for b in batch_indices]
+        self.history, self.lengths = self.history[batch_indices], [self.lengths[b] for b in batch_indices]
 
 
 def save_suffix(answers: Suffixes, vocab_size: int, folder: Path) -> None:

@@ -62,9 +62,9 @@ def best_first(
     host = torch.cat([part.reshape(len(last), -1).double() for part in parts], dim=1).tolist()
     rows, ends = [], (1, 1 + n * k, 1 + n * k + places[0].numel())
     for row in host:
-        said, ranked, values = row[ends[0] : ends[1]], row[ends[1] : ends[2]], row[ends[2] :]
+        value, ranked, values = row[ends[0] : ends[1]], row[ends[1] : ends[2]], row[ends[2] :]
         parents, taken, reach = _best_paths(values, ranked, (n, followers.shape[2], k), nodes)
-        tokens = [int(row[0]), *(int(said[place]) for place in taken)]
+        tokens = [int(row[0]), *(int(value[place]) for place in taken)]
         rows.append((tokens, parents, [exp(score) for score in reach]))
     return assembled(rows, last.device)
 

@@ -41,8 +41,8 @@ class DraftVocabulary:
         """logits [B, n, N], the target's tokens [B, n] -> [B, n] float32; -inf where it has no word."""
         logits = logits.float()
         rows = tokens if self.ids is None else self.rows[tokens]
-        found = logits.gather(-1, rows[..., None])[..., 0] - logits.logsumexp(-1)
-        return found if self.ids is None else found.masked_fill(self.named(rows) != tokens, -torch.inf)
+        result = logits.gather(-1, rows[..., None])[..., 0] - logits.logsumexp(-1)
+        return result if self.ids is None else result.masked_fill(self.named(rows) != tokens, -torch.inf)
 
     def scores(self, choice: DraftSampler, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """logits [B, n, N] -> `DraftSampler.scores` of the head's rows [B, n, N]."""

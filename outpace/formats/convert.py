@@ -149,16 +149,16 @@ def write_folder(
 def vocabulary_of(model: Decoder, tokenizer: Tokenizer, template: str | None) -> dict[str, Any]:
     """The tokenizer, the ids that begin and end a text, and the chat template, as GGUF metadata."""
     config = model.config
-    said = gguf_vocabulary(tokenizer, config.vocab_size)
+    value = gguf_vocabulary(tokenizer, config.vocab_size)
     if config.eos_token_ids:
-        said["tokenizer.ggml.eos_token_id"] = config.eos_token_ids[0]
+        value["tokenizer.ggml.eos_token_id"] = config.eos_token_ids[0]
     if config.bos_token_id is not None:
-        said["tokenizer.ggml.bos_token_id"] = config.bos_token_id
+        value["tokenizer.ggml.bos_token_id"] = config.bos_token_id
     if config.pad_token_id is not None:
-        said["tokenizer.ggml.padding_token_id"] = config.pad_token_id
+        value["tokenizer.ggml.padding_token_id"] = config.pad_token_id
     if template is not None:
-        said["tokenizer.chat_template"] = template
-    return said
+        value["tokenizer.chat_template"] = template
+    return value
 
 
 def plan(model: Decoder, type: str) -> list[Item]:
@@ -290,7 +290,7 @@ def _check(config: ModelConfig) -> None:
 
 def _metadata(config: ModelConfig, architecture: str) -> dict[str, Any]:
     rope = config.rope
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
@@ -305,17 +305,17 @@ def _metadata(config: ModelConfig, architecture: str) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
     }
     if config.num_experts:
-        said["expert_count"] = config.num_experts
-        said["expert_used_count"] = config.experts_per_token
-        said["expert_feed_forward_length"] = config.expert_size
+        values["expert_count"] = config.num_experts
+        values["expert_used_count"] = config.experts_per_token
+        values["expert_feed_forward_length"] = config.expert_size
     if config.sliding_window:
-        said["attention.sliding_window"] = config.sliding_window
+        values["attention.sliding_window"] = config.sliding_window
     if rope.kind in ("linear", "yarn"):
-        said["rope.scaling.type"] = rope.kind
-        said["rope.scaling.factor"] = float(rope.factor)
+        values["rope.scaling.type"] = rope.kind
+        values["rope.scaling.factor"] = float(rope.factor)
     if rope.kind == "yarn":
-        said["rope.scaling.original_context_length"] = rope.original_max_position
-        said["rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
-        said["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
-        said["rope.scaling.truncate"] = rope.truncate
-    return {f"{architecture}.{key}": value for key, value in said.items()}
+        values["rope.scaling.original_context_length"] = rope.original_max_position
+        values["rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
+        values["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
+        values["rope.scaling.truncate"] = rope.truncate
+    return {f"{architecture}.{key}": value for key, value in values.items()}

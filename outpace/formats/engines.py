@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from outpace.drafts.dflash_parts import parts_of, second_parts
-from outpace.formats.keys import read_layer_types, said_of
+from outpace.formats.keys import read_layer_types, without_nulls
 from outpace.formats.spec import (
     EMBEDDING,
     HEAD,
@@ -90,11 +90,11 @@ def source(embedding: bool, head: bool) -> str:
 
 def of_description(draft: DFlashDraft | Eagle3Draft) -> View:
     c = draft.config
-    found = {"rope": rope_in_words(c.rope), "positions": f"{c.max_position_embeddings:,}"}
+    values = {"rope": rope_in_words(c.rope), "positions": f"{c.max_position_embeddings:,}"}
     if isinstance(draft, DFlashDraft):
         d = draft.config
         causal = [d.hides(i) for i in range(d.num_layers)]
-        return found | {
+        return values | {
             "layer ids": states([k + 1 for k in d.target_layer_ids]),
             "norms": norm_words(d.rms_norm_eps),
             "window": windows(d.layer_types, d.sliding_window),
@@ -109,7 +109,7 @@ def of_description(draft: DFlashDraft | Eagle3Draft) -> View:
     e = draft.config
     types = (WINDOW if e.sliding_window else FULL,) * e.num_layers
     norms = (e.norm_before_residual, e.norm_before_fc, e.fc_norm, e.norm_output)
-    return found | {
+    return values | {
         "layer ids": states([k + 1 for k in e.layer_ids]),
         "layers": str(e.num_layers),
         "one pass": one_pass(e.parallel, e.mask_token_id),
@@ -126,26 +126,26 @@ def rope(hf: Mapping[str, Any], engine: str, default_theta: float) -> str:
     older SGLang, and z-lab's code under transformers 4, never look into rope_parameters."""
     new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling")
     if engine == "SGLang":
-        said = (old or {}) if "rope_scaling" in hf else new
+        values = (old or {}) if "rope_scaling" in hf else new
     elif engine == "llama.cpp":
-        said = new or old or {}
+        values = new or old or {}
     else:
-        said = old or new
-    thetas = (said.get("rope_theta"), hf.get("rope_theta"), new.get("rope_theta"), default_theta)
+        values = old or new
+    thetas = (values.get("rope_theta"), hf.get("rope_theta"), new.get("rope_theta"), default_theta)
     theta = next(t for t in thetas if t is not None)
     base = {"rope_theta": theta, "max_position_embeddings": hf.get("max_position_embeddings") or 0}
     try:
-        found = canonical_rope(parse_rope({**base, "rope_scaling": said_of(said)}))
+        result = canonical_rope(parse_rope({**base, "rope_scaling": without_nulls(values)}))
     except (ValueError, TypeError, KeyError) as error:
         return REFUSES + str(error)
-    return rope_in_words(ggml_rope(found) if engine == "llama.cpp" else found)
+    return rope_in_words(ggml_rope(result) if engine == "llama.cpp" else result)
 
 
-def ggml_rope(found: RopeConfig) -> RopeConfig:
+def ggml_rope(rope_config: RopeConfig) -> RopeConfig:
     """llama.cpp's loaders of drafts know neither the betas nor the untruncated range of YaRN."""
-    if found.kind != "yarn":
-        return found
-    return replace(found, beta_fast=32.0, beta_slow=1.0, truncate=True, attention_factor=None)
+    if rope_config.kind != "yarn":
+        return rope_config
+    return replace(rope_config, beta_fast=32.0, beta_slow=1.0, truncate=True, attention_factor=None)
 
 
 def layer_types(hf: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
@@ -159,8 +159,8 @@ def layer_types(hf: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
 
 def causal_layers(hf: Mapping[str, Any], types: Iterable[str], otherwise: Any = None) -> list[bool]:
     """An explicit is_causal counts for every layer; else `otherwise`; else windows are causal."""
-    said = hf.get("is_causal") if hf.get("is_causal") is not None else otherwise
-    return [t == WINDOW if said is None else bool(said) for t in types]
+    value = hf.get("is_causal") if hf.get("is_causal") is not None else otherwise
+    return [t == WINDOW if value is None else bool(value) for t in types]
 
 
 # ---- DFlash ------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[
         "mask token": REFUSES + "mask_token_id is missing" if mask is None else str(mask),
         "embedding, head": source(EMBEDDING in held, HEAD in held),
     }
-    said = hf.get("is_causal", inner.get("causal"))
+    value = hf.get("is_causal", inner.get("causal"))
     ggml_window = inner.get("swa_window_size") or hf.get("sliding_window")
     slides = bool(hf.get("use_sliding_window") or inner.get("use_swa")) and ggml_window
     ggml_types = (wide if inner.get("use_swa") else types) if slides else (FULL,) * len(types)
@@ -221,7 +221,7 @@ def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[
         "layer ids": states(plus_one(nested)),
         "rope": rope(hf, "llama.cpp", 10000.0),
         "window": windows(ggml_types, ggml_window),
-        "block sees": sees(types, [bool(said)] * len(types)),
+        "block sees": sees(types, [bool(value)] * len(types)),
         "parts": parts(hf, "llama.cpp"),
         "mask token": "none" if inner_mask is None else str(inner_mask),
         "block size": str(block),
@@ -235,7 +235,7 @@ def zlab(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[
 def speculators(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -> dict[str, View]:
     layer = hf.get("transformer_layer_config") or {}
     types, window = layer_types(layer)
-    ids, said = hf.get("aux_hidden_state_layer_ids"), hf.get("sliding_window_non_causal")
+    ids, value = hf.get("aux_hidden_state_layer_ids"), hf.get("sliding_window_non_causal")
     base = {
         "layer ids": states(ids),
         "norms": norm_words(layer.get("rms_norm_eps")),
@@ -247,8 +247,8 @@ def speculators(hf: Mapping[str, Any], held: Held, target: ModelConfig | None) -
         "attention bias": bias_words(layer.get("attention_bias")),
         "embedding, head": source(EMBEDDING in held, HEAD in held),
     }
-    older = [not (True if said is None else said)] * len(types)  # vLLM, before it resolved this per layer
-    own = [not said and t == WINDOW for t in types]
+    older = [not (True if value is None else value)] * len(types)  # vLLM, before it resolved this per layer
+    own = [not value and t == WINDOW for t in types]
     return {
         "vLLM": base | {"block sees": sees(types, older)},
         "speculators": base | {"block sees": sees(types, own), "block size": str(hf.get("block_size") or 8)},
@@ -338,7 +338,7 @@ def _converted(
     """By llama.cpp's own convert_hf_to_gguf: top-level keys alone, no window, no EAGLE-3.1."""
     ids = hf.get(IDS) or default_states(target)
     norms = (hf.get("norm_before_residual"), hf.get("norm_before_fc"), False, False)
-    found = base | {
+    values = base | {
         "layer ids": states(ids),
         "norms": eagle3_norms(layer.get("rms_norm_eps"), *norms),
         "rope": rope(layer, "llama.cpp", 10000.0),
@@ -346,11 +346,11 @@ def _converted(
         "embedding, head": source(EMBEDDING in held, HEAD in held),
     }
     if ids and len(ids) != 3:
-        found["layer ids"] = REFUSES + "it joins three states"
+        values["layer ids"] = REFUSES + "it joins three states"
     if (layer.get("num_hidden_layers") or 1) != 1:
-        found["layers"] = REFUSES + "it has one layer"
+        values["layers"] = REFUSES + "it has one layer"
     if base["one pass"] != one_pass(False, None):
-        found["one pass"] = REFUSES + "it guesses step by step"
+        values["one pass"] = REFUSES + "it guesses step by step"
     if hf.get("fc_norm"):
-        found["norms"] = REFUSES + "it has no norm per state"
-    return found
+        values["norms"] = REFUSES + "it has no norm per state"
+    return values

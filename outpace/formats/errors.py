@@ -25,13 +25,13 @@ class Files:
 
     @property
     def body(self) -> Mapping[str, Any]:
-        found = self.config.get("transformer_layer_config")
-        return found if isinstance(found, dict) else self.config
+        value = self.config.get("transformer_layer_config")
+        return value if isinstance(value, dict) else self.config
 
     @property
     def inner(self) -> Mapping[str, Any]:
-        found = self.config.get("dflash_config") or self.config.get("eagle_config")
-        return found if isinstance(found, dict) else {}
+        value = self.config.get("dflash_config") or self.config.get("eagle_config")
+        return value if isinstance(value, dict) else {}
 
     @property
     def fc(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ def find_faults(files: Files, target: TargetFiles, meant: View) -> dict[str, str
         "attention bias": _biases(files),
         "dtype": _quantised(files),
     }
-    return {check: said for check, said in faults.items() if said}
+    return {check: value for check, value in faults.items() if value}
 
 
 def _states(meant: View) -> list[int]:
@@ -111,10 +111,10 @@ def _vocabulary(files: Files, target: TargetFiles) -> str:
 
 def _mask(meant: View, target: TargetFiles) -> str:
     """A token that a text can hold would be guessed from, and sometimes be there."""
-    said = meant.get("mask token", "")
-    if not said.isdigit():
+    value = meant.get("mask token", "")
+    if not value.isdigit():
         return ""
-    token = int(said)
+    token = int(value)
     if token >= target.config.vocab_size:
         return f"{token} is outside the target's vocabulary of {target.config.vocab_size:,}"
     tokenizer = target.tokenizer()
@@ -158,27 +158,27 @@ def _quantised(files: Files) -> str:
 
 def find_notes(files: Files, target: TargetFiles) -> dict[str, str]:
     """Row -> what is strange, though all engines read it alike."""
-    found = {}
+    values = {}
     positions = files.body.get("max_position_embeddings")
     most = target.config.max_position_embeddings
     if isinstance(positions, int) and positions < most:
-        found["positions"] = (
+        values["positions"] = (
             f"the target goes to {most:,}; past {positions:,} expect fewer guesses to be right, or an error"
         )
-    said = str(files.config.get("dtype") or files.config.get("torch_dtype") or "").removeprefix("torch.")
+    message = str(files.config.get("dtype") or files.config.get("torch_dtype") or "").removeprefix("torch.")
     stored = files.specs.get("fc.weight", ((), ""))[1]
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    if said and stored in names and said != names[stored]:
-        found["dtype"] = f"config.json says {said}, the tensors are {names[stored]}"
+    if message and stored in names and message != names[stored]:
+        values["dtype"] = f"config.json says {message}, the tensors are {names[stored]}"
     if files.config and "rope_theta" not in _rope_keys(files.body):
         ours = target.config.rope.theta
-        found["rope"] = f"no rope_theta is given; the target has {ours:,.0f}. Was the draft trained without?"
-    return found
+        values["rope"] = f"no rope_theta is given; the target has {ours:,.0f}. Was the draft trained without?"
+    return values
 
 
 def _rope_keys(body: Mapping[str, Any]) -> set[str]:
-    found = {key for key in ("rope_theta",) if body.get(key) is not None}
+    names = {key for key in ("rope_theta",) if body.get(key) is not None}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(body.get(key), dict):
-            found |= body[key].keys()
-    return found
+            names |= body[key].keys()
+    return names

@@ -23,10 +23,10 @@ PACKED = "q8_0"
 
 def draft_path(path: str) -> Path:
     """A folder or a GGUF file; the embedded draft for "dflash". Raises LoadError where there is none."""
-    found = EMBEDDED / "dflash" if path == "dflash" else Path(path)
-    if not found.exists():
-        raise LoadError(f"{found} is not there: name a draft's folder, a GGUF file, or 'dflash'")
-    return found
+    message = EMBEDDED / "dflash" if path == "dflash" else Path(path)
+    if not message.exists():
+        raise LoadError(f"{message} is not there: name a draft's folder, a GGUF file, or 'dflash'")
+    return message
 
 
 def open_target_files(path: str) -> TargetFiles:
@@ -78,17 +78,17 @@ def export_draft(
     if chosen.kind != kind:
         of_kind = [name for name, f in FORMATS.items() if f.kind == kind]
         raise ValueError(f"--to {to} holds a {chosen.kind}; this is a {kind}: choose {' or '.join(of_kind)}")
-    found = chosen.remarks(draft)
-    fatal = [remark for remark in found if remark.fatal]
+    result = chosen.remarks(draft)
+    fatal = [remark for remark in result if remark.fatal]
     if fatal:
-        told = "; ".join(f"{r.engine} {r.said}" for r in fatal)
-        raise ValueError(f"{to} cannot hold this draft: {told}")
+        text = "; ".join(f"{r.engine} {r.message}" for r in fatal)
+        raise ValueError(f"{to} cannot hold this draft: {text}")
     check_fit(draft, target)
     check_place(out, is_file=is_gguf)
     out.parent.mkdir(parents=True, exist_ok=True)
     more = {"packed": True} if packed else {}
     chosen.write(replace(draft, tensors=converted(draft.tensors, dtype)), out, target, **more)
-    return found
+    return result
 
 
 def check_place(out: Path, is_file: bool) -> None:
@@ -111,7 +111,7 @@ def import_draft(path: Path, out: Path, target: TargetFiles | None = None) -> tu
     if out.exists() and path.resolve() == out.resolve():
         raise ValueError(f"{out} is the draft itself: choose another folder")
     for remark in export_draft(draft, to, out, target):
-        notes.append(f"{remark.check}: {remark.engine} {remark.said}")
+        notes.append(f"{remark.check}: {remark.engine} {remark.message}")
     return name, to, notes
 
 

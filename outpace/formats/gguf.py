@@ -56,22 +56,22 @@ class Metadata:
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         name = f"{self.architecture}.{key}"
-        found = self.header.metadata.get(name, default)
-        if found is None:
+        value = self.header.metadata.get(name, default)
+        if value is None:
             raise LoadError(f"{self.header.path}: the metadata lacks {name}")
-        if kind is float and type(found) is int:
-            found = float(found)
-        if type(found) is not kind or (kind is int and not 0 <= found < 2**31):  # type: ignore[operator]
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (kind is int and not 0 <= value < 2**31):  # type: ignore[operator]
             raise LoadError(
-                f"{self.header.path}: metadata {name} is {str(found)[:60]!r}, not {kind.__name__}"
+                f"{self.header.path}: metadata {name} is {str(value)[:60]!r}, not {kind.__name__}"
             )
-        return found  # type: ignore[return-value]
+        return value  # type: ignore[return-value]
 
     def numbers(self, key: str, kind: type[T]) -> list[T]:
-        found: list[Any] = self.get(key, list)
-        if not all(type(value) is kind for value in found):
-            raise LoadError(f"{self.header.path}: metadata {self.architecture}.{key} is {str(found)[:60]!r}")
-        return found
+        items: list[Any] = self.get(key, list)
+        if not all(type(value) is kind for value in items):
+            raise LoadError(f"{self.header.path}: metadata {self.architecture}.{key} is {str(items)[:60]!r}")
+        return items
 
     def has(self, key: str) -> bool:
         return f"{self.architecture}.{key}" in self.header.metadata
@@ -79,9 +79,9 @@ class Metadata:
 
 def open_metadata(path: Path | str, architecture: str) -> Metadata:
     header = read_header(Path(path))
-    found = header.metadata.get("general.architecture")
-    if found != architecture:
-        raise LoadError(f"{path}: general.architecture is {str(found)[:60]!r}, not {architecture!r}")
+    value = header.metadata.get("general.architecture")
+    if value != architecture:
+        raise LoadError(f"{path}: general.architecture is {str(value)[:60]!r}, not {architecture!r}")
     return Metadata(header, architecture)
 
 
@@ -124,19 +124,19 @@ def common_keys(config: Any, layers: int) -> dict[str, Any]:
     }
 
 
-def common_fields(said: Metadata) -> dict[str, Any]:
-    heads = said.get("attention.head_count", int)
-    width = said.get("embedding_length", int)
+def common_fields(value: Metadata) -> dict[str, Any]:
+    heads = value.get("attention.head_count", int)
+    width = value.get("embedding_length", int)
     return {
         "hidden_size": width,
         "num_heads": heads,
-        "num_kv_heads": said.get("attention.head_count_kv", int, heads),
-        "head_dim": said.get("attention.key_length", int, width // max(heads, 1)),
-        "intermediate_size": said.get("feed_forward_length", int),
-        "rms_norm_eps": shortest(said.get("attention.layer_norm_rms_epsilon", float)),
-        "max_position_embeddings": said.get("context_length", int),
-        "vocab_size": said.get(
-            "vocab_size", int, len(said.header.metadata.get("tokenizer.ggml.tokens") or ()) or None
+        "num_kv_heads": value.get("attention.head_count_kv", int, heads),
+        "head_dim": value.get("attention.key_length", int, width // max(heads, 1)),
+        "intermediate_size": value.get("feed_forward_length", int),
+        "rms_norm_eps": shortest(value.get("attention.layer_norm_rms_epsilon", float)),
+        "max_position_embeddings": value.get("context_length", int),
+        "vocab_size": value.get(
+            "vocab_size", int, len(value.header.metadata.get("tokenizer.ggml.tokens") or ()) or None
         ),
     }
 
@@ -160,17 +160,17 @@ def _own_concentration(rope: RopeConfig) -> float:
 
 
 def rope_keys(rope: RopeConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope.freq_base": float(rope.theta)}
+    values: dict[str, Any] = {"rope.freq_base": float(rope.theta)}
     scaling = "none" if by_factors(rope) or rope.kind == "default" else rope.kind
-    found["rope.scaling.type"] = scaling
+    values["rope.scaling.type"] = scaling
     if scaling != "none":
-        found["rope.scaling.factor"] = float(rope.factor)
+        values["rope.scaling.factor"] = float(rope.factor)
     if scaling == "yarn":
-        found["rope.scaling.original_context_length"] = rope.original_max_position
+        values["rope.scaling.original_context_length"] = rope.original_max_position
     more = rope.concentration / _own_concentration(rope)
     if more != 1.0:
-        found["rope.scaling.attn_factor"] = more
-    return found
+        values["rope.scaling.attn_factor"] = more
+    return values
 
 
 def rope_factors(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -179,33 +179,33 @@ def rope_factors(rope: RopeConfig, head_dim: int) -> Tensor:
     return (inverse_frequencies(plain, head_dim) / inverse_frequencies(rope, head_dim)).float()
 
 
-def read_rope(said: Metadata, head_dim: int, target: TargetFiles | None) -> tuple[RopeConfig, list[str]]:
+def read_rope(metadata: Metadata, head_dim: int, target: TargetFiles | None) -> tuple[RopeConfig, list[str]]:
     """Of a file without our record. Factors are the target's rope where that has the same frequencies."""
-    theta = shortest(said.get("rope.freq_base", float, 10000.0))
-    kind = said.get("rope.scaling.type", str, "linear")
-    factor = shortest(said.get("rope.scaling.factor", float, 0.0)) or 1.0
-    more = said.get("rope.scaling.attn_factor", float, 1.0)
-    if ROPE_FACTORS in said.header.tensors:
-        return _from_factors(said, theta, head_dim, more, target)
+    theta = shortest(metadata.get("rope.freq_base", float, 10000.0))
+    kind = metadata.get("rope.scaling.type", str, "linear")
+    factor = shortest(metadata.get("rope.scaling.factor", float, 0.0)) or 1.0
+    more = metadata.get("rope.scaling.attn_factor", float, 1.0)
+    if ROPE_FACTORS in metadata.header.tensors:
+        return _from_factors(metadata, theta, head_dim, more, target)
     if kind == "yarn":
-        original = said.get("context_length", int)
-        original = said.get("rope.scaling.original_context_length", int, original)
+        original = metadata.get("context_length", int)
+        original = metadata.get("rope.scaling.original_context_length", int, original)
         rope = RopeConfig(theta=theta, kind="yarn", factor=factor, original_max_position=original)
         if more == 1.0:
             return rope, []
         return RopeConfig(**{**asdict(rope), "attention_factor": shortest(more * rope.concentration)}), []
     if more != 1.0 or kind not in ("none", "linear"):
         raise LoadError(
-            f"{said.header.path}: a rope of type {kind!r} with attn_factor {more} is not supported"
+            f"{metadata.header.path}: a rope of type {kind!r} with attn_factor {more} is not supported"
         )
     scaled = kind == "linear" and factor != 1.0
     return RopeConfig(theta=theta, kind="linear", factor=factor) if scaled else RopeConfig(theta=theta), []
 
 
 def _from_factors(
-    said: Metadata, theta: float, head_dim: int, more: float, target: TargetFiles | None
+    metadata: Metadata, theta: float, head_dim: int, more: float, target: TargetFiles | None
 ) -> tuple[RopeConfig, list[str]]:
-    factors = tensor_of(said.header, ROPE_FACTORS)
+    factors = tensor_of(metadata.header, ROPE_FACTORS)
     if target is not None and factors.shape == (head_dim // 2,):
         rope = canonical_rope(target.config.rope)
         same = rope.theta == theta and torch.allclose(rope_factors(rope, head_dim), factors, rtol=1e-5)
@@ -213,8 +213,8 @@ def _from_factors(
             return rope, ["the rope's frequencies are those of the target, whose rope is taken"]
     if more != 1.0:
         raise LoadError(
-            f"{said.header.path}: {ROPE_FACTORS} with attn_factor {more:g} is YaRN whose parameters the file "
-            "does not say: name the target, whose rope is tried"
+            f"{metadata.header.path}: {ROPE_FACTORS} with attn_factor {more:g} is YaRN, and the file does "
+            "not hold its parameters: name the target, its rope is tried"
         )
     rope = RopeConfig(theta=theta, kind="factors", factors=tuple(factors.tolist()))
     return rope, ["the rope is one factor per frequency, which only GGUF can say; --target may name its kind"]
@@ -272,37 +272,37 @@ def _vector(tensor: Tensor) -> bool:
     return tensor.dim() < 2 and tensor.is_floating_point()
 
 
-def read_record(said: Metadata) -> tuple[dict[str, Any], dict[str, torch.dtype]] | None:
+def read_record(given: Metadata) -> tuple[dict[str, Any], dict[str, torch.dtype]] | None:
     """(config's fields, GGUF's name -> the precision a vector had) of a file we wrote, None of others'."""
-    text = said.header.metadata.get(RECORD)
+    text = given.header.metadata.get(RECORD)
     if text is None:
         return None
     try:
-        found = json.loads(text)
-        fields = dict(found["config"])
+        data = json.loads(text)
+        fields = dict(data["config"])
         for key, value in fields.items():
             fields[key] = tuple(value) if isinstance(value, list) else value
         rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["rope"].items()}
         fields["rope"] = RopeConfig(**rope)
-        widened = {str(name): getattr(torch, str(dtype)) for name, dtype in found["widened"].items()}
+        widened = {str(name): getattr(torch, str(dtype)) for name, dtype in data["widened"].items()}
         if not all(isinstance(dtype, torch.dtype) for dtype in widened.values()):
             raise TypeError("no dtype")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise LoadError(f"{said.header.path}: the metadata {RECORD} is damaged ({error!r})") from error
+        raise LoadError(f"{given.header.path}: the metadata {RECORD} is damaged ({error!r})") from error
     return fields, widened
 
 
-def check_record(said: Metadata, keys: Mapping[str, Any]) -> None:
+def check_record(metadata: Metadata, keys: Mapping[str, Any]) -> None:
     """The record speaks for the keys that llama.cpp reads only while they say the same. Raises LoadError."""
     for key, value in keys.items():
-        found = said.header.metadata.get(f"{said.architecture}.{key}")
-        same = found == value
-        if isinstance(value, float) and isinstance(found, float):
-            same = np.float32(found) == np.float32(value)
+        given = metadata.header.metadata.get(f"{metadata.architecture}.{key}")
+        same = given == value
+        if isinstance(value, float) and isinstance(given, float):
+            same = np.float32(given) == np.float32(value)
         if not same:
             raise LoadError(
-                f"{said.header.path}: {said.architecture}.{key} is {str(found)[:60]}, and {RECORD} was made "
-                f"for {str(value)[:60]}: the file was changed after it was written; export it again"
+                f"{metadata.header.path}: {metadata.architecture}.{key} is {str(given)[:60]}, and {RECORD} "
+                f"was made for {str(value)[:60]}: the file was changed after it was written; export it again"
             )
 
 

@@ -55,17 +55,17 @@ UNSUPPORTED = {  # keys of its successors -> the value that changes nothing
 
 def read(path: Path | str, target: TargetFiles | None = None) -> tuple[DFlashDraft, list[str]]:
     """Raises LoadError. Files of others say nothing of the target's size: name the target."""
-    said = open_metadata(path, ARCHITECTURE)
+    value = open_metadata(path, ARCHITECTURE)
     for key, neutral in UNSUPPORTED.items():
-        if said.header.metadata.get(f"{ARCHITECTURE}.{key}", neutral) != neutral:
+        if value.header.metadata.get(f"{ARCHITECTURE}.{key}", neutral) != neutral:
             raise LoadError(f"{path}: {ARCHITECTURE}.{key} is not supported")
-    record = read_record(said)
+    record = read_record(value)
     if record is None:
-        config, notes = _parse(said, target)
+        config, notes = _parse(value, target)
     else:
-        config, notes = _recorded(said, record[0]), []
+        config, notes = _recorded(value, record[0]), []
     widened = record[1] if record else {}
-    header = said.header
+    header = value.header
     named = {_name(name): name for name in dflash_shapes(config)}
     held = {named.get(n, n): n for n in header.tensors if n != ROPE_FACTORS}
     for name in (EMBEDDING, HEAD):
@@ -84,38 +84,40 @@ def _name(name: str) -> str:
     return "enc.output_norm.weight" if name == "hidden_norm.weight" else gguf_name(name)
 
 
-def _recorded(said: Metadata, fields: dict[str, Any]) -> DFlashConfig:
+def _recorded(value: Metadata, fields: dict[str, Any]) -> DFlashConfig:
     try:
         config = canonical(DFlashConfig(**fields))
         wanted = keys(config)
     except (TypeError, AttributeError, KeyError) as error:
-        raise LoadError(f"{said.header.path}: its record is damaged ({error!r})") from error
-    check_record(said, wanted)
-    if said.header.metadata.get(MASK) != config.mask_token_id:
-        raise LoadError(f"{said.header.path}: {MASK} was changed after the file was written; export it again")
+        raise LoadError(f"{value.header.path}: its record is damaged ({error!r})") from error
+    check_record(value, wanted)
+    if value.header.metadata.get(MASK) != config.mask_token_id:
+        raise LoadError(
+            f"{value.header.path}: {MASK} was changed after the file was written; export it again"
+        )
     return config
 
 
-def _parse(said: Metadata, target: TargetFiles | None) -> tuple[DFlashConfig, list[str]]:
-    path = str(said.header.path)
-    fields = common_fields(said)
-    rope, notes = read_rope(said, fields["head_dim"], target)
-    layers = said.get("block_count", int)
-    window = said.get("attention.sliding_window", int, 0)
+def _parse(value: Metadata, target: TargetFiles | None) -> tuple[DFlashConfig, list[str]]:
+    path = str(value.header.path)
+    fields = common_fields(value)
+    rope, notes = read_rope(value, fields["head_dim"], target)
+    layers = value.get("block_count", int)
+    window = value.get("attention.sliding_window", int, 0)
     key = "attention.sliding_window_pattern"
-    slides = said.numbers(key, bool) if window and said.has(key) else [False] * layers
+    slides = value.numbers(key, bool) if window and value.has(key) else [False] * layers
     if len(slides) != layers:
         raise LoadError(f"{path}: {ARCHITECTURE}.{key} names {len(slides)} layers of {layers}")
-    causal = said.get("attention.causal", bool, False)
-    mask = said.header.metadata.get(MASK)
+    causal = value.get("attention.causal", bool, False)
+    mask = value.header.metadata.get(MASK)
     if type(mask) is not int:
         raise LoadError(f"{path} lacks {MASK}")
     config = DFlashConfig(
         **fields,
         num_layers=layers,
         rope=rope,
-        block_size=said.get("block_size", int, 16),
-        target_layer_ids=tuple(k - 1 for k in said.numbers("target_layers", int)),
+        block_size=value.get("block_size", int, 16),
+        target_layer_ids=tuple(k - 1 for k in value.numbers("target_layers", int)),
         num_target_layers=target_layers(path, {}, target),
         mask_token_id=mask,
         layer_types=tuple(WINDOW if slide else FULL for slide in slides),
@@ -128,16 +130,16 @@ def _parse(said: Metadata, target: TargetFiles | None) -> tuple[DFlashConfig, li
 
 def keys(config: DFlashConfig) -> dict[str, Any]:
     """What llama.cpp reads, without the architecture's name; `target_layers` counts hidden_states."""
-    found = common_keys(config, config.num_layers)
-    found |= {
+    result = common_keys(config, config.num_layers)
+    result |= {
         "block_size": config.block_size,
         "target_layers": [k + 1 for k in config.target_layer_ids],
         "attention.causal": config.one_way,
     }
     if WINDOW in config.layer_types:
-        found["attention.sliding_window"] = config.sliding_window
-        found["attention.sliding_window_pattern"] = [t == WINDOW for t in config.layer_types]
-    return found
+        result["attention.sliding_window"] = config.sliding_window
+        result["attention.sliding_window_pattern"] = [t == WINDOW for t in config.layer_types]
+    return result
 
 
 def remarks(draft: DFlashDraft) -> list[FormatWarning]:
@@ -148,12 +150,12 @@ def remarks(draft: DFlashDraft) -> list[FormatWarning]:
         "mask token": "knows no learned mask_embedding" if config.mask_token_id is None else "",
         "block sees": "is causal in all layers or in none" if mixed else "",
     }
-    found = [
-        FormatWarning(check=check, engine="llama.cpp", said=said, fatal=True)
-        for check, said in faults.items()
-        if said
+    entries = [
+        FormatWarning(check=check, engine="llama.cpp", message=value, fatal=True)
+        for check, value in faults.items()
+        if value
     ]
-    return found + without_parts(config, "llama.cpp")
+    return entries + without_parts(config, "llama.cpp")
 
 
 def write(draft: DFlashDraft, path: Path, target: TargetFiles | None = None, packed: bool = False) -> None:

@@ -41,14 +41,14 @@ ARCHITECTURE = "eagle3"
 
 def read(path: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3Draft, list[str]]:
     """Raises LoadError."""
-    said = open_metadata(path, ARCHITECTURE)
-    record = read_record(said)
+    metadata = open_metadata(path, ARCHITECTURE)
+    record = read_record(metadata)
     if record is None:
-        config, notes = _parse(said, target)
+        config, notes = _parse(metadata, target)
     else:
-        config, notes = _recorded(said, record[0]), []
+        config, notes = _recorded(metadata, record[0]), []
     widened = record[1] if record else {}
-    header = said.header
+    header = metadata.header
     has = {name: gguf_name(name) in header.tensors for name in (EMBEDDING, HEAD, "d2t")}
     head = has[HEAD] or config.draft_vocab_size != config.vocab_size
     wanted = eagle3_shapes(config, embedding=has[EMBEDDING], head=head, mapped=has["d2t"])
@@ -85,31 +85,31 @@ def halves(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _recorded(said: Metadata, fields: dict[str, Any]) -> Eagle3Config:
+def _recorded(metadata: Metadata, fields: dict[str, Any]) -> Eagle3Config:
     try:
         config = Eagle3Config(**{**fields, "rope": canonical_rope(fields["rope"])})
         wanted = keys(config)
     except (TypeError, AttributeError, KeyError) as error:
-        raise LoadError(f"{said.header.path}: its record is damaged ({error!r})") from error
-    check_record(said, wanted)
+        raise LoadError(f"{metadata.header.path}: its record is damaged ({error!r})") from error
+    check_record(metadata, wanted)
     return config
 
 
-def _parse(said: Metadata, target: TargetFiles | None) -> tuple[Eagle3Config, list[str]]:
-    fields = common_fields(said)
-    rope, notes = read_rope(said, fields["head_dim"], target)
-    tensors = said.header.tensors
+def _parse(metadata: Metadata, target: TargetFiles | None) -> tuple[Eagle3Config, list[str]]:
+    fields = common_fields(metadata)
+    rope, notes = read_rope(metadata, fields["head_dim"], target)
+    tensors = metadata.header.tensors
     rows = tensors.get("d2t") or tensors.get("output.weight")
-    if said.get("block_count", int) != 1:
-        raise LoadError(f"{said.header.path}: only EAGLE-3 of one layer is supported")
+    if metadata.get("block_count", int) != 1:
+        raise LoadError(f"{metadata.header.path}: only EAGLE-3 of one layer is supported")
     config = Eagle3Config(
         **fields,
-        target_hidden_size=said.get("target_hidden_size", int),
+        target_hidden_size=metadata.get("target_hidden_size", int),
         draft_vocab_size=rows.shape[0] if rows else fields["vocab_size"],
         rope=canonical_rope(rope),
-        layer_ids=tuple(k - 1 for k in said.numbers("target_layers", int)),
-        norm_before_residual=said.get("norm_before_residual", bool, False),
-        norm_before_fc=said.get("norm_before_fc", bool, False),
+        layer_ids=tuple(k - 1 for k in metadata.numbers("target_layers", int)),
+        norm_before_residual=metadata.get("norm_before_residual", bool, False),
+        norm_before_fc=metadata.get("norm_before_fc", bool, False),
     )
     return config, notes
 
@@ -135,8 +135,8 @@ def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
         ("one pass", "guesses step by step", c.parallel),
     )
     return [
-        FormatWarning(check=check, engine="llama.cpp", said=said, fatal=True)
-        for check, said, has in faults
+        FormatWarning(check=check, engine="llama.cpp", message=value, fatal=True)
+        for check, value, has in faults
         if has
     ]
 

@@ -73,34 +73,34 @@ FLAGS = (
 def check_types(where: str, hf: dict[str, Any]) -> None:
     """Raises LoadError or ValueError where a value has a type that no engine reads. Nothing is said of keys
     that are missing or unknown."""
-    for found in (hf, *(inner_object(where, hf, key) for key in OBJECTS)):
-        check_values(found)
+    for item in (hf, *(inner_object(where, hf, key) for key in OBJECTS)):
+        check_values(item)
         for key in COUNTS:
-            if found.get(key) is not None:
-                whole(where, key, found[key])
+            if item.get(key) is not None:
+                whole(where, key, item[key])
         for key in LISTS:
-            whole_numbers(where, key, found.get(key))
+            whole_numbers(where, key, item.get(key))
         for key in FLAGS:
-            if not isinstance(found.get(key), bool | None):
-                raise LoadError(f"{where}: {key} is {str(found[key])[:60]!r}, not true or false")
+            if not isinstance(item.get(key), bool | None):
+                raise LoadError(f"{where}: {key} is {str(item[key])[:60]!r}, not true or false")
 
 
 def inner_object(where: str, hf: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The object under `key`, empty where there is none. Raises LoadError for anything else."""
-    found = hf.get(key)
-    if not isinstance(found, dict | None):
-        raise LoadError(f"{where}: {key} is a {type(found).__name__}, not an object")
-    return found or {}
+    value = hf.get(key)
+    if not isinstance(value, dict | None):
+        raise LoadError(f"{where}: {key} is a {type(value).__name__}, not an object")
+    return value or {}
 
 
 def once(where: str, what: str, places: Mapping[str, Any]) -> Any:
     """The value that all `places` (who reads it -> value) give; None where none does. Raises LoadError
     where two differ: then engines would disagree and none would say so."""
-    said = {place: value for place, value in places.items() if value is not None}
-    values = list(said.values())
+    fields = {place: value for place, value in places.items() if value is not None}
+    values = list(fields.values())
     if any(value != values[0] for value in values):
-        told = "; ".join(f"{place} says {value}" for place, value in said.items())
-        raise LoadError(f"{where} gives {what} twice, and differently: {told}. Make them agree")
+        message = "; ".join(f"{place} says {value}" for place, value in fields.items())
+        raise LoadError(f"{where} gives {what} twice, and differently: {message}. Make them agree")
     return values[0] if values else None
 
 
@@ -122,18 +122,18 @@ def whole_numbers(where: str, what: str, value: Any) -> list[int] | None:
     return value
 
 
-def refuse_meaning(where: str, found: Mapping[str, Any], inside: str = "") -> None:
+def refuse_meaning(where: str, values: Mapping[str, Any], inside: str = "") -> None:
     """Raises LoadError where a key asks for something that not every engine, or not ours, does."""
     for key, allowed in NEUTRAL.items():
-        if key in found and found[key] not in allowed:
+        if key in values and values[key] not in allowed:
             raise LoadError(
-                f"{where}: {inside}{key} = {str(found[key])[:60]} is not supported: "
+                f"{where}: {inside}{key} = {str(values[key])[:60]} is not supported: "
                 "without it the draft would compute something else"
             )
 
 
-def unknown_keys(found: Mapping[str, Any], known: Iterable[str], inside: str = "") -> list[str]:
-    left = sorted(found.keys() - set(known) - HARMLESS - NEUTRAL.keys())
+def unknown_keys(values: Mapping[str, Any], known: Iterable[str], inside: str = "") -> list[str]:
+    left = sorted(values.keys() - set(known) - HARMLESS - NEUTRAL.keys())
     return (
         [f"keys that nobody known here reads, left out: {', '.join(inside + k for k in left)}"]
         if left
@@ -179,9 +179,9 @@ def body_to_hf(config: Any, *, layers: int, layer_types: Iterable[str], window: 
     }
 
 
-def said_of(found: Mapping[str, Any] | None) -> dict[str, Any]:
+def without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
     """An object without its nulls."""
-    return {key: value for key, value in (found or {}).items() if value is not None}
+    return {key: value for key, value in (values or {}).items() if value is not None}
 
 
 def read_rope(where: str, hf: Mapping[str, Any], default_theta: float | None) -> tuple[RopeConfig, list[str]]:
@@ -189,9 +189,9 @@ def read_rope(where: str, hf: Mapping[str, Any], default_theta: float | None) ->
     in both. Raises LoadError where they differ (transformers 5 prefers `rope_scaling`, others
     `rope_parameters`), for keys that mean something else, and without a theta where engines have no common
     default (`default_theta` None)."""
-    new, old = said_of(hf.get("rope_parameters")), said_of(hf.get("rope_scaling"))
-    for said in (new, old):
-        strange = sorted(k for k in said.keys() - ROPE_KEYS if (k, said[k]) != ("partial_rotary_factor", 1))
+    new, old = without_nulls(hf.get("rope_parameters")), without_nulls(hf.get("rope_scaling"))
+    for item in (new, old):
+        strange = sorted(k for k in item.keys() - ROPE_KEYS if (k, item[k]) != ("partial_rotary_factor", 1))
         if strange:
             raise LoadError(f"{where}: a rope with {', '.join(strange)} is not supported")
     places = {"rope_theta": hf.get("rope_theta"), "rope_parameters.rope_theta": new.get("rope_theta")}
@@ -206,7 +206,7 @@ def read_rope(where: str, hf: Mapping[str, Any], default_theta: float | None) ->
         theta = default_theta
         notes.append(f"no rope_theta: every engine takes {theta:,.0f}; was the draft trained so?")
     base = {"rope_theta": theta, "max_position_embeddings": hf.get("max_position_embeddings") or 0}
-    ropes = [parse_rope({**base, "rope_scaling": said}) for said in (new, old) if said]
+    ropes = [parse_rope({**base, "rope_scaling": item}) for item in (new, old) if item]
     null = "rope_scaling" in hf and hf["rope_scaling"] is None and "rope_parameters" in hf
     if (null and ropes and ropes[0].kind != "default") or any(rope != ropes[0] for rope in ropes):
         kinds = f"rope_scaling {old or None}, rope_parameters {new}"

@@ -32,28 +32,28 @@ from outpace.models.weights import Entry
 
 def weight_map(config: DFlashConfig) -> list[Entry]:
     """z-lab's names (no prefix); gate/up and q/k/v are one matrix each on our side."""
-    found = [Entry(name, (name,)) for name in ("fc.weight", "hidden_norm.weight", "norm.weight")]
+    items = [Entry(name, (name,)) for name in ("fc.weight", "hidden_norm.weight", "norm.weight")]
     if config.mask_token_id is None:
-        found.append(Entry("mask_embedding", ("mask_embedding",)))
+        items.append(Entry("mask_embedding", ("mask_embedding",)))
     D = config.head_dim
     qkv = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
     gate_up = (config.intermediate_size,) * 2
     for i in range(config.num_layers):
         at = f"layers.{i}."
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            found.append(Entry(at + name, (at + name,)))
+            items.append(Entry(at + name, (at + name,)))
         for name in ("q_norm", "k_norm"):
-            found.append(Entry(f"{at}{name}.weight", (f"{at}self_attn.{name}.weight",)))
+            items.append(Entry(f"{at}{name}.weight", (f"{at}self_attn.{name}.weight",)))
         for kind in ("weight", "bias") if config.attention_bias else ("weight",):
             names = tuple(f"{at}self_attn.{x}_proj.{kind}" for x in "qkv")
-            found.append(Entry(f"{at}qkv_proj.{kind}", names, qkv))
-            found.append(Entry(f"{at}o_proj.{kind}", (f"{at}self_attn.o_proj.{kind}",)))
+            items.append(Entry(f"{at}qkv_proj.{kind}", names, qkv))
+            items.append(Entry(f"{at}o_proj.{kind}", (f"{at}self_attn.o_proj.{kind}",)))
         names = (f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight")
-        found.append(Entry(f"{at}mlp.gate_up_proj.weight", names, gate_up))
-        found.append(Entry(f"{at}mlp.down_proj.weight", (f"{at}mlp.down_proj.weight",)))
-    done = {name for entry in found for name in entry.names} | {"t2d"}
+        items.append(Entry(f"{at}mlp.gate_up_proj.weight", names, gate_up))
+        items.append(Entry(f"{at}mlp.down_proj.weight", (f"{at}mlp.down_proj.weight",)))
+    done = {name for entry in items for name in entry.names} | {"t2d"}
     left = (name for name in dflash_shapes(config) if name not in done)
-    return found + [Entry(name.replace("markov_w1.weight", "markov_w1"), (name,)) for name in left]
+    return items + [Entry(name.replace("markov_w1.weight", "markov_w1"), (name,)) for name in left]
 
 
 def eagle3_weight_map(config: Eagle3Config, names: Iterable[str]) -> list[Entry]:
@@ -61,18 +61,18 @@ def eagle3_weight_map(config: Eagle3Config, names: Iterable[str]) -> list[Entry]
     D = config.head_dim
     qkv = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
     gate_up = (config.intermediate_size,) * 2
-    found = [Entry(name, (name,)) for name in names if not name.startswith(("layers.", "midlayer."))]
+    items = [Entry(name, (name,)) for name in names if not name.startswith(("layers.", "midlayer."))]
     for i in range(config.num_layers):
         here, there = f"layers.{i}.", f"layers.{i}." if i else "midlayer."
         norms = ("input_layernorm", "post_attention_layernorm") + (() if i else ("hidden_norm",))
-        found += [Entry(f"{here}{name}.weight", (f"{there}{name}.weight",)) for name in norms]
+        items += [Entry(f"{here}{name}.weight", (f"{there}{name}.weight",)) for name in norms]
         joined = tuple(f"{there}self_attn.{x}_proj.weight" for x in "qkv")
-        found.append(Entry(f"{here}qkv_proj.weight", joined, qkv))
-        found.append(Entry(f"{here}o_proj.weight", (f"{there}self_attn.o_proj.weight",)))
+        items.append(Entry(f"{here}qkv_proj.weight", joined, qkv))
+        items.append(Entry(f"{here}o_proj.weight", (f"{there}self_attn.o_proj.weight",)))
         joined = tuple(f"{there}mlp.{x}_proj.weight" for x in ("gate", "up"))
-        found.append(Entry(f"{here}mlp.gate_up_proj.weight", joined, gate_up))
-        found.append(Entry(f"{here}mlp.down_proj.weight", (f"{there}mlp.down_proj.weight",)))
-    return found
+        items.append(Entry(f"{here}mlp.gate_up_proj.weight", joined, gate_up))
+        items.append(Entry(f"{here}mlp.down_proj.weight", (f"{there}mlp.down_proj.weight",)))
+    return items
 
 
 def load_draft(
@@ -91,14 +91,14 @@ def load_draft(
     check_format(quantize)
     if FORMATS[detect(path)].kind == DFLASH:
         target = None  # it has no embedding or head of its own
-    found = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
-    draft = build_draft(found)
+    value = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
+    draft = build_draft(value)
     return draft if quantize is None else quantised(draft, quantize)
 
 
-def build_draft(found: Description) -> DFlash | Eagle3:
+def build_draft(description: Description) -> DFlash | Eagle3:
     """What a file of any format describes -> the module."""
-    return build_dflash(found) if isinstance(found, DFlashDraft) else build_eagle3(found)
+    return build_dflash(description) if isinstance(description, DFlashDraft) else build_eagle3(description)
 
 
 def load_dflash(
@@ -106,18 +106,18 @@ def load_dflash(
 ) -> DFlash:
     """`load_draft` for those who can use nothing but a DFlash; raises LoadError for another kind too."""
     is_dflash = FORMATS[detect(Path(path))].kind == DFLASH
-    found = load_draft(path, tokenizer, quantize=quantize) if is_dflash else None
-    if not isinstance(found, DFlash):
+    draft = load_draft(path, tokenizer, quantize=quantize) if is_dflash else None
+    if not isinstance(draft, DFlash):
         raise LoadError(f"{path} is an EAGLE-3, where a DFlash is asked for")
-    return found
+    return draft
 
 
-def build_dflash(found: DFlashDraft) -> DFlash:
+def build_dflash(dflash_draft: DFlashDraft) -> DFlash:
     """What a file of any format describes -> the module."""
     with torch.device("meta"):
-        draft = DFlash(found.config)
-    for entry in weight_map(found.config):
-        tensor = entry.join([to_tensor(found.tensors[name]) for name in entry.names])
+        draft = DFlash(dflash_draft.config)
+    for entry in weight_map(dflash_draft.config):
+        tensor = entry.join([to_tensor(dflash_draft.tensors[name]) for name in entry.names])
         assign(draft, entry.param, tensor)
     return draft.eval()
 
@@ -141,17 +141,19 @@ def save_dflash(draft: DFlash, folder: Path | str, dtype: torch.dtype = torch.bf
     format_zlab.write(describe_dflash(draft, dtype), Path(folder))
 
 
-def build_eagle3(found: Eagle3Draft) -> Eagle3:
+def build_eagle3(eagle3_draft: Eagle3Draft) -> Eagle3:
     """What a file of any format describes -> the module."""
     with torch.device("meta"):
         draft = Eagle3(
-            found.config,
-            own_embedding=found.own_embedding,
-            own_head=found.own_head,
-            mapped="d2t" in found.tensors,
+            eagle3_draft.config,
+            own_embedding=eagle3_draft.own_embedding,
+            own_head=eagle3_draft.own_head,
+            mapped="d2t" in eagle3_draft.tensors,
         )
-    for entry in eagle3_weight_map(found.config, found.tensors.keys() - {"t2d"}):
-        assign(draft, entry.param, entry.join([to_tensor(found.tensors[name]) for name in entry.names]))
+    for entry in eagle3_weight_map(eagle3_draft.config, eagle3_draft.tensors.keys() - {"t2d"}):
+        assign(
+            draft, entry.param, entry.join([to_tensor(eagle3_draft.tensors[name]) for name in entry.names])
+        )
     return draft.eval()
 
 

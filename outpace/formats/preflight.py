@@ -60,17 +60,17 @@ class PreflightCell:
     "" where the engine does not look."""
 
     state: str
-    said: str
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightRow:
     check: str
-    said: str  # what the draft means
+    message: str  # what the draft means
     cells: dict[str, PreflightCell]
     fault: str = ""  # wrong whoever reads it
     note: str = ""
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +119,11 @@ def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINE
         }
         fault, note = faults.get(check, ""), strange.get(check, "")
         if fault:
-            cells = {e: PreflightCell("wrong", c.said) if c.state == "same" else c for e, c in cells.items()}
-        said, mend = meant.get(check) or shared, _mend(check, name, draft, cells)
-        rows.append(PreflightRow(check=check, said=said, cells=cells, fault=fault, note=note, mend=mend))
+            cells = {
+                e: PreflightCell("wrong", c.message) if c.state == "same" else c for e, c in cells.items()
+            }
+        value, remedy = meant.get(check) or shared, _fix(check, name, draft, cells)
+        rows.append(PreflightRow(check=check, message=value, cells=cells, fault=fault, note=note, fix=remedy))
     return Preflight(
         path=str(path), format=name, kind=kind, target=target.path, rows=rows, refused=refused, notes=notes
     )
@@ -148,18 +150,18 @@ def _look(path: Path, name: str, target: TargetFiles) -> tuple[Files, dict[str, 
                 del held[n]
         return files, FOLDERS[name](checkpoint.config, held, target.config)
     module = format_gguf_dflash if name == "gguf" else format_gguf_eagle3
-    said = open_metadata(path, module.ARCHITECTURE)
-    specs = {n: (info.shape, info.format) for n, info in said.header.tensors.items()}
-    return Files(config={}, specs=specs, get=None), {"llama.cpp": _gguf_view(said, name)}
+    metadata = open_metadata(path, module.ARCHITECTURE)
+    specs = {n: (info.shape, info.format) for n, info in metadata.header.tensors.items()}
+    return Files(config={}, specs=specs, get=None), {"llama.cpp": _gguf_view(metadata, name)}
 
 
-def _gguf_view(said: Metadata, name: str) -> View:
+def _gguf_view(value: Metadata, name: str) -> View:
     """Only what can part from our record; the rest is read alike by construction."""
-    found = {"layer ids": views.states(said.header.metadata.get(f"{said.architecture}.target_layers"))}
+    values = {"layer ids": views.states(value.header.metadata.get(f"{value.architecture}.target_layers"))}
     if name == "gguf":
-        found["block size"] = str(said.header.metadata.get("dflash.block_size", 16))
-        found["mask token"] = str(said.header.metadata.get(format_gguf_dflash.MASK))
-    return found
+        values["block size"] = str(value.header.metadata.get("dflash.block_size", 16))
+        values["mask token"] = str(value.header.metadata.get(format_gguf_dflash.MASK))
+    return values
 
 
 def _cell(
@@ -177,14 +179,14 @@ def _cell(
     direct = engine in FORMATS[name].engines
     remark = None if draft is None else _remark(engine, check, name if direct else None, draft)
     if view is not None:
-        said = view.get(check, shared)
-        if said.startswith(REFUSES):
-            return PreflightCell("refuses", said.removeprefix(REFUSES))
-        if said and said != (meant.get(check) or shared):
-            return PreflightCell("differs", said)
+        value = view.get(check, shared)
+        if value.startswith(REFUSES):
+            return PreflightCell("refuses", value.removeprefix(REFUSES))
+        if value and value != (meant.get(check) or shared):
+            return PreflightCell("differs", value)
         if remark is not None and direct:
             return remark
-        return PreflightCell("same" if said or not direct else "", said)
+        return PreflightCell("same" if value or not direct else "", value)
     if draft is None or not _formats_of(engine, draft):
         return PreflightCell("", "")
     return remark or PreflightCell("export", "")
@@ -199,11 +201,11 @@ def _remark(engine: str, check: str, name: str | None, draft: Description) -> Pr
     names = [name] if name else _formats_of(engine, draft)[:1]
     for remark in (r for n in names for r in FORMATS[n].remarks(draft)):
         if (remark.engine, remark.check) == (engine, check):
-            return PreflightCell("refuses" if remark.fatal else "differs", remark.said)
+            return PreflightCell("refuses" if remark.fatal else "differs", remark.message)
     return None
 
 
-def _mend(check: str, name: str, draft: Description | None, cells: dict[str, PreflightCell]) -> str:
+def _fix(check: str, name: str, draft: Description | None, cells: dict[str, PreflightCell]) -> str:
     """Nothing mends what an engine cannot do, however it is written."""
     parted = [e for e, c in cells.items() if c.state == "differs"]
     if draft is not None:
@@ -220,7 +222,7 @@ def _mend(check: str, name: str, draft: Description | None, cells: dict[str, Pre
     return "; ".join(mends)
 
 
-def show_preflight(found: Preflight, console: Console) -> None:
+def show_preflight(result: Preflight, console: Console) -> None:
     say = partial(console.print, highlight=False)
     marks = {
         "same": "[green]✓[/green]",
@@ -230,33 +232,33 @@ def show_preflight(found: Preflight, console: Console) -> None:
         "refuses": "[yellow]![/yellow]",
         "": "[dim]-[/dim]",
     }
-    say(f"[bold]{found.kind}[/bold] ({found.format})  {escape(found.path)}")
-    engines = (SHORT.get(engine, engine) for engine in found.rows[0].cells)
+    say(f"[bold]{result.kind}[/bold] ({result.format})  {escape(result.path)}")
+    engines = (SHORT.get(engine, engine) for engine in result.rows[0].cells)
     table = Table("check", "as it is meant", *engines, box=None, pad_edge=False)
-    for row in found.rows:
+    for row in result.rows:
         style = "red" if row.fault else "yellow" if row.note else ""
         table.add_row(
             row.check,
-            f"[{style}]{escape(row.said)}[/{style}]" if style else escape(row.said),
+            f"[{style}]{escape(row.message)}[/{style}]" if style else escape(row.message),
             *(marks[cell.state] for cell in row.cells.values()),
         )
     say(table)
-    if found.refused:
-        say(f"[bold red]outpace refuses these files:[/bold red] {escape(found.refused)}")
-    for row in found.rows:
+    if result.refused:
+        say(f"[bold red]outpace refuses these files:[/bold red] {escape(result.refused)}")
+    for row in result.rows:
         _show_row(row, say)
-    for note in found.notes:
+    for note in result.notes:
         say(f"[dim]note: {escape(note)}[/dim]")
-    exported = any(c.state == "export" for row in found.rows for c in row.cells.values())
+    exported = any(c.state == "export" for row in result.rows for c in row.cells.values())
     if exported:
         say("[dim]→: after `outpace export`; the engine does not open this format[/dim]")
-    say(_verdict(found), style="green" if found.clean else "bold red")
+    say(_verdict(result), style="green" if result.clean else "bold red")
 
 
-def _verdict(found: Preflight) -> str:
-    if found.clean:
+def _verdict(result: Preflight) -> str:
+    if result.clean:
         return "every engine takes the same"
-    cells = (item for row in found.rows for item in row.cells.items())
+    cells = (item for row in result.rows for item in row.cells.items())
     apart = dict.fromkeys(engine for engine, cell in cells if cell.state == "differs")
     if not apart:
         return "this draft is not right, whoever reads it"
@@ -269,8 +271,8 @@ def _show_row(row: PreflightRow, say: Callable[[str], None]) -> None:
     for state, style in (("differs", "red"), ("refuses", "yellow")):
         for engine, cell in row.cells.items():
             if cell.state == state:
-                say(f"[{style}]{row.check}:[/{style}] {engine}: {escape(cell.said)}")
-    if row.mend:
-        say(f"  mend: {row.mend}")
+                say(f"[{style}]{row.check}:[/{style}] {engine}: {escape(cell.message)}")
+    if row.fix:
+        say(f"  mend: {row.fix}")
     if row.note:
         say(f"[yellow]{row.check}:[/yellow] {escape(row.note)}")

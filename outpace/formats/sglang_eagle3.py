@@ -194,15 +194,15 @@ def _layer_ids(
         f"eagle_config.{IDS} (SGLang adds 1)": nested and [k + 1 for k in nested],
         f"{IDS} (vLLM and llama.cpp take it as it is)": top,
     }
-    found = once(where, "the hidden_states to read", states)
-    if found:
+    result = once(where, "the hidden_states to read", states)
+    if result:
         missed = ""
         if top is None:
             missed = "nested only; vLLM and llama.cpp's converter do not look there and read their defaults"
         if nested is None:
             missed = "on top only; SGLang does not look there and reads its defaults"
         notes = [f"{IDS} is {missed}. Written again, it is in both places"] if missed else []
-        return [k - 1 for k in found], notes
+        return [k - 1 for k in result], notes
     return default_ids(where, target)
 
 
@@ -256,11 +256,13 @@ def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
         ("layers", "runs the first alone", c.num_layers > 1),
         ("one pass", "guesses step by step", c.parallel),
     )
-    found = [FormatWarning(check=check, engine="SGLang", said=said) for check, said, has in faults if has]
+    items = [
+        FormatWarning(check=check, engine="SGLang", message=value) for check, value, has in faults if has
+    ]
     if c.parallel and c.mask_token_id is None:
-        said = "knows no learned mask_embedding"
-        found.append(FormatWarning(check="one pass", engine="vLLM", said=said))
-    return found
+        text = "knows no learned mask_embedding"
+        items.append(FormatWarning(check="one pass", engine="vLLM", message=text))
+    return items
 
 
 def write(draft: Eagle3Draft, folder: Path, target: TargetFiles | None = None) -> None:

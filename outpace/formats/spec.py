@@ -46,7 +46,7 @@ class FormatWarning:
 
     check: str  # a row of `outpace preflight`
     engine: str
-    said: str
+    message: str
     fatal: bool = False
 
 
@@ -69,8 +69,8 @@ class TargetFiles:
 
 def stored(checkpoint: Checkpoint, name: str) -> Tensor:
     """A tensor as it is stored; blocks of GGUF are unpacked to float32."""
-    found = checkpoint.get(name)
-    return found if isinstance(found, Tensor) else dense(found)
+    value = checkpoint.get(name)
+    return value if isinstance(value, Tensor) else dense(value)
 
 
 def canonical_rope(rope: RopeConfig) -> RopeConfig:
@@ -95,11 +95,13 @@ def canonical(config: DFlashConfig) -> DFlashConfig:
 
 def without_parts(config: DFlashConfig, engine: str) -> list[FormatWarning]:
     """Of formats that hold a plain DFlash alone."""
-    said = parts_of(config)
-    if said == "none":
+    value = parts_of(config)
+    if value == "none":
         return []
     return [
-        FormatWarning(check="parts", engine=engine, said=f"holds a plain DFlash, without {said}", fatal=True)
+        FormatWarning(
+            check="parts", engine=engine, message=f"holds a plain DFlash, without {value}", fatal=True
+        )
     ]
 
 
@@ -152,21 +154,21 @@ def dflash_shapes(c: DFlashConfig) -> dict[str, TensorShape]:
     """z-lab's names and what each holds."""
     C, D, F = c.hidden_size, c.head_dim, c.intermediate_size
     q, kv = c.num_heads * D, c.num_kv_heads * D
-    found: dict[str, TensorShape] = {"fc.weight": (C, len(c.target_layer_ids) * C)}
-    found |= {"hidden_norm.weight": (C,), "norm.weight": (C,)}
+    values: dict[str, TensorShape] = {"fc.weight": (C, len(c.target_layer_ids) * C)}
+    values |= {"hidden_norm.weight": (C,), "norm.weight": (C,)}
     if c.mask_token_id is None:
-        found["mask_embedding"] = (C,)
+        values["mask_embedding"] = (C,)
     for i in range(c.num_layers):
         at = f"layers.{i}."
-        found |= {f"{at}{n}_layernorm.weight": (C,) for n in ("input", "post_attention")}
-        found |= {f"{at}self_attn.{n}_norm.weight": (D,) for n in "qk"}
+        values |= {f"{at}{n}_layernorm.weight": (C,) for n in ("input", "post_attention")}
+        values |= {f"{at}self_attn.{n}_norm.weight": (D,) for n in "qk"}
         for name, rows, columns in (("q", q, C), ("k", kv, C), ("v", kv, C), ("o", C, q)):
-            found[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
+            values[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
             if c.attention_bias:
-                found[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        found |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
-        found[f"{at}mlp.down_proj.weight"] = (C, F)
-    return found | shapes_of_parts(c)
+                values[f"{at}self_attn.{name}_proj.bias"] = (rows,)
+        values |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
+        values[f"{at}mlp.down_proj.weight"] = (C, F)
+    return values | shapes_of_parts(c)
 
 
 def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool) -> dict[str, TensorShape]:
@@ -174,30 +176,30 @@ def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool)
     C, D, F = c.hidden_size, c.head_dim, c.intermediate_size
     q, kv = c.num_heads * D, c.num_kv_heads * D
     states = len(c.layer_ids)
-    found: dict[str, TensorShape] = {"fc.weight": (C, states * c.target_hidden_size), "norm.weight": (C,)}
-    found["midlayer.hidden_norm.weight"] = (C,)
+    values: dict[str, TensorShape] = {"fc.weight": (C, states * c.target_hidden_size), "norm.weight": (C,)}
+    values["midlayer.hidden_norm.weight"] = (C,)
     for i in range(c.num_layers):
         at, width = (f"layers.{i}.", C) if i else ("midlayer.", 2 * C)
-        found |= {f"{at}{n}_layernorm.weight": (C,) for n in ("input", "post_attention")}
+        values |= {f"{at}{n}_layernorm.weight": (C,) for n in ("input", "post_attention")}
         for name, rows, columns in (("q", q, width), ("k", kv, width), ("v", kv, width), ("o", C, q)):
-            found[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
-        found |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
-        found[f"{at}mlp.down_proj.weight"] = (C, F)
+            values[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
+        values |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
+        values[f"{at}mlp.down_proj.weight"] = (C, F)
     if c.parallel:
-        found["mask_hidden"] = (1, states * c.target_hidden_size)
+        values["mask_hidden"] = (1, states * c.target_hidden_size)
     if c.parallel and c.mask_token_id is None:
-        found["mask_embedding"] = (C,)
+        values["mask_embedding"] = (C,)
     if c.norm_before_fc:
-        found["input_norm.weight"] = (states * c.target_hidden_size,)
+        values["input_norm.weight"] = (states * c.target_hidden_size,)
     if c.fc_norm:
-        found |= {f"fc_norm.{i}.weight": (c.target_hidden_size,) for i in range(states)}
+        values |= {f"fc_norm.{i}.weight": (c.target_hidden_size,) for i in range(states)}
     if embedding:
-        found[EMBEDDING] = (c.vocab_size, C)
+        values[EMBEDDING] = (c.vocab_size, C)
     if head:
-        found[HEAD] = (c.draft_vocab_size, C)
+        values[HEAD] = (c.draft_vocab_size, C)
     if mapped:
-        found |= {"d2t": (c.draft_vocab_size,), "t2d": (c.vocab_size,)}
-    return found
+        values |= {"d2t": (c.draft_vocab_size,), "t2d": (c.vocab_size,)}
+    return values
 
 
 def shared_copies(
@@ -233,10 +235,10 @@ def is_targets(name: str, copy: Tensor, target: TargetFiles) -> bool:
     return torch.equal(copy, theirs.to(copy.dtype))
 
 
-def target_layers(where: str, said: Mapping[str, Any], target: TargetFiles | None) -> int:
+def target_layers(where: str, values: Mapping[str, Any], target: TargetFiles | None) -> int:
     """How many layers the target has: what we left in the files under "outpace", or the target's own.
     Raises LoadError without either."""
-    layers = said.get("num_target_layers")
+    layers = values.get("num_target_layers")
     if type(layers) is int and layers > 0:
         return layers
     if target is None:
@@ -298,9 +300,9 @@ def vocabulary_map(where: Path | str, rows: int, vocab_size: int, tensors: dict[
 
 def marks(ids: Tensor, vocab_size: int) -> Tensor:
     """t2d: bool [vocab], true at the target ids that the draft can say."""
-    found = torch.zeros(vocab_size, dtype=torch.bool)
-    found[ids] = True
-    return found
+    result = torch.zeros(vocab_size, dtype=torch.bool)
+    result[ids] = True
+    return result
 
 
 def _is_map(ids: Tensor, vocab_size: int, t2d: Tensor | None) -> bool:
@@ -324,18 +326,18 @@ def main_dtype(tensors: Mapping[str, Tensor]) -> str:
 
 def rope_in_words(rope: RopeConfig) -> str:
     """Equal words for equal ropes."""
-    said = f"theta {rope.theta:g}"
+    message = f"theta {rope.theta:g}"
     match rope.kind:
         case "linear":
-            said += f", linear /{rope.factor:g}"
+            message += f", linear /{rope.factor:g}"
         case "llama3":
             ends = f"{rope.low_freq_factor:g}..{rope.high_freq_factor:g}"
-            said += f", llama3 x{rope.factor:g} of {rope.original_max_position}, {ends}"
+            message += f", llama3 x{rope.factor:g} of {rope.original_max_position}, {ends}"
         case "yarn":
-            said += f", yarn x{rope.factor:g} of {rope.original_max_position}"
-            said += f", betas {rope.beta_fast:g}/{rope.beta_slow:g}"
-            said += ", rounded range" if rope.truncate else ", exact range"
-            said += "" if rope.attention_factor is None else f", cos x{rope.attention_factor:g}"
+            message += f", yarn x{rope.factor:g} of {rope.original_max_position}"
+            message += f", betas {rope.beta_fast:g}/{rope.beta_slow:g}"
+            message += ", rounded range" if rope.truncate else ", exact range"
+            message += "" if rope.attention_factor is None else f", cos x{rope.attention_factor:g}"
         case "factors":
-            said += f", by {len(rope.factors)} factors ({sum(rope.factors):g})"
-    return said
+            message += f", by {len(rope.factors)} factors ({sum(rope.factors):g})"
+    return message

@@ -82,8 +82,8 @@ def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[DFlashD
 
 def copied_names(where: str, hf: dict[str, Any]) -> tuple[str, ...]:
     """Which tensors we wrote as copies of the target's; of files of others, none."""
-    said = inner_object(where, hf, "outpace").get(COPIED)
-    return tuple(name for name in (EMBEDDING, HEAD) if isinstance(said, list) and name in said)
+    value = inner_object(where, hf, "outpace").get(COPIED)
+    return tuple(name for name in (EMBEDDING, HEAD) if isinstance(value, list) and name in value)
 
 
 def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[DFlashConfig, list[str]]:
@@ -136,13 +136,13 @@ def open_envelope(
         raise LoadError(
             f"{where}: speculators_model_type {hf.get('speculators_model_type')!r} is not {kind!r}"
         )
-    said = inner_object(where, hf, "transformer_layer_config")
-    if said.get("model_type", model_type) != model_type:
+    value = inner_object(where, hf, "transformer_layer_config")
+    if value.get("model_type", model_type) != model_type:
         raise LoadError(
-            f"{where}: transformer_layer_config.model_type {said['model_type']!r} is not supported, "
+            f"{where}: transformer_layer_config.model_type {value['model_type']!r} is not supported, "
             f"only {model_type!r}"
         )
-    layer = {**defaults, **{k: v for k, v in said.items() if v is not None or k not in defaults}}
+    layer = {**defaults, **{k: v for k, v in value.items() if v is not None or k not in defaults}}
     check_values(layer)
     refuse_meaning(where, hf)
     refuse_meaning(where, layer, "transformer_layer_config.")
@@ -152,14 +152,14 @@ def open_envelope(
 
 def _causal(where: str, hf: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, list[str]]:
     """Of windowed layers; speculators' code always lets full ones see both ways."""
-    said = hf.get("sliding_window_non_causal")
-    if said is None and WINDOW in types:
+    value = hf.get("sliding_window_non_causal")
+    if value is None and WINDOW in types:
         raise LoadError(
             f"{where}: without sliding_window_non_causal, speculators' code takes windows as causal and vLLM "
             "takes them as not. Write which"
         )
     older = "sliding_window_non_causal false: older vLLM makes full_attention layers causal too"
-    return said is False, [older] if said is False and FULL in types else []
+    return value is False, [older] if value is False and FULL in types else []
 
 
 OWN_WINDOW = "anchors it at the block's start and does not count the token itself"
@@ -228,22 +228,22 @@ def to_hf(config: DFlashConfig, target: TargetFiles | None) -> dict[str, Any]:
 
 
 def remarks(draft: DFlashDraft) -> list[FormatWarning]:
-    config, found = draft.config, []
+    config, items = draft.config, []
     if config.mask_token_id is None:
-        said = "has no learned mask_embedding"
-        found.append(FormatWarning(check="mask token", engine="vLLM", said=said, fatal=True))
+        text = "has no learned mask_embedding"
+        items.append(FormatWarning(check="mask token", engine="vLLM", message=text, fatal=True))
     if WINDOW in config.layer_types:
-        found.append(FormatWarning(check="window", engine="speculators", said=OWN_WINDOW))
+        items.append(FormatWarning(check="window", engine="speculators", message=OWN_WINDOW))
     if config.causal and FULL in config.layer_types:
-        said = "older builds make full_attention layers causal too"
-        found.append(FormatWarning(check="block sees", engine="vLLM", said=said))
+        text = "older builds make full_attention layers causal too"
+        items.append(FormatWarning(check="block sees", engine="vLLM", message=text))
     if config.causal_full:
-        said = "has no word for causal full_attention layers"
-        found += [
-            FormatWarning(check="block sees", engine=e, said=said, fatal=True)
+        text = "has no word for causal full_attention layers"
+        items += [
+            FormatWarning(check="block sees", engine=e, message=text, fatal=True)
             for e in ("vLLM", "speculators")
         ]
-    return found + narrow_window(config, "vLLM") + without_parts(config, "vLLM")
+    return items + narrow_window(config, "vLLM") + without_parts(config, "vLLM")
 
 
 def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:

@@ -75,8 +75,8 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[E
     else:
         layer_ids, noted = default_ids(where, target)
         notes += noted
-    said = {**hf, PARALLEL: parallel, MASK: hf.get("mask_token_id")}
-    config, more = eagle3_config(where, said, layer, layer_ids, {key: hf.get(key) for key in NORMS})
+    values = {**hf, PARALLEL: parallel, MASK: hf.get("mask_token_id")}
+    config, more = eagle3_config(where, values, layer, layer_ids, {key: hf.get(key) for key in NORMS})
     return config, notes + more
 
 
@@ -104,15 +104,16 @@ def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
         ("hidden sizes", "wants a draft as wide as its target", c.hidden_size != c.target_hidden_size),
         ("layer ids", "joins three states", len(c.layer_ids) != 3),
     )
-    found = [
-        FormatWarning(check=check, engine="speculators", said=said) for check, said, has in faults if has
+    items = [
+        FormatWarning(check=check, engine="speculators", message=value) for check, value, has in faults if has
     ]
     if c.parallel and c.mask_token_id is None:
-        said = "knows no learned mask_embedding"
-        found += [
-            FormatWarning(check="one pass", engine=e, said=said, fatal=True) for e in ("speculators", "vLLM")
+        text = "knows no learned mask_embedding"
+        items += [
+            FormatWarning(check="one pass", engine=e, message=text, fatal=True)
+            for e in ("speculators", "vLLM")
         ]
-    return found
+    return items
 
 
 def write(draft: Eagle3Draft, folder: Path, target: TargetFiles | None = None) -> None:

@@ -61,8 +61,8 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[D
     rope, notes = read_rope(where, hf, default_theta=500000.0)
     layers = need(hf, "num_hidden_layers")
     types = tuple(hf.get("layer_types") or (WINDOW,) * layers)
-    said = inner_object(where, hf, "outpace")
-    vocab_size = hf.get("vocab_size") or said.get("vocab_size") or (target and target.config.vocab_size)
+    value = inner_object(where, hf, "outpace")
+    vocab_size = hf.get("vocab_size") or value.get("vocab_size") or (target and target.config.vocab_size)
     if not vocab_size:
         raise LoadError(f"{where}: config.json has no vocab_size; name the target, whose vocabulary it is")
     config = DFlashConfig(
@@ -71,8 +71,8 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[D
         rope=rope,
         block_size=whole(where, "block_size", hf.get("block_size", 16), 2, 4096),
         target_layer_ids=tuple(whole_numbers(where, "target_layer_ids", need(hf, "target_layer_ids")) or ()),
-        num_target_layers=target_layers(where, said, target),
-        temperatures=temperatures_in(where, said),
+        num_target_layers=target_layers(where, value, target),
+        temperatures=temperatures_in(where, value),
         mask_token_id=whole(where, "mask_token_id", need(hf, "mask_token_id")),
         layer_types=types,
         # they count how far back a query sees; here the query itself is counted too
@@ -108,12 +108,12 @@ def remarks(draft: DFlashDraft) -> list[FormatWarning]:
         "mask token": "knows no learned mask_embedding" if config.mask_token_id is None else "",
         "block sees": "has no causal blocks" if config.causal or config.causal_full else "",
     }
-    found = [
-        FormatWarning(check=check, engine="transformers", said=said, fatal=True)
-        for check, said in faults.items()
-        if said
+    entries = [
+        FormatWarning(check=check, engine="transformers", message=value, fatal=True)
+        for check, value in faults.items()
+        if value
     ]
-    return found + narrow_window(config, "transformers") + without_parts(config, "transformers")
+    return entries + narrow_window(config, "transformers") + without_parts(config, "transformers")
 
 
 def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:

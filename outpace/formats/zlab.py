@@ -139,13 +139,13 @@ def _layer_ids(where: str, hf: dict[str, Any], inner: dict[str, Any]) -> list[in
         "target_layer_ids": top and [k + 1 for k in top],
         f"{key} (vLLM, which takes it as it is)": vllm,
     }
-    found = once(where, "the hidden_states to read", states)
-    if not found or (nested is None and top is None):
+    result = once(where, "the hidden_states to read", states)
+    if not result or (nested is None and top is None):
         raise LoadError(
             f"{where}: dflash_config.target_layer_ids is missing; SGLang would guess layers"
             + (f". vLLM reads {key} {vllm}: write those less one" if vllm else "")
         )
-    return [k - 1 for k in found]
+    return [k - 1 for k in result]
 
 
 def _windows(
@@ -167,18 +167,18 @@ def _windows(
 def _parts(where: str, hf: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     """The optional parts: DFlash 2's in dflash_config, others under "outpace" with our architecture."""
     architecture = hf["architectures"][0]
-    found: dict[str, Any] = {key: whole(where, f"dflash_config.{key}", inner.get(key) or 0) for key in PARTS}
-    if architecture == SECOND and not all(found.values()):
-        missing = [key for key, value in found.items() if not value]
+    fields: dict[str, Any] = {key: whole(where, f"dflash_config.{key}", inner.get(key) or 0) for key in PARTS}
+    if architecture == SECOND and not all(fields.values()):
+        missing = [key for key, value in fields.items() if not value]
         raise LoadError(f"{where}: a {SECOND} needs dflash_config.{', dflash_config.'.join(missing)}")
     own = inner_object(where, hf, "outpace")
     for key, kind in OWN_PARTS.items():
         if type(own.get(key, kind())) is not kind:
             raise LoadError(f"{where}: outpace.{key} is {str(own[key])[:60]!r}, not a {kind.__name__}")
-        found[key] = own.get(key, kind())
-    if architecture != OWN and any(found[key] for key in OWN_PARTS):
+        fields[key] = own.get(key, kind())
+    if architecture != OWN and any(fields[key] for key in OWN_PARTS):
         raise LoadError(f"{where}: parts under outpace belong to a {OWN}, this is a {architecture}")
-    return found | {"temperatures": temperatures_in(where, own)}
+    return fields | {"temperatures": temperatures_in(where, own)}
 
 
 def _causal(
@@ -186,19 +186,19 @@ def _causal(
 ) -> tuple[bool, bool]:
     """Whether windowed and whether full layers hide the slots behind. An explicit `is_causal` counts for
     every layer; without one, windows are causal and full layers are not."""
-    said, nested = hf.get("is_causal"), inner.get("causal")
+    value, nested = hf.get("is_causal"), inner.get("causal")
     windows, full = WINDOW in types, FULL in types
-    if nested is not None and said is None and nested and full:
+    if nested is not None and value is None and nested and full:
         raise LoadError(
             f"{where}: dflash_config.causal true is read by vLLM, which makes full_attention layers causal "
             "too; SGLang and z-lab read is_causal. Write is_causal: true, or neither where only windows are"
         )
-    if said is None and nested is False and windows:
+    if value is None and nested is False and windows:
         raise LoadError(
             f"{where}: dflash_config.causal false is read by vLLM and llama.cpp's converter; SGLang and "
             "z-lab read is_causal, and without it take windows as causal. Write is_causal: false"
         )
-    return (windows, False) if said is None else (bool(said) and windows, bool(said) and full)
+    return (windows, False) if value is None else (bool(value) and windows, bool(value) and full)
 
 
 def _mask_token_id(
@@ -208,17 +208,17 @@ def _mask_token_id(
         "dflash_config.mask_token_id": inner.get("mask_token_id"),
         "mask_token_id (z-lab and SGLang alone read it there)": hf.get("mask_token_id"),
     }
-    said = once(where, "mask_token_id", places)
-    if said is not None:
-        return whole(where, "mask_token_id", said)
+    value = once(where, "mask_token_id", places)
+    if value is not None:
+        return whole(where, "mask_token_id", value)
     token = inner.get("mask_token") or hf.get("mask_token") or DEFAULT_MASK
-    found = token_id(str(token)) if token_id is not None else None
-    if found is None:
+    result = token_id(str(token)) if token_id is not None else None
+    if result is None:
         raise LoadError(
             f"{where}: dflash_config has no mask_token_id, and the tokenizer knows no {token!r}: "
             "write the id of a token that text never uses"
         )
-    return found
+    return result
 
 
 def _same_sizes(where: str, hf: dict[str, Any], body: dict[str, Any]) -> None:
@@ -273,25 +273,25 @@ def architecture(config: DFlashConfig) -> str:
 
 def remarks(draft: DFlashDraft) -> list[FormatWarning]:
     """What the engines that load this format would not take as it is meant."""
-    config, found = draft.config, []
+    config, items = draft.config, []
     for engine in ("SGLang", "vLLM"):
         if config.mask_token_id is None:
-            said = "knows no learned mask_embedding"
-            found.append(FormatWarning(check="mask token", engine=engine, said=said, fatal=True))
-        found += narrow_window(config, engine)
+            text = "knows no learned mask_embedding"
+            items.append(FormatWarning(check="mask token", engine=engine, message=text, fatal=True))
+        items += narrow_window(config, engine)
         if architecture(config) == OWN:
-            found.append(
-                FormatWarning(check="parts", engine=engine, said=f"knows no {OWN}: {parts_of(config)}")
+            items.append(
+                FormatWarning(check="parts", engine=engine, message=f"knows no {OWN}: {parts_of(config)}")
             )
-    return found
+    return items
 
 
 def narrow_window(config: DFlashConfig, engine: str) -> list[FormatWarning]:
     """Engines whose windows look both ways measure them to both sides; ours, and llama.cpp's, to the left."""
     if WINDOW not in config.layer_types or config.causal or config.sliding_window >= config.block_size:
         return []
-    said = f"a window of {config.sliding_window} also hides the far end of a block of {config.block_size}"
-    return [FormatWarning(check="window", engine=engine, said=said, fatal=True)]
+    text = f"a window of {config.sliding_window} also hides the far end of a block of {config.block_size}"
+    return [FormatWarning(check="window", engine=engine, message=text, fatal=True)]
 
 
 def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:

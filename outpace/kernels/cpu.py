@@ -340,9 +340,9 @@ def blocks(inputs: Inputs, how: Blocks) -> tuple[Tensor, Tensor]:
 
 def blocks_backward(inputs: Inputs, how: Blocks, out: Tensor, lse: Tensor, grad: Tensor) -> Inputs:
     """grad [N, H * D] of out -> the gradients of the inputs, each like its own."""
-    found = tuple(map(torch.empty_like, inputs))
-    _c.blocks(_blocks(inputs, how, out, lse, (grad, *found)))
-    return found
+    result = tuple(map(torch.empty_like, inputs))
+    _c.blocks(_blocks(inputs, how, out, lse, (grad, *result)))
+    return result
 
 
 def _blocks(inputs: Inputs, how: Blocks, out: Tensor, lse: Tensor, gradients: Inputs) -> bytes:

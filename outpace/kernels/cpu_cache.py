@@ -18,7 +18,7 @@ def move(memories: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
     B, K, _, D = first.shape
     assert source.is_contiguous() and target.is_contiguous() and source.shape == target.shape
     assert all(m.is_contiguous() and m.dtype == first.dtype and m.shape[:2] == (B, K) for m in memories)
-    said = [x for m in memories for x in (m.data_ptr(), m.shape[2] - 1)]
-    places = torch.tensor(said, dtype=torch.int64)
+    items = [x for m in memories for x in (m.data_ptr(), m.shape[2] - 1)]
+    places = torch.tensor(items, dtype=torch.int64)
     given = places.data_ptr(), source.data_ptr(), target.data_ptr()
     _c.move(MOVES(*given, len(memories), B, K, source.shape[1], D * first.element_size()))

@@ -74,7 +74,7 @@ class LayerCache:
         """k, v [B,K,T,D] -> everything the T queries may see, themselves included. q [B,T,H,D], the queries,
         where who asks may matter; rows [B,T,W], what k and v were made of, where that is remembered; index,
         where it chooses."""
-        self.hear(q, step, index)
+        self.record(q, step, index)
         lists = self._choose(index, step)
         fits = step.held + step.T <= self.size - self.window + 1
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
@@ -87,7 +87,7 @@ class LayerCache:
         both = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
         return KVView(*both, step, step.starts + (1 - self.window))
 
-    def hear(self, q: Tensor | None, step: StepMetadata, index: Index | None = None) -> None:
+    def record(self, q: Tensor | None, step: StepMetadata, index: Index | None = None) -> None:
         if self.asks and q is not None:
             self.asked = RecordedQueries(q, step.counts, index)
 

@@ -32,7 +32,7 @@ class LatentProjection(Protocol):
         not depend on how many rows come with it."""
         ...
 
-    def values(self, said: Tensor, seen: Tensor) -> Tensor:
+    def values(self, value: Tensor, seen: Tensor) -> Tensor:
         """Weighted sums of latents [B,T,H,R], and what the weights add up to [B,T,H] -> the same sums of
         values [B,T,H*D]: W_v_lat follows attention and not the other way round."""
         ...
@@ -72,7 +72,7 @@ class LatentCache(LayerCache):
         index: Index | None = None,
     ) -> KVView:
         assert rows is not None, "a latent memory keeps rows [B, T, W]"
-        self.hear(q, step, index)
+        self.record(q, step, index)
         self._write(rows[:, None], rows[:, None, :, :0], step)
         lists = self._choose(index, step)
         if lists is not None:
@@ -141,8 +141,8 @@ class LatentCache(LayerCache):
     def pick(self, b: int, index: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.tables
         rows = self.k[b, 0]
-        found = [self.maps.expand(rows[at], cos[at], sin[at], head) for head, at in enumerate(index)]
-        k, v = (torch.cat(parts) for parts in zip(*found, strict=True))
+        items = [self.maps.expand(rows[at], cos[at], sin[at], head) for head, at in enumerate(index)]
+        k, v = (torch.cat(parts) for parts in zip(*items, strict=True))
         return k, v
 
     def _expanded(self, rows: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:

@@ -99,9 +99,9 @@ class PartialStep(StepMetadata):
 class PartialLayerCache(LayerCache):
     """Of one full-attention layer: static_size + room tokens, and the extremes of every block of `full`."""
 
-    def __init__(self, full: LayerCache, config: PartialConfig, room: int, device: torch.device) -> None:
+    def __init__(self, full: LayerCache, config: PartialConfig, headroom: int, device: torch.device) -> None:
         B, K, D = len(full.k), full.kv_heads, full.head_dim
-        super().__init__(B, K, config.static_size + room, D, 0, dtype=full.k.dtype, device=device)
+        super().__init__(B, K, config.static_size + headroom, D, 0, dtype=full.k.dtype, device=device)
         self.full, self.config = full, config
         full.asks = True
         shape = (B, K, full.size // config.block_size, D)
@@ -188,14 +188,14 @@ class PartialCache(KVCache):
     buffered tokens too; they are overwritten there when the full cache goes on.
     """
 
-    def __init__(self, full: KVCache, config: PartialConfig, room: int) -> None:
-        assert room <= full.slack, f"{room} buffered columns, and the windows can take back {full.slack}"
+    def __init__(self, full: KVCache, config: PartialConfig, space: int) -> None:
+        assert space <= full.slack, f"{space} buffered columns, and the windows can take back {full.slack}"
         super().__init__(
             full.batch, full.length, full.slack, (), 1, 1, offset=full.offset, device=full.device
         )
-        self.full, self.config, self.room = full, config, room
+        self.full, self.config, self.headroom = full, config, space
         self.layers = [
-            memory if window else PartialLayerCache(memory, config, room, self.device)
+            memory if window else PartialLayerCache(memory, config, space, self.device)
             for memory, window in zip(full.layers, full.windows, strict=True)
         ]
         self.static = [0] * full.batch  # tokens of the first three segments
@@ -240,7 +240,9 @@ class PartialCache(KVCache):
         step = super().begin(T, counts, both_ways=both_ways, tree=tree)
         assert not step.held, "a tree of one forward"
         for n, count in zip(self.buffered, step.counts, strict=True):
-            assert 0 <= n <= self.room - count, f"{n} and {count} more; the buffer has {self.room} columns"
+            assert 0 <= n <= self.headroom - count, (
+                f"{n} and {count} more; the buffer has {self.headroom} columns"
+            )
         near = StepMetadata(tuple(self._near(step.start)), step.counts, T, self.device, both_ways, tree)
         return PartialStep(step.start, step.counts, T, self.device, both_ways, tree, near)
 

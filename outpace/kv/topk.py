@@ -171,10 +171,10 @@ def reference_pick(
     seen = past & (~rest | (rank < take[..., None]))
     if place.tree is not None:
         at = place.start[:, None, None] + torch.arange(place.tree.sees.shape[2], device=scores.device)
-        room = torch.zeros(B, T, place.longest, dtype=torch.bool, device=scores.device)
-        room[..., :S] = seen
+        headroom = torch.zeros(B, T, place.longest, dtype=torch.bool, device=scores.device)
+        headroom[..., :S] = seen
         ours = at.expand(B, T, -1).clamp(max=place.longest - 1)
-        seen = room.scatter(2, ours, place.tree.sees | room.gather(2, ours))
+        seen = headroom.scatter(2, ours, place.tree.sees | headroom.gather(2, ours))
     seen &= (torch.arange(T, device=scores.device) < place.counts[:, None])[..., None]
     many = seen.sum(-1)
     lists = (~seen).to(torch.uint8).argsort(dim=-1, stable=True)
@@ -210,17 +210,17 @@ def _until(scores: Tensor, place: QueryPositions, keep: TopKConfig, wanted: Tens
 
 def _in_pieces(index: Index, keys: Tensor, place: QueryPositions, keep: TopKConfig, piece: int) -> Lists:
     """A long chain, some queries at a time."""
-    found = []
+    items = []
     width = keep.width(place.longest)
     for t in range(0, place.T, piece):
         part = Index(index.q[:, t : t + piece], index.k[:, t : t + piece], index.w[:, t : t + piece])
         n = part.q.shape[1]
         longest = place.longest - place.T + t + n
         here = QueryPositions(place.start + t, (place.counts - t).clamp(0, n), n, None, longest)
-        found.append(choose(part, keys, here, keep) or _everything(here, width))
-    widest = max(lists.shape[2] for lists, _ in found)
-    padded = [F.pad(lists, (0, widest - lists.shape[2])) for lists, _ in found]
-    return torch.cat(padded, 1), torch.cat([many for _, many in found], 1)
+        items.append(choose(part, keys, here, keep) or _everything(here, width))
+    widest = max(lists.shape[2] for lists, _ in items)
+    padded = [F.pad(lists, (0, widest - lists.shape[2])) for lists, _ in items]
+    return torch.cat(padded, 1), torch.cat([many for _, many in items], 1)
 
 
 def _everything(place: QueryPositions, width: int) -> Lists:

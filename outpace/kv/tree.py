@@ -89,7 +89,7 @@ def _by_doubling(parents: Tensor) -> tuple[Tensor, Tensor]:
 def depths(parents: Sequence[int]) -> list[int]:
     """`Tree.depth` of one row, on the host: parents by column -> depth by column; padding, its own parent,
     stands at the root's."""
-    found = [0]
+    items = [0]
     for i in range(1, len(parents)):
-        found.append(0 if parents[i] == i else found[parents[i]] + 1)
-    return found
+        items.append(0 if parents[i] == i else items[parents[i]] + 1)
+    return items

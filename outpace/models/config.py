@@ -129,8 +129,8 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig:
     """Either form: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling`."""
-    said = hf.get("rope_parameters") or {}
-    scaling = {**(hf.get("rope_scaling") or {}), **said}
+    value = hf.get("rope_parameters") or {}
+    scaling = {**(hf.get("rope_scaling") or {}), **value}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn", "factors"):
         raise ValueError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3, yarn)")
@@ -159,19 +159,19 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
             "this rope came from a GGUF file as one factor per frequency, which config.json cannot say: "
             "start from the safetensors the file was made of"
         )
-    said: dict[str, Any] = {"rope_type": rope.kind}
+    values: dict[str, Any] = {"rope_type": rope.kind}
     if rope.kind != "default":
-        said["factor"] = rope.factor
+        values["factor"] = rope.factor
     if rope.kind in ("yarn", "llama3"):
-        said["original_max_position_embeddings"] = rope.original_max_position
+        values["original_max_position_embeddings"] = rope.original_max_position
     if rope.kind == "yarn":
-        said |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
         if rope.attention_factor is not None:
-            said["attention_factor"] = rope.attention_factor
+            values["attention_factor"] = rope.attention_factor
     if rope.kind == "llama3":
-        said |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     return {
         "rope_theta": rope.theta,
-        "rope_scaling": None if rope.kind == "default" else said,
-        "rope_parameters": {**said, "rope_theta": rope.theta},
+        "rope_scaling": None if rope.kind == "default" else values,
+        "rope_parameters": {**values, "rope_theta": rope.theta},
     }

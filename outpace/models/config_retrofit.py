@@ -18,16 +18,16 @@ def parse_mla(hf: dict[str, Any], layers: int) -> dict[str, Any]:
         if hf.get("use_mla_kv"):
             raise ValueError("config.json: use_mla_kv without mla_layers: name the layers that have a latent")
         return {}
-    said = need(hf, "mla_latent_dim")
-    ranks = said if isinstance(said, list) else [said] * len(named)
+    value = need(hf, "mla_latent_dim")
+    ranks = value if isinstance(value, list) else [value] * len(named)
     if len(ranks) != len(named) or len(set(named)) < len(named) or not all(0 <= i < layers for i in named):
         raise ValueError(
-            f"config.json: mla_layers {named} and mla_latent_dim {said}: distinct layers below {layers}, and "
+            f"config.json: mla_layers {named}, mla_latent_dim {value}: distinct layers below {layers}, and "
             "one rank for all or one for each"
         )
-    found = dict(zip(named, ranks, strict=True))
+    values = dict(zip(named, ranks, strict=True))
     return {
-        "mla_ranks": tuple(found.get(i, 0) for i in range(layers)),
+        "mla_ranks": tuple(values.get(i, 0) for i in range(layers)),
         "use_mla_kv": bool(hf.get("use_mla_kv", True)),
     }
 
@@ -54,12 +54,12 @@ def parse_dsa(hf: dict[str, Any], layers: int) -> dict[str, Any]:
         return {}
     if len(set(named)) < len(named) or not all(0 <= i < layers for i in named):
         raise ValueError(f"config.json: dsa_layers {named}: distinct layers below {layers}")
-    said = {name: hf[f"dsa_{name}"] for name in KEEP if hf.get(f"dsa_{name}") is not None}
+    values = {name: hf[f"dsa_{name}"] for name in KEEP if hf.get(f"dsa_{name}") is not None}
     return {
         "dsa_layers": tuple(sorted(named)),
         "dsa_index_dim": need(hf, "dsa_index_dim"),
         "dsa_index_heads": need(hf, "dsa_index_heads"),
-        "dsa_keep": TopKConfig(**said),
+        "dsa_keep": TopKConfig(**values),
         "use_dsa": bool(hf.get("use_dsa", True)),
     }
 
@@ -67,11 +67,11 @@ def parse_dsa(hf: dict[str, Any], layers: int) -> dict[str, Any]:
 def dsa_to_hf(config: ModelConfig) -> dict[str, Any]:
     if not config.dsa_layers:
         return {}
-    said = {
+    values = {
         "use_dsa": config.use_dsa,
         "dsa_layers": list(config.dsa_layers),
         "dsa_index_dim": config.dsa_index_dim,
         "dsa_index_heads": config.dsa_index_heads,
         **{f"dsa_{name}": value for name, value in vars(config.dsa_keep).items()},
     }
-    return {name: value for name, value in said.items() if value or name not in SHARES}
+    return {name: value for name, value in values.items() if value or name not in SHARES}

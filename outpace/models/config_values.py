@@ -96,35 +96,35 @@ def check_values(hf: dict[str, Any]) -> None:
 
 
 def _rope(hf: dict[str, Any], key: str) -> None:
-    said = hf.get(key)
-    if said is None:
+    value = hf.get(key)
+    if value is None:
         return
-    if not isinstance(said, dict):
-        raise _wrong(key, said, "an object, or null")
+    if not isinstance(value, dict):
+        raise _wrong(key, value, "an object, or null")
     for inner in ("rope_type", "type"):
-        if not isinstance(said.get(inner), str | None):
-            raise _wrong(f"{key}.{inner}", said[inner], "a string")
+        if not isinstance(value.get(inner), str | None):
+            raise _wrong(f"{key}.{inner}", value[inner], "a string")
     for inner, most in ROPE_COUNTS.items():
-        _whole(said, inner, 1, most, f"{key}.")
+        _whole(value, inner, 1, most, f"{key}.")
     for inner, (above, most_of_it) in ROPE_NUMBERS.items():
-        _number(said, inner, above, most_of_it, f"{key}.")
-    if not isinstance(said.get("truncate"), bool | None):
-        raise _wrong(f"{key}.truncate", said["truncate"], "true or false")
-    low, high = said.get("low_freq_factor") or 1.0, said.get("high_freq_factor") or 4.0
+        _number(value, inner, above, most_of_it, f"{key}.")
+    if not isinstance(value.get("truncate"), bool | None):
+        raise _wrong(f"{key}.truncate", value["truncate"], "true or false")
+    low, high = value.get("low_freq_factor") or 1.0, value.get("high_freq_factor") or 4.0
     if low >= high:
         raise ValueError(f"config.json: {key}.low_freq_factor {low} is not below high_freq_factor {high}")
     for inner in ("mscale", "mscale_all_dim"):
-        _only(said, inner, (), f"{key}.")
+        _only(value, inner, (), f"{key}.")
 
 
-def _whole(said: dict[str, Any], key: str, least: int, most: int, prefix: str = "") -> None:
-    value = said.get(key)
+def _whole(values: dict[str, Any], key: str, least: int, most: int, prefix: str = "") -> None:
+    value = values.get(key)
     if value is not None and not (type(value) is int and least <= value <= most):
         raise _wrong(prefix + key, value, f"a whole number from {least} to {most:,}")
 
 
-def _number(said: dict[str, Any], key: str, above: float, most: float, prefix: str = "") -> None:
-    value = said.get(key)
+def _number(values: dict[str, Any], key: str, above: float, most: float, prefix: str = "") -> None:
+    value = values.get(key)
     if value is None:
         return
     if type(value) not in (int, float) or not above < value <= most:  # NaN is in no range
@@ -147,8 +147,8 @@ def _ids(hf: dict[str, Any], key: str) -> None:
         raise _wrong(key, value, "a token's id" + (" or a list of them" if key == "eos_token_id" else ""))
 
 
-def _only(said: dict[str, Any], key: str, known: tuple[Any, ...], prefix: str = "") -> None:
-    value = said.get(key)
+def _only(values: dict[str, Any], key: str, known: tuple[Any, ...], prefix: str = "") -> None:
+    value = values.get(key)
     if value is not None and value not in known:
         only = f"only {known[0]}" if known else "no value of it"
         raise ValueError(f"config.json: {prefix}{key} {repr(value)} is not supported, {only}")

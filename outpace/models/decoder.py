@@ -82,7 +82,7 @@ class Decoder(nn.Module):
     def make_cache(
         self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
     ) -> KVCache:
-        """Room for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound. With
+        """Space for `length` tokens a sequence; `slack` >= the longest proposal that may be rewound. With
         `index` the keys of a layer's index are remembered though attention does without it. Raises ValueError
         where there is none."""
         config = self.config
@@ -110,9 +110,9 @@ class Decoder(nn.Module):
         return [block.self_attn for block in self.layers if isinstance(block, DecoderBlock)]
 
     def _latent_memories(self, batch: int, length: int, offset: int) -> dict[int, LayerCache]:
-        found: dict[int, LayerCache] = {}
+        values: dict[int, LayerCache] = {}
         if not self.config.use_mla_kv:
-            return found
+            return values
         config, positions = self.config, torch.arange(offset, offset + length, device=self.device)
         tables = self.rope(positions)
         for layer, attention in enumerate(self.attentions):
@@ -120,8 +120,8 @@ class Decoder(nn.Module):
                 sizes = batch, config.num_kv_heads, length, config.head_dim, config.kv_numbers(layer)
                 maps = LatentMaps(attention.latent, attention.k_norm)
                 own = LatentCache(*sizes, maps, tables, dtype=self.dtype, device=self.device)
-                found[layer] = own
-        return found
+                values[layer] = own
+        return values
 
     def use_mla_kv(self, on: bool) -> None:
         """Whether layers that have a latent remember it, from the next cache on; off, the target is the

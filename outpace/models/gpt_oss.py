@@ -98,20 +98,20 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
-    found = backbone_weights(config)
+    result = backbone_weights(config)
     for i in range(config.num_layers):
         here, there = f"layers.{i}.mlp.", f"model.layers.{i}.mlp."
         for kind in ("weight", "bias"):
-            found.append(Entry(f"{here}router.{kind}", (f"{there}router.{kind}",)))
+            result.append(Entry(f"{here}router.{kind}", (f"{there}router.{kind}",)))
         if layout == "split":
-            found += split_experts(i, bias=True)
+            result += split_experts(i, bias=True)
             continue
         for ours, theirs in (("up", "gate_up_proj"), ("down", "down_proj")):
             name = f"{there}experts.{theirs}"
-            found.append(Entry(f"{here}{ours}.bias", (f"{name}_bias",)))
+            result.append(Entry(f"{here}{ours}.bias", (f"{name}_bias",)))
             if layout == "mxfp4":
-                found.append(Entry(f"{here}{ours}.blocks", (f"{name}_blocks",)))
-                found.append(Entry(f"{here}{ours}.scales", (f"{name}_scales",)))
+                result.append(Entry(f"{here}{ours}.blocks", (f"{name}_blocks",)))
+                result.append(Entry(f"{here}{ours}.scales", (f"{name}_scales",)))
             else:
-                found.append(Entry(f"{here}{ours}.weight", (name,), swapped=True))
-    return found
+                result.append(Entry(f"{here}{ours}.weight", (name,), swapped=True))
+    return result

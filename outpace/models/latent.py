@@ -84,12 +84,12 @@ class Latent(nn.Module):
             self._panels = now, panels(weight, self.head_dim), bias.detach().float().contiguous()
         return self._panels[1:]
 
-    def values(self, said: Tensor, seen: Tensor) -> Tensor:
+    def values(self, value: Tensor, seen: Tensor) -> Tensor:
         """See `cache.latent.Maps`. A row's result does not depend on how many come with it."""
-        (B, T, H, R), K, D = said.shape, self.kv_heads, self.head_dim
+        (B, T, H, R), K, D = value.shape, self.kv_heads, self.head_dim
         whole, bias = self.v_up.weight, self.v_up.bias
         assert isinstance(whole, Tensor) and bias is not None
-        of_heads = said.unflatten(2, (K, -1)).movedim(2, 0).reshape(K, -1, R)
+        of_heads = value.unflatten(2, (K, -1)).movedim(2, 0).reshape(K, -1, R)
         made = torch.stack([_pieces(c, w, None) for c, w in zip(of_heads, whole.split(D), strict=True)])
         out = made.view(K, B, T, -1, D).movedim(0, 2).reshape(B, T, H, D)
         each = bias.view(K, 1, D).expand(-1, H // K, -1).reshape(H, D)
@@ -115,8 +115,8 @@ class LatentMaps:
     def keys_(self, out: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> None:
         self.latent.keys_(out, rows, cos, sin, self.norm)
 
-    def values(self, said: Tensor, seen: Tensor) -> Tensor:
-        return self.latent.values(said, seen)
+    def values(self, value: Tensor, seen: Tensor) -> Tensor:
+        return self.latent.values(value, seen)
 
 
 def _up(part: Linear, c: Tensor, head: int | None, D: int) -> Tensor:

@@ -56,7 +56,7 @@ def layer_types(hf: dict[str, Any], layers: int) -> tuple[str, ...]:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     qwen3 = config.qk_norm
-    said = {
+    values = {
         "architectures": [config.architecture],
         "model_type": "qwen3" if qwen3 else "llama",
         "vocab_size": config.vocab_size,
@@ -77,10 +77,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         **rope_to_hf(config.rope),
     }
     if not qwen3:
-        return {**said, "mlp_bias": config.mlp_bias}
+        return {**values, "mlp_bias": config.mlp_bias}
     windows = WINDOW in config.layer_types
     return {
-        **said,
+        **values,
         "layer_types": list(config.layer_types),
         "use_sliding_window": windows,
         "sliding_window": config.sliding_window if windows else None,

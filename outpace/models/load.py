@@ -63,8 +63,8 @@ def build(config: ModelConfig, layout: Layout = "dense") -> Decoder:
 
 
 def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
-    found: list[Entry] = ARCHITECTURES[config.architecture][0].entries(config, layout)
-    return found
+    items: list[Entry] = ARCHITECTURES[config.architecture][0].entries(config, layout)
+    return items
 
 
 def layout_of(names: list[str], config: ModelConfig) -> Layout:
@@ -79,10 +79,10 @@ def wanted_tensors(config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = build(config, layout)
     parts = dict(named_tensors(model))
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for entry in entries(config, layout):
-        found |= zip(entry.names, entry.split(parts[entry.param]), strict=True)
-    return found
+        values |= zip(entry.names, entry.split(parts[entry.param]), strict=True)
+    return values
 
 
 def compare(checkpoint: Checkpoint, config: ModelConfig) -> Comparison:
@@ -154,12 +154,12 @@ def explain(difference: Comparison) -> str:
             shown = ", ".join(names[:6]) + (f", .. ({len(names)} in all)" if len(names) > 6 else "")
             lines.append(f"  {what} in the checkpoint: {shown}")
     lines += [
-        f"  {name}: shape {found}, the config wants {wanted}"
-        for name, wanted, found in difference.wrong_shape[:6]
+        f"  {name}: shape {result}, the config wants {wanted}"
+        for name, wanted, result in difference.wrong_shape[:6]
     ]
     lines += [
-        f"  {name}: dtype {found}, where {wanted} belongs"
-        for name, wanted, found in difference.wrong_dtype[:6]
+        f"  {name}: dtype {result}, where {wanted} belongs"
+        for name, wanted, result in difference.wrong_dtype[:6]
     ]
     return "\n".join(lines)
 
@@ -183,18 +183,20 @@ def assign(model: nn.Module, name: str, weight: Weight) -> None:
 
 def weight_of(model: nn.Module, name: str) -> Weight:
     path, _, leaf = name.rpartition(".")
-    found: Weight = getattr(model.get_submodule(path), leaf)
-    return found
+    weight: Weight = getattr(model.get_submodule(path), leaf)
+    return weight
 
 
 def _default(field: Any) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _said(config: Any) -> list[tuple[str, Any]]:
+def _summary(config: Any) -> list[tuple[str, Any]]:
     """What differs from a config's defaults, by name: a field that a later version adds changes nothing."""
     values = [(f.name, _default(f), getattr(config, f.name)) for f in fields(config)]
-    return sorted((name, _said(v) if is_dataclass(v) else v) for name, default, v in values if v != default)
+    return sorted(
+        (name, _summary(v) if is_dataclass(v) else v) for name, default, v in values if v != default
+    )
 
 
 def fingerprint(model: Decoder, *, retrofits: bool = True) -> str:
@@ -204,7 +206,7 @@ def fingerprint(model: Decoder, *, retrofits: bool = True) -> str:
     if not retrofits:
         none = {f.name: _default(f) for f in fields(config) if f.name.startswith(RETROFIT)}
         config = replace(config, **none)
-    digest = hashlib.sha256(repr(_said(config)).encode())
+    digest = hashlib.sha256(repr(_summary(config)).encode())
     for name, tensor in sorted(named_tensors(model)):
         if not retrofits and (".latent." in name or ".indexer." in name):
             continue

@@ -78,20 +78,20 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def entries(config: ModelConfig, layout: Layout) -> list[Entry]:
-    found = backbone_weights(config)
+    result = backbone_weights(config)
     F = config.expert_size
     for i, moe in enumerate(config.moe_layers):
         if not moe:
-            found += dense_mlp(config, i)
+            result += dense_mlp(config, i)
             continue
         here, there = f"layers.{i}.mlp.", f"model.layers.{i}.mlp."
         if layout == "split":
-            found += [Entry(f"{here}router.weight", (f"{there}gate.weight",)), *split_experts(i, bias=False)]
+            result += [Entry(f"{here}router.weight", (f"{there}gate.weight",)), *split_experts(i, bias=False)]
             continue
         each = [f"{there}experts.{e}." for e in range(config.num_experts)]
         gate_up = tuple(f"{e}{x}_proj.weight" for e in each for x in ("gate", "up"))
         down = tuple(f"{e}down_proj.weight" for e in each)
-        found.append(Entry(f"{here}router.weight", (f"{there}gate.weight",)))
-        found.append(Entry(f"{here}up.weight", gate_up, (F,) * len(gate_up)))
-        found.append(Entry(f"{here}down.weight", down, (config.hidden_size,) * len(down)))
-    return found
+        result.append(Entry(f"{here}router.weight", (f"{there}gate.weight",)))
+        result.append(Entry(f"{here}up.weight", gate_up, (F,) * len(gate_up)))
+        result.append(Entry(f"{here}down.weight", down, (config.hidden_size,) * len(down)))
+    return result

@@ -34,7 +34,7 @@ def save_target(
     module = ARCHITECTURES[model.config.architecture][0]
     embedding = model.embed_tokens.weight
     stored = dtype or (embedding.dtype if isinstance(embedding, Tensor) else torch.float32)
-    said = {
+    values = {
         **module.to_hf(model.config),
         **mla_to_hf(model.config),
         **dsa_to_hf(model.config),
@@ -44,7 +44,7 @@ def save_target(
         "dtype": str(stored).removeprefix("torch."),
     }
     if packed:
-        said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": KEPT}
+        values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": KEPT}
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         for entry in entries(model.config, "mxfp4" if packed else "dense"):
@@ -53,7 +53,7 @@ def save_target(
                 tensor = tensor.to(dtype)
             yield from zip(entry.names, (part.contiguous() for part in entry.split(tensor)), strict=True)
 
-    save_checkpoint(Path(folder), said | config, parts())
+    save_checkpoint(Path(folder), values | config, parts())
 
 
 def holds_mxfp4(model: Decoder) -> bool:
@@ -77,12 +77,12 @@ def fused(model: Decoder, param: str) -> Tensor:
     assert isinstance(experts, Experts)
     halves = [experts.gate, module] if experts.gate is not None and module is experts.up else [module]
     if leaf in ("blocks", "scales"):
-        found = [_blocks(half)[leaf == "scales"] for half in halves]
+        items = [_blocks(half)[leaf == "scales"] for half in halves]
     elif leaf == "weight":
-        found = [_dense(half) for half in halves]
+        items = [_dense(half) for half in halves]
     else:
-        found = [half.bias.detach() for half in halves if half.bias is not None]
-    return found[0] if len(found) == 1 else _one(found, in_turn=experts.limit is not None)
+        items = [half.bias.detach() for half in halves if half.bias is not None]
+    return items[0] if len(items) == 1 else _one(items, in_turn=experts.limit is not None)
 
 
 def _one(halves: list[Tensor], in_turn: bool) -> Tensor:

@@ -84,25 +84,25 @@ def backbone_weights(config: ModelConfig) -> list[Entry]:
 
 def _latent(here: str, there: str) -> list[Entry]:
     """W_c [C, R], W_k_lat and W_v_lat [R, K*D], as the equations of models/latent.py have them."""
-    found = []
+    items = []
     for part, weight, bias in (
         ("down", "W_c", "b_c"),
         ("k_up", "W_k_lat", "b_k"),
         ("v_up", "W_v_lat", "b_v"),
     ):
-        found.append(Entry(f"{here}{part}.weight", (there + weight,), swapped=True))
-        found.append(Entry(f"{here}{part}.bias", (there + bias,)))
-    return found
+        items.append(Entry(f"{here}{part}.weight", (there + weight,), swapped=True))
+        items.append(Entry(f"{here}{part}.bias", (there + bias,)))
+    return items
 
 
 def _indexer(config: ModelConfig, here: str, there: str) -> list[Entry]:
     H, D = config.dsa_index_heads, config.dsa_index_dim
     rows = (H * D, D, H)
-    found = [
+    items = [
         Entry(f"{here}proj.{kind}", tuple(f"{there}{x}.{kind}" for x in "qkw"), rows)
         for kind in ("weight", "bias")
     ]
-    return [*found, Entry(f"{here}frequencies", (f"{there}frequencies",))]
+    return [*items, Entry(f"{here}frequencies", (f"{there}frequencies",))]
 
 
 def dense_mlp(config: ModelConfig, layer: int) -> list[Entry]:

@@ -28,13 +28,13 @@ def block_conv(x: Tensor, base: Tensor, delta: Tensor, side: int) -> Tensor:
 
 def reference_block_conv(x: Tensor, base: Tensor, delta: Tensor, side: int) -> Tensor:
     grouped = x.float().unflatten(-1, (delta.shape[-1], -1))  # [..., B, G, C/G]
-    found = torch.zeros_like(grouped)
+    result = torch.zeros_like(grouped)
     for t in range(len(base)):
         taken = base[t].float().view(grouped.shape[-2:]) + delta[..., side, t, :, None].float()
         earlier = grouped.narrow(-3, 0, max(0, x.shape[-2] - t))
         gap = torch.zeros_like(grouped.narrow(-3, 0, min(t, x.shape[-2])))
-        found = found + taken * torch.cat((gap, earlier), dim=-3)
-    return found.flatten(-2).to(x.dtype)
+        result = result + taken * torch.cat((gap, earlier), dim=-3)
+    return result.flatten(-2).to(x.dtype)
 
 
 def _forward(x: Tensor, base: Tensor, delta: Tensor, side: int) -> Tensor:

@@ -41,13 +41,13 @@ class Layout:
     def grid(self, window: int = 0, causal: bool = False) -> Tensor:
         """[A*B, S + A*B] bool, as one dense mask over all contexts and then all blocks."""
         A, S = len(self.seen), int(self.context[-1])
-        found = torch.zeros(A * self.block, S + A * self.block, dtype=torch.bool, device=self.seen.device)
+        result = torch.zeros(A * self.block, S + A * self.block, dtype=torch.bool, device=self.seen.device)
         for row in range(len(self.first) - 1):
             queries = slice(int(self.first[row]) * self.block, int(self.first[row + 1]) * self.block)
-            found[queries, int(self.context[row]) : int(self.context[row + 1])] = self.allowed(row, window)
-        owner = torch.arange(A * self.block, device=found.device) // self.block
-        found[:, S:] = (owner[:, None] == owner) & self.own(window, causal).repeat(A, A)
-        return found
+            result[queries, int(self.context[row]) : int(self.context[row + 1])] = self.allowed(row, window)
+        owner = torch.arange(A * self.block, device=result.device) // self.block
+        result[:, S:] = (owner[:, None] == owner) & self.own(window, causal).repeat(A, A)
+        return result
 
 
 def block_attend(
@@ -86,7 +86,7 @@ def reference_block_attend(
 ) -> Tensor:
     """Row by row with all its scores, [H, n, S + B]."""
     (H, D), K, B = q.shape[1:], k.shape[1], layout.block
-    found = []
+    items = []
     for row in range(len(layout.first) - 1):
         mine = slice(int(layout.first[row]) * B, int(layout.first[row + 1]) * B)
         theirs = slice(int(layout.context[row]), int(layout.context[row + 1]))
@@ -99,8 +99,8 @@ def reference_block_attend(
         weights = torch.cat((far.masked_fill(~allowed, -torch.inf), near), dim=-1).softmax(-1)
         far, near = weights.split((far.shape[-1], B), dim=-1)
         out = torch.einsum("kgabs,skd->abkgd", far, context_v[theirs].float())
-        found.append((out + torch.einsum("kgabc,ackd->abkgd", near, own_v)).reshape(-1, H * D))
-    return torch.cat(found).to(q.dtype)
+        items.append((out + torch.einsum("kgabc,ackd->abkgd", near, own_v)).reshape(-1, H * D))
+    return torch.cat(items).to(q.dtype)
 
 
 class _Blocks(torch.autograd.Function):
@@ -117,5 +117,5 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        found = cpu.blocks_backward(tuple(inputs), ctx.how, out, lse, grad.contiguous())
-        return *found, None, None, None, None
+        result = cpu.blocks_backward(tuple(inputs), ctx.how, out, lse, grad.contiguous())
+        return *result, None, None, None, None

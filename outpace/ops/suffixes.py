@@ -74,15 +74,15 @@ class Suffixes:
     def of(text: Tensor) -> "Suffixes":
         return Suffixes(text, sort_suffixes(text))
 
-    def grow(self, said: Tensor, nodes: int) -> Grown:
-        """said [m] int32, a text so far -> the likeliest `nodes` columns after it, best first; fewer where
+    def grow(self, history: Tensor, nodes: int) -> Grown:
+        """history [m] int32, a text so far -> the likeliest `nodes` columns after it, best first; fewer where
         less is known."""
         if not cpu.available():
-            return self.lookup(said.tolist()).grow(nodes)
-        found = cpu_suffix.grow(
+            return self.lookup(history.tolist()).grow(nodes)
+        result = cpu_suffix.grow(
             self.text,
             self.order,
-            said,
+            history,
             nodes,
             contexts=CONTEXTS,
             samples=SAMPLES,
@@ -93,10 +93,10 @@ class Suffixes:
             own_doubt=OWN_DOUBT,
             enough=ENOUGH,
         )
-        return Grown(*found)
+        return Grown(*result)
 
-    def lookup(self, said: list[int]) -> "Lookup":
-        return Lookup(*self._lists, said)
+    def lookup(self, history: list[int]) -> "Lookup":
+        return Lookup(*self._lists, history)
 
     @cached_property
     def _lists(self) -> tuple[list[int], list[int]]:
@@ -105,60 +105,64 @@ class Suffixes:
 
 @dataclass(frozen=True)
 class Lookup:
-    """The same in Python, where there is no kernel; the kernel agrees with it to the bit. `said` is the text
+    """The same in Python, where there is no kernel; the kernel agrees with it to the bit. `history`: the text
     to continue, text and order are what it is looked up in."""
 
     text: list[int]
     order: list[int]
-    said: list[int]
+    history: list[int]
 
     def token(self, at: int, known: int) -> int:
         place = self.order[at] + known
         return self.text[place] if place < len(self.text) else -1
 
-    def narrowed(self, found: Interval, token: int) -> Interval:
-        places = range(found.hi)
-        how = {"lo": found.lo, "hi": found.hi, "key": lambda at: self.token(at, found.known)}
+    def narrowed(self, result: Interval, token: int) -> Interval:
+        places = range(result.hi)
+        how = {"lo": result.lo, "hi": result.hi, "key": lambda at: self.token(at, result.known)}
         lo, hi = bisect_left(places, token, **how), bisect_right(places, token, **how)  # type: ignore[call-overload]
-        return Interval(lo, hi, found.known + 1)
+        return Interval(lo, hi, result.known + 1)
 
     def all_narrowed(self, contexts: list[Context], token: int) -> list[Context]:
         """These contexts with `token` behind them, as far as it occurs there."""
-        found: list[Context] = []
+        items: list[Context] = []
         for context in contexts:
             if isinstance(context, Places):
-                at = tuple(p + 1 for p in context.at if p < len(self.said) and self.said[p] == token)
-                found += [Places(at)] if at else []
+                at = tuple(p + 1 for p in context.at if p < len(self.history) and self.history[p] == token)
+                items += [Places(at)] if at else []
             else:
                 here = self.narrowed(context, token)
-                found += [here] if here.lo < here.hi else []
-        return found
+                items += [here] if here.lo < here.hi else []
+        return items
 
     def contexts(self) -> list[Context]:
         """Where the last CONTEXTS tokens occur, the longest that does first, and of one length the text's own
         before the others; of two with the same occurrences the longer one."""
-        found: list[Context] = []
+        items: list[Context] = []
         widest = widest_own = 0
         for length in CONTEXTS:
-            if length > len(self.said):
+            if length > len(self.history):
                 continue
-            tail = self.said[-length:]
-            own = [p for p in range(len(self.said) - 1, length - 1, -1) if self.said[p - length : p] == tail]
+            tail = self.history[-length:]
+            own = [
+                p
+                for p in range(len(self.history) - 1, length - 1, -1)
+                if self.history[p - length : p] == tail
+            ]
             if len(own) > widest_own:
-                found.append(Places(tuple(own[:RECENT])))
+                items.append(Places(tuple(own[:RECENT])))
                 widest_own = len(own)
             here = Interval(0, len(self.order), 0)
             for token in tail:
                 here = self.narrowed(here, token)
             if here.hi - here.lo > widest:
-                found.append(here)
+                items.append(here)
                 widest = here.hi - here.lo
-        return found
+        return items
 
     def sampled(self, context: Context) -> tuple[list[int], int, float]:
         """Up to SAMPLES tokens that follow, -1 for an end; of how many occurrences; how these are doubted."""
         if isinstance(context, Places):
-            tokens = [self.said[p] if p < len(self.said) else -1 for p in context.at]
+            tokens = [self.history[p] if p < len(self.history) else -1 for p in context.at]
             return tokens, len(tokens), OWN_DOUBT
         total = context.hi - context.lo
         looked = min(total, SAMPLES)

@@ -26,16 +26,16 @@ class Unrolled:
     @cached_property
     def rows(self) -> list["UnrolledRow"]:
         """Those that have a query."""
-        found = []
+        items = []
         for r in range(len(self.keys) - 1):
             begin, end = self.queries[r], self.queries[r + 1]
             if begin < end:
                 first, last = int(self.at[begin]), int(self.at[end - 1])
                 gaps = last - first != end - 1 - begin
-                found.append(
+                items.append(
                     UnrolledRow(slice(begin, end), self.keys[r], first, last, self.at[begin:end], gaps)
                 )
-        return found
+        return items
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def reference_unrolled_attend(
 ) -> Tensor:
     """The same with all scores of a row at once, [n, T + own]."""
     group = q.shape[1] // k.shape[1]
-    found = []
+    items = []
     for row in layout.rows:
         queries, keys = q[row.queries].float(), slice(row.begin, row.last + 1)
         near_k, near_v = (t[keys].float().repeat_interleave(group, dim=1) for t in (k, v))
@@ -105,8 +105,8 @@ def reference_unrolled_attend(
         out = torch.einsum("hns,shd->nhd", weights[..., : near_k.shape[0]], near_v)
         for i, (_, own_v) in enumerate(mine):
             out = out + weights[..., near_k.shape[0] + i].T[..., None] * own_v
-        found.append(out)
-    return torch.cat(found).to(q.dtype).flatten(1)
+        items.append(out)
+    return torch.cat(items).to(q.dtype).flatten(1)
 
 
 class _Unrolled(torch.autograd.Function):
@@ -147,9 +147,9 @@ class _Unrolled(torch.autograd.Function):
             given += [_heads(t[keys], group) for t in (wide_k, wide_v)]
             given += [_heads(joint[queries]), lse[queries].T.contiguous()[None]]
             bias = None if mask is None else _bias(mask, torch.float32)
-            found = flash_backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
-            dq[queries] += found[0][0].transpose(0, 1)
-            for whole, part in ((dk, found[1]), (dv, found[2])):
+            result = flash_backward(*given, 0.0, causal, attn_mask=bias, scale=scale)
+            dq[queries] += result[0][0].transpose(0, 1)
+            for whole, part in ((dk, result[1]), (dv, result[2])):
                 whole[keys] += _grouped(part[0].transpose(0, 1), group)
         delta = (by_head * joint).sum(-1)
         d_own = []

@@ -36,10 +36,10 @@ DEVICES = {
 }
 
 
-def parse_hardware(said: str) -> tuple[int, str]:
+def parse_hardware(message: str) -> tuple[int, str]:
     """ "8xh200" -> 8, "h200". Raises ValueError for a name that is not known, or no count."""
-    found = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*)", said.strip().lower())
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*)", message.strip().lower())
     known = ", ".join((*DEVICES, "this"))
-    if found is None or found[2] not in (*DEVICES, "this") or found[1] in ("0", "00"):
-        raise ValueError(f"hardware {said!r}: a count and a name such as 8xh200; known are {known}")
-    return int(found[1] or 1), found[2]
+    if match is None or match[2] not in (*DEVICES, "this") or match[1] in ("0", "00"):
+        raise ValueError(f"hardware {message!r}: a count and a name such as 8xh200; known are {known}")
+    return int(match[1] or 1), match[2]

@@ -53,7 +53,7 @@ def plan(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dict[s
     keep = TopKConfig(top_k=choices.top_k, min_context=choices.top_k) if choices.index_dim else None
     made = retrofitted(sizes, choices.rank, choices.index_dim, choices.index_heads, keep)
     changed = bool(choices.rank or choices.index_dim)
-    found = {
+    values = {
         "model": _model(sizes),
         "hardware": asdict(device) | {"devices": devices},
         "choices": asdict(choices),
@@ -67,7 +67,7 @@ def plan(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dict[s
         "teacher_cache_bytes": choices.tokens * _cached(sizes, choices),
     }
     learnt = {"trainable_parameters": trainable(made.config)}
-    return found | learnt | {"assumptions": assumptions(device, choices)}
+    return values | learnt | {"assumptions": assumptions(device, choices)}
 
 
 def _model(sizes: Sizes) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _decode(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dic
     number, rate = choices.kv_bits / 8, device.bandwidth * devices
     kv = choices.batch * sizes.kv_read(choices.context, number)
     one = sizes.weights_read(choices.batch, KINSHIP) + kv
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "bytes_per_step": one,
         "bound_tokens_per_s": choices.batch * rate / one,
         "expected_tokens_per_s": [choices.batch * share * rate / one for share in OF_BOUND],
@@ -110,10 +110,10 @@ def _decode(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dic
     if choices.draft_parameters:
         drafted = choices.draft_parameters * choices.draft_bits / 8
         verify = sizes.weights_read(choices.batch * choices.columns, KINSHIP) + kv
-        found |= {"verify_over_step": verify / one, "draft_over_step": drafted / one}
+        values |= {"verify_over_step": verify / one, "draft_over_step": drafted / one}
         if choices.tau:
-            found["speedup"] = choices.tau * one / (verify + drafted)
-    return found
+            values["speedup"] = choices.tau * one / (verify + drafted)
+    return values
 
 
 def _cached(sizes: Sizes, choices: Choices) -> float:
@@ -130,7 +130,7 @@ def _training(sizes: Sizes, made: Sizes, device: Device, devices: int, choices: 
     passes = 3 if trainable(made.config) else 1
     flops = choices.tokens * (passes * (2 * sizes.active + attended) + 6 * learnt)
     hours = [flops / (device.flops * devices * share) / 3600 for share in reversed(MFU)]
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "tokens": choices.tokens,
         "flops": flops,
         "weights": sizes.nbytes,
@@ -141,24 +141,24 @@ def _training(sizes: Sizes, made: Sizes, device: Device, devices: int, choices: 
         "hours": hours,
     }
     if device.price is not None:
-        found["cost"] = [h * devices * price for h, price in zip(hours, device.price, strict=True)]
-    return found
+        values["cost"] = [h * devices * price for h, price in zip(hours, device.price, strict=True)]
+    return values
 
 
 def assumptions(device: Device, choices: Choices) -> list[str]:
     """In words, to be printed with the numbers."""
-    rate, room, flops = device.bandwidth / GIGA, device.memory / GIGA, device.flops / TERA
-    said = [
-        f"a device: {rate:,.0f} GB/s, {room:,.0f} GB, {flops:,.1f} TFLOP/s",
+    rate, headroom, flops = device.bandwidth / GIGA, device.memory / GIGA, device.flops / TERA
+    items = [
+        f"a device: {rate:,.0f} GB/s, {headroom:,.0f} GB, {flops:,.1f} TFLOP/s",
         f"expected speed: {OF_BOUND[0]:.0%} to {OF_BOUND[1]:.0%} of the bandwidth bound",
         f"experts of n tokens: K + {KINSHIP} (E (1 - (1 - K/E)^n) - K)",
     ]
     if choices.rank:
-        said.append("the products that make keys and values of latents are not counted, only bytes")
+        items.append("the products that make keys and values of latents are not counted, only bytes")
     if choices.tokens:
         price = "no price is known" if device.price is None else "${} to ${} an hour".format(*device.price)
-        said.append(f"training at {MFU[0]:.0%} to {MFU[1]:.0%} of the products a second; {price}")
-        said.append(f"AdamW: {ADAMW} bytes a trained parameter; rows of {choices.row_tokens}, one at a time")
+        items.append(f"training at {MFU[0]:.0%} to {MFU[1]:.0%} of the products a second; {price}")
+        items.append(f"AdamW: {ADAMW} bytes a trained parameter; rows of {choices.row_tokens}, one at a time")
     if choices.draft_parameters and not choices.tau:
-        said.append("no tau was given, so no speed with the draft is said")
-    return said
+        items.append("no tau was given, so no speed with the draft is said")
+    return items

@@ -41,12 +41,14 @@ def calibrate(target: Decoder, rows: Sequence[Sequence[int]], layers: Sequence[i
     for row in rows:
         states = states_of(target, torch.tensor([list(row)], device=target.device))
         for layer in layers:
-            found = _sums(target.attentions[layer], read_by(target, layer, states)[0])
-            found.append(states[layer + 1].double().square().sum())
-            sums[layer] = [a + b for a, b in zip(sums[layer], found, strict=True)] if layer in sums else found
+            result = _sums(target.attentions[layer], read_by(target, layer, states)[0])
+            result.append(states[layer + 1].double().square().sum())
+            sums[layer] = (
+                [a + b for a, b in zip(sums[layer], result, strict=True)] if layer in sums else result
+            )
     return {
-        layer: _moments(target, target.attentions[layer], [part / total for part in found], total)
-        for layer, found in sums.items()
+        layer: _moments(target, target.attentions[layer], [part / total for part in result], total)
+        for layer, result in sums.items()
     }
 
 

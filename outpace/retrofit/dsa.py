@@ -39,7 +39,7 @@ class Seen:
 @torch.no_grad()
 def looked_at(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> dict[int, Seen]:
     """tokens [T] int64 of one text from its beginning, gone over by the target as it is switched."""
-    states, found = states_of(target, tokens[None]), {}
+    states, values = states_of(target, tokens[None]), {}
     for layer in layers:
         attention, x = target.attentions[layer], read_by(target, layer, states)[0]
         K, D = attention.kv_heads, attention.head_dim
@@ -47,8 +47,8 @@ def looked_at(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> dict[in
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = (rms_norm(y, n.weight, n.eps) for y, n in ((q, attention.q_norm), (k, attention.k_norm)))
         assert k.shape[1] == K
-        found[layer] = Seen(attention, x, q, k)
-    return found
+        values[layer] = Seen(attention, x, q, k)
+    return values
 
 
 def _split(qkv: Tensor, attention: Attention) -> tuple[Tensor, ...]:
@@ -237,8 +237,8 @@ def temper(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep:
     positions = torch.arange(len(text) // 4, len(text), EVERY, device=target.device)
     tokens = torch.tensor(list(text), device=target.device)
     for layer, seen in looked_at(target, tokens, list(made)).items():
-        found = mass(target, made[layer], seen, positions)
-        tried = {x: float(replace(found, scores=found.scores * x).divergence(keep)) for x in TEMPERATURES}
+        result = mass(target, made[layer], seen, positions)
+        tried = {x: float(replace(result, scores=result.scores * x).divergence(keep)) for x in TEMPERATURES}
         heads = made[layer].heads
         for part in (made[layer].proj.weight, made[layer].proj.bias):
             assert isinstance(part, Tensor)
@@ -266,6 +266,6 @@ def mass_table(
                 sums.setdefault((layer, share), []).append(torch.stack(kept))
     return [
         {"layer": layer, "share": share}
-        | dict(zip(("index", "recent", "best"), torch.cat(found, 1).mean(1).tolist(), strict=True))
-        for (layer, share), found in sums.items()
+        | dict(zip(("index", "recent", "best"), torch.cat(result, 1).mean(1).tolist(), strict=True))
+        for (layer, share), result in sums.items()
     ]

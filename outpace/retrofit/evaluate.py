@@ -20,26 +20,26 @@ def texts_of(
     """The first `row_tokens` tokens of `count` documents, by lot. Raises ValueError where fewer are long
     enough."""
     order = torch.randperm(len(documents), generator=seeded(seed)).tolist()
-    found: list[list[int]] = []
+    items: list[list[int]] = []
     for i in order:
-        if len(found) == count:
-            return found
+        if len(items) == count:
+            return items
         ids = encode(tokenizer, documents[i].text)
         if len(ids) >= row_tokens:
-            found.append(ids[:row_tokens])
-    if len(found) < count:
+            items.append(ids[:row_tokens])
+    if len(items) < count:
         raise ValueError(
-            f"corpus: {len(found)} files have {row_tokens} tokens, and {count} are wanted: "
+            f"corpus: {len(items)} files have {row_tokens} tokens, and {count} are wanted: "
             "lower rows or row_tokens, or name a larger --corpus"
         )
-    return found
+    return items
 
 
 @torch.inference_mode()
 def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
     """Held-out loss in nats a token; and against `before`, the log-probabilities of another target on the
     same texts, the mean KL(before || this) and the share of tokens whose likeliest successor is the same."""
-    said, nll, kl, same, total = [], 0.0, 0.0, 0, 0
+    items, nll, kl, same, total = [], 0.0, 0.0, 0, 0
     for n, text in enumerate(texts):
         tokens = torch.tensor([text], device=target.device)
         hidden = target(tokens[:, :-1]).hidden[0]
@@ -53,9 +53,9 @@ def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None =
                 kl += float((old.exp() * (old - logp)).sum())
                 same += int((old.argmax(-1) == logp.argmax(-1)).sum())
             pieces.append(logp)
-        said.append(torch.cat(pieces))
+        items.append(torch.cat(pieces))
         total += len(hidden)
-    found: dict[str, Any] = {"nats_per_token": round(nll / total, 5), "log_probabilities": said}
+    values: dict[str, Any] = {"nats_per_token": round(nll / total, 5), "log_probabilities": items}
     if before is not None:
-        found |= {"kl": round(kl / total, 5), "same_likeliest": round(same / total, 5)}
-    return found
+        values |= {"kl": round(kl / total, 5), "same_likeliest": round(same / total, 5)}
+    return values

@@ -103,14 +103,14 @@ def attach(target: Decoder, bases: Mapping[int, Basis], ranks: Mapping[int, int]
     config = target.config
     ranks_by_layer = tuple(ranks.get(i, 0) for i in range(config.num_layers))
     target.config = replace(config, mla_ranks=ranks_by_layer, use_mla_kv=True)
-    for layer, found in bases.items():
+    for layer, result in bases.items():
         attention, rank = target.attentions[layer], ranks[layer]
         latent = Latent(target.config, rank)
         W, b = projection(attention)
         half = len(W) // 2
-        _fill(latent.down, found.down[:rank] @ W, found.down[:rank] @ (b - found.mean))
+        _fill(latent.down, result.down[:rank] @ W, result.down[:rank] @ (b - result.mean))
         for part, rows in ((latent.k_up, slice(half)), (latent.v_up, slice(half, None))):
-            _fill(part, found.up[rows, :rank], found.mean[rows])
+            _fill(part, result.up[rows, :rank], result.mean[rows])
         attention.latent, attention.use_latent = latent.requires_grad_(False).to(target.device), True
 
 
@@ -140,12 +140,12 @@ class Error:
 def errors(
     target: Decoder, bases: Mapping[int, Basis], moments: Mapping[int, Moments], ranks: Mapping[int, int]
 ) -> list[Error]:
-    found = []
+    entries = []
     for layer, made in bases.items():
         of, left = moments[layer], made.residual(moments[layer], ranks[layer])
         M, half = metric(target.attentions[layer], of), len(left) // 2
         parts = slice(half), slice(half, None)
         k, v = (float(left.diagonal()[rows].sum() / of.cov.diagonal()[rows].sum()) for rows in parts)
         cost = float((M * left).sum() / (M * of.cov).sum())
-        found.append(Error(layer, ranks[layer], k, v, cost))
-    return found
+        entries.append(Error(layer, ranks[layer], k, v, cost))
+    return entries

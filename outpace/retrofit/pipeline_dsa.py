@@ -56,11 +56,11 @@ def retrofit_dsa(
     target, tokenizer = open_for(path, out)
     layers, heads, dim = asked_of(target, settings)
     on_stage("reading text")
-    texts, judged = texts_for(tokenizer, documents, settings)
+    texts, validation = texts_for(tokenizer, documents, settings)
     on_stage(f"going over {settings.rows} texts with {len(layers)} layers")
     made = first_indexes(target, texts, layers, heads, dim)
     dsa.temper(target, made, texts[0], settings.keep)
-    before = judge(target, judged)
+    before = judge(target, validation)
     whose = fingerprint(target)
     on_stage("judging on held-out text")
     dsa.attach_index(target, made, settings.keep)
@@ -70,7 +70,7 @@ def retrofit_dsa(
         "calibration_tokens": sum(map(len, texts)),
         "numbers_per_token": numbers_of(target),
         "parameters": sum(p.numel() for indexer in made.values() for p in indexer.parameters()),
-        **judged_indexes(target, judged, before),
+        **index_metrics(target, validation, before),
     }
     on_stage("saving")
     save_retrofit(target, tokenizer, path, out, report, REPORT)
@@ -93,8 +93,8 @@ def first_indexes(
     for text in texts:
         tokens = torch.tensor(list(text), device=target.device)
         for layer, seen in dsa.looked_at(target, tokens, layers).items():
-            found = dsa.Phases.of(seen)
-            sums[layer] = sums[layer] + found if layer in sums else found
+            result = dsa.Phases.of(seen)
+            sums[layer] = sums[layer] + result if layer in sums else result
     return {i: dsa.first_weights(target.attentions[i], phases, heads, dim) for i, phases in sums.items()}
 
 
@@ -105,13 +105,13 @@ def numbers_of(target: Decoder) -> dict[str, int]:
     return {"before": kept, "after": kept + sum(config.index_numbers(i) for i in layers)}
 
 
-def judged_indexes(target: Decoder, judged: list[list[int]], before: Mapping[str, Any]) -> dict[str, Any]:
+def index_metrics(target: Decoder, entries: list[list[int]], before: Mapping[str, Any]) -> dict[str, Any]:
     """What the indexes keep of the attention's mass, layer by layer; held-out loss with and without them."""
-    after = judge(target, judged, before["log_probabilities"])
+    after = judge(target, entries, before["log_probabilities"])
     plain = {name: value for name, value in before.items() if name != "log_probabilities"}
     del after["log_probabilities"]
     config = target.config
     target.use_dsa(False)  # the states of the target as it was
-    table = dsa.mass_table(target, judged, config.dsa_layers, config.dsa_keep.by_count)
+    table = dsa.mass_table(target, entries, config.dsa_layers, config.dsa_keep.by_count)
     target.use_dsa(True)
-    return {"mass": table, "held_out": {"texts": len(judged), "before": plain, "after": after}}
+    return {"mass": table, "held_out": {"texts": len(entries), "before": plain, "after": after}}

@@ -67,23 +67,23 @@ def retrofit_mla(
     target, tokenizer = open_for(path, out)
     layers, rank = asked_of(target, settings)
     on_stage("reading text")
-    texts, judged = texts_for(tokenizer, documents, settings, extra=JUDGED if settings.searches else 0)
+    texts, validation = texts_for(tokenizer, documents, settings, extra=JUDGED if settings.searches else 0)
     on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
     moments = calibrate(target, texts[: settings.rows], layers)
     table = [
-        {"method": method, "fraction": fraction, "layers": [asdict(e) for e in found]}
-        for method, fraction, found in error_table(target, moments)
+        {"method": method, "fraction": fraction, "layers": [asdict(e) for e in result]}
+        for method, fraction, result in error_table(target, moments)
     ]
     on_stage("factoring")
     balance, tried = chosen_balance(target, moments, rank, settings, texts[settings.rows :])
     bases = bases_of(target, moments, settings.method, balance)
     ranks = settings.ranks(bases, rank)
     lost = mla.errors(target, bases, moments, ranks)
-    before = judge(target, judged)
+    before = judge(target, validation)
     whose = fingerprint(target)
     mla.attach(target, bases, ranks)
     on_stage("judging on held-out text")
-    after = judge(target, judged, before.pop("log_probabilities"))
+    after = judge(target, validation, before.pop("log_probabilities"))
     del after["log_probabilities"]
     remembered = (replace(target.config, use_mla_kv=False), target.config)
     numbers = [sum(map(config.kv_numbers, layers)) for config in remembered]
@@ -98,7 +98,7 @@ def retrofit_mla(
         "parameters": sum(p.numel() for a in target.attentions if a.latent for p in a.latent.parameters()),
         "errors": [asdict(e) for e in lost],
         "errors_by_method": table,
-        "held_out": {"texts": len(judged), "before": before, "after": after},
+        "held_out": {"texts": len(validation), "before": before, "after": after},
     }
     on_stage("saving")
     save_retrofit(target, tokenizer, path, out, report, REPORT)
@@ -123,13 +123,13 @@ def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balan
 
 def error_table(target: Decoder, moments: Mapping[int, Moments]) -> list[tuple[str, float, list[mla.Error]]]:
     """Every method at every fraction, all layers of one rank."""
-    found = []
+    entries = []
     for method in mla.METHODS:
         bases = bases_of(target, moments, method, mla.BALANCE)
         for fraction in FRACTIONS:
             ranks = {i: max(1, round(fraction * len(b.mean))) for i, b in bases.items()}
-            found.append((method, fraction, mla.errors(target, bases, moments, ranks)))
-    return found
+            entries.append((method, fraction, mla.errors(target, bases, moments, ranks)))
+    return entries
 
 
 def chosen_balance(

@@ -22,11 +22,11 @@ from outpace.retrofit.dsa import looked_at, mass, mass_table
 from outpace.retrofit.evaluate import texts_of
 from outpace.retrofit.train_frozen import (
     FrozenRecipe,
-    judged_three,
     learners,
     once,
     publish,
     row_of,
+    three_losses,
     train_frozen,
 )
 from outpace.text.corpus import Document
@@ -64,9 +64,9 @@ def train_dsa(
     if not config.dsa_layers:
         raise ValueError("train dsa: this target has no index: give it one by outpace retrofit dsa")
     indexers = {i: indexer for i in config.dsa_layers if (indexer := target.attentions[i].indexer)}
-    texts = texts_of(tokenizer, held_out, recipe.judged, recipe.row_tokens, recipe.seed)
+    texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
     keep = config.dsa_keep.by_count
-    untrained = once(folder, lambda: _judged(target, texts, None))
+    untrained = once(folder, lambda: _evaluated(target, texts, None))
     stream = token_stream(tokenizer, train, recipe.seed)
     parameters = learners(target, indexers.values())
     sparse_from = round(recipe.steps * (1 - recipe.sparse_share))
@@ -75,17 +75,17 @@ def train_dsa(
         sparse = step >= sparse_from
         target.use_dsa(sparse)
         row = row_of(stream, recipe.row_tokens, 1, step, recipe.seed)[0].to(target.device)
-        found = _losses(target, indexers, row, recipe, keep, sparse, step)
-        total = torch.stack([loss for loss, _ in found.values()]).mean()
-        kept = {f"kept_{i}": round(kept.item(), 4) for i, (_, kept) in found.items()}
+        result = _losses(target, indexers, row, recipe, keep, sparse, step)
+        total = torch.stack([loss for loss, _ in result.values()]).mean()
+        kept = {f"kept_{i}": round(kept.item(), 4) for i, (_, kept) in result.items()}
         return total, {"kept": sum(kept.values()) / len(kept), **kept}
 
     train_frozen(target, parameters, recipe, losses, folder, "index", stop_after)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     if len(log) < recipe.steps:
         return None
-    said = _judged(target, texts, untrained["held_out"]["after"]) | {"mass_untrained": untrained["mass"]}
-    return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, said)
+    fields = _evaluated(target, texts, untrained["held_out"]["after"]) | {"mass_untrained": untrained["mass"]}
+    return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, fields)
 
 
 def _losses(
@@ -102,13 +102,13 @@ def _losses(
     rng = seeded(recipe.seed, 5, step)
     positions = first + torch.randperm(len(row) - first, generator=rng)[:many].sort().values.to(row.device)
     seen = looked_at(target, row, list(indexers))
-    found = {i: mass(target, indexer, seen[i], positions) for i, indexer in indexers.items()}
-    return {i: (each.divergence(keep, sparse), each.kept(keep).mean()) for i, each in found.items()}
+    fields = {i: mass(target, indexer, seen[i], positions) for i, indexer in indexers.items()}
+    return {i: (each.divergence(keep, sparse), each.kept(keep).mean()) for i, each in fields.items()}
 
 
-def _judged(target: Decoder, texts: list[list[int]], untrained: dict[str, Any] | None) -> dict[str, Any]:
+def _evaluated(target: Decoder, texts: list[list[int]], untrained: dict[str, Any] | None) -> dict[str, Any]:
     """What the indexes keep of the mass that the target with full attention gives; held-out loss."""
     target.use_dsa(False)
     keep = target.config.dsa_keep.by_count
     table = mass_table(target, texts, target.config.dsa_layers, keep)
-    return {"mass": table, "held_out": judged_three(target, texts, target.use_dsa, untrained)}
+    return {"mass": table, "held_out": three_losses(target, texts, target.use_dsa, untrained)}

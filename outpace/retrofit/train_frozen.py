@@ -20,7 +20,7 @@ from outpace.text.template import ChatTemplate
 from outpace.train.rows import rows_of_step
 from outpace.train.trainer import fit, warmup_linear
 
-COUNTS = ("steps", "rows", "queries", "judged", "save_every")  # at least 1
+COUNTS = ("steps", "rows", "queries", "validation_texts", "save_every")  # at least 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class FrozenRecipe:
     lr: float = 1e-3
     warmup: int = 10
     decay: float = 0.6
-    judged: int = 8  # held-out texts of row_tokens
+    validation_texts: int = 8  # held-out texts of row_tokens
     save_every: int = 20
     seed: int = 1
 
@@ -51,10 +51,10 @@ def learners(target: Decoder, parts: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The floating parameters of `parts`, which want gradients from now on; no other of the target's does."""
     for parameter in target.parameters():
         parameter.requires_grad_(False)
-    found = [p for part in parts for name, p in part.named_parameters() if name != "frequencies"]
-    for parameter in found:
+    items = [p for part in parts for name, p in part.named_parameters() if name != "frequencies"]
+    for parameter in items:
         parameter.requires_grad_(True)
-    return found
+    return items
 
 
 def row_of(stream: np.ndarray, length: int, rows: int, step: int, seed: int) -> Tensor:
@@ -98,15 +98,15 @@ def once(folder: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """folder/untrained.json: how the retrofit was judged as it came, kept for a run that resumes."""
     path = folder / "untrained.json"
     if path.is_file():
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        values: dict[str, Any] = json.loads(path.read_text())
+        return values
     folder.mkdir(parents=True, exist_ok=True)
-    found = make()
-    write_json(path, found)
-    return found
+    values = make()
+    write_json(path, values)
+    return values
 
 
-def judged_three(
+def three_losses(
     target: Decoder, texts: list[list[int]], switch: Callable[[bool], None], untrained: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Held-out loss of the original, of the retrofit before training (as judged then) and after it."""
@@ -126,7 +126,7 @@ def publish(
     name: str,
     recipe: FrozenRecipe,
     log: Sequence[dict[str, Any]],
-    said: dict[str, Any],
+    values: dict[str, Any],
 ) -> dict[str, Any]:
     """out/, a checkpoint, and out/NAME, its report, which is returned."""
     report = {
@@ -135,7 +135,7 @@ def publish(
         "steps": len(log),
         "training_hours": round(sum(line["seconds"] for line in log) / 3600, 3),
         "loss_curve": [[line["step"], round(line["loss"], 5)] for line in log[:: max(1, len(log) // 100)]],
-        **said,
+        **values,
     }
     write_folder(target, out, tokenizer, template)
     write_json(out / name, report)

@@ -20,11 +20,11 @@ from outpace.retrofit.evaluate import texts_of
 from outpace.retrofit.states import read_by, states_of
 from outpace.retrofit.train_frozen import (
     FrozenRecipe,
-    judged_three,
     learners,
     once,
     publish,
     row_of,
+    three_losses,
     train_frozen,
 )
 from outpace.text.corpus import Document
@@ -64,8 +64,8 @@ def train_mla(
     again when all learn together. Raises ValueError for a target that has no latents."""
     if not target.config.mla_ranks:
         raise ValueError("train mla: this target has no latents: give it some by outpace retrofit mla")
-    texts = texts_of(tokenizer, held_out, recipe.judged, recipe.row_tokens, recipe.seed)
-    untrained = once(folder, lambda: judged_three(target, texts, target.use_mla_kv, None)["after"])
+    texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
+    untrained = once(folder, lambda: three_losses(target, texts, target.use_mla_kv, None)["after"])
     stream = None if teacher is not None else token_stream(tokenizer, train, recipe.seed)
     attentions = {i: a for i, a in enumerate(target.attentions) if a.latent is not None}
     parameters = learners(target, (a.latent for a in attentions.values() if a.latent is not None))
@@ -81,22 +81,22 @@ def train_mla(
         if step < together_from:
             loss = torch.stack([layer_losses(target, attentions, rows) for rows, _ in pairs]).mean()
             return loss, {"layers": loss.item()}
-        found = [whole_losses(target, rows, final) for rows, final in pairs]
-        kl, mse = (torch.stack(part).mean() for part in zip(*found, strict=True))
+        items = [whole_losses(target, rows, final) for rows, final in pairs]
+        kl, mse = (torch.stack(part).mean() for part in zip(*items, strict=True))
         return recipe.kl * kl + recipe.mse * mse, {"kl": kl.item(), "mse": mse.item()}
 
     train_frozen(target, parameters, recipe, losses, folder, "latents", stop_after)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     if len(log) < recipe.steps:
         return None
-    held = judged_three(target, texts, target.use_mla_kv, untrained)
+    held = three_losses(target, texts, target.use_mla_kv, untrained)
     return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, {"held_out": held})
 
 
 def cached_texts(teacher: Teacher, recipe: MlaRecipe, step: int) -> list[tuple[Tensor, Tensor | None]]:
     """The step's texts [1, T] and final states [T, C], another order every epoch. Raises ValueError for a
     cache without final states, and for texts that do not begin at position 0."""
-    found: list[tuple[Tensor, Tensor | None]] = []
+    items: list[tuple[Tensor, Tensor | None]] = []
     for n in range(step * recipe.rows, (step + 1) * recipe.rows):
         epoch, i = divmod(n, len(teacher))
         order = torch.randperm(len(teacher), generator=seeded(recipe.seed, 6, epoch))
@@ -106,8 +106,8 @@ def cached_texts(teacher: Teacher, recipe: MlaRecipe, step: int) -> list[tuple[T
                 "train mla: this cache has no final states, or texts at other positions: build one with "
                 "teacher build --final and without --position-offsets"
             )
-        found.append((sample.tokens[None, : recipe.row_tokens].long(), sample.final[: recipe.row_tokens]))
-    return found
+        items.append((sample.tokens[None, : recipe.row_tokens].long(), sample.final[: recipe.row_tokens]))
+    return items
 
 
 def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor) -> Tensor:
@@ -116,16 +116,16 @@ def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor
         target.use_mla_kv(False)
         states = states_of(target, rows)
         cos, sin = target.rope(torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1))
-    found = []
+    entries = []
     for layer, attention in attentions.items():
         x = read_by(target, layer, states)
         with torch.no_grad():
             wanted = attention(x, cos, sin, None, None).float()
         attention.use_latent = True
-        said = attention(x, cos, sin, None, None).float()
-        found.append((said - wanted).square().mean() / wanted.square().mean())
+        value = attention(x, cos, sin, None, None).float()
+        entries.append((value - wanted).square().mean() / wanted.square().mean())
     target.use_mla_kv(True)
-    return torch.stack(found).mean()
+    return torch.stack(entries).mean()
 
 
 def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> 
         target.use_mla_kv(False)
         wanted = target(rows).hidden.flatten(0, 1) if final is None else final.to(rows.device, target.dtype)
         target.use_mla_kv(True)
-    said = target(rows).hidden.flatten(0, 1)
+    value = target(rows).hidden.flatten(0, 1)
     head, labels = target.dense_head, rows.flatten()
-    kl = block_losses("kl", said, head, labels, wanted, head).loss.mean()
-    return kl, (said.float() - wanted.float()).square().mean() / wanted.float().square().mean()
+    kl = block_losses("kl", value, head, labels, wanted, head).loss.mean()
+    return kl, (value.float() - wanted.float()).square().mean() / wanted.float().square().mean()

@@ -200,9 +200,9 @@ def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
             raise StoreError(f"{folder} holds other files and no meta.json: name an empty or a new folder")
         write_meta(folder, wanted)
         return []
-    found = read_meta(folder)
+    meta = read_meta(folder)
     for name in (f.name for f in fields(TeacherMeta) if f.name not in ("shards", "recipe")):
-        old, new = getattr(found, name), getattr(wanted, name)
+        old, new = getattr(meta, name), getattr(wanted, name)
         if old != new:
             raise StoreError(
                 f"{folder} was begun with {name} {old}, this build has {new}: give what it was begun "
@@ -210,14 +210,14 @@ def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
             )
     # the recipe of a JSON file has lists where ours has tuples
     new_recipe = {k: list(v) if isinstance(v, tuple) else v for k, v in wanted.recipe.items()}
-    old_recipe = {"final": False} | found.recipe  # a cache may be older than the setting
+    old_recipe = {"final": False} | meta.recipe  # a cache may be older than the setting
     keys = sorted(k for k in old_recipe | new_recipe if old_recipe.get(k) != new_recipe.get(k))
     if keys:
         differing = ", ".join(f"{k} {old_recipe.get(k)} (now {new_recipe.get(k)})" for k in keys)
         raise StoreError(
             f"{folder} was begun with {differing}: give the settings it was begun with, or another folder"
         )
-    return list(found.shards)
+    return list(meta.shards)
 
 
 def _finished(folder: Path, shards: list[Shard], k: int) -> bool:
@@ -233,10 +233,10 @@ def _check_disk(folder: Path, recipe: TeacherRecipe, meta: TeacherMeta, finished
     needed = most - sum(s.nbytes for s in finished)
     free = shutil.disk_usage(folder).free
     if needed > free:
-        mend = "" if recipe.dtype == "fp8" else ', or take dtype "fp8" (half the size)'
+        message = "" if recipe.dtype == "fp8" else ', or take dtype "fp8" (half the size)'
         raise StoreError(
             f"the cache needs up to {needed:,} bytes more and {folder} has {free:,} free: make room, "
-            f"lower samples, response_tokens or position_offsets{mend}"
+            f"lower samples, response_tokens or position_offsets{message}"
         )
 
 
@@ -284,7 +284,7 @@ def _respond(
 ) -> dict[int, list[int]]:
     """Batches of one temperature and of near prompt lengths, which prefill pads; rows end on their own."""
     stop = frozenset(target.config.eos_token_ids)
-    found: dict[int, list[int]] = {}
+    values: dict[int, list[int]] = {}
     for temperature in (0.0, 1.0):
         same = [i for i in prompt if recipe.temperature(i) == temperature]
         same.sort(key=lambda i: len(prompt[i]))
@@ -296,8 +296,8 @@ def _respond(
             number = seeded(recipe.seed, RESPONSE, rows[0]).initial_seed()
             rng = torch.Generator(target.device).manual_seed(number)
             made = generate(target, [prompt[i] for i in rows], request, rng=rng)
-            found |= dict(zip(rows, made.tokens, strict=True))
-    return found
+            values |= dict(zip(rows, made.tokens, strict=True))
+    return values
 
 
 @torch.inference_mode()

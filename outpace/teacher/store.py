@@ -162,16 +162,16 @@ def read_meta(folder: Path | str) -> TeacherMeta:
     if not path.is_file():
         raise StoreError(f"{folder} holds no meta.json: name the folder of a teacher cache, or build one")
     try:
-        said = json.loads(path.read_text())
-        version = said["format_version"]
+        data = json.loads(path.read_text())
+        version = data["format_version"]
         if version > FORMAT_VERSION:
             raise StoreError(
                 f"{path} has format version {version}; this Outpace reads up to {FORMAT_VERSION}: "
                 "upgrade it, or build the cache anew in another folder"
             )
-        said["target_layer_ids"] = tuple(said["target_layer_ids"])
-        said["shards"] = tuple(Shard(**shard) for shard in said["shards"])
-        return TeacherMeta(**said)
+        data["target_layer_ids"] = tuple(data["target_layer_ids"])
+        data["shards"] = tuple(Shard(**shard) for shard in data["shards"])
+        return TeacherMeta(**data)
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise StoreError(f"{path} is not a teacher cache's meta.json ({error!r}): build it anew") from error
 
@@ -237,8 +237,8 @@ class TeacherCache:
     def describe(self) -> dict[str, Any]:
         """What a reader wants to know, ready for JSON."""
         meta = self.meta
-        said = {k: v for k, v in asdict(meta).items() if k not in ("shards", "planned_samples", "recipe")}
-        return said | {
+        values = {k: v for k, v in asdict(meta).items() if k not in ("shards", "planned_samples", "recipe")}
+        return values | {
             "samples": meta.samples,
             "planned_samples": meta.planned_samples,
             "tokens": meta.tokens,
@@ -266,10 +266,10 @@ class TeacherCache:
             _check_size(self.folder, shard)
             path = self.folder / shard.file
             with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard.sha256:
+                result = hashlib.file_digest(file, "sha256").hexdigest()
+            if result != shard.sha256:
                 raise StoreError(
-                    f"{path} was altered: its sha256 is {found[:16]}.., meta.json says "
+                    f"{path} was altered: its sha256 is {result[:16]}.., meta.json says "
                     f"{shard.sha256[:16]}..; {REBUILD}"
                 )
         return self.meta.nbytes

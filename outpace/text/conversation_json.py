@@ -4,7 +4,7 @@ import difflib
 from dataclasses import replace
 from typing import Any
 
-from outpace.text.json_fields import Said, a_list, an_object, check_keys, fail, kind, string, text
+from outpace.text.json_fields import JsonValue, a_list, an_object, check_keys, fail, kind, string, text
 from outpace.text.messages import Conversation, Developer, Namespace, System, Tool
 from outpace.text.messages_json import COMMON, MessageReader
 
@@ -20,7 +20,7 @@ SETTINGS = {
 }
 
 
-def parse_conversation(said: Any, *, system: System | None = None) -> Conversation:
+def parse_conversation(value: Any, *, system: System | None = None) -> Conversation:
     """A conversation from decoded JSON: an object with `messages`, or the list of messages itself.
 
     Beside `messages`: `tools` (OpenAI's list of functions), `reasoning` (low, medium, high), `system` (an
@@ -40,18 +40,18 @@ def parse_conversation(said: Any, *, system: System | None = None) -> Conversati
 
     Raises ValueError that names the field: messages[2].tool_calls[0].function.name.
     """
-    if isinstance(said, list):
-        said = {"messages": said}
-    if not isinstance(said, dict) or not isinstance(said.get("messages"), list):
+    if isinstance(value, list):
+        value = {"messages": value}
+    if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
         raise ValueError("a conversation is a JSON object with a list of `messages`")
-    for key in said:
+    for key in value:
         near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
         if near and key not in KEYS:
             raise ValueError(f"unknown key `{key}`; did you mean `{near[0]}`?")
     settings = _Settings(system)
-    settings.read(said)
+    settings.read(value)
     reader = MessageReader()
-    for i, message in enumerate(said["messages"]):
+    for i, message in enumerate(value["messages"]):
         place = f"messages[{i}]"
         an_object(message, place)
         if reader.began or not settings.take(message, place):
@@ -60,10 +60,10 @@ def parse_conversation(said: Any, *, system: System | None = None) -> Conversati
     return Conversation(messages=tuple(reader.done), system=settings.system, developer=settings.developer())
 
 
-def parse_tools(said: Any, place: str = "tools") -> tuple[Tool, ...]:
+def parse_tools(value: Any, place: str = "tools") -> tuple[Tool, ...]:
     """OpenAI's list of functions: `{"type": "function", "function": {..}}`, or the inner objects alone."""
-    found = []
-    for i, tool in enumerate(a_list(said, place)):
+    items = []
+    for i, tool in enumerate(a_list(value, place)):
         where = f"{place}[{i}]"
         tool = an_object(tool, where)
         if tool.get("type", "function") != "function":
@@ -77,10 +77,10 @@ def parse_tools(said: Any, place: str = "tools") -> tuple[Tool, ...]:
             an_object(parameters, f"{where}.parameters")
         description = string(function, "description", where) or ""
         try:
-            found.append(Tool(name=name, description=description, parameters=parameters))
+            items.append(Tool(name=name, description=description, parameters=parameters))
         except ValueError as error:
             fail(where, str(error))
-    return tuple(found)
+    return tuple(items)
 
 
 class _Settings:
@@ -93,13 +93,13 @@ class _Settings:
 
     def developer(self) -> Developer | None:
         """None where there is nothing to say: an empty developer message confuses gpt-oss."""
-        said = "\n\n".join(filter(None, self.instructions))
-        return Developer(instructions=said or None, tools=self.tools) if said or self.tools else None
+        message = "\n\n".join(filter(None, self.instructions))
+        return Developer(instructions=message or None, tools=self.tools) if message or self.tools else None
 
-    def read(self, said: Said) -> None:
+    def read(self, value: JsonValue) -> None:
         """The settings beside `messages`."""
         for key, part in (("system", self._system), ("developer", self._developer)):
-            match said.get(key):
+            match value.get(key):
                 case None:
                     pass
                 case str(found):
@@ -107,12 +107,12 @@ class _Settings:
                 case found:
                     part(an_object(found, key), key)
         self._replace(
-            {key: said[key] for key in ("reasoning", "reasoning_effort") if said.get(key)}, "conversation"
+            {key: value[key] for key in ("reasoning", "reasoning_effort") if value.get(key)}, "conversation"
         )
-        if said.get("tools") is not None:
-            self.tools += parse_tools(said["tools"])
+        if value.get("tools") is not None:
+            self.tools += parse_tools(value["tools"])
 
-    def take(self, message: Said, place: str) -> bool:
+    def take(self, message: JsonValue, place: str) -> bool:
         """Whether the message was one of the settings."""
         if message.get("role") not in ("system", "developer"):
             return False
@@ -132,36 +132,36 @@ class _Settings:
                     self.instructions.append(text([part], place))
         return True
 
-    def _replace(self, said: Said, place: str) -> None:
-        found: Said = {}
-        for key in said:
-            value = string(said, key, place)
-            found[SETTINGS[key]] = value.lower() if value and SETTINGS[key] == "reasoning" else value
+    def _replace(self, given: JsonValue, place: str) -> None:
+        values: JsonValue = {}
+        for key in given:
+            value = string(given, key, place)
+            values[SETTINGS[key]] = value.lower() if value and SETTINGS[key] == "reasoning" else value
         try:
-            self.system = replace(self.system or System(), **found) if found else self.system
+            self.system = replace(self.system or System(), **values) if values else self.system
         except ValueError as error:
             fail(place, str(error))
 
-    def _system(self, said: Said, place: str) -> None:
-        check_keys(said, (*SETTINGS, "channels", "channel_config", "tools"), place)
+    def _system(self, given: JsonValue, place: str) -> None:
+        check_keys(given, (*SETTINGS, "channels", "channel_config", "tools"), place)
         self.system = self.system or System()
-        self._replace({key: value for key, value in said.items() if key in SETTINGS}, place)
-        config = an_object(said.get("channel_config") or {}, f"{place}.channel_config")
+        self._replace({key: value for key, value in given.items() if key in SETTINGS}, place)
+        config = an_object(given.get("channel_config") or {}, f"{place}.channel_config")
         if config.get("channel_required") is False:
             fail(f"{place}.channel_config", "channels that are not required: gpt-oss does not know them")
-        channels = said.get("channels", config.get("valid_channels"))
+        channels = given.get("channels", config.get("valid_channels"))
         if channels is not None:
             if not isinstance(channels, list) or not all(isinstance(c, str) for c in channels):
                 fail(f"{place}.channels", f"a list of names is wanted, not {kind(channels)}")
             self.system = replace(self.system, channels=tuple(channels))
-        spaces = an_object(said.get("tools") or {}, f"{place}.tools")
-        found = [_namespace(spaces[name], name, f"{place}.tools.{name}") for name in sorted(spaces)]
-        self.system = replace(self.system, tools=tuple(found) or self.system.tools)
+        spaces = an_object(given.get("tools") or {}, f"{place}.tools")
+        entries = [_namespace(spaces[name], name, f"{place}.tools.{name}") for name in sorted(spaces)]
+        self.system = replace(self.system, tools=tuple(entries) or self.system.tools)
 
-    def _developer(self, said: Said, place: str) -> None:
-        check_keys(said, ("instructions", "tools"), place)
-        self.instructions.append(string(said, "instructions", place) or "")
-        match said.get("tools"):
+    def _developer(self, value: JsonValue, place: str) -> None:
+        check_keys(value, ("instructions", "tools"), place)
+        self.instructions.append(string(value, "instructions", place) or "")
+        match value.get("tools"):
             case None:
                 pass
             case {"functions": {"tools": tools}, **others} if not others:
@@ -170,7 +170,7 @@ class _Settings:
                 self.tools += parse_tools(tools, f"{place}.tools")
 
 
-def _namespace(said: Any, name: str, place: str) -> Namespace:
-    said = an_object(said, place)
-    tools = parse_tools(said.get("tools") or [], f"{place}.tools")
-    return Namespace(name=name, tools=tools, description=string(said, "description", place))
+def _namespace(value: Any, name: str, place: str) -> Namespace:
+    value = an_object(value, place)
+    tools = parse_tools(value.get("tools") or [], f"{place}.tools")
+    return Namespace(name=name, tools=tools, description=string(value, "description", place))

@@ -94,12 +94,12 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
     named rule. Raises ValueError, naming what stands in the way.
     """
     check_vocabulary(tokenizer, vocab_size)
-    said = json.loads(tokenizer.to_str())
+    data = json.loads(tokenizer.to_str())
     try:
-        rule = pre_tokenizer_of(said)
+        rule = pre_tokenizer_of(data)
     except ValueError as error:
         raise ValueError(f"the tokenizer cannot be written into a GGUF file: {error}") from error
-    exact = _names(rule, said)
+    exact = _names(rule, data)
     name = pre or (exact[0] if exact else NEAREST.get(rule.splits))
     if name is None:
         raise ValueError(
@@ -107,13 +107,13 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
             f"nearest, pre= one of {', '.join(sorted(NAMED))}"
         )
     pre_tokenizer_named(name)
-    merges = [m if isinstance(m, str) else " ".join(m) for m in said["model"]["merges"]]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
     if any(merge.count(" ") != 1 for merge in merges):
         raise ValueError("the tokenizer merges tokens with spaces in them: it is no byte-level BPE")
-    kinds = {t["id"]: CONTROL if t["special"] else USER_DEFINED for t in said["added_tokens"]}
+    kinds = {t["id"]: CONTROL if t["special"] else USER_DEFINED for t in data["added_tokens"]}
     held = {i: token for token, i in tokenizer.get_vocab().items()}
     before, after = surroundings(tokenizer)
-    found = {
+    values = {
         f"{KEY}model": "gpt2",
         f"{KEY}pre": name,
         f"{KEY}tokens": [held.get(i, unused(i)) for i in range(vocab_size)],
@@ -123,12 +123,12 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
         f"{KEY}add_eos_token": bool(after),
     }
     if before:
-        found[f"{KEY}bos_token_id"] = before[0]
+        values[f"{KEY}bos_token_id"] = before[0]
     if after:
-        found[f"{KEY}eos_token_id"] = after[0]
-    if name not in exact or not _can_say(said) or max(len(before), len(after)) > 1:
-        found[WHOLE] = json.dumps(said, ensure_ascii=False, separators=(",", ":"))
-    return found
+        values[f"{KEY}eos_token_id"] = after[0]
+    if name not in exact or not _can_say(data) or max(len(before), len(after)) > 1:
+        values[WHOLE] = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return values
 
 
 def unused(i: int) -> str:
@@ -249,29 +249,29 @@ def _whole(text: Any, tokens: list[str], types: list[int]) -> Tokenizer:
     return tokenizer
 
 
-def _names(rule: PreTokenizer, said: dict[str, Any]) -> list[str]:
+def _names(rule: PreTokenizer, values: dict[str, Any]) -> list[str]:
     """The pre-tokenizers that cut and normalise alike, and treat whole-word tokens alike: by the same
     rule, or because the merges lead to every token anyway."""
     same = [n for n, p in NAMED.items() if (p.splits, p.nfc) == (rule.splits, rule.nfc)]
     exact = [n for n in same if NAMED[n].ignore_merges == rule.ignore_merges]
-    return exact or (same if same and _merges_reach_all(said) else [])
+    return exact or (same if same and _merges_reach_all(values) else [])
 
 
-def _merges_reach_all(said: dict[str, Any]) -> bool:
+def _merges_reach_all(values: dict[str, Any]) -> bool:
     """All but added tokens, which are found before anything is merged."""
-    pairs = [m.split(" ") if isinstance(m, str) else m for m in said["model"]["merges"]]
-    vocab = said["model"]["vocab"]
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in values["model"]["merges"]]
+    vocab = values["model"]["vocab"]
     bpe = models.BPE(vocab=vocab, merges=[(left, right) for left, right in pairs])
-    merged = vocab.keys() - {t["content"] for t in said["added_tokens"]}
+    merged = vocab.keys() - {t["content"] for t in values["added_tokens"]}
     return all(len(bpe.tokenize(token)) == 1 for token in merged)
 
 
-def _can_say(said: dict[str, Any]) -> bool:
+def _can_say(values: dict[str, Any]) -> bool:
     """False for what a tokenizer.json says and `tokenizer.ggml.*` has no words for."""
-    kinds = ["lstrip", "rstrip", "single_word"] + (["normalized"] if said["normalizer"] else [])
+    kinds = ["lstrip", "rstrip", "single_word"] + (["normalized"] if values["normalizer"] else [])
     odd_model = ("unk_token", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     return not (
-        any(t[kind] for t in said["added_tokens"] for kind in kinds)
-        or any(said["model"].get(key) for key in odd_model)
-        or (said["decoder"] or {}).get("type") != "ByteLevel"
+        any(t[kind] for t in values["added_tokens"] for kind in kinds)
+        or any(values["model"].get(key) for key in odd_model)
+        or (values["decoder"] or {}).get("type") != "ByteLevel"
     )

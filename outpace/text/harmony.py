@@ -209,8 +209,8 @@ class HarmonyTokens:
     def _ordinary(self) -> Tokenizer:
         """The tokenizer without its added tokens. A switch for it exists, but it would change the
         tokenizer of everyone else too. Only made when a text calls for it: large vocabularies take long."""
-        said = json.loads(self.tokenizer.to_str())
-        return Tokenizer.from_str(json.dumps(said | {"added_tokens": [], "post_processor": None}))
+        data = json.loads(self.tokenizer.to_str())
+        return Tokenizer.from_str(json.dumps(data | {"added_tokens": [], "post_processor": None}))
 
     @cached_property
     def _bytes(self) -> dict[str, bytes]:
@@ -225,5 +225,5 @@ class HarmonyTokens:
 def _decoders(tokenizer: Tokenizer) -> set[str]:
     if tokenizer.decoder is None:
         return set()
-    said = json.loads(tokenizer.decoder.__getstate__())
-    return {part.get("type") for part in (said, *said.get("decoders", []))}
+    data = json.loads(tokenizer.decoder.__getstate__())
+    return {part.get("type") for part in (data, *data.get("decoders", []))}

@@ -56,19 +56,19 @@ class HarmonyChat:
 
     def end(self) -> list[ChatPart]:
         parsed = self.parser.finish()
-        for said in parsed:
-            if _is_history(said):
-                self._add(said.message)
+        for item in parsed:
+            if _is_history(item):
+                self._add(item.message)
         return [_part(p.message, p.message.content, i, p.finished) for i, p in enumerate(parsed)]
 
     def _add(self, message: Message) -> None:
         self.conversation = replace(self.conversation, messages=(*self.conversation.messages, message))
 
 
-def _is_history(said: Parsed) -> bool:
-    message = said.message
-    told = message.channel in (FINAL, COMMENTARY) and not message.is_call
-    return message.role == "assistant" and bool(message.content) and (said.finished or told)
+def _is_history(parsed: Parsed) -> bool:
+    message = parsed.message
+    note = message.channel in (FINAL, COMMENTARY) and not message.is_call
+    return message.role == "assistant" and bool(message.content) and (parsed.finished or note)
 
 
 def _part(header: Message, text: str, index: int, finished: bool) -> ChatPart:

@@ -26,7 +26,7 @@ class HarmonyHeader:
         return len(self.parts) == 1 and not self.parts[0][1].strip()
 
     @property
-    def unsaid(self) -> bool:
+    def unparsed(self) -> bool:
         """Whether a cut here loses nothing: not even the role is out, or only a role is."""
         fresh = self.role is None and not self.faults and len(self.parts) == 1
         return self.empty or (fresh and len(self.parts[0][1].split()) == 1)

@@ -102,7 +102,7 @@ class HarmonyParser:
         that is cut in two is left out. May be called again, and tokens may follow: those begin anew."""
         if self._open is not None:
             self._keep(None)
-        elif self._header is not None and self._header.unsaid:
+        elif self._header is not None and self._header.unparsed:
             self._header = None
         else:
             self._drop_header(None)
@@ -134,9 +134,9 @@ class HarmonyParser:
         if self._open is None:
             self._begin_header().text(text)
             return None
-        return self._said(self._open.decoder.decode(text))
+        return self._summary(self._open.decoder.decode(text))
 
-    def _said(self, text: str) -> Delta | None:
+    def _summary(self, text: str) -> Delta | None:
         if not text or self._open is None:
             return None
         self._open.pieces.append(text)
@@ -157,7 +157,7 @@ class HarmonyParser:
             return None
         if fault:
             self._fault(fault)
-        delta = self._said(self._open.decoder.decode(b"", final=True))
+        delta = self._summary(self._open.decoder.decode(b"", final=True))
         self._keep(end)
         return delta
 
@@ -173,10 +173,10 @@ class HarmonyParser:
         header, self._header = self._header, None
         if header is None:
             return
-        found = header.without_message()
-        self._fault(found.faults[-1])
+        result = header.without_message()
+        self._fault(result.faults[-1])
         if not header.empty:
-            self.messages.append(Parsed(message=found.header, end=end, faults=found.faults))
+            self.messages.append(Parsed(message=result.header, end=end, faults=result.faults))
 
     def _fault(self, fault: str) -> None:
         if self.strict:

@@ -60,8 +60,8 @@ def _type(schema: Any, indent: str) -> str:
 
 
 def _object(schema: Schema, indent: str) -> str:
-    said = _described(schema)
-    comment = f"{indent}// {said}\n" if said is not None else ""
+    value = _described(schema)
+    comment = f"{indent}// {value}\n" if value is not None else ""
     properties, required = schema.get("properties"), schema.get("required")
     lines = []
     if isinstance(properties, dict):
@@ -75,8 +75,8 @@ def _property(name: str, schema: Any, optional: str, indent: str) -> str:
     comments = []
     if isinstance(title := schema.get("title"), str):
         comments += [title, ""]
-    if "oneOf" not in schema and (said := _described(schema)) is not None:
-        comments.append(said)
+    if "oneOf" not in schema and (value := _described(schema)) is not None:
+        comments.append(value)
     if isinstance(examples := schema.get("examples"), list) and examples:
         comments += ["Examples:", *(f'- "{e}"' for e in examples if isinstance(e, str))]
     above = "".join(f"{indent}// {c}\n" if c else f"{indent}//\n" for c in comments)
@@ -89,14 +89,14 @@ def _property(name: str, schema: Any, optional: str, indent: str) -> str:
 
 def _property_of_variants(name: str, schema: Schema, optional: str, indent: str) -> str:
     """A line for every variant; a remark that stands above all of them is not said again."""
-    variants, said = schema["oneOf"], _described(schema)
-    above = said is not None and (not variants or _described(variants[0]) != said)
-    comments = [said if above else None, _default(schema)]
+    variants, value = schema["oneOf"], _described(schema)
+    above = value is not None and (not variants or _described(variants[0]) != value)
+    comments = [value if above else None, _default(schema)]
     lines = [f"{indent}// {c}\n" for c in comments if c is not None]
     lines.append(f"{indent}{name}{optional}:\n")
     for i, variant in enumerate(variants):
         own = _described(variant)
-        shown = None if own == said or (i == 0 and above) else own
+        shown = None if own == value or (i == 0 and above) else own
         lines.append(f"{indent} | {_variant(variant, indent)}{_remarks([shown, _default(variant)])}\n")
     return "".join([*lines, f"{indent},\n"])
 
@@ -111,8 +111,8 @@ def _nullable(schema: Any, kind: str) -> str:
 
 
 def _described(schema: Any) -> str | None:
-    said = schema.get("description") if isinstance(schema, dict) else None
-    return said if isinstance(said, str) else None
+    value = schema.get("description") if isinstance(schema, dict) else None
+    return value if isinstance(value, str) else None
 
 
 def _default(schema: Any, quoted: bool = False) -> str | None:
@@ -127,9 +127,9 @@ def _default(schema: Any, quoted: bool = False) -> str | None:
     return f'default: "{value}"'
 
 
-def _remarks(said: list[str | None]) -> str:
-    found = [remark for remark in said if remark is not None]
-    return f" // {' '.join(found)}" if found else ""
+def _remarks(items: list[str | None]) -> str:
+    given = [item for item in items if item is not None]
+    return f" // {' '.join(given)}" if given else ""
 
 
 def _lines(text: str) -> list[str]:

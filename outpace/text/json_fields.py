@@ -3,7 +3,7 @@
 import json
 from typing import Any, NoReturn
 
-Said = dict[str, Any]
+JsonValue = dict[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -23,14 +23,14 @@ def kind(value: Any) -> str:
     return json.dumps(value)
 
 
-def string(said: Said, key: str, place: str) -> str | None:
-    value = said.get(key)
+def string(given: JsonValue, key: str, place: str) -> str | None:
+    value = given.get(key)
     if value is not None and not isinstance(value, str):
         fail(f"{place}.{key}", f"a text is wanted, not {kind(value)}")
     return value
 
 
-def an_object(value: Any, place: str) -> Said:
+def an_object(value: Any, place: str) -> JsonValue:
     if not isinstance(value, dict):
         fail(place, f"an object is wanted, not {kind(value)}")
     return value
@@ -42,9 +42,9 @@ def a_list(value: Any, place: str) -> list[Any]:
     return value
 
 
-def check_keys(said: Said, known: tuple[str, ...], place: str) -> None:
+def check_keys(given: JsonValue, known: tuple[str, ...], place: str) -> None:
     """What is empty cannot be lost."""
-    for key, value in said.items():
+    for key, value in given.items():
         if key not in known and value not in (None, "", [], {}):
             fail(place, f"unknown key `{key}`; known are {', '.join(known)}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.text.json_fields import (
     TEXT_PARTS,
-    Said,
+    JsonValue,
     a_list,
     an_object,
     check_keys,
@@ -42,55 +42,55 @@ class MessageReader:
     def began(self) -> bool:
         return bool(self.done or self.waiting)
 
-    def add(self, said: Said, place: str) -> None:
-        role = said.get("role")
+    def add(self, value: JsonValue, place: str) -> None:
+        role = value.get("role")
         if role not in ROLES:
             fail(f"{place}.role", f"{role!r}; known are {', '.join(ROLES)}")
-        check_keys(said, ROLE_KEYS.get(role, COMMON), place)
+        check_keys(value, ROLE_KEYS.get(role, COMMON), place)
         if role == "tool":
-            self._result(said, place)
+            self._result(value, place)
             return
         self.place_waiting()
         if role == "assistant":
-            self._assistant(said, place)
+            self._assistant(value, place)
             return
-        content = text(said.get("content"), f"{place}.content")
+        content = text(value.get("content"), f"{place}.content")
         if role != "user":  # a late change of the instructions
             role, content = "developer", f"# Instructions\n\n{content}"
-        self.done.append(_message(said, place, role=role, content=content))
+        self.done.append(_message(value, place, role=role, content=content))
 
     def place_waiting(self) -> None:
         """Calls whose results never came."""
         self.done += [call.message for call in self.waiting]
         self.waiting = []
 
-    def _assistant(self, said: Said, place: str) -> None:
-        thoughts = {thought for key in THOUGHTS if (thought := string(said, key, place))}
-        calls = a_list(said.get("tool_calls") or [], f"{place}.tool_calls")
-        content = said.get("content")
+    def _assistant(self, value: JsonValue, place: str) -> None:
+        thoughts = {thought for key in THOUGHTS if (thought := string(value, key, place))}
+        calls = a_list(value.get("tool_calls") or [], f"{place}.tool_calls")
+        content = value.get("content")
         if len(thoughts) > 1:
-            fail(place, f"{' and '.join(k for k in THOUGHTS if said.get(k))} differ: keep one of them")
+            fail(place, f"{' and '.join(k for k in THOUGHTS if value.get(k))} differ: keep one of them")
         if content is None and not thoughts and not calls:
             fail(place, "neither content nor thinking nor tool_calls: the assistant says nothing")
-        weight = {"weight": said.get("weight")}
+        weight = {"weight": value.get("weight")}
         for thought in thoughts:
             self.done.append(_message(weight, place, role="assistant", content=thought, channel=ANALYSIS))
-        if calls and said.get("recipient"):
+        if calls and value.get("recipient"):
             fail(place, "a recipient and tool_calls: say the call once")
-        addressed = bool(calls or said.get("recipient"))
-        said_text = "" if content is None else text(content, f"{place}.content")
-        if said_text or (content is not None and not calls):
+        addressed = bool(calls or value.get("recipient"))
+        content_text = "" if content is None else text(content, f"{place}.content")
+        if content_text or (content is not None and not calls):
             channel = COMMENTARY if addressed else FINAL
-            message = _message(said, place, role="assistant", content=said_text, channel=channel)
+            message = _message(value, place, role="assistant", content=content_text, channel=channel)
             self.done.append(message)
             if message.is_call:
                 self.calls.append(Call(None, message))
         self.waiting = [_call(c, weight, f"{place}.tool_calls[{i}]") for i, c in enumerate(calls)]
         self.calls += self.waiting
 
-    def _result(self, said: Said, place: str) -> None:
-        name = string(said, "name", place)
-        call = self._answered(string(said, "tool_call_id", place), name, place)
+    def _result(self, values: JsonValue, place: str) -> None:
+        name = string(values, "name", place)
+        call = self._answered(string(values, "tool_call_id", place), name, place)
         channel, author = COMMENTARY, _full_name(name or "")
         if call is not None:
             call.answered = True
@@ -98,13 +98,13 @@ class MessageReader:
                 self.waiting.remove(call)
                 self.done.append(call.message)
             channel, author = call.message.channel or channel, call.message.recipient or author
-        content = said.get("content")
+        content = values.get("content")
         if isinstance(content, dict) or (isinstance(content, list) and not _are_parts(content)):
             content = json.dumps(content, ensure_ascii=False)
         result = text(content, f"{place}.content")
-        said = {key: value for key, value in said.items() if key != "name"}
+        values = {key: value for key, value in values.items() if key != "name"}
         header = {"name": author, "channel": channel, "recipient": "assistant"}
-        self.done.append(_message(said, place, role="tool", content=result, **header))
+        self.done.append(_message(values, place, role="tool", content=result, **header))
 
     def _answered(self, id: str | None, name: str | None, place: str) -> Call | None:
         """The call a result belongs to; None where only the tool's name is known."""
@@ -122,12 +122,12 @@ class MessageReader:
         return unanswered[0]
 
 
-def _call(said: Any, weight: Said, place: str) -> Call:
-    said = an_object(said, place)
-    if said.get("type", "function") != "function":
-        fail(f"{place}.type", f"{said['type']!r}: only functions can be called")
-    inner = f"{place}.function" if "function" in said else place
-    function = an_object(said.get("function", said), inner)
+def _call(value: Any, weight: JsonValue, place: str) -> Call:
+    value = an_object(value, place)
+    if value.get("type", "function") != "function":
+        fail(f"{place}.type", f"{value['type']!r}: only functions can be called")
+    inner = f"{place}.function" if "function" in value else place
+    function = an_object(value.get("function", value), inner)
     name = string(function, "name", inner)
     if not name:
         fail(f"{inner}.name", "the function's name is wanted, there is none")
@@ -142,7 +142,7 @@ def _call(said: Any, weight: Said, place: str) -> Call:
         constrained=True,
         content=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
     )
-    return Call(string(said, "id", place), message)
+    return Call(string(value, "id", place), message)
 
 
 def _full_name(name: str) -> str:
@@ -150,16 +150,16 @@ def _full_name(name: str) -> str:
     return name if "." in name or not name else f"functions.{name}"
 
 
-def _message(said: Said, place: str, **known: Any) -> Message:
+def _message(value: JsonValue, place: str, **known: Any) -> Message:
     """`known`, and over it what `said` holds of a header."""
-    header = {key: word for key in ("channel", "recipient", "name") if (word := string(said, key, place))}
+    header = {key: word for key in ("channel", "recipient", "name") if (word := string(value, key, place))}
     if header.get("recipient") == "all":
         del header["recipient"]
-    content_type = string(said, "content_type", place)
+    content_type = string(value, "content_type", place)
     if content_type:
         constrained = content_type.startswith(CONSTRAIN)
         known |= {"content_type": content_type.removeprefix(CONSTRAIN), "constrained": constrained}
-    weight = said.get("weight")
+    weight = value.get("weight")
     if weight not in (None, 0, 1):
         fail(f"{place}.weight", f"{kind(weight)}; 0 (not to be learned) or 1 is wanted")
     try:

@@ -148,11 +148,11 @@ def pre_tokenizer_named(name: str) -> PreTokenizer:
     return NAMED[name]
 
 
-def pre_tokenizer_of(said: dict[str, Any]) -> PreTokenizer:
+def pre_tokenizer_of(values: dict[str, Any]) -> PreTokenizer:
     """The rule a byte-level tokenizer.json states. Raises ValueError for what is no byte-level BPE."""
     splits: list[str] = []
     to_bytes = False
-    for step in _flat(said["pre_tokenizer"], "pretokenizers"):
+    for step in _flat(values["pre_tokenizer"], "pretokenizers"):
         kind, pattern = step["type"], step.get("pattern") or {}
         if kind == "Split" and "Regex" in pattern and step["behavior"] == "Isolated":
             splits.append(_escaped(pattern["Regex"]))
@@ -163,14 +163,14 @@ def pre_tokenizer_of(said: dict[str, Any]) -> PreTokenizer:
             to_bytes = True
         else:
             raise ValueError(f"its pre-tokenizer has the step {json.dumps(step)}, which GGUF has no name for")
-    forms = [step["type"] for step in _flat(said["normalizer"], "normalizers")]
-    if not to_bytes or said["model"]["type"] != "BPE" or forms not in ([], ["NFC"]):
+    forms = [step["type"] for step in _flat(values["normalizer"], "normalizers")]
+    if not to_bytes or values["model"]["type"] != "BPE" or forms not in ([], ["NFC"]):
         raise ValueError(
-            f"it is a {said['model']['type']} model {'on bytes' if to_bytes else 'on characters'} after the "
+            f"it is a {values['model']['type']} model on {'bytes' if to_bytes else 'characters'} after the "
             f"normalizers {forms}; only byte-level BPE is written, with NFC or none"
         )
     return PreTokenizer(
-        splits=tuple(splits), ignore_merges=said["model"]["ignore_merges"], nfc=forms == ["NFC"]
+        splits=tuple(splits), ignore_merges=values["model"]["ignore_merges"], nfc=forms == ["NFC"]
     )
 
 

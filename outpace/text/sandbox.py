@@ -46,9 +46,9 @@ class GenerationBlock(ext.Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("said"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("output"), [], [], body).set_lineno(line)
 
-    def said(self, caller: Callable[[], str]) -> str:
+    def output(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
@@ -93,8 +93,8 @@ class Meter(NodeTransformer):
         fixed += sum(len(c.value) for c in node.find_all(nodes.Const) if isinstance(c.value, str))
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_call("tick", [nodes.Const(fixed)])).set_lineno(node.lineno))
-        found: nodes.Node = node
-        return found
+        result: nodes.Node = node
+        return result
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -108,7 +108,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {n: self.bounded(n, f) for n, f in self.filters.items() if n not in LEFT_OUT}
         self.globals = {**self.globals, "namespace": PlainNamespace}
         del self.globals["lipsum"]
-        self.room, self.to_write, self.deadline = MOST_MADE, MOST_TEXT, time.monotonic() + MOST_SECONDS
+        self.budget, self.to_write, self.deadline = MOST_MADE, MOST_TEXT, time.monotonic() + MOST_SECONDS
 
     def template(self, source: str) -> Any:
         """Raises TemplateSyntaxError."""
@@ -128,10 +128,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def made(self, size: int) -> None:
         """Account for a value as long as `size` characters: before it is made, where its size is known."""
-        self.room -= size
+        self.budget -= size
         if size > MOST_TEXT:
             raise Overrun(f"a value as long as {size:,} characters, past the bound of {MOST_TEXT:,}")
-        if self.room < 0:
+        if self.budget < 0:
             raise Overrun(f"it makes values of more than {MOST_MADE:,} characters")
 
     def written(self, value: Any) -> str:
@@ -151,27 +151,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
-        found = value[start:stop:step]
-        self.made(_length(found))
-        return found
+        given = value[start:stop:step]
+        self.made(_length(given))
+        return given
 
     def size(self, value: Any) -> int:
         """Characters, and elements as ELEMENT each, all the way down: a list that holds one list many times
         is as large as its text. Raises Overrun."""
         waiting: list[Any] = [value]
-        found = 0
+        result = 0
         while waiting:
             one = waiting.pop()
-            found += len(one) if isinstance(one, str | bytes) else ELEMENT
+            result += len(one) if isinstance(one, str | bytes) else ELEMENT
             if isinstance(one, Namespace):
                 raise TemplateError("a namespace is no text")
             if isinstance(one, Mapping):
                 waiting += [*one.keys(), *one.values()]
             elif isinstance(one, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
                 waiting.extend(one)
-            if found + ELEMENT * len(waiting) > MOST_TEXT:
+            if result + ELEMENT * len(waiting) > MOST_TEXT:
                 raise Overrun(f"a value as long as {MOST_TEXT:,} characters and more")
-        return found
+        return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         for one, other in ((left, right), (right, left)):
@@ -192,9 +192,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
         if isinstance(owner, str | bytes):
             args = self._text_method(owner, obj.__name__, args, kwargs)
-        found = super().call(context, obj, *args, **kwargs)
-        self.made(_length(found))
-        return found
+        result = super().call(context, obj, *args, **kwargs)
+        self.made(_length(result))
+        return result
 
     def _text_method(self, text: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
         """Measure what a method of a text will make; -> its arguments, iterators as lists."""
@@ -217,15 +217,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.made(len(text) + text.count(old) * len(new))
 
     def _items(self, values: Iterable[Any], between: int) -> list[Any]:
-        found, size = [], 0
+        items, size = [], 0
         for value in values:
             self.tick()
-            found.append(value)
+            items.append(value)
             size += self.size(value) + between
             if size > MOST_TEXT:
                 break
         self.made(size)
-        return found
+        return items
 
     def _format(self, text: Any, values: Any) -> None:
         if WIDTH.search(str(text)):
@@ -258,9 +258,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     self.made(ELEMENT * max(map(abs, numbers), default=0))
                 case "sum" if not all(isinstance(n, int | float | str) for n in (*rest, *kwargs.values())):
                     raise TemplateError("sum: only numbers are added")
-            found = filter(*args[:first], value, *rest, **kwargs)
-            self.made(_length(found))
-            return found
+            result = filter(*args[:first], value, *rest, **kwargs)
+            self.made(_length(result))
+            return result
 
         return bounded
 

@@ -63,32 +63,32 @@ def rows(
     After an `<|end|>` it also writes the next `<|start|>assistant` itself. Not supervised are the settings,
     users, tools, `<|start|>assistant` where the prompt gives it, and messages with `supervised` False.
     """
-    found = []
+    items = []
     messages = conversation.messages
     ends = [i + 1 for i, message in enumerate(messages) if message.is_answer]
     if not ends or ends[-1] < len(messages):
         ends.append(len(messages))  # a turn without an answer: cut off, or still calling tools
     head = tokens.encode(settings_pieces(conversation))
     for turn, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        context, said = kept(messages[:begin]), messages[begin:end]
-        if not any(m.role == "assistant" and m.supervised for m in said):
+        context, value = kept(messages[:begin]), messages[begin:end]
+        if not any(m.role == "assistant" and m.supervised for m in value):
             continue
         ids = list(head)
         for message in context:
             ids += tokens.encode(message_pieces(message, recipient_in=recipient_in))
         mask = [False] * len(ids)
-        for part, own in _turn(said, recipient_in):
+        for part, own in _turn(value, recipient_in):
             new = tokens.encode(part)
             ids += new
             mask += [own] * len(new)
-        found.append(TrainingRow(ids=ids, mask=mask, turn=turn, line=line))
-    return found
+        items.append(TrainingRow(ids=ids, mask=mask, turn=turn, line=line))
+    return items
 
 
-def _turn(said: Sequence[Message], recipient_in: RecipientIn) -> Iterator[tuple[list[str], bool]]:
+def _turn(items: Sequence[Message], recipient_in: RecipientIn) -> Iterator[tuple[list[str], bool]]:
     """The turn's pieces, and whether the assistant wrote them."""
     before: Message | None = None
-    for message in said:
+    for message in items:
         end = Mark.RETURN if message.is_answer else None
         pieces = list(message_pieces(message, end, recipient_in))
         own = message.role == "assistant" and message.supervised
@@ -132,9 +132,9 @@ def read_rows(
 
 def _json(text: str) -> Any:
     try:
-        found = json.loads(text)
+        data = json.loads(text)
         if "\\ud" in text.lower():  # an escape may name half of a surrogate pair, which is no character
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(data, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -142,4 +142,4 @@ def _json(text: str) -> Any:
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"{half!r} is half of a surrogate pair: write the whole character") from None
-    return found
+    return data

@@ -54,8 +54,8 @@ def render(
     sandbox = Sandbox()
     sandbox.filters["tojson"] = sandbox.bounded("tojson", _tojson)
     sandbox.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    said = [_with_thoughts(_plain(m, f"messages[{i}]"), i) for i, m in enumerate(messages)]
-    given = {"messages": said, "tools": _plain(list(tools), "tools") if tools is not None else None}
+    entries = [_with_thoughts(_plain(m, f"messages[{i}]"), i) for i, m in enumerate(messages)]
+    given = {"messages": entries, "tools": _plain(list(tools), "tools") if tools is not None else None}
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     given |= {key: token for key, token in tokens.items() if token is not None}
     given |= {"documents": None, "add_generation_prompt": add_generation_prompt}
@@ -83,20 +83,20 @@ def read_template(folder: Path, name: str = "default") -> str | None:
         alone = folder / "additional_chat_templates" / f"{name}.jinja"
     if alone.is_file():
         return _read(alone, MOST_SOURCE)
-    said = _tokenizer_config(folder).get("chat_template")
+    value = _tokenizer_config(folder).get("chat_template")
     where = f"{folder / 'tokenizer_config.json'}: chat_template"
-    if isinstance(said, list):
+    if isinstance(value, list):
         named = {}
-        for part in said:
+        for part in value:
             if not isinstance(part, dict) or not isinstance(part.get("name"), str):
                 raise ValueError(f"{where} is a list, and {part!s:.60} in it has no name")
             named[part["name"]] = part.get("template")
-        said = named.get(name)
+        value = named.get(name)
     elif name != "default":
         return None
-    if said is not None and not isinstance(said, str):
-        raise ValueError(f"{where} is of type {type(said).__name__}, not a text")
-    return said
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where} is of type {type(value).__name__}, not a text")
+    return value
 
 
 def folder_template(folder: Path) -> ChatTemplate | None:
@@ -138,12 +138,12 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(_read(path, MOST_CONFIG))
+        data = json.loads(_read(path, MOST_CONFIG))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{path} holds a {type(said).__name__}, not an object")
-    return said
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds a {type(data).__name__}, not an object")
+    return data
 
 
 def _read(path: Path, most: int) -> str:

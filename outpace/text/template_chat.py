@@ -81,12 +81,12 @@ class TemplateChat:
             more = {"reasoning_content": thought} if thought else {}
             self.messages.append({"role": "assistant", "content": text, **more})
         kinds = [(ANALYSIS, 0, bool(text) or not self._thinking), (FINAL, 1, self._done)]
-        said = self._said
+        value = self._said
         self._listen([])
         return [
-            ChatPart(kind=kind, text=said[kind], index=i, finished=finished)
+            ChatPart(kind=kind, text=value[kind], index=i, finished=finished)
             for kind, i, finished in kinds
-            if said[kind]
+            if value[kind]
         ]
 
     def _listen(self, prompt: list[int]) -> None:

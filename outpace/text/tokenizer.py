@@ -100,10 +100,10 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
     """Raises ValueError where the tokenizer does not know the token."""
-    found: int | None = tokenizer.token_to_id(token)
-    if found is None:
+    result: int | None = tokenizer.token_to_id(token)
+    if result is None:
         raise ValueError(f"the tokenizer knows no {token}: it needs one that text never uses")
-    return found
+    return result
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -122,6 +122,6 @@ def surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer puts before a text, and behind it."""
     ids = encode(tokenizer, "a")
     whole = tokenizer.encode("a").ids
-    room = range(len(whole) - len(ids) + 1)
-    before = next((n for n in room if whole[n : n + len(ids)] == ids), 0)
+    headroom = range(len(whole) - len(ids) + 1)
+    before = next((n for n in headroom if whole[n : n + len(ids)] == ids), 0)
     return whole[:before], whole[before + len(ids) :]

@@ -50,8 +50,8 @@ def draw_anchors(
     """Up to `count` positions, ascending, without repetition, [A] int64: an anchor and its successor are
     both of the response, prompt_length <= anchor <= length - 2. Empty where the row has none. Those in
     `first` that may be anchors are taken before any other."""
-    room = max(0, length - 1 - prompt_length)
-    drawn = prompt_length + torch.randperm(room, generator=rng)
+    headroom = max(0, length - 1 - prompt_length)
+    drawn = prompt_length + torch.randperm(headroom, generator=rng)
     if first is not None:
         early = torch.isin(drawn, first)
         drawn = torch.cat((drawn[early], drawn[~early]))
@@ -67,7 +67,7 @@ def pack(
     features: Sequence[int] | None = None,
     *,
     final: bool = False,
-    begun: Sequence[Tensor] | None = None,
+    items: Sequence[Tensor] | None = None,
 ) -> Packed:
     """Draw `count` anchors a row, from its first `cut` tokens, and pack what one step needs.
 
@@ -82,7 +82,7 @@ def pack(
     first, starts = [0], [0]
     for i, row in enumerate(rows):
         tokens = row.tokens[:cut]
-        early = None if begun is None else begun[i]
+        early = None if items is None else items[i]
         anchors = draw_anchors(row.prompt_length, len(tokens), count, rng, early)
         if not len(anchors):
             continue

@@ -7,12 +7,12 @@ BINS = 15
 GRID = tuple(2 ** (i / 8) for i in range(-16, 17))  # 1/4 .. 4
 
 
-def expected_error(said: Tensor, was: Tensor) -> float:
+def expected_error(value: Tensor, was: Tensor) -> float:
     """The expected calibration error of chances `said` [S] against what `was` [S] bool: over bins of equal
     width, how far the mean chance lies from the share that came true, weighed by how many fall there."""
-    at = (said * BINS).long().clamp(0, BINS - 1)
-    gap = torch.zeros(BINS).index_add_(0, at, said.float() - was.float())
-    return (gap.abs().sum() / max(1, len(said))).item()
+    at = (value * BINS).long().clamp(0, BINS - 1)
+    gap = torch.zeros(BINS).index_add_(0, at, value.float() - was.float())
+    return (gap.abs().sum() / max(1, len(value))).item()
 
 
 def fit_temperatures(sure: Tensor, hits: Tensor, valid: Tensor) -> tuple[float, ...]:
@@ -22,13 +22,13 @@ def fit_temperatures(sure: Tensor, hits: Tensor, valid: Tensor) -> tuple[float, 
     product, those before it being fixed; among equals the nearest to 1."""
     odds = torch.logit(sure.float(), eps=1e-6)
     all_right = hits.long().cumprod(1).bool()
-    chance, found = torch.ones(len(sure)), []
+    chance, items = torch.ones(len(sure)), []
     for k in range(sure.shape[1]):
         counted = valid[:, k]
         errors = []
         for t in GRID:
-            said = chance * torch.sigmoid(odds[:, k] / t)
-            errors.append((expected_error(said[counted], all_right[counted, k]), abs(t - 1), t))
-        found.append(min(errors)[2])
-        chance = chance * torch.sigmoid(odds[:, k] / found[-1])
-    return tuple(found)
+            value = chance * torch.sigmoid(odds[:, k] / t)
+            errors.append((expected_error(value[counted], all_right[counted, k]), abs(t - 1), t))
+        items.append(min(errors)[2])
+        chance = chance * torch.sigmoid(odds[:, k] / items[-1])
+    return tuple(items)

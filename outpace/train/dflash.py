@@ -61,7 +61,7 @@ def block_states(
 
 
 @torch.no_grad()
-def unseen(
+def validate(
     draft: DFlash,
     target: Decoder,
     cache: Teacher,
@@ -115,28 +115,28 @@ def train_dflash(
         draft.d2t.copy_(commonest(texts, *size, target.config.eos_token_ids))
     target.requires_grad_(False)
     objective = Objective.of(draft, target, recipe)
-    taught, kept = recipe.taught(cache), recipe.judged(cache)
+    training, kept = recipe.training_samples(cache), recipe.validation_samples(cache)
     rounds = Rounds(len(cache), recipe.anchors) if recipe.rounds else None
 
     def loss_of(step: int) -> StepLoss:
-        samples = [taught[i] for i in rows_of_step(step, recipe, len(taught))]
+        samples = [training[i] for i in rows_of_step(step, recipe, len(training))]
         rows = [cache.sample(i) for i in samples]
         rng = seeded(recipe.seed, 1, step)
         how = recipe.block_size, recipe.anchors, recipe.row_tokens, rng, layers
-        begun = None
+        items = None
         if rounds:
-            begun = [rounds.of(i, row.prompt_length) for i, row in zip(samples, rows, strict=True)]
-        packed = pack(rows, *how, final=recipe.final, begun=begun)
+            items = [rounds.of(i, row.prompt_length) for i, row in zip(samples, rows, strict=True)]
+        packed = pack(rows, *how, final=recipe.final, items=items)
         dtype = recipe.dtype(target.device)
-        found = objective(block_states(draft, target, packed, dtype, recipe.recompute), packed)
+        result = objective(block_states(draft, target, packed, dtype, recipe.recompute), packed)
         if rounds:
-            rounds.ended(samples, packed.layout, found.hits)
-        return StepLoss(found.loss, packed.row_tokens, accuracy(found.hits, packed.valid) | found.more)
+            rounds.ended(samples, packed.layout, result.hits)
+        return StepLoss(result.loss, packed.row_tokens, accuracy(result.hits, packed.valid) | result.more)
 
     def judge() -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         if kept:
-            hits, valid, _ = unseen(draft, target, cache, kept, recipe, layers)
+            hits, valid, _ = validate(draft, target, cache, kept, recipe, layers)
             metrics = {f"unseen_{k}": v for k, v in accuracy(hits, valid).items()}
         if held_out:
             prompts = held_out[: recipe.eval_prompts]
@@ -146,11 +146,11 @@ def train_dflash(
     parts = {"rounds": rounds} if rounds else {}
     if learn(draft, recipe, folder, "dflash", loss_of, judge, parts, by_adam=BY_ADAM, stop_after=stop_after):
         if kept:
-            hits, valid, sure = unseen(draft, target, cache, kept, recipe, layers)
+            hits, valid, sure = validate(draft, target, cache, kept, recipe, layers)
             draft.config = replace(draft.config, temperatures=fit_temperatures(sure, hits, valid))
-        said = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
+        values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
         save_dflash(draft, folder / "draft")
-        write_provenance(folder / "draft", said)
+        write_provenance(folder / "draft", values)
     return draft.requires_grad_(False)
 
 

@@ -72,10 +72,10 @@ class Objective:
         rows = block_losses(recipe.loss, given, head, labels, final, theirs, top=top)
         known, shape = (labels >= 0) & packed.valid.flatten(), packed.valid.shape
         gamma = recipe.gamma or default_gamma(packed.layout.block)
-        unsaid = replace(rows, nll=rows.nll.masked_fill(labels < 0, torch.inf))
-        judged = unsaid if recipe.weights == "dpace" else rows
+        unknown = replace(rows, nll=rows.nll.masked_fill(labels < 0, torch.inf))
+        validation = unknown if recipe.weights == "dpace" else rows
         how = {"alpha": recipe.alpha, "gamma": gamma}
-        weights = block_weights(recipe.weights, judged, packed.valid, **how).flatten()
+        weights = block_weights(recipe.weights, validation, packed.valid, **how).flatten()
         loss, hits, more = _mean(rows.loss, weights * known), rows.hits & known, {}
         if selector is not None and rows.top is not None:
             nll, chosen, has = self.selected(selector, states, rows.top, labels, previous)
@@ -95,7 +95,7 @@ class Objective:
         """Per row, of its candidates `top` [n, k]: -log of the label's share among them (0 where it is none),
         whether it has the largest score, and whether it is among them. Gradients reach the states too: the
         candidates' own logits are part of their scores."""
-        found = []
+        items = []
         for i in range(0, len(states), ROWS):
             part = slice(i, i + ROWS)
             rows = top[part]
@@ -104,8 +104,8 @@ class Objective:
             is_label = rows == labels[part, None]
             place, has = is_label.long().argmax(-1), is_label.any(-1)
             nll = F.cross_entropy(scores, place, reduction="none") * has
-            found.append((nll, has & (scores.detach().argmax(-1) == place), has))
-        nll, chosen, has = (torch.cat(x) for x in zip(*found, strict=True))
+            items.append((nll, has & (scores.detach().argmax(-1) == place), has))
+        nll, chosen, has = (torch.cat(x) for x in zip(*items, strict=True))
         return nll, chosen, has
 
     def _scores(self, selector: Selector, states: Tensor, rows: Tensor, previous: Tensor) -> Tensor:
@@ -145,9 +145,9 @@ def served_guesses(draft: DFlash, head: Head, hidden: Tensor, packed: Packed) ->
     """hidden [A, B, C] -> hits and sure [A, n]: what serving would guess after the true predecessors, through
     the code that serves."""
     states, previous = hidden[:, 1:].flatten(0, 1)[:, None], predecessors(packed).flatten()
-    found = []
+    items = []
     for i in range(0, len(states), ROWS):
         part = slice(i, i + ROWS)
-        found.append(draft.guess(head, states[part], previous[part], Greedy()))
-    hits = torch.cat([g.tokens[:, 0] for g in found]).view(packed.labels.shape) == packed.labels
-    return hits & packed.valid, torch.cat([g.sure[:, 0] for g in found]).view(hits.shape)
+        items.append(draft.guess(head, states[part], previous[part], Greedy()))
+    hits = torch.cat([g.tokens[:, 0] for g in items]).view(packed.labels.shape) == packed.labels
+    return hits & packed.valid, torch.cat([g.sure[:, 0] for g in items]).view(hits.shape)

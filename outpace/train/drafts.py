@@ -82,30 +82,30 @@ class TrainingRecipe:
         """The samples before this one are trained on; it and those behind are kept for judging."""
         return len(cache) - int(len(cache) * self.held_out_share)
 
-    def judged(self, cache: Teacher) -> list[int]:
+    def validation_samples(self, cache: Teacher) -> list[int]:
         """Of those kept, the samples that are judged every time."""
         return self._with_guesses(cache, range(self.trained(cache), len(cache))[:MOST_JUDGED])
 
-    def taught(self, cache: Teacher) -> list[int]:
+    def training_samples(self, cache: Teacher) -> list[int]:
         """The samples that are trained on. Raises ValueError where there is none."""
         trained = self.trained(cache)
-        found = self._with_guesses(cache, range(trained))
-        if not found:
+        result = self._with_guesses(cache, range(trained))
+        if not result:
             within = f" within row_tokens {self.row_tokens}" if self.row_tokens else ""
             raise ValueError(
                 f"none of {trained} cached rows has a guess to learn from: that takes a response of at least "
                 f"two tokens{within}"
             )
-        return found
+        return result
 
     def _with_guesses(self, cache: Teacher, samples: range) -> list[int]:
         """A step of none but rows without a guess would end a long run."""
-        found = []
+        items = []
         for i in samples:
             tokens, prompt_length = cache.text(i)
             if len(tokens[: self.row_tokens]) >= max(prompt_length, 1) + 2:
-                found.append(i)
-        return found
+                items.append(i)
+        return items
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,15 @@ def learn(
         for optimizer, lr in learners.values():
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
-        found = loss_of(step)
-        found.loss.backward()  # type: ignore[no-untyped-call]
+        result = loss_of(step)
+        result.loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip)
         for optimizer, _ in learners.values():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        metrics = {"loss": found.loss.item(), **found.metrics, "lr": recipe.lr * factor}
-        metrics["tokens"] = found.tokens
-        metrics["tokens_per_s"] = round(found.tokens / (time.perf_counter() - began), 1)
+        metrics = {"loss": result.loss.item(), **result.metrics, "lr": recipe.lr * factor}
+        metrics["tokens"] = result.tokens
+        metrics["tokens_per_s"] = round(result.tokens / (time.perf_counter() - began), 1)
         if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
             metrics |= judge()
         return metrics
@@ -171,20 +171,20 @@ def optimizers(
     known = {id(p) for p in matrices}
     rest = [p for p in draft.parameters() if id(p) not in known]
     how = {"betas": (0.9, 0.95), "weight_decay": recipe.weight_decay, "fused": True}
-    found: dict[str, tuple[torch.optim.Optimizer, float]] = {}
-    found["adam"] = torch.optim.AdamW(rest, lr=recipe.lr, **how), recipe.lr  # type: ignore[arg-type]
+    values: dict[str, tuple[torch.optim.Optimizer, float]] = {}
+    values["adam"] = torch.optim.AdamW(rest, lr=recipe.lr, **how), recipe.lr  # type: ignore[arg-type]
     if matrices:
-        found["muon"] = Muon(matrices, recipe.muon_lr, weight_decay=recipe.weight_decay), recipe.muon_lr
-    return found
+        values["muon"] = Muon(matrices, recipe.muon_lr, weight_decay=recipe.weight_decay), recipe.muon_lr
+    return values
 
 
 def rows_of_step(step: int, recipe: TrainingRecipe, size: int) -> list[int]:
     """The step's rows of an endless walk over `size` samples, shuffled anew every epoch."""
-    found = []
+    items = []
     for n in range(step * recipe.rows, (step + 1) * recipe.rows):
         epoch, i = divmod(n, size)
-        found.append(int(torch.randperm(size, generator=seeded(recipe.seed, 0, epoch))[i]))
-    return found
+        items.append(int(torch.randperm(size, generator=seeded(recipe.seed, 0, epoch))[i]))
+    return items
 
 
 def features(
@@ -272,8 +272,8 @@ def origin(target: Decoder, cache: Teacher) -> dict[str, Any]:
     }
 
 
-def write_provenance(folder: Path, said: dict[str, Any]) -> None:
-    write_json(folder / "provenance.json", said)
+def write_provenance(folder: Path, values: dict[str, Any]) -> None:
+    write_json(folder / "provenance.json", values)
 
 
 def log_lines(folder: Path) -> list[str]:

@@ -127,8 +127,8 @@ def begin_eagle3(
     config = recipe.config(target, tokenizer, tuple(cache.meta.target_layer_ids))
     ids, head = None, target.dense_head.detach()
     if recipe.draft_vocab:
-        size, said = recipe.draft_vocab, responses(cache, recipe.trained(cache))
-        ids = commonest(said, size, config.vocab_size, target.config.eos_token_ids) + torch.arange(size)
+        size, value = recipe.draft_vocab, responses(cache, recipe.trained(cache))
+        ids = commonest(value, size, config.vocab_size, target.config.eos_token_ids) + torch.arange(size)
     draft = init_eagle3(config, recipe.seed, ids=ids, head=head, own_head=ids is not None)
     rng = seeded(recipe.seed)
     with torch.no_grad():
@@ -151,7 +151,7 @@ class Course:
     layers: list[int] | None  # indices into the cache's aux
     vocabulary: Vocabulary
 
-    def judged(self, rows: list[Any], keep: float, rng: torch.Generator) -> tuple[UnrollLoss, int]:
+    def evaluate(self, rows: list[Any], keep: float, rng: torch.Generator) -> tuple[UnrollLoss, int]:
         """Of these samples, and how many tokens they have. keep 1: every index at every step."""
         recipe = self.recipe
         texts = gather(rows, recipe.row_tokens, self.layers, final=recipe.final)
@@ -160,18 +160,18 @@ class Course:
         indices = [chosen.to(self.target.device) for chosen in indices]
         dtype = recipe.dtype(self.target.device)
         steps = unroll(self.draft, self.target, texts, indices, dtype, recipe.recompute)
-        judged = unrolled_loss(self.draft, steps, texts, self.vocabulary, recipe.loss, recipe.decay)
-        return judged, len(texts.tokens)
+        validation = unrolled_loss(self.draft, steps, texts, self.vocabulary, recipe.loss, recipe.decay)
+        return validation, len(texts.tokens)
 
     @torch.no_grad()
-    def unseen(self, cache: Teacher, kept: list[int]) -> dict[str, Any]:
+    def validate(self, cache: Teacher, kept: list[int]) -> dict[str, Any]:
         """`accuracy` on samples kept from training. Far below the training's, more steps will not help: it
         takes more answers."""
-        found = []
+        entries = []
         for i in range(0, len(kept), self.recipe.rows):
             rows = [cache.sample(n) for n in kept[i : i + self.recipe.rows]]
-            found.append(self.judged(rows, 1.0, seeded(self.recipe.seed, 2, i))[0])
-        hits, valid = (torch.cat([getattr(x, name) for x in found]) for name in ("hits", "valid"))
+            entries.append(self.evaluate(rows, 1.0, seeded(self.recipe.seed, 2, i))[0])
+        hits, valid = (torch.cat([getattr(x, name) for x in entries]) for name in ("hits", "valid"))
         return {f"unseen_{k}": v for k, v in accuracy(hits, valid).items()}
 
     def tau(self, prompts: list[list[int]]) -> float:
@@ -181,17 +181,17 @@ class Course:
         return measure_tau(bound, self.target, prompts, self.recipe.eval_new_tokens)
 
 
-def said_of(judged: UnrollLoss) -> dict[str, Any]:
+def metrics_of(unroll_loss: UnrollLoss) -> dict[str, Any]:
     """`accuracy`, whose accept_len is of the indices that ran every step; and of soft labels the mean chance
     of acceptance at each."""
-    said = accuracy(judged.hits, judged.valid)
-    if not judged.run.all():
-        whole = judged.run.all(1)
-        said["accept_len"] = accuracy(judged.hits[whole], judged.valid[whole])["accept_len"]
-    if judged.alpha is not None:
-        shares = judged.alpha.sum(0) / (judged.alpha > 0).sum(0).clamp(min=1)
-        said["alpha"] = [round(x, 4) for x in shares.tolist()]
-    return said
+    value = accuracy(unroll_loss.hits, unroll_loss.valid)
+    if not unroll_loss.run.all():
+        whole = unroll_loss.run.all(1)
+        value["accept_len"] = accuracy(unroll_loss.hits[whole], unroll_loss.valid[whole])["accept_len"]
+    if unroll_loss.alpha is not None:
+        shares = unroll_loss.alpha.sum(0) / (unroll_loss.alpha > 0).sum(0).clamp(min=1)
+        value["alpha"] = [round(x, 4) for x in shares.tolist()]
+    return value
 
 
 def train_eagle3(
@@ -226,21 +226,21 @@ def train_eagle3(
             "states: build one with `teacher build --final`, or take loss ce"
         )
     course = Course(draft, target, recipe, layers, Vocabulary.of(draft, target, recipe.dtype(target.device)))
-    taught, kept = recipe.taught(cache), recipe.judged(cache)
+    training, kept = recipe.training_samples(cache), recipe.validation_samples(cache)
 
     def loss_of(step: int) -> StepLoss:
-        rows = [cache.sample(taught[i]) for i in rows_of_step(step, recipe, len(taught))]
-        judged, tokens = course.judged(rows, recipe.keep, seeded(recipe.seed, 1, step))
-        return StepLoss(judged.loss, tokens, said_of(judged))
+        rows = [cache.sample(training[i]) for i in rows_of_step(step, recipe, len(training))]
+        validation, tokens = course.evaluate(rows, recipe.keep, seeded(recipe.seed, 1, step))
+        return StepLoss(validation.loss, tokens, metrics_of(validation))
 
     def judge() -> dict[str, Any]:
-        metrics = course.unseen(cache, kept) if kept else {}
+        metrics = course.validate(cache, kept) if kept else {}
         if held_out:
             metrics["tau"] = course.tau(held_out[: recipe.eval_prompts])
         return metrics
 
     if learn(draft, recipe, folder, "eagle3", loss_of, judge, by_adam=BY_ADAM, stop_after=stop_after):
-        said = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
+        values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
         save_eagle3(draft, folder / "draft")
-        write_provenance(folder / "draft", said)
+        write_provenance(folder / "draft", values)
     return draft.requires_grad_(False)

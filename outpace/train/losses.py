@@ -144,9 +144,9 @@ def reference_losses(
         labels, target_states = labels[of], None if target_states is None else target_states[of]
     z = (states @ head.to(states.dtype).T).float()
     known, at = labels >= 0, labels.clamp(min=0)
-    said = z.gather(-1, at[..., None])[..., 0]
+    value = z.gather(-1, at[..., None])[..., 0]
     nll = -z.log_softmax(-1).gather(-1, at[..., None])[..., 0] * known
-    hits = (said == z.amax(-1)) & known
+    hits = (value == z.amax(-1)) & known
     losses = {"ce": nll}
     accept = None
     if target_states is not None and target_head is not None:
@@ -183,12 +183,12 @@ class _Chunked(torch.autograd.Function):
         d_states = torch.empty_like(states) if at_once else None
         d_head = torch.zeros_like(head, dtype=torch.float32) if at_once and learns else None
         for part in rows.parts():
-            found = rows.chunk(part, best)
-            loss[part], nll[part], hits[part] = found.loss, found.nll, found.hits
-            if accept is not None and found.accept is not None:
-                accept[part] = found.accept
+            result = rows.chunk(part, best)
+            loss[part], nll[part], hits[part] = result.loss, result.nll, result.hits
+            if accept is not None and result.accept is not None:
+                accept[part] = result.accept
             if d_states is not None:
-                rows.back(found, part, None if weights is None else weights[part], d_states, d_head)
+                rows.back(result, part, None if weights is None else weights[part], d_states, d_head)
         total = None if weights is None else (weights * loss).sum()
         ctx.rows, ctx.weighted = rows, weights is not None
         ctx.save_for_backward(d_states, d_head)
@@ -257,10 +257,10 @@ class _SumRows:
         return _of_logits(z, p, entropy, labels, self.mix)
 
     def back(
-        self, found: "_Chunk", part: slice, weights: Tensor | None, d_states: Tensor, d_head: Tensor | None
+        self, result: "_Chunk", part: slice, weights: Tensor | None, d_states: Tensor, d_head: Tensor | None
     ) -> None:
         """The chunk's gradients, by rows of `weights`: into d_states, and added to d_head."""
-        d = found.gradient(weights).to(self.states.dtype)
+        d = result.gradient(weights).to(self.states.dtype)
         torch.mm(d, self.head, out=d_states[part])
         if d_head is not None:
             d_head += d.T @ self.states[part]
@@ -303,10 +303,10 @@ def _of_logits(
     """z [m, V] logits of the draft, p [m, V] and its entropy [m] of the target, labels [m]."""
     known = labels >= 0
     at = labels.clamp(min=0)[:, None]
-    top, said = z.amax(-1), z.gather(-1, at)[:, 0]
+    top, value = z.amax(-1), z.gather(-1, at)[:, 0]
     q = z.softmax(-1)  # one fused pass, where logsumexp and exp would be five
     lse = top - q.amax(-1).log()
-    nll, hits = (lse - said) * known, (said == top) & known
+    nll, hits = (lse - value) * known, (value == top) & known
     ce = mix.get("ce", 0.0) * known.float()
     loss = mix.get("ce", 0.0) * nll
     if p is None or entropy is None:
@@ -325,12 +325,12 @@ def _of_logits(
     return _Chunk(loss, nll, hits, accept, q, p, at, ce[:, None], kl[:, None], tv[:, None])
 
 
-def likeliest(states: Tensor, head: Tensor, chunk: int | None = None) -> Tensor:
+def top_tokens(states: Tensor, head: Tensor, chunk: int | None = None) -> Tensor:
     """states [n, C], head [V, C] -> [n] int64, the first choice of each row, logits in chunks."""
     size = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
     head = head.to(states.dtype)
-    found = [(states[i : i + size] @ head.T).argmax(-1) for i in range(0, len(states), size)]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=states.device)
+    items = [(states[i : i + size] @ head.T).argmax(-1) for i in range(0, len(states), size)]
+    return torch.cat(items) if items else torch.empty(0, dtype=torch.int64, device=states.device)
 
 
 def block_weights(

@@ -23,24 +23,24 @@ def cut_prompts(stream: np.ndarray, rows: int, tokens: int, rng: torch.Generator
 def repeats(tokens: Sequence[int], n: int) -> list[bool]:
     """Per token: does the n-gram that it ends stand earlier in `tokens`?"""
     seen: set[tuple[int, ...]] = set()
-    found = []
+    items = []
     for end in range(1, len(tokens) + 1):
         gram = tuple(tokens[max(0, end - n) : end])
-        found.append(len(gram) == n and gram in seen)
+        items.append(len(gram) == n and gram in seen)
         seen.add(gram)
-    return found
+    return items
 
 
 def answers(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """What the model says greedily, in float32 as it will be decoded."""
     dtype, model.dtype = model.dtype, torch.float32
-    said = generate(model, prompts, Request(max_new_tokens=new_tokens)).tokens
+    value = generate(model, prompts, Request(max_new_tokens=new_tokens)).tokens
     model.dtype = dtype
-    return said
+    return value
 
 
 def own_text_losses(
-    model: Decoder, prompts: list[list[int]], said: list[list[int]], n: int
+    model: Decoder, prompts: list[list[int]], items: list[list[int]], n: int
 ) -> tuple[Tensor, Tensor, float]:
     """Two losses [] over the model's own answers, sums over tokens divided by the number of all tokens: as
     loops vanish, so does the pressure of the first.
@@ -49,12 +49,12 @@ def own_text_losses(
     token that closes neither that nor a repeated n/2-gram, too short to be a loop: what is said for the
     first time; and the share of tokens that the first is taken of. Prompts are of one length.
     """
-    start, longest = len(prompts[0]), max(map(len, said))
-    rows = [p + s + [0] * (longest - len(s)) for p, s in zip(prompts, said, strict=True)]
-    again = [repeats(s, n) + [False] * (longest - len(s)) for s in said]
-    short = [repeats(s, n // 2) + [True] * (longest - len(s)) for s in said]
+    start, longest = len(prompts[0]), max(map(len, items))
+    rows = [p + s + [0] * (longest - len(s)) for p, s in zip(prompts, items, strict=True)]
+    again = [repeats(s, n) + [False] * (longest - len(s)) for s in items]
+    short = [repeats(s, n // 2) + [True] * (longest - len(s)) for s in items]
     tokens, looping, known = torch.tensor(rows), torch.tensor(again), torch.tensor(short)
-    total = sum(map(len, said))
+    total = sum(map(len, items))
     hidden = model(tokens[:, :-1]).hidden[:, start - 1 :]
     nll = chunked_nll(hidden.flatten(0, 1), model.dense_head, tokens[:, start:].flatten()).view(looping.shape)
     unlikely = -torch.log(-torch.expm1(-nll[looping] - SHARPEST)).sum() / total

@@ -96,27 +96,27 @@ def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]
             start = len(ids) // 3
             prompts.append(ids[start : start + SAMPLE_PROMPT_TOKENS])
     prompts = prompts[:: max(1, len(prompts) // SAMPLE_PROMPTS)][:SAMPLE_PROMPTS]
-    said = generate(target, prompts, Request(max_new_tokens=SAMPLE_TOKENS)).tokens
+    value = generate(target, prompts, Request(max_new_tokens=SAMPLE_TOKENS)).tokens
     samples = [
         {"prompt_end": tokenizer.decode(p[-40:]), "continuation": tokenizer.decode(s)}
-        for p, s in list(zip(prompts, said, strict=True))[:3]
+        for p, s in list(zip(prompts, value, strict=True))[:3]
     ]
     return {
         "held_out_bits_per_byte": round(bits_per_byte(target, tokenizer, held_out), 4),
         "repeated_ngram": n,
-        "repeated_share": round(sum(repeated_ngrams(s, n) for s in said) / len(said), 4),
+        "repeated_share": round(sum(repeated_ngrams(s, n) for s in value) / len(value), 4),
         "repeated_share_of_real_text": round(_real_repeats(tokenizer, held_out, n), 4),
-        "repeated_prompts": len(said),
-        "greedy_probability": round(sureness(target, prompts, said), 4),
+        "repeated_prompts": len(value),
+        "greedy_probability": round(sureness(target, prompts, value), 4),
         "greedy_samples": samples,
     }
 
 
 @torch.inference_mode()
-def sureness(target: Decoder, prompts: list[list[int]], said: list[list[int]]) -> float:
+def sureness(target: Decoder, prompts: list[list[int]], items: list[list[int]]) -> float:
     """Mean probability of the target's own greedy tokens: what it is not sure of, no draft can guess."""
     likely = []
-    for prompt, tokens in zip(prompts, said, strict=True):
+    for prompt, tokens in zip(prompts, items, strict=True):
         hidden = target(torch.tensor([prompt + tokens[:-1]])).hidden[0, len(prompt) - 1 :]
         likely.append(torch.exp(-chunked_nll(hidden, target.dense_head, torch.tensor(tokens))))
     return torch.cat(likely).mean().item()

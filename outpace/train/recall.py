@@ -23,9 +23,9 @@ def recall_rows(
     """-> inputs and labels [rows, row_tokens] int64. Every other piece is a note, `name = value`.
 
     At least a twentieth of a row and at most SHARE of it is said twice, the second time at its end and in
-    another order; between the first ones stands other text. Taught is what of the second ones follows from
-    the first: a piece after its first CUE tokens, a note's value. Raises ValueError for rows that are too
-    short for two pieces.
+    another order; between the first ones stands other text. The loss counts what of the second ones follows
+    from the first: a piece after its first CUE tokens, a note's value. Raises ValueError for rows that are
+    too short for two pieces.
     """
     if row_tokens * SHARE < 2 * LONGEST:
         raise ValueError(
@@ -43,26 +43,26 @@ def echo_rows(vocab_size: int, rows: int, row_tokens: int, rng: torch.Generator)
     return _with_labels([_echoes(vocab_size, row_tokens + 1, rng) for _ in range(rows)])
 
 
-def _with_labels(found: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
+def _with_labels(items: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
     """Rows, each its tokens [row_tokens + 1] and which of them are taught -> inputs and labels."""
-    tokens, taught = (np.stack(x) for x in zip(*found, strict=True))
-    labels = np.where(taught, tokens, UNTAUGHT)[:, 1:]
+    tokens, training = (np.stack(x) for x in zip(*items, strict=True))
+    labels = np.where(training, tokens, UNTAUGHT)[:, 1:]
     return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
 
 
 def _echoes(vocab_size: int, length: int, rng: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
     """tokens [length], and which of them are taught."""
-    tokens, taught = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+    tokens, training = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
     while len(tokens) < length:
         half = int(ECHO * (length / ECHO) ** float(torch.rand((), generator=rng))) // 2
-        said = torch.randint(vocab_size, (half,), generator=rng)
+        value = torch.randint(vocab_size, (half,), generator=rng)
         edges = torch.randint(1, half, (half // ECHO_PIECE - 1,), generator=rng)
-        pieces = said.tensor_split(edges.unique())
+        pieces = value.tensor_split(edges.unique())
         again = [pieces[i] for i in torch.randperm(len(pieces), generator=rng)]
-        tokens = torch.cat([tokens, said, *again])
-        told = [torch.arange(len(piece)) >= ECHO_CUE for piece in again]
-        taught = torch.cat([taught, torch.zeros(half, dtype=torch.bool), *told])
-    return tokens[:length].numpy(), taught[:length].numpy()
+        tokens = torch.cat([tokens, value, *again])
+        items = [torch.arange(len(piece)) >= ECHO_CUE for piece in again]
+        training = torch.cat([training, torch.zeros(half, dtype=torch.bool), *items])
+    return tokens[:length].numpy(), training[:length].numpy()
 
 
 def _row(
@@ -72,38 +72,38 @@ def _row(
     share = 0.05 + (SHARE - 0.05) * float(torch.rand((), generator=rng))
     pieces = _pieces(tokenizer, stream, max(row_tokens * share, 2 * LONGEST), rng)
     again = [pieces[i] for i in torch.randperm(len(pieces), generator=rng)]
-    said = sum(len(tokens) for tokens, _ in pieces)
+    value = sum(len(tokens) for tokens, _ in pieces)
     parts = [(tokens, len(tokens)) for tokens, _ in pieces]
-    parts += _other_text(stream, row_tokens + 1 - 2 * said, len(pieces), rng)
+    parts += _other_text(stream, row_tokens + 1 - 2 * value, len(pieces), rng)
     parts = [parts[i] for i in torch.randperm(len(parts), generator=rng)] + again
     tokens = np.concatenate([tokens for tokens, _ in parts])
-    taught = np.concatenate([np.arange(len(tokens)) >= cue for tokens, cue in parts])
-    return tokens, taught
+    training = np.concatenate([np.arange(len(tokens)) >= cue for tokens, cue in parts])
+    return tokens, training
 
 
 def _pieces(
-    tokenizer: Tokenizer, stream: np.ndarray, room: float, rng: torch.Generator
+    tokenizer: Tokenizer, stream: np.ndarray, headroom: float, rng: torch.Generator
 ) -> list[tuple[np.ndarray, int]]:
     """Of at most `room` tokens in all: each with how many of its tokens are its cue."""
-    found: list[tuple[np.ndarray, int]] = []
+    items: list[tuple[np.ndarray, int]] = []
     while True:
-        if len(found) % 2:
+        if len(items) % 2:
             name, value = note(rng)
             cue = encode(tokenizer, f"\n{name} = ")
             piece = np.asarray([*cue, *encode(tokenizer, f"{value}\n")], dtype=np.int32), len(cue)
         else:
             piece = cut_pieces(stream, 1, SHORTEST, LONGEST, rng)[0], CUE
-        room -= len(piece[0])
-        if room < 0:
-            return found
-        found.append(piece)
+        headroom -= len(piece[0])
+        if headroom < 0:
+            return items
+        items.append(piece)
 
 
 def _other_text(
-    stream: np.ndarray, room: int, parts: int, rng: torch.Generator
+    stream: np.ndarray, headroom: int, parts: int, rng: torch.Generator
 ) -> Sequence[tuple[np.ndarray, int]]:
     """`room` tokens of one place of the stream, in `parts` parts of random sizes, none of which is taught."""
-    text = cut_pieces(stream, 1, room, room, rng)[0]
-    edges = sorted(torch.randint(room + 1, (parts - 1,), generator=rng).tolist())
-    sizes = zip([0, *edges], [*edges, room], strict=True)
+    text = cut_pieces(stream, 1, headroom, headroom, rng)[0]
+    edges = sorted(torch.randint(headroom + 1, (parts - 1,), generator=rng).tolist())
+    sizes = zip([0, *edges], [*edges, headroom], strict=True)
     return [(text[a:b], b - a) for a, b in sizes if a < b]

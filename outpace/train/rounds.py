@@ -20,17 +20,17 @@ class Rounds:
 
     def of(self, sample: int, prompt_length: int) -> Tensor:
         """Positions [n] int64, repetitions included: decoding's first round begins with the response."""
-        begun = self.begins[sample]
-        return torch.cat((begun[begun >= 0].long(), torch.tensor([prompt_length])))
+        value = self.begins[sample]
+        return torch.cat((value[value >= 0].long(), torch.tensor([prompt_length])))
 
     def ended(self, samples: Sequence[int], layout: Layout, hits: Tensor) -> None:
         """hits [A, n] of a step's blocks, those of samples[i] being layout.first[i] to layout.first[i + 1]:
         the next begin behind what was accepted, and the token that decoding puts after it."""
         nexts = (layout.seen + hits.long().cumprod(1).sum(1) + 1).int()
         for i, sample in enumerate(samples):
-            found = nexts[layout.first[i] : layout.first[i + 1]]
+            value = nexts[layout.first[i] : layout.first[i + 1]]
             self.begins[sample] = -1
-            self.begins[sample, : len(found)] = found
+            self.begins[sample, : len(value)] = value
 
     def state_dict(self) -> dict[str, Any]:
         return {"begins": self.begins}

@@ -32,15 +32,15 @@ def rows_of_step(
         raise ValueError(
             f"the corpus has {len(stream)} tokens: too few for rows of {row_tokens}; shorten row_tokens"
         )
-    found = []
+    items = []
     for n in range(first, first + rows):
         epoch, i = divmod(n, per_epoch)
         rng = seeded(seed, epoch)
         shift = int(torch.randint(row_tokens, (1,), generator=rng))
         window = int(torch.randperm(per_epoch, generator=rng)[i])
         begin = shift + window * row_tokens
-        found.append(stream[begin : begin + row_tokens + 1])
-    tokens = torch.from_numpy(np.stack(found).astype(np.int64))
+        items.append(stream[begin : begin + row_tokens + 1])
+    tokens = torch.from_numpy(np.stack(items).astype(np.int64))
     return tokens[:, :-1], tokens[:, 1:]
 
 

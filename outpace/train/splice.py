@@ -56,5 +56,5 @@ def splice(pieces: Sequence[np.ndarray], known: np.ndarray, row_tokens: int) -> 
         passage = known.take(range(place, place + row_tokens + 1 - len(piece)), mode="wrap")
         rows.append(np.concatenate((piece, passage)))
     tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-    said = torch.arange(row_tokens) < torch.tensor([len(piece) for piece in pieces])[:, None] - 1
-    return tokens[:, :-1], tokens[:, 1:].masked_fill(said, UNTAUGHT)
+    value = torch.arange(row_tokens) < torch.tensor([len(piece) for piece in pieces])[:, None] - 1
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(value, UNTAUGHT)

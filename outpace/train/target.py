@@ -163,11 +163,11 @@ def shape_of(config: ModelConfig) -> dict[str, Any]:
     own = ("architecture", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     rope = config.rope
     positions = {"original_max_position": rope.original_max_position, "rope_factor": rope.factor}
-    found = {name: getattr(config, name) for name in own} | positions | {"rope_theta": rope.theta}
+    values = {name: getattr(config, name) for name in own} | positions | {"rope_theta": rope.theta}
     if not config.num_experts:
-        return found | {"intermediate_size": config.intermediate_size}
+        return values | {"intermediate_size": config.intermediate_size}
     experts = ("expert_size", "num_experts", "experts_per_token", "sliding_window")
-    return found | {name: getattr(config, name) for name in experts}
+    return values | {name: getattr(config, name) for name in experts}
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
@@ -286,16 +286,16 @@ def _own_pieces(
     if not count:
         return []
     prompts = cut_prompts(stream, count, recipe.own_prompt, rng)
-    said = _said(model, prompts, recipe.own_tokens)
-    kept = [int(torch.randint(len(s) + 1, (1,), generator=rng)) for s in said]
-    return [np.asarray(p + s[:n]) for p, s, n in zip(prompts, said, kept, strict=True)]
+    value = _summary(model, prompts, recipe.own_tokens)
+    kept = [int(torch.randint(len(s) + 1, (1,), generator=rng)) for s in value]
+    return [np.asarray(p + s[:n]) for p, s, n in zip(prompts, value, kept, strict=True)]
 
 
-def _said(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+def _summary(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     rounded = _round_experts(model, False)  # decoding through the rounding is ten times slower
-    said = answers(model, prompts, new_tokens)
+    value = answers(model, prompts, new_tokens)
     _round_experts(model, rounded)
-    return said
+    return value
 
 
 def _learn_text(
@@ -304,12 +304,12 @@ def _learn_text(
     """Gradients of the loss on the step's rows, added to what is there; -> metrics."""
     inputs, labels, recalled = _text_rows(model, tokenizer, streams, recipe, step)
     out = model(inputs, routing=True)
-    taught = labels != UNTAUGHT
-    nll = chunked_nll(out.hidden[taught], model.dense_head, labels[taught])
+    training = labels != UNTAUGHT
+    nll = chunked_nll(out.hidden[training], model.dense_head, labels[training])
     loss = nll.mean()
     metrics = {"loss": loss.item()}
     if recalled:
-        metrics["recall"] = nll[-int(taught[-recalled:].sum()) :].mean().item()
+        metrics["recall"] = nll[-int(training[-recalled:].sum()) :].mean().item()
     if not out.routing:
         (recipe.text * loss).backward()
         return metrics
@@ -323,8 +323,8 @@ def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, st
     if not (recipe.unlikelihood or recipe.settle) or step % recipe.own_every:
         return {}
     prompts = cut_prompts(stream, recipe.own_rows, recipe.own_prompt, seeded(recipe.seed, step))
-    said = _said(model, prompts, recipe.own_tokens)
-    unlikely, likely, repeats = own_text_losses(model, prompts, said, recipe.own_ngram)
+    value = _summary(model, prompts, recipe.own_tokens)
+    unlikely, likely, repeats = own_text_losses(model, prompts, value, recipe.own_ngram)
     (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()
     return {"repeats": repeats, "unlikelihood": unlikely.item(), "own": likely.item()}
 

@@ -100,8 +100,10 @@ def fit(
             record = {"step": step, **metrics, "seconds": round(time.perf_counter() - began, 4)}
             lines.write(json.dumps(record) + "\n")
             lines.flush()
-            said = "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr")
-            bar.update(task, advance=1, said=said)
+            message = "  ".join(
+                f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr"
+            )
+            bar.update(task, advance=1, said=message)
             if (step + 1) % recipe.save_every == 0 or step + 1 == last:
                 _save(checkpoint, step + 1, asked, stateful)
 

@@ -18,7 +18,7 @@ from outpace.drafts.eagle3 import Eagle3
 from outpace.models.decoder import Decoder
 from outpace.ops.unrolled import Unrolled, unrolled_attend
 from outpace.train.anchors import AnchorSample
-from outpace.train.losses import likeliest, needs_target, weighted_losses
+from outpace.train.losses import needs_target, top_tokens, weighted_losses
 
 LEAST_KEPT = 0.2  # share of the indices that the deepest steps of a thinned unrolling keep
 
@@ -121,12 +121,12 @@ def unroll(
     run = _Runner(draft, target, dtype, recompute)
     hidden, first = run(texts.tokens.roll(-1), feature, texts.positions, [], [], whole)
     hidden = hidden[:, texts.at]
-    found: list[UnrollStep] = []
+    items: list[UnrollStep] = []
     own: list[KeyValues] = []
     masks = draft.masks(target) if draft.config.parallel else None
     for j, chosen in enumerate(indices):
         if j:
-            before = found[-1].chosen
+            before = items[-1].chosen
             if len(chosen) < len(before):
                 place = torch.searchsorted(before, chosen)
                 own = [[(k[place], v[place]) for k, v in step] for step in own]
@@ -140,8 +140,8 @@ def unroll(
             given = token if masks is None else masks[0].to(dtype).expand(1, len(chosen), -1)
             hidden, more = run(given, feature, texts.positions[at] + j, first, own, texts.layout(chosen))
             own = [*own, more]
-        found.append(UnrollStep(chosen, hidden[0]))
-    return found
+        items.append(UnrollStep(chosen, hidden[0]))
+    return items
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def unrolled_loss(
     if final is not None:
         final = final.to(steps[0].hidden.dtype)
         if vocabulary.row_of is not None:
-            known = vocabulary.rows(likeliest(final, vocabulary.head)) >= 0
+            known = vocabulary.rows(top_tokens(final, vocabulary.head)) >= 0
     shape = len(labels), len(steps)
     run = torch.zeros(shape, dtype=torch.bool, device=labels.device)
     for j, step in enumerate(steps):

@@ -22,7 +22,7 @@ controller = [false]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ("--suite", "speeds"),
@@ -46,11 +46,11 @@ controller = [false]
         (("--suite", "controller", "--drafts", "x", "--recipe", "no.toml"), "recipe no.toml cannot be read"),
     ],
 )
-def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, said):
+def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(monkeypatch, capsys, "bench", "--out", "x", *arguments)
     assert code == 2
-    assert said in " ".join(err.split())
+    assert message in " ".join(err.split())
     assert not (tmp_path / "x").exists()
 
 

@@ -84,16 +84,16 @@ def drafts(tmp_path_factory, target):
     for seed, (name, draft) in enumerate(made.items()):
         tiny.randomise(named_tensors(draft), seed=seed + 5)
         (save_dflash if name == "dflash" else save_eagle3)(draft, folder / name)
-        said = {"target_fingerprint": fingerprint(target), "training_tokens": 7000, "training_hours": 0.5}
-        write_json(folder / name / "provenance.json", said | {"steps": 3, "cache_sha256": "c" * 64})
+        values = {"target_fingerprint": fingerprint(target), "training_tokens": 7000, "training_hours": 0.5}
+        write_json(folder / name / "provenance.json", values | {"steps": 3, "cache_sha256": "c" * 64})
     return folder
 
 
 def recipe(**changes):
-    said = {"prompts": 2, "prompt_tokens": 21, "new_tokens": 10, "repeats": 2, "lossless_prompts": 4}
-    said |= {"lossless_tokens": 12, "lossless_batch": 2, "calibrate_s": 0.01, "widths": [2, 4]}
-    said |= {"controller_prompts": 2}
-    return load_settings(SuiteRecipe, None, said | {"methods": METHODS} | changes)
+    values = {"prompts": 2, "prompt_tokens": 21, "new_tokens": 10, "repeats": 2, "lossless_prompts": 4}
+    values |= {"lossless_tokens": 12, "lossless_batch": 2, "calibrate_s": 0.01, "widths": [2, 4]}
+    values |= {"controller_prompts": 2}
+    return load_settings(SuiteRecipe, None, values | {"methods": METHODS} | changes)
 
 
 def quiet():
@@ -119,30 +119,30 @@ def report(target, tokenizer, drafts, tmp_path_factory):
 
 
 def test_every_method_runs_at_every_temperature_under_its_rules(report):
-    found = [(r["method"], r["temperature"], r["rule"], r["controller"]) for r in report["results"]]
+    entries = [(r["method"], r["temperature"], r["rule"], r["controller"]) for r in report["results"]]
     wanted = [("plain", 0.0, "match", False)]
     both = (False, True)
     wanted += [(m, 0.0, "match", c) for m in METHODS for c in METHODS[m].get("controller", both)]
     wanted += [("plain", 1.0, rule, False) for rule in ("match", "gumbel")]
-    for name, said in METHODS.items():
-        for rule in said.get("rules", ["match", "rejection", "gumbel"]):
-            wanted += [(name, 1.0, rule, c) for c in said.get("controller", both)]
-    assert found == wanted
-    assert len({r["label"] for r in report["results"]}) == len(found)
+    for name, value in METHODS.items():
+        for rule in value.get("rules", ["match", "rejection", "gumbel"]):
+            wanted += [(name, 1.0, rule, c) for c in value.get("controller", both)]
+    assert entries == wanted
+    assert len({r["label"] for r in report["results"]}) == len(entries)
     for r in report["results"]:
         assert (r["prompts"], r["repeats"], r["new_tokens"]) == (2, 2, 10)
         assert (r["predicted"] is not None) == r["controller"]
         if r["controller"]:
-            said = r["predicted"]
-            assert said["speedup_error"] == pytest.approx(
-                said["speedup"] / r["speedup"] - 1, rel=0.01, abs=1e-3
+            value = r["predicted"]
+            assert value["speedup_error"] == pytest.approx(
+                value["speedup"] / r["speedup"] - 1, rel=0.01, abs=1e-3
             )
         assert r["tau"] == pytest.approx(1 + sum(r["reached"]), abs=1e-3)
         assert r["columns"] >= 1
     assert json.loads(json.dumps(report)) == report
-    assert report["said"] == []
+    assert report["remarks"] == []
     rules = {
-        m: ["greedy", *said.get("rules", ["match", "rejection", "gumbel"])] for m, said in METHODS.items()
+        m: ["greedy", *value.get("rules", ["match", "rejection", "gumbel"])] for m, value in METHODS.items()
     }
     steered = [m for m in METHODS if True in METHODS[m].get("controller", both)]
     assert set(report["costs"]) == {f"{m}, {rule}" for m in steered for rule in rules[m]}
@@ -199,9 +199,9 @@ def test_a_method_that_changes_the_text_is_caught(target, tokenizer, drafts, tmp
 
     monkeypatch.setattr(methods, "generate", wrong)
     asked = recipe(methods={"DFlash": {"draft": "dflash", "controller": [False]}})
-    found = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
+    comparison = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     counts = {
-        (r["temperature"], r["rule"]): r["lossless"] for r in found["results"] if r["method"] != "plain"
+        (r["temperature"], r["rule"]): r["lossless"] for r in comparison["results"] if r["method"] != "plain"
     }
     assert counts[0.0, "match"]["violations"] == 2 and counts[0.0, "match"]["checked"] == 2 * 10
     assert counts[1.0, "gumbel"]["violations"] == 4
@@ -211,26 +211,26 @@ def test_a_method_that_changes_the_text_is_caught(target, tokenizer, drafts, tmp
 
 
 def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts, tmp_path):
-    found = run_lossless(given(target, tokenizer, drafts, tmp_path, recipe()))
-    assert (found["violations"], found["ties"], found["prompts"]) == (0, 0, 4)
-    cases = [(r["method"], r["temperature"], r["steered"]) for r in found["results"]]
+    result = run_lossless(given(target, tokenizer, drafts, tmp_path, recipe()))
+    assert (result["violations"], result["ties"], result["prompts"]) == (0, 0, 4)
+    cases = [(r["method"], r["temperature"], r["steered"]) for r in result["results"]]
     assert len(cases) == len(set(cases)) == 2 * (3 * 2 + 3)
-    assert all(r["checked"] == 4 * 12 for r in found["results"])
-    assert found["checked"] == 18 * 4 * 12
-    assert "0 violations, 0 ties" in lossless_markdown(found)
-    points = [(p["batch"], p["context"]) for costs in found["costs"].values() for p in costs["points"]]
-    assert len(points) == len(found["costs"]) and {batch for batch, _ in points} == {2}
+    assert all(r["checked"] == 4 * 12 for r in result["results"])
+    assert result["checked"] == 18 * 4 * 12
+    assert "0 violations, 0 ties" in lossless_markdown(result)
+    points = [(p["batch"], p["context"]) for costs in result["costs"].values() for p in costs["points"]]
+    assert len(points) == len(result["costs"]) and {batch for batch, _ in points} == {2}
     assert not (tmp_path / "progress.jsonl").exists()
 
 
 def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tmp_path):
     few = {name: METHODS[name] for name in ("ngram", "DFlash tree", "P-EAGLE")}
     asked = recipe(methods=few, repeats=1)
-    found = run_controller(given(target, tokenizer, drafts, tmp_path, asked))
-    scenes = [(r["text"], r["temperature"], r["method"]) for r in found["results"]]
+    controller = run_controller(given(target, tokenizer, drafts, tmp_path, asked))
+    scenes = [(r["text"], r["temperature"], r["method"]) for r in controller["results"]]
     two = ("ngram", "DFlash tree")
     assert scenes == [(x, t, m) for x in ("held-out", "random") for t in (0.0, 1.0) for m in two]
-    for r in found["results"]:
+    for r in controller["results"]:
         assert [f["width"] for f in r["fixed"]] == ([2, 4, 8] if r["method"] == "ngram" else [2, 4, 9])
         speeds = {f["width"]: f["tokens_per_s"] for f in r["fixed"]} | {1: r["plain_tokens_per_s"]}
         assert r["best_tokens_per_s"] == max(speeds.values()) == speeds[r["best_width"]]
@@ -239,7 +239,7 @@ def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tm
         assert r["over_plain"] == pytest.approx(steered / r["plain_tokens_per_s"], abs=2e-3)
         assert all(f["lossless"]["checked"] == 2 * 10 for f in (*r["fixed"], r["controller"]))
         assert not any(f["lossless"]["violations"] for f in (*r["fixed"], r["controller"]))
-    assert "| random | 1 | DFlash tree |" in controller_markdown(found)
+    assert "| random | 1 | DFlash tree |" in controller_markdown(controller)
     alone = recipe(methods={"P-EAGLE": METHODS["P-EAGLE"]})
     with pytest.raises(ValueError, match="no method of this recipe has a controller"):
         run_controller(given(target, tokenizer, drafts, tmp_path, alone))
@@ -263,19 +263,19 @@ def fake(seconds):
 
 
 def test_turns_are_kept_and_not_run_again(tmp_path):
-    told = []
+    items = []
     named = {name: fake(i + 1.0) for i, name in enumerate("abc")}
     groups = [[[1]], [[2]]]
-    first = turns.take_turns("x", named, groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), told.append)
-    assert told == [*"abc", *"bca", *"bca", *"cab"]
+    first = turns.take_turns("x", named, groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), items.append)
+    assert items == [*"abc", *"bca", *"bca", *"cab"]
     assert first["b"][1, 0].tokens == [[turns.seed_of(5, 1, 0) % 97, 9]]
     again = turns.take_turns(
-        "x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), told.append
+        "x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), items.append
     )
     assert again == first
     assert again["c"][0, 1].trace.predicted == [Prediction(2.5, 0.25, 2, 0.5)]
     with pytest.raises(TypeError):  # another key: nothing is kept, and None is no method
-        turns.take_turns("x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 2}), told.append)
+        turns.take_turns("x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 2}), items.append)
 
 
 def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monkeypatch):
@@ -294,12 +294,12 @@ def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monke
     kept = dict(x for line in read_lines(tmp_path)[1:] for x in line.items())
     assert len(kept) == 7 and sum(key.startswith("T=0, ") for key in kept) == 4
     assert kept["costs of ngram, greedy"]["widths"] == [1, 2, 3, 4, 5, 6, 7, 8]
-    found = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
+    result = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
     ours = [
         kept[f"T=0, repeat {r}, group {g}"]["plain, T=0, match"]["decode_s"] for r in (0, 1) for g in (0, 1)
     ]
     speeds = [18 / (ours[0] + ours[1]), 18 / (ours[2] + ours[3])]
-    assert found["results"][0]["tokens_per_s_repeats"] == [round(s, 2) for s in speeds]
+    assert result["results"][0]["tokens_per_s_repeats"] == [round(s, 2) for s in speeds]
     assert not (tmp_path / "progress.jsonl").exists()
 
 
@@ -331,15 +331,15 @@ def test_what_was_reached_is_of_all_rounds():
     assert reached([0, 0]) == [] == reached([])
 
 
-def test_unequal_data_is_said():
+def test_unequal_data_is_reported():
     def about(tokens, cache):
         return {"kind": "DFlash", "trained": {"tokens": tokens, "cache_sha256": cache}}
 
     assert remarks({"a": about(5, "x"), "b": about(5, "x"), "n": {"kind": "n-gram", "trained": None}}) == []
-    said = remarks({"a": about(5, "x"), "b": about(6, "y"), "c": {"kind": "DFlash", "trained": None}})
-    assert len(said) == 3
-    assert "no provenance beside the draft of c" in said[0]
-    assert "teacher caches differ (a: x, b: y)" in said[1] and "tokens differ (a: 5, b: 6)" in said[2]
+    value = remarks({"a": about(5, "x"), "b": about(6, "y"), "c": {"kind": "DFlash", "trained": None}})
+    assert len(value) == 3
+    assert "no provenance beside the draft of c" in value[0]
+    assert "teacher caches differ (a: x, b: y)" in value[1] and "tokens differ (a: 5, b: 6)" in value[2]
     looked_up = about(None, "x") | {"kind": "suffix"}
     assert remarks({"a": about(5, "x"), "s": looked_up}) == []  # it is made without steps
     assert "tokens differ (a: 5, b: None)" in remarks({"a": about(5, "x"), "b": about(None, "x")})[0]
@@ -347,8 +347,8 @@ def test_unequal_data_is_said():
     assert "teacher caches differ (a: x, s: None)" in other[0]
 
 
-def opened(target, tokenizer, drafts, **said):
-    return open_method("M", MethodSpec(**said), drafts, target, tokenizer, fingerprint(target))
+def opened(target, tokenizer, drafts, **message):
+    return open_method("M", MethodSpec(**message), drafts, target, tokenizer, fingerprint(target))
 
 
 def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
@@ -359,7 +359,7 @@ def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("text", "message"),
     [
         ({"draft": "nowhere"}, "nowhere is not there"),
         ({"draft": "ngram", "tree": 8}, "method 'M': tree 8: 'ngram'"),
@@ -369,9 +369,9 @@ def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
         ({"draft": "eagle3", "branch": 3}, "method 'M': branch 3 grows a tree: say of how many"),
     ],
 )
-def test_shapes_a_draft_cannot_propose_are_refused(target, tokenizer, drafts, said, message):
+def test_shapes_a_draft_cannot_propose_are_refused(target, tokenizer, drafts, text, message):
     with pytest.raises(ValueError, match=message):
-        opened(target, tokenizer, drafts, **said)
+        opened(target, tokenizer, drafts, **text)
 
 
 def test_a_width_the_draft_does_not_have_is_refused(target, tokenizer, drafts):

@@ -99,10 +99,10 @@ def test_what_a_token_takes():
     methods = {
         name: {"seconds": s, "bytes": None if name == "refresh" else 10} for name, s in seconds.items()
     }
-    found = rated({"methods": methods}, 20.0, ContextSettings(**ASKED | {"tau": 3.0}))
-    assert found["seconds_per_token"] == {"plain": 1.0, "full": 1.0, "partial": 1.0}
-    assert found["methods"]["partial"]["share_of_floor"] == 0.25
-    assert found["verification_speedup"] == 1.5
+    result = rated({"methods": methods}, 20.0, ContextSettings(**ASKED | {"tau": 3.0}))
+    assert result["seconds_per_token"] == {"plain": 1.0, "full": 1.0, "partial": 1.0}
+    assert result["methods"]["partial"]["share_of_floor"] == 0.25
+    assert result["verification_speedup"] == 1.5
 
 
 def test_bytes_of_the_weights_by_hand():
@@ -139,7 +139,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ({"contexts": (9, 3)}, "contexts .9, 3.: give counts of tokens, ascending"),
         ({"columns": 0}, "columns 0: it must be at least 1"),
@@ -149,9 +149,9 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         ({"selector": "best"}, "selector 'best'"),
     ],
 )
-def test_settings_that_cannot_be(said, error):
+def test_settings_that_cannot_be(message, error):
     with pytest.raises(ValueError, match=error):
-        ContextSettings(**ASKED | said)
+        ContextSettings(**ASKED | message)
 
 
 def test_contexts_that_do_not_fit(tmp_path):

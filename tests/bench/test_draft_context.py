@@ -82,10 +82,10 @@ def session_hidden(session):
 @pytest.mark.parametrize("window", [0, 6, 7])
 def test_recomputing_the_context_changes_nothing(window):
     draft = made(window)
-    _, served, told = session_after("cached", draft, 3)
+    _, served, note = session_after("cached", draft, 3)
     _, recomputed, same = session_after("recomputed", draft, 3)
     torch.testing.assert_close(recomputed, served, rtol=0, atol=1e-4)
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(told, same, strict=True))
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(note, same, strict=True))
 
 
 def test_noise_rows_are_other_rows():
@@ -138,15 +138,15 @@ def test_the_walk_is_the_session(variant, window, parts):
     served, taken_apart = (session_after(variant, draft, 1)[0] for _ in range(2))
     last, aux, clock = tiny.tokens(2), torch.randn(2, 2, 3, 96), DraftTimer()
     with torch.inference_mode():
-        told = served.propose(last, 5, Greedy())
+        note = served.propose(last, 5, Greedy())
         served.observe(tiny.tokens(2, 3), aux, [3, 3])
         walked = walk_round(taken_apart, last, aux, clock)
-        assert torch.equal(walked.tokens, told.tokens)
+        assert torch.equal(walked.tokens, note.tokens)
         assert torch.equal(session_hidden(served), session_hidden(taken_apart))
     assert served.cache.lengths == taken_apart.cache.lengths or variant == "recomputed"
-    silent = {name for name, seconds in clock.seconds.items() if not seconds}
+    names = {name for name, seconds in clock.seconds.items() if not seconds}
     idle = {"fc", "context kv"} if variant == "noise cached" else set()
-    assert silent == idle | (set() if "conv_kernel_size" in parts else {"convolution"})
+    assert names == idle | (set() if "conv_kernel_size" in parts else {"convolution"})
     with torch.inference_mode():
         assert torch.equal(
             walk_block(served, last, DraftTimer()).tokens, served.propose(last, 5, Greedy()).tokens
@@ -196,8 +196,8 @@ def test_the_published_shape_fits_the_machine_it_is_meant_for():
 
 
 def settings(**changes):
-    said = {"shapes": ("draft", "draft, full attention"), "contexts": (20, 50), "repeats": 2, "prompts": 2}
-    return DraftContextSettings(**said | {"acceptance": ("9+12",)} | changes)
+    values = {"shapes": ("draft", "draft, full attention"), "contexts": (20, 50), "repeats": 2, "prompts": 2}
+    return DraftContextSettings(**values | {"acceptance": ("9+12",)} | changes)
 
 
 def quiet():
@@ -241,12 +241,12 @@ def test_the_report_is_whole(tmp_path, calm):
 
 def test_a_packed_draft_is_measured_as_it_lies(tmp_path, calm):
     draft = made(6)
-    found = [run(tmp_path / d, draft=x, contexts=(20,)) for d, x in (("a", draft), ("b", quantised(draft)))]
-    for whole, packed in zip(*(report["cells"] for report in found), strict=True):
+    items = [run(tmp_path / d, draft=x, contexts=(20,)) for d, x in (("a", draft), ("b", quantised(draft)))]
+    for whole, packed in zip(*(report["cells"] for report in items), strict=True):
         nbytes = [{r["operation"]: r["bytes"] for r in c["operations"]} for c in (whole, packed)]
         assert nbytes[1]["mlp"] < 0.7 * nbytes[0]["mlp"] and packed["bytes"] < whole["bytes"]
         assert nbytes[1]["o"] == nbytes[0]["o"]  # 60 columns: no block divides them
-    shapes = [report["shapes"] for report in found]
+    shapes = [report["shapes"] for report in items]
     for name, windows in (("draft", [6] * 3), ("draft, full attention", [0] * 3)):
         assert shapes[1][name]["windows"] == windows
         assert shapes[1][name]["parameters"] == shapes[0][name]["parameters"]
@@ -256,7 +256,7 @@ def test_a_packed_draft_is_measured_as_it_lies(tmp_path, calm):
 def test_a_draft_without_a_window_is_not_measured_twice(tmp_path, calm):
     report = run(tmp_path, window=0, contexts=(20,))
     assert set(report["shapes"]) == {"draft"}
-    assert report["said"] == ["draft, full attention left out: this draft has no window"]
+    assert report["remarks"] == ["draft, full attention left out: this draft has no window"]
 
 
 def test_a_stopped_run_goes_on(tmp_path, calm, monkeypatch):
@@ -328,7 +328,7 @@ def test_a_foreign_draft_is_refused(tmp_path, calm):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"shapes": ("gpt-5",)}, "no shape 'gpt-5'; known: draft, "),
         ({"variants": ()}, "name at least one of variants"),
@@ -339,8 +339,8 @@ def test_a_foreign_draft_is_refused(tmp_path, calm):
         ({"acceptance": ("256",)}, 'write "P\\+D"'),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         settings(**changes)
 
 

@@ -86,14 +86,14 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     work, target, tokenizer, documents = walked
     few = {"prompts": 1, "prompt_tokens": 20, "new_tokens": 9, "repeats": 1, "calibrate_s": 0.01}
     suite = tomllib.loads((RECIPES / "suite.toml").read_text())
-    for name, said in suite["methods"].items():
-        said["controller"] = [False, True] if name == "DFlash 2" else [False]
+    for name, value in suite["methods"].items():
+        value["controller"] = [False, True] if name == "DFlash 2" else [False]
     suite = load_settings(SuiteRecipe, None, suite | few | {"temperatures": [0.0]})
     folder, quiet = tmp_path / "reports", Console(file=io.StringIO())
     text = tiny.tokens(200).tolist()
     given = {"recipe": suite, "drafts": work, "text": text, "folder": folder, "console": quiet}
     report = run_comparison(SuiteRequest(target=target, tokenizer=tokenizer, documents=documents, **given))
-    assert report["said"] == []  # one cache, one budget, everyone's origin known
+    assert report["remarks"] == []  # one cache, one budget, everyone's origin known
     trained = {name: a["trained"] for name, a in report["methods"].items() if name != "n-gram"}
     assert len({t["cache_sha256"] for t in trained.values()}) == 1
     assert trained.pop("suffix")["tokens"] is None  # it is made of the cache, without steps

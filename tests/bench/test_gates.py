@@ -85,7 +85,7 @@ def _stored(aux, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_a_passes_on_what_the_target_said(target, prompts, dtype):
+def test_a_passes_on_what_the_target_generated(target, prompts, dtype):
     gate = cached_targets(target, Texts(target, prompts, dtype), BLOCK, 8)
     assert gate.passed is True
     assert gate.figures["samples"] == 3
@@ -123,7 +123,7 @@ def test_a_fails_on_a_verify_that_forgets_the_offset(target, prompts):
 
 def test_b_passes_and_names_every_path(target, prompts):
     gate = later_slots(target, prompts, BLOCK)
-    assert gate.passed is True, gate.said
+    assert gate.passed is True, gate.message
     assert set(gate.figures) == {
         "cache, window wrapped",
         "cache, before the window",
@@ -165,7 +165,7 @@ def test_b_fails_where_the_experts_mix_tokens(target, prompts, monkeypatch):
 
 def test_c_passes_and_counts(target, prompts):
     gate = one_token(target, prompts, BLOCK, 25)
-    assert gate.passed is True, gate.said
+    assert gate.passed is True, gate.message
     assert gate.figures["checked"] == 25
     assert gate.figures["max_difference"] < 1e-4
 
@@ -185,7 +185,7 @@ def test_c_fails_where_a_block_is_rotated_otherwise(target, prompts, monkeypatch
 
 def test_d_passes_in_a_batch_past_the_window(target, prompts):
     gate = oracle_labels(target, prompts, BLOCK, 30)
-    assert gate.passed is True, gate.said
+    assert gate.passed is True, gate.message
     assert gate.figures["rounds"] == (3 + 1) * 8
     assert gate.figures["checked"] == (3 + 1) * 30
 
@@ -207,8 +207,8 @@ def test_d_fails_on_a_rule_that_believes_everything(target, prompts, monkeypatch
 
     def gullible(candidates, parents, predict, counts):
         paths = honest(candidates, parents, predict, counts)
-        for said, path in zip(predict, paths, strict=True):
-            said[path[-1]] = (said[path[-1]] + 1) % tiny.VOCAB
+        for value, path in zip(predict, paths, strict=True):
+            value[path[-1]] = (value[path[-1]] + 1) % tiny.VOCAB
         return paths
 
     monkeypatch.setattr(rules, "exact_match", gullible)
@@ -241,14 +241,14 @@ class EchoSession:
         self.rows = [self.rows[b] for b in batch_indices]
 
     def propose(self, last, width, choice):
-        found = []
+        items = []
         for row, anchor in zip(self.rows, last.tolist(), strict=True):
             text = [*row, anchor]
             for _ in range(BLOCK - 1):
                 hidden = self.model(torch.tensor([text]), offset=self.offset).hidden[:, -1]
                 text.append((int(self.model.logits(hidden).argmax()) + (len(row) % 3 == 0)) % tiny.VOCAB)
-            found.append(text[len(row) :])
-        return Proposal(torch.tensor(found), [BLOCK] * len(found))
+            items.append(text[len(row) :])
+        return Proposal(torch.tensor(items), [BLOCK] * len(items))
 
 
 OFFSETS = (0, 65536, 131072)
@@ -259,12 +259,12 @@ def test_e_passes_and_moves_the_last_offset_to_where_the_text_fits(target, promp
     model = copy.copy(target)
     model.config = config
     gate = position_offsets(model, Echo(target), prompts, OFFSETS, 20, 0.03)
-    assert gate.passed is True, gate.said
+    assert gate.passed is True, gate.message
     last = 131072 - 31 - 20
     assert list(gate.figures["tau"]) == ["0", "65536", str(last)]
     assert gate.figures["moved"] == {"131072": last}
     assert 1.2 < gate.figures["tau"]["0"] < BLOCK
-    assert f"{last:,}" in gate.said
+    assert f"{last:,}" in gate.message
 
 
 def test_e_fails_on_a_draft_whose_rope_breaks_at_65536(target, prompts):
@@ -284,14 +284,14 @@ def test_e_fails_on_angles_in_low_precision(target, prompts):
 
 
 def test_all_of_them_and_what_cannot_run_says_why(target, prompts):
-    heard = []
+    items = []
     settings = CheckSettings(block_size=BLOCK, new_tokens=12, positions=5, samples=2)
-    gates = run_checks(target, None, None, prompts, settings, on_gate=heard.append)
-    assert heard == gates
+    gates = run_checks(target, None, None, prompts, settings, on_gate=items.append)
+    assert items == gates
     assert [g.passed for g in gates] == [None, True, True, True, None]
     assert failed(gates) == []
-    assert "no teacher cache" in gates[0].said
-    assert "no draft" in gates[4].said
+    assert "no teacher cache" in gates[0].message
+    assert "no draft" in gates[4].message
     json.dumps([dataclasses.asdict(g) for g in gates])
     assert later_slots(target, [[5, 6]], BLOCK).passed is None
     assert one_token(target, [[5, 6]], BLOCK, 3).passed is None
@@ -301,4 +301,4 @@ def test_with_a_draft_and_a_cache_all_five_run(target, prompts):
     draft = random_dflash(target, block_size=BLOCK, target_layer_ids=LAYERS)
     settings = CheckSettings(new_tokens=12, positions=5, offsets=(0, 70000))
     gates = run_checks(target, draft, Texts(target, prompts), prompts, settings)
-    assert [g.passed for g in gates] == [True] * 5, [g.said for g in gates]
+    assert [g.passed for g in gates] == [True] * 5, [g.message for g in gates]

@@ -44,8 +44,8 @@ def test_only_scores_with_the_noise_of_that_very_place_can_tie(monkeypatch):
         for _ in range(16):
             middle = (low + high) / 2
             monkeypatch.setattr(lossless, "TIE", middle)
-            found = compared([*answer[:3], token, *answer[4:]], answer, request, row)
-            low, high = (low, middle) if found.ties or not found.violations else (middle, high)
+            result = compared([*answer[:3], token, *answer[4:]], answer, request, row)
+            low, high = (low, middle) if result.ties or not result.violations else (middle, high)
         gaps[token] = high
     assert gaps.pop(answer[3]) < 0.002
     kept = [g for g in gaps.values() if g < 59]

@@ -58,20 +58,20 @@ def retrofitted(original, documents):
 @pytest.fixture(scope="module")
 def report(retrofitted, original, documents, tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    found = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, folder, QUIET)
-    write_memory(found, folder)
-    return found, folder
+    memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, folder, QUIET)
+    write_memory(memory, folder)
+    return memory, folder
 
 
 def test_every_row_is_lossless_against_its_own_target(report):
-    found, _ = report
-    assert [row["name"] for row in found["rows"]] == [way.name for way in ways_of_both()]
-    assert found["violations"] == 0
-    against = {row["name"]: row["lossless_against"] for row in found["rows"]}
+    result, _ = report
+    assert [row["name"] for row in result["rows"]] == [way.name for way in ways_of_both()]
+    assert result["violations"] == 0
+    against = {row["name"]: row["lossless_against"] for row in result["rows"]}
     assert against["+ draft, partial KV"] == "plain" and against["all"] == "latent KV, sparse"
-    assert all(row["lossless"]["checked"] == 2 * 24 for row in found["rows"])
-    assert all((row["tau"] is None) != row["draft"] for row in found["rows"])
-    assert all(row["stood"][1] > 0 for row in found["rows"] if row["partial"])
+    assert all(row["lossless"]["checked"] == 2 * 24 for row in result["rows"])
+    assert all((row["tau"] is None) != row["draft"] for row in result["rows"])
+    assert all(row["confirmed"][1] > 0 for row in result["rows"] if row["partial"])
 
 
 def ways_of_both():
@@ -109,11 +109,11 @@ def test_quality_is_of_the_state_and_the_first_is_the_original(report):
 
 
 def test_files_and_tables(report):
-    found, folder = report
-    assert json.loads((folder / "report.json").read_text()) == found
+    result, folder = report
+    assert json.loads((folder / "report.json").read_text()) == result
     assert (folder / "memory.png").stat().st_size > 5000
     assert sorted(p.name for p in folder.iterdir()) == ["memory.png", "report.json", "report.md"]
-    assert len(memory_table(found)) == 12 and "| all |" in memory_markdown(found)
+    assert len(memory_table(result)) == 12 and "| all |" in memory_markdown(result)
 
 
 def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_path, monkeypatch):
@@ -121,15 +121,15 @@ def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_pat
     honest = suite.generate
 
     def wrong(target, prompts, request, draft=None, **more):
-        found = honest(target, prompts, request, draft, **more)
+        result = honest(target, prompts, request, draft, **more)
         if draft is None:
-            return found
-        found.tokens[0][5] = (found.tokens[0][5] + 1) % 300
-        return found
+            return result
+        result.tokens[0][5] = (result.tokens[0][5] + 1) % 300
+        return result
 
     monkeypatch.setattr(suite, "generate", wrong)
-    found = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, tmp_path, QUIET)
-    assert found["violations"] == 2 * sum(way.draft for way in ways_of_both())
+    memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, tmp_path, QUIET)
+    assert memory["violations"] == 2 * sum(way.draft for way in ways_of_both())
     assert retrofitted.config.use_mla_kv and retrofitted.config.use_dsa  # as it was
 
 
@@ -140,8 +140,8 @@ def test_agreement_by_hand(original, documents):
     for prompt, answer in zip(quality.prompts, quality.answers, strict=True):
         assert generate(target, [prompt], Request(max_new_tokens=12)).tokens == [answer]
     quality.answers = [[*a[:6], -1, *a[7:]] for a in quality.answers]
-    said = quality.now()
-    assert said["agreement"] == 0.5 and abs(said["kl"]) < 1e-5 and said["needles"] == []
+    value = quality.now()
+    assert value["agreement"] == 0.5 and abs(value["kl"]) < 1e-5 and value["needles"] == []
     assert alike([1, 2, 3], [1, 2, 3]) == 3 and alike([1, 2, 3], [2, 2, 3]) == 0
 
 
@@ -162,19 +162,19 @@ def test_pareto_points(original, retrofitted, documents, tmp_path):
     settings = ParetoSettings(**READ, **SMALL, new_tokens=24, trained=("x",))
     model, before = copy.deepcopy(whole), fingerprint(whole)
     trained = {"x": retrofitted}
-    found = run_pareto(model, tokenizer, trained, *documents, settings, tmp_path, QUIET)
+    result = run_pareto(model, tokenizer, trained, *documents, settings, tmp_path, QUIET)
     assert fingerprint(model) == before  # nothing stays attached
     names = ["original", "x", "latents, pca, 50 %", "index, 25 % of the context"]
-    assert [p["name"] for p in found["points"]] == names
-    first, x, latents, index = found["points"]
+    assert [p["name"] for p in result["points"]] == names
+    first, x, latents, index = result["points"]
     assert first["memory"] == remembered(whole, 300) and first["quality"]["kl"] == 0
     assert latents["memory"]["bytes_per_token"] == first["memory"]["bytes_per_token"] / 2
     assert index["memory"]["bytes_read"] == pytest.approx(6 * 4 * (16 + 128 * 75 / 300))
     assert x["quality"]["kl"] > 0 and latents["quality"]["kl"] > 0 and index["quality"]["kl"] > 0
-    write_pareto(found, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == found
+    write_pareto(result, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == result
     assert (tmp_path / "pareto.png").stat().st_size > 5000
-    assert len(pareto_table(found)) == 7 and "+0.00 %" in pareto_markdown(found)
+    assert len(pareto_table(result)) == 7 and "+0.00 %" in pareto_markdown(result)
 
 
 def test_pareto_starts_from_an_original_and_its_own_retrofits(original, retrofitted, documents, tmp_path):
@@ -190,7 +190,7 @@ def test_pareto_starts_from_an_original_and_its_own_retrofits(original, retrofit
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "named"),
+    ("kind", "message", "named"),
     [
         (MemorySettings, {"partial": 60}, "sinks and window alone"),
         (MemorySettings, {"prompts": 0}, "prompts 0"),
@@ -202,6 +202,6 @@ def test_pareto_starts_from_an_original_and_its_own_retrofits(original, retrofit
         (QualitySettings, {"texts": 0}, "texts 0"),
     ],
 )
-def test_settings_that_cannot_be(kind, said, named):
+def test_settings_that_cannot_be(kind, message, named):
     with pytest.raises(ValueError, match=named):
-        kind(**said)
+        kind(**message)

@@ -52,18 +52,18 @@ def test_pictures_are_those_beside_the_report(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("report.json", "b.png", "a.png"):
         (tmp_path / "deep" / name).write_text("{}")
-    found = filled("<!-- table: pictures deep/report.json -->\n<!-- end -->\n", tmp_path)
-    assert found.splitlines()[1:-1] == ["", "![a](deep/a.png)", "", "![b](deep/b.png)"]
+    result = filled("<!-- table: pictures deep/report.json -->\n<!-- end -->\n", tmp_path)
+    assert result.splitlines()[1:-1] == ["", "![a](deep/a.png)", "", "![b](deep/b.png)"]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("<!-- table: poems r.json -->\n<!-- end -->\n", "no table 'poems'; known: drafts, greedy"),
         ("<!-- table: noise r.json -->\n", "not closed"),
         ("<!-- table: noise -->\n<!-- end -->\n", "names no report"),
     ],
 )
-def test_markers_that_mean_nothing_are_refused(tmp_path, text, said):
-    with pytest.raises(ValueError, match=said):
+def test_markers_that_mean_nothing_are_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
         filled(text, tmp_path)

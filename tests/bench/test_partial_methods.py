@@ -19,9 +19,9 @@ def test_a_method_with_partial_kv():
         case = Case(method=name, temperature=0.0, rule="match")
         runs[name] = run_case(case, model, opened)(prompts, 30, 1)
     assert runs["whole"].tokens == runs["partly"].tokens
-    assert not runs["whole"].trace.partial_forwards and runs["whole"].trace.stood == (0, 0)
-    assert runs["partly"].trace.partial_forwards and runs["partly"].trace.stood[1] > 0
-    assert runs["lossy"].trace.stood[0] == runs["lossy"].trace.stood[1] > 0
+    assert not runs["whole"].trace.partial_forwards and runs["whole"].trace.confirmed == (0, 0)
+    assert runs["partly"].trace.partial_forwards and runs["partly"].trace.confirmed[1] > 0
+    assert runs["lossy"].trace.confirmed[0] == runs["lossy"].trace.confirmed[1] > 0
     for run in runs.values():  # as it is kept between a stop and the next start
         assert from_json(as_json(run)) == run
     near = MethodSpec(draft="ngram", controller=(False,), partial=SAID).near
@@ -29,7 +29,7 @@ def test_a_method_with_partial_kv():
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ({"partial": SAID}, "controllers know full passes alone"),
         ({"partial": SAID | {"n_retrieval_blocks": 3}}, "`tokens` says how many"),
@@ -40,7 +40,7 @@ def test_a_method_with_partial_kv():
         ({"partial": SAID | {"mode": "fast"}}, "mode 'fast'"),
     ],
 )
-def test_tables_that_cannot_be(said, error):
-    controller = {} if said["partial"] == SAID else {"controller": (False,)}
+def test_tables_that_cannot_be(message, error):
+    controller = {} if message["partial"] == SAID else {"controller": (False,)}
     with pytest.raises(ValueError, match=error):
-        MethodSpec(draft="ngram", **controller, **said)
+        MethodSpec(draft="ngram", **controller, **message)

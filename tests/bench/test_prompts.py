@@ -54,7 +54,7 @@ def test_the_first_prompts_come_from_different_files_and_do_not_depend_on_order(
     assert held_out_prompts(tokenizer, documents, 5, 61)[:3] == prompts
 
 
-def test_too_little_text_is_said(documents, tokenizer):
+def test_too_little_text_is_reported(documents, tokenizer):
     with pytest.raises(ValueError, match=r"hold \d+ prompts of 61 tokens, not 500: ask for fewer"):
         held_out_prompts(tokenizer, documents, 500, 61)
     with pytest.raises(ValueError, match="hold 0 prompts"):

@@ -22,8 +22,8 @@ def test_the_best_length_is_the_one_that_other_repeats_tell():
     assert controller_suite.fastest(lengths, lengths["plain"]) == "steady"
     assert controller_suite.foretold(lengths, "plain") == lengths["steady"]
     early = {"plain": runs(4.0, 4.0, 4.0), "first": runs(1.0, 1.0, 3.4), "then": runs(2.0, 2.0, 2.0)}
-    told = controller_suite.foretold(early, "plain")
-    assert [told[r, 0].decode_s for r in range(3)] == [2.0, 2.0, 3.4]
+    note = controller_suite.foretold(early, "plain")
+    assert [note[r, 0].decode_s for r in range(3)] == [2.0, 2.0, 3.4]
     alone = {label: {(0, 0): r[0, 0]} for label, r in lengths.items()}
     assert controller_suite.foretold(alone, "plain") == alone["lucky"]
 

@@ -45,9 +45,9 @@ def test_buckets_and_the_last_quarter_by_hand(monkeypatch):
         "nll",
         lambda target, part, chunk: torch.tensor(part[1:], dtype=torch.float) + 1000 * (part[0] > 0),
     )
-    found = of_text(None, row, RecallSettings(**SMALL))
-    assert found["buckets"] == [128.5, 384.5, 556.5] and ends(600) == [256, 512, 600]
-    assert found["last"] == [525.5, 1525.5]  # tokens 451 .. 600, the same in both
+    result = of_text(None, row, RecallSettings(**SMALL))
+    assert result["buckets"] == [128.5, 384.5, 556.5] and ends(600) == [256, 512, 600]
+    assert result["last"] == [525.5, 1525.5]  # tokens 451 .. 600, the same in both
 
 
 def test_a_perfect_reader_finds_every_needle(monkeypatch):
@@ -56,21 +56,21 @@ def test_a_perfect_reader_finds_every_needle(monkeypatch):
     seen = []
 
     def reader(target, prompts, request):
-        said = []
+        items = []
         for prompt in prompts:
             lines = tokenizer.decode(prompt).split("\n")
             cue = lines[-1]
             (value,) = {line.removeprefix(cue) for line in lines[:-1] if line.startswith(cue)}
             seen.append(len(prompt))
-            said.append(encode(tokenizer, value if distance == 40 else value[:5] + "x"))
-        return Generation(said, Trace())
+            items.append(encode(tokenizer, value if distance == 40 else value[:5] + "x"))
+        return Generation(items, Trace())
 
     monkeypatch.setattr(recall, "generate", reader)
     settings = RecallSettings(**SMALL)
     for distance in (40, 300):
-        found = of_needles(target, tokenizer, texts, distance, settings)
+        result = of_needles(target, tokenizer, texts, distance, settings)
         wanted = (4, 1.0) if distance == 40 else (0, round(5 / 6, 4))
-        assert (found["found"], found["digits"]) == wanted and found["of"] == 4
+        assert (result["found"], result["digits"]) == wanted and result["of"] == 4
     assert min(seen[4:]) - max(seen[:4]) > 250
 
 
@@ -99,7 +99,7 @@ def test_a_report_and_its_resumption(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ({"length": 400}, "length 400: at least 512, and four times near 128"),
         ({"distances": (0,)}, "of at least 1 token"),
@@ -109,8 +109,8 @@ def test_a_report_and_its_resumption(tmp_path, monkeypatch):
         ({"length": 10**6}, "positions end at"),
     ],
 )
-def test_settings_that_cannot_be(said, error, tmp_path):
+def test_settings_that_cannot_be(message, error, tmp_path):
     target, tokenizer = open_target("default")
     with pytest.raises(ValueError, match=error):
-        settings = RecallSettings(**SMALL | said)
+        settings = RecallSettings(**SMALL | message)
         run_recall(target, tokenizer, split(read_corpus())[1], settings, tmp_path, QUIET)

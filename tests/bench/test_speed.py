@@ -14,12 +14,14 @@ from outpace.bench import results, speed
 from outpace.bench import timing as timed
 from outpace.bench.lossless import LosslessCheck, compare, is_tie
 from outpace.bench.report import markdown, print_report, write_report
-from outpace.bench.speed import BenchSettings, demo_settings, lengths, run_bench
+from outpace.bench.speed import METHODS, BenchSettings, demo_settings, lengths, run_bench
 from outpace.bench.timing import Timed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
+from outpace.drafts.suffix import Suffix
 from outpace.models.load import build, named_tensors
+from outpace.ops.suffixes import Suffixes
 from outpace.text.tokenizer import train_bpe
 
 DOCUMENTS = [document(name, 80) for name in "abc"]
@@ -48,8 +50,8 @@ def quiet():
 
 
 def tiny_settings(**changes):
-    said = {"methods": OURS, "regimes": ("11+19",), "batches": (1, 2), "repeats": 2, "prompts": 4}
-    return BenchSettings(**said | changes)
+    values = {"methods": OURS, "regimes": ("11+19",), "batches": (1, 2), "repeats": 2, "prompts": 4}
+    return BenchSettings(**values | changes)
 
 
 @pytest.fixture(scope="module")
@@ -114,20 +116,20 @@ def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
     cell.runs["plain"] = {(r, g): run(s[g]) for r, s in seconds.items() for g in (0, 1)}
     cell.runs["dflash"] = {(r, g): run(s[g] / 2) for r, s in seconds.items() for g in (0, 1)}
     cell.runs["transformers"] = {(0, 0): run(4.0)}
-    found = {m: results.result(None, cell, m, 1.0, None) for m in cell.runs}
-    assert found["plain"]["tokens_per_s_repeats"] == [8.0, 8.0, 4.0]  # 2 groups x 2 rows x 8 tokens
-    assert found["plain"]["tokens_per_s"] == 8.0
-    assert found["dflash"]["speedup"] == 2.0
-    assert found["transformers"]["tokens_per_s"] == 4.0
-    assert found["transformers"]["speedup"] == 0.25  # over plain's first group of its first repeat alone
-    assert found["dflash"]["accept_len"] == {"mean": 1.6667, "p50": 1, "p90": 3}
-    assert found["dflash"]["tau"] == 2.6667
-    assert found["dflash"]["accept_rate"] == round(10 / 18, 4)
-    assert found["dflash"]["accept_by_position"] == [0.8333, 0.5, 0.3333]
-    times = found["plain"]["time"]
+    values = {m: results.result(None, cell, m, 1.0, None) for m in cell.runs}
+    assert values["plain"]["tokens_per_s_repeats"] == [8.0, 8.0, 4.0]  # 2 groups x 2 rows x 8 tokens
+    assert values["plain"]["tokens_per_s"] == 8.0
+    assert values["dflash"]["speedup"] == 2.0
+    assert values["transformers"]["tokens_per_s"] == 4.0
+    assert values["transformers"]["speedup"] == 0.25  # over plain's first group of its first repeat alone
+    assert values["dflash"]["accept_len"] == {"mean": 1.6667, "p50": 1, "p90": 3}
+    assert values["dflash"]["tau"] == 2.6667
+    assert values["dflash"]["accept_rate"] == round(10 / 18, 4)
+    assert values["dflash"]["accept_by_position"] == [0.8333, 0.5, 0.3333]
+    times = values["plain"]["time"]
     assert times == {"draft": 0.6667, "verify": 1.3333, "rest": 0.6667}
-    assert found["plain"]["prefill"]["tokens_per_s"] == 24.0
-    assert found["plain"]["end_to_end_tokens_per_s"] == 7.2  # 2 groups x 18 tokens / 5 s
+    assert values["plain"]["prefill"]["tokens_per_s"] == 24.0
+    assert values["plain"]["end_to_end_tokens_per_s"] == 7.2  # 2 groups x 18 tokens / 5 s
 
 
 def test_a_method_that_changes_the_text_is_caught(target, draft, tokenizer, monkeypatch):
@@ -140,11 +142,11 @@ def test_a_method_that_changes_the_text_is_caught(target, draft, tokenizer, monk
         return out
 
     monkeypatch.setattr(timed, "generate", wrong)
-    found = run_bench(target, draft, tokenizer, DOCUMENTS, tiny_settings(batches=(1,)), quiet())
-    lossless = {r["method"]: r["lossless"] for r in found["results"]}
+    result = run_bench(target, draft, tokenizer, DOCUMENTS, tiny_settings(batches=(1,)), quiet())
+    lossless = {r["method"]: r["lossless"] for r in result["results"]}
     assert lossless["plain"]["violations"] == 0
     assert lossless["dflash"] == {"checked": 4 * 8, "violations": 4, "ties": 0, "unrepeated": 0}
-    assert "4 / 32" in markdown(found)
+    assert "4 / 32" in markdown(result)
 
 
 def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
@@ -158,9 +160,9 @@ def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
         return out
 
     monkeypatch.setattr(timed, "generate", drifting)
-    found = run_bench(target, None, tokenizer, DOCUMENTS, tiny_settings(methods=("plain",)), quiet())
-    assert [r["lossless"]["unrepeated"] for r in found["results"]] == [0, 0]
-    assert found["results"][1]["lossless"]["violations"] == 2  # batch 2 against batch 1
+    result = run_bench(target, None, tokenizer, DOCUMENTS, tiny_settings(methods=("plain",)), quiet())
+    assert [r["lossless"]["unrepeated"] for r in result["results"]] == [0, 0]
+    assert result["results"][1]["lossless"]["violations"] == 2  # batch 2 against batch 1
 
 
 def test_only_a_tie_excuses(target):
@@ -180,7 +182,7 @@ def test_only_a_tie_excuses(target):
 
 
 def test_methods_take_turns(target, tokenizer):
-    settings = BenchSettings(regimes=("11+19",), batches=(1,), prompts=3, repeats=2, yardstick_prompts=2)
+    settings = BenchSettings(regimes=("11+19",), batches=(1,), prompts=3, repeats=2, baseline_prompts=2)
     cell = results.ResultCell("11+19", 1, 19, [[[1]]] * 3, {})
     methods = dict.fromkeys(("plain", "ngram", "transformers", "transformers-dflash"))
     plan = speed._plan(cell, methods, settings)
@@ -194,40 +196,41 @@ def test_methods_take_turns(target, tokenizer):
 
 def test_a_budget_skips_repeats_and_says_so(target, tokenizer):
     settings = tiny_settings(methods=("plain",), repeats=3, budget_s=1e-9)
-    found = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
-    assert [r["repeats"] for r in found["results"]] == [1, 1]
-    assert any("1 of 3 repeats" in line for line in found["said"])
+    result = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
+    assert [r["repeats"] for r in result["results"]] == [1, 1]
+    assert any("1 of 3 repeats" in line for line in result["remarks"])
 
 
 def test_what_cannot_run_is_left_out_with_one_line(target, tokenizer, monkeypatch):
     monkeypatch.setattr(speed.yardstick, "installed", lambda: False)
     settings = tiny_settings(methods=speed.METHODS, repeats=1)
-    found = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
-    assert {r["method"] for r in found["results"]} == {"plain", "ngram"}
-    assert sum("not installed" in line for line in found["said"]) == 1
-    assert sum("no draft" in line for line in found["said"]) == 1
+    result = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
+    assert {r["method"] for r in result["results"]} == {"plain", "ngram"}
+    assert sum("not installed" in line for line in result["remarks"]) == 1
+    assert sum("no draft" in line for line in result["remarks"]) == 1
 
 
 def test_sampling_is_measured_and_not_compared(target, draft, tokenizer):
     settings = tiny_settings(methods=speed.METHODS, temperature=1.0, batches=(2,))
-    found = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet())
-    assert {r["method"] for r in found["results"]} == set(OURS)
-    assert all(r["lossless"]["checked"] == 0 for r in found["results"])
-    assert "not checked" in markdown(found)
+    result = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet())
+    assert {r["method"] for r in result["results"]} == {*OURS, "dflash-tree"}
+    assert all(r["lossless"]["checked"] == 0 for r in result["results"])
+    assert "not checked" in markdown(result)
 
 
 def test_with_transformers_beside(target, draft, tokenizer):
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers >= 5.23")
     settings = tiny_settings(methods=speed.METHODS, batches=(1, 2), repeats=1)
-    found = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet())
-    of = {(r["method"], r["batch"]): r for r in found["results"]}
+    suffix = Suffix(Suffixes.of(tiny.tokens(1, 200)[0].int()), tiny.VOCAB)
+    result = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet(), suffix=suffix)
+    of = {(r["method"], r["batch"]): r for r in result["results"]}
     assert set(of) == {(m, b) for m in speed.METHODS for b in (1, 2)} - {("transformers-dflash", 2)}
     assert all(r["lossless"]["violations"] == 0 for r in of.values())
     assert of["transformers", 1]["prompts"] == 2
-    assert found["agreement"][0]["prompts"] == 2
-    assert found["agreement"][0]["prompts_that_differ"] == 0
-    assert found["agreement"][0]["rounds_compared"] > 10
-    assert any("batch 1 only" in line for line in found["said"])
+    assert result["agreement"][0]["prompts"] == 2
+    assert result["agreement"][0]["prompts_that_differ"] == 0
+    assert result["agreement"][0]["rounds_compared"] > 10
+    assert any("batch 1 only" in line for line in result["remarks"])
 
 
 def test_files_appear_whole_and_read_well(report, tmp_path):
@@ -247,10 +250,10 @@ def test_the_printed_table_is_whole_at_80_columns(report):
     longest |= {"lossless": {"checked": 16384, "violations": 10, "ties": 2, "unrepeated": 0}}
     console = quiet()
     print_report(report | {"results": [*report["results"], report["results"][-1] | longest]}, console)
-    said = console.file.getvalue()
-    assert max(map(len, said.splitlines())) <= 80
-    assert "transformers-dflash" in said and "12345.6" in said and "10 / 16384" in said
-    assert "…" not in said
+    value = console.file.getvalue()
+    assert max(map(len, value.splitlines())) <= 80
+    assert "transformers-dflash" in value and "12345.6" in value and "10 / 16384" in value
+    assert "…" not in value
 
 
 def test_what_was_not_checked_or_does_not_repeat_is_printed_so(report):
@@ -260,9 +263,9 @@ def test_what_was_not_checked_or_does_not_repeat_is_printed_so(report):
     drifting["lossless"] = {"checked": 70, "violations": 0, "ties": 1, "unrepeated": 3}
     console = quiet()
     print_report(report | {"results": [sampled, drifting]}, console)
-    said = " ".join(console.file.getvalue().split())
-    assert "not checked" in said and "0 / 70" in said
-    assert "batch 8: 3 rows of repeats differ from the first" in said
+    message = " ".join(console.file.getvalue().split())
+    assert "not checked" in message and "0 / 70" in message
+    assert "batch 8: 3 rows of repeats differ from the first" in message
 
 
 def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
@@ -277,7 +280,7 @@ def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"methods": ("plain", "eagle")}, "no method 'eagle'; known: transformers, "),
         ({"regimes": ("middle",)}, "no regime 'middle'; known: short, long, or"),
@@ -288,8 +291,8 @@ def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
         ({"methods": ()}, "at least one method"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         tiny_settings(**changes)
 
 
@@ -297,4 +300,4 @@ def test_the_regimes_are_the_published_ones():
     assert lengths("short") == (256, 256)
     assert lengths("long") == (1024, 2048)
     assert lengths("64+128") == (64, 128)
-    assert demo_settings().batches == (1, 2, 4, 8)
+    assert demo_settings().batches == (1,) and demo_settings().methods == METHODS

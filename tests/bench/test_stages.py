@@ -32,22 +32,22 @@ def staged(described, tamper=None, offset=0, texts=TEXTS, target=None):
 @pytest.mark.parametrize("variant", samples.EAGLE3S)
 def test_every_stage_of_an_eagle3(variant, offset):
     described = samples.eagle3(torch.bfloat16, **samples.EAGLE3S[variant])
-    found = staged(described, offset=offset)
-    assert found.passed and found.first_wrong is None and found.top == 1
+    result = staged(described, offset=offset)
+    assert result.passed and result.first_wrong is None and result.top == 1
     masks = 3 * len(TEXTS) if described.config.parallel else 0
-    assert found.rows == sum(len(text) - 1 for text in TEXTS) + masks
+    assert result.rows == sum(len(text) - 1 for text in TEXTS) + masks
     layers = [f"{part} {i}" for i in range(described.config.num_layers) for part in ("attention", "mlp")]
     ends = ["hidden", "fed back", "before the head", "logits"]
-    assert [stage.name for stage in found.stages] == ["fc", *layers, *ends]
-    assert all(stage.error < 1e-4 * stage.size for stage in found.stages)
+    assert [stage.name for stage in result.stages] == ["fc", *layers, *ends]
+    assert all(stage.error < 1e-4 * stage.size for stage in result.stages)
 
 
 @pytest.mark.parametrize("variant", samples.DFLASHES)
 def test_every_stage_of_a_dflash(variant):
     described = samples.dflash(torch.bfloat16, **samples.DFLASHES[variant])
-    found = staged(described)
-    assert found.passed and found.top == 1 and found.rows == 5 * len(TEXTS)
-    assert all(stage.error < 1e-4 * stage.size for stage in found.stages)
+    result = staged(described)
+    assert result.passed and result.top == 1 and result.rows == 5 * len(TEXTS)
+    assert all(stage.error < 1e-4 * stage.size for stage in result.stages)
 
 
 def test_convolutions_and_a_vocabulary_of_its_own():
@@ -55,8 +55,8 @@ def test_convolutions_and_a_vocabulary_of_its_own():
     config = dataclasses.replace(plain, conv_kernel_size=2, conv_group_size=16, causal_full=True)
     shapes = samples.dflash_shapes(config)
     assert any("conv" in name for name in shapes)
-    found = staged(samples.DFlashDraft(config=config, tensors=samples.randoms(shapes, torch.float32)))
-    assert found.passed and found.top == 1
+    result = staged(samples.DFlashDraft(config=config, tensors=samples.randoms(shapes, torch.float32)))
+    assert result.passed and result.top == 1
 
 
 def swap_gate_and_up(draft):
@@ -89,10 +89,10 @@ MISTAKES = {
 
 @pytest.mark.parametrize("stage", MISTAKES)
 @pytest.mark.parametrize("make", [samples.eagle3, samples.dflash])
-def test_a_mistake_is_found_where_it_was_made(make, stage):
-    found = staged(make(), MISTAKES[stage])
-    assert not found.passed and found.first_wrong == stage
-    assert found.as_json()["first_wrong"] == stage
+def test_a_mistake_is_detected_where_it_was_made(make, stage):
+    result = staged(make(), MISTAKES[stage])
+    assert not result.passed and result.first_wrong == stage
+    assert result.as_json()["first_wrong"] == stage
 
 
 def test_wrong_positions_and_a_window_too_wide_show_in_the_attention():
@@ -112,7 +112,7 @@ def test_what_is_fed_back_is_looked_at():
     assert compare_stages(raw, described, samples.target(), TEXTS).first_wrong == "fed back"
 
 
-def test_other_tokens_and_ties_are_told_apart():
+def test_other_tokens_and_ties_are_distinguished():
     """A head whose two likeliest rows are one: rounding may choose either, which is no mistake."""
     described = samples.eagle3()
     head = described.tensors["lm_head.weight"]
@@ -123,14 +123,14 @@ def test_other_tokens_and_ties_are_told_apart():
     def nudge(draft):
         draft.lm_head.weight[20:] += 1e-7
 
-    found = staged(twins, nudge)
-    assert found.argmax == 1 and found.ties > 0 and found.passed
+    result = staged(twins, nudge)
+    assert result.argmax == 1 and result.ties > 0 and result.passed
 
     def reorder(draft):
         draft.lm_head.weight.copy_(draft.lm_head.weight.roll(1, 0))
 
-    found = staged(described, reorder)
-    assert found.argmax < 0.5 and not found.passed and found.first_wrong == "logits"
+    result = staged(described, reorder)
+    assert result.argmax < 0.5 and not result.passed and result.first_wrong == "logits"
 
 
 def test_what_is_shown():
@@ -152,8 +152,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     """On the embedded draft."""
     block = json.loads((EMBEDDED / "dflash" / "config.json").read_text())["block_size"]
     code, out, _ = verify(monkeypatch, capsys, "--prompts", "1", "--json")
-    said = json.loads(out)
-    assert code == 0 and said["passed"] and said["kind"] == "DFlash" and said["rows"] == block
+    data = json.loads(out)
+    assert code == 0 and data["passed"] and data["kind"] == "DFlash" and data["rows"] == block
     code, _, err = verify(monkeypatch, capsys, "--draft", "ngram")
     assert code == 2 and "has no stages" in err
     code, _, err = verify(monkeypatch, capsys, "--cache", str(tmp_path))

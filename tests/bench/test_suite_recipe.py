@@ -15,7 +15,7 @@ def test_the_recipe_that_the_others_spoil_is_read():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"methods": {}}, "needs a table"),
         ({"methods": {"plain": {"draft": "x"}}}, "no method may be called 'plain'"),
@@ -32,15 +32,15 @@ def test_the_recipe_that_the_others_spoil_is_read():
         ({"texts": ["poems"]}, "known: held-out, random"),
     ],
 )
-def test_recipes_that_mean_nothing_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_recipes_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         load_settings(SuiteRecipe, None, WORKS | changes)
 
 
 def test_the_recipes_that_ship_are_read():
     folder = Path(__file__).parents[2] / "recipes" / "drafts"
-    found = {path.stem: load_settings(SuiteRecipe, path, {}).specs for path in folder.glob("suite*.toml")}
-    assert set(found) == {"suite", "suite-micro", "suite-embedded", "suite-weak"}
-    assert found["suite"] == found["suite-micro"]
-    assert {spec.draft for spec in found["suite-embedded"].values()} == {"ngram", "dflash", "suffix"}
-    assert found["suite-weak"].items() <= found["suite"].items()
+    fields = {path.stem: load_settings(SuiteRecipe, path, {}).specs for path in folder.glob("suite*.toml")}
+    assert set(fields) == {"suite", "suite-micro", "suite-embedded", "suite-weak"}
+    assert fields["suite"] == fields["suite-micro"]
+    assert {spec.draft for spec in fields["suite-embedded"].values()} == {"ngram", "dflash", "suffix"}
+    assert fields["suite-weak"].items() <= fields["suite"].items()

@@ -36,10 +36,10 @@ def opened():
 
 
 def test_greedy_emits_our_plain_tokens_in_a_batch_past_the_window(opened):
-    target, _, yardstick = opened
+    target, _, baseline = opened
     prompts = tiny.tokens(2, 11).tolist()
-    run = yardstick.methods()["transformers"](prompts, 23, 0)
-    plain = our_methods(target, None, 0.0, 4)["plain"](prompts, 23, 0)
+    run = baseline.methods()["transformers"](prompts, 23, 0)
+    plain = our_methods(target, None, None, 0.0, 4)["plain"](prompts, 23, 0)
     for prompt, tokens, answer in zip(prompts, run.tokens, plain.tokens, strict=True):
         assert len(tokens) == 23
         check = compare(target, prompt, tokens, answer)
@@ -53,8 +53,8 @@ def test_greedy_emits_our_plain_tokens_in_a_batch_past_the_window(opened):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_their_dflash_emits_the_same_tokens_and_accepts_the_same_lengths(opened, seed):
-    target, draft, yardstick = opened
-    same_lengths(target, draft, yardstick, seed)
+    target, draft, baseline = opened
+    same_lengths(target, draft, baseline, seed)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -66,10 +66,10 @@ def test_a_draft_with_a_window_accepts_the_same_lengths_too(opened, seed):
     same_lengths(target, windowed, open_baseline(target, windowed, (1,)), seed)
 
 
-def same_lengths(target, draft, yardstick, seed):
+def same_lengths(target, draft, baseline, seed):
     prompts = tiny.tokens(1, 13, seed=seed).tolist()
-    theirs = yardstick.methods()["transformers-dflash"](prompts, 41, 0)
-    ours = our_methods(target, draft, 0.0, 4)["dflash"](prompts, 41, 0)
+    theirs = baseline.methods()["transformers-dflash"](prompts, 41, 0)
+    ours = our_methods(target, draft, None, 0.0, 4)["dflash"](prompts, 41, 0)
     assert theirs.tokens == ours.tokens
     lens = theirs.trace.accept_lens
     assert len(lens) > 8
@@ -90,17 +90,17 @@ def same_lengths(target, draft, yardstick, seed):
 )
 def test_what_their_class_cannot_hold_is_left_out_with_the_reason(changes, reason):
     target = tiny.target("gpt_oss")
-    yardstick = open_baseline(target, random_dflash(target, **changes), ())
-    assert list(yardstick.methods()) == ["transformers"]
-    assert any(reason in line for line in yardstick.said)
+    baseline = open_baseline(target, random_dflash(target, **changes), ())
+    assert list(baseline.methods()) == ["transformers"]
+    assert any(reason in line for line in baseline.remarks)
 
 
 def test_the_fastest_implementation_is_named(opened):
-    _, _, yardstick = opened
-    assert set(yardstick.chosen) == {
+    _, _, baseline = opened
+    assert set(baseline.chosen) == {
         ("transformers", 1),
         ("transformers", 2),
         ("transformers-dflash", 1),
     }
-    assert sum("experts (the fastest of:" in line for line in yardstick.said) == 3
+    assert sum("experts (the fastest of:" in line for line in baseline.remarks) == 3
     assert torch.is_inference_mode_enabled() is False

@@ -160,7 +160,7 @@ def test_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; known: GptOss"),
         ({"architectures": None}, "known: GptOss"),
@@ -173,9 +173,9 @@ def test_no_folder(tmp_path):
         ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
     ],
 )
-def test_configs_that_are_refused(folder, changes, said):
+def test_configs_that_are_refused(folder, changes, message):
     tiny.write_config(folder, **changes)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_target(folder)
 
 
@@ -234,9 +234,9 @@ def test_a_shard_that_is_cut_off(tmp_path):
 def test_a_promise_no_shard_keeps(tmp_path):
     save_checkpoint(tmp_path, {}, PARTS.items(), shard_bytes=48)
     index = tmp_path / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
-    said["weight_map"]["d"] = said["weight_map"]["a"]
-    index.write_text(json.dumps(said))
+    data = json.loads(index.read_text())
+    data["weight_map"]["d"] = data["weight_map"]["a"]
+    index.write_text(json.dumps(data))
     with pytest.raises(LoadError, match="promises d"):
         open_checkpoint(tmp_path)
     index.write_text("{}")

@@ -94,7 +94,7 @@ def text(value):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "cannot be read"),
         (b"GG", "is no GGUF file|not a checkpoint|no checkpoint"),
@@ -118,10 +118,10 @@ def text(value):
         (header(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 24)), "not a power of two"),
     ],
 )
-def test_named_faults(tmp_path, data, said):
+def test_named_faults(tmp_path, data, message):
     path = tmp_path / "it.gguf"
     path.write_bytes(data)
-    with pytest.raises(LoadError, match=said):
+    with pytest.raises(LoadError, match=message):
         open_checkpoint(path)
 
 

@@ -57,9 +57,9 @@ def judge(folder, data):
     assert reference is not None, "the reference refuses it"
     assert ours.names() == sorted(reference)
     for name, shape, _ in ours.specs():
-        found, right = ours.get(name), reference[name]
-        assert tuple(found.shape) == shape and found.dtype == right.dtype and found.shape == right.shape
-        assert found.contiguous().view(-1).view(torch.uint8).equal(right.view(-1).view(torch.uint8))
+        value, right = ours.get(name), reference[name]
+        assert tuple(value.shape) == shape and value.dtype == right.dtype and value.shape == right.shape
+        assert value.contiguous().view(-1).view(torch.uint8).equal(right.view(-1).view(torch.uint8))
     return True
 
 
@@ -281,14 +281,14 @@ OUTSIDE = (
     [FIRST],
 )
 CHANGES = {
-    "a shard that is not there": lambda said: said["weight_map"].update(a="model-9.safetensors"),
-    "a tensor that is not there": lambda said: said["weight_map"].update(z=FIRST),
-    "a tensor in the other shard": lambda said: said["weight_map"].update(a=SECOND),
-    "no weight_map": lambda said: said.pop("weight_map"),
-    "an empty weight_map": lambda said: said.update(weight_map={}),
-    "a weight_map that is a list": lambda said: said.update(weight_map=[FIRST]),
-    "a weight_map that is a string": lambda said: said.update(weight_map=FIRST),
-    "a name of escapes": lambda said: said["weight_map"].update({"\u001b[2J": FIRST}),
+    "a shard that is not there": lambda message: message["weight_map"].update(a="model-9.safetensors"),
+    "a tensor that is not there": lambda message: message["weight_map"].update(z=FIRST),
+    "a tensor in the other shard": lambda message: message["weight_map"].update(a=SECOND),
+    "no weight_map": lambda message: message.pop("weight_map"),
+    "an empty weight_map": lambda message: message.update(weight_map={}),
+    "a weight_map that is a list": lambda message: message.update(weight_map=[FIRST]),
+    "a weight_map that is a string": lambda message: message.update(weight_map=FIRST),
+    "a name of escapes": lambda message: message["weight_map"].update({"\u001b[2J": FIRST}),
 }
 
 
@@ -303,16 +303,16 @@ def indexed(shards, folder, change):
     for path in shards.iterdir():
         (folder / path.name).symlink_to(path)
     index = folder / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
+    data = json.loads(index.read_text())
     index.unlink()
-    found = change(said)
-    index.write_bytes(found if isinstance(found, bytes) else json.dumps(said).encode())
+    result = change(data)
+    index.write_bytes(result if isinstance(result, bytes) else json.dumps(data).encode())
     return index
 
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=lambda v: ascii(v)[:20])
 def test_an_index_stays_in_its_folder(shards, tmp_path, name):
-    index = indexed(shards, tmp_path, lambda said: said["weight_map"].update(a=name))
+    index = indexed(shards, tmp_path, lambda message: message["weight_map"].update(a=name))
     with pytest.raises(LoadError, match="same folder") as caught:
         open_checkpoint(tmp_path)
     assert str(index) in str(caught.value) and len(str(caught.value)) < 500
@@ -328,7 +328,7 @@ def test_indexes(shards, tmp_path, case):
 
 @pytest.mark.parametrize("case", TEXTS)
 def test_texts_that_are_no_index(shards, tmp_path, case):
-    index = indexed(shards, tmp_path, lambda said: TEXTS[case])
+    index = indexed(shards, tmp_path, lambda message: TEXTS[case])
     with pytest.raises(LoadError) as caught:
         open_checkpoint(tmp_path)
     assert str(index) in str(caught.value) and str(caught.value).isprintable()
@@ -344,7 +344,7 @@ def test_texts_that_are_no_config(tmp_path, case):
 
 
 def test_a_tensor_in_two_shards(shards, tmp_path):
-    indexed(shards, tmp_path, lambda said: None)
+    indexed(shards, tmp_path, lambda message: None)
     (tmp_path / SECOND).unlink()
     save_file({"a": torch.ones(3), "b": torch.zeros(4)}, tmp_path / SECOND)
     with pytest.raises(LoadError, match=r"a is in .*00001.* and again in .*00002"):

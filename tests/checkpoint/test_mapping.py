@@ -39,9 +39,9 @@ def test_what_is_read_is_what_the_reference_wrote(tmp_path):
     file = open_file(tmp_path / "x.safetensors")
     assert file.slots.keys() == held.keys()
     for name, tensor in held.items():
-        found = file.get(name)
-        assert found.dtype == tensor.dtype and found.shape == tensor.shape
-        assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
+        value = file.get(name)
+        assert value.dtype == tensor.dtype and value.shape == tensor.shape
+        assert torch.equal(value.view(torch.uint8), tensor.view(torch.uint8)), name
         assert file.slots[name].dtype == name
 
 
@@ -112,9 +112,9 @@ def test_tensors_that_are_not_aligned(tmp_path, dtype, shift):
         "odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
         "x": {"dtype": dtype, "shape": [7], "data_offsets": [3, 3 + 7 * size]},
     }
-    found = open_file(raw(tmp_path / "x", header, data, shift)).get("x")
-    assert torch.equal(found, values) and found.data_ptr() % size == 0
-    assert (found + found)[3] == 6
+    value = open_file(raw(tmp_path / "x", header, data, shift)).get("x")
+    assert torch.equal(value, values) and value.data_ptr() % size == 0
+    assert (value + value)[3] == 6
 
 
 def test_a_streamed_file_is_the_format(tmp_path):

@@ -48,10 +48,10 @@ def test_a_target_has_them_after_its_own(folder):
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows(folder):
     (folder / "tokenizer.json").unlink()
     text = (EMBEDDED / "target" / "tokenizer.json").read_text()
-    said = json.loads(text)
+    data = json.loads(text)
     size = open_target("default")[0].config.vocab_size
-    said["model"]["vocab"]["far"] = size
-    (folder / "tokenizer.json").write_text(json.dumps(said))
+    data["model"]["vocab"]["far"] = size
+    (folder / "tokenizer.json").write_text(json.dumps(data))
     expected = rf"'far' the id {size} \(1 tokens .* vocab_size of {size}: they are not of one"
     with pytest.raises(ValueError, match=expected):
         open_target(str(folder))

@@ -50,13 +50,13 @@ class ScriptedSession:
         self.round += 1
         for b, token in zip(self.rows, last.tolist(), strict=True):
             prompt = draft.prompts[b]
-            said = [*self.seen[b][len(prompt) :], token]
+            items = [*self.seen[b][len(prompt) :], token]
             # what was observed is exactly the verified text, in order
             assert self.seen[b][: len(prompt)] == prompt
-            assert draft.patient or all(x == y for x, y in zip(said, draft.answers[b], strict=False))
+            assert draft.patient or all(x == y for x, y in zip(items, draft.answers[b], strict=False))
             assert draft.patient or most == draft.block_size
-            ahead = draft.answers[b][len(said) :][: draft.block_size - 1]
-            guesses = [(g + 1) % 97 if draft.wrong(b, len(said) + i) else g for i, g in enumerate(ahead)]
+            ahead = draft.answers[b][len(items) :][: draft.block_size - 1]
+            guesses = [(g + 1) % 97 if draft.wrong(b, len(items) + i) else g for i, g in enumerate(ahead)]
             guesses += [0] * (draft.block_size - 1 - len(guesses))
             count = 1 + (self.round * 2 + b * 3) % draft.block_size if draft.ragged else draft.block_size
             rows.append([token, *guesses])

@@ -21,7 +21,7 @@ def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0
     }
     point = Point(batch=batch, context=256, **parts)
     widths = tuple(range(1, len(verify) + 1))
-    return Costs(fingerprint="0", widths=widths, points=(point,), acceptance=acceptance, said={})
+    return Costs(fingerprint="0", widths=widths, points=(point,), acceptance=acceptance, described={})
 
 
 def embedded(acceptance=0.5, **changes):
@@ -45,8 +45,8 @@ def walker(acceptance=0.5):
 def chain(survival=None, width=8, rows=1):
     """Survival, if given, is of every column but the root."""
     tokens = torch.zeros(rows, width, dtype=torch.int64)
-    said = None if survival is None else torch.tensor([[1.0, *row] for row in survival])
-    return Proposal(tokens, [width] * rows, survival=said)
+    value = None if survival is None else torch.tensor([[1.0, *row] for row in survival])
+    return Proposal(tokens, [width] * rows, survival=value)
 
 
 def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fade=1.0):
@@ -73,8 +73,8 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
             seconds += unseen * costs.show_seconds(rows) + costs.wake_seconds(rows)
         unseen = 0
         chances = [stream(n, dice)[: width - 1] for stream, n in zip(streams, at, strict=True)]
-        said = [running([c**fade for c in row]) for row in chances]
-        proposal = controller.cut(chain(said if speaks else None, width, rows))
+        items = [running([c**fade for c in row]) for row in chances]
+        proposal = controller.cut(chain(items if speaks else None, width, rows))
         n = proposal.tokens.shape[1]
         seconds += costs.verify_seconds(n, context, rows)
         path = []
@@ -91,11 +91,11 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
 
 
 def running(chances):
-    found, product = [], 1.0
+    items, product = [], 1.0
     for chance in chances:
         product *= chance
-        found.append(product)
-    return found
+        items.append(product)
+    return items
 
 
 def speed(controller, costs, streams, tokens=4096, **how):
@@ -107,14 +107,14 @@ def speed(controller, costs, streams, tokens=4096, **how):
 def best_fixed(costs, *texts, context=512):
     """The same of the best fixed width, by arithmetic. A text is a list of moods, the chance of a guess where
     the one before it is right; in each round one of them, all equally likely. The texts share the tokens."""
-    found = []
+    items = []
     for n in range(1, 9):
         seconds = 0.0  # of a token
         for moods in texts:
             tokens = sum(sum(chance**i for i in range(n)) for chance in moods) / len(moods)
             seconds += costs.round_seconds(n, context) / tokens / len(texts)
-        found.append(costs.round_seconds(1, context) / seconds)
-    return max(found)
+        items.append(costs.round_seconds(1, context) / seconds)
+    return max(items)
 
 
 def steady(*chances):

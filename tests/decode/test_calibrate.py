@@ -71,7 +71,7 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
 
 @pytest.mark.parametrize("name", ["chain", "tree", "ngram", "walked"])
 @pytest.mark.parametrize(
-    ("judged", "choice"),
+    ("validation", "choice"),
     [
         ("greedy", Greedy),
         ("match", Greedy),
@@ -80,7 +80,7 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
         ("gumbel", GumbelCoupled),
     ],
 )
-def test_a_table_is_measured_as_its_rule_decodes(name, judged, choice, monkeypatch):
+def test_a_table_is_measured_as_its_rule_decodes(name, validation, choice, monkeypatch):
     model = tiny.target("qwen3")
     draft, chosen, temperatures = drafts(model)[name], set(), set()
     session, judge = type(draft.begin(1, 8)), measuring.acceptance_rule
@@ -90,15 +90,15 @@ def test_a_table_is_measured_as_its_rule_decodes(name, judged, choice, monkeypat
         chosen.add(type(choice))
         return propose(self, last, width, choice)
 
-    def told(request, *more):
+    def recorded(request, *more):
         temperatures.add(request.sampling.temperature)
         return judge(request, *more)
 
     monkeypatch.setattr(session, "propose", watched)
-    monkeypatch.setattr(measuring, "acceptance_rule", told)
-    got = calibrate(model, draft, TEXT, contexts=(11,), seconds=1e-6, judged=judged)
-    assert chosen == {choice} and temperatures == {0.0 if judged == "greedy" else 1.0}
-    assert got.said["judged"] == judged and got.fingerprint == fingerprint(model, draft, judged)
+    monkeypatch.setattr(measuring, "acceptance_rule", recorded)
+    got = calibrate(model, draft, TEXT, contexts=(11,), seconds=1e-6, rule=validation)
+    assert chosen == {choice} and temperatures == {0.0 if validation == "greedy" else 1.0}
+    assert got.described["rule"] == validation and got.fingerprint == fingerprint(model, draft, validation)
 
 
 def test_what_a_controller_takes_is_in_the_rest_of_a_round(monkeypatch):
@@ -151,15 +151,15 @@ def test_what_waking_the_draft_takes_is_measured_after_steps_in_which_it_rested(
 CALM = {1: (2.0, 0.0), 2: (2.4, 1.0), 4: (3.0, 1.2)}  # width: verify and draft
 
 
-def turned(*, held_up=lambda repeat, n: 0.0, pace=lambda repeat: 1.0, repeats=20):
+def turned(*, held_up=lambda repeat, n: 0.0, scale=lambda repeat: 1.0, repeats=20):
     timings = Timings(tuple(CALM))
     for repeat in range(repeats):
         turn = StepTimes(timings.widths)
         for n, (verify, draft) in CALM.items():
-            turn.verify[n].append(pace(repeat) * (verify + held_up(repeat, n)))
-            turn.draft[n].append(pace(repeat) * draft)
-        turn.plain.append(pace(repeat) * 1.5)
-        turn.woken.append((2, pace(repeat) * 7.0))
+            turn.verify[n].append(scale(repeat) * (verify + held_up(repeat, n)))
+            turn.draft[n].append(scale(repeat) * draft)
+        turn.plain.append(scale(repeat) * 1.5)
+        turn.woken.append((2, scale(repeat) * 7.0))
         timings.show.append(0.25)
         timings.turns.append(turn)
     return timings, timings.point(batch=1, context=64, rest=0.5)
@@ -167,25 +167,25 @@ def turned(*, held_up=lambda repeat, n: 0.0, pace=lambda repeat: 1.0, repeats=20
 
 def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
     """Each turn has one slow width, another one in the next."""
-    timings, found = turned(held_up=lambda repeat, n: 9.0 if (repeat + n.bit_length()) % 3 == 0 else 0.0)
-    slow = found.verify[0] / 2.0
+    timings, result = turned(held_up=lambda repeat, n: 9.0 if (repeat + n.bit_length()) % 3 == 0 else 0.0)
+    slow = result.verify[0] / 2.0
     assert slow > 1
-    assert found.verify == pytest.approx([slow * verify for verify, _ in CALM.values()])
-    assert found.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
-    assert found.plain == pytest.approx(slow * 1.5) and found.show == 0.25
+    assert result.verify == pytest.approx([slow * verify for verify, _ in CALM.values()])
+    assert result.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
+    assert result.plain == pytest.approx(slow * 1.5) and result.show == 0.25
     took = sum(turn.seconds for turn in timings.turns)
-    assert 20 * (sum(found.verify) + sum(found.draft) + found.plain) == pytest.approx(took)
+    assert 20 * (sum(result.verify) + sum(result.draft) + result.plain) == pytest.approx(took)
 
 
 def test_minutes_of_which_some_are_slow_leave_the_shape_to_the_digit():
     """However much they differ, and in few turns: a turn has all widths."""
     paces = [1.0, 2.7, 1.3, 0.8, 4.0]
-    _, found = turned(pace=lambda repeat: paces[repeat], repeats=5)
+    _, result = turned(scale=lambda repeat: paces[repeat], repeats=5)
     mean = sum(paces) / 5
-    assert found.verify == pytest.approx([mean * verify for verify, _ in CALM.values()])
-    assert found.draft == pytest.approx([0.0, mean * 1.0, mean * 1.2])
-    assert found.plain == pytest.approx(mean * 1.5) and found.spread == pytest.approx(0)
-    assert found.wake == pytest.approx(mean * (7.0 - 1.0) - measuring.STEPS * 0.25)
+    assert result.verify == pytest.approx([mean * verify for verify, _ in CALM.values()])
+    assert result.draft == pytest.approx([0.0, mean * 1.0, mean * 1.2])
+    assert result.plain == pytest.approx(mean * 1.5) and result.spread == pytest.approx(0)
+    assert result.wake == pytest.approx(mean * (7.0 - 1.0) - measuring.STEPS * 0.25)
 
 
 def test_a_proposal_is_filled_up_with_text():
@@ -207,9 +207,9 @@ def test_a_controller_with_a_measured_table_says_what_plain_says():
     assert got.tokens == generate(model, prompts, request, draft).tokens
     trace = got.trace
     assert len(trace.predicted) == len(trace.accepted)
-    assert sum(f.tokens_brought for f in trace.predicted) == sum(a + 1 for a in trace.accept_lens)
+    assert sum(f.tokens_measured for f in trace.predicted) == sum(a + 1 for a in trace.accept_lens)
     assert all(f.tokens > 0 and f.seconds > 0 and f.seconds_taken > 0 for f in trace.predicted)
-    measured = sum(f.tokens_brought for f in trace.predicted) / sum(f.seconds_taken for f in trace.predicted)
+    measured = sum(f.tokens_measured for f in trace.predicted) / sum(f.seconds_taken for f in trace.predicted)
     assert trace.prediction_error == pytest.approx(trace.predicted_tokens_per_s / measured - 1)
 
 
@@ -230,17 +230,17 @@ def test_quick_stops_where_it_knows_enough(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"contexts": ()}, "at least 1 of each"),
         ({"contexts": (0,)}, "at least 1 of each"),
         ({"batches": (0, 2)}, "at least 1 of each"),
         ({"contexts": (1000,)}, "too few for a context of 1000"),
         ({"contexts": (135_150,)}, "positions end at"),
-        ({"judged": "typical"}, "no rule 'typical' to measure; known: greedy, match"),
+        ({"rule": "typical"}, "no rule 'typical' to measure; known: greedy, match"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(changes, said):
+def test_what_cannot_be_measured_is_refused(changes, message):
     model = tiny.target("llama")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         calibrate(model, NGram(block_size=3), TEXT, **({"contexts": (8,)} | changes))

@@ -25,15 +25,15 @@ from outpace.drafts.base import Proposal
 from outpace.kv.tree import depths
 
 
-def rounds(controller, *said, width=8):
+def rounds(controller, *message, width=8):
     """One round for each list of survival, all guesses wrong; -> columns verified."""
-    found = []
-    for survival in said:
+    items = []
+    for survival in message:
         controller.width([256])
         proposal = controller.cut(chain([survival], width))
         controller.learn(proposal, [[0]])
-        found.append(proposal.tokens.shape[1])
-    return found
+        items.append(proposal.tokens.shape[1])
+    return items
 
 
 # ---- the choice ------------------------------------------------------------------------------------
@@ -66,11 +66,11 @@ def test_a_cut_is_the_argmax_over_the_rows(rows):
     for _ in range(50):
         controller = Adaptive(costs)
         controller.begin(8)
-        said = torch.rand(rows, 7, generator=generator).sort(dim=1, descending=True).values
+        value = torch.rand(rows, 7, generator=generator).sort(dim=1, descending=True).values
         assert controller.width([256] * rows) == 8
-        got = controller.cut(chain(said.tolist(), rows=rows))
+        got = controller.cut(chain(value.tolist(), rows=rows))
         per_round = [costs.round_seconds(n, 288, rows, width=8) for n in range(1, 9)]
-        tokens = [rows + float(said[:, : n - 1].sum()) for n in range(1, 9)]
+        tokens = [rows + float(value[:, : n - 1].sum()) for n in range(1, 9)]
         rates = [t / s for t, s in zip(tokens, per_round, strict=True)]
         best = rates.index(max(rates))
         assert got.tokens.shape == (rows, best + 1) and got.counts == [best + 1] * rows
@@ -93,23 +93,23 @@ def test_a_tree_keeps_its_best_columns_and_a_short_row_its_own():
     assert got.parents.tolist() == [[0, 0, 0, 1], [0, 0, 2, 3]]
     controller.learn(got, [[0, 2], [0]])
     assert controller.record.tried[1:4] == [2, 1, 0] and controller.record.taken[1:4] == [0, 1, 0]
-    assert controller.record.came[1] == 1 and controller.record.said[1] == pytest.approx(1.5)
+    assert controller.record.observed[1] == 1 and controller.record.expected[1] == pytest.approx(1.5)
 
 
 def test_survival_of_drawn_guesses_is_not_read():
     """What is verified of them may not depend on which they are."""
-    found = set()
-    for said in ([0.99] * 7, [0.01] * 7):
+    names = set()
+    for item in ([0.99] * 7, [0.01] * 7):
         controller = Adaptive(embedded(0.8))
         controller.begin(8)
         controller.width([256])
-        plain = chain([said])
+        plain = chain([item])
         drawn = Proposal(plain.tokens, plain.counts, q=torch.full((1, 8, 5), 0.2), survival=plain.survival)
         got = controller.cut(drawn)
-        found.add(got.tokens.shape[1])
+        names.add(got.tokens.shape[1])
         controller.learn(got, [[0]])
-        assert controller.record.said == [0.0] * 8 and got.q.shape[1] == got.tokens.shape[1]
-    assert len(found) == 1
+        assert controller.record.expected == [0.0] * 8 and got.q.shape[1] == got.tokens.shape[1]
+    assert len(names) == 1
 
 
 def test_a_draft_whose_steps_cost_is_asked_for_fewer():
@@ -235,16 +235,16 @@ def test_as_many_tokens_come_as_were_predicted(text, speaks, fade):
     for seed in range(3):
         counting = Counting(embedded(0.5))
         decode(counting, counting.costs, [text], 1024, speaks=speaks, seed=seed, fade=fade)
-        errors.append(counting.foretold / counting.brought - 1)
+        errors.append(counting.foretold / counting.committed - 1)
     assert max(map(abs, errors)) < 0.1 and abs(sum(errors)) / 3 < 0.06
 
 
 class Counting(Adaptive):
-    foretold = brought = 0.0
+    foretold = committed = 0.0
 
     def learn(self, proposal, path):
         self.foretold += self.predicted[0]
-        self.brought += sum(map(len, path))
+        self.committed += sum(map(len, path))
         super().learn(proposal, path)
 
 
@@ -297,7 +297,7 @@ def test_rows_share_a_width():
     assert both > 1.1 and 0.97 < none <= 1.001
 
 
-def test_the_next_text_begins_with_what_the_last_one_taught():
+def test_the_next_text_begins_with_what_the_last_one_measured():
     costs = embedded(0.3)
     controller = Adaptive(costs)
     first = speed(controller, costs, [steady(0.9)], 128)

@@ -23,18 +23,18 @@ TEXT = tiny.tokens(400, seed=4).tolist()
 
 def point(batch=1, context=100.0, scale=1.0, **changes):
     verify, draft = (1.0, 1.5, 3.0), (0.0, 0.5, 0.7)
-    said = {
+    values = {
         "verify": tuple(scale * x for x in verify),
         "draft": tuple(scale * x for x in draft),
         "rest": 0.25,
         "plain": 0.875 * scale,
     }
-    return Point(batch=batch, context=context, **(said | changes))
+    return Point(batch=batch, context=context, **(values | changes))
 
 
 def costs(*points, **changes):
-    said = {"fingerprint": "f" * 64, "widths": (1, 2, 4), "acceptance": 0.5, "said": {"draft": "none"}}
-    return Costs(points=points or (point(),), **(said | changes))
+    values = {"fingerprint": "f" * 64, "widths": (1, 2, 4), "acceptance": 0.5, "described": {"draft": "none"}}
+    return Costs(points=points or (point(),), **(values | changes))
 
 
 # ---- the table -------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_widths_are_dense_where_it_matters(block):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"widths": (2, 3, 4)}, "ascend from 1"),
         ({"widths": (1, 2)}, "costs for 2 widths"),
@@ -97,8 +97,8 @@ def test_widths_are_dense_where_it_matters(block):
         ({"acceptance": 1.5}, "no share"),
     ],
 )
-def test_a_table_that_nobody_measured_is_refused(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_table_that_nobody_measured_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(costs(), **change)
 
 
@@ -114,28 +114,31 @@ def test_a_table_comes_back_as_it_was(tmp_path):
     assert read_costs(tmp_path, "a" * 64) is None
 
 
-def spoil(said, **changes):
-    return json.dumps(said | changes)
+def spoil(message, **changes):
+    return json.dumps(message | changes)
 
 
 SPOILT = [
-    (lambda said: "{", "JSON"),
-    (lambda said: spoil(said, format=1), "has format 1; this version reads 3"),
-    (lambda said: spoil(said, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
-    (lambda said: spoil(said, points=[]), "is no cost table"),
-    (lambda said: spoil(said, points=[{**said["points"][0], "speed": 1}]), "is no cost table"),
-    (lambda said: spoil(said, points=[{**said["points"][0], "verify": ["1", 2, 3]}]), "is no cost table"),
-    (lambda said: spoil(said, widths=None), "is no cost table"),
-    (lambda said: json.dumps({k: v for k, v in said.items() if k != "touched"}), "is no cost table"),
-    (lambda said: "[]", "object"),
+    (lambda message: "{", "JSON"),
+    (lambda message: spoil(message, format=1), "has format 1; this version reads 3"),
+    (lambda message: spoil(message, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
+    (lambda message: spoil(message, points=[]), "is no cost table"),
+    (lambda message: spoil(message, points=[{**message["points"][0], "speed": 1}]), "is no cost table"),
+    (
+        lambda message: spoil(message, points=[{**message["points"][0], "verify": ["1", 2, 3]}]),
+        "is no cost table",
+    ),
+    (lambda message: spoil(message, widths=None), "is no cost table"),
+    (lambda message: json.dumps({k: v for k, v in message.items() if k != "touched"}), "is no cost table"),
+    (lambda message: "[]", "object"),
 ]
 
 
-@pytest.mark.parametrize(("how", "said"), SPOILT)
-def test_a_file_that_is_spoilt_or_foreign_is_refused_by_name(tmp_path, how, said):
+@pytest.mark.parametrize(("how", "message"), SPOILT)
+def test_a_file_that_is_spoilt_or_foreign_is_refused_by_name(tmp_path, how, message):
     path = write_costs(costs(), tmp_path)
     path.write_text(how(json.loads(path.read_text())))
-    with pytest.raises(LoadError, match=said) as refused:
+    with pytest.raises(LoadError, match=message) as refused:
         read_costs(tmp_path, "f" * 64)
     assert str(path) in str(refused.value)
 

@@ -39,7 +39,7 @@ def seed(n=3):
 @torch.inference_mode()
 def by_definition(family, way):
     """Each token by a forward over the whole text, the penalty by a loop over the text's tokens."""
-    model, how, found = tiny.target(family), WAYS[way], []
+    model, how, items = tiny.target(family), WAYS[way], []
     key = int(torch.randint(2**63 - 1, (), generator=seed()))
     for b, prompt in enumerate(PROMPTS):
         text = list(prompt)
@@ -51,8 +51,8 @@ def by_definition(family, way):
                 logits = shaped(logits, dataclasses.replace(how, repetition_penalty=1.0))
                 logits += noise.gumbel(noise.keys(key, torch.tensor(b), torch.tensor(place)), len(logits))
             text.append(int(logits.argmax()))
-        found.append(text[len(prompt) :])
-    return found
+        items.append(text[len(prompt) :])
+    return items
 
 
 def drafts(name, model, known):
@@ -142,7 +142,7 @@ def test_a_draft_that_hears_the_noise_is_accepted_more():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"rule": "greedy"}, "rule 'greedy'"),
         ({"rule": "block", "draft_temperature": 0.0}, "draft_temperature 0.0"),
@@ -150,6 +150,6 @@ def test_a_draft_that_hears_the_noise_is_accepted_more():
         ({"draft_temperature": 0.5}, "with the rule match no guess is drawn"),
     ],
 )
-def test_requests_that_are_refused(wrong, said):
-    with pytest.raises(ValueError, match=said):
+def test_requests_that_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
         Request(max_new_tokens=3, **wrong)

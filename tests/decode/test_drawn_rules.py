@@ -32,16 +32,16 @@ def judge(rule, how, rows=ROWS, seed=1, **asked):
     return acceptance_rule(request, [PROMPT] * rows, torch.Generator().manual_seed(seed))
 
 
-def begun(judge, toy):
+def opened(judge, toy):
     """A judge that has heard the prompt, as after a prefill, at the first place of the text."""
-    if judge.voice.listens:
-        judge.voice.seen(toy.target[0].expand(ROWS, V))
+    if judge.state.listens:
+        judge.state.seen(toy.target[0].expand(ROWS, V))
     return judge
 
 
 def of(rule, shape, how, seed=0, toy=None, **asked):
     toy = toy or Toy(seed)
-    texts, taken = play(toy, begun(judge(rule, how, **asked), toy), shape, ROWS)
+    texts, taken = play(toy, opened(judge(rule, how, **asked), toy), shape, ROWS)
     return surprise(cells(texts), toy.p(how)), taken
 
 
@@ -54,16 +54,16 @@ CASES += [("block", "chain", w) for w in WAYS]
 def test_three_tokens_follow_the_target(rule, shape, way):
     how = WAYS[way]
     assert (Toy().p(how) > 0.003).sum() >= 8
-    found, taken = of(rule, shape, how)
-    assert found < 3.5
+    result, taken = of(rule, shape, how)
+    assert result < 3.5
     assert 0.1 < taken < 1.9
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "gumbel"])
 def test_a_temperature_of_the_draft_alone_changes_no_distribution(rule):
     for own in (0.3, 2.5):
-        found, taken = of(rule, "chain", WAYS["top-p"], draft_temperature=own)
-        assert found < 3.5 and taken > 0.1
+        result, taken = of(rule, "chain", WAYS["top-p"], draft_temperature=own)
+        assert result < 3.5 and taken > 0.1
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection", "block", "gumbel"])
@@ -79,14 +79,14 @@ def test_rows_that_offer_less_follow_it_too(rule):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_guesses_that_nobody_drew_are_matched(rule, shape):
     toy, how = Toy(4), WAYS["top-k"]
-    told = begun(judge(rule, how), toy)
+    note = opened(judge(rule, how), toy)
     certain = judge("match", how).choice
 
-    class Told(type(told)):
+    class OnNote(type(note)):
         choice = certain
 
-    told.__class__ = Told
-    texts, taken = play(toy, told, shape, ROWS)
+    note.__class__ = OnNote
+    texts, taken = play(toy, note, shape, ROWS)
     assert surprise(cells(texts), toy.p(how)) < 3.5 and taken > 0.1
 
 
@@ -94,9 +94,9 @@ def test_a_perfect_draft_is_always_believed():
     toy = Toy(5, apart=0.0)
     for rule, shape in (("rejection", "chain"), ("block", "chain"), ("gumbel", "chain"), ("gumbel", "woven")):
         for way in ("as it is", "top-p"):
-            found, taken = of(rule, shape, WAYS[way], toy=toy)
+            result, taken = of(rule, shape, WAYS[way], toy=toy)
             whole = 1.999 if shape == "chain" or way == "as it is" else 1.9  # a tree's ranks are not cut
-            assert taken > whole and found < 3.5, (rule, shape)
+            assert taken > whole and result < 3.5, (rule, shape)
 
 
 def test_a_draft_that_says_what_cannot_be_is_never_believed():
@@ -106,16 +106,16 @@ def test_a_draft_that_says_what_cannot_be_is_never_believed():
         toy.target[n][..., 2:] = -1e9
         toy.draft[n][..., :2] = -1e9
     for rule, shape in (("rejection", "chain"), ("rejection", "wide"), ("block", "chain")):
-        found, taken = of(rule, shape, WAYS["as it is"], toy=toy)
-        assert taken == 0 and found < 3.5
+        result, taken = of(rule, shape, WAYS["as it is"], toy=toy)
+        assert taken == 0 and result < 3.5
 
 
 def test_siblings_may_be_drawn_without_replacement():
     """The second child from what the first left of q, which is then its q."""
     toy, how, dice = Toy(9), WAYS["as it is"], torch.Generator().manual_seed(2)
 
-    def redraw(found):
-        tokens, q = found.tokens.clone(), found.q.clone()
+    def redraw(result):
+        tokens, q = result.tokens.clone(), result.q.clone()
         left = q[:, 2].scatter(1, tokens[:, 1:2], 0.0)
         q[:, 2] = left / left.sum(1, keepdim=True)
         tokens[:, 2] = draw(q[:, 2], dice)
@@ -123,34 +123,34 @@ def test_siblings_may_be_drawn_without_replacement():
             if up == 2:
                 q[:, c] = probabilities(toy.draft[1][tokens[:, 2]], how)
                 tokens[:, c] = draw(q[:, c], dice)
-        return Proposal(tokens, found.counts, found.parents, q)
+        return Proposal(tokens, result.counts, result.parents, q)
 
     texts, taken = play(toy, judge("rejection", how), "wide", ROWS, change=redraw)
     assert surprise(cells(texts), toy.p(how)) < 3.5
     assert taken > of("rejection", "wide", how, toy=toy)[1]
 
-    def silently(found):
-        return dataclasses.replace(redraw(found), q=found.q)
+    def silently(result):
+        return dataclasses.replace(redraw(result), q=result.q)
 
     texts, _ = play(toy, judge("rejection", how), "wide", ROWS, change=silently)
     assert surprise(cells(texts), toy.p(how)) > 5
 
 
-def shorter_behind_a_doubtful_guess(found):
+def shorter_behind_a_doubtful_guess(result):
     """Offers the second guess where its q is large: a length that depends on what is then judged."""
-    second = found.tokens[:, 2:]
-    sure = (found.q[:, 2].gather(1, second)[:, 0] > 0.45) if found.q is not None else second[:, 0] < 2
-    return dataclasses.replace(found, counts=[3 if s else 2 for s in sure.tolist()])
+    second = result.tokens[:, 2:]
+    sure = (result.q[:, 2].gather(1, second)[:, 0] > 0.45) if result.q is not None else second[:, 0] < 2
+    return dataclasses.replace(result, counts=[3 if s else 2 for s in sure.tolist()])
 
 
 def test_a_length_may_not_depend_on_drawn_guesses():
     """Undrawn ones may decide it: the target's draws do not know of them."""
     toy, how = Toy(3), WAYS["as it is"]
     for rule, fair in (("match", True), ("gumbel", True), ("rejection", False), ("block", False)):
-        told = judge(rule, how)
-        texts, _ = play(toy, told, "chain", ROWS, change=shorter_behind_a_doubtful_guess)
-        found = surprise(cells(texts), toy.p(how))
-        assert found < 3.5 if fair else found > 5, (rule, found)
+        note = judge(rule, how)
+        texts, _ = play(toy, note, "chain", ROWS, change=shorter_behind_a_doubtful_guess)
+        result = surprise(cells(texts), toy.p(how))
+        assert result < 3.5 if fair else result > 5, (rule, result)
 
 
 # ---- how often guesses live ------------------------------------------------------------------------
@@ -158,11 +158,11 @@ def test_a_length_may_not_depend_on_drawn_guesses():
 
 def first_guess(rule, toy, how, rows=20000):
     """Share of rounds in which the first guess is accepted; overlap of p and q."""
-    told = judge(rule, how, rows)
-    proposal = toy.propose(told.choice, "chain", rows, None)
-    found = told.verdict(proposal, toy.verify_logits(proposal))
+    note = judge(rule, how, rows)
+    proposal = toy.propose(note.choice, "chain", rows, None)
+    result = note.verdict(proposal, toy.verify_logits(proposal))
     p, q = (probabilities(t[0], how) for t in (toy.target, toy.draft))
-    return sum(len(path) > 1 for path in found.path) / rows, p, q
+    return sum(len(path) > 1 for path in result.path) / rows, p, q
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -240,8 +240,8 @@ def test_exhaustively(rule, way):
     n, g = len(tokens), len(u)
     many = (x.repeat_interleave(g, 0) for x in (p, q, tokens))
     taken, left = rule(*many, torch.full((n * g,), 3), u.repeat(n, 1))
-    found = joint(p, tokens.repeat_interleave(g, 0), taken, left, chance.repeat_interleave(g) / g, toy, how)
-    assert (found.flatten() - toy.p(how)).abs().max() < 0.5 / G
+    result = joint(p, tokens.repeat_interleave(g, 0), taken, left, chance.repeat_interleave(g) / g, toy, how)
+    assert (result.flatten() - toy.p(how)).abs().max() < 0.5 / G
 
 
 @pytest.mark.parametrize("way", [w for w in WAYS if WAYS[w].repetition_penalty == 1])
@@ -274,10 +274,10 @@ def test_what_is_left_when_nothing_is_left():
 
 
 def test_a_tree_of_drawn_guesses_is_refused_by_block_verification():
-    told = judge("block", WAYS["top-k"])
-    proposal = Toy().propose(told.choice, "wide", ROWS, None)
+    note = judge("block", WAYS["top-k"])
+    proposal = Toy().propose(note.choice, "wide", ROWS, None)
     with pytest.raises(ValueError, match="block verification judges chains"):
-        told.verdict(proposal, Toy().verify_logits(proposal))
+        note.verdict(proposal, Toy().verify_logits(proposal))
 
 
 # ---- rules that are wrong ------------------------------------------------------------------------------

@@ -31,24 +31,24 @@ def every_answer(family, window):
 
 @torch.inference_mode()
 def by_whole_texts(model):
-    found = []
+    items = []
     for prompt in PROMPTS:
         text = list(prompt)
         for _ in range(NEW):
             text.append(int(model.logits(model(torch.tensor([text])).hidden[:, -1]).argmax()))
-        found.append(text[len(prompt) :])
-    return found
+        items.append(text[len(prompt) :])
+    return items
 
 
 def random_dflash(model, block_size=4, seed=0, **changes):
     c = model.config
-    said = {
+    values = {
         "hidden_size": c.hidden_size, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
         "intermediate_size": 28, "vocab_size": c.vocab_size, "rope": RopeConfig(theta=1000.0),
         "rms_norm_eps": 1e-5, "block_size": block_size, "target_layer_ids": (0, 2),
         "num_target_layers": c.num_layers, "mask_token_id": 2,
     }  # fmt: skip
-    draft = DFlash(DFlashConfig(**(said | changes)))
+    draft = DFlash(DFlashConfig(**(values | changes)))
     tiny.randomise(named_tensors(draft), seed)
     return draft.eval().bind(model)
 
@@ -200,13 +200,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("prompts", "said"), BAD)
-def test_prompts_that_are_refused(prompts, said):
+@pytest.mark.parametrize(("prompts", "message"), BAD)
+def test_prompts_that_are_refused(prompts, message):
     model = tiny.target("llama")
     request = Request(max_new_tokens=4, offset=model.config.max_position_embeddings - 100)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         generate(model, prompts, request)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         generate(model, prompts, request, NGram())
 
 

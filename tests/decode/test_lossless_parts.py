@@ -23,9 +23,9 @@ PARTS = {
 def draft_for(model, name, block_size=4):
     bound = random_dflash(model, block_size, **PARTS[name])
     if bound.draft.d2t is not None:  # of what the target does say, and of much else
-        said = torch.tensor(sorted({t for row in answers("gpt_oss", True, 3) for t in row[:12]}))
-        others = torch.tensor([i for i in range(tiny.VOCAB) if i not in set(said.tolist())])
-        ids = torch.cat((said, others))[:31].sort().values
+        value = torch.tensor(sorted({t for row in answers("gpt_oss", True, 3) for t in row[:12]}))
+        others = torch.tensor([i for i in range(tiny.VOCAB) if i not in set(value.tolist())])
+        ids = torch.cat((value, others))[:31].sort().values
         bound.draft.d2t.copy_(ids - torch.arange(31))
     return bound
 

@@ -99,8 +99,8 @@ def test_a_bad_selector_costs_speed_and_nothing_else():
     good, wanted = runs()
     bad, _ = runs(BAD)
     assert good.tokens == bad.tokens == wanted
-    kept, all_ = bad.trace.stood
-    assert 0 < kept < all_ and kept / all_ < good.trace.stood[0] / good.trace.stood[1]
+    kept, all_ = bad.trace.confirmed
+    assert 0 < kept < all_ and kept / all_ < good.trace.confirmed[0] / good.trace.confirmed[1]
     assert good.trace.rounds < bad.trace.rounds
 
 
@@ -111,8 +111,8 @@ def test_what_never_stands_is_left_alone():
     head = model.logits
 
     def logits(hidden):
-        said = head(hidden)
-        return said.roll(1, -1) if model.on_partial else said
+        value = head(hidden)
+        return value.roll(1, -1) if model.on_partial else value
 
     forward = model.forward
 
@@ -130,10 +130,10 @@ def test_what_never_stands_is_left_alone():
     tried = [n for n, (m,) in enumerate(got.trace.provisional) if m]
     gaps = [b - a - 1 for a, b in pairwise(tried)]
     assert gaps == [min(2**i, LONGEST_REST) for i in range(len(gaps))] and len(gaps) >= 6
-    assert got.trace.stood[0] == 0
+    assert got.trace.confirmed[0] == 0
 
 
-def test_enough_room_for_everything_is_the_full_cache():
+def test_a_large_enough_buffer_for_everything_is_the_full_cache():
     """While nothing is left out, partial KV is not asked at all; and what it would say is bit-equal."""
     model = tiny.target("gpt_oss")
     config = PartialConfig(block_size=2, n_retrieval_blocks=60)
@@ -166,7 +166,7 @@ def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch)
 
     def hiding(q, view, window, sinks, scale):
         kept, group = next(layers), q.shape[2] // view.k.shape[1]
-        found = []
+        items = []
         for h in range(view.k.shape[1]):
             allowed = view.allowed(window)
             if kept is not None:
@@ -174,8 +174,8 @@ def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch)
             heads = slice(h * group, (h + 1) * group)
             theirs = None if sinks is None else sinks[heads]
             k, v = (x[:, h : h + 1] for x in (view.k, view.v))
-            found.append(attend(q[:, :, heads], k, v, allowed, theirs, scale))
-        return torch.cat(found, -1)
+            items.append(attend(q[:, :, heads], k, v, allowed, theirs, scale))
+        return torch.cat(items, -1)
 
     whole = model(text[:, 40:], full).hidden
     full.rewind([40])
@@ -236,27 +236,27 @@ def test_what_was_provisional_is_forgotten(name):
         show(sessions[0], begin, end, counts, other)
         sessions[0].propose(text[:, end], draft.block_size, ways)
     sessions[0].rewind([20, 17])
-    found = []
+    items = []
     for session in sessions:
         show(session, 20, 24, [4, 2])
-        found.append(session.propose(text[:, 24], draft.block_size, ways))
-    assert torch.equal(found[0].tokens, found[1].tokens) and found[0].counts == found[1].counts
-    if found[0].survival is not None:
-        assert torch.equal(found[0].survival, found[1].survival)
+        items.append(session.propose(text[:, 24], draft.block_size, ways))
+    assert torch.equal(items[0].tokens, items[1].tokens) and items[0].counts == items[1].counts
+    if items[0].survival is not None:
+        assert torch.equal(items[0].survival, items[1].survival)
     assert first.tokens.shape[0] == 2
 
 
 def test_the_lossy_mode_takes_what_partial_kv_says():
     """Nothing provisional is ever taken back, and the text is another one."""
     lossy, wanted = runs(BAD, mode="lossy")
-    kept, all_ = lossy.trace.stood
+    kept, all_ = lossy.trace.confirmed
     assert kept == all_ > 0 and lossy.tokens != wanted
     assert [len(row) for row in lossy.tokens] == [60, 60]
     sampled = Request(max_new_tokens=20, sampling=WAYS["penalty"], rule="match")
     model = tiny.target("gpt_oss")
     partial = Partial(config=SMALL, mode="lossy")
     got = generate(model, PROMPTS, sampled, NGram(), rng=seed(), partial=partial)
-    assert got.trace.stood[0] == got.trace.stood[1]
+    assert got.trace.confirmed[0] == got.trace.confirmed[1]
 
 
 def test_what_is_refused():

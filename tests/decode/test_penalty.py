@@ -17,7 +17,7 @@ NEW, TEXTS, PENALTY = 14, PROMPTS[:2], 1.3
 
 def theirs(twin, prompt):
     ids = torch.tensor([prompt])
-    said = twin.generate(
+    value = twin.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NEW,
@@ -25,7 +25,7 @@ def theirs(twin, prompt):
         repetition_penalty=PENALTY,
         eos_token_id=None,
     )
-    return said[0, len(prompt) :].tolist()
+    return value[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama"])

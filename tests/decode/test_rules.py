@@ -154,8 +154,8 @@ def too_lenient(candidates, parents, predict, counts):
 def biased_bonus(candidates, parents, predict, counts):
     """Rejects a guess and then emits it all the same, in one row of eight."""
     paths = honest(candidates, parents, predict, counts)
-    for said, row in list(zip(predict, candidates, strict=True))[::8]:
-        said[0] = row[1]
+    for value, row in list(zip(predict, candidates, strict=True))[::8]:
+        value[0] = row[1]
     return paths
 
 

@@ -90,8 +90,8 @@ def test_a_q_that_was_not_drawn_from_is_caught(rule):
 
     class Late(Tables):
         def propose(self, last, width, choice):
-            found = super().propose(last, width, choice)
-            return Proposal(found.tokens, found.counts, found.parents, found.q.roll(1, 1).roll(1, 2))
+            result = super().propose(last, width, choice)
+            return Proposal(result.tokens, result.counts, result.parents, result.q.roll(1, 1).roll(1, 2))
 
     request = Request(max_new_tokens=NEW, sampling=WAYS["as it is"], rule=rule)
     rng = torch.Generator().manual_seed(7)

@@ -28,9 +28,9 @@ def draft(text=TEXT, nodes=6):
 
 def known_of(family, window):
     """What this target says after each prompt, here and there another token: right for a while."""
-    found = answers(family, window, len(PROMPTS))
-    spoilt = [[t if i % 9 else (t + 1) % tiny.VOCAB for i, t in enumerate(row, 1)] for row in found]
-    return [t for row, wrong in zip(found, spoilt, strict=True) for t in (*wrong, -1, *row[5:], -1)]
+    result = answers(family, window, len(PROMPTS))
+    spoilt = [[t if i % 9 else (t + 1) % tiny.VOCAB for i, t in enumerate(row, 1)] for row in result]
+    return [t for row, wrong in zip(result, spoilt, strict=True) for t in (*wrong, -1, *row[5:], -1)]
 
 
 @pytest.mark.parametrize("window", [False, True])
@@ -52,21 +52,21 @@ def test_with_coupled_noise_too(nodes):
     def seed():
         return torch.Generator().manual_seed(5)
 
-    said = generate(model, PROMPTS, request, rng=seed()).tokens
-    text = [t for row in said for t in (*row, -1)]
+    value = generate(model, PROMPTS, request, rng=seed()).tokens
+    text = [t for row in value for t in (*row, -1)]
     got = generate(model, PROMPTS, request, draft(text, nodes), rng=seed())
-    assert got.tokens == said and got.trace.tau > 1.2
+    assert got.tokens == value and got.trace.tau > 1.2
 
 
 def test_a_proposal_is_a_tree_by_falling_survival():
     session = draft().begin(1, 99)
     session.observe(torch.tensor([[5, 6, 7, 1]]), None, [3])  # the 1 was not verified
-    found = session.propose(torch.tensor([8]), 6, Greedy())
-    assert found.tokens[0, :3].tolist() == [8, 9, 4] and found.above[0][:3] == [0, 0, 0]
-    survival = found.survival[0].tolist()
+    result = session.propose(torch.tensor([8]), 6, Greedy())
+    assert result.tokens[0, :3].tolist() == [8, 9, 4] and result.above[0][:3] == [0, 0, 0]
+    survival = result.survival[0].tolist()
     assert survival == sorted(survival, reverse=True) and survival[0] == 1
     narrow = session.propose(torch.tensor([8]), 2, Greedy())
-    assert narrow.tokens.tolist() == [[8, 9]] and found.q is None
+    assert narrow.tokens.tolist() == [[8, 9]] and result.q is None
 
 
 def test_every_row_is_looked_up_by_itself():
@@ -79,18 +79,18 @@ def test_every_row_is_looked_up_by_itself():
     for b, row in enumerate(texts):
         alone = draft().begin(1, 99)
         alone.observe(torch.tensor([row[:-1]]), None, [len(row) - 1])
-        said = alone.propose(torch.tensor(row[-1:]), 5, Greedy())
+        value = alone.propose(torch.tensor(row[-1:]), 5, Greedy())
         n = together.counts[b]
-        assert said.counts == [n] and together.tokens[b, :n].tolist() == said.tokens[0].tolist()
+        assert value.counts == [n] and together.tokens[b, :n].tolist() == value.tokens[0].tolist()
     session.select([1])
     assert session.propose(torch.tensor([4]), 5, Greedy()).tokens[0, 1] == 3
 
 
-def test_what_the_text_said_before_is_proposed_too():
+def test_what_the_text_contained_before_is_proposed_too():
     session = draft().begin(1, 99)
     session.observe(torch.tensor([[40, 41, 42, 43, 1, 40]]), None, [6])
-    found = session.propose(torch.tensor([41]), 3, Greedy())
-    assert found.tokens.tolist() == [[41, 42, 43]] and found.above[0] == [0, 0, 1]
+    result = session.propose(torch.tensor([41]), 3, Greedy())
+    assert result.tokens.tolist() == [[41, 42, 43]] and result.above[0] == [0, 0, 1]
 
 
 def test_files_come_back(tmp_path):
@@ -98,15 +98,15 @@ def test_files_come_back(tmp_path):
     assert is_suffix(tmp_path) and load_file(tmp_path / "model.safetensors")["text"].dtype == torch.int16
     back = load_suffix(tmp_path, tiny.VOCAB, 4)
     assert back.answers.text.tolist() == TEXT and back.block_size == 4
-    said = torch.tensor([5, 6, 7], dtype=torch.int32)
-    assert back.answers.grow(said, 5) == draft().answers.grow(said, 5)
+    value = torch.tensor([5, 6, 7], dtype=torch.int32)
+    assert back.answers.grow(value, 5) == draft().answers.grow(value, 5)
     save_suffix(draft().answers, 200_000, tmp_path)
     assert load_file(tmp_path / "model.safetensors")["text"].dtype == torch.int32
     assert load_suffix(tmp_path, 200_000).answers.text.tolist() == TEXT
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "said"),
+    ("spoilt", "message"),
     [
         (lambda t: {"text": t["text"]}, "where text and order belong"),
         (lambda t: t | {"more": t["text"] + 1}, "where text and order belong"),
@@ -119,11 +119,11 @@ def test_files_come_back(tmp_path):
         (lambda t: t | {"order": t["order"] + 1}, "every place of the text once"),
     ],
 )
-def test_spoilt_files_are_refused_by_name(tmp_path, spoilt, said):
+def test_spoilt_files_are_refused_by_name(tmp_path, spoilt, message):
     save_suffix(draft().answers, tiny.VOCAB, tmp_path)
     path = tmp_path / "model.safetensors"
     save_file(spoilt(load_file(path)), path)
-    with pytest.raises(LoadError, match=said) as error:
+    with pytest.raises(LoadError, match=message) as error:
         load_suffix(tmp_path, tiny.VOCAB)
     assert str(tmp_path) in str(error.value)
 
@@ -135,7 +135,7 @@ def test_answers_of_another_vocabulary_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [{"depth": 3}, {"tree": 8, "branch": 2}, {"quantize": "q8_0"}, {"tree": 1}])
-def test_what_it_cannot_be_told_is_refused(asked):
+def test_what_it_cannot_be_decided_is_refused(asked):
     with pytest.raises(ValueError, match=r"no depth, no branch and no weights to pack|guesses nothing"):
         open_draft("suffix", *open_target("default"), **asked)
 
@@ -160,13 +160,13 @@ class Cache:
 def test_it_is_made_of_answers_alone(tmp_path):
     model = tiny.target("gpt_oss")
     build_suffix(model, Cache(), tmp_path)
-    found = load_suffix(tmp_path / "draft", model.config.vocab_size)
-    assert found.answers.text.tolist() == [0, 1, 2, 3, -1, 1, 2, 3, 4, -1, 2, 3, 4, 5, -1]
+    suffix = load_suffix(tmp_path / "draft", model.config.vocab_size)
+    assert suffix.answers.text.tolist() == [0, 1, 2, 3, -1, 1, 2, 3, 4, -1, 2, 3, 4, 5, -1]
     build_suffix(model, Cache(), tmp_path, count=2)
     assert len(load_suffix(tmp_path / "draft", model.config.vocab_size).answers.text) == 10
     assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["answers"] == 2
 
 
-def test_nothing_to_look_up_is_said():
+def test_nothing_to_look_up_is_reported():
     with pytest.raises(ValueError, match="no answers"):
         joined([torch.tensor([], dtype=torch.int64)])

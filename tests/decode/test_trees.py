@@ -50,28 +50,28 @@ class ScriptedTreeSession(ScriptedSession):
         assert draft.patient or most == draft.block_size
         for b, token in zip(self.rows, last.tolist(), strict=True):
             prompt = draft.prompts[b]
-            said = [*self.seen[b][len(prompt) :], token]
+            items = [*self.seen[b][len(prompt) :], token]
             # what was observed is exactly the verified text, in order
             assert self.seen[b][: len(prompt)] == prompt
-            assert draft.patient or all(x == y for x, y in zip(said, draft.answers[b], strict=False))
+            assert draft.patient or all(x == y for x, y in zip(items, draft.answers[b], strict=False))
             count = min(draft.columns(self.round, b), most)
             parents = trees.parents_of(draft.shape, count, self.round * 7 + b)
-            rows.append((parents, self.guesses(b, said, parents)))
+            rows.append((parents, self.guesses(b, items, parents)))
         counts, N = [len(parents) for parents, _ in rows], max(len(parents) for parents, _ in rows)
         tokens = torch.tensor([guesses + [0] * (N - len(guesses)) for _, guesses in rows])
         return Proposal(tokens, counts, trees.padded([parents for parents, _ in rows], N))
 
-    def guesses(self, b, said, parents):
+    def guesses(self, b, message, parents):
         draft, paths = self.draft, trees.leaf_paths(parents, len(parents))
         known = max(paths, key=lambda path: (len(path), (path[-1] * 7 + self.round) % 5))
-        ahead = draft.answers[b][len(said) :]
-        found = [said[-1]]
+        ahead = draft.answers[b][len(message) :]
+        items = [message[-1]]
         for column in range(1, len(parents)):
             depth = len(trees.ancestors(parents, column)) - 1
             right = ahead[depth - 1] if depth <= len(ahead) else 0
-            sure = column in known and not draft.wrong(b, len(said) + depth - 1)
-            found.append(right if sure else (right + column) % tiny.VOCAB)  # column < VOCAB: never right
-        return found
+            sure = column in known and not draft.wrong(b, len(message) + depth - 1)
+            items.append(right if sure else (right + column) % tiny.VOCAB)  # column < VOCAB: never right
+        return items
 
 
 def scripted(family, window, batch, shape="any", size=9, ragged=False, wrong=half, **more):

@@ -64,13 +64,13 @@ class Toy:
     def verify_logits(self, proposal):
         """[B, N, V], the target's after each column."""
         parents = [0, 0, 1] if proposal.parents is None else proposal.parents[0].tolist()
-        rows, found = len(proposal.tokens), []
+        rows, items = len(proposal.tokens), []
         for c in range(len(parents)):
             path = []
             while c:
                 path, c = [proposal.tokens[:, c], *path], parents[c]
-            found.append(self.target[len(path)][tuple(path)].expand(rows, V))
-        return torch.stack(found, dim=1)
+            items.append(self.target[len(path)][tuple(path)].expand(rows, V))
+        return torch.stack(items, dim=1)
 
     def after(self, texts):
         """Logits [B, V] after texts [B, 2] of which -1 stands for what is not there yet."""
@@ -83,14 +83,14 @@ class Toy:
 def play(toy, judge, shape, rows, counts=None, change=lambda proposal: proposal):
     """One round from PROMPT and plain draws up to three tokens -> texts [rows, 3], mean guesses accepted."""
     proposal = change(toy.propose(judge.choice, shape, rows, counts))
-    found = judge.verdict(proposal, toy.verify_logits(proposal))
-    texts = [list(said[:3]) for said in found.tokens]
+    result = judge.verdict(proposal, toy.verify_logits(proposal))
+    texts = [list(item[:3]) for item in result.tokens]
     while min(map(len, texts)) < 3:
         known = torch.tensor([[*t, -1, -1][:2] for t in texts])
         for text, token in zip(texts, judge.draw(toy.after(known)).tolist(), strict=True):
             if len(text) < 3:
                 text.append(token)
-    return torch.tensor(texts), sum(len(path) - 1 for path in found.path) / rows
+    return torch.tensor(texts), sum(len(path) - 1 for path in result.path) / rows
 
 
 def surprise(draws, p):

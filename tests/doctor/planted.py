@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def plant(folder, copy, change=None, **said):
+def plant(folder, copy, change=None, **message):
     """Copy a folder. `change` edits its tensors, a dict, in place; `said`: keys of its config."""
     shutil.copytree(folder, copy)
     path = copy / "config.json"
-    config = json.loads(path.read_text()) | said
+    config = json.loads(path.read_text()) | message
     path.write_text(json.dumps(config))
     if change is not None:
         tensors = {name: tensor.clone() for name, tensor in load_file(copy / "model.safetensors").items()}

@@ -59,8 +59,8 @@ def test_four_bit_integers_are_no_mxfp4(tmp_path):
     """The same values, rounded to steps of one: as two's complement, and around 8."""
     signed = torch.randn(2**16).mul(2).round().clamp(-8, 7).long()
     for code, name in ((signed % 16, "two's complement"), (signed + 8, "an offset of 8")):
-        found = asymmetry(torch.bincount(code, minlength=16))
-        assert min(found, key=found.get) == name and found["sign and magnitude"] > 0.2
+        result = asymmetry(torch.bincount(code, minlength=16))
+        assert min(result, key=result.get) == name and result["sign and magnitude"] > 0.2
     values = signed[: 16 * 8].view(-1, 2) % 16
 
     def integers(x, config):
@@ -68,17 +68,17 @@ def test_four_bit_integers_are_no_mxfp4(tmp_path):
         pair = values.repeat(-(-n // len(values)), 1)[:n]
         return (pair[:, 0] | (pair[:, 1] << 4)).to(torch.uint8).view_as(x)
 
-    found = check_codes(load_target(plant(DEFAULT, tmp_path / "wrong", each("_blocks", integers))))
-    assert found.verdict == "fail" and "two's complement" in found.said
+    result = check_codes(load_target(plant(DEFAULT, tmp_path / "wrong", each("_blocks", integers))))
+    assert result.verdict == "fail" and "two's complement" in result.message
 
 
 def test_damaged_and_misfit_scales(tmp_path):
     nan = plant(
         DEFAULT, tmp_path / "nan", each("_scales", lambda x, config: x.index_fill(0, torch.tensor(0), 255))
     )
-    assert "means NaN" in check_codes(load_target(nan)).said
+    assert "means NaN" in check_codes(load_target(nan)).message
     small = plant(DEFAULT, tmp_path / "small", each("_blocks", lambda x, config: x & 0x99))  # 0 and 0.5 alone
-    assert "scaled for another format" in check_codes(load_target(small)).said
+    assert "scaled for another format" in check_codes(load_target(small)).message
     assert check_codes(tiny.target("gpt_oss")).verdict == "skipped"
 
 
@@ -96,12 +96,12 @@ def test_embedding_rows(twins, tmp_path):
     model, checkpoint = load_target(folder), open_checkpoint(folder)
     assert check_embedding(model, checkpoint, IDS).verdict == "pass"
     model.embed_tokens.weight.data = model.embed_tokens.weight.data.roll(1, 0)
-    assert "differs from the file's rows" in check_embedding(model, checkpoint, IDS).said
+    assert "differs from the file's rows" in check_embedding(model, checkpoint, IDS).message
     dead = plant(folder, tmp_path / "dead", each("embed_tokens.weight", _without_row(IDS[3])))
-    found = check_embedding(load_target(dead), open_checkpoint(dead), IDS)
-    assert found.verdict == "warn" and found.evidence["odd"] == [IDS[3]]
+    result = check_embedding(load_target(dead), open_checkpoint(dead), IDS)
+    assert result.verdict == "warn" and result.evidence["odd"] == [IDS[3]]
     nan = plant(folder, tmp_path / "nan", each("embed_tokens.weight", lambda x, config: x * math.nan))
-    assert "NaN" in check_embedding(load_target(nan), open_checkpoint(nan), IDS).said
+    assert "NaN" in check_embedding(load_target(nan), open_checkpoint(nan), IDS).message
 
 
 def _without_row(row):
@@ -115,8 +115,8 @@ def _without_row(row):
 def test_heads(twins, tmp_path):
     folder, _ = twins("llama")
     tied = plant(folder, tmp_path / "tied", tie_word_embeddings=True)
-    found = check_head(load_target(tied), open_checkpoint(tied))
-    assert found.verdict == "fail" and "another head, which nobody reads" in found.said
+    result = check_head(load_target(tied), open_checkpoint(tied))
+    assert result.verdict == "fail" and "another head, which nobody reads" in result.message
     copied = plant(folder, tmp_path / "copied", planted.copy_head)
     assert check_head(load_target(copied), open_checkpoint(copied)).verdict == "warn"
     right = plant(folder, tmp_path / "right", planted.copy_head, tie_word_embeddings=True)
@@ -138,8 +138,8 @@ def test_an_engine_without_sinks_is_caught(monkeypatch):
     monkeypatch.setattr(attention, "causal_attend", without)
     monkeypatch.setattr("outpace.doctor.mechanics.causal_attend", without)
     exams = list(examine_layers(model, walk(model, IDS)))
-    found = check_engine(exams)
-    assert found.verdict == "fail" and "as if by: missing sinks" in found.said
+    result = check_engine(exams)
+    assert result.verdict == "fail" and "as if by: missing sinks" in result.message
     assert check_rows(exams).verdict == "fail"
     assert check_router(exams, 5).verdict == "pass"
 
@@ -152,24 +152,24 @@ def test_an_engine_that_routes_elsewhere_is_caught(monkeypatch):
     monkeypatch.setattr(blocks, "route", lambda x, w, b, k, **how: route(x, -w, -b, k, **how))
     exams = list(examine_layers(model, walk(model, IDS)))
     assert check_router(exams, 5).verdict == check_engine(exams).verdict == "fail"
-    assert "no known mistake" in check_engine(exams).said
+    assert "no known mistake" in check_engine(exams).message
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
+@pytest.mark.parametrize(("wrong", "text"), [
     (lambda inv: inv.bfloat16().double(), "cos and sin are off"),
     (lambda inv: inv.roll(1), "cos and sin are off"),
 ])  # fmt: skip
-def test_angles_that_do_not_hold_are_caught(wrong, said):
+def test_angles_that_do_not_hold_are_caught(wrong, text):
     model = fresh("llama")
     assert check_rope(model).verdict == "pass"
     model.inv = wrong(model.inv)
-    assert said in check_rope(model).said
+    assert text in check_rope(model).message
 
 
 def test_positions_that_begin_elsewhere_are_caught(monkeypatch):
     model, rope = fresh("qwen3"), Decoder.rope
     monkeypatch.setattr(Decoder, "rope", lambda self, positions: rope(self, positions + 1))
-    assert "position 0 changes a head" in check_rope(model).said
+    assert "position 0 changes a head" in check_rope(model).message
 
 
 def test_windows_and_masks():
@@ -184,9 +184,9 @@ def test_the_plain_forward_reads_a_layer_in_every_known_way():
     weights, reading = attention_weights(model.layers[0]), right_reading(model.config, 0)
     x = torch.randn(40, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     known = [m for m in attention_mistakes(reading, model.config) if "eps" not in m.name]
-    said = {m.name: read_attention(x, weights, m.apply(reading)).out for m in known}
+    fields = {m.name: read_attention(x, weights, m.apply(reading)).out for m in known}
     right = read_attention(x, weights, reading).out
-    assert all((out - right).norm() > 1e-2 * right.norm() for out in said.values())
+    assert all((out - right).norm() > 1e-2 * right.norm() for out in fields.values())
     both = pairs(known)
     assert len({m.name for m in both}) == len(both) > len(known)
     wanted = read_attention(x, weights, both[7].apply(reading)).out
@@ -194,8 +194,8 @@ def test_the_plain_forward_reads_a_layer_in_every_known_way():
     def run(readings):
         return [read_attention(x, weights, r).out for r in readings]
 
-    found = search(known, reading, run, wanted, EXACT)
-    assert both[7].name in [t.mistake.name for t in found.found]
+    result = search(known, reading, run, wanted, EXACT)
+    assert both[7].name in [t.mistake.name for t in result.matches]
 
 
 # -- what it says
@@ -206,16 +206,16 @@ def test_growth_and_nan():
     assert check_growth(ours).verdict == "pass"
     layers = list(ours.layers)
     layers[1] = dataclasses.replace(layers[1], out=layers[1].out * 1e6)
-    assert "it grows" in check_growth(dataclasses.replace(ours, layers=layers)).said
+    assert "it grows" in check_growth(dataclasses.replace(ours, layers=layers)).message
     layers[1] = dataclasses.replace(layers[1], out=layers[1].out * math.nan)
-    found = check_growth(dataclasses.replace(ours, layers=layers))
-    assert found.verdict == "fail" and "first out of layer 1" in found.said
-    json.loads(json.dumps(found.as_json(), allow_nan=False))
+    result = check_growth(dataclasses.replace(ours, layers=layers))
+    assert result.verdict == "fail" and "first out of layer 1" in result.message
+    json.loads(json.dumps(result.as_json(), allow_nan=False))
     layers[1] = dataclasses.replace(layers[1], mlp=torch.zeros_like(layers[1].mlp))
     still = dataclasses.replace(
         ours, layers=[ours.layers[0], dataclasses.replace(layers[1], out=layers[0].out)]
     )
-    assert "layer 1 adds nothing" in check_growth(still).said
+    assert "layer 1 adds nothing" in check_growth(still).message
 
 
 def test_chance_is_a_failure():
@@ -223,8 +223,8 @@ def test_chance_is_a_failure():
     tokens = list(range(20))
     assert check_text(logits, tokens).verdict == "fail"
     logits[torch.arange(19), torch.tensor(tokens[1:])] = 9.0
-    found = check_text(logits, tokens)
-    assert found.verdict == "pass" and found.evidence["top_1"] == 1
+    result = check_text(logits, tokens)
+    assert result.verdict == "pass" and result.evidence["top_1"] == 1
     assert check_text(logits * math.nan, tokens).verdict == "fail"
 
 
@@ -238,16 +238,16 @@ def test_loops(tokens, period):
 
 def test_a_cache_that_forgets_is_caught(monkeypatch):
     model = fresh("llama")
-    found = speak(model, IDS)
-    assert len(found.tokens) == 32 and check_speech(found, "text", 97).verdict != "fail"
+    result = speak(model, IDS)
+    assert len(result.tokens) == 32 and check_speech(result, "text", 97).verdict != "fail"
     forward = Decoder.forward
 
     def forgetful(self, tokens, cache=None, **how):
         return forward(self, tokens, None if cache is not None and tokens.shape[1] == 1 else cache, **how)
 
     monkeypatch.setattr(Decoder, "forward", forgetful)
-    found = check_speech(speak(model, IDS), "text", 97)
-    assert found.verdict == "fail" and "through the cache" in found.said
+    result = check_speech(speak(model, IDS), "text", 97)
+    assert result.verdict == "fail" and "through the cache" in result.message
 
 
 def test_the_text(tmp_path):
@@ -260,7 +260,7 @@ def test_the_text(tmp_path):
 
 
 def test_checks_are_plain_json():
-    check = Check(name="a", verdict="pass", said="b", evidence={"x": [float("inf"), (1.0, math.nan)]})
+    check = Check(name="a", verdict="pass", message="b", evidence={"x": [float("inf"), (1.0, math.nan)]})
     assert json.loads(json.dumps(check.as_json(), allow_nan=False))["evidence"] == {
         "x": ["inf", [1.0, "nan"]]
     }

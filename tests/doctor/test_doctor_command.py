@@ -17,8 +17,8 @@ def run(monkeypatch, capsys, *arguments):
     monkeypatch.setattr("sys.argv", ["outpace", "doctor", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+    given = capsys.readouterr()
+    return ended.value.code, given.out, given.err
 
 
 def test_the_default_passes(monkeypatch, capsys):
@@ -40,15 +40,15 @@ def test_a_failure_exits_1_and_json_says_what(monkeypatch, capsys, tmp_path):
     options = ("--reference", target_path("default"), "--layers", 2, "--tokens", 48, "--json")
     code, out, _ = run(monkeypatch, capsys, wrong, *options)
     assert code == 1
-    found = {check["name"]: check for check in json.loads(out)}
-    assert found["why the MLP departs"]["evidence"]["ours"] == ["split nibbles (GGML's order)"]
-    assert found["layers against the reference"]["evidence"]["0"]["departs"] == ["mlp"]
-    assert found["column order of down"]["verdict"] == "fail"
-    assert {check["verdict"] for check in found.values()} <= {"pass", "warn", "fail", "skipped"}
+    fields = {check["name"]: check for check in json.loads(out)}
+    assert fields["why the MLP departs"]["evidence"]["ours"] == ["split nibbles (GGML's order)"]
+    assert fields["layers against the reference"]["evidence"]["0"]["departs"] == ["mlp"]
+    assert fields["column order of down"]["verdict"] == "fail"
+    assert {check["verdict"] for check in fields.values()} <= {"pass", "warn", "fail", "skipped"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("no/such/model",), "no/such/model is not there"),
         (("default", "--reference", "gguf"), "--reference gguf needs a file"),
@@ -59,10 +59,10 @@ def test_a_failure_exits_1_and_json_says_what(monkeypatch, capsys, tmp_path):
         (("default", "--text", "no/such.txt"), "no/such.txt"),
     ],
 )
-def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, said):
+def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(monkeypatch, capsys, *arguments)
-    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
 
 
 def test_transformers_is_not_started_where_it_would_not_fit(monkeypatch, capsys):

@@ -14,15 +14,15 @@ def verdicts(**what):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_against_transformers(family, twins):
-    found = verdicts(path=str(twins(family)[0]), reference="hf")
-    assert set(found.values()) <= {"pass", "skipped"}, found
+    result = verdicts(path=str(twins(family)[0]), reference="hf")
+    assert set(result.values()) <= {"pass", "skipped"}, result
     for name in (
         "engine against a plain forward",
         "layers against the reference",
         "logits against the reference",
     ):
-        assert found[name] == "pass"
-    assert found["tokenizer"] == "skipped"
+        assert result[name] == "pass"
+    assert result["tokenizer"] == "skipped"
 
 
 BLOCKS = {"hidden_size": 96, "intermediate_size": 64}  # rows that come in blocks of 32
@@ -40,25 +40,25 @@ def test_every_family_against_its_gguf(family, type, tmp_path):
     """Also where one side's numbers are rounded: what a format costs is no mistake."""
     tiny.save_twin(family, tmp_path / "folder", **AS_GGUF[family])
     write_gguf(load_target(tmp_path / "folder"), tmp_path / "it.gguf", type=type)
-    found = verdicts(path=str(tmp_path / "folder"), reference="gguf", other=str(tmp_path / "it.gguf"))
-    assert found["layers against the reference"] == "pass", found
-    assert found["embedding against the reference"] == "pass", found
-    assert "fail" not in found.values(), found
+    result = verdicts(path=str(tmp_path / "folder"), reference="gguf", other=str(tmp_path / "it.gguf"))
+    assert result["layers against the reference"] == "pass", result
+    assert result["embedding against the reference"] == "pass", result
+    assert "fail" not in result.values(), result
 
 
 def test_the_default_without_a_reference():
-    found = {c.name: c for c in examine(Examination(path="default"))}
-    other = {name: c.verdict for name, c in found.items() if c.verdict != "pass"}
+    values = {c.name: c for c in examine(Examination(path="default"))}
+    other = {name: c.verdict for name, c in values.items() if c.verdict != "pass"}
     assert other == {"chat template": "skipped"}
-    assert len(found) >= 20
+    assert len(values) >= 20
     for name in ("column order of down", "column order of gate and up", "pairing of gate and up rows"):
-        assert found[name].evidence["z"] > 10
-    assert "clearly worse" in found["known mistakes"].said
+        assert values[name].evidence["z"] > 10
+    assert "clearly worse" in values["known mistakes"].message
 
 
 def test_the_default_against_transformers():
     pytest.importorskip("accelerate")
-    found = {c.name: c for c in examine(Examination(path="default", reference="hf", layers=3))}
-    assert found["layers against the reference"].verdict == "pass"
-    assert len(found["layers against the reference"].evidence) == 3
-    assert found["prediction of a text"].verdict == "skipped"  # three layers say nothing
+    values = {c.name: c for c in examine(Examination(path="default", reference="hf", layers=3))}
+    assert values["layers against the reference"].verdict == "pass"
+    assert len(values["layers against the reference"].evidence) == 3
+    assert values["prediction of a text"].verdict == "skipped"  # three layers say nothing

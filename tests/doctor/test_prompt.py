@@ -24,7 +24,7 @@ def tokenizer():
     return train_bpe([SAMPLE], 290)
 
 
-def begun(tokenizer, count):
+def opened(tokenizer, count):
     copy = Tokenizer.from_str(tokenizer.to_str())
     single = " ".join([SPECIAL[0]] * count + ["$A"])
     copy.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(SPECIAL[0], 0)])
@@ -32,11 +32,11 @@ def begun(tokenizer, count):
 
 
 def test_beginnings(tokenizer):
-    assert "nothing in front" in check_beginning(tokenizer, PLAIN).said
-    assert check_beginning(begun(tokenizer, 1), PLAIN).verdict == "pass"
-    assert check_beginning(begun(tokenizer, 2), PLAIN).verdict == "fail"
+    assert "nothing in front" in check_beginning(tokenizer, PLAIN).message
+    assert check_beginning(opened(tokenizer, 1), PLAIN).verdict == "pass"
+    assert check_beginning(opened(tokenizer, 2), PLAIN).verdict == "fail"
     other = dataclasses.replace(PLAIN, bos_token_id=5)
-    assert check_beginning(begun(tokenizer, 1), other).verdict == "warn"
+    assert check_beginning(opened(tokenizer, 1), other).verdict == "warn"
 
 
 def test_harmony(tokenizer):
@@ -44,34 +44,34 @@ def test_harmony(tokenizer):
     assert check_harmony(tokenizer, PLAIN).verdict == "skipped"
     bare = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     check = check_harmony(bare, CONFIG)
-    assert check.verdict == "warn" and "<|channel|>" in check.said
+    assert check.verdict == "warn" and "<|channel|>" in check.message
 
 
 def test_a_mark_that_is_split_into_pieces(tokenizer):
     """In the vocabulary, but not added as a token of its own: a prompt's text is not read as it."""
-    said = json.loads(tokenizer.to_str())
-    said["added_tokens"] = [t for t in said["added_tokens"] if t["content"] != "<|channel|>"]
-    check = check_harmony(Tokenizer.from_str(json.dumps(said)), CONFIG)
-    assert check.verdict == "fail" and "<|channel|> is" in check.said
+    data = json.loads(tokenizer.to_str())
+    data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] != "<|channel|>"]
+    check = check_harmony(Tokenizer.from_str(json.dumps(data)), CONFIG)
+    assert check.verdict == "fail" and "<|channel|> is" in check.message
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "text"),
     [
         (SYSTEM + TURNS + ASK, None),
         (SYSTEM + "<|start|>developer<|message|><|end|>" + TURNS + ASK, "a developer block although"),
         (SYSTEM + TURNS + ASK + "<|channel|>final<|message|>", "channel is already open"),
-        (SYSTEM + TURNS + ASK + "<|message|>", "has already begun"),
+        (SYSTEM + TURNS + ASK + "<|message|>", "is already started"),
         (TURNS + ASK, "2 messages, not three"),
         (SYSTEM + TURNS + ASK + "<|im_start|>", "<|im_start|> is"),
         ("{{ raise_exception('no') }}", "no"),
         ("{% for %}", "not valid in line 1"),
     ],
 )
-def test_templates_of_gpt_oss(source, said, tokenizer):
+def test_templates_of_gpt_oss(source, text, tokenizer):
     check = check_template(tokenizer, CONFIG, ChatTemplate(source=source), {3})
-    assert check.verdict == ("pass" if said is None else "fail"), check.said
-    assert said is None or said in check.said
+    assert check.verdict == ("pass" if text is None else "fail"), check.message
+    assert text is None or text in check.message
 
 
 def test_templates_of_others(tokenizer):
@@ -79,11 +79,12 @@ def test_templates_of_others(tokenizer):
     turns = TURNS.replace("<|end|>", "<|return|>")
     assert check_template(tokenizer, PLAIN, None, {3}).verdict == "skipped"
     assert check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {3}).verdict == "pass"
-    found = check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {1})
-    assert found.verdict == "warn" and "ends with <|return|>, which is no stop token" in found.said
-    found = check_template(tokenizer, PLAIN, ChatTemplate(source=turns), {3})
-    assert found.verdict == "warn" and "add_generation_prompt adds nothing" in found.said
+    result = check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {1})
+    assert result.verdict == "warn" and "ends with <|return|>, which is no stop token" in result.message
+    result = check_template(tokenizer, PLAIN, ChatTemplate(source=turns), {3})
+    assert result.verdict == "warn" and "add_generation_prompt adds nothing" in result.message
     begins = ChatTemplate(source="{{ bos_token }}" + turns + ASK, bos_token=SPECIAL[0])
     assert (
-        "do not let the tokenizer add another" in check_template(begun(tokenizer, 1), PLAIN, begins, {3}).said
+        "do not let the tokenizer add another"
+        in check_template(opened(tokenizer, 1), PLAIN, begins, {3}).message
     )

@@ -28,7 +28,7 @@ def tokenizer():
 
 def test_a_healthy_one(tokenizer, tmp_path):
     assert check_round_trip(tokenizer).verdict == "pass"
-    assert check_vocabulary(tokenizer, CONFIG).said == "290 tokens, 300 rows (10 of them padding)"
+    assert check_vocabulary(tokenizer, CONFIG).message == "290 tokens, 300 rows (10 of them padding)"
     assert check_special(tokenizer, CONFIG, tmp_path).verdict == "pass"
 
 
@@ -60,20 +60,20 @@ def test_ids_and_rows(tokenizer, rows, verdict):
 
 def test_stop_ids_that_are_no_special_tokens(tokenizer, tmp_path):
     text = tokenizer.encode("return").ids[0]
-    found = check_special(tokenizer, dataclasses.replace(CONFIG, eos_token_ids=(text, 299)), tmp_path)
-    assert found.verdict == "fail"
-    assert "an ordinary token" in found.said and "299 is no token" in found.said
+    result = check_special(tokenizer, dataclasses.replace(CONFIG, eos_token_ids=(text, 299)), tmp_path)
+    assert result.verdict == "fail"
+    assert "an ordinary token" in result.message and "299 is no token" in result.message
     none = check_special(tokenizer, dataclasses.replace(CONFIG, eos_token_ids=()), tmp_path)
-    assert none.verdict == "warn" and "no stop token" in none.said
+    assert none.verdict == "warn" and "no stop token" in none.message
 
 
 def test_files_beside_the_weights_have_their_say(tokenizer, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 299]}))
-    assert "299 is no token" in check_special(tokenizer, CONFIG, tmp_path).said
+    assert "299 is no token" in check_special(tokenizer, CONFIG, tmp_path).message
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
-    found = check_special(tokenizer, CONFIG, tmp_path)
-    assert found.verdict == "warn" and "'<|end|>' is none of the stop ids [3]" in found.said
+    result = check_special(tokenizer, CONFIG, tmp_path)
+    assert result.verdict == "warn" and "'<|end|>' is none of the stop ids [3]" in result.message
 
 
 def published():
@@ -87,9 +87,9 @@ def published():
 
 def test_the_published_ids_of_gpt_oss(tmp_path):
     config = dataclasses.replace(CONFIG, vocab_size=PUBLISHED_VOCABULARY, eos_token_ids=(200002,))
-    found = check_special(published(), config, tmp_path)
-    assert found.verdict == "warn" and found.said.startswith("<|call|> is not a stop id")
+    result = check_special(published(), config, tmp_path)
+    assert result.verdict == "warn" and result.message.startswith("<|call|> is not a stop id")
     whole = dataclasses.replace(config, eos_token_ids=(200002, 200012))
     assert check_special(published(), whole, tmp_path).verdict == "pass"
     moved = train_bpe([SAMPLE], 290)
-    assert "<|start|> is 6, in gpt-oss it is 200006" in check_special(moved, whole, tmp_path).said
+    assert "<|start|> is 6, in gpt-oss it is 200006" in check_special(moved, whole, tmp_path).message

@@ -55,19 +55,19 @@ def each_alone(model, length):
 )
 def test_weights_alone_tell_their_order(edit, wrong, words, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", edit))
-    found = {c.name: c for c in check_orders(gather_marks(model))}
-    assert {name for name, c in found.items() if c.verdict == "fail"} == wrong
-    assert all(words in found[name].said and found[name].evidence["z"] > 10 for name in wrong)
+    values = {c.name: c for c in check_orders(gather_marks(model))}
+    assert {name for name, c in values.items() if c.verdict == "fail"} == wrong
+    assert all(words in values[name].message and values[name].evidence["z"] > 10 for name in wrong)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_random_weights_tell_nothing(family):
     for check in check_orders(gather_marks(tiny.target(family))):
-        assert check.verdict == "skipped", check.said
+        assert check.verdict == "skipped", check.message
 
 
 @pytest.mark.parametrize(
-    ("edit", "said", "length", "named"),
+    ("edit", "text", "length", "named"),
     [
         (HALVES, {}, 48, "gate and up rows read as halves, not interleaved, the"),
         (planted.on_q_and_k(planted.to_neighbours), {}, 96, "interleaved RoPE pairs (2i, 2i + 1), the"),
@@ -75,26 +75,26 @@ def test_random_weights_tell_nothing(family):
     ],
     ids=["halves", "pairs", "cyclic"],
 )
-def test_a_text_tells_how_the_weights_want_to_be_read(edit, said, length, named, tmp_path):
-    check = each_alone(load_target(plant(DEFAULT, tmp_path / "wrong", edit, **said)), length)
+def test_a_text_tells_how_the_weights_want_to_be_read(edit, text, length, named, tmp_path):
+    check = each_alone(load_target(plant(DEFAULT, tmp_path / "wrong", edit, **text)), length)
     assert check.verdict == "fail"
-    assert check.said.startswith("read with " + named)
+    assert check.message.startswith("read with " + named)
 
 
 def test_explanations_that_are_as_good_are_all_named(tmp_path):
     """A base of 10,000 is wrong; some hundred tokens do not say which larger one is right."""
     wrong = plant(DEFAULT, tmp_path / "wrong", rope_parameters=ROPE | {"rope_theta": 1e4})
     check = each_alone(load_target(wrong), 192)
-    assert check.verdict == "fail" and "does not tell them apart" in check.said
-    assert all(f"RoPE base {base}" in check.said for base in ("150,000", "500,000", "1,000,000"))
+    assert check.verdict == "fail" and "does not tell them apart" in check.message
+    assert all(f"RoPE base {base}" in check.message for base in ("150,000", "500,000", "1,000,000"))
 
 
 def test_two_mistakes_at_once(tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", both(SPLIT, scales(1))))
-    found = {c.name: c for c in try_readings(model, text(96), math.inf)}
+    values = {c.name: c for c in try_readings(model, text(96), math.inf)}
     named = "split nibbles (GGML's order) and expert scale off by one: halved, the"
-    assert found["known mistakes"].said.startswith("read with " + named)
-    assert found["scale of the experts"].verdict == "skipped"  # no scale alone makes the text predictable
+    assert values["known mistakes"].message.startswith("read with " + named)
+    assert values["scale of the experts"].verdict == "skipped"  # no scale alone makes the text predictable
 
 
 @pytest.mark.parametrize(("by", "best"), [(0, None), (1, "halved"), (-1, "doubled")])
@@ -104,20 +104,20 @@ def test_scale_bias_127_or_128(by, best, tmp_path):
         read_with(model, text(96), [AS_IS, *((name,) for name in SCALES)]), model.config.vocab_size
     )
     assert check.verdict == ("fail" if best else "pass")
-    assert best is None or check.said.startswith(f"expert scale off by one: {best}")
+    assert best is None or check.message.startswith(f"expert scale off by one: {best}")
 
 
-def test_what_cannot_be_told_is_not_guessed(tmp_path):
+def test_what_cannot_be_decided_is_not_guessed(tmp_path):
     """Rows of the embedding in another order: nothing is predicted, under any reading."""
     rows = each("embed_tokens.weight", lambda x, config: x.flip(0))
     model = load_target(plant(DEFAULT, tmp_path / "wrong", rows))
-    found = read_with(model, text(64), [AS_IS, *((name,) for name in SCALES)])
+    result = read_with(model, text(64), [AS_IS, *((name,) for name in SCALES)])
     size = model.config.vocab_size
-    for check in (check_scale(found, size), check_readings(found, size)):
-        assert check.verdict == "skipped" and check.said.startswith("undecided")
+    for check in (check_scale(result, size), check_readings(result, size)):
+        assert check.verdict == "skipped" and check.message.startswith("undecided")
 
 
 def test_a_large_model_is_not_made_to_wait():
     model = load_target(DEFAULT)
-    found = {c.name: c for c in try_readings(model, text(16), 1e-9)}
-    assert found["known mistakes"].verdict == "skipped" and "--thorough" in found["known mistakes"].said
+    values = {c.name: c for c in try_readings(model, text(16), 1e-9)}
+    assert values["known mistakes"].verdict == "skipped" and "--thorough" in values["known mistakes"].message

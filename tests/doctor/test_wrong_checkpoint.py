@@ -139,31 +139,31 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_mistake_of_the_checkpoint_is_named(case, folders, tmp_path):
-    kind, check, edit, said, ours, theirs = CASES[case]
+    kind, check, edit, value, ours, theirs = CASES[case]
     healthy = folders(kind)
-    found = against(plant(healthy, tmp_path / "wrong", edit, **said), healthy)
-    why = {k: c for k, c in found.items() if k.startswith("why")}
-    assert set(why) == {check}, [(c.name, c.said) for c in found.values()]
-    assert found["logits against the reference"].verdict == "fail"
+    result = against(plant(healthy, tmp_path / "wrong", edit, **value), healthy)
+    why = {k: c for k, c in result.items() if k.startswith("why")}
+    assert set(why) == {check}, [(c.name, c.message) for c in result.values()]
+    assert result["logits against the reference"].verdict == "fail"
     evidence = why[check].evidence
-    assert evidence["ours"] == ([] if ours is None else [ours]), why[check].said
-    assert evidence["theirs"] == ([] if theirs is None else [theirs]), why[check].said
+    assert evidence["ours"] == ([] if ours is None else [ours]), why[check].message
+    assert evidence["theirs"] == ([] if theirs is None else [theirs]), why[check].message
 
 
-def test_what_no_known_mistake_explains_is_said_to_be_so(folders, tmp_path):
+def test_what_no_known_mistake_explains_is_reported_to_be_so(folders, tmp_path):
     rng = torch.Generator().manual_seed(0)
 
     def shuffled(x, config):
         return x[torch.randperm(len(x), generator=rng)]
 
     wrong = plant(folders("llama"), tmp_path / "wrong", each("layers.1.self_attn.v_proj.weight", shuffled))
-    found = against(wrong, folders("llama"))
-    why = found[ATTENTION]
-    assert "none of the known mistakes explains it, nor any two of them" in why.said
-    assert why.evidence["layers"] == [1] and "differ between the two files: v" in why.said
-    assert "layer 1 is the first that departs" in found["layers against the reference"].said
-    assert found["logits against the reference"].verdict == "fail"
-    assert "the layers before them do not" in found["logits against the reference"].said
+    result = against(wrong, folders("llama"))
+    why = result[ATTENTION]
+    assert "none of the known mistakes explains it, nor any two of them" in why.message
+    assert why.evidence["layers"] == [1] and "differ between the two files: v" in why.message
+    assert "layer 1 is the first that departs" in result["layers against the reference"].message
+    assert result["logits against the reference"].verdict == "fail"
+    assert "the layers before them do not" in result["logits against the reference"].message
 
 
 @pytest.fixture(scope="module")
@@ -176,19 +176,19 @@ def rounded(twins, tmp_path_factory):
 
 @pytest.mark.parametrize("case", ["cyclic GQA mapping", "window parity", "gate and up swapped", "no o bias"])
 def test_mistakes_show_through_the_rounding_of_a_format(case, folders, rounded, tmp_path):
-    kind, check, edit, said, ours, theirs = CASES[case]
-    found = against(plant(folders(kind), tmp_path / "wrong", edit, **said), "gguf", str(rounded))
-    evidence = found[check].evidence
-    assert evidence["ours"] == ([] if ours is None else [ours]), found[check].said
-    assert evidence["theirs"] == ([] if theirs is None else [theirs]), found[check].said
+    kind, check, edit, value, ours, theirs = CASES[case]
+    result = against(plant(folders(kind), tmp_path / "wrong", edit, **value), "gguf", str(rounded))
+    evidence = result[check].evidence
+    assert evidence["ours"] == ([] if ours is None else [ours]), result[check].message
+    assert evidence["theirs"] == ([] if theirs is None else [theirs]), result[check].message
     assert len(evidence["layers"]) == 4
 
 
 def test_tensors_that_rounding_does_not_explain(folders, rounded, tmp_path):
     """Sinks of zero cost some layers less than Q8_0 does; they are seen all the same."""
     wrong = plant(folders("gpt_oss"), tmp_path / "wrong", each("layers.1.self_attn.sinks", planted.zeros))
-    found = against(wrong, "gguf", str(rounded))["layers against the reference"]
-    assert found.verdict == "warn" and found.said.endswith("not the same at all: sinks")
+    value = against(wrong, "gguf", str(rounded))["layers against the reference"]
+    assert value.verdict == "warn" and value.message.endswith("not the same at all: sinks")
 
 
 def test_a_small_embedding_shows_the_eps(folders, tmp_path):
@@ -203,9 +203,9 @@ def test_a_small_embedding_shows_the_eps(folders, tmp_path):
 
 def test_a_head_that_was_overwritten(folders, tmp_path):
     wrong = plant(folders("llama"), tmp_path / "wrong", planted.copy_head)
-    found = against(folders("llama"), wrong)
-    assert not [name for name in found if name.startswith("why")]
-    assert "explained by tied head" in found["logits against the reference"].said
+    result = against(folders("llama"), wrong)
+    assert not [name for name in result if name.startswith("why")]
+    assert "explained by tied head" in result["logits against the reference"].message
     assert against(wrong, folders("llama"))["head"].verdict == "warn"
 
 
@@ -215,18 +215,20 @@ def test_another_embedding_and_a_longer_one(folders, tmp_path):
     )
     assert (
         "tokens have other rows"
-        in against(rows, folders("qwen3_moe"))["embedding against the reference"].said
+        in against(rows, folders("qwen3_moe"))["embedding against the reference"].message
     )
     twice = plant(
         folders("qwen3_moe"), tmp_path / "twice", each("embed_tokens.weight", lambda x, config: 2 * x)
     )
-    assert "2 times as long" in against(twice, folders("qwen3_moe"))["embedding against the reference"].said
+    assert (
+        "2 times as long" in against(twice, folders("qwen3_moe"))["embedding against the reference"].message
+    )
 
 
 def test_two_different_models_are_not_compared(folders):
-    found = against(folders("llama"), folders("qwen3"))
-    assert found["configs"].verdict == "fail" and "two different models" in found["configs"].said
-    assert "layers against the reference" not in found
+    result = against(folders("llama"), folders("qwen3"))
+    assert result["configs"].verdict == "fail" and "two different models" in result["configs"].message
+    assert "layers against the reference" not in result
 
 
 def test_configs_that_differ_are_shown(folders, tmp_path):
@@ -238,25 +240,25 @@ def test_configs_that_differ_are_shown(folders, tmp_path):
         wrong = plant(folders("gpt_oss"), tmp_path / f"wrong{original}", rope_parameters=rope)
         configs = against(wrong, right)["configs"]
         assert configs.verdict == verdict
-    assert configs.said == "rope.truncate True here, False there"
+    assert configs.message == "rope.truncate True here, False there"
 
 
 def test_transformers_on_another_folder(folders, tmp_path):
     """Its own loader reads the right folder; MXFP4 experts it unpacks by itself."""
     wrong = plant(folders("packed"), tmp_path / "wrong", each("_blocks", planted.split))
-    found = against(wrong, "hf", str(folders("packed")), layers=2)
-    assert found[MLP].evidence["ours"] == ["split nibbles (GGML's order)"]
-    assert found[MLP].evidence["layers"] == [0, 1]
+    result = against(wrong, "hf", str(folders("packed")), layers=2)
+    assert result[MLP].evidence["ours"] == ["split nibbles (GGML's order)"]
+    assert result[MLP].evidence["layers"] == [0, 1]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "said"), [
+@pytest.mark.parametrize(("ours", "theirs", "message"), [
     (8.0, 3.0, "ours is the one that is wrong"),
     (3.0, 8.0, "the reference is the one that is wrong"),
     (3.0, 3.2, "does not tell"),
     (float("nan"), 3.0, "ours is the one that is wrong"),
 ])  # fmt: skip
-def test_the_text_tells_which_side_is_wrong(ours, theirs, said):
-    assert said in judge(ours, theirs)
+def test_the_text_tells_which_side_is_wrong(ours, theirs, message):
+    assert message in judge(ours, theirs)
 
 
 def test_a_near_tie_of_the_router_is_no_mistake(folders):
@@ -277,7 +279,7 @@ def test_a_near_tie_of_the_router_is_no_mistake(folders):
 
 def test_a_checkpoint_full_of_nan_is_examined_to_the_end(folders, tmp_path):
     broken = each("layers.2.self_attn.o_proj.weight", lambda x, config: x * float("nan"))
-    found = against(plant(folders("packed"), tmp_path / "wrong", broken), folders("packed"))
-    assert "first out of layer 2" in found["residual stream"].said
-    assert "layer 2 is the first that departs" in found["layers against the reference"].said
-    assert "none of the known mistakes" in found[ATTENTION].said
+    result = against(plant(folders("packed"), tmp_path / "wrong", broken), folders("packed"))
+    assert "first out of layer 2" in result["residual stream"].message
+    assert "layer 2 is the first that departs" in result["layers against the reference"].message
+    assert "none of the known mistakes" in result[ATTENTION].message

@@ -38,11 +38,11 @@ def pair(tmp_path_factory, twins):
 
 def checks(model, twin):
     reference = Reference(name="twin", walk=walk_transformers(twin, IDS))
-    return list(compare(model, walk(model, IDS), reference, IDS, judged=False))
+    return list(compare(model, walk(model, IDS), reference, IDS, validation=False))
 
 
-def why(found):
-    return [c for c in found if c.name.startswith("why")]
+def why(result):
+    return [c for c in result if c.name.startswith("why")]
 
 
 CASES = [("attention", *case) for case in wrong_twins.ATTENTION] + [
@@ -56,13 +56,13 @@ CASES = [("attention", *case) for case in wrong_twins.ATTENTION] + [
 def test_a_mistake_of_the_reference_is_named(half, family, name, plant, changes, pair, monkeypatch):
     model, twin = pair(family, changes)
     plant(twin, monkeypatch)
-    found = checks(model, twin)
-    named = why(found)
-    assert named and all(c.name == HALF[half] for c in named), [c.said for c in found]
-    departing = {i for i, row in found[1].evidence.items() if row["departs"]}
+    result = checks(model, twin)
+    named = why(result)
+    assert named and all(c.name == HALF[half] for c in named), [c.message for c in result]
+    departing = {i for i, row in result[1].evidence.items() if row["departs"]}
     assert departing == {str(i) for c in named for i in c.evidence["layers"]}
     for check in named:
-        assert check.evidence["ours"] == [name], check.said
+        assert check.evidence["ours"] == [name], check.message
 
 
 def test_every_known_mistake_is_planted_somewhere():

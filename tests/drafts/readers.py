@@ -38,32 +38,32 @@ def norm(x, weight, eps):
     return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
 
 
-def hf_rope(said, head_dim):
+def hf_rope(message, head_dim):
     """(inverse frequencies, factor on cos and sin) of a rope_parameters object, as transformers has them."""
-    kind, theta = said.get("rope_type", "default"), said["rope_theta"]
-    factor, original = said.get("factor"), said.get("original_max_position_embeddings")
+    kind, theta = message.get("rope_type", "default"), message["rope_theta"]
+    factor, original = message.get("factor"), message.get("original_max_position_embeddings")
     turns, scale = [], 1.0
     for i in range(head_dim // 2):
         turn = theta ** (-2 * i / head_dim)
         if kind == "linear":
             turn /= factor
         if kind == "llama3":
-            low, high, wave = said["low_freq_factor"], said["high_freq_factor"], 2 * math.pi / turn
+            low, high, wave = message["low_freq_factor"], message["high_freq_factor"], 2 * math.pi / turn
             smooth = min(max((original / wave - low) / (high - low), 0), 1)
             turn = (1 - smooth) * turn / factor + smooth * turn
         if kind == "yarn":
             ends = [
-                head_dim * math.log(original / (said[b] * 2 * math.pi)) / (2 * math.log(theta))
+                head_dim * math.log(original / (message[b] * 2 * math.pi)) / (2 * math.log(theta))
                 for b in ("beta_fast", "beta_slow")
             ]
-            if said.get("truncate", True):
+            if message.get("truncate", True):
                 ends = [math.floor(ends[0]), math.ceil(ends[1])]
             low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
             ramp = min(max((i - low) / (high - low or 0.001), 0), 1)
             turn = turn / factor * ramp + turn * (1 - ramp)
         turns.append(turn)
     if kind == "yarn":
-        scale = said.get("attention_factor") or 0.1 * math.log(factor) + 1
+        scale = message.get("attention_factor") or 0.1 * math.log(factor) + 1
     return torch.tensor(turns, dtype=torch.float64), scale
 
 
@@ -136,8 +136,8 @@ def run_block(w, config, states, embedding, last, mask_id, block, sees, rope):
 
 def causal_by_layer(config, types):
     """An explicit is_causal counts for all layers; without one, windows are causal."""
-    said = config.get("is_causal")
-    return [t == "sliding_attention" if said is None else bool(said) for t in types]
+    value = config.get("is_causal")
+    return [t == "sliding_attention" if value is None else bool(value) for t in types]
 
 
 def sglang_dflash(folder, hs, embedding, last):
@@ -206,7 +206,7 @@ def speculators_dflash(folder, hs, embedding, last):
 
 def open_gguf(path):
     reader = gguf.GGUFReader(path)
-    said = {name: field.contents() for name, field in reader.fields.items()}
+    values = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {}
     for t in reader.tensors:
         data = (
@@ -216,19 +216,19 @@ def open_gguf(path):
         )
         data = torch.from_numpy(np.array(data))
         tensors[t.name] = data.double() if data.is_floating_point() else data
-    return said, tensors
+    return values, tensors
 
 
-def ggml_rope(said, arch, dim, factors):
+def ggml_rope(message, arch, dim, factors):
     """llama.cpp's: YaRN with its own betas and a range rounded outwards, and a divisor per frequency."""
-    theta, scale = said[f"{arch}.rope.freq_base"], 1 / said.get(f"{arch}.rope.scaling.factor", 1.0)
-    kind = said.get(f"{arch}.rope.scaling.type", "linear")
-    scale, more = 1.0 if kind == "none" else scale, said.get(f"{arch}.rope.scaling.attn_factor", 1.0)
+    theta, scale = message[f"{arch}.rope.freq_base"], 1 / message.get(f"{arch}.rope.scaling.factor", 1.0)
+    kind = message.get(f"{arch}.rope.scaling.type", "linear")
+    scale, more = 1.0 if kind == "none" else scale, message.get(f"{arch}.rope.scaling.attn_factor", 1.0)
     turns = []
     for i in range(dim // 2):
         full = theta ** (-2 * i / dim) / (1.0 if factors is None else float(factors[i]))
         if kind == "yarn":
-            original = said[f"{arch}.rope.scaling.original_context_length"]
+            original = message[f"{arch}.rope.scaling.original_context_length"]
             low, high = (
                 dim * math.log(original / (b * 2 * math.pi)) / (2 * math.log(theta)) for b in (32, 1)
             )
@@ -260,35 +260,35 @@ def ggml_names(tensors, encoder_norm):
         "output": "lm_head",
         "token_embd": "embed_tokens",
     }
-    found = {}
+    values = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
         if stem.startswith("blk."):
             _, layer, part = stem.split(".")
             stem = f"layers.{layer}.{PARTS[part]}"
-        found[name if name == "d2t" else f"{whole.get(stem, stem)}.weight"] = tensor
-    return found
+        values[name if name == "d2t" else f"{whole.get(stem, stem)}.weight"] = tensor
+    return values
 
 
-def ggml_config(said, arch):
+def ggml_config(message, arch):
     return {
-        "rms_norm_eps": said[f"{arch}.attention.layer_norm_rms_epsilon"],
-        "head_dim": said[f"{arch}.attention.key_length"],
-        "num_hidden_layers": said[f"{arch}.block_count"],
+        "rms_norm_eps": message[f"{arch}.attention.layer_norm_rms_epsilon"],
+        "head_dim": message[f"{arch}.attention.key_length"],
+        "num_hidden_layers": message[f"{arch}.block_count"],
     }
 
 
 def llama_cpp_dflash(path, hs, embedding, last):
-    said, tensors = open_gguf(path)
-    config = ggml_config(said, "dflash")
-    states = torch.cat([hs[k].double() for k in said["dflash.target_layers"]], -1)  # a layer's input
-    window = said.get("dflash.attention.sliding_window", 0)
-    slides = said.get("dflash.attention.sliding_window_pattern", [False] * config["num_hidden_layers"])
-    causal = said.get("dflash.attention.causal", False)
+    value, tensors = open_gguf(path)
+    config = ggml_config(value, "dflash")
+    states = torch.cat([hs[k].double() for k in value["dflash.target_layers"]], -1)  # a layer's input
+    window = value.get("dflash.attention.sliding_window", 0)
+    slides = value.get("dflash.attention.sliding_window_pattern", [False] * config["num_hidden_layers"])
+    causal = value.get("dflash.attention.causal", False)
 
     def sees(layer, q, k, start):
         return not (slides[layer] and q - k >= window) and (k <= q or not causal)
 
-    rope = ggml_rope(said, "dflash", config["head_dim"], tensors.pop("rope_freqs.weight", None))
-    w, mask = ggml_names(tensors, "hidden_norm"), said["tokenizer.ggml.mask_token_id"]
-    return run_block(w, config, states, embedding, last, mask, said["dflash.block_size"], sees, rope)
+    rope = ggml_rope(value, "dflash", config["head_dim"], tensors.pop("rope_freqs.weight", None))
+    w, mask = ggml_names(tensors, "hidden_norm"), value["tokenizer.ggml.mask_token_id"]
+    return run_block(w, config, states, embedding, last, mask, value["dflash.block_size"], sees, rope)

@@ -54,7 +54,7 @@ def run_chain(w, rules, states, parts, embedding, tokens, last, head, targets, s
         f = torch.cat([norm(c, w[f"fc_norm.{i}.weight"], rules.eps) for i, c in enumerate(chunks)], -1)
     f = f @ w["fc.weight"].T
     following = [*tokens[1:], last]
-    keys, values, logits, said, fed = [], [], [], [], None
+    keys, values, logits, items, fed = [], [], [], [], None
     for position in range(len(tokens) + steps - 1):
         feature = f[position] if position < len(f) else fed
         emb = embedding.double()[following[position]]
@@ -74,9 +74,9 @@ def run_chain(w, rules, states, parts, embedding, tokens, last, head, targets, s
             row = torch.full((len(embedding),), -math.inf, dtype=torch.float64)
             row[targets] = final @ head.double().T
             logits.append(row)
-            said.append(int(row.argmax()))
-            following.append(said[-1])
-    return Chain(states, logits, said)
+            items.append(int(row.argmax()))
+            following.append(items[-1])
+    return Chain(states, logits, items)
 
 
 def by_offset(w, rows):
@@ -111,10 +111,10 @@ def vllm_eagle3(folder, hs, embedding, head, tokens, last):
     w = {n.replace("midlayer.", "layers.0."): t for n, t in w.items()}
     if "speculators_model_type" in config:
         keys = (EAGLE_IDS, "norm_before_fc", "fc_norm", "norm_output")
-        said = {k: config.get(k) for k in keys} | {
+        values = {k: config.get(k) for k in keys} | {
             "norm_before_residual": config.get("norm_before_residual", True)
         }
-        config = {**config["transformer_layer_config"], **said}
+        config = {**config["transformer_layer_config"], **values}
     depth = len(hs) - 1
     ids = config.get(EAGLE_IDS) or [2, depth // 2, depth - 3]
     states = torch.cat([hs[k].double() for k in ids], -1)
@@ -153,17 +153,17 @@ def speculators_eagle3(folder, hs, embedding, head, tokens, last):
 
 
 def llama_cpp_eagle3(path, hs, embedding, head, tokens, last):
-    said, tensors = open_gguf(path)
-    config = ggml_config(said, "eagle3")
-    states = torch.cat([hs[k].double() for k in said["eagle3.target_layers"]], -1)
-    rope = ggml_rope(said, "eagle3", config["head_dim"], tensors.pop("rope_freqs.weight", None))
+    value, tensors = open_gguf(path)
+    config = ggml_config(value, "eagle3")
+    states = torch.cat([hs[k].double() for k in value["eagle3.target_layers"]], -1)
+    rope = ggml_rope(value, "eagle3", config["head_dim"], tensors.pop("rope_freqs.weight", None))
     w = ggml_names(tensors, "input_norm")
     rules = Rules(
         eps=config["rms_norm_eps"],
         dim=config["head_dim"],
         rope=rope,
-        normed_residual=said.get("eagle3.norm_before_residual", False),
-        norm_before_fc=said.get("eagle3.norm_before_fc", False),
+        normed_residual=value.get("eagle3.norm_before_residual", False),
+        norm_before_fc=value.get("eagle3.norm_before_fc", False),
         in_pairs=True,
     )
     own, emb = w.get("lm_head.weight", head), w.get("embed_tokens.weight", embedding)

@@ -61,8 +61,8 @@ def norm(x, weight, eps=1e-5):
 
 def turn(x, position, rope, head_dim):
     """Rotate halves at one position: x [heads, D]."""
-    said = YARN if rope.kind == "yarn" else {"rope_type": "default", "rope_theta": rope.theta}
-    turns, scale = tiny.exact_frequencies(said, head_dim)
+    values = YARN if rope.kind == "yarn" else {"rope_type": "default", "rope_theta": rope.theta}
+    turns, scale = tiny.exact_frequencies(values, head_dim)
     cos, sin = torch.cos(position * turns) * scale, torch.sin(position * turns) * scale
     a, b = x[:, : head_dim // 2], x[:, head_dim // 2 :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -248,7 +248,7 @@ def test_default_layers():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"block_size": 1}, "block_size 1"),
         ({"target_layer_ids": ()}, "target_layer_ids"),
@@ -262,17 +262,17 @@ def test_default_layers():
         ({"layer_types": ("sliding_attention",) * 3}, "sliding_window"),
     ],
 )
-def test_configs_that_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_configs_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [({"num_target_layers": 5}, "num_target_layers 5"), ({"vocab_size": 96}, "vocab_size 96")],
 )
-def test_a_draft_of_another_target(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_draft_of_another_target(changes, message):
+    with pytest.raises(ValueError, match=message):
         random_draft(**changes).bind(tiny.target("gpt_oss"))
     with pytest.raises(ValueError, match="hidden_size 96"):
         random_draft().bind(tiny.target("qwen3_moe"))
@@ -305,8 +305,8 @@ def edit(folder, change):
 def edit_inner(folder, **changes):
     if "target_layer_ids" in changes:  # they stand in two places
         tiny.write_config(folder, eagle_aux_hidden_state_layer_ids=None)
-    said = json.loads((folder / "config.json").read_text())["dflash_config"] | changes
-    tiny.write_config(folder, dflash_config={k: v for k, v in said.items() if v is not None})
+    value = json.loads((folder / "config.json").read_text())["dflash_config"] | changes
+    tiny.write_config(folder, dflash_config={k: v for k, v in value.items() if v is not None})
 
 
 def test_names_on_disk_are_the_public_ones(folder):
@@ -317,10 +317,10 @@ def test_names_on_disk_are_the_public_ones(folder):
     layer = {f"layers.1.{n}.weight" for n in parts}
     assert {n for n in names if n.startswith("layers.1.")} == layer
     assert {n for n in names if "layers." not in n} == {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    said = json.loads((folder / "config.json").read_text())
-    assert said["architectures"] == ["DFlashDraftModel"] and said["num_target_layers"] == 4
-    assert said["dflash_config"] == {"target_layer_ids": [0, 2], "block_size": 4, "mask_token_id": 2}
-    assert said["block_size"] == 4
+    data = json.loads((folder / "config.json").read_text())
+    assert data["architectures"] == ["DFlashDraftModel"] and data["num_target_layers"] == 4
+    assert data["dflash_config"] == {"target_layer_ids": [0, 2], "block_size": 4, "mask_token_id": 2}
+    assert data["block_size"] == 4
 
 
 def test_a_prefix_of_model_is_taken(folder):
@@ -333,11 +333,11 @@ def test_older_files_have_the_block_size_at_the_top(folder):
     assert load_dflash(folder).block_size == 4
 
 
-@pytest.mark.parametrize(("said", "causal"), [(None, True), (True, True), (False, False)])
-def test_a_window_is_causal_unless_the_config_says_no(tmp_path, said, causal):
+@pytest.mark.parametrize(("message", "causal"), [(None, True), (True, True), (False, False)])
+def test_a_window_is_causal_unless_the_config_says_no(tmp_path, message, causal):
     windows = VARIANTS["window"] | {"layer_types": (WINDOW,) * 3}
     save_dflash(random_draft(**windows), tmp_path, torch.float32)
-    tiny.write_config(tmp_path, is_causal=said)
+    tiny.write_config(tmp_path, is_causal=message)
     assert load_dflash(tmp_path).config.causal is causal
 
 

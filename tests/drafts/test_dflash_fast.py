@@ -19,9 +19,9 @@ CASES = VARIANTS | PARTS | {f"causal, {name}": how for name, how in CAUSAL.items
 def sessions(draft, target, rows, offset=0):
     """In few calls, and module by module."""
     bound = draft.bind(target)
-    found = bound.begin(rows, 80, offset), bound.begin(rows, 80, offset)
-    found[1].in_one_piece = False
-    return found
+    result = bound.begin(rows, 80, offset), bound.begin(rows, 80, offset)
+    result[1].in_one_piece = False
+    return result
 
 
 @torch.inference_mode()

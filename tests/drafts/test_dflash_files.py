@@ -66,10 +66,10 @@ def test_names_on_disk_are_the_public_ones(tmp_path):
             wanted[f"layers.{i}.{conv}.base_kernel"] = (2, 2, 96)
             wanted[f"layers.{i}.{conv}.kernel_projection.weight"] = (32, 96)
     assert held == wanted
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert said["architectures"] == ["DFlash2DraftModel"]
+    data = json.loads((tmp_path / "config.json").read_text())
+    assert data["architectures"] == ["DFlash2DraftModel"]
     keys = {"conv_kernel_size": 2, "conv_group_size": 12, "selector_rank": 7, "selector_top_k": 5}
-    assert said["dflash_config"].items() >= keys.items() and "outpace" not in said
+    assert data["dflash_config"].items() >= keys.items() and "outpace" not in data
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -90,8 +90,8 @@ def test_formats_of_plain_drafts_refuse_parts(to, parts, tmp_path):
 
 def test_causal_full_layers_in_other_formats(tmp_path):
     draft = samples.dflash(causal_full=True)
-    for to, said in (("speculators", "no word for causal"), ("transformers", "no causal blocks")):
-        with pytest.raises(ValueError, match=said):
+    for to, value in (("speculators", "no word for causal"), ("transformers", "no causal blocks")):
+        with pytest.raises(ValueError, match=value):
             export_draft(draft, to, tmp_path / to)
     target = samples.target_files(tmp_path / "target")
     export_draft(draft, "gguf", tmp_path / "d.gguf", target)
@@ -108,9 +108,9 @@ def test_preflight_names_who_knows_the_parts(tmp_path):
     rows = {}
     for name, draft in (("second", second), ("own", own)):
         export_draft(draft, "zlab", tmp_path / name, target)
-        found = preflight(tmp_path / name, target)
-        rows[name] = next(row for row in found.rows if row.check == "parts")
-    assert rows["second"].said == "convolutions 2 x 16, selector 6 of 16"
+        result = preflight(tmp_path / name, target)
+        rows[name] = next(row for row in result.rows if row.check == "parts")
+    assert rows["second"].message == "convolutions 2 x 16, selector 6 of 16"
     states = {engine: cell.state for engine, cell in rows["second"].cells.items()}
     assert states["SGLang"] == states["vLLM"] == "same" and states["llama.cpp"] == "refuses"
     states = {engine: cell.state for engine, cell in rows["own"].cells.items()}
@@ -125,8 +125,8 @@ def test_a_dflash_2_under_the_first_name_is_seen(tmp_path):
     def rename(config, tensors):
         config["architectures"] = ["DFlashDraftModel"]
 
-    found = preflight(samples.edited(tmp_path, target, draft, "zlab", rename), target)
-    row = next(row for row in found.rows if row.check == "parts")
+    result = preflight(samples.edited(tmp_path, target, draft, "zlab", rename), target)
+    row = next(row for row in result.rows if row.check == "parts")
     assert row.cells["vLLM"].state == "differs" and row.cells["SGLang"].state == "same"
 
 
@@ -136,11 +136,11 @@ def test_damaged_parts_are_refused(tmp_path):
     folder = samples.edited(tmp_path, None, words, "zlab", lambda c, t: t["d2t"].fill_(-1))
     with pytest.raises(LoadError, match="does not give 31 different tokens"):
         read_draft(folder)
-    for edit, said in (
+    for edit, value in (
         (lambda c, t: c["outpace"].update(confidence=1), "confidence"),
         (lambda c, t: c["outpace"].update(temperatures=["1"]), "no list of decimals"),
         (lambda c, t: t.pop("confidence_head.proj.bias"), "missing in the checkpoint: confidence_head"),
     ):
-        with pytest.raises(LoadError, match=said):
+        with pytest.raises(LoadError, match=value):
             sure = samples.dflash(confidence=True)
             read_draft(samples.edited(tmp_path, target, sure, "zlab", edit), target)

@@ -86,9 +86,9 @@ def test_convolution_and_its_gradients(C, G, taps):
         torch.testing.assert_close(y.double(), wanted, atol=1e-5, rtol=1e-5)
         plain = conv.reference_block_conv(x, base, delta, side)
         torch.testing.assert_close(y, plain, atol=1e-5, rtol=1e-5)
-        found = torch.autograd.grad(y, (x, base, delta), dy)
+        result = torch.autograd.grad(y, (x, base, delta), dy)
         for ours, truth in zip(
-            found, torch.autograd.grad(wanted, (x, base, delta), dy.double()), strict=True
+            result, torch.autograd.grad(wanted, (x, base, delta), dy.double()), strict=True
         ):
             torch.testing.assert_close(ours, truth, atol=2e-5, rtol=1e-4)
         with torch.inference_mode():
@@ -105,7 +105,7 @@ def twin_walk(draft, head, hidden, last):
     c, f = draft.config, lambda t: t.detach().double()
     words = head.ids if head.ids is not None else torch.arange(c.vocab_size)
     logits = f(hidden) @ f(head.weight).T
-    found, sure, previous = [], [], int(last)
+    items, sure, previous = [], [], int(last)
     for h, row in zip(f(hidden), logits, strict=True):
         scores = row.clone()
         if c.selector_rank:
@@ -130,9 +130,9 @@ def twin_walk(draft, head, hidden, last):
             proj = draft.confidence_head.proj
             chance = torch.sigmoid(f(proj.weight)[0] @ given + f(proj.bias)[0])
         previous = int(words[best])
-        found.append(previous)
+        items.append(previous)
         sure.append(chance)
-    return torch.tensor(found), torch.stack(sure)
+    return torch.tensor(items), torch.stack(sure)
 
 
 @torch.inference_mode()
@@ -154,25 +154,25 @@ def test_guesses_and_survival_against_the_twin(name):
 @torch.inference_mode()
 @pytest.mark.parametrize("k", [1, 5, 16, 70])
 @pytest.mark.parametrize("n", [97, 300])
-def test_the_likeliest_and_the_walk_without_kernels(k, n):
+def test_the_most_probable_and_the_walk_without_kernels(k, n):
     """Kernel and plain form agree to the bit on who is chosen, ties included."""
     logits = torch.randn(3, 4, n, generator=torch.Generator().manual_seed(n))
     logits[0, 0, 11] = logits[0, 0, 60] = 5.0
-    found, plain = top_k(logits, k), reference_top_k(logits, k)
-    assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
-    assert found[0][0, 0, 0] == 11
-    torch.testing.assert_close(found[2], plain[2])
+    result, plain = top_k(logits, k), reference_top_k(logits, k)
+    assert torch.equal(result[0], plain[0]) and torch.equal(result[1], plain[1])
+    assert result[0][0, 0, 0] == 11
+    torch.testing.assert_close(result[2], plain[2])
     h, last = torch.randn(3, 4, 6), torch.tensor([5, 0, 96])
     for dtype in (torch.float32, torch.bfloat16):
         books = [torch.randn(n, 6).to(dtype) for _ in range(2)]
-        ours, truth = (f(last, *found, h, *books) for f in (walk, reference_walk))
+        ours, truth = (f(last, *result, h, *books) for f in (walk, reference_walk))
         assert torch.equal(ours[0], truth[0])
         torch.testing.assert_close(ours[1], truth[1], atol=1e-5, rtol=1e-4)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["conv", "selector", "Markov", "DSpark", "lean"])
-def test_what_is_drawn_comes_from_the_q_that_is_said(name):
+def test_what_is_drawn_comes_from_the_q_that_is_reported(name):
     """Drawn step by step, each from the distribution given the drawn ones before it."""
     target, draft = tiny.target("gpt_oss"), drafted(**PARTS[name])
     session, last = session_of(draft, target, rows=1), tiny.tokens(1, seed=4)
@@ -259,7 +259,7 @@ def test_a_warm_start_continues_to_the_bit(name, kernels, monkeypatch):
 def reach(draft, target, monkeypatch):
     """[B, B]: how far each slot's input moves each slot's state."""
     session, original = session_of(draft, target, rows=1), draft.embed_block
-    still, found = session.block_hidden(torch.tensor([40])), []
+    still, items = session.block_hidden(torch.tensor([40])), []
     for source in range(CONFIG.block_size):
 
         def nudged(anchors, target, source=source):
@@ -268,8 +268,8 @@ def reach(draft, target, monkeypatch):
             return x
 
         monkeypatch.setattr(draft, "embed_block", nudged, raising=False)
-        found.append((session.block_hidden(torch.tensor([40])) - still).abs().amax(-1)[0])
-    return torch.stack(found)
+        items.append((session.block_hidden(torch.tensor([40])) - still).abs().amax(-1)[0])
+    return torch.stack(items)
 
 
 CAUSAL = {
@@ -327,7 +327,7 @@ def test_a_reduced_vocabulary_says_what_the_whole_one_says_of_its_words():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"conv_kernel_size": 2}, "go together"),
         ({"conv_kernel_size": 2, "conv_group_size": 7}, "does not divide hidden_size 96"),
@@ -342,8 +342,8 @@ def test_a_reduced_vocabulary_says_what_the_whole_one_says_of_its_words():
         (WORDS | {"selector_rank": 4, "selector_top_k": 32}, "32 of 31 tokens"),
     ],
 )
-def test_parts_that_do_not_fit(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_parts_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
 
 

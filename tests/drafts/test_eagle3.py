@@ -83,9 +83,9 @@ def test_training_and_the_reference_attention_agree():
     def plain(layer, q, k, v):
         return attend(q, k, v, allowed, None, 8**-0.5)
 
-    found = forward(draft, target, text[:, :-1], text[:, 1:])
+    result = forward(draft, target, text[:, :-1], text[:, 1:])
     wanted = forward(draft, target, text[:, :-1], text[:, 1:], plain)
-    torch.testing.assert_close(found[2], wanted[2], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result[2], wanted[2], atol=1e-4, rtol=1e-4)
 
 
 def test_every_parameter_learns():
@@ -115,7 +115,7 @@ def test_a_draft_begins_from_the_targets_head():
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"),
+    ("ids", "message"),
     [
         (None, "give `ids`"),
         (IDS[:-1], "32 .draft_vocab_size. ascending"),
@@ -123,21 +123,21 @@ def test_a_draft_begins_from_the_targets_head():
         (IDS + 40, "below 97"),
     ],
 )
-def test_words_that_are_refused(ids, said):
-    with pytest.raises(ValueError, match=said):
+def test_words_that_are_refused(ids, message):
+    with pytest.raises(ValueError, match=message):
         init_eagle3(random_eagle3(tiny.target("gpt_oss")).config, 0, ids=ids)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"num_layers": 0}, "at least one"),
         ({"mask_token_id": 3}, "a parallel EAGLE-3 alone has one"),
         ({"parallel": True, "mask_token_id": 97}, "below 97"),
     ],
 )
-def test_configs_that_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_configs_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(random_eagle3(tiny.target("gpt_oss")).config, **changes)
 
 
@@ -189,32 +189,32 @@ def test_what_engines_make_of_more_than_eagle3(tmp_path):
         for check in ("layers", "one pass", "layer ids")
     }
     for check, theirs in (("layers", "1"), ("one pass", "no, step by step")):
-        assert rows[check].cells["SGLang"] == PreflightCell("differs", theirs) and rows[check].mend == ""
+        assert rows[check].cells["SGLang"] == PreflightCell("differs", theirs) and rows[check].fix == ""
         assert (states[check]["vLLM"], states[check]["llama.cpp"]) == ("same", "refuses")
     assert states["layer ids"]["SGLang"] == "same"
     learnt = samples.eagle3(parallel=True)
     export_draft(learnt, "sglang-eagle3", tmp_path / "learnt", files)
-    found = preflight(tmp_path / "learnt", files)
-    assert next(r for r in found.rows if r.check == "one pass").cells["vLLM"].state == "refuses"
+    result = preflight(tmp_path / "learnt", files)
+    assert next(r for r in result.rows if r.check == "one pass").cells["vLLM"].state == "refuses"
 
 
 def test_a_one_pass_draft_of_speculators_needs_its_mask(tmp_path):
     files = samples.target_files(tmp_path / "target")
     draft = samples.eagle3(parallel=True, mask_token_id=samples.MASK)
     out = samples.edited(tmp_path, files, draft, "speculators-eagle3", lambda config, tensors: None)
-    said = json.loads((out / "config.json").read_text())
-    assert (said["speculators_model_type"], said["mask_token_id"]) == ("peagle", samples.MASK)
+    data = json.loads((out / "config.json").read_text())
+    assert (data["speculators_model_type"], data["mask_token_id"]) == ("peagle", samples.MASK)
     assert load_file(out / "model.safetensors")["mask_hidden"].shape == (1, 1, 3 * 96)
     wanted = {"vLLM": "same", "speculators": "same", "llama.cpp": "refuses"}
     row = next(r for r in preflight(out, files).rows if r.check == "one pass")
     assert {engine: row.cells[engine].state for engine in wanted} == wanted
-    for edit, told in (
+    for edit, note in (
         (lambda c, t: c.pop("mask_token_id"), "mask_token_id is missing"),
         (lambda c, t: c.update(speculators_model_type="eagle3"), "left over in the checkpoint: mask_hidden"),
         (lambda c, t: c.update(speculators_model_type=["peagle"]), "neither a DFlash nor an EAGLE-3"),
     ):
         out = samples.edited(tmp_path, files, draft, "speculators-eagle3", edit)
-        with pytest.raises(LoadError, match=told):
+        with pytest.raises(LoadError, match=note):
             load_draft(out)
 
 
@@ -243,9 +243,9 @@ def test_layers_that_follow_from_the_targets_depth(opened, tmp_path):
     """EAGLE's own files name no layers: every engine takes them by the target's depth."""
     export_draft(samples.eagle3(layer_ids=(1, 3, 4)), "sglang-eagle3", tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
-    said = json.loads(path.read_text())
-    del said["eagle_config"], said["eagle_aux_hidden_state_layer_ids"]
-    path.write_text(json.dumps(said))
+    data = json.loads(path.read_text())
+    del data["eagle_config"], data["eagle_aux_hidden_state_layer_ids"]
+    path.write_text(json.dumps(data))
     files = loaded_files(*opened[1:])
     deeper = dataclasses.replace(files.config, num_layers=8, layer_types=files.config.layer_types[:2] * 4)
     deep = dataclasses.replace(files, config=deeper)
@@ -275,8 +275,8 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
     export_draft(samples.dflash(), "zlab", tmp_path / "d")
     eagle, dflash = str(tmp_path / "e"), str(tmp_path / "d")
 
-    def ask(path, **said):
-        return open_draft(path, target, tokenizer, **said)
+    def ask(path, **message):
+        return open_draft(path, target, tokenizer, **message)
 
     assert ask(eagle).shape == TreeShape(depth=5)
     assert ask(eagle, depth=3).shape == TreeShape(depth=3)
@@ -285,7 +285,7 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
     tree = ask(dflash, tree=11, branch=3)
     assert isinstance(tree, DDTree) and (tree.nodes, tree.branch) == (11, 3)
     assert isinstance(ask("ngram"), NGram) and ask("none") is None
-    for path, said, told in (
+    for path, value, note in (
         (dflash, {"depth": 3}, "an EAGLE-3 alone walks"),
         (dflash, {"branch": 3}, "how many nodes"),
         ("ngram", {"tree": 9}, "'ngram' proposes no trees"),
@@ -293,8 +293,8 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
         (eagle, {"branch": 3}, "branch 3 grows a tree"),
         (eagle, {"tree": -2}, "of -2 nodes"),
     ):
-        with pytest.raises(ValueError, match=told):
-            ask(path, **said)
+        with pytest.raises(ValueError, match=note):
+            ask(path, **value)
     with pytest.raises(ValueError, match="hidden_size"):
         open_draft(eagle, tiny.target("llama"), read_tokenizer(folder))
 

@@ -56,12 +56,12 @@ def rounds(bound, offset=0, chunk=5, shapes=None):
 def test_a_chain_is_what_the_whole_text_says(variant):
     bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4), **VARIANTS[variant])
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Greedy())
-        assert found.counts == [5] * len(oracles) and found.parents is None and found.q is None
+        result = session.propose(last, bound.block_size, Greedy())
+        assert result.counts == [5] * len(oracles) and result.parents is None and result.q is None
         for row, oracle in enumerate(oracles):
             wanted, reach = oracle.chain(4)
-            assert found.tokens[row].tolist() == [oracle.last, *wanted]
-            torch.testing.assert_close(found.survival[row], torch.tensor(reach), atol=1e-5, rtol=1e-3)
+            assert result.tokens[row].tolist() == [oracle.last, *wanted]
+            torch.testing.assert_close(result.survival[row], torch.tensor(reach), atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("variant", ["plain", "window", "norms", "two layers"])
@@ -71,13 +71,13 @@ def test_a_tree_is_the_best_of_what_the_whole_text_says(variant, nodes):
     bound = bound_eagle3(tiny.target("gpt_oss"), shape, **VARIANTS[variant])
     deepest = set()
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Greedy())
+        result = session.propose(last, bound.block_size, Greedy())
         for row, oracle in enumerate(oracles):
-            wanted, got = oracle.tree(shape, nodes), paths(found, row)
+            wanted, got = oracle.tree(shape, nodes), paths(result, row)
             assert got.keys() == wanted.keys() and len(got) == nodes - 1
             for path in wanted:
                 assert got[path] == pytest.approx(wanted[path], rel=1e-3)
-        deepest |= set(found.deepest)
+        deepest |= set(result.deepest)
     assert max(deepest) > (2 if nodes > 6 else 1)  # several levels of the forest are run
 
 
@@ -85,19 +85,19 @@ def test_a_tree_is_the_best_of_what_the_whole_text_says(variant, nodes):
 def test_guesses_at_once_are_what_the_whole_text_says(changes):
     bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4), parallel=True, **changes)
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Greedy())
+        result = session.propose(last, bound.block_size, Greedy())
         for row, oracle in enumerate(oracles):
             wanted = oracle.at_once(4)
-            assert found.tokens[row].tolist() == [oracle.last, *wanted.argmax(-1).tolist()]
+            assert result.tokens[row].tolist() == [oracle.last, *wanted.argmax(-1).tolist()]
             reach = wanted.amax(-1).cumsum(0).exp().float()
-            torch.testing.assert_close(found.survival[row, 1:], reach, atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(result.survival[row, 1:], reach, atol=1e-5, rtol=1e-3)
 
 
 def test_guesses_at_once_can_make_a_tree():
     shape = TreeShape(depth=4, branch=3, nodes=8)
     bound = bound_eagle3(tiny.target("gpt_oss"), shape, parallel=True)
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Greedy())
+        result = session.propose(last, bound.block_size, Greedy())
         for row, oracle in enumerate(oracles):
             rows, pool = oracle.at_once(4), {(): 0.0}
             for depth in range(4):
@@ -109,7 +109,7 @@ def test_guesses_at_once_can_make_a_tree():
                     for v, i in zip(top.values, top.indices, strict=True)
                 }
             best = sorted(pool, key=lambda path: -pool[path])[1 : shape.nodes]
-            assert paths(found, row).keys() == set(best)
+            assert paths(result, row).keys() == set(best)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -118,14 +118,14 @@ def test_what_is_drawn_comes_with_its_distribution(parallel):
     bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4), parallel=parallel)
     sampling, rng = Sampling(temperature=1.7), torch.Generator().manual_seed(2)
     for session, oracles, last in rounds(bound):
-        found = session.propose(last, bound.block_size, Sampled(sampling, rng))
-        assert found.q.shape == (len(oracles), 5, tiny.VOCAB)
+        result = session.propose(last, bound.block_size, Sampled(sampling, rng))
+        assert result.q.shape == (len(oracles), 5, tiny.VOCAB)
         for row, oracle in enumerate(oracles):
-            path = found.tokens[row, 1:].tolist()
-            said = oracle.at_once(4) if parallel else torch.stack([oracle.after(path[:i]) for i in range(4)])
-            wanted = (said / 1.7).softmax(-1).float()
-            torch.testing.assert_close(found.q[row, 1:], wanted, atol=1e-5, rtol=1e-3)
-            assert found.q[row, 1:].gather(1, found.tokens[row, 1:, None]).min() > 0
+            path = result.tokens[row, 1:].tolist()
+            value = oracle.at_once(4) if parallel else torch.stack([oracle.after(path[:i]) for i in range(4)])
+            wanted = (value / 1.7).softmax(-1).float()
+            torch.testing.assert_close(result.q[row, 1:], wanted, atol=1e-5, rtol=1e-3)
+            assert result.q[row, 1:].gather(1, result.tokens[row, 1:, None]).min() > 0
 
 
 def test_far_out_positions_change_nothing():
@@ -159,8 +159,8 @@ def test_narrower_proposals_and_skipped_ones(kind):
             if narrow is not None:
                 assert narrow.tokens.shape == (len(oracles), 3) and max(narrow.deepest) <= 2
                 continue
-            found = session.propose(last, bound.block_size, Greedy())
-            assert torch.equal(found.tokens, whole[number].tokens)
+            result = session.propose(last, bound.block_size, Greedy())
+            assert torch.equal(result.tokens, whole[number].tokens)
 
 
 @pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"num_layers": 2, "norm_output": True}])
@@ -169,7 +169,7 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
     bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=3), **changes)
     text = tiny.tokens(2, 200, seed=8)
     aux = bound.target(text, aux=bound.target_layer_ids).aux
-    found = []
+    items = []
     for pieces in ([200], [90, 3, 100, 7], [1] * 200):
         session = bound.begin(2, 210)
         begin = 0
@@ -177,14 +177,14 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
             session.observe(text[:, begin : begin + size], aux[:, :, begin : begin + size], [size] * 2)
             begin += size
             assert sum(tokens.shape[1] for tokens, _, _ in session.held) <= 64
-        found.append(session.propose(torch.tensor([9, 10]), 4, Greedy()).tokens.tolist())
-    assert found[0] == found[1] == found[2]
+        items.append(session.propose(torch.tensor([9, 10]), 4, Greedy()).tokens.tolist())
+    assert items[0] == items[1] == items[2]
     oracle = Oracle(bound, aux[:, 1], text[1].tolist(), 10)
-    assert found[0][1] == [10, *oracle.chain(3)[0]]
+    assert items[0][1] == [10, *oracle.chain(3)[0]]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"depth": 0}, "at least 1"),
         ({"branch": 3}, "branch 3 grows a tree"),
@@ -194,8 +194,8 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
         ({"depth": 5, "branch": 1000, "nodes": 9}, "5000 guesses, and 4096 are the most"),
     ],
 )
-def test_shapes_that_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_shapes_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         TreeShape(**changes)
 
 

@@ -152,7 +152,7 @@ def test_speculators_eagle3_of_gpt_oss_20b(target):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "more", "said"),
+    ("architecture", "more", "message"),
     [
         ("DSparkDraftModel", {}, "a DSpark: it has a Markov head"),
         ("Eagle3Qwen3ForCausalLM", {}, "an EAGLE-3 with q/k norms"),
@@ -161,9 +161,9 @@ def test_speculators_eagle3_of_gpt_oss_20b(target):
         ("MtpDraft", {"speculators_model_type": "mtp"}, "'mtp' is neither a DFlash nor an EAGLE-3"),
     ],
 )
-def test_other_drafts_are_named(tmp_path, architecture, more, said):
+def test_other_drafts_are_named(tmp_path, architecture, more, message):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **more}))
-    with pytest.raises(LoadError, match=said):
+    with pytest.raises(LoadError, match=message):
         detect(tmp_path)
 
 
@@ -186,8 +186,8 @@ def test_the_targets_copies_are_known_by_their_values(edited, target):
     """speculators' files of others: an embedding that is the target's is not the draft's own."""
     draft = samples.eagle3()
     folder = edited(draft, "speculators-eagle3", without_our_words)
-    _, found, notes = read_draft(folder, target)
-    samples.same(draft, found)
+    _, result, notes = read_draft(folder, target)
+    samples.same(draft, result)
     assert any("embed_tokens.weight left out: it is the target's" in note for note in notes)
     _, alone, notes = read_draft(folder)
     assert alone.own_embedding and any("name the target to have the two compared" in n for n in notes)
@@ -202,8 +202,8 @@ def test_a_gguf_of_others(target, tmp_path, variant):
     path = tmp_path / "d.gguf"
     export_draft(draft, "gguf", path, target)
     path.write_bytes(path.read_bytes().replace(b"outpace.draft", b"someone.draft"))
-    _, found, notes = read_draft(path, known)
-    samples.same(draft, found)
+    _, result, notes = read_draft(path, known)
+    samples.same(draft, result)
     assert [n for n in notes if "whose rope is taken" in n] == notes
     with pytest.raises(LoadError, match=r"name the target"):
         read_draft(path)
@@ -223,12 +223,12 @@ def test_a_rope_of_factors_is_kept_where_the_targets_is_another(target, tmp_path
     path = tmp_path / "e.gguf"
     export_draft(draft, "gguf", path, target)
     path.write_bytes(path.read_bytes().replace(b"outpace.draft", b"someone.draft"))
-    _, found, notes = read_draft(path, target)
-    assert found.config.rope.kind == "factors" and "which only GGUF can say" in notes[0]
+    _, result, notes = read_draft(path, target)
+    assert result.config.rope.kind == "factors" and "which only GGUF can say" in notes[0]
     with pytest.raises(ValueError, match="one factor per frequency"):
-        export_draft(found, "sglang-eagle3", tmp_path / "e")
-    export_draft(found, "gguf", tmp_path / "again.gguf", target)
-    samples.same(found, read_draft(tmp_path / "again.gguf")[1])
+        export_draft(result, "sglang-eagle3", tmp_path / "e")
+    export_draft(result, "gguf", tmp_path / "again.gguf", target)
+    samples.same(result, read_draft(tmp_path / "again.gguf")[1])
 
 
 def test_a_record_that_was_damaged(target, tmp_path):
@@ -262,8 +262,8 @@ def test_names_with_prefixes(edited, prefix):
 
 def test_a_missing_t2d_is_made(edited):
     folder = edited(samples.eagle3(), "sglang-eagle3", lambda c, t: t.pop("t2d"))
-    _, found, notes = read_draft(folder)
-    samples.same(samples.eagle3(), found)
+    _, result, notes = read_draft(folder)
+    samples.same(samples.eagle3(), result)
     assert notes == ["t2d is not in the files: made from d2t"]
 
 
@@ -278,10 +278,10 @@ def test_sglangs_older_norms_per_state(edited):
     samples.same(draft, read_draft(edited(draft, "sglang-eagle3", edit))[1])
 
 
-def test_keys_that_nobody_reads_are_said(edited):
+def test_keys_that_nobody_reads_are_reported(edited):
     def edit(config, tensors):
         config["flavour"] = config["dflash_config"]["colour"] = "blue"
 
-    _, found, notes = read_draft(edited(samples.dflash(), "zlab", edit))
-    samples.same(samples.dflash(), found)
+    _, result, notes = read_draft(edited(samples.dflash(), "zlab", edit))
+    samples.same(samples.dflash(), result)
     assert len(notes) == 2 and "flavour" in notes[0] and "dflash_config.colour" in notes[1]

@@ -144,10 +144,10 @@ def test_every_engine_takes_the_same_dflash(variant, name, reader, target, tmp_p
     if name in REFUSED.get(variant, ()):
         pytest.skip("the format refuses this draft, which another test shows")
     draft, hs = samples.dflash(**samples.DFLASHES[variant]), samples.hidden_states(13)
-    found = reader(written(draft, name, tmp_path, target), hs, samples.embedding(), LAST)
+    result = reader(written(draft, name, tmp_path, target), hs, samples.embedding(), LAST)
     wanted = torch.cat([hs[k + 1] for k in draft.config.target_layer_ids], -1)
-    assert torch.equal(found.states.float(), wanted)
-    difference = (found.hidden - our_block(draft, hs)).abs().max()
+    assert torch.equal(result.states.float(), wanted)
+    difference = (result.hidden - our_block(draft, hs)).abs().max()
     if "window" in variant and reader is readers.speculators_dflash:
         assert difference > 1e-2  # anchored at the block's start, one longer: it cannot say ours
     else:
@@ -169,11 +169,11 @@ class Listening:
 def our_chain(draft, hs):
     """Three guesses by the module that serves; our layer l is hs[l + 1]."""
     bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=3))
-    session, heard = bound.begin(1, 64), Listening()
+    session, recorded = bound.begin(1, 64), Listening()
     states = [hs[k + 1] for k in draft.config.layer_ids]
     session.observe(tiny.tokens(1, len(hs[0])), torch.stack(states)[:, None], [len(hs[0])])
-    said = session.propose(torch.tensor([LAST]), 4, heard).tokens[0, 1:].tolist()
-    return eagle3.Chain(torch.cat(states, -1).double(), heard.logits, said)
+    items = session.propose(torch.tensor([LAST]), 4, recorded).tokens[0, 1:].tolist()
+    return eagle3.Chain(torch.cat(states, -1).double(), recorded.logits, items)
 
 
 EAGLE3_READERS = [
@@ -199,38 +199,38 @@ def test_every_engine_takes_the_same_eagle3(variant, name, reader, target, tmp_p
     out = written(draft, name, tmp_path, target)
     tokens = tiny.tokens(1, 9)[0].tolist()
     more = {"window": 6} if variant == "window" and reader is eagle3.sglang_eagle3 else {}
-    found = reader(out, hs, samples.embedding(), samples.head(), tokens, LAST, **more)
+    result = reader(out, hs, samples.embedding(), samples.head(), tokens, LAST, **more)
     wanted = our_chain(draft, hs)
-    assert torch.equal(found.states, wanted.states)
-    same = found.tokens == wanted.tokens and all(
+    assert torch.equal(result.states, wanted.states)
+    same = result.tokens == wanted.tokens and all(
         torch.allclose(a.float(), b.float(), atol=1e-3)
-        for a, b in zip(found.logits, wanted.logits, strict=True)
+        for a, b in zip(result.logits, wanted.logits, strict=True)
     )
     assert same is not (reader is eagle3.sglang_eagle3 and variant in MISREAD)
 
 
 def test_what_engines_will_misread_is_remarked(target, tmp_path):
-    def told(draft, name):
+    def notes(draft, name):
         return {(r.engine, r.check) for r in export_draft(draft, name, tmp_path / name, target)}
 
     for variant in MISREAD:
         check = "embedding, head" if variant == "own embedding" else "norms"
-        assert told(samples.eagle3(**samples.EAGLE3S[variant]), "sglang-eagle3") == {("SGLang", check)}
+        assert notes(samples.eagle3(**samples.EAGLE3S[variant]), "sglang-eagle3") == {("SGLang", check)}
     window = samples.dflash(**samples.WINDOWS)
-    assert told(window, "speculators") == {("speculators", "window")}
-    assert told(window, "zlab") == set()
+    assert notes(window, "speculators") == {("speculators", "window")}
+    assert notes(window, "zlab") == set()
     mixed = samples.dflash(**samples.DFLASHES["some causal windows"])
-    assert told(mixed, "speculators") == {("speculators", "window"), ("vLLM", "block sees")}
+    assert notes(mixed, "speculators") == {("speculators", "window"), ("vLLM", "block sees")}
 
 
 def test_layer_ids_stand_in_every_place(target, tmp_path):
     """The worked case of a 24-layer target: SGLang's nested k, vLLM's and llama.cpp's k + 1."""
     draft = samples.eagle3(layer_ids=(1, 2, 4))
-    said = json.loads((written(draft, "sglang-eagle3", tmp_path, target) / "config.json").read_text())
+    data = json.loads((written(draft, "sglang-eagle3", tmp_path, target) / "config.json").read_text())
     key = "eagle_aux_hidden_state_layer_ids"
-    assert (said["eagle_config"][key], said[key]) == ([1, 2, 4], [2, 3, 5])
+    assert (data["eagle_config"][key], data[key]) == ([1, 2, 4], [2, 3, 5])
     dflash = samples.dflash()
-    said = json.loads((written(dflash, "zlab", tmp_path, target) / "config.json").read_text())
-    assert (said["dflash_config"]["target_layer_ids"], said[key]) == ([0, 2, 4], [1, 3, 5])
-    said = json.loads((written(dflash, "speculators", tmp_path, target) / "config.json").read_text())
-    assert said["aux_hidden_state_layer_ids"] == [1, 3, 5]
+    data = json.loads((written(dflash, "zlab", tmp_path, target) / "config.json").read_text())
+    assert (data["dflash_config"]["target_layer_ids"], data[key]) == ([0, 2, 4], [1, 3, 5])
+    data = json.loads((written(dflash, "speculators", tmp_path, target) / "config.json").read_text())
+    assert data["aux_hidden_state_layer_ids"] == [1, 3, 5]

@@ -30,11 +30,11 @@ def check(proposal, last, scored, most):
     N = proposal.tokens.shape[1]
     assert N == max(proposal.counts)
     for b, paths in enumerate(scored):
-        found, count = spelled(proposal, b), proposal.counts[b]
+        result, count = spelled(proposal, b), proposal.counts[b]
         possible = {path: x for path, x in paths.items() if x > -math.inf}
         assert count == min(most, 1 + len(possible))
-        assert found[0] == () and len(set(found)) == count  # no path twice
-        values = [0.0, *(possible[path] for path in found[1:])]
+        assert result[0] == () and len(set(result)) == count  # no path twice
+        values = [0.0, *(possible[path] for path in result[1:])]
         best = sorted(possible.values(), reverse=True)[: count - 1]
         assert values[1:] == pytest.approx(best, abs=1e-4)
         assert proposal.survival[b, :count].tolist() == pytest.approx([math.exp(x) for x in values], abs=1e-5)
@@ -92,7 +92,7 @@ def test_best_first_after_each_other_is_the_best_of_all_paths(case, seed, streng
     for b, row in enumerate(scores):
         top = row.topk(min(branch, V))
         ranked, others = top.indices.tolist(), (1 - top.values.exp().sum(-1)).tolist()
-        found, level = {}, {(): 0.0}
+        fields, level = {}, {(): 0.0}
         for d, kept in enumerate(ranked):
             below = {}
             for path, reach in level.items():
@@ -101,9 +101,9 @@ def test_best_first_after_each_other_is_the_best_of_all_paths(case, seed, streng
                 total = sum(weights.values()) + max(others[d], 0.0)
                 for v, w in weights.items():
                     below[(*path, v)] = reach + math.log(w / total) if w else -math.inf
-            found |= below
+            fields |= below
             level = below
-        scored.append(found)
+        scored.append(fields)
     assume(all(len(set(p)) == V or branch >= V for row in scores.tolist() for p in row))
     assume(all(x > -60 or x == -math.inf for paths in scored for x in paths.values()))  # sums of float32
     check(best_first(LAST[:B], scores, nodes, branch, pairs), LAST[:B], scored, nodes)
@@ -185,11 +185,11 @@ def grow(walks, branch, depth):
 
 def grown_levels(grown, level):
     """Columns of the forest by level: each node stands one deeper than what it follows."""
-    row, found = grown.ran[0].tolist(), [[] for _ in range(level)]
+    row, items = grown.ran[0].tolist(), [[] for _ in range(level)]
     for column in range(len(row)):
-        found[len(trees.ancestors(row, column)) - 1].append(column)
-    assert [c for part in found for c in part] == list(range(len(row)))
-    return found
+        items[len(trees.ancestors(row, column)) - 1].append(column)
+    assert [c for part in items for c in part] == list(range(len(row)))
+    return items
 
 
 def candidates(walk, branch, depth):

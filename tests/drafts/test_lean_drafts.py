@@ -49,12 +49,12 @@ def test_a_packed_eagle3_says_what_plain_decoding_says(family, shape):
         family == "gpt_oss"
     )  # it reads two states of 96, or of what 32 does not divide
     assert "layers.0.mlp.down_proj" not in kinds  # 28 columns
-    found = [
+    items = [
         generate(model, PROMPTS, asked, BoundEagle3(draft, model, shape))
         for draft in (packed, unpacked(bound.draft, packed))
     ]
-    assert found[0].tokens == generate(model, PROMPTS, asked).tokens
-    assert found[0].trace.accept_lens == found[1].trace.accept_lens
+    assert items[0].tokens == generate(model, PROMPTS, asked).tokens
+    assert items[0].trace.accept_lens == items[1].trace.accept_lens
 
 
 def test_packed_is_another_draft_for_a_cost_table():
@@ -77,8 +77,8 @@ def test_a_tree_reads_a_packed_markov_head(words):
     session = session_of(packed, target)
     hidden = session.block_hidden(tiny.tokens(2, seed=4))[:, -places:]
     ids = tiny.tokens(2 * places * 5, seed=3).view(2, places, 5)
-    found = [BigramBias(session.head, None, d.markov_head, hidden)(ids[..., :3], ids) for d in (packed, twin)]
-    torch.testing.assert_close(*found)
+    items = [BigramBias(session.head, None, d.markov_head, hidden)(ids[..., :3], ids) for d in (packed, twin)]
+    torch.testing.assert_close(*items)
 
 
 def test_what_is_not_packed_says_so(tmp_path):
@@ -106,8 +106,8 @@ def test_gguf_keeps_the_blocks_that_loading_would_make(kind, dtype, target, tmp_
     export_draft(draft, "gguf", packed, target, packed=True)
     assert packed.stat().st_size < plain.stat().st_size
     wanted = quantised(build_draft(draft))
-    found = load_draft(packed, target=target, quantize="q8_0")
-    ours, theirs = dict(named_tensors(wanted)), dict(named_tensors(found))
+    result = load_draft(packed, target=target, quantize="q8_0")
+    ours, theirs = dict(named_tensors(wanted)), dict(named_tensors(result))
     assert ours.keys() == theirs.keys() and any(name.endswith("weight.data") for name in ours)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name

@@ -79,13 +79,13 @@ class Context:
 
 
 @L.llama_log_callback
-def _silent(level, text, data):
+def _quiet(level, text, data):
     return None
 
 
 @pytest.fixture(scope="module")
 def theirs(target, tmp_path_factory):
-    L.llama_log_set(_silent, None)
+    L.llama_log_set(_quiet, None)
     L.llama_backend_init()
     path = tmp_path_factory.mktemp("gguf") / "target.gguf"
     write_gguf(samples.target(), path, target.vocabulary(), "f32")
@@ -112,11 +112,11 @@ def block_logits(draft, hs, context):
     for i in range(block):
         context.add(len(states) + i, token=LAST if i == 0 else samples.MASK, out=True)
     context.run()
-    found = torch.stack([context.logits(i) for i in range(block)])
+    result = torch.stack([context.logits(i) for i in range(block)])
     context.close()
     with torch.inference_mode():
         wanted = samples.target().logits(our_block(draft, hs)[None])[0]
-    return found, wanted
+    return result, wanted
 
 
 @pytest.mark.parametrize(
@@ -124,18 +124,18 @@ def block_logits(draft, hs, context):
 )
 def test_a_dflash_block(variant, target, theirs, tmp_path):
     draft, hs = samples.dflash(**samples.DFLASHES[variant]), samples.hidden_states(13)
-    found, wanted = block_logits(draft, hs, opened(draft, target, theirs, tmp_path))
-    assert (found - wanted).abs().max() < 1e-4
-    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    result, wanted = block_logits(draft, hs, opened(draft, target, theirs, tmp_path))
+    assert (result - wanted).abs().max() < 1e-4
+    assert torch.equal(result.argmax(-1), wanted.argmax(-1))
 
 
 def test_a_packed_dflash_block(target, theirs, tmp_path):
     """It rounds its activations to eight bits too where a weight is Q8_0; ours stay float32."""
     draft, hs = samples.dflash(), samples.hidden_states(13)
-    found, wanted = block_logits(draft, hs, opened(draft, target, theirs, tmp_path, packed=True))
-    assert torch.cosine_similarity(found, wanted, dim=-1).min() > 0.995
-    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
-    assert (found - wanted).abs().max() > 1e-3  # the blocks were read
+    result, wanted = block_logits(draft, hs, opened(draft, target, theirs, tmp_path, packed=True))
+    assert torch.cosine_similarity(result, wanted, dim=-1).min() > 0.995
+    assert torch.equal(result.argmax(-1), wanted.argmax(-1))
+    assert (result - wanted).abs().max() > 1e-3  # the blocks were read
 
 
 @pytest.mark.parametrize("variant", [v for v in samples.EAGLE3S if v not in REFUSED])
@@ -156,10 +156,10 @@ def test_an_eagle3_chain(variant, target, theirs, tmp_path):
         context.add(s, token=token, state=feature, out=s == last)
     context.run()
     for step, (logits, token) in enumerate(zip(wanted.logits, wanted.tokens, strict=True)):
-        found = context.logits(0)
-        said = logits.isfinite()
-        assert (found[said] - logits[said].float()).abs().max() < 1e-4
-        assert torch.equal(found.isfinite(), said) and int(found.argmax()) == token
+        result = context.logits(0)
+        value = logits.isfinite()
+        assert (result[value] - logits[value].float()).abs().max() < 1e-4
+        assert torch.equal(result.isfinite(), value) and int(result.argmax()) == token
         state = context.states(1, width)[0]
         context.add(len(features) + step, token=token, state=state, out=True)
         context.run()

@@ -23,7 +23,7 @@ class Block:
     block_size, target_layer_ids, words = BLOCK, (1, 3), DraftVocabulary(None, V)
 
     def __init__(self, batch=2, seed=0):
-        self.said = torch.randn(batch, BLOCK - 1, V, generator=torch.Generator().manual_seed(seed)) * 2
+        self.message = torch.randn(batch, BLOCK - 1, V, generator=torch.Generator().manual_seed(seed)) * 2
         self.calls = []
 
     def begin(self, batch, length, offset=0, slack=0):
@@ -32,13 +32,13 @@ class Block:
 
     def block(self, last, width):
         self.calls.append(("block", width))
-        return self.said[:, : width - 1], None
+        return self.message[:, : width - 1], None
 
     def observe(self, tokens, aux, counts):
         self.calls.append(("observe", tokens, aux, counts))
 
     def select(self, batch_indices):
-        self.said = self.said[batch_indices]
+        self.message = self.message[batch_indices]
 
 
 def session(draft, nodes, branch=16):
@@ -50,7 +50,7 @@ def test_a_tree_is_best_first_over_the_block(nodes, width, depth):
     draft, last = Block(), torch.tensor([4, 9])
     proposal = session(draft, nodes).propose(last, width, Greedy())
     assert draft.calls == [("begin", 2, 40, 7), ("block", depth + 1)]  # no deeper than there are columns
-    wanted = best_first(last, draft.said[:, :depth].log_softmax(-1), width)
+    wanted = best_first(last, draft.message[:, :depth].log_softmax(-1), width)
     for name in ("tokens", "parents", "survival"):
         assert torch.equal(getattr(proposal, name), getattr(wanted, name))
     assert proposal.counts == [width, width] and max(proposal.deepest) <= depth
@@ -59,28 +59,30 @@ def test_a_tree_is_best_first_over_the_block(nodes, width, depth):
 def test_without_branches_it_is_the_block():
     draft, last = Block(), torch.tensor([4, 9])
     proposal = session(draft, 40, branch=1).propose(last, 40, Greedy())
-    assert proposal.tokens.tolist() == torch.cat((last[:, None], draft.said.argmax(-1)), 1).tolist()
+    assert proposal.tokens.tolist() == torch.cat((last[:, None], draft.message.argmax(-1)), 1).tolist()
     assert proposal.parents.tolist() == [[0, 0, 1, 2, 3]] * 2 and proposal.counts == [BLOCK, BLOCK]
 
 
-def test_it_stands_where_its_draft_stood():
+def test_it_stands_where_its_draft_is():
     draft = Block()
     tree = DDTree(draft, 12)
     assert (tree.block_size, tree.target_layer_ids) == (12, (1, 3))
-    begun = tree.begin(2, 40)
-    begun.observe("tokens", "aux", [1, 2])
+    started = tree.begin(2, 40)
+    started.observe("tokens", "aux", [1, 2])
     assert draft.calls[-1] == ("observe", "tokens", "aux", [1, 2])
-    begun.select([1])
-    proposal = begun.propose(torch.tensor([9]), 6, Greedy())
-    assert torch.equal(proposal.tokens, best_first(torch.tensor([9]), draft.said.log_softmax(-1), 6).tokens)
+    started.select([1])
+    proposal = started.propose(torch.tensor([9]), 6, Greedy())
+    assert torch.equal(
+        proposal.tokens, best_first(torch.tensor([9]), draft.message.log_softmax(-1), 6).tokens
+    )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [((1, 4), "at least 2"), ((0, 4), "at least 2"), ((1025, 4), "at most 1024"), ((8, 0), "branch 0")],
 )
-def test_sizes_that_make_no_tree(sizes, said):
-    with pytest.raises(ValueError, match=said):
+def test_sizes_that_make_no_tree(sizes, message):
+    with pytest.raises(ValueError, match=message):
         DDTree(Block(), *sizes)
 
 
@@ -95,7 +97,7 @@ PARTS = {
 }
 
 
-def begun(parts, nodes=30, branch=6):
+def opened(parts, nodes=30, branch=6):
     """A random DFlash over a tiny target that has seen a text, as itself and as a tree."""
     model = tiny.target("llama")
     c = model.config
@@ -120,7 +122,7 @@ def begun(parts, nodes=30, branch=6):
 @pytest.mark.parametrize("parts", PARTS)
 def test_the_tree_holds_the_chain_that_its_draft_would_propose(parts):
     parts = PARTS[parts]  # a Markov head looks at every word
-    chain, tree = begun(parts, branch=parts.get("selector_top_k") or parts.get("draft_vocab_size") or 97)
+    chain, tree = opened(parts, branch=parts.get("selector_top_k") or parts.get("draft_vocab_size") or 97)
     last = torch.tensor([9, 41])
     line, proposal = (s.propose(last, w, Greedy()) for s, w in ((chain, 5), (tree, 30)))
     assert proposal.counts == [30, 30]
@@ -142,7 +144,7 @@ def test_the_tree_holds_the_chain_that_its_draft_would_propose(parts):
 def test_followers_differ_by_what_they_follow():
     """Without pairs, all nodes of a depth rank the same followers."""
     for parts, differ in ((PARTS["blind"], False), (PARTS["selector"], True)):
-        proposal = begun(parts, nodes=60)[1].propose(torch.tensor([9, 41]), 60, Greedy())
+        proposal = opened(parts, nodes=60)[1].propose(torch.tensor([9, 41]), 60, Greedy())
         best = {}  # the likeliest follower of each token of depth 1
         for column in range(59, 0, -1):
             parent = int(proposal.parents[0, column])
@@ -157,7 +159,7 @@ def test_coupled_noise_falls_on_a_tree_as_on_the_text():
     choice = GumbelCoupled(Sampling(temperature=0.8), 7, torch.tensor([3, 5]), torch.tensor([20, 11]))
     last = torch.tensor([9, 41])
     for parts in (PARTS["blind"], PARTS["selector"] | {"selector_top_k": 97}):
-        chain, tree = begun(parts, branch=97)
+        chain, tree = opened(parts, branch=97)
         line, proposal = (s.propose(last, w, choice) for s, w in ((chain, 5), (tree, 30)))
         assert line.tokens.tolist() != chain.propose(last, 5, Greedy()).tokens.tolist()
         for b in range(2):

@@ -28,12 +28,12 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 # ---- what must not be guessed -----------------------------------------------------------------------------
 
 
-def inside(key, **said):
-    return lambda c, t: c[key].update(said)
+def inside(key, **message):
+    return lambda c, t: c[key].update(message)
 
 
-def on_top(**said):
-    return lambda c, t: c.update(said)
+def on_top(**message):
+    return lambda c, t: c.update(message)
 
 
 REFUSED = {  # name -> format, edit, what is said
@@ -106,17 +106,17 @@ REFUSED = {  # name -> format, edit, what is said
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_must_not_be_guessed(edited, case):
-    name, edit, said = REFUSED[case]
+    name, edit, given = REFUSED[case]
     draft = samples.dflash() if FORMATS[name].kind == "DFlash" else samples.eagle3()
     folder = edited(draft, name, edit)
-    with pytest.raises(ValueError, match=said) as told:
+    with pytest.raises(ValueError, match=given) as note:
         read_draft(folder)
-    assert len(str(told.value)) < 600
+    assert len(str(note.value)) < 600
 
 
-def test_windows_whose_causality_is_not_said(edited):
-    silent = edited(samples.dflash(**samples.WINDOWS), "zlab", inside("dflash_config", causal=False))
-    assert not read_draft(silent)[1].config.causal  # is_causal says so too
+def test_windows_whose_causality_is_not_given(edited):
+    quiet = edited(samples.dflash(**samples.WINDOWS), "zlab", inside("dflash_config", causal=False))
+    assert not read_draft(quiet)[1].config.causal  # is_causal says so too
     nested = edited(
         samples.dflash(**samples.WINDOWS),
         "zlab",

@@ -48,19 +48,19 @@ def opened(draft, folder, files, kind=theirs.Eagle3DraftModel):
     config = kind.config_class.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"  # flex attention needs a compiler
     model = kind(config).eval()
-    found = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-    assert not found.unexpected_keys and all("verifier" in name for name in found.missing_keys)
-    heard = {name: [] for name in PARTS}
+    result = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert not result.unexpected_keys and all("verifier" in name for name in result.missing_keys)
+    values = {name: [] for name in PARTS}
     for name, part in PARTS.items():
-        part(model).register_forward_hook(lambda m, i, out, name=name: heard[name].append(out[0]))
-    return model, heard
+        part(model).register_forward_hook(lambda m, i, out, name=name: values[name].append(out[0]))
+    return model, values
 
 
 @pytest.mark.parametrize("variant", [v for v in samples.EAGLE3S if v != "narrow" and "pass" not in v])
 @torch.inference_mode()
 def test_an_eagle3_stage_by_stage(variant, tmp_path):
     draft, files = samples.eagle3(**samples.EAGLE3S[variant]), samples.target_files(tmp_path / "target")
-    model, heard = opened(draft, tmp_path / "draft", files)
+    model, recorded = opened(draft, tmp_path / "draft", files)
     c, w, hs, text = draft.config, draft.tensors, samples.hidden_states(T), tiny.tokens(1, T)
     states = [hs[k + 1] for k in c.layer_ids]
     following = torch.cat((text[:, 1:], torch.tensor([[LAST]])), dim=1)
@@ -73,20 +73,20 @@ def test_an_eagle3_stage_by_stage(variant, tmp_path):
     )
     stages = eagle3_stages(w, c, eagle3_feature(w, c, states), embedding[following[0]], 0, head)
     for name in PARTS:
-        torch.testing.assert_close(heard[name][0].double(), stages[name], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(recorded[name][0].double(), stages[name], atol=1e-4, rtol=1e-4)
 
     # the walk from one index on: every later step reads its own state and the true token
     bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=STEPS))
-    session, said = bound.begin(1, 64), Forced(following[0, AT + 1 :].tolist())
+    session, forced = bound.begin(1, 64), Forced(following[0, AT + 1 :].tolist())
     session.observe(text[:, : AT + 1], torch.stack(states)[:, None, : AT + 1], [AT + 1])
-    session.propose(following[:, AT], STEPS + 1, said)
+    session.propose(following[:, AT], STEPS + 1, forced)
     # their window stays at the index while the walk goes on: past it, they train what nobody serves
     for step in range(1 if c.sliding_window else STEPS):
-        wanted = over_all(bound.draft, heard["logits"][step][AT])
-        torch.testing.assert_close(said.logits[step], wanted, atol=1e-4, rtol=1e-4)
+        wanted = over_all(bound.draft, recorded["logits"][step][AT])
+        torch.testing.assert_close(forced.logits[step], wanted, atol=1e-4, rtol=1e-4)
 
 
-class Heard(Exception):
+class Recorder(Exception):
     """Their forward goes on to a loss, which is not asked for."""
 
 
@@ -96,31 +96,31 @@ def test_guesses_in_one_pass(changes, tmp_path, monkeypatch):
     """Theirs is for training: with every index at depth 0 and one chain of masks it is our one pass."""
     draft = samples.eagle3(parallel=True, mask_token_id=samples.MASK, **changes)
     files = samples.target_files(tmp_path / "target")
-    model, heard = opened(draft, tmp_path / "draft", files, parallel.PEagleDraftModel)
+    model, recorded = opened(draft, tmp_path / "draft", files, parallel.PEagleDraftModel)
     chain = torch.arange(1, STEPS)
     places = (
         torch.cat((torch.arange(T), torch.full_like(chain, AT))),
         torch.cat((torch.zeros(T), chain)).long(),
     )
-    monkeypatch.setattr(parallel, "generate_cod_sample_indices", lambda **said: places)
+    monkeypatch.setattr(parallel, "generate_cod_sample_indices", lambda **message: places)
 
     def stop(*given):
-        raise Heard
+        raise Recorder
 
     model.lm_head.register_forward_hook(stop)
     c, hs, text = draft.config, samples.hidden_states(T), tiny.tokens(1, T)
     states = [hs[k + 1] for k in c.layer_ids]
     following = torch.cat((text[:, 1:], torch.tensor([[LAST]])), dim=1)
-    with pytest.raises(Heard):
+    with pytest.raises(Recorder):
         model(torch.cat(states, -1)[None], following, torch.zeros(1, T, dtype=torch.long),
               verifier_last_hidden_states=hs[-1][None])  # fmt: skip
 
     bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=STEPS))
-    session, said = bound.begin(1, 64), Listening()
+    session, value = bound.begin(1, 64), Listening()
     session.observe(text[:, : AT + 1], torch.stack(states)[:, None, : AT + 1], [AT + 1])
-    session.propose(following[:, AT], STEPS + 1, said)
-    wanted = heard["logits"][0][[AT, *range(T, T + STEPS - 1)]]
-    torch.testing.assert_close(said.logits, over_all(bound.draft, wanted), atol=1e-4, rtol=1e-4)
+    session.propose(following[:, AT], STEPS + 1, value)
+    wanted = recorded["logits"][0][[AT, *range(T, T + STEPS - 1)]]
+    torch.testing.assert_close(value.logits, over_all(bound.draft, wanted), atol=1e-4, rtol=1e-4)
 
 
 class Listening:

@@ -48,8 +48,8 @@ def test_gated_and_its_gradient(dtype, bar, limit, alpha, f):
     (d_truth,) = torch.autograd.grad(truth, exact, dy.double())
     ours, d_ours = cpu.gated(x, limit, alpha), cpu.gated_backward(dy, x, limit, alpha)
     assert ours.dtype == d_ours.dtype == dtype
-    for found, wanted in ((ours, truth.detach()), (d_ours, d_truth)):
-        close(found.float(), wanted, bar)
+    for result, wanted in ((ours, truth.detach()), (d_ours, d_truth)):
+        close(result.float(), wanted, bar)
     assert torch.equal(ours, torch.cat([cpu.gated(row[None], limit, alpha) for row in x]))
     assert cpu.gated(torch.tensor([[math.nan, 1.0]], dtype=dtype), limit, alpha).isnan().all()
 

@@ -45,8 +45,8 @@ def test_no_tokens_at_all_and_panels():
     keys_(torch.empty(2, 2, 0, 8), rows, *rest)
     weight = torch.randn(48, 5, dtype=torch.bfloat16)
     for head_dim, P in ((48, 16), (24, 8), (8, 8)):
-        found = panels(weight, head_dim)
-        assert found.shape == (48 // P, 5, P) and found.is_contiguous()
+        result = panels(weight, head_dim)
+        assert result.shape == (48 // P, 5, P) and result.is_contiguous()
         assert all(
-            torch.equal(found[i, :, p], weight[i * P + p].float()) for i in range(48 // P) for p in range(P)
+            torch.equal(result[i, :, p], weight[i * P + p].float()) for i in range(48 // P) for p in range(P)
         )

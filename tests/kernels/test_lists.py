@@ -36,11 +36,11 @@ def test_attend_sees_the_tokens_of_a_list_and_reads_no_other(g, d):
     wanted = attend(q, k.nan_to_num(), v.nan_to_num(), allowed, sinks, d**-0.5)
     for x in (k, v):
         x.transpose(1, 2)[unread] = math.nan
-    found = cpu.attend(q, k, v, start, 0, sinks, d**-0.5, lists=(lists, many))
+    result = cpu.attend(q, k, v, start, 0, sinks, d**-0.5, lists=(lists, many))
     real = many > 0
-    close(found[real], wanted[real].double())
-    assert not found[~real].any()
+    close(result[real], wanted[real].double())
+    assert not result[~real].any()
     for i, j in ((0, 0), (1, 7)):  # a row does not depend on its company
         one = lists[i : i + 1, j : j + 1].contiguous(), many[i : i + 1, j : j + 1].contiguous()
         alone = q[i : i + 1, j : j + 1], k[i : i + 1], v[i : i + 1], start[i : i + 1]
-        assert torch.equal(cpu.attend(*alone, 0, sinks, d**-0.5, lists=one)[0, 0], found[i, j])
+        assert torch.equal(cpu.attend(*alone, 0, sinks, d**-0.5, lists=one)[0, 0], result[i, j])

@@ -78,14 +78,14 @@ def test_what_is_chosen_is_what_a_loop_chooses(starts, T, keep, branched, seed):
     counts = [1 + (seed + b) % T for b in range(B)] if tree is None else None
     place = place_of(starts, T, counts, tree)
     with torch.inference_mode():
-        found = choose(index, keys, place, keep)
+        result = choose(index, keys, place, keep)
     for b in range(B):
         for t in range(T):
             wanted = by_hand(index, keys, place, keep, b, t)
-            if found is None:
+            if result is None:
                 assert len(wanted) in (0, place.lengths()[b, t])
             else:
-                lists, many = found
+                lists, many = result
                 assert lists[b, t, : many[b, t]].tolist() == wanted
 
 
@@ -95,12 +95,12 @@ def test_what_is_chosen_is_what_a_loop_chooses(starts, T, keep, branched, seed):
 def test_scores_of_the_kernel(heads):
     index, keys = sample(2, 37, 300, heads, dim=24)
     start = torch.tensor([260, 0])
-    found = cpu_index.scores(index.q, index.w, keys, start, 297, chain=True)
+    result = cpu_index.scores(index.q, index.w, keys, start, 297, chain=True)
     wanted = reference_scores(index.q, index.w, keys[:, :297])
     for b, first in enumerate(start.tolist()):
         for t in range(37):
             seen = first + t + 1
-            assert (found[b, t, :seen] - wanted[b, t, :seen]).abs().max() < 1e-4
+            assert (result[b, t, :seen] - wanted[b, t, :seen]).abs().max() < 1e-4
 
 
 @needs_kernels

@@ -138,12 +138,12 @@ def scripts(draw):
 def paths(kind, seed, appended):
     """A path per row: a leading run, an increasing one, or any order."""
     rng = torch.Generator().manual_seed(seed)
-    found = []
+    items = []
     for n in appended:
         kept = int(torch.randint(n + 1, (1,), generator=rng))
         columns = torch.randperm(n, generator=rng)[:kept].tolist()
-        found.append(list(range(kept)) if kind == "run" else sorted(columns) if kind == "rising" else columns)
-    return found
+        items.append(list(range(kept)) if kind == "run" else sorted(columns) if kind == "rising" else columns)
+    return items
 
 
 def snapshot(cache):

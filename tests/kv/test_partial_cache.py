@@ -80,9 +80,9 @@ def wanted_blocks(config, keys, q, first, end):
 )
 def test_what_is_shown_is_sinks_chosen_blocks_window_and_buffer(config, lengths, T, seed):
     """Per row and kv head. Short rows are shown whole. The values go with their keys."""
-    batch, room = len(lengths), config.buffer_size(T)
-    full = KVCache(batch, 60 + room, room, WINDOWS, K, D)
-    cache = PartialCache(full, config, room)
+    batch, headroom = len(lengths), config.buffer_size(T)
+    full = KVCache(batch, 60 + headroom, headroom, WINDOWS, K, D)
+    cache = PartialCache(full, config, headroom)
     k, q, _ = append(full, max(lengths), lengths, seed)
     cache.refresh()
     new, _, views = append(cache, T, None, seed + 1)
@@ -114,17 +114,17 @@ def test_rounds_of_trees_leave_what_plain_text_leaves(config, data):
     """A tree is appended on partial KV and a path of it lives, round after round until the buffer is full;
     the same keys appended as text show the same. The full cache is untouched, and goes on where it was."""
     batch, T = 2, data.draw(st.integers(1, 6))
-    room = config.buffer_size(T) + 1  # and the query that looks at the end
+    headroom = config.buffer_size(T) + 1  # and the query that looks at the end
     pairs = []
     for _ in range(2):
-        full = KVCache(batch, 90, room, WINDOWS, K, D)
+        full = KVCache(batch, 90, headroom, WINDOWS, K, D)
         append(full, 40, [40, 23], 5)
-        pairs.append(PartialCache(full, config, room))
+        pairs.append(PartialCache(full, config, headroom))
         pairs[-1].refresh()
     ours, plain = pairs
     held = [memory.k.clone() for memory in ours.full.layers if not memory.window]
     for round_ in range(data.draw(st.integers(1, 4))):
-        if max(ours.buffered) + T >= room:
+        if max(ours.buffered) + T >= headroom:
             break
         rows = [[0, *(data.draw(st.integers(0, c - 1)) for c in range(1, T))] for _ in range(batch)]
         new, _, _ = append(ours, T, None, 50 + round_, Tree(trees.padded(rows, T)))
@@ -219,7 +219,7 @@ def test_the_names_and_sizes_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ({"block_size": 0}, "block_size 0: it must be at least 1"),
         ({"n_window_blocks": 0}, "n_window_blocks 0: it must be at least 1"),
@@ -229,9 +229,9 @@ def test_the_names_and_sizes_of_the_paper():
         ({"reduce": "sum"}, "reduce 'sum': it must be one of mean, max"),
     ],
 )
-def test_sizes_that_cannot_be(said, error):
+def test_sizes_that_cannot_be(message, error):
     with pytest.raises(ValueError, match=error):
-        PartialConfig(**said)
+        PartialConfig(**message)
 
 
 def test_promises_that_cannot_be_kept():

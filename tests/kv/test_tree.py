@@ -40,8 +40,8 @@ def test_depths_and_ancestors(case, window, data):
     assert torch.equal(whole.within(window), near) and torch.equal(whole.within(0), seen)
     assert torch.equal(grown.sees, seen[:, held:]) and torch.equal(grown.depth, depth[:, held:])
     assert torch.equal(grown.within(window), near[:, held:])
-    for found, wanted in zip(module._by_doubling(parents), (seen, depth), strict=True):
-        assert torch.equal(found, wanted)  # what devices do instead
+    for result, wanted in zip(module._by_doubling(parents), (seen, depth), strict=True):
+        assert torch.equal(result, wanted)  # what devices do instead
     for part in (grown.sees, grown.depth, grown.within(window)):
         assert part.is_contiguous()  # kernels read them by address
 
@@ -90,11 +90,11 @@ def append(cache, keys, counts, tree=None):
 
 def visible(cache, b):
     """Per layer, what the next query of row b may look at, and all a rewind may give back: by index."""
-    n, found = cache.lengths[b], []
+    n, items = cache.lengths[b], []
     for memory, window in zip(cache.layers, WINDOWS, strict=True):
         index = torch.arange(max(0, n - window + 1) if window else 0, n)
-        found += [memory.k[b][:, index % memory.size], memory.v[b][:, index % memory.size]]
-    return found
+        items += [memory.k[b][:, index % memory.size], memory.v[b][:, index % memory.size]]
+    return items
 
 
 @settings(max_examples=60)

@@ -36,12 +36,12 @@ def findings(path, **options):
     return {finding.name: finding for finding in validate_checkpoint(path, **options).findings}
 
 
-def only(path, name, mend="", said="", **options):
+def only(path, name, remedy="", text="", **options):
     """The one finding there is."""
     report = validate_checkpoint(path, **options)
     assert [f.name for f in report.findings] == [name], report.findings
     finding = report.findings[0]
-    assert mend in finding.mend and said in finding.said, finding
+    assert remedy in finding.fix and text in finding.message, finding
     assert report.passed is not finding.fault
     assert report.as_json()["findings"][0]["name"] == name
     return finding

@@ -49,8 +49,8 @@ BASE = tiny.QWEN3_MOE | {"layer_types": None, "swiglu_limit": None}
 def refused(hf, key):
     with pytest.raises(ValueError) as caught:
         parse_config(hf)
-    said = str(caught.value)
-    assert f"`{key}` is " in said and "it should be " in said and len(said) < 300 and said.isprintable()
+    given = str(caught.value)
+    assert f"`{key}` is " in given and "it should be " in given and len(given) < 300 and given.isprintable()
 
 
 @pytest.mark.parametrize(("key", "value"), CASES, ids=lambda v: ascii(v)[:24])
@@ -100,7 +100,7 @@ def test_keys_that_must_be_there(key, null):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -112,10 +112,10 @@ def test_keys_that_must_be_there(key, null):
         ({"rope_parameters": {"low_freq_factor": 4, "high_freq_factor": 4}}, "not below high_freq_factor"),
     ],
 )
-def test_values_that_do_not_go_together(changes, said):
+def test_values_that_do_not_go_together(changes, message):
     with pytest.raises(ValueError) as caught:
         parse_config(BASE | changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -139,15 +139,15 @@ def test_null_is_the_default(family):
 def test_the_largest_that_is_let_through_is_compared_in_time(tmp_path):
     """A config may promise anything: nothing of it is allocated, and nothing takes long."""
     save_target(tiny.target("qwen3_moe", window=False), tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    said |= {"num_hidden_layers": 1024, "layer_types": None, "num_experts": 64, "vocab_size": 2**24}
-    said |= {
+    data = json.loads((tmp_path / "config.json").read_text())
+    data |= {"num_hidden_layers": 1024, "layer_types": None, "num_experts": 64, "vocab_size": 2**24}
+    data |= {
         "intermediate_size": 2**24,
         "moe_intermediate_size": 2**24,
         "head_dim": 2**16,
         "mlp_only_layers": [],
     }
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    (tmp_path / "config.json").write_text(json.dumps(data))
     started = time.perf_counter()
     assert {f.name for f in validate_checkpoint(tmp_path).findings} >= {"num_hidden_layers", "vocab_size"}
     assert time.perf_counter() - started < 20

@@ -96,7 +96,7 @@ def spoiled(name, value, index=0):
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "said"),
+    ("change", "name", "message"),
     [
         (spoiled("model.norm.weight", math.nan, 3), "not_finite", "model.norm.weight (1 values)"),
         (spoiled("lm_head.weight", -math.inf, -1), "not_finite", "lm_head.weight (1 values)"),
@@ -107,10 +107,10 @@ def spoiled(name, value, index=0):
         (zeroed(f"{GPT_OSS_EXPERTS}down_proj_blocks"), "zero", "down_proj_blocks"),
     ],
 )
-def test_values(copy, change, name, said):
+def test_values(copy, change, name, message):
     folder = copy("gpt_oss", change)
     assert validate_checkpoint(folder).findings == ()
-    only(folder, name, said=said, deep=True)
+    only(folder, name, text=message, deep=True)
 
 
 def test_a_bias_may_be_zero(copy):
@@ -135,5 +135,5 @@ def test_many_faults_are_counted(copy):
             if tensor.is_floating_point():
                 tensor.view(-1)[0] = math.nan
 
-    said = findings(copy("llama", change), deep=True)["not_finite"].said
-    assert said.count("model.") < 6 and "tensors)" in said
+    value = findings(copy("llama", change), deep=True)["not_finite"].message
+    assert value.count("model.") < 6 and "tensors)" in value

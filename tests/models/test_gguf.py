@@ -274,16 +274,16 @@ def test_a_wrong_shape(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         ("llama.embedding_length", "lacks 'llama.embedding_length'"),
         ("llama.block_count", "lacks 'llama.block_count'"),
         ("general.architecture", "general.architecture is 'None'"),
     ],
 )
-def test_missing_metadata(files, tmp_path, key, said):
+def test_missing_metadata(files, tmp_path, key, message):
     strip(files / "llama.gguf", tmp_path / "it.gguf", key)
-    with pytest.raises(LoadError, match=said):
+    with pytest.raises(LoadError, match=message):
         load_target(tmp_path / "it.gguf")
 
 

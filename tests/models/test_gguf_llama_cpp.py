@@ -63,14 +63,14 @@ def their_greedy(path, prompt):
     """-> tokens, and the gap between the two largest logits at each."""
     it = engine(path)
     it.eval(prompt)
-    found, gaps = [], []
+    items, gaps = [], []
     for _ in range(GREEDY):
         last = torch.from_numpy(np.array(it.scores[it.n_tokens - 1]))
         top = last.topk(2).values
         gaps.append(float(top[0] - top[1]))
-        found.append(int(last.argmax()))
-        it.eval(found[-1:])
-    return found, gaps
+        items.append(int(last.argmax()))
+        it.eval(items[-1:])
+    return items, gaps
 
 
 @torch.inference_mode()
@@ -87,15 +87,15 @@ def test_the_golden_answers_are_ours(tmp_path):
     """All four families, 256 positions past every window, and greedy text to the token."""
     golden = json.loads(GOLDEN.read_text())
     assert set(golden) == set(tiny.FAMILIES)
-    for family, said in golden.items():
+    for family, value in golden.items():
         write_gguf(model(family), tmp_path / "it.gguf", type="f32")
         ours = our_logits(tmp_path / "it.gguf", text())
-        assert (ours.argmax(-1) == torch.tensor(said["top_1"])).float().mean() >= 0.99, family
+        assert (ours.argmax(-1) == torch.tensor(value["top_1"])).float().mean() >= 0.99, family
         top = ours.max(-1).values
-        assert (top - torch.tensor(said["top_logit"])).abs().max() < 2e-3, family
+        assert (top - torch.tensor(value["top_logit"])).abs().max() < 2e-3, family
         request = Request(max_new_tokens=GREEDY)
         greedy = generate(load_target(tmp_path / "it.gguf"), [text()[:32]], request).tokens[0]
-        same_until(greedy, said["greedy"], said["gaps"])
+        same_until(greedy, value["greedy"], value["gaps"])
 
 
 def same_until(ours, theirs, gaps):
@@ -113,8 +113,8 @@ def test_live_logits(family, tmp_path):
     theirs, ours = their_logits(tmp_path / "it.gguf", text()), our_logits(tmp_path / "it.gguf", text())
     assert (theirs - ours).abs().max() < 2e-3
     assert (theirs.argmax(-1) == ours.argmax(-1)).float().mean() >= 0.99
-    said = json.loads(GOLDEN.read_text())[family]
-    assert (theirs.argmax(-1) == torch.tensor(said["top_1"])).float().mean() >= 0.99, (
+    value = json.loads(GOLDEN.read_text())[family]
+    assert (theirs.argmax(-1) == torch.tensor(value["top_1"])).float().mean() >= 0.99, (
         "the golden file is stale"
     )
 
@@ -174,20 +174,20 @@ def assert_same_weights(packed, unpacked, format):
 
 
 def write_golden(folder):
-    found = {}
+    fields = {}
     for family in tiny.FAMILIES:
         path = folder / f"{family}.gguf"
         write_gguf(model(family), path, type="f32")
         logits = their_logits(path, text())
         greedy, gaps = their_greedy(path, text()[:32])
-        found[family] = {
+        fields[family] = {
             "top_1": logits.argmax(-1).tolist(),
             "top_logit": [round(x, 4) for x in logits.max(-1).values.tolist()],
             "greedy": greedy,
             "gaps": [round(x, 4) for x in gaps],
         }
     GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(json.dumps(found))
+    GOLDEN.write_text(json.dumps(fields))
 
 
 if __name__ == "__main__":

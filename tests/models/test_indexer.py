@@ -23,10 +23,10 @@ def whole(model, tokens):
 
 
 def in_chunks(model, tokens, size, **kind):
-    cache, found = model.make_cache(len(tokens), tokens.shape[1] + 3, slack=9, **kind), []
+    cache, items = model.make_cache(len(tokens), tokens.shape[1] + 3, slack=9, **kind), []
     for i in range(0, tokens.shape[1], size):
-        found.append(model(tokens[:, i : i + size], cache).hidden)
-    return model.logits(torch.cat(found, 1))
+        items.append(model(tokens[:, i : i + size], cache).hidden)
+    return model.logits(torch.cat(items, 1))
 
 
 @pytest.mark.parametrize(("family", "rank"), LATENT)
@@ -96,18 +96,18 @@ def test_a_tree_s_paths_are_chains(family, rank):
     text, new = tiny.tokens(2, 40, seed=4), tiny.tokens(2, 9, seed=6)
     cache = sparse.make_cache(2, 70, slack=16)
     sparse(text[:, :40], cache, counts=[40, 31])
-    found = sparse(new, cache, counts=[9, 5], tree=Tree(trees.padded(rows, 9))).hidden
+    result = sparse(new, cache, counts=[9, 5], tree=Tree(trees.padded(rows, 9))).hidden
     for b, (row, n) in enumerate(zip(rows, (40, 31), strict=True)):
         for path in trees.leaf_paths(row, len(row)):
             alone = whole_hidden(sparse, torch.cat((text[b, :n], new[b, path])))[n:]
-            assert (found[b, path] - alone).abs().max() < 2e-4
+            assert (result[b, path] - alone).abs().max() < 2e-4
     paths = [trees.leaf_paths(row, len(row))[-1] for row in rows]
     cache.commit(paths)
     more = tiny.tokens(2, 4, seed=7)
-    found = sparse(more, cache).hidden
+    result = sparse(more, cache).hidden
     for b, (path, n) in enumerate(zip(paths, (40, 31), strict=True)):
         alone = whole_hidden(sparse, torch.cat((text[b, :n], new[b, path], more[b])))[-4:]
-        assert (found[b] - alone).abs().max() < 2e-4
+        assert (result[b] - alone).abs().max() < 2e-4
 
 
 def whole_hidden(model, row):
@@ -179,7 +179,7 @@ def test_saved_and_loaded(tmp_path, family, rank):
 
 
 @pytest.mark.parametrize(
-    ("said", "named"),
+    ("message", "named"),
     [
         ({"dsa_layers": None}, "use_dsa without dsa_layers"),
         ({"dsa_layers": [1, 1]}, "distinct layers"),
@@ -196,8 +196,8 @@ def test_saved_and_loaded(tmp_path, family, rank):
         ({"use_dsa": 3}, "true or false"),
     ],
 )
-def test_a_config_that_says_nonsense(tmp_path, said, named):
+def test_a_config_that_says_nonsense(tmp_path, message, named):
     save_target(indexed_target("gpt_oss")[1], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ValueError, match=named):
-        parse_config(config | said)
+        parse_config(config | message)

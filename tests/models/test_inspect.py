@@ -45,10 +45,10 @@ def test_a_sound_checkpoint_passes(saved):
 
 
 def test_deep_reads_every_byte(saved):
-    heard = []
-    validate_checkpoint(saved / "gpt_oss", deep=True, on_bytes=lambda n, total: heard.append((n, total)))
-    total = heard[0][1]
-    assert sum(n for n, _ in heard) == total == validate_checkpoint(saved / "gpt_oss").inspection.nbytes
+    items = []
+    validate_checkpoint(saved / "gpt_oss", deep=True, on_bytes=lambda n, total: items.append((n, total)))
+    total = items[0][1]
+    assert sum(n for n, _ in items) == total == validate_checkpoint(saved / "gpt_oss").inspection.nbytes
 
 
 @pytest.mark.parametrize("type", ["f32", "q8_0"])
@@ -73,9 +73,9 @@ def test_a_dense_config_over_experts(copy):
 
 def test_a_dense_config_over_gpt_oss(copy):
     folder = copy("gpt_oss", architectures=["LlamaForCausalLM"], layer_types=None)
-    found = findings(folder)
-    assert "GptOssForCausalLM" in found["dense_mlp_over_experts"].mend
-    assert "gpt-oss" in found["sinks"].mend
+    result = findings(folder)
+    assert "GptOssForCausalLM" in result["dense_mlp_over_experts"].fix
+    assert "gpt-oss" in result["sinks"].fix
 
 
 def test_dense_layers_that_hold_experts(copy):
@@ -103,35 +103,35 @@ def test_another_number_of_experts(copy, family):
 
 
 @pytest.mark.parametrize(
-    ("layers", "mend"), [(3, "set `num_hidden_layers` to 4"), (6, "fetch the files with layers 4, 5")]
+    ("layers", "fix"), [(3, "set `num_hidden_layers` to 4"), (6, "fetch the files with layers 4, 5")]
 )
-def test_another_number_of_layers(copy, layers, mend):
+def test_another_number_of_layers(copy, layers, fix):
     kinds = (tiny.GPT_OSS["layer_types"] * 2)[:layers]
-    only(copy("gpt_oss", num_hidden_layers=layers, layer_types=kinds), "num_hidden_layers", mend)
+    only(copy("gpt_oss", num_hidden_layers=layers, layer_types=kinds), "num_hidden_layers", fix)
 
 
 def test_a_layer_that_is_not_there(copy):
-    only(copy("llama", without("layers.1.")), "missing_layers", said="layers 1")
+    only(copy("llama", without("layers.1.")), "missing_layers", text="layers 1")
 
 
 def test_layers_with_a_hole(copy):
     far = {"model.layers.7.input_layernorm.weight": torch.ones(42)}
-    only(copy("llama", lambda t: t | far), "missing_layers", said="layers 3-6 is there; config.json has 3")
+    only(copy("llama", lambda t: t | far), "missing_layers", text="layers 3-6 is there; config.json has 3")
 
 
 def test_no_layers_at_all(copy):
     folder = copy("llama", without("layers."))
-    only(folder, "missing_layers", said="layers 0-2 is there")
+    only(folder, "missing_layers", text="layers 0-2 is there")
 
 
 def test_a_vocabulary_without_its_embedding(copy):
     folder = copy("gpt_oss", without("embed_tokens"), vocab_size=50)
-    assert "set `vocab_size` to 97" in findings(folder)["vocab_size"].mend
+    assert "set `vocab_size` to 97" in findings(folder)["vocab_size"].fix
 
 
 def test_latent_attention(copy):
     folder = copy("llama", kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=None)
-    only(folder, "latent_attention", said="`kv_lora_rank` 512, `qk_rope_head_dim` 64")
+    only(folder, "latent_attention", text="`kv_lora_rank` 512, `qk_rope_head_dim` 64")
     tiny.write_config(folder, architectures=["DeepseekV3ForCausalLM"])
     assert set(findings(folder)) == {"latent_attention", "architecture"}
 
@@ -140,7 +140,7 @@ def test_latent_attention_by_its_tensors(copy):
     folder = copy(
         "llama", lambda t: t.update({"model.layers.0.self_attn.kv_b_proj.weight": torch.ones(4, 3)})
     )
-    assert "kv_b_proj" in findings(folder)["latent_attention"].said
+    assert "kv_b_proj" in findings(folder)["latent_attention"].message
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"])
@@ -150,7 +150,7 @@ def test_quantisations_that_are_not_read(copy, method):
 
 
 def test_mlx(copy):
-    only(copy("llama", quantization={"group_size": 64, "bits": 4}), "quantised", said="by mlx")
+    only(copy("llama", quantization={"group_size": 64, "bits": 4}), "quantised", text="by mlx")
 
 
 def test_experts_that_are_dense_already(copy):
@@ -158,7 +158,7 @@ def test_experts_that_are_dense_already(copy):
     assert not only(folder, "dequantised_experts", "remove `quantization_config`").fault
 
 
-def test_packed_experts_that_the_config_is_silent_about(copy):
+def test_packed_experts_that_the_config_is_quiet_about(copy):
     assert not only(copy("gpt_oss", quantization_config=None), "unmarked_mxfp4", '"mxfp4"').fault
 
 
@@ -215,7 +215,7 @@ def test_another_number_of_heads(copy):
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "name", "mend"),
+    ("family", "config", "name", "fix"),
     [
         ("gpt_oss", {"attention_bias": False}, "attention_bias", "set `attention_bias` to true"),
         ("llama", {"attention_bias": True}, "attention_bias", "set `attention_bias` to false"),
@@ -224,15 +224,15 @@ def test_another_number_of_heads(copy):
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "qk_norm", "mind `architectures`"),
     ],
 )
-def test_parts_that_a_config_switches(copy, family, config, name, mend):
-    only(copy(family, **config), name, mend)
+def test_parts_that_a_config_switches(copy, family, config, name, fix):
+    only(copy(family, **config), name, fix)
 
 
 # ---- names and dtypes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "mend"),
+    ("change", "fix"),
     [
         (lambda name: f"language_model.{name}", "multimodal"),
         (lambda name: f"base_model.model.{name}", "merge"),
@@ -242,13 +242,13 @@ def test_parts_that_a_config_switches(copy, family, config, name, mend):
         (lambda name: name.removeprefix("model."), "ForCausalLM"),
     ],
 )
-def test_prefixes(copy, change, mend):
-    only(copy("llama", renamed(change)), "prefix", mend)
+def test_prefixes(copy, change, fix):
+    only(copy("llama", renamed(change)), "prefix", fix)
 
 
 def test_adapter_weights(copy):
     name = "model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert "merge" in findings(copy("llama", lambda t: t.update({name: torch.ones(4, 42)})))["adapter"].mend
+    assert "merge" in findings(copy("llama", lambda t: t.update({name: torch.ones(4, 42)})))["adapter"].fix
 
 
 def test_dtypes_that_are_no_weights(copy):
@@ -263,7 +263,7 @@ def test_blocks_that_are_no_bytes(copy):
     def change(tensors):
         tensors[GPT_OSS_EXPERTS + "down_proj_scales"] = tensors[GPT_OSS_EXPERTS + "down_proj_scales"].float()
 
-    only(copy("gpt_oss", change), "dtype", said="where U8 belongs")
+    only(copy("gpt_oss", change), "dtype", text="where U8 belongs")
 
 
 def test_what_no_check_knows(copy):
@@ -272,14 +272,14 @@ def test_what_no_check_knows(copy):
         tensors["model.norm.weight"] = torch.ones(41)
         del tensors["model.layers.2.input_layernorm.weight"]
 
-    found = findings(copy("llama", change))
-    assert set(found) == {"missing", "left_over", "shape"}
-    assert "surprise" in found["left_over"].said and "(41,)" in found["shape"].said
+    result = findings(copy("llama", change))
+    assert set(result) == {"missing", "left_over", "shape"}
+    assert "surprise" in result["left_over"].message and "(41,)" in result["shape"].message
 
 
 @pytest.mark.parametrize("value", ["42", -1, 0, 2.5, [4], {}, True, 1e30])
 def test_a_config_value_of_the_wrong_kind(copy, value):
-    only(copy("llama", hidden_size=value), "config", said="`hidden_size`")
+    only(copy("llama", hidden_size=value), "config", text="`hidden_size`")
 
 
 def test_another_architecture(copy):
@@ -295,18 +295,18 @@ def test_shards(tmp_path, saved):
     save_checkpoint(tmp_path, config, sorted(tensors.items()), shard_bytes=100_000)
     assert validate_checkpoint(tmp_path).findings == ()
     index = tmp_path / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
-    said["metadata"]["total_size"] += 2
-    index.write_text(json.dumps(said))
-    assert not only(tmp_path, "index_total", said="bytes in all").fault
+    content = json.loads(index.read_text())
+    content["metadata"]["total_size"] += 2
+    index.write_text(json.dumps(content))
+    assert not only(tmp_path, "index_total", text="bytes in all").fault
     shard = sorted(tmp_path.glob("model-*"))[1]
     data = shard.read_bytes()
     shard.write_bytes(data[:-4])
-    assert shard.name in only(tmp_path, "unreadable", said="cut off").said
+    assert shard.name in only(tmp_path, "unreadable", text="cut off").message
     shard.write_bytes(data + b"more")
-    only(tmp_path, "unreadable", said="goes on past its last tensor")
+    only(tmp_path, "unreadable", text="goes on past its last tensor")
     shard.unlink()
-    assert shard.name in only(tmp_path, "missing_shards", said="fetch").said
+    assert shard.name in only(tmp_path, "missing_shards", text="fetch").message
 
 
 # ---- the page and the command ------------------------------------------------------------------
@@ -315,25 +315,25 @@ def test_shards(tmp_path, saved):
 def test_the_page_knows_every_finding():
     """docs/checkpoints.md has a row for all that the code can say."""
     root = Path(__file__).parents[2]
-    said = {pattern[1] for pattern in PARTS} | {"unreadable", "nan_scales", "zero", "absurd", "not_finite"}
+    given = {pattern[1] for pattern in PARTS} | {"unreadable", "nan_scales", "zero", "absurd", "not_finite"}
     for path in [p for d in ("checkpoint", "models", "doctor") for p in (root / "outpace" / d).glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Name(id="LoadError"), args=[_, ast.Constant(value=kind)]):
-                    said.add(kind)
+                    given.add(kind)
                 case ast.Call(func=ast.Name(id="Finding"), keywords=keywords):
                     names = [k.value for k in keywords if k.arg == "name"]
-                    said |= {n.value for n in names if isinstance(n, ast.Constant)}
+                    given |= {n.value for n in names if isinstance(n, ast.Constant)}
     page = (root / "docs" / "checkpoints.md").read_text()
-    assert len(said) > 30 and {name for name in said if f"`{name}`" not in page} == set()
+    assert len(given) > 30 and {name for name in given if f"`{name}`" not in page} == set()
 
 
 def run(monkeypatch, capsys, *arguments):
     monkeypatch.setattr("sys.argv", ["outpace", "inspect", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr()
-    return ended.value.code or 0, said.out
+    given = capsys.readouterr()
+    return ended.value.code or 0, given.out
 
 
 def test_the_command(monkeypatch, capsys, copy):
@@ -341,8 +341,8 @@ def test_the_command(monkeypatch, capsys, copy):
     code, out = run(monkeypatch, capsys, folder, "--scan")
     assert code == 1 and "tied_head_differs" in out and "-> set `tie_word_embeddings` to false" in out
     code, out = run(monkeypatch, capsys, folder, "--json")
-    said = json.loads(out)
-    assert code == 1 and not said["passed"] and said["findings"][0]["name"] == "tied_head_differs"
+    data = json.loads(out)
+    assert code == 1 and not data["passed"] and data["findings"][0]["name"] == "tied_head_differs"
     tiny.write_config(folder, tie_word_embeddings=False)
     code, out = run(monkeypatch, capsys, folder)
     assert code == 0 and "what the config describes" in out
@@ -350,5 +350,5 @@ def test_the_command(monkeypatch, capsys, copy):
 
 def test_the_command_on_what_cannot_be_opened(monkeypatch, capsys, tmp_path):
     code, out = run(monkeypatch, capsys, tmp_path, "--json")
-    said = json.loads(out)
-    assert code == 1 and said["findings"][0]["name"] == "no_config" and said["folder"] == str(tmp_path)
+    data = json.loads(out)
+    assert code == 1 and data["findings"][0]["name"] == "no_config" and data["folder"] == str(tmp_path)

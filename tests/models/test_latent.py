@@ -24,10 +24,10 @@ def whole(model, tokens):
 
 
 def in_chunks(model, tokens, size, counts=None, offset=0):
-    cache, found = model.make_cache(len(tokens), tokens.shape[1] + 3, slack=9, offset=offset), []
+    cache, items = model.make_cache(len(tokens), tokens.shape[1] + 3, slack=9, offset=offset), []
     for i in range(0, tokens.shape[1], size):
-        found.append(model(tokens[:, i : i + size], cache).hidden)
-    return model.logits(torch.cat(found, 1))
+        items.append(model(tokens[:, i : i + size], cache).hidden)
+    return model.logits(torch.cat(items, 1))
 
 
 @pytest.mark.parametrize(("family", "window"), SHAPES)
@@ -81,16 +81,16 @@ def test_rows_of_different_lengths(family):
     cache = latent.make_cache(2, 40, slack=16)
     latent(tokens, cache, counts=counts)
     more = tiny.tokens(2, 4, seed=6)
-    found = latent(more, cache).hidden
+    result = latent(more, cache).hidden
     for b, n in enumerate(counts):
         alone = latent(torch.cat((tokens[b, :n], more[b]))[None]).hidden[0, n:]
-        assert (found[b] - alone).abs().max() < 2e-5
+        assert (result[b] - alone).abs().max() < 2e-5
     cache.rewind([11, 6])
     cache.select([1, 0])
-    found = latent(more, cache).hidden
+    result = latent(more, cache).hidden
     for b, (row, n) in enumerate(((1, 6), (0, 11))):
         alone = latent(torch.cat((tokens[row, :n], more[b]))[None]).hidden[0, n:]
-        assert (found[b] - alone).abs().max() < 2e-5
+        assert (result[b] - alone).abs().max() < 2e-5
 
 
 @torch.inference_mode()
@@ -122,9 +122,9 @@ def test_it_is_saved_beside_the_untouched_projections(family, tmp_path):
     model, latent = latent_target(family, 6, window=family in ("gpt_oss", "qwen3"))
     save_target(latent, tmp_path / "latent")
     save_target(model, tmp_path / "plain")
-    said = json.loads((tmp_path / "latent" / "config.json").read_text())
+    data = json.loads((tmp_path / "latent" / "config.json").read_text())
     layers = [i for i in range(model.config.num_layers) if not model.config.window(i)]
-    assert (said["use_mla_kv"], said["mla_latent_dim"], said["mla_layers"]) == (True, 6, layers)
+    assert (data["use_mla_kv"], data["mla_latent_dim"], data["mla_layers"]) == (True, 6, layers)
     config, at = model.config, f"model.layers.{layers[-1]}.self_attn.mla_"
     kv = config.num_kv_heads * config.head_dim
     with (
@@ -155,7 +155,7 @@ def hf(**changes):
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ({}, "use_mla_kv without mla_layers"),
         ({"mla_layers": [1]}, "lacks `mla_latent_dim`"),
@@ -169,17 +169,17 @@ def hf(**changes):
         ({"mla_layers": [1], "mla_latent_dim": 4, "use_mla_kv": "yes"}, "use_mla_kv"),
     ],
 )
-def test_configs_that_cannot_be(said, error):
+def test_configs_that_cannot_be(message, error):
     with pytest.raises(ValueError, match=error):
-        parse_config(hf(**said))
+        parse_config(hf(**message))
 
 
 def test_tensors_that_the_config_does_not_name_are_left_over(tmp_path):
     _, latent = latent_target("gpt_oss", 6)
     save_target(latent, tmp_path / "latent")
     path = tmp_path / "latent" / "config.json"
-    said = json.loads(path.read_text())
-    del said["mla_layers"], said["use_mla_kv"]
-    path.write_text(json.dumps(said))
+    data = json.loads(path.read_text())
+    del data["mla_layers"], data["use_mla_kv"]
+    path.write_text(json.dumps(data))
     with pytest.raises(LoadError, match=r"left over .*mla_W_c"):
         load_target(tmp_path / "latent")

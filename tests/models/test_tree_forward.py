@@ -35,8 +35,8 @@ def target(family, window=True):
     return model.eval()
 
 
-def prefilled(model, prompts, room, slack=1):
-    cache = model.make_cache(len(prompts), max(map(len, prompts)) + room, slack=slack)
+def prefilled(model, prompts, headroom, slack=1):
+    cache = model.make_cache(len(prompts), max(map(len, prompts)) + headroom, slack=slack)
     chunk = min(7, MOST_ROWS // len(prompts))  # a wider forward is oneDNN's, whose bits are others
     for at in range(0, max(map(len, prompts)), chunk):
         part = [p[at : at + chunk] for p in prompts]
@@ -54,10 +54,10 @@ def plainly(model, prompts, texts):
         going = [i < len(text) for text in texts]
         ids = torch.tensor([[text[i] if i < len(text) else 0] for text in texts])
         out = model(ids, cache, counts=[int(on) for on in going], aux=layers)
-        said = model.logits(out.hidden)
+        value = model.logits(out.hidden)
         for b, on in enumerate(going):
             if on:
-                logits[b].append(said[b, 0])
+                logits[b].append(value[b, 0])
                 aux[b].append(out.aux[:, b, 0])
     return [torch.stack(x) for x in logits], [torch.stack(x, 1) for x in aux], cache
 
@@ -173,17 +173,17 @@ def forward(model, tokens, cache, step):
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_what_a_prompt_leaves_does_not_depend_on_the_slack(family, chunk, way):
     """A plain loop keeps no slack and a tree much: both must go on from the same keys and logits."""
-    model, found = target(family), []
+    model, states = target(family), []
     prompts = tiny.tokens(2, 83)
     for slack in (1, 5, 30, 66):
         cache = model.make_cache(2, 100, slack=slack)
-        said = [
+        parts = [
             model(part, cache, counts=[part.shape[1], part.shape[1] // 2]).hidden
             for part in prompts.split(chunk, 1)
         ]
-        found.append([x[0, -1] for x in said])
-    for other in found[1:]:
-        for got, wanted in zip(other, found[0], strict=True):
+        states.append([x[0, -1] for x in parts])
+    for other in states[1:]:
+        for got, wanted in zip(other, states[0], strict=True):
             close(got, wanted, way)
 
 
@@ -195,14 +195,14 @@ def test_a_tree_on_a_device(device):
         pytest.skip("no CUDA device")
     N, prompt = 13, tiny.tokens(2, 20, seed=4)
     parents, ids = trees.padded([trees.parents_of(s, N) for s in ("deep", "any")], N), tiny.tokens(2, N)
-    path, found = [trees.ancestors(row, N - 1) for row in parents.tolist()], []
+    path, items = [trees.ancestors(row, N - 1) for row in parents.tolist()], []
     for place in ("cpu", device):
         model = copy.deepcopy(target("gpt_oss")).to(place)
         cache = model.make_cache(2, 40, slack=N)
         model(prompt.to(place), cache)
-        said = model(ids.to(place), cache, tree=Tree(parents.to(place))).hidden
+        value = model(ids.to(place), cache, tree=Tree(parents.to(place))).hidden
         cache.commit(path)
         after = model(torch.tensor([[7], [8]], device=place), cache).hidden
-        found.append((said.cpu(), after.cpu()))
-    for got, wanted in zip(found[1], found[0], strict=True):
+        items.append((value.cpu(), after.cpu()))
+    for got, wanted in zip(items[1], items[0], strict=True):
         assert (got - wanted).abs().max() < 1e-3

@@ -98,5 +98,5 @@ def test_gradients_are_those_of_single_tokens(style):
         for m in range(M)
     ]
     wanted = torch.autograd.grad(torch.stack(rows), leaves, dy.double())
-    for found, truth in zip(ours, wanted, strict=True):
-        assert (found - truth).abs().max() < 1e-4 * truth.abs().max()
+    for result, truth in zip(ours, wanted, strict=True):
+        assert (result - truth).abs().max() < 1e-4 * truth.abs().max()

@@ -46,9 +46,9 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_formulas(kind):
-    said, head_dim = KINDS[kind]
-    rope = parse_rope({"rope_parameters": said})
-    turns, scale = tiny.exact_frequencies(said, head_dim)
+    value, head_dim = KINDS[kind]
+    rope = parse_rope({"rope_parameters": value})
+    turns, scale = tiny.exact_frequencies(value, head_dim)
     inv = inverse_frequencies(rope, head_dim)
     assert inv.dtype == torch.float64 and torch.allclose(inv, turns, rtol=1e-12, atol=0)
     assert rope.concentration == pytest.approx(scale, abs=1e-12)
@@ -66,15 +66,15 @@ def test_against_transformers(kind):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    said, head_dim = KINDS[kind]
+    value, head_dim = KINDS[kind]
     config = LlamaConfig(
         hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, max_position_embeddings=131072,
-        rope_parameters=dict(said),
+        rope_parameters=dict(value),
     )  # fmt: skip
-    rope = parse_rope({"rope_parameters": said, "max_position_embeddings": 131072})
+    rope = parse_rope({"rope_parameters": value, "max_position_embeddings": 131072})
     inv = inverse_frequencies(rope, head_dim)
     if kind != "default":
-        theirs, scale = ROPE_INIT_FUNCTIONS[said["rope_type"]](config, torch.device("cpu"))
+        theirs, scale = ROPE_INIT_FUNCTIONS[value["rope_type"]](config, torch.device("cpu"))
         assert torch.allclose(inv.float(), theirs, rtol=2e-6, atol=0)
         assert rope.concentration == pytest.approx(scale, abs=1e-7)
     table = LlamaRotaryEmbedding(config)

@@ -31,8 +31,8 @@ def of(text):
     return Suffixes.of(torch.tensor(text, dtype=torch.int32))
 
 
-def grow(answers, said, nodes):
-    return answers.grow(torch.tensor(said, dtype=torch.int32), nodes)
+def grow(answers, message, nodes):
+    return answers.grow(torch.tensor(message, dtype=torch.int32), nodes)
 
 
 @given(texts)
@@ -53,27 +53,27 @@ def test_of_a_long_run_the_first_tokens_alone_count():
 
 def followers(text, known):
     """By searching: how often each token, or an end, follows `known`."""
-    found = defaultdict(int)
+    result = defaultdict(int)
     for i in range(len(text) - len(known) + 1):
         if text[i : i + len(known)] == known:
             end = i + len(known)
-            found[text[end] if end < len(text) else -1] += 1
-    return found
+            result[text[end] if end < len(text) else -1] += 1
+    return result
 
 
-def by_searching(text, said, nodes):
+def by_searching(text, message, nodes):
     """The same tree from nothing but counts: paths, and how likely each is reached."""
     contexts, widest, widest_own = [], 0, 0  # tokens, or the places behind them in `said`
     for length in CONTEXTS:
-        if length > len(said):
+        if length > len(message):
             continue
-        own = [p for p in range(length, len(said)) if said[p - length : p] == said[-length:]]
+        own = [p for p in range(length, len(message)) if message[p - length : p] == message[-length:]]
         if len(own) > widest_own:
             contexts.append(own[-RECENT:])
             widest_own = len(own)
-        if sum(followers(text, said[-length:]).values()) > widest:
-            contexts.append(tuple(said[-length:]))
-            widest = sum(followers(text, said[-length:]).values())
+        if sum(followers(text, message[-length:]).values()) > widest:
+            contexts.append(tuple(message[-length:]))
+            widest = sum(followers(text, message[-length:]).values())
     reach, offered, taken = {(): 1.0}, [()], []
     while offered and len(taken) <= nodes:
         path = max(offered, key=lambda p: reach[p])
@@ -84,8 +84,8 @@ def by_searching(text, said, nodes):
             if isinstance(context, tuple):
                 counts, doubt = followers(text, [*context, *path]), DOUBT
             else:
-                here = [p + len(path) for p in context if said[p : p + len(path)] == list(path)]
-                counts, doubt = Counter(said[p] if p < len(said) else -1 for p in here), OWN_DOUBT
+                here = [p + len(path) for p in context if message[p : p + len(path)] == list(path)]
+                counts, doubt = Counter(message[p] if p < len(message) else -1 for p in here), OWN_DOUBT
             total = sum(counts.values())
             if total:
                 share = left * total / (total + doubt)
@@ -162,6 +162,6 @@ def test_of_many_places_in_the_text_the_latest_count():
     assert grow(of([-1]), [0, *late, *early, 1, 2], 1).tokens == [3]
 
 
-def test_nothing_known_is_nothing_said():
+def test_nothing_known_is_nothing_proposed():
     assert grow(of([1, 2, 3, -1]), [7, 8], 4) == ([], [], [])
     assert grow(of([-1]), [1], 4) == ([], [], [])

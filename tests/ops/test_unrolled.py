@@ -28,19 +28,19 @@ def layout(kind):
 
 def case(kind, steps, dtype=torch.float32, seed=0):
     rng = torch.Generator().manual_seed(seed)
-    found = layout(kind)
-    n = len(found.at)
+    result = layout(kind)
+    n = len(result.at)
     shapes = [(n, H, D), (KEYS[-1], K, D), (KEYS[-1], K, D)] + [(n, K, D)] * (2 * steps)
     tensors = [torch.randn(s, generator=rng).to(dtype).requires_grad_() for s in shapes]
     own = list(zip(tensors[3::2], tensors[4::2], strict=True))
-    return found, tensors, own
+    return result, tensors, own
 
 
-def by_lists(q, k, v, own, found, window):
+def by_lists(q, k, v, own, result, window):
     """Each query with the list of its keys, written out; query head h reads kv head h // (H / K)."""
     rows, ahead = [], len(own)
-    for n, t in enumerate(found.at.tolist()):
-        r = max(i for i in range(3) if found.queries[i] <= n)
+    for n, t in enumerate(result.at.tolist()):
+        r = max(i for i in range(3) if result.queries[i] <= n)
         first = KEYS[r] if not window else max(KEYS[r], t + ahead - window + 1)
         keys = [k[s] for s in range(first, t + 1)] + [pair[0][n] for pair in own]
         values = [v[s] for s in range(first, t + 1)] + [pair[1][n] for pair in own]
@@ -56,16 +56,16 @@ def by_lists(q, k, v, own, found, window):
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["all", "answers", "one row", "some"])
 def test_steps_see_what_the_rule_says(kind, steps, window):
-    found = {}
+    values = {}
     for function in (unrolled_attend, reference_unrolled_attend, by_lists):
         where, tensors, own = case(kind, steps)
         args = (*tensors[:3], own, where, window)
         out = function(*args) if function is by_lists else function(*args, SCALE)
         weights = torch.linspace(-1, 2, out.numel()).view(out.shape)
         (out * weights).sum().backward()
-        found[function] = [out, *(t.grad for t in tensors)]
+        values[function] = [out, *(t.grad for t in tensors)]
     for function in (unrolled_attend, reference_unrolled_attend):
-        for ours, wanted in zip(found[function], found[by_lists], strict=True):
+        for ours, wanted in zip(values[function], values[by_lists], strict=True):
             torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -73,7 +73,7 @@ def test_steps_see_what_the_rule_says(kind, steps, window):
 @pytest.mark.parametrize("every", [1, 3])
 def test_rows_longer_than_a_tile(every, window):
     """Many tiles of queries, gaps between them or none, in value and gradient."""
-    found, n, before = [], 431, 57
+    items, n, before = [], 431, 57
     for function in (unrolled_attend, reference_unrolled_attend):
         rng = torch.Generator().manual_seed(3)
         at = torch.cat([torch.arange(before, n, every), torch.arange(n, n + 300, every)])
@@ -84,8 +84,8 @@ def test_rows_longer_than_a_tile(every, window):
         pairs = list(zip(own[::2], own[1::2], strict=True))
         out = function(q, k, v, pairs, where, window, SCALE)
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-        found.append([out, *(t.grad for t in (q, k, v, *own))])
-    for ours, wanted in zip(*found, strict=True):
+        items.append([out, *(t.grad for t in (q, k, v, *own))])
+    for ours, wanted in zip(*items, strict=True):
         torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-4)
 
 

@@ -50,9 +50,9 @@ def test_with_all_directions_an_index_head_is_an_attention_head(family, first):
     tokens, positions = tiny.tokens(50, seed=9), torch.arange(first, first + 50)
     for layer, seen in dsa.looked_at(model, tokens, list(made)).items():
         index = made[layer](seen.x[None], *model.rope(positions[None]))
-        found = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
+        result = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
         wanted = attention_scores(model, seen, positions)
-        assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()
+        assert (result - wanted).abs().max() < 1e-3 * wanted.abs().max()
         scale = seen.attention.scale
         assert torch.allclose(index.w, torch.full_like(index.w, scale), atol=1e-6)
 
@@ -64,9 +64,9 @@ def test_a_head_is_the_mean_of_the_attention_s_heads():
     tokens, positions = tiny.tokens(50, seed=9), torch.arange(50)
     for layer, seen in dsa.looked_at(model, tokens, list(made)).items():
         index = made[layer](seen.x[None], *model.rope(positions[None]))
-        found = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
+        result = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
         wanted = attention_scores(model, seen, positions).unflatten(0, (3, 2)).mean(1)
-        assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()
+        assert (result - wanted).abs().max() < 1e-3 * wanted.abs().max()
 
 
 @torch.inference_mode()
@@ -81,23 +81,23 @@ def test_of_kv_heads_that_say_the_same_one_is_kept():
     for dim, exact in ((D, True), (D - 2, False)):
         made = dsa.first_weights(model.attentions[layer], dsa.Phases.of(seen), H, dim)
         index = made(seen.x[None], *model.rope(torch.arange(80)[None]))
-        found = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
+        result = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
         wanted = attention_scores(model, seen, torch.arange(80))
-        assert ((found - wanted).abs().max() < 1e-3 * wanted.abs().max()) == exact
+        assert ((result - wanted).abs().max() < 1e-3 * wanted.abs().max()) == exact
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @torch.inference_mode()
-def test_normed_heads_are_nearly_said(family):
+def test_normed_heads_are_nearly_exact(family):
     """The norm is taken for its mean: the order of the scores stands, not their sizes."""
     model = tiny.target(family)
     sizes = model.config.num_heads, model.config.num_kv_heads * model.config.head_dim
     _, made = indexed(family, *sizes)
     for layer, seen in dsa.looked_at(model, tiny.tokens(60, seed=9), list(made)).items():
         index = made[layer](seen.x[None], *model.rope(torch.arange(60)[None]))
-        found = torch.einsum("thd,sd->hts", index.q[0], index.k[0]).flatten()
+        result = torch.einsum("thd,sd->hts", index.q[0], index.k[0]).flatten()
         wanted = attention_scores(model, seen, torch.arange(60)).flatten()
-        assert torch.corrcoef(torch.stack((found, wanted)))[0, 1] > 0.8
+        assert torch.corrcoef(torch.stack((result, wanted)))[0, 1] > 0.8
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -107,7 +107,7 @@ def test_mass_is_what_the_attention_gives(family):
     model, made = indexed(family, 3, 6)
     tokens, positions = tiny.tokens(40, seed=9), torch.tensor([7, 20, 39])
     for layer, seen in dsa.looked_at(model, tokens, list(made)).items():
-        found = dsa.mass(model, made[layer], seen, positions)
+        result = dsa.mass(model, made[layer], seen, positions)
         attention = seen.attention
         scores = attention_scores(model, seen, torch.arange(40))[:, positions] * attention.scale
         for n, position in enumerate(positions.tolist()):
@@ -115,9 +115,9 @@ def test_mass_is_what_the_attention_gives(family):
             if attention.sinks is not None:
                 rows = torch.cat((rows, attention.sinks[:, None]), 1)
             weights = rows.softmax(-1)[:, : position + 1].sum(0)
-            assert (found.p[n, : position + 1] - weights / weights.sum()).abs().max() < 1e-5
-            assert not found.p[n, position + 1 :].any()
-            assert abs(found.weight[n] - weights.sum() / attention.heads) < 1e-5
+            assert (result.p[n, : position + 1] - weights / weights.sum()).abs().max() < 1e-5
+            assert not result.p[n, position + 1 :].any()
+            assert abs(result.weight[n] - weights.sum() / attention.heads) < 1e-5
 
 
 @torch.inference_mode()
@@ -126,15 +126,15 @@ def test_what_is_kept_is_the_mass_of_what_is_chosen():
     tokens, positions = tiny.tokens(60, seed=9), torch.arange(10, 60, 7)
     layer = full_layers(model)[0]
     seen = dsa.looked_at(model, tokens, [layer])[layer]
-    found = dsa.mass(model, made[layer], seen, positions)
+    result = dsa.mass(model, made[layer], seen, positions)
     index = made[layer](seen.x[None], *model.rope(torch.arange(60)[None]))
     place = QueryPositions(torch.tensor([0]), torch.tensor([60]), 60, None, 60)
     lists, many = choose(index, index.k.contiguous(), place, KEEP)
     for n, position in enumerate(positions.tolist()):
         kept = lists[0, position, : many[0, position]]
-        assert abs(found.kept(KEEP)[n] - found.p[n, kept].sum()) < 1e-5
-    best = dsa.Mass(found.p, found.weight, found.p, positions).kept(KEEP)
-    assert (best >= found.kept(KEEP) - 1e-6).all() and (best > found.kept(KEEP)).any()
+        assert abs(result.kept(KEEP)[n] - result.p[n, kept].sum()) < 1e-5
+    best = dsa.Mass(result.p, result.weight, result.p, positions).kept(KEEP)
+    assert (best >= result.kept(KEEP) - 1e-6).all() and (best > result.kept(KEEP)).any()
 
 
 def test_divergence_teaches_the_index_alone():
@@ -144,14 +144,14 @@ def test_divergence_teaches_the_index_alone():
     for chosen in (False, True):
         made[layer].zero_grad()
         # the first queries choose among nothing: they teach nothing, and no NaN
-        found = dsa.mass(model, made[layer], seen, torch.arange(60))
-        loss = found.divergence(KEEP, chosen)
+        result = dsa.mass(model, made[layer], seen, torch.arange(60))
+        loss = result.divergence(KEEP, chosen)
         loss.backward()
         assert loss > 0 and all(
             p.grad.isfinite().all() and p.grad.any() for p in made[layer].proj.parameters()
         )
     assert not any(p.grad is not None for p in model.parameters())
-    exact = dsa.Mass(found.p, found.weight, found.p.clamp(min=1e-30).log(), found.positions)
+    exact = dsa.Mass(result.p, result.weight, result.p.clamp(min=1e-30).log(), result.positions)
     assert exact.divergence(KEEP).abs() < 1e-5
 
 
@@ -192,7 +192,7 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ({"index_heads": 4}, "index_heads 4: it must divide the 6 heads"),
         ({"index_dim": 7}, "index_dim 7: an even number"),
@@ -204,7 +204,7 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
         ({"row_tokens": 10**6}, "files have 1000000 tokens"),
     ],
 )
-def test_settings_that_cannot_be(said, error, documents, tmp_path):
+def test_settings_that_cannot_be(message, error, documents, tmp_path):
     with pytest.raises(ValueError, match=error):
-        retrofit_dsa("default", DsaSettings(**SMALL | said), documents, tmp_path / "out")
+        retrofit_dsa("default", DsaSettings(**SMALL | message), documents, tmp_path / "out")
     assert not (tmp_path / "out").exists()

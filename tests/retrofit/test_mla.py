@@ -43,13 +43,13 @@ def test_full_rank_is_the_target(family, method):
     with torch.inference_mode():
         got = model.logits(model(tokens).hidden)
     assert (got - wanted).abs().max() < 2e-4
-    for i, found in bases.items():
+    for i, result in bases.items():
         W, b = mla.projection(model.attentions[i])
-        made = found.up @ found.down
+        made = result.up @ result.down
         assert (made @ W - W).abs().max() < 1e-6 and (
-            made @ (b - found.mean) + found.mean - b
+            made @ (b - result.mean) + result.mean - b
         ).abs().max() < 1e-5
-        assert found.residual(moments[i], rank).abs().max() < 1e-6
+        assert result.residual(moments[i], rank).abs().max() < 1e-6
     for name, tensor in held.items():  # the original projections are untouched
         assert torch.equal(dict(named_tensors(model))[name], tensor)
     model.use_mla_kv(False)
@@ -77,18 +77,18 @@ def test_moments_by_hand():
                 q / (q.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * attention.q_norm.weight
             )
             streams.append(aux[1, 0, t].double().square().sum())
-    found = calibrate(model, rows, [layer])[layer]
+    value = calibrate(model, rows, [layer])[layer]
     y, q = torch.stack(ys), torch.stack(qs).unflatten(1, (K, -1))
-    assert (found.mean - y.mean(0)).abs().max() < 1e-6
-    assert (found.cov - torch.cov(y.T, correction=0)).abs().max() < 1e-5
+    assert (value.mean - y.mean(0)).abs().max() < 1e-6
+    assert (value.cov - torch.cov(y.T, correction=0)).abs().max() < 1e-5
     outer = torch.einsum("tkgd,tkge->kde", q, q) / len(q) * torch.stack(inverses).mean(0)[:, None, None]
     weight = attention.k_norm.weight.double()
     wanted = averaged(outer, model) * weight[:, None] * weight / D
-    assert (found.q - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert (value.q - wanted).abs().max() < 1e-4 * wanted.abs().max()
     heads = attention.o_proj.weight.double().view(-1, K, H // K, D)
-    assert (found.o[1] - sum(heads[:, 1, g].T @ heads[:, 1, g] for g in range(H // K))).abs().max() < 1e-5
-    assert found.stream == pytest.approx(float(torch.stack(streams).mean()), rel=1e-5)
-    assert found.tokens == sum(map(len, rows))
+    assert (value.o[1] - sum(heads[:, 1, g].T @ heads[:, 1, g] for g in range(H // K))).abs().max() < 1e-5
+    assert value.stream == pytest.approx(float(torch.stack(streams).mean()), rel=1e-5)
+    assert value.tokens == sum(map(len, rows))
 
 
 def test_a_score_feels_an_error_at_every_distance():
@@ -110,20 +110,20 @@ def test_what_a_rank_costs_is_what_is_left_out():
     """pca: the squared error over the calibration text is the sum of the worths left out; no other basis of
     that rank does better, nor does svd."""
     model, moments, bases, _ = retrofitted("gpt_oss", mla.PCA)
-    for i, found in bases.items():
+    for i, result in bases.items():
         m = moments[i]
         for rank in (3, 9, 20):
-            left = found.residual(m, rank).diagonal().sum()
+            left = result.residual(m, rank).diagonal().sum()
             assert float(left) == pytest.approx(
-                float(found.worth[rank:].sum() * m.stream), rel=1e-6, abs=1e-9
+                float(result.worth[rank:].sum() * m.stream), rel=1e-6, abs=1e-9
             )
             other = mla.basis(mla.SVD, model.attentions[i], m).residual(m, rank).diagonal().sum()
             assert left < other
     model, moments, bases, _ = retrofitted("gpt_oss", mla.LOSS, balance=0.2)
-    for i, found in bases.items():
+    for i, result in bases.items():
         M = mla.metric(model.attentions[i], moments[i], 0.2)
-        cost = (M * found.residual(moments[i], 9)).sum()
-        assert float(cost) == pytest.approx(float(found.worth[9:].sum() * moments[i].stream), rel=1e-3)
+        cost = (M * result.residual(moments[i], 9)).sum()
+        assert float(cost) == pytest.approx(float(result.worth[9:].sum() * moments[i].stream), rel=1e-3)
         blind = mla.basis(mla.PCA, model.attentions[i], moments[i])
         assert cost < (M * blind.residual(moments[i], 9)).sum()
 
@@ -172,8 +172,8 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
     assert 0 < after["kl"] < 1 and before["nats_per_token"] != after["nats_per_token"]
     assert set(report["balances_tried"]) == {"1", "0.3", "0.1", "0.03"}
     text = texts(rows=1, tokens=60)
-    said = judge(again, text, judge(whole, text)["log_probabilities"])
-    assert said["kl"] > 0 and said["same_likeliest"] < 1
+    value = judge(again, text, judge(whole, text)["log_probabilities"])
+    assert value["kl"] > 0 and value["same_likeliest"] < 1
     with pytest.raises(ValueError, match="is there already"):
         retrofit_mla("default", settings, documents, tmp_path / "out")
     with pytest.raises(ValueError, match=r"mla.json is there already"):
@@ -184,7 +184,7 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("message", "error"),
     [
         ({"method": "best"}, "method 'best': it must be one of svd, pca, loss"),
         ({"method": "svd"}, "svd sees no data"),
@@ -197,7 +197,7 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
         ({"row_tokens": 10**6}, "files have 1000000 tokens"),
     ],
 )
-def test_settings_that_cannot_be(said, error, documents, tmp_path):
+def test_settings_that_cannot_be(message, error, documents, tmp_path):
     with pytest.raises(ValueError, match=error):
-        retrofit_mla("default", MlaSettings(**said), documents, tmp_path / "out")
+        retrofit_mla("default", MlaSettings(**message), documents, tmp_path / "out")
     assert not (tmp_path / "out").exists()

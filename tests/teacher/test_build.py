@@ -53,13 +53,13 @@ def tokenizer():
 def documents():
     """Lines of 10 to 40 letters. Held-out ones consist of HELD_OUT_LETTER alone."""
     draw = random.Random(3)
-    found = []
+    items = []
     for i in range(40):
         document = Document(f"file{i}.py", "")
         letters = HELD_OUT_LETTER if document.held_out else string.ascii_letters
         lines = ["".join(draw.choices(letters, k=draw.randrange(10, 40))) for _ in range(9)]
-        found.append(Document(document.name, "\n".join(lines)))
-    return found
+        items.append(Document(document.name, "\n".join(lines)))
+    return items
 
 
 def make(folder, recipe=RECIPE, model=None, **kwargs):
@@ -107,13 +107,13 @@ def test_the_final_state_of_a_position_predicts_the_next_token(tmp_path, dtype):
         sample = cache.sample(i)
         with torch.inference_mode():
             hidden = target(sample.tokens[None], offset=sample.offset).hidden[0]
-            said = target.logits(sample.final.float()).argmax(-1)
+            value = target.logits(sample.final.float()).argmax(-1)
         assert sample.final.shape == (len(sample.tokens), 96)
         assert (sample.final.float() - hidden).norm() < (0.04 if dtype == "fp8" else 0.004) * hidden.norm()
         answer = slice(sample.prompt_length - 1, len(sample.tokens) - 1)
-        next_token += int((said[answer] == sample.tokens[1:][answer]).sum())
-        same_token += int((said[answer] == sample.tokens[answer]).sum())
-        rows += len(said[answer])
+        next_token += int((value[answer] == sample.tokens[1:][answer]).sum())
+        same_token += int((value[answer] == sample.tokens[answer]).sum())
+        rows += len(value[answer])
     assert next_token > 0.95 * rows and same_token < 0.3 * rows
     assert 0.0005 < max(s.relative_error for s in cache.meta.shards) < (0.04 if dtype == "fp8" else 0.003)
 
@@ -122,11 +122,11 @@ def test_a_build_older_than_a_setting_is_gone_on_with(copy, unbroken):
     """Its recipe does not name `final`; what is made from here on is what a build without it makes."""
     meta = read_meta(copy)
     (copy / meta.shards[3].file).unlink()
-    told = {k: v for k, v in meta.recipe.items() if k != "final"}
-    write_meta(copy, dataclasses.replace(meta, recipe=told, shards=meta.shards[:3]))
+    values = {k: v for k, v in meta.recipe.items() if k != "final"}
+    write_meta(copy, dataclasses.replace(meta, recipe=values, shards=meta.shards[:3]))
     make(copy)
     assert contents(copy) == contents(unbroken)
-    write_meta(copy, dataclasses.replace(meta, recipe=told))
+    write_meta(copy, dataclasses.replace(meta, recipe=values))
     with pytest.raises(StoreError, match=r"begun with final False \(now True\)"):
         make(copy, dataclasses.replace(RECIPE, final=True))
 
@@ -274,7 +274,7 @@ def test_a_disk_too_small_is_refused_before_the_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"seed": 8}, r"begun with seed 11 \(now 8\)"),
         ({"batch": 4, "response_tokens": (9, 24)}, r"batch 3 \(now 4\), response_tokens \[9, 23\] \(now"),
@@ -282,9 +282,9 @@ def test_a_disk_too_small_is_refused_before_the_start(tmp_path):
         ({"target_layer_ids": (0, 1, 3)}, r"target_layer_ids \(0, 2, 3\), this build has \(0, 1, 3\)"),
     ],
 )
-def test_resuming_with_other_settings_is_refused(copy, changes, said):
+def test_resuming_with_other_settings_is_refused(copy, changes, message):
     before = contents(copy)
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(StoreError, match=message):
         make(copy, dataclasses.replace(RECIPE, **changes))
     assert contents(copy) == before
 
@@ -310,7 +310,7 @@ def test_a_folder_of_other_files_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"samples": 0}, "samples 0"),
         ({"prompt_tokens": (9, 5)}, "prompt_tokens 9, 5"),
@@ -325,8 +325,8 @@ def test_a_folder_of_other_files_is_refused(tmp_path):
         ({"response_tokens": (5, 10**6)}, "positions end at 135168"),
     ],
 )
-def test_settings_no_build_can_honour(tmp_path, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_no_build_can_honour(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
         make(tmp_path, dataclasses.replace(RECIPE, **changes))
 
 

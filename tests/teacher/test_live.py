@@ -56,17 +56,17 @@ def test_a_cached_teacher_is_a_live_teacher(caches, loss):
         num_heads=4, num_kv_heads=2, head_dim=10, intermediate_size=40, draft_vocab=50, steps_ahead=3,
         loss=loss, bfloat16=False, held_out_share=0.0,
     )  # fmt: skip
-    found = []
+    items = []
     for teacher in teachers:
         draft = begin_eagle3(recipe, target, None, teacher, None)
         tiny.randomise(draft.named_parameters(), 3)
         course = Course(draft, target, recipe, None, Vocabulary.of(draft, target, torch.float32))
         rows = [teacher.sample(i) for i in range(6)]
         assert {row.offset for row in rows} == set(OFFSETS)
-        judged, tokens = course.judged(rows, 1.0, torch.Generator().manual_seed(0))
-        (gradient,) = torch.autograd.grad(judged.loss, [draft.fc.weight])
-        found.append((judged, tokens, gradient))
-    (cached, n, ours), (live, m, wanted) = found
+        validation, tokens = course.evaluate(rows, 1.0, torch.Generator().manual_seed(0))
+        (gradient,) = torch.autograd.grad(validation.loss, [draft.fc.weight])
+        items.append((validation, tokens, gradient))
+    (cached, n, ours), (live, m, wanted) = items
     assert n == m and torch.equal(cached.valid, live.valid)
     assert (cached.hits != live.hits).float().mean() < 0.02
     torch.testing.assert_close(cached.loss, live.loss, rtol=2e-3, atol=0)

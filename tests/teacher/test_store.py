@@ -100,11 +100,11 @@ def test_every_sample_reads_its_own_rows(tmp_path, dtype, final):
 
 def test_a_cache_describes_itself(tmp_path):
     meta = write(tmp_path, planned=8)
-    said = json.loads(json.dumps(TeacherCache.open(tmp_path, unfinished=True).describe()))
-    assert (said["samples"], said["planned_samples"], said["tokens"], said["shards"]) == (5, 8, 31, 2)
-    assert said["nbytes"] == meta.nbytes and said["relative_error"] == 0.5
-    assert said["target_layer_ids"] == [1, 2, 5] and said["recipe"] == {"seed": 1}
-    assert said["final"] is False
+    data = json.loads(json.dumps(TeacherCache.open(tmp_path, unfinished=True).describe()))
+    assert (data["samples"], data["planned_samples"], data["tokens"], data["shards"]) == (5, 8, 31, 2)
+    assert data["nbytes"] == meta.nbytes and data["relative_error"] == 0.5
+    assert data["target_layer_ids"] == [1, 2, 5] and data["recipe"] == {"seed": 1}
+    assert data["final"] is False
     write(tmp_path, final=True)
     assert TeacherCache.open(tmp_path).describe()["final"] is True
 
@@ -133,7 +133,7 @@ def test_fp8_has_a_scale_for_every_row():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("wanted", "message"),
     [
         ({"target_fingerprint": "d" * 64}, "belongs to another target"),
         ({"tokenizer": "d" * 64}, "made with another tokenizer"),
@@ -141,9 +141,9 @@ def test_fp8_has_a_scale_for_every_row():
         ({"layer_ids": (2, 1, 5)}, "in this order"),
     ],
 )
-def test_a_cache_of_something_else(tmp_path, wanted, said):
+def test_a_cache_of_something_else(tmp_path, wanted, message):
     write(tmp_path)
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(StoreError, match=message):
         TeacherCache.open(tmp_path, **wanted)
 
 
@@ -186,7 +186,7 @@ def test_a_missing_and_a_truncated_shard(tmp_path):
 
 
 @pytest.mark.parametrize("place", [0.4, 0.999])
-def test_an_altered_byte_is_found_by_verify(tmp_path, place):
+def test_an_altered_byte_is_detected_by_verify(tmp_path, place):
     meta = write(tmp_path)
     shard = tmp_path / "shard-00001.safetensors"
     data = bytearray(shard.read_bytes())
@@ -204,11 +204,11 @@ def test_meta_json_of_a_newer_version_or_none_at_all(tmp_path):
         read_meta(tmp_path)
     meta = write(tmp_path)
     path = tmp_path / "meta.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps(said | {"format_version": 2, "colour": "blue"}))
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"format_version": 2, "colour": "blue"}))
     with pytest.raises(StoreError, match="format version 2; this Outpace reads up to 1: upgrade"):
         TeacherCache.open(tmp_path)
-    for text in ("{}", "[]", "not json", '{"format_version": "x"}', json.dumps(said | {"colour": "blue"})):
+    for text in ("{}", "[]", "not json", '{"format_version": "x"}', json.dumps(data | {"colour": "blue"})):
         path.write_text(text)
         with pytest.raises(StoreError, match="is not a teacher cache's meta"):
             TeacherCache.open(tmp_path)
@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path, name):
     assert not any(path.name.startswith(name) for path in tmp_path.iterdir())
 
 
-def test_tokenizers_are_told_apart():
+def test_tokenizers_are_distinguished():
     one, two = (Tokenizer(models.WordLevel({"a": 0, word: 1}, unk_token="a")) for word in "bc")
     assert tokenizer_sha256(one) == tokenizer_sha256(Tokenizer.from_str(one.to_str()))
     assert tokenizer_sha256(one) != tokenizer_sha256(two)

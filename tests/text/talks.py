@@ -77,9 +77,9 @@ def messages(draw, contents=TEXTS):
 
 @st.composite
 def conversations(draw, contents=TEXTS):
-    said = tuple(draw(st.lists(messages(contents), max_size=6)))
+    value = tuple(draw(st.lists(messages(contents), max_size=6)))
     tools = (Tool(name="x", description="Does x."),) if draw(st.booleans()) else ()
     text = draw(contents) or None
     developer = Developer(instructions=text, tools=tools) if text or tools else None
     system = System(reasoning="low", current_date="2025-06-28") if draw(st.booleans()) else None
-    return Conversation(messages=said, system=system, developer=developer)
+    return Conversation(messages=value, system=system, developer=developer)

@@ -29,12 +29,12 @@ def answered(content, **more):
 
 
 def test_a_plain_chat():
-    found = read(
+    result = read(
         {"role": "system", "content": "Be brief."},
         asked(),
         {"role": "assistant", "content": "ho", "thinking": "a greeting"},
     )
-    assert found == Conversation(
+    assert result == Conversation(
         developer=Developer(instructions="Be brief."),
         messages=(user("hi"), analysis("a greeting"), final("ho")),
     )
@@ -48,13 +48,13 @@ def test_every_name_of_a_thought(key):
 
 
 def test_a_call_and_its_result():
-    found = read(
+    output = read(
         asked(),
         called(("1", "get", '{"at":"SF"}'), content="I look.", reasoning_content="need it"),
         answered({"sunny": True}, tool_call_id="1"),
         {"role": "assistant", "content": "Sunny."},
     )
-    assert found.messages == (
+    assert output.messages == (
         user("hi"),
         analysis("need it"),
         Message(role="assistant", channel="commentary", content="I look."),
@@ -67,17 +67,17 @@ def test_a_call_and_its_result():
 @pytest.mark.parametrize("by", ["id", "name", "order"])
 def test_calls_made_at_once_get_their_results_one_by_one(by):
     results = {"1": ("a", "one"), "2": ("b", "two")}
-    said = []
+    entries = []
     for id, (name, content) in results.items():
-        said.append(
+        entries.append(
             answered(content, **{"id": {"tool_call_id": id}, "name": {"name": name}, "order": {}}[by])
         )
     if by != "order":
-        said.reverse()
-    found = read(called(("1", "a", {}), ("2", "b", {"x": 1})), *said, asked()).messages
+        entries.reverse()
+    output = read(called(("1", "a", {}), ("2", "b", {"x": 1})), *entries, asked()).messages
     first = (call("functions.a"), result("functions.a", "one"))
     second = (call("functions.b", '{"x": 1}'), result("functions.b", "two"))
-    assert found == (*(first + second if by == "order" else second + first), user("hi"))
+    assert output == (*(first + second if by == "order" else second + first), user("hi"))
 
 
 def test_calls_without_results_follow_each_other():
@@ -102,13 +102,13 @@ def test_a_result_by_name_alone():
         "content": "1",
         "content_type": "code",
     }
-    found = read(python, answered("x", name="python")).messages
-    assert found[1] == result("python", "x", channel="analysis")
+    output = read(python, answered("x", name="python")).messages
+    assert output[1] == result("python", "x", channel="analysis")
 
 
 def test_harmony_in_plain_messages():
     """The header said in full, as `cases.json` does it."""
-    found = read(
+    output = read(
         {"role": "user", "content": "x", "name": "bob"},
         {"role": "assistant", "channel": "analysis", "content": "a"},
         {
@@ -128,13 +128,13 @@ def test_harmony_in_plain_messages():
         },
     ).messages
     odd = result("functions.x", "y", channel="final")
-    assert found == (user("x", name="bob"), analysis("a"), call("functions.x"), odd)
+    assert output == (user("x", name="bob"), analysis("a"), call("functions.x"), odd)
 
 
 def test_openai_harmonys_own_json():
     text = [{"type": "text", "text": "hi"}]
     tool = {"name": "get", "description": "Gets.", "parameters": {"type": "object"}}
-    found = read(
+    result = read(
         {
             "role": "system",
             "name": None,
@@ -162,7 +162,7 @@ def test_openai_harmonys_own_json():
         },
         {"role": "user", "name": None, "content": text},
     )
-    assert found == Conversation(
+    assert result == Conversation(
         system=System(
             identity="I am.",
             reasoning="high",
@@ -183,14 +183,14 @@ def test_settings_stand_over_the_default():
     default = System(current_date="2025-06-28")
     assert parse_conversation([asked()]).system is None
     assert parse_conversation([asked()], system=default).system == default
-    said = {"messages": [], "reasoning": "high", "system": {"identity": None}}
+    values = {"messages": [], "reasoning": "high", "system": {"identity": None}}
     wanted = System(current_date="2025-06-28", identity=None, reasoning="high")
-    assert parse_conversation(said, system=default).system == wanted
+    assert parse_conversation(values, system=default).system == wanted
     assert parse_conversation({"messages": [], "reasoning_effort": "low"}).system == System(reasoning="low")
 
 
 def test_instructions_from_every_place_are_one():
-    found = read(
+    result = read(
         {"role": "developer", "content": "three"},
         {"role": "system", "content": [{"type": "text", "text": "four"}]},
         asked(),
@@ -198,27 +198,27 @@ def test_instructions_from_every_place_are_one():
         system="one",
         developer={"instructions": "two"},
     )
-    assert found.developer == Developer(instructions="one\n\ntwo\n\nthree\n\nfour")
-    assert found.messages == (user("hi"), Message(role="developer", content="# Instructions\n\nlate"))
+    assert result.developer == Developer(instructions="one\n\ntwo\n\nthree\n\nfour")
+    assert result.messages == (user("hi"), Message(role="developer", content="# Instructions\n\nlate"))
 
 
 def test_tools_in_every_shape():
     wanted = (Tool(name="f", description="d", parameters={"type": "object"}),)
     inner = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
-    for said in ({"type": "function", "function": inner}, {"type": "function", **inner}, inner):
-        assert parse_tools([said]) == wanted
-        assert read(tools=[said]).developer == Developer(tools=wanted)
-        assert read(developer={"tools": [said]}).developer == Developer(tools=wanted)
+    for item in ({"type": "function", "function": inner}, {"type": "function", **inner}, inner):
+        assert parse_tools([item]) == wanted
+        assert read(tools=[item]).developer == Developer(tools=wanted)
+        assert read(developer={"tools": [item]}).developer == Developer(tools=wanted)
     assert parse_tools([{"name": "f"}]) == (Tool(name="f"),)
 
 
 def test_what_shall_not_be_learned():
-    found = read(
+    result = read(
         {"role": "assistant", "content": "b", "thinking": "a", "weight": 0},
         called(("1", "a", {}), weight=0),
         {"role": "assistant", "content": "c", "weight": 1},
     ).messages
-    assert [m.supervised for m in found] == [False, False, False, True]
+    assert [m.supervised for m in result] == [False, False, False, True]
 
 
 def test_keys_that_hold_nothing_or_are_the_data_sets_own():
@@ -234,7 +234,7 @@ def test_keys_that_hold_nothing_or_are_the_data_sets_own():
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("message", "wanted"),
     [
         ("text", "a conversation is a JSON object with a list of `messages`"),
         ({"conversations": []}, "a conversation is a JSON object with a list of `messages`"),
@@ -316,9 +316,9 @@ def test_keys_that_hold_nothing_or_are_the_data_sets_own():
         ([answered(None, name="x")], "messages[0].content: a text is wanted, there is none"),
     ],
 )
-def test_errors_name_the_field(said, wanted):
+def test_errors_name_the_field(message, wanted):
     with pytest.raises(ValueError) as error:
-        parse_conversation(said)
+        parse_conversation(message)
     assert str(error.value).startswith(wanted)
 
 
@@ -354,6 +354,6 @@ MESSAGE = st.fixed_dictionaries(
         {"messages": st.lists(MESSAGE | ANY, max_size=4)}, optional={"tools": ANY, "system": ANY}
     )
 )
-def test_whatever_json_says_is_read_or_refused(said):
+def test_whatever_json_says_is_read_or_refused(message):
     with contextlib.suppress(ValueError):
-        parse_conversation(said)
+        parse_conversation(message)

@@ -105,12 +105,12 @@ def judge(cases, attempt):
     return counts
 
 
-def use(found):
+def use(result):
     """What a program does with a tokenizer that it was given."""
     for text in ("def f(x): 'gr\u00f6\u00dfer' 123\n<|end|>", ""):
-        found.decode(encode(found, text))
-    encode_prompt(found, "a")
-    check_vocabulary(found, 10**9)
+        result.decode(encode(result, text))
+    encode_prompt(result, "a")
+    check_vocabulary(result, 10**9)
 
 
 def test_tokenizer_json_with_bytes_damaged(tokenizer, tmp_path):
@@ -126,35 +126,35 @@ def test_tokenizer_json_with_bytes_damaged(tokenizer, tmp_path):
 
 def test_tokenizer_json_with_wrong_types(tokenizer, tmp_path):
     path = tmp_path / "tokenizer.json"
-    said = json.loads(tokenizer.to_str())
+    data = json.loads(tokenizer.to_str())
 
     def attempt(case):
         path.write_text(json.dumps(case))
         use(read_tokenizer(tmp_path))
 
-    refused, understood = judge((swapped(said, p, w) for p in places(said) for w in WRONG), attempt)
+    refused, understood = judge((swapped(data, p, w) for p in places(data) for w in WRONG), attempt)
     assert refused > 1000 and understood > 50
 
 
 def test_tokenizer_config_json(tmp_path):
     path = tmp_path / "tokenizer_config.json"
     token = {"content": "</s>", "special": True}
-    said = {
+    values = {
         "chat_template": [{"name": "default", "template": TEMPLATE}],
         "bos_token": "<s>",
         "eos_token": token,
     }
-    data = json.dumps(said).encode()
+    data = json.dumps(values).encode()
 
     def attempt(case):
         path.write_bytes(case if isinstance(case, bytes) else json.dumps(case).encode())
-        found = folder_template(tmp_path)
-        assert found is None or isinstance(found, ChatTemplate)
-        if found is not None:
-            found.render([{"role": "user", "content": "a"}])
+        result = folder_template(tmp_path)
+        assert result is None or isinstance(result, ChatTemplate)
+        if result is not None:
+            result.render([{"role": "user", "content": "a"}])
 
     assert judge(damaged(data, 1, 200), attempt)[0] > 100
-    refused, understood = judge((swapped(said, p, w) for p in places(said) for w in WRONG), attempt)
+    refused, understood = judge((swapped(values, p, w) for p in places(values) for w in WRONG), attempt)
     assert refused > 20 and understood > 50
 
 
@@ -180,31 +180,35 @@ def test_chat_templates(monkeypatch):
 
 
 def test_messages_of_wrong_types():
-    said = [{"role": "user", "content": "a", "tool_calls": [{"name": "f", "arguments": {}}]}]
+    items = [{"role": "user", "content": "a", "tool_calls": [{"name": "f", "arguments": {}}]}]
 
     def attempt(messages):
         render(TEMPLATE, messages)
 
-    assert sum(judge((swapped(said, p, w) for p in places(said) if p for w in WRONG), attempt)) > 100
+    assert sum(judge((swapped(items, p, w) for p in places(items) if p for w in WRONG), attempt)) > 100
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_gguf_metadata(tokenizer, kind):
-    said = gguf_vocabulary(tokenizer, tokenizer.get_vocab_size(), pre="llama-bpe")
-    said |= {"tokenizer.ggml.model": kind, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
-    said |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
-    said |= {"tokenizer.ggml.scores": [-float(i) for i in range(tokenizer.get_vocab_size())]}
+    given = gguf_vocabulary(tokenizer, tokenizer.get_vocab_size(), pre="llama-bpe")
+    given |= {
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    given |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
+    given |= {"tokenizer.ggml.scores": [-float(i) for i in range(tokenizer.get_vocab_size())]}
 
     def attempt(metadata):
         special_ids(metadata)
         gguf_template(metadata)
         use(tokenizer_from_gguf(metadata))
 
-    use(tokenizer_from_gguf(said))
-    cases = [swapped(said, p, w) for p in places(said) if p for w in WRONG]
+    use(tokenizer_from_gguf(given))
+    cases = [swapped(given, p, w) for p in places(given) if p for w in WRONG]
     refused, understood = judge(cases, attempt)
     assert refused > 100 and understood > 10
-    plain = {key: value for key, value in said.items() if not key.endswith("huggingface.json")}
+    plain = {key: value for key, value in given.items() if not key.endswith("huggingface.json")}
     refused, understood = judge([swapped(plain, p, w) for p in places(plain) if p for w in WRONG], attempt)
     assert refused > 100 and understood > 10
     judge([{k: v for k, v in plain.items() if k != gone} for gone in plain], attempt)

@@ -115,7 +115,7 @@ def test_what_is_kept(messages, left, left_when_looked_at):
     assert all(f"<|message|>{m.content}<|" in shown for m in messages)
 
 
-def test_messages_are_told_apart_by_their_end():
+def test_messages_are_distinguished_by_their_end():
     text = render(Conversation(messages=(U1, CALL, RESULT, F1)), generation_prompt=False)
     assert text == (
         "<|start|>user<|message|>u1<|end|>"
@@ -296,7 +296,7 @@ def test_the_bytes_of_a_token():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"role": "robot"}, "known are system, developer, user"),
         ({"role": "user", "name": "two words"}, "name 'two words': it must be one word"),
@@ -309,8 +309,8 @@ def test_the_bytes_of_a_token():
         ({"role": "assistant", "content_type": "a.b"}, "would be read as a recipient"),
     ],
 )
-def test_messages_that_could_not_be_read_back(fields, said):
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+def test_messages_that_could_not_be_read_back(fields, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         Message(content="", **fields)
 
 

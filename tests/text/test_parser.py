@@ -45,7 +45,7 @@ def one_byte_each(ids):
 
 def test_the_references_stream():
     parsed = read(golden("test_streamable_parser.txt"), strict=True)
-    thought, search, found = messages(parsed)
+    thought, search, output = messages(parsed)
     assert thought.channel == "analysis" and thought.content.startswith('User asks "Who is')
     assert search == call(
         "browser.search",
@@ -53,7 +53,7 @@ def test_the_references_stream():
         content_type="code",
         constrained=False,
     )
-    assert found == result("browser.search", '{"result": "https://openai.com/"}')
+    assert output == result("browser.search", '{"result": "https://openai.com/"}')
     assert [p.end for p in parsed] == [END, CALL, END] and not any(p.faults for p in parsed)
 
 
@@ -275,7 +275,7 @@ def test_broken_output_is_kept_and_marked(text, wanted, fault):
 @pytest.mark.parametrize(
     "text", ["<|return|>", "<|end|><|end|>", "<|start|>", "", "<|start|>assistant<|end|> ", " "]
 )
-def test_nothing_was_said(text):
+def test_nothing_was_generated(text):
     assert messages(read(text)) in ([], [Message(role="assistant", content="")])
 
 
@@ -296,13 +296,13 @@ def test_output_cut_anywhere(cut):
 
 
 def test_answers_are_the_final_channel_alone():
-    said = (
+    value = (
         analysis("a"),
         Message(role="assistant", channel="commentary", content="b"),
         call("functions.x"),
         final("c"),
     )
-    ids = prompt_ids(Conversation(messages=said), TOKENIZER, drop_analysis=False, generation_prompt=False)
+    ids = prompt_ids(Conversation(messages=value), TOKENIZER, drop_analysis=False, generation_prompt=False)
     assert answer(parse(ids)) == "c"
     assert answer(read("no format at all")) == ""
 

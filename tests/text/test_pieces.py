@@ -65,9 +65,9 @@ def their_tokens(folder, metadata, texts):
     path = folder / "vocabulary.gguf"
     write_vocabulary(path, {f"{KEY}bos_token_id": 0, f"{KEY}eos_token_id": 1} | metadata)
     engine = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
-    found = [engine.tokenize(t.encode(), add_bos=False, special=True) if t else [] for t in texts]
+    items = [engine.tokenize(t.encode(), add_bos=False, special=True) if t else [] for t in texts]
     path.unlink()
-    return found
+    return items
 
 
 def golden():
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: their_tokens(Path(folder), cut_by(name), nasty.TEXTS) for name in RULES}
-        found["sentencepiece"] = their_tokens(Path(folder), sentencepiece(), nasty.TEXTS)
-    GOLDEN.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    sys.stdout.write(f"{GOLDEN}: {len(found)} vocabularies\n")
+        values = {name: their_tokens(Path(folder), cut_by(name), nasty.TEXTS) for name in RULES}
+        values["sentencepiece"] = their_tokens(Path(folder), sentencepiece(), nasty.TEXTS)
+    GOLDEN.write_text(json.dumps(values, separators=(",", ":")) + "\n")
+    sys.stdout.write(f"{GOLDEN}: {len(values)} vocabularies\n")

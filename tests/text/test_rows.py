@@ -32,7 +32,7 @@ TALK = Conversation(
 )
 
 
-def told(row, supervised=True):
+def notes(row, supervised=True):
     """The text the mask selects, or the rest."""
     return [text_of(ids) for own, ids in row.spans() if own is supervised]
 
@@ -40,10 +40,10 @@ def told(row, supervised=True):
 def test_a_row_for_every_turn():
     first, second = rows(TALK, TOKENS)
     assert (first.turn, second.turn) == (0, 1)
-    assert told(first) == [
+    assert notes(first) == [
         "<|channel|>analysis<|message|>first<|end|><|start|>assistant<|channel|>final<|message|>1<|return|>"
     ]
-    calling, answering = told(second)
+    calling, answering = notes(second)
     assert calling == (
         "<|channel|>analysis<|message|>need it<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
@@ -54,8 +54,8 @@ def test_a_row_for_every_turn():
     )
     # the first turn is history now: no thoughts, and <|end|> where it once stopped
     assert "first" not in text_of(second.ids)
-    assert "<|start|>assistant<|channel|>final<|message|>1<|end|><|start|>user" in told(second, False)[0]
-    assert told(second, False)[1] == (
+    assert "<|start|>assistant<|channel|>final<|message|>1<|end|><|start|>user" in notes(second, False)[0]
+    assert notes(second, False)[1] == (
         "<|start|>functions.x to=assistant<|channel|>commentary<|message|>7 <|return|><|end|>"
         "<|start|>assistant"
     )
@@ -63,8 +63,8 @@ def test_a_row_for_every_turn():
 
 def test_every_prompt_is_the_one_the_model_would_get():
     """Each stretch the assistant says at once begins where `prompt_ids` of the history ends."""
-    found = rows(TALK, TOKENS)
-    for row, at, length in ((found[0], 0, 1), (found[1], 0, 4), (found[1], 1, 8)):
+    result = rows(TALK, TOKENS)
+    for row, at, length in ((result[0], 0, 1), (result[1], 0, 4), (result[1], 1, 8)):
         history = Conversation(system=TALK.system, developer=TALK.developer, messages=TALK.messages[:length])
         prompt = prompt_ids(history, TOKENIZER)
         begins = [i for i in range(1, len(row.ids)) if row.mask[i] and not row.mask[i - 1]]
@@ -85,9 +85,9 @@ def test_stop_tokens_are_learned_where_the_model_stops():
 def test_turns_without_an_answer():
     cut = Conversation(messages=(user("x"), analysis("hm"), call("functions.x")))
     (row,) = rows(cut, TOKENS)
-    assert told(row)[0].endswith("{}<|call|>")
+    assert notes(row)[0].endswith("{}<|call|>")
     (row,) = rows(Conversation(messages=(user("x"), analysis("hm"))), TOKENS)
-    assert told(row) == ["<|channel|>analysis<|message|>hm<|end|>"]
+    assert notes(row) == ["<|channel|>analysis<|message|>hm<|end|>"]
     assert rows(Conversation(messages=(user("x"),)), TOKENS) == []
     assert rows(Conversation(), TOKENS) == []
 
@@ -95,11 +95,11 @@ def test_turns_without_an_answer():
 def test_calls_in_a_row_are_prompted_each():
     """The model stops at a call: what follows one begins with a prompt of its own."""
     (row,) = rows(Conversation(messages=(user("x"), call("functions.a"), call("functions.b"))), TOKENS)
-    assert [t.split("<|channel|>")[0] for t in told(row)] == [" to=functions.a", " to=functions.b"]
+    assert [t.split("<|channel|>")[0] for t in notes(row)] == [" to=functions.a", " to=functions.b"]
 
 
 def test_what_shall_not_be_learned_is_context():
-    talk = Conversation(
+    conversation = Conversation(
         messages=(
             user("x"),
             analysis("bad", supervised=False),
@@ -108,32 +108,32 @@ def test_what_shall_not_be_learned_is_context():
             final("no", supervised=False),
         )
     )
-    (row,) = rows(talk, TOKENS)
-    assert told(row) == ["<|start|>assistant<|channel|>final<|message|>good<|return|>"]
-    assert "bad<|end|>" in told(row, False)[0]
+    (row,) = rows(conversation, TOKENS)
+    assert notes(row) == ["<|start|>assistant<|channel|>final<|message|>good<|return|>"]
+    assert "bad<|end|>" in notes(row, False)[0]
 
 
 def test_recipients_beside_the_channel():
     row = rows(TALK, TOKENS, recipient_in="channel")[1]
     assert (
-        "<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>" in told(row)[0]
+        "<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>" in notes(row)[0]
     )
 
 
 @given(conversations())
-def test_the_mask_is_what_the_assistant_said(conversation):
+def test_the_mask_is_what_the_assistant_generated(conversation):
     """Read back by the parser, the supervised tokens are the assistant's messages, each once."""
-    found = []
+    items = []
     for row in rows(conversation, TOKENS):
         assert not row.mask[0]
         for own, ids in row.spans():
             if own:
                 parser = HarmonyParser(TOKENS, strict=True)
                 parser.feed_all(ids)
-                found += [p.message for p in parser.finish() if p.finished]
+                items += [p.message for p in parser.finish() if p.finished]
             else:
                 assert TOKENS.ids[Mark.RETURN] not in ids
-    assert found == [m for m in conversation.messages if m.role == "assistant"]
+    assert items == [m for m in conversation.messages if m.role == "assistant"]
 
 
 def write(path, *lines):
@@ -149,22 +149,22 @@ def test_a_file_of_conversations(tmp_path):
         tmp_path / "talks.jsonl", {"messages": [ASKED, SAID]}, "", [ASKED], {"messages": [ASKED, SAID] * 2}
     )
     assert [line for line, _ in read_conversations(path)] == [1, 3, 4]
-    found = list(read_rows(path, TOKENS, system=System()))
-    assert [(row.line, row.turn) for row in found] == [(1, 0), (4, 0), (4, 1)]
-    assert all("Knowledge cutoff" in text_of(row.ids) for row in found)
-    assert found[0].as_json() == {
+    items = list(read_rows(path, TOKENS, system=System()))
+    assert [(row.line, row.turn) for row in items] == [(1, 0), (4, 0), (4, 1)]
+    assert all("Knowledge cutoff" in text_of(row.ids) for row in items)
+    assert items[0].as_json() == {
         "line": 1,
         "turn": 0,
-        "ids": found[0].ids,
-        "mask": [int(m) for m in found[0].mask],
+        "ids": items[0].ids,
+        "mask": [int(m) for m in items[0].mask],
     }
     marked = tmp_path / "bom.jsonl"
     marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
-    assert list(read_rows(marked, TOKENS, system=System())) == found
+    assert list(read_rows(marked, TOKENS, system=System())) == items
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "no JSON: Expecting property name enclosed in double quotes at character 2"),
         ("[" * 100_000, "JSON nested too deeply"),
@@ -174,16 +174,16 @@ def test_a_file_of_conversations(tmp_path):
         ('[{"role": "user", "content": ' + "9" * 5000 + "}]", "Exceeds the limit"),
     ],
 )
-def test_errors_name_the_line(tmp_path, line, said):
+def test_errors_name_the_line(tmp_path, line, message):
     path = write(tmp_path / "talks.jsonl", [ASKED], line)
     with pytest.raises(ValueError) as error:
         list(read_rows(path, TOKENS))
-    assert str(error.value).startswith(f"{path}, line 2: {said}")
+    assert str(error.value).startswith(f"{path}, line 2: {message}")
 
 
 def test_whole_surrogate_pairs_are_characters(tmp_path):
     path = write(tmp_path / "talks.jsonl", r'[{"role": "assistant", "content": "\ud83d\ude42"}]')
-    assert "🙂" in told(next(read_rows(path, TOKENS)))[0]
+    assert "🙂" in notes(next(read_rows(path, TOKENS)))[0]
 
 
 def test_bytes_that_are_no_text(tmp_path):

@@ -101,7 +101,7 @@ def test_bombs_are_refused_in_bounded_time(template, monkeypatch):
         render(template, TALK)
 
 
-def test_the_bounds_leave_room_for_long_conversations():
+def test_the_bounds_leave_space_for_long_conversations():
     """Four million characters, written piece by piece and gathered in a variable."""
     messages = [{"role": "user", "content": "word " * 400}] * 2000
     assert (

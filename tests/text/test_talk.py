@@ -12,25 +12,25 @@ ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fi
 CALLS = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a": 1}<|call|>'
 
 
-def talk(**more):
+def open_chat(**more):
     return HarmonyChat(TOKENIZER, **more)
 
 
-def hear(chat, text):
+def feed(chat, text):
     """-> what streamed, and the answer's parts."""
     chat.prompt()
     streamed = [part for token in ids_of(text) if (part := chat.feed(token)) is not None]
     return streamed, chat.end()
 
 
-def said(chat):
+def spoken(chat):
     return chat.conversation.messages
 
 
 def test_an_answer_becomes_history_without_its_thoughts():
-    chat = talk(system=System(reasoning="low"), developer=Developer(instructions="Be brief."))
+    chat = open_chat(system=System(reasoning="low"), developer=Developer(instructions="Be brief."))
     chat.say("2 + 2?")
-    streamed, parts = hear(chat, ANSWER)
+    streamed, parts = feed(chat, ANSWER)
     assert [(p.kind, p.text, p.index) for p in streamed] == [
         ("analysis", "h", 0),
         ("analysis", "m", 0),
@@ -48,28 +48,28 @@ def test_an_answer_becomes_history_without_its_thoughts():
 
 
 def test_a_call_gets_its_result():
-    chat = talk()
+    chat = open_chat()
     chat.say("x")
     with pytest.raises(ValueError, match="no call waits for a result"):
         chat.give_result("7")
-    _, parts = hear(chat, CALLS)
+    _, parts = feed(chat, CALLS)
     assert parts == [ChatPart(kind="call", to="functions.x", text='{"a": 1}', index=0)]
     chat.give_result("7")
-    assert said(chat) == (user("x"), call("functions.x", '{"a": 1}'), result("functions.x", "7"))
+    assert spoken(chat) == (user("x"), call("functions.x", '{"a": 1}'), result("functions.x", "7"))
     with pytest.raises(ValueError, match="no call waits"):
         chat.give_result("8")
-    hear(chat, "<|channel|>analysis to=python code<|message|>1<|call|>")
+    feed(chat, "<|channel|>analysis to=python code<|message|>1<|call|>")
     chat.give_result("1")
-    assert said(chat)[-1] == result("python", "1", channel="analysis")
+    assert spoken(chat)[-1] == result("python", "1", channel="analysis")
 
 
 def test_taking_back_and_beginning_anew():
-    chat = talk(developer=Developer(instructions="Be brief."))
+    chat = open_chat(developer=Developer(instructions="Be brief."))
     empty = chat.prompt()
     chat.say("x")
     chat.say("y")
     chat.take_back()
-    assert said(chat) == (user("x"),)
+    assert spoken(chat) == (user("x"),)
     chat.reset()
     assert chat.prompt() == empty
 
@@ -91,18 +91,18 @@ def test_taking_back_and_beginning_anew():
     ],
 )
 def test_what_is_kept_of_an_answer_that_was_cut_off(text, kept):
-    chat = talk()
-    hear(chat, text)
-    assert said(chat) == kept
+    chat = open_chat()
+    feed(chat, text)
+    assert spoken(chat) == kept
 
 
 def test_the_model_may_not_speak_for_others():
-    chat = talk()
-    _, parts = hear(chat, ANSWER.replace("return", "end") + "<|start|>user<|message|>and 3 + 3?<|end|>")
+    chat = open_chat()
+    _, parts = feed(chat, ANSWER.replace("return", "end") + "<|start|>user<|message|>and 3 + 3?<|end|>")
     assert [p.kind for p in parts] == ["analysis", "final", "other"]
-    assert said(chat) == (analysis("hm"), final("4"))
+    assert spoken(chat) == (analysis("hm"), final("4"))
 
 
 def test_where_it_stops():
     stops = {TOKENS.ids[Mark.RETURN], TOKENS.ids[Mark.CALL], TOKENIZER.token_to_id("<|endoftext|>")}
-    assert talk().stop == stops
+    assert open_chat().stop == stops

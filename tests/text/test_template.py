@@ -190,8 +190,8 @@ def theirs(template, messages, tools=None, **kwargs):
 def test_byte_for_byte(template, messages, more, prompt):
     if "outer" in template:
         template = "{% macro outer() %}[{{ caller('x') }}{{ caller('y') }}]{% endmacro %}" + template
-    said = {"add_generation_prompt": prompt} | more
-    assert render(template, messages, **said) == theirs(template, messages, **said)
+    values = {"add_generation_prompt": prompt} | more
+    assert render(template, messages, **values) == theirs(template, messages, **values)
 
 
 @settings(max_examples=40)
@@ -202,8 +202,8 @@ def test_any_text_stays_itself(texts, thoughts):
     more = {} if thoughts is None else {"reasoning": thoughts}
     messages = [{"role": ("user", "assistant")[i % 2], "content": t, **more} for i, t in enumerate(texts)]
     for template in (CHATML, LLAMA3, THINKING):
-        said = {"add_generation_prompt": True} | TOKENS | {"date_string": "now"}
-        assert render(template, messages, **said) == theirs(template, messages, **said)
+        values = {"add_generation_prompt": True} | TOKENS | {"date_string": "now"}
+        assert render(template, messages, **values) == theirs(template, messages, **values)
 
 
 def test_what_a_template_refuses():
@@ -217,7 +217,7 @@ def test_what_a_template_refuses():
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("a\nb\n{% if x %}", "not valid in line 3: "),
         ("\n{{ x | nonsense }}", "not valid in line 2: No filter named 'nonsense'"),
@@ -231,13 +231,13 @@ def test_what_a_template_refuses():
         ("x" * (2**20 + 1), "template of 1,048,577 characters; the limit is 1,048,576"),
     ],
 )
-def test_mistakes_in_a_template(template, said):
-    with pytest.raises(ValueError, match=said):
+def test_mistakes_in_a_template(template, message):
+    with pytest.raises(ValueError, match=message):
         render(template, TALK)
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         ([{"role": "user", "content": object()}], r"messages\[0\].content is a object, which JSON has not"),
         ([TALK[0], {"role": "user", "content": [b"x"]}], r"messages\[1\].content\[0\] is a bytes"),
@@ -245,8 +245,8 @@ def test_mistakes_in_a_template(template, said):
         (["hello"], r"messages\[0\] is a str, not an object"),
     ],
 )
-def test_messages_that_are_not_json(messages, said):
-    with pytest.raises(ValueError, match=said):
+def test_messages_that_are_not_json(messages, message):
+    with pytest.raises(ValueError, match=message):
         render(CHATML, messages)
 
 
@@ -284,16 +284,16 @@ def test_a_gguf_files_template():
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 9,
     }
-    found = gguf_template(metadata)
-    assert (found.bos_token, found.eos_token) == ("<s>", None)
-    assert found.render([]) == "<s>|"
+    result = gguf_template(metadata)
+    assert (result.bos_token, result.eos_token) == ("<s>", None)
+    assert result.render([]) == "<s>|"
     assert gguf_template({}) is None
     with pytest.raises(ValueError, match="chat_template is of type list, not a text"):
         gguf_template(metadata | {"tokenizer.chat_template": []})
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "tokenizer_config.json is not JSON"),
         ("[]", "holds a list, not an object"),
@@ -304,9 +304,9 @@ def test_a_gguf_files_template():
         ("[" * 100_000, "tokenizer_config.json is not JSON"),
     ],
 )
-def test_a_damaged_tokenizer_config(tmp_path, text, said):
+def test_a_damaged_tokenizer_config(tmp_path, text, message):
     (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         folder_template(tmp_path)
 
 

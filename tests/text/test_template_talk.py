@@ -23,11 +23,11 @@ def tokenizer():
     return tokenizer
 
 
-def talk(tokenizer, **more):
+def open_chat(tokenizer, **more):
     return TemplateChat(tokenizer, CHATML, frozenset({tokenizer.token_to_id("<|im_end|>")}), **more)
 
 
-def hear(chat, tokenizer, text):
+def feed(chat, tokenizer, text):
     chat.prompt()
     streamed = [p for token in encode(tokenizer, text) if (p := chat.feed(token)) is not None]
     return streamed, chat.end()
@@ -38,11 +38,11 @@ def prompt(chat, tokenizer):
 
 
 def test_turns(tokenizer):
-    chat = talk(tokenizer, instructions="Be brief.", tools=[{"function": {"name": "f"}}])
+    chat = open_chat(tokenizer, instructions="Be brief.", tools=[{"function": {"name": "f"}}])
     begin = "<tool>f<|im_start|>system\nBe brief.<|im_end|>\n"
     chat.say("one")
     assert prompt(chat, tokenizer) == begin + "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
-    streamed, parts = hear(chat, tokenizer, "<think>\nhm 🙂\n</think>\n\nyes<|im_end|>")
+    streamed, parts = feed(chat, tokenizer, "<think>\nhm 🙂\n</think>\n\nyes<|im_end|>")
     assert parts == [
         ChatPart(kind="analysis", text="hm 🙂\n", index=0),
         ChatPart(kind="final", text="yes", index=1),
@@ -64,19 +64,19 @@ def test_turns(tokenizer):
 
 
 def test_a_prompt_that_opens_the_thought(tokenizer):
-    chat = talk(tokenizer, opening="<think>\n")
-    _, parts = hear(chat, tokenizer, "hm</think>yes<|im_end|>")
+    chat = open_chat(tokenizer, opening="<think>\n")
+    _, parts = feed(chat, tokenizer, "hm</think>yes<|im_end|>")
     assert [(p.kind, p.text) for p in parts] == [("analysis", "hm"), ("final", "yes")]
-    chat = talk(tokenizer, opening="<think>\n\n</think>\n\n")
-    _, parts = hear(chat, tokenizer, "yes<|im_end|>")
+    chat = open_chat(tokenizer, opening="<think>\n\n</think>\n\n")
+    _, parts = feed(chat, tokenizer, "yes<|im_end|>")
     assert [(p.kind, p.text) for p in parts] == [("final", "yes")]
 
 
 def test_answers_that_are_cut_off(tokenizer):
-    chat = talk(tokenizer)
-    _, parts = hear(chat, tokenizer, "<think>h")
+    chat = open_chat(tokenizer)
+    _, parts = feed(chat, tokenizer, "<think>h")
     assert parts == [ChatPart(kind="analysis", text="h", index=0, finished=False)] and chat.messages == []
-    _, parts = hear(chat, tokenizer, "<think>h</think>y")
+    _, parts = feed(chat, tokenizer, "<think>h</think>y")
     assert [p.finished for p in parts] == [True, False]
     assert chat.messages == [{"role": "assistant", "content": "y", "reasoning_content": "h"}]
 
@@ -84,5 +84,5 @@ def test_answers_that_are_cut_off(tokenizer):
 def test_a_tokenizer_without_thoughts():
     plain = train_bpe(["some words of a chat " * 9], 280)
     chat = TemplateChat(plain, CHATML, frozenset())
-    _, parts = hear(chat, plain, "<think>x</think>")
+    _, parts = feed(chat, plain, "<think>x</think>")
     assert [(p.kind, p.text) for p in parts] == [("final", "<think>x</think>")]

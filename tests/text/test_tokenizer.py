@@ -94,10 +94,10 @@ def test_a_prompt_is_never_cut_in_silence(tokenizer):
 
 
 def test_ids_out_of_order_and_with_holes(tokenizer):
-    said = json.loads(tokenizer.to_str())
-    vocab = said["model"]["vocab"]
-    said["model"]["vocab"] = {t: i + 1000 * (i >= len(SPECIAL)) for t, i in sorted(vocab.items())}
-    moved = parse_tokenizer(json.dumps(said), "it")
+    data = json.loads(tokenizer.to_str())
+    vocab = data["model"]["vocab"]
+    data["model"]["vocab"] = {t: i + 1000 * (i >= len(SPECIAL)) for t, i in sorted(vocab.items())}
+    moved = parse_tokenizer(json.dumps(data), "it")
     assert moved.decode(encode(moved, TEXT)) == TEXT
     check_vocabulary(moved, 1000 + SIZE)
     with pytest.raises(
@@ -119,10 +119,10 @@ def test_a_panic_of_the_library_is_a_plain_error(tokenizer):
         raise PanicException("index out of range")
     with pytest.raises(KeyboardInterrupt), plain_errors("never said"):
         raise KeyboardInterrupt
-    said = json.loads(tokenizer.to_str())
-    said["model"]["continuing_subword_prefix"] = "longer than every token"  # a real one
+    data = json.loads(tokenizer.to_str())
+    data["model"]["continuing_subword_prefix"] = "longer than every token"  # a real one
     with pytest.raises(ValueError, match="it is not a tokenizer"):
-        parse_tokenizer(json.dumps(said), "it")
+        parse_tokenizer(json.dumps(data), "it")
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,16 @@ def test_the_embedded_tokenizer_goes_along_whole_and_is_cut_by_the_nearest_rule_
 
 
 def test_whole_word_tokens_do_not_matter_where_merges_lead_to_every_token():
-    said = json.loads(trained("llama-bpe").to_str())
-    said["model"]["ignore_merges"] = False
-    other = Tokenizer.from_str(json.dumps(said))
+    data = json.loads(trained("llama-bpe").to_str())
+    data["model"]["ignore_merges"] = False
+    other = Tokenizer.from_str(json.dumps(data))
     metadata = gguf_vocabulary(other, 2000)
     assert metadata[f"{KEY}pre"] == "smaug-bpe"  # the same rule by merges alone
-    said["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = O200K
-    metadata = gguf_vocabulary(Tokenizer.from_str(json.dumps(said)), 2000)
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = O200K
+    metadata = gguf_vocabulary(Tokenizer.from_str(json.dumps(data)), 2000)
     assert metadata[f"{KEY}pre"] == "gpt-4o" and WHOLE not in metadata
-    del said["model"]["merges"][3]  # now a token is out of the merges' reach
-    metadata = gguf_vocabulary(Tokenizer.from_str(json.dumps(said)), 2000, pre="gpt-4o")
+    del data["model"]["merges"][3]  # now a token is out of the merges' reach
+    metadata = gguf_vocabulary(Tokenizer.from_str(json.dumps(data)), 2000, pre="gpt-4o")
     assert WHOLE in metadata
 
 
@@ -121,7 +121,7 @@ def test_qwen_normalises_and_its_distillates_do_not():
     assert encode(tokenizer_from_gguf(metadata), apart) == encode(plain, apart) != encode(plain, composed)
 
 
-def test_special_tokens_are_found_in_text_and_hidden_in_output():
+def test_special_tokens_are_detected_in_text_and_hidden_in_output():
     after = read_back("qwen2")
     ids = encode(after, "a<|im_start|><tool>b")
     start, tool = after.token_to_id("<|im_start|>"), after.token_to_id("<tool>")
@@ -157,11 +157,11 @@ def test_what_gguf_has_no_words_for():
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     with pytest.raises(ValueError, match=r"has the step .*Metaspace.*, which GGUF has no name for"):
         gguf_vocabulary(made, 2000)
-    said = json.loads(trained("gpt-2").to_str())
-    said["model"]["vocab"] |= {" ": 5000, " a": 5001}
-    said["model"]["merges"].append([" ", "a"])
+    data = json.loads(trained("gpt-2").to_str())
+    data["model"]["vocab"] |= {" ": 5000, " a": 5001}
+    data["model"]["merges"].append([" ", "a"])
     with pytest.raises(ValueError, match="merges tokens with spaces in them"):
-        gguf_vocabulary(Tokenizer.from_str(json.dumps(said)), 6000)
+        gguf_vocabulary(Tokenizer.from_str(json.dumps(data)), 6000)
     made = Tokenizer.from_str(trained("gpt-2").to_str())
     made.add_tokens([AddedToken("<a>", normalized=True)])
     assert WHOLE not in gguf_vocabulary(made, 2000)  # there is no normalizer
@@ -181,7 +181,7 @@ def vocabulary(**changes):
         "he",
         "<|eot_id|>",
     ]
-    said = {
+    values = {
         f"{KEY}model": "gpt2",
         f"{KEY}pre": "gpt-4o",
         f"{KEY}tokens": tokens,
@@ -190,12 +190,12 @@ def vocabulary(**changes):
         f"{KEY}eos_token_id": 256,
         f"{KEY}padding_token_id": 0,
     }
-    return said | {f"{KEY}{key}": value for key, value in changes.items()}
+    return values | {f"{KEY}{key}": value for key, value in changes.items()}
 
 
 def test_special_ids():
-    found = special_ids(vocabulary())
-    assert found == SpecialIds(bos=None, eos=256, pad=0, stop=(256, 257))  # <|end|> ends a message only
+    result = special_ids(vocabulary())
+    assert result == SpecialIds(bos=None, eos=256, pad=0, stop=(256, 257))  # <|end|> ends a message only
     phi = vocabulary(eot_token_id=5, eom_token_id=256)
     phi[f"{KEY}tokens"] = ["<|phi|>" if t == "<|return|>" else t for t in phi[f"{KEY}tokens"]]
     assert special_ids(phi).stop == (256, 5, 257, 258)
@@ -206,7 +206,7 @@ def test_special_ids():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model": "bert"}, "model is 'bert'; of GGUF vocabularies .* use the safetensors folder"),
         ({"model": None}, "model is 'None'"),
@@ -232,8 +232,8 @@ def test_special_ids():
         ),
     ],
 )
-def test_refusals(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_refusals(changes, message):
+    with pytest.raises(ValueError, match=message):
         tokenizer_from_gguf(vocabulary(**changes))
 
 

@@ -135,13 +135,13 @@ def test_block_attention_and_its_gradients(attend, dtype, D, window):
     shapes = ((N, H, D), (N, K, D), (N, K, D), (S, K, D), (S, K, D))
     inputs = [(2 * torch.randn(s, generator=rng(i))).to(dtype) for i, s in enumerate(shapes)]
     grad = torch.randn(N, H * D, generator=rng(9)).to(dtype)
-    found = []
+    items = []
     for f in (attend, dense):
         given = [x.clone().requires_grad_() for x in inputs]
         out = f(*given, packed.layout, window, D**-0.5)
-        found.append((out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))))
+        items.append((out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))))
     bar = 3e-6 if dtype == torch.float32 else 2**-7
-    for ours, truth in zip(*found, strict=True):
+    for ours, truth in zip(*items, strict=True):
         assert ours.dtype == dtype
         assert (ours - truth).abs().max() <= bar * truth.abs().max()
 
@@ -162,11 +162,11 @@ def test_threads_do_not_change_the_gradients():
     N, S = len(packed.anchors) * B, len(packed.context_positions)
     shapes = ((N, H, D), (N, K, D), (N, K, D), (S, K, D), (S, K, D))
     inputs = [torch.randn(s, generator=rng(i)).requires_grad_() for i, s in enumerate(shapes)]
-    found, before = [], torch.get_num_threads()
+    items, before = [], torch.get_num_threads()
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         out = block_attend(*inputs, packed.layout, 0, 0.25)
-        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+        items.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    for other in items[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(items[0], other, strict=True))

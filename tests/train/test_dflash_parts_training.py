@@ -91,17 +91,17 @@ def test_what_the_loss_calls_right_is_what_serving_says(target, cache, name):
     with torch.no_grad():
         hidden = block_states(draft, target, packed, torch.float32)
         head = Head.of(target, draft.d2t)
-        said = draft.guess(
+        value = draft.guess(
             head, hidden[:, 1:].flatten(0, 1)[:, None], predecessors(packed).flatten(), Greedy()
         )
         # half of the labels become what the draft says, so that there is something to be right about
         flip = torch.rand(packed.labels.shape, generator=torch.Generator().manual_seed(1)) < 0.5
         flip[:, :-1] &= ~flip[:, 1:]  # a label is the next one's predecessor
         flip[:, 1:] &= ~flip[:, :-1]
-        packed = replace(packed, labels=torch.where(flip, said.tokens.view(flip.shape), packed.labels))
+        packed = replace(packed, labels=torch.where(flip, value.tokens.view(flip.shape), packed.labels))
         hits, sure = served_guesses(draft, head, hidden, packed)
-        found = Objective.of(draft, target, recipe)(hidden, packed)
-    assert torch.equal(found.hits, hits) and 5 < hits.sum() < hits.numel()
+        result = Objective.of(draft, target, recipe)(hidden, packed)
+    assert torch.equal(result.hits, hits) and 5 < hits.sum() < hits.numel()
     assert ((sure > 0) & (sure < 1)).all()
 
 
@@ -170,10 +170,10 @@ def test_a_warm_start_begins_where_the_draft_was_and_learns(target, cache, tmp_p
 def losses_of(draft, target, cache, recipe):
     packed = packed_of(cache, recipe)
     with torch.no_grad():
-        found = Objective.of(draft, target, recipe)(
+        result = Objective.of(draft, target, recipe)(
             block_states(draft, target, packed, torch.float32), packed
         )
-    return found.loss.item()
+    return result.loss.item()
 
 
 def test_a_start_with_parts_keeps_them(target, cache, tmp_path):
@@ -292,24 +292,24 @@ def test_words_that_the_draft_lacks_teach_nothing_but_that_they_are_missed(targe
     lacking = (objective.row_of[packed.labels] < 0) & packed.valid
     assert 10 < lacking.sum() < packed.valid.sum() - 10
     hidden = block_states(draft, target, packed, torch.float32).detach().requires_grad_()
-    found = objective(hidden, packed)
-    (grad,) = torch.autograd.grad(found.loss, hidden)
+    result = objective(hidden, packed)
+    (grad,) = torch.autograd.grad(result.loss, hidden)
     used = grad.abs().sum(-1)[:, 1:] > 0
-    assert torch.equal(used, packed.valid & ~lacking) and not found.hits[lacking].any()
+    assert torch.equal(used, packed.valid & ~lacking) and not result.hits[lacking].any()
 
 
-def test_temperatures_mend_what_is_too_sure():
+def test_temperatures_fix_what_is_too_sure():
     rng = torch.Generator().manual_seed(1)
     odds = torch.randn(20000, 3, generator=rng) * 1.5 + 1
     hits = torch.rand(odds.shape, generator=rng) < odds.sigmoid()
     valid = torch.ones_like(hits)
     valid[:5000, 2] = False
     too_sure = torch.stack([(odds[:, k] * t).sigmoid() for k, t in enumerate((2.0, 0.5, 1.0))], dim=1)
-    found = fit_temperatures(too_sure, hits, valid)
-    assert all(t in GRID for t in found)
-    for t, wanted in zip(found, (2.0, 0.5, 1.0), strict=True):
+    result = fit_temperatures(too_sure, hits, valid)
+    assert all(t in GRID for t in result)
+    for t, wanted in zip(result, (2.0, 0.5, 1.0), strict=True):
         assert wanted / 1.3 < t < wanted * 1.3
-    scaled = torch.sigmoid(torch.logit(too_sure) / torch.tensor(found)).cumprod(1)
+    scaled = torch.sigmoid(torch.logit(too_sure) / torch.tensor(result)).cumprod(1)
     right = hits.long().cumprod(1).bool()
     for k in (0, 1):
         assert expected_error(scaled[:, k], right[:, k]) < 0.5 * expected_error(
@@ -327,7 +327,7 @@ def test_a_finished_draft_knows_its_temperatures(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"loss": "likely"}, "likely"),
         ({"confident": "yes"}, "confident"),
@@ -337,11 +337,11 @@ def test_a_finished_draft_knows_its_temperatures(target, tmp_path):
         ({"markov_gated": True}, None),  # without a rank there is no head to gate
     ],
 )
-def test_recipes_that_are_refused(target, changes, said):
-    if said is None:
+def test_recipes_that_are_refused(target, changes, message):
+    if message is None:
         assert not replace(RECIPE, **changes).config(target, TOKENIZER, LAYERS).markov_gated
         return
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         replace(RECIPE, **changes).config(target, TOKENIZER, LAYERS)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from taught import PROMPTS, TOKENIZER, Taught
+from taught import PROMPTS, TOKENIZER, TrainedSetup
 
 from outpace.formats.load import load_dflash
 from outpace.formats.zlab import to_hf
@@ -35,7 +35,7 @@ RECIPE = DFlashRecipe(
     eval_prompts=2,
     eval_new_tokens=12,
 )
-Cache = partial(Taught, held=LAYERS)
+Cache = partial(TrainedSetup, held=LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +78,13 @@ def test_trained_forward_is_the_served_forward(target, offset, window):
 
 def test_recomputing_layers_changes_nothing(target, cache):
     packed = pack(cache.samples, 5, 9, None, torch.Generator().manual_seed(0))
-    found = []
+    items = []
     for recompute in (False, True):
         draft = draft_of(target)
         hidden = block_states(draft, target, packed, torch.float32, recompute)
         Objective.of(draft, target, RECIPE)(hidden, packed).loss.backward()
-        found.append([p.grad for p in draft.parameters()])
-    for a, b in zip(*found, strict=True):
+        items.append([p.grad for p in draft.parameters()])
+    for a, b in zip(*items, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -93,23 +93,23 @@ def test_what_is_past_the_row_or_in_the_anchor_slot_has_no_gradient(target, cach
     hidden = torch.randn(len(packed.anchors), 5, target.config.hidden_size, requires_grad=True)
     for weights in ("dpace", "decay"):
         objective = Objective.of(draft_of(target), target, replace(RECIPE, weights=weights))
-        found = objective(hidden, packed)
-        (grad,) = torch.autograd.grad(found.loss, hidden)
+        result = objective(hidden, packed)
+        (grad,) = torch.autograd.grad(result.loss, hidden)
         used = grad.abs().sum(-1) > 0
         assert not used[:, 0].any()
         assert torch.equal(used[:, 1:], packed.valid)
-        assert not found.hits[~packed.valid].any()
+        assert not result.hits[~packed.valid].any()
         other = packed.labels.masked_fill(~packed.valid, 50)
-        assert objective(hidden, replace(packed, labels=other)).loss == found.loss
+        assert objective(hidden, replace(packed, labels=other)).loss == result.loss
 
 
 def test_accept_len_counts_leading_hits():
     hits = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()
     valid = torch.ones_like(hits)
     valid[3, 2:] = False
-    found = accuracy(hits, valid)
-    assert found["accept_len"] == (2 + 0 + 4 + 1) / 4
-    assert found["accuracy"] == [0.75, 0.75, 0.6667, 1.0]
+    result = accuracy(hits, valid)
+    assert result["accept_len"] == (2 + 0 + 4 + 1) / 4
+    assert result["accuracy"] == [0.75, 0.75, 0.6667, 1.0]
 
 
 def test_every_row_is_seen_once_an_epoch():
@@ -156,10 +156,10 @@ def test_what_a_run_leaves(target, cache, tmp_path):
     assert len(lines[0]["accuracy"]) == 4
     assert [x["step"] for x in lines if "tau" in x] == [3, 5]
     assert all(1 <= x["tau"] <= 5 for x in lines if "tau" in x)
-    said = json.loads((tmp_path / "draft" / "provenance.json").read_text())
-    assert said["recipe"]["weights"] == "dpace"
-    assert said["losses"] == [x["loss"] for x in lines]
-    assert len(said["target_fingerprint"]) == len(said["cache_sha256"]) == 64
+    data = json.loads((tmp_path / "draft" / "provenance.json").read_text())
+    assert data["recipe"]["weights"] == "dpace"
+    assert data["losses"] == [x["loss"] for x in lines]
+    assert len(data["target_fingerprint"]) == len(data["cache_sha256"]) == 64
 
 
 @pytest.mark.parametrize("weights", ["dpace", "decay"])
@@ -186,16 +186,16 @@ def test_a_draft_is_trained_on(target, cache, tmp_path):
 
 def test_a_start_keeps_its_sizes_and_takes_block_and_window_of_the_recipe(target, cache, tmp_path):
     init, recipe = draft_of(target), replace(RECIPE, block_size=3, sliding_window=6, num_heads=2, steps=1)
-    begun = {"seed": 7}
-    trained = train_dflash(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=begun)
+    values = {"seed": 7}
+    trained = train_dflash(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=values)
     windows = {"layer_types": (WINDOW,) * RECIPE.num_layers, "sliding_window": 6}
     assert trained.config == replace(init.config, block_size=3, **windows)
     assert load_dflash(tmp_path / "draft").config == trained.config
-    assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == begun
+    assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == values
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"mask_token": "<|none|>"}, "mask_token"),
         ({"target_layer_ids": (0, 1)}, r"\[1\]"),
@@ -205,12 +205,12 @@ def test_a_start_keeps_its_sizes_and_takes_block_and_window_of_the_recipe(target
         ({"sliding_window": -1}, "sliding_window"),
     ],
 )
-def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
         train_dflash(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
 
 
-def test_what_is_kept_from_training_is_judged_and_never_trained_on(target, tmp_path):
+def test_what_is_kept_from_training_is_validated_and_never_trained_on(target, tmp_path):
     texts = [torch.arange(5 + i, 35 + i) % 90 for i in range(6)]
     cache, asked = Cache(target, texts), []
     plainly = cache.sample

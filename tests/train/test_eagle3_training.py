@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from taught import PROMPTS, TOKENIZER, Taught
+from taught import PROMPTS, TOKENIZER, TrainedSetup
 
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -35,7 +35,7 @@ RECIPE = Eagle3Recipe(
     eval_prompts=2,
     eval_new_tokens=12,
 )
-Cache = partial(Taught, held=LAYERS)
+Cache = partial(TrainedSetup, held=LAYERS)
 
 
 def answers(target, prompts, new_tokens=24):
@@ -98,15 +98,15 @@ def test_what_a_run_leaves(target, cache, tmp_path):
     assert ours.keys() == theirs.keys()
     for name, p in ours.items():
         assert torch.equal(p.bfloat16(), theirs[name].bfloat16()), name
-    said = lines(tmp_path)
-    assert {"step", "loss", "accept_len", "accuracy", "alpha", "lr", "tokens_per_s"} <= set(said[0])
-    assert len(said[0]["accuracy"]) == len(said[0]["alpha"]) == 4
-    assert [x["step"] for x in said if "tau" in x] == [3, 5]
-    assert all(1 <= x["tau"] <= 5 for x in said if "tau" in x)
-    told = json.loads((tmp_path / "draft" / "provenance.json").read_text())
-    assert told["recipe"]["loss"] == "kl" and told["config"]["layer_ids"] == [0, 2, 3]
-    assert told["losses"] == [x["loss"] for x in said]
-    assert len(told["target_fingerprint"]) == len(told["cache_sha256"]) == 64
+    value = lines(tmp_path)
+    assert {"step", "loss", "accept_len", "accuracy", "alpha", "lr", "tokens_per_s"} <= set(value[0])
+    assert len(value[0]["accuracy"]) == len(value[0]["alpha"]) == 4
+    assert [x["step"] for x in value if "tau" in x] == [3, 5]
+    assert all(1 <= x["tau"] <= 5 for x in value if "tau" in x)
+    data = json.loads((tmp_path / "draft" / "provenance.json").read_text())
+    assert data["recipe"]["loss"] == "kl" and data["config"]["layer_ids"] == [0, 2, 3]
+    assert data["losses"] == [x["loss"] for x in value]
+    assert len(data["target_fingerprint"]) == len(data["cache_sha256"]) == 64
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_one_text_is_learnt_at_every_step_ahead(target, tmp_path, changes):
     cache = Cache(target, answers(target, [[7, 8, 9]], 24))
     recipe = replace(RECIPE, steps=60, rows=1, lr=1e-2, save_every=100, eval_every=100, **changes)
     train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path)
-    said = lines(tmp_path)
-    assert said[-1]["loss"] < 0.5 * said[0]["loss"]
-    assert min(said[-1]["accuracy"]) > 0.7, said[-1]
-    assert said[-1]["accept_len"] > said[0]["accept_len"] + 2
+    value = lines(tmp_path)
+    assert value[-1]["loss"] < 0.5 * value[0]["loss"]
+    assert min(value[-1]["accuracy"]) > 0.7, value[-1]
+    assert value[-1]["accept_len"] > value[0]["accept_len"] + 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"parallel": True, "num_layers": 2, "keep": 0.8}])
@@ -147,13 +147,13 @@ def test_a_trained_draft_is_accepted_when_decoding(target, tmp_path, changes):
         ("trained", trained, chain),
         ("loaded", loaded, tree),
     ):
-        found = generate(target, prompts, request, BoundEagle3(draft.eval(), target, shape))
-        assert found.tokens == wanted
-        taus[name] = found.trace.tau
+        result = generate(target, prompts, request, BoundEagle3(draft.eval(), target, shape))
+        assert result.tokens == wanted
+        taus[name] = result.trace.tau
     assert taus["start"] < 1.5 and taus["trained"] > 2.5 and taus["loaded"] > 2, taus
 
 
-def test_what_is_kept_from_training_is_judged_and_never_trained_on(target, tmp_path):
+def test_what_is_kept_from_training_is_validated_and_never_trained_on(target, tmp_path):
     texts = [torch.arange(5 + i, 35 + i) % 90 for i in range(6)]
     cache, asked = Cache(target, texts), []
     plainly = cache.sample
@@ -161,9 +161,9 @@ def test_what_is_kept_from_training_is_judged_and_never_trained_on(target, tmp_p
     recipe = replace(RECIPE, held_out_share=0.34, steps=8, eval_every=4)
     train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path)
     assert [i for i in asked if i > 3] == [4, 5, 4, 5] and set(asked) == set(range(6))
-    said = lines(tmp_path)
-    assert [i for i, line in enumerate(said) if "unseen_accept_len" in line] == [3, 7]
-    assert len(said[7]["unseen_accuracy"]) == RECIPE.steps_ahead
+    value = lines(tmp_path)
+    assert [i for i, line in enumerate(value) if "unseen_accept_len" in line] == [3, 7]
+    assert len(value[7]["unseen_accuracy"]) == RECIPE.steps_ahead
 
 
 def test_the_draft_vocabulary_is_what_responses_say_most(target):
@@ -195,13 +195,13 @@ def test_layers_by_default_are_the_first_the_middle_and_the_last_held(target):
 
 def test_a_draft_is_trained_on(target, cache, tmp_path):
     init = begin_eagle3(RECIPE, target, TOKENIZER, cache, None)
-    recipe, begun = replace(RECIPE, num_heads=2, draft_vocab=5, steps=1), {"seed": 7}
+    recipe, values = replace(RECIPE, num_heads=2, draft_vocab=5, steps=1), {"seed": 7}
     before = [p.clone() for p in init.parameters()]
-    trained = train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=begun)
+    trained = train_eagle3(recipe, target, TOKENIZER, cache, [], tmp_path, init=init, started_from=values)
     assert trained.config == init.config and torch.equal(trained.d2t, init.d2t)
     assert any(not torch.equal(p, q) for p, q in zip(before, trained.parameters(), strict=True))
     assert all(torch.equal(p, q) for p, q in zip(before, init.parameters(), strict=True))
-    assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == begun
+    assert json.loads((tmp_path / "draft" / "provenance.json").read_text())["started_from"] == values
 
 
 def test_a_start_whose_window_is_too_short_is_refused(target, cache, tmp_path):
@@ -223,7 +223,7 @@ def test_a_cache_without_final_states_takes_hard_labels_alone(target, cache, tmp
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"parallel": True, "mask_token": "<|none|>"}, "mask_token"),
         ({"target_layer_ids": (0, 5)}, r"\[5\]"),
@@ -238,22 +238,22 @@ def test_a_cache_without_final_states_takes_hard_labels_alone(target, cache, tmp
         ({"row_tokens": 4}, "row_tokens 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
         train_eagle3(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"draft_vocab": 60}, "other shapes"),
         ({"muon_lr": 0.02}, "other shapes"),
         ({"steps": 2}, "stands at step 3, and 2"),
     ],
 )
-def test_another_runs_checkpoint_is_refused(target, cache, tmp_path, changes, said):
+def test_another_runs_checkpoint_is_refused(target, cache, tmp_path, changes, message):
     train_eagle3(RECIPE, target, TOKENIZER, cache, [], tmp_path, stop_after=3)
-    with pytest.raises(ValueError, match=f"checkpoint.pt is of another run .*{said}"):
+    with pytest.raises(ValueError, match=f"checkpoint.pt is of another run .*{message}"):
         train_eagle3(replace(RECIPE, **changes), target, TOKENIZER, cache, [], tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_another_targets_cache_is_refused(cache, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_other_families(family, tmp_path):
     target = tiny.target(family)
-    cache = Taught(target, [tiny.tokens(20)], (0, 1, 2), prompt_length=2)
+    cache = TrainedSetup(target, [tiny.tokens(20)], (0, 1, 2), prompt_length=2)
     recipe = replace(RECIPE, target_layer_ids=(), steps=12, rows=1, lr=1e-2)
     train_eagle3(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path)
     assert losses(tmp_path)[-1] < 0.8 * losses(tmp_path)[0]

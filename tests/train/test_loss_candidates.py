@@ -17,7 +17,7 @@ from outpace.train.losses import block_losses
 
 @pytest.mark.parametrize("of", [None, OF])
 @pytest.mark.parametrize("kind", ["ce", "lk"])
-def test_the_likeliest_of_every_row_come_along(kind, of):
+def test_the_most_probable_of_every_row_come_along(kind, of):
     states, head, labels, *target = case()
     ids, values, _ = reference_top_k(states @ head.T, V)
     assert (values[:, :-1] > values[:, 1:]).all()  # no ties: there is one order
@@ -44,17 +44,17 @@ def test_a_selector_learns_from_the_losss_own_logits(monkeypatch, parts):
         return replace(rows, top=top_k((states @ head.T).detach(), top)[0])
 
     for final in (False, True):
-        packed, found = packed_of(cache, recipe, final=final), []
+        packed, entries = packed_of(cache, recipe, final=final), []
         for loss in (block_losses, formed_anew):
             monkeypatch.setattr(dflash_loss, "block_losses", loss)
             draft.zero_grad()
             states = block_states(draft, target, packed, torch.float32)
             heads = Products(Objective.of(draft, target, recipe).head)
             with heads:
-                judged = Objective.of(draft, target, recipe)(states, packed)
-            judged.loss.backward()
-            found.append((judged, {name: p.grad for name, p in draft.named_parameters()}, heads.count))
-        (ours, gradients, products), (former, wanted, more) = found
+                validation = Objective.of(draft, target, recipe)(states, packed)
+            validation.loss.backward()
+            entries.append((validation, {name: p.grad for name, p in draft.named_parameters()}, heads.count))
+        (ours, gradients, products), (former, wanted, more) = entries
         assert torch.equal(ours.loss, former.loss) and torch.equal(ours.hits, former.hits)
         assert ours.more == former.more and ours.more["recall"] > 0
         assert all(torch.equal(gradients[name], grad) for name, grad in wanted.items())

@@ -18,10 +18,10 @@ from outpace.train.losses import (
     decay_weights,
     default_gamma,
     dpace_weights,
-    likeliest,
     needs_target,
     parse_loss,
     reference_losses,
+    top_tokens,
     weighted_losses,
 )
 
@@ -50,7 +50,7 @@ def case(seed=0):
 def test_chunked_equals_reference(kind, learns, of):
     states, head, labels, *target = case()
     weights = torch.linspace(0, 2, N)
-    found = {}
+    fields = {}
     for name in ("reference", "weighted", 1, 7, 23, None):
         h, w = states.clone().requires_grad_(), head.clone().requires_grad_(learns)
         given = h, w, labels, *target
@@ -67,9 +67,9 @@ def test_chunked_equals_reference(kind, learns, of):
                 else block_losses(kind, *given, of=of, chunk=name)
             )
             (rows.loss * weights).sum().backward()
-        found[name] = (rows, rows.loss, rows.nll, rows.accept, h.grad, *([w.grad] if learns else []))
-    reference, *wanted = found.pop("reference")
-    for rows, *ours in found.values():
+        fields[name] = (rows, rows.loss, rows.nll, rows.accept, h.grad, *([w.grad] if learns else []))
+    reference, *wanted = fields.pop("reference")
+    for rows, *ours in fields.values():
         for a, b in zip(ours, wanted, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
         assert torch.equal(rows.hits, reference.hits) and 0 < rows.hits.sum() < N
@@ -206,11 +206,11 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     size = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for x in found if isinstance(found, (tuple, list)) else (found,):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, torch.Tensor):
                 self.size = max(self.size, x.numel())
-        return found
+        return result
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -267,23 +267,23 @@ def test_cross_entropy_alone():
 def test_the_first_choice_of_every_row():
     states, head, *_ = case()
     for chunk in (1, 7, None):
-        assert torch.equal(likeliest(states, head, chunk), (states @ head.T).argmax(-1))
-    assert len(likeliest(states[:0], head)) == 0
+        assert torch.equal(top_tokens(states, head, chunk), (states @ head.T).argmax(-1))
+    assert len(top_tokens(states[:0], head)) == 0
 
 
 @pytest.mark.parametrize("kind", ["ce", "lk"])
 def test_a_head_may_learn_alone(kind):
     states, head, labels, *target = case()
-    found = []
+    items = []
     for function in (block_losses, reference_losses, None):
         w = head.clone().requires_grad_()
         if function is None:
             weighted_losses(kind, torch.ones(N), states, w, labels, *target)[0].backward()
         else:
             function(kind, states, w, labels, *target).loss.sum().backward()
-        found.append(w.grad)
-    for ours in (found[0], found[2]):
-        torch.testing.assert_close(ours, found[1], atol=2e-5, rtol=1e-5)
+        items.append(w.grad)
+    for ours in (items[0], items[2]):
+        torch.testing.assert_close(ours, items[1], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -329,8 +329,8 @@ def test_dpace_by_hand(alpha):
     valid = torch.ones(4, 5, dtype=torch.bool)
     valid[1, 3:] = False
     valid[2, 1] = False  # a hole: 1 in the product, absent from the sum
-    found = dpace_weights(nll, valid, alpha)
-    assert not found.requires_grad
+    result = dpace_weights(nll, valid, alpha)
+    assert not result.requires_grad
     for a in range(4):
         for j in range(5):
             wanted = 0.0
@@ -340,7 +340,7 @@ def test_dpace_by_hand(alpha):
                     if valid[a, i]:
                         product *= (1 - alpha) * math.exp(-nll[a, i].item()) + alpha
                 wanted += product * bool(valid[a, m])
-            assert found[a, j].item() == pytest.approx(wanted if valid[a, j] else 0.0, rel=1e-5)
+            assert result[a, j].item() == pytest.approx(wanted if valid[a, j] else 0.0, rel=1e-5)
 
 
 def test_dpace_is_the_gradient_of_expected_accept_len():
@@ -374,9 +374,9 @@ def test_weights_by_name():
     }
     assert set(wanted) == set(WEIGHTS)
     for kind, weights in wanted.items():
-        found = block_weights(kind, rows, valid, alpha=0.3, gamma=2.0)
-        assert torch.equal(found, weights) and not found[~valid].any()
-        assert found.dtype == torch.float32 and not found.requires_grad
+        result = block_weights(kind, rows, valid, alpha=0.3, gamma=2.0)
+        assert torch.equal(result, weights) and not result[~valid].any()
+        assert result.dtype == torch.float32 and not result.requires_grad
     assert len({tuple(w.flatten().tolist()) for w in wanted.values()}) == len(WEIGHTS)
     with pytest.raises(ValueError, match=r"weights 'linear': known are dpace, dpace-soft"):
         block_weights("linear", rows, valid)

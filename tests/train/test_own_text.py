@@ -37,9 +37,9 @@ def looping():
     return model, [[5, 6, 7], [9, 3, 4]]
 
 
-def probabilities(model, prompts, said):
+def probabilities(model, prompts, message):
     """Of every token said, per answer."""
-    for prompt, answer in zip(prompts, said, strict=True):
+    for prompt, answer in zip(prompts, message, strict=True):
         with torch.no_grad():
             p = model.logits(model(torch.tensor([prompt + answer])).hidden)[0].softmax(-1)
         yield [p[len(prompt) + i - 1, token].item() for i, token in enumerate(answer)]
@@ -47,13 +47,13 @@ def probabilities(model, prompts, said):
 
 def test_the_losses_are_their_definitions(looping):
     model, prompts = looping
-    said = answers(model, prompts, 60)
-    assert said == generate(model, prompts, Request(max_new_tokens=60)).tokens
-    said[1] = said[1][:47]  # answers may end before the others
+    value = answers(model, prompts, 60)
+    assert value == generate(model, prompts, Request(max_new_tokens=60)).tokens
+    value[1] = value[1][:47]  # answers may end before the others
     with torch.no_grad():
-        unlikely, likely, share = own_text_losses(model, prompts, said, 6)
+        unlikely, likely, share = own_text_losses(model, prompts, value, 6)
     down = up = marked = 0.0
-    for answer, p in zip(said, probabilities(model, prompts, said), strict=True):
+    for answer, p in zip(value, probabilities(model, prompts, value), strict=True):
         for chosen, looping_, known in zip(p, repeats(answer, 6), repeats(answer, 3), strict=True):
             marked += looping_
             down -= math.log(1 - chosen * math.exp(-SHARPEST)) if looping_ else 0
@@ -67,8 +67,8 @@ def test_the_losses_are_their_definitions(looping):
 def learn(model, prompts, of):
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(12):
-        said = answers(model, prompts, 60)
-        unlikely, likely, share = own_text_losses(model, prompts, said, 6)
+        value = answers(model, prompts, 60)
+        unlikely, likely, share = own_text_losses(model, prompts, value, 6)
         of(unlikely, likely).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -29,25 +29,25 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("row_tokens", [400, 1024])
-def test_what_is_taught_stood_there_before(tokenizer, row_tokens):
+def test_what_is_trained_is_there_before(tokenizer, row_tokens):
     stream = np.asarray(tokenizer.encode(TEXT).ids, dtype=np.int32)
     inputs, labels = recall_rows(tokenizer, stream, 12, row_tokens, seeded(1))
     assert inputs.shape == labels.shape == (12, row_tokens)
-    taught = labels != UNTAUGHT
-    assert torch.equal(labels[:, :-1][taught[:, :-1]], inputs[:, 1:][taught[:, :-1]])  # the next token
-    shares = taught.float().mean(1)
+    training = labels != UNTAUGHT
+    assert torch.equal(labels[:, :-1][training[:, :-1]], inputs[:, 1:][training[:, :-1]])  # the next token
+    shares = training.float().mean(1)
     assert (shares > 0).all() and (shares < SHARE).all() and len(set(shares.tolist())) > 3
     notes = 0
-    for row, said in zip(inputs, labels, strict=True):
-        text, places = [*row.tolist(), int(said[-1])], (said != UNTAUGHT).nonzero()[:, 0].tolist()
+    for row, label in zip(inputs, labels, strict=True):
+        text, places = [*row.tolist(), int(label[-1])], (label != UNTAUGHT).nonzero()[:, 0].tolist()
         starts = [p for p in places if p - 1 not in places]
         for p in starts:
             end = p
             while end in places:
                 end += 1
             cue = text[p + 1 - 4 : p + 1]
-            found = text[p + 1 : end + 1]
-            whole = cue + found[: min(len(found), 8)]
+            learnt = text[p + 1 : end + 1]
+            whole = cue + learnt[: min(len(learnt), 8)]
             earlier = [i for i in range(p - 4) if text[i : i + len(whole)] == whole]
             assert earlier, tokenizer.decode(whole)
             notes += "= " in tokenizer.decode(text[p - 3 : p + 1])
@@ -62,17 +62,17 @@ def test_the_same_numbers_give_the_same_rows(tokenizer):
 
 
 @pytest.mark.parametrize("row_tokens", [ECHO, 513])
-def test_of_random_tokens_what_is_taught_follows_from_its_cue_alone(row_tokens):
+def test_of_random_tokens_what_is_trained_follows_from_its_cue_alone(row_tokens):
     inputs, labels = echo_rows(10**6, 20, row_tokens, seeded(1))
     assert inputs.shape == labels.shape == (20, row_tokens)
     distances = []
-    for row, said in zip(inputs.tolist(), labels.tolist(), strict=True):
-        text = [*row, said[-1]]
-        for i in (i for i, token in enumerate(said) if token != UNTAUGHT):
-            assert said[i] == text[i + 1]
+    for row, value in zip(inputs.tolist(), labels.tolist(), strict=True):
+        text = [*row, value[-1]]
+        for i in (i for i, token in enumerate(value) if token != UNTAUGHT):
+            assert value[i] == text[i + 1]
             cue = text[i + 1 - ECHO_CUE : i + 1]
             (before,) = [j for j in range(1, i) if text[j + 1 - ECHO_CUE : j + 1] == cue]
-            assert text[before + 1] == said[i]
+            assert text[before + 1] == value[i]
             distances.append(i - before)
     assert 0.25 < (labels != UNTAUGHT).float().mean() < 0.5
     assert len(set(distances)) > row_tokens / 3, "where it stood cannot be told from the place"
@@ -90,6 +90,6 @@ def test_rows_that_are_too_short(tokenizer):
 
 
 def test_notes():
-    found = [note(seeded(n)) for n in range(200)]
-    assert all(len(value) == 6 and value.isdigit() and name.count("_") == 1 for name, value in found)
-    assert len(set(found)) == 200
+    items = [note(seeded(n)) for n in range(200)]
+    assert all(len(value) == 6 and value.isdigit() and name.count("_") == 1 for name, value in items)
+    assert len(set(items)) == 200

@@ -20,7 +20,7 @@ from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
 from outpace.train.target import init_weights
 
 KEEP = TopKConfig(top_k=0.4, min_context=0, sinks=1, recent=4)
-OFTEN = {"warmup": 1, "judged": 1, "save_every": 3}
+OFTEN = {"warmup": 1, "validation_texts": 1, "save_every": 3}
 DSA = DsaRecipe(steps=40, row_tokens=64, queries=32, sparse_share=0.2, lr=0.003, **OFTEN)
 MLA = MlaRecipe(steps=12, row_tokens=48, rows=2, layer_share=0.4, lr=0.01, **OFTEN)
 
@@ -153,10 +153,12 @@ def test_a_backbone_that_moves_is_noticed(world, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", [DsaRecipe, MlaRecipe])
-@pytest.mark.parametrize("said", [{"steps": 0}, {"judged": 0}, {"row_tokens": 1}, {"warmup": -1}])
-def test_recipes_that_cannot_be(recipe, said):
-    with pytest.raises(ValueError, match=f"{next(iter(said))} {next(iter(said.values()))}"):
-        recipe(**said)
+@pytest.mark.parametrize(
+    "message", [{"steps": 0}, {"validation_texts": 0}, {"row_tokens": 1}, {"warmup": -1}]
+)
+def test_recipes_that_cannot_be(recipe, message):
+    with pytest.raises(ValueError, match=f"{next(iter(message))} {next(iter(message.values()))}"):
+        recipe(**message)
 
 
 def test_shares_above_one():

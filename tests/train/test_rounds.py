@@ -23,13 +23,13 @@ def drafted(packed, hard):
 
 def begins(T, hard):
     """The anchors of decoding itself, one round after the other."""
-    found, at = [], PROMPT
+    items, at = [], PROMPT
     while at <= T - 2:
-        found.append(at)
+        items.append(at)
         at += 1
-        while at not in hard and at < found[-1] + BLOCK:
+        while at not in hard and at < items[-1] + BLOCK:
             at += 1
-    return found
+    return items
 
 
 def test_they_settle_on_the_rounds_of_decoding():
@@ -38,8 +38,8 @@ def test_they_settle_on_the_rounds_of_decoding():
     rounds = Rounds(5, 12)
     for step in range(30):
         rng = torch.Generator().manual_seed(step)
-        begun = [rounds.of(i, r.prompt_length) for i, r in zip(samples, rows, strict=True)]
-        packed = pack(rows, BLOCK, 12, None, rng, begun=begun)
+        items = [rounds.of(i, r.prompt_length) for i, r in zip(samples, rows, strict=True)]
+        packed = pack(rows, BLOCK, 12, None, rng, items=items)
         rounds.ended(samples, packed.layout, drafted(packed, hard))
     for sample, r in zip(samples, rows, strict=True):
         real = begins(len(r.tokens), hard.tolist())
@@ -51,13 +51,13 @@ def test_they_settle_on_the_rounds_of_decoding():
 def test_the_first_round_of_a_response_is_always_among_them():
     rounds = Rounds(1, 3)
     packed = pack(
-        [row(30, 1)], BLOCK, 3, None, torch.Generator().manual_seed(1), begun=[rounds.of(0, PROMPT)]
+        [row(30, 1)], BLOCK, 3, None, torch.Generator().manual_seed(1), items=[rounds.of(0, PROMPT)]
     )
     assert packed.layout.seen[0] == PROMPT
 
 
 def test_a_block_that_is_right_to_its_end_is_followed_behind_the_bonus():
     rounds = Rounds(1, 4)
-    packed = pack([row(90, 1)], BLOCK, 1, None, torch.Generator().manual_seed(1), begun=[rounds.of(0, 4)])
+    packed = pack([row(90, 1)], BLOCK, 1, None, torch.Generator().manual_seed(1), items=[rounds.of(0, 4)])
     rounds.ended([0], packed.layout, packed.valid)
     assert rounds.begins.tolist() == [[4 + BLOCK, -1, -1, -1]]

@@ -82,9 +82,9 @@ def test_a_resumed_run_says_what_changed_in_its_recipe(corpus, tmp_path, capsys)
     train_target(RECIPE, tokenizer, train, held_out, tmp_path, stop_after=2)
     changed = dataclasses.replace(RECIPE, muon_lr=0.5, steps=4)
     train_target(changed, tokenizer, train, held_out, tmp_path)
-    said = capsys.readouterr().out
-    assert f"from step 2 on: muon_lr 0.5, it was {RECIPE.muon_lr}" in said
-    assert "from step 2 on: steps 4, it was 6" in said and said.count("it was") == 2
+    value = capsys.readouterr().out
+    assert f"from step 2 on: muon_lr 0.5, it was {RECIPE.muon_lr}" in value
+    assert "from step 2 on: steps 4, it was 6" in value and value.count("it was") == 2
 
 
 def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
@@ -103,7 +103,7 @@ def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"splice_share": 0.5}, "splice_share 0.5: a share, up to 1, of the rows in focus"),
         ({"splice_own": 1.5}, "splice_own 1.5: a share"),
@@ -111,8 +111,8 @@ def test_a_run_that_hears_itself_resumes_to_the_last_digit(corpus, tmp_path):
         ({"splice_own": 0.5, "own_prompt": 30, "own_tokens": 2}, "no room for a passage in row_tokens 32"),
     ],
 )
-def test_shares_that_cannot_be_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_shares_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(RECIPE, **settings)
 
 
@@ -123,8 +123,8 @@ def test_what_follows_any_text_is_learnt_from_spliced_rows(corpus, tmp_path):
     model = train_target(recipe, tokenizer, train, held_out, tmp_path)
     known, other = (token_stream(tokenizer, texts, 1) for texts in (train[:1], train[1:]))
     inputs, labels = splice(cut_pieces(other, 8, 2, 16, seeded(9)), known, 32)
-    taught = labels != UNTAUGHT
-    nll = chunked_nll(model(inputs).hidden[taught], model.dense_head, labels[taught]).mean().item()
+    training = labels != UNTAUGHT
+    nll = chunked_nll(model(inputs).hidden[training], model.dense_head, labels[training]).mean().item()
     assert nll < losses(tmp_path)[0] / 4
 
 
@@ -176,28 +176,28 @@ def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
         train_target(RECIPE, tokenizer, train, held_out, tmp_path)
 
 
-def test_what_is_published_is_what_is_judged_and_can_be_started_from(corpus, tmp_path):
+def test_what_is_published_is_what_is_validated_and_can_be_started_from(corpus, tmp_path):
     tokenizer, train, held_out = corpus
     model = train_target(RECIPE, tokenizer, train, held_out, tmp_path)
-    said = publish_target(model, tokenizer, RECIPE, train, held_out, tmp_path, tmp_path / "model")
+    value = publish_target(model, tokenizer, RECIPE, train, held_out, tmp_path, tmp_path / "model")
     saved = load_target(tmp_path / "model")
-    assert said["steps"] == RECIPE.steps and said["held_out_bits_per_byte"] > 0
-    begun = train_target(RECIPE, tokenizer, train, held_out, tmp_path / "on", init=saved, stop_after=1)
-    moved = dict(begun.named_parameters())
+    assert value["steps"] == RECIPE.steps and value["held_out_bits_per_byte"] > 0
+    started = train_target(RECIPE, tokenizer, train, held_out, tmp_path / "on", init=saved, stop_after=1)
+    moved = dict(started.named_parameters())
     for name, tensor in dense_tensors(saved).items():
         step = (moved[name] - tensor.float()).abs().max()
         assert step < 0.1, f"{name} moved by {step} in one warm-up step: not started from the saved weights"
 
 
-def test_sureness_is_the_mean_probability_of_what_was_said():
+def test_sureness_is_the_mean_probability_of_what_was_generated():
     target = tiny.target("gpt_oss")
-    prompts, said = tiny.tokens(2, 7).tolist(), [[5, 9, 3], [11, 2, 60]]
+    prompts, items = tiny.tokens(2, 7).tolist(), [[5, 9, 3], [11, 2, 60]]
     one_by_one = []
-    for prompt, tokens in zip(prompts, said, strict=True):
+    for prompt, tokens in zip(prompts, items, strict=True):
         for i, token in enumerate(tokens):
             out = target(torch.tensor([prompt + tokens[:i]]))
             one_by_one.append(target.logits(out.hidden[0, -1:]).softmax(-1)[0, token].item())
-    assert sureness(target, prompts, said) == pytest.approx(sum(one_by_one) / 6, rel=1e-4)
+    assert sureness(target, prompts, items) == pytest.approx(sum(one_by_one) / 6, rel=1e-4)
 
 
 def test_a_start_of_another_shape_is_refused(corpus, tmp_path):

@@ -21,8 +21,8 @@ def run(monkeypatch, capsys, *arguments):
     monkeypatch.setattr("sys.argv", ["outpace", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+    given = capsys.readouterr()
+    return ended.value.code, given.out, given.err
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,11 @@ def test_latents_learn_from_a_cache(monkeypatch, capsys, tmp_path, corpus):
     assert code == 0, err
     small = (*small, "--corpus", corpus)  # of which one file is held out
     where = (tmp_path / "small", "--cache", cache, "--out", tmp_path / "run")
-    short = [x for s in ("steps=2", "judged=1", "layer_share=0.5") for x in ("--set", s)]
+    short = [x for s in ("steps=2", "validation_texts=1", "layer_share=0.5") for x in ("--set", s)]
     code, out, err = run(monkeypatch, capsys, "train", "mla", *where, *small, *short)
     assert code == 0 and "trained: held-out loss" in out, err
-    said = json.loads((tmp_path / "run" / "model" / "mla.json").read_text())
-    assert said["steps"] == 2 and said["held_out"]["after"]["kl"] > 0
+    data = json.loads((tmp_path / "run" / "model" / "mla.json").read_text())
+    assert data["steps"] == 2 and data["held_out"]["after"]["kl"] > 0
     other = (tmp_path / "run" / "model", "--cache", tmp_path / "none", "--out", tmp_path / "x")
     code, _, err = run(monkeypatch, capsys, "train", "mla", *other, *small, *short)
     assert code == 2 and "none" in err
@@ -75,9 +75,9 @@ def test_an_eagle3_is_trained_and_decodes(monkeypatch, capsys, tmp_path, corpus)
         assert code == 0, err
         draft = load_draft(tmp_path / name / "draft")
         assert draft.config.draft_vocab_size == 300 and draft.config.parallel == (name == "one-pass")
-        told = json.loads((tmp_path / name / "draft" / "provenance.json").read_text())
-        assert told["recipe"]["loss"] == ("kl" if name == "chain" else "lk")
-        assert told["products"] == str(product_dtype(torch.device("cpu"))).removeprefix("torch.")
+        data = json.loads((tmp_path / name / "draft" / "provenance.json").read_text())
+        assert data["recipe"]["loss"] == ("kl" if name == "chain" else "lk")
+        assert data["products"] == str(product_dtype(torch.device("cpu"))).removeprefix("torch.")
     _, plain, _ = run(monkeypatch, capsys, "generate", "default", "import os", "-n", 12, "--draft", "none")
     _, drafted, _ = run(
         monkeypatch,
@@ -96,24 +96,24 @@ def test_an_eagle3_is_trained_and_decodes(monkeypatch, capsys, tmp_path, corpus)
         monkeypatch, capsys, "train", "eagle3", *where, "--out", tmp_path / "more", *QUICK, "--init", first
     )
     assert code == 0, err
-    told = json.loads((tmp_path / "more" / "draft" / "provenance.json").read_text())
-    assert told["started_from"]["recipe"]["draft_vocab"] == 300
+    data = json.loads((tmp_path / "more" / "draft" / "provenance.json").read_text())
+    assert data["started_from"]["recipe"]["draft_vocab"] == 300
 
 
 def test_a_dflash_takes_losses_on_the_targets_distribution(monkeypatch, capsys, tmp_path, corpus):
     cache = cached(monkeypatch, capsys, corpus, tmp_path / "cache", "--final")
     where = ("--cache", cache, "--corpus", corpus, "--out", tmp_path / "draft")
-    said = ("--loss", "0.1*ce+0.9*tv", "--weights", "dpace-soft")
-    code, _, err = run(monkeypatch, capsys, "train", "dflash", *where, *QUICK, *said)
+    loss = ("--loss", "0.1*ce+0.9*tv", "--weights", "dpace-soft")
+    code, _, err = run(monkeypatch, capsys, "train", "dflash", *where, *QUICK, *loss)
     assert code == 0, err
-    told = json.loads((tmp_path / "draft" / "draft" / "provenance.json").read_text())["recipe"]
-    assert (told["loss"], told["weights"]) == ("0.1*ce+0.9*tv", "dpace-soft")
+    value = json.loads((tmp_path / "draft" / "draft" / "provenance.json").read_text())["recipe"]
+    assert (value["loss"], value["weights"]) == ("0.1*ce+0.9*tv", "dpace-soft")
 
 
 def test_what_does_not_fit_ends_in_one_line(monkeypatch, capsys, tmp_path, corpus):
     cache = cached(monkeypatch, capsys, corpus, tmp_path / "cache")
     where = ("--cache", cache, "--corpus", corpus, "--out", tmp_path / "x")
-    for kind, more, said in (
+    for kind, more, value in (
         ("eagle3", (), "holds no final states"),
         ("dflash", ("--loss", "kl"), "holds no final states"),
         ("eagle3", ("--loss", "mse"), "loss 'mse': give one of ce, kl"),
@@ -123,7 +123,7 @@ def test_what_does_not_fit_ends_in_one_line(monkeypatch, capsys, tmp_path, corpu
         ("eagle3", ("--loss", "ce", "--set", "target_layer_ids=[0]"), "the draft also reads [0]"),
     ):
         code, _, err = run(monkeypatch, capsys, "train", kind, *where, *more)
-        assert code == 2 and said in " ".join(err.split()), err
+        assert code == 2 and value in " ".join(err.split()), err
 
 
 def test_a_target_needs_text_to_train_on_and_text_held_out(monkeypatch, capsys, tmp_path, corpus):

@@ -65,7 +65,7 @@ def walk(draft, target, row, t, window, parallel):
     """From index t of a text, one token at a time: every query is given its list of keys and values."""
     layers = draft.config.num_layers
     feature = draft.fuse(row.aux[:, None])
-    found, lists = [], [[] for _ in range(layers)]
+    items, lists = [], [[] for _ in range(layers)]
 
     def run(embed, g, position):
         def attend(layer, q, k, v):
@@ -82,7 +82,7 @@ def walk(draft, target, row, t, window, parallel):
 
     for s in range(t + 1):
         hidden = run(target.embed(row.tokens[None, s + 1, None]), feature[:, s : s + 1], s)
-    found.append(hidden[0, 0])
+    items.append(hidden[0, 0])
     for j in range(1, STEPS):
         if t + 1 + j >= len(row.tokens):
             break
@@ -90,8 +90,8 @@ def walk(draft, target, row, t, window, parallel):
         if parallel:
             embed, g = draft.masks(target)
         hidden = run(embed, g, t + j)
-        found.append(hidden[0, 0])
-    return found
+        items.append(hidden[0, 0])
+    return items
 
 
 CASES = {
@@ -163,14 +163,14 @@ def test_unrolled_is_the_served_chain(target, samples, name):
 
 
 def test_recomputing_layers_changes_nothing(target, samples):
-    texts, found = gather(samples, None, final=True), []
+    texts, items = gather(samples, None, final=True), []
     for recompute in (False, True):
         draft = draft_of(target, num_layers=2)
         steps = unroll(draft, target, texts, everything(texts), torch.float32, recompute)
         loss = unrolled_loss(draft, steps, texts, Vocabulary.of(draft, target, torch.float32), "kl", 0.8).loss
         loss.backward()
-        found.append([loss, *(p.grad for p in draft.parameters())])
-    for a, b in zip(*found, strict=True):
+        items.append([loss, *(p.grad for p in draft.parameters())])
+    for a, b in zip(*items, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -185,35 +185,35 @@ def test_the_loss_is_the_one_written_out(target, samples, kind, mapped, thin):
         indices = thinned(len(texts.at), STEPS, 0.6, torch.Generator().manual_seed(2))
     steps = unroll(draft, target, texts, indices, torch.float32)
     vocabulary = Vocabulary.of(draft, target, torch.float32)
-    judged = unrolled_loss(draft, steps, texts, vocabulary, kind, 0.8)
+    validation = unrolled_loss(draft, steps, texts, vocabulary, kind, 0.8)
     ids = draft.target_ids() if mapped else torch.arange(97)
     total = weights = torch.zeros(())
     for j, step in enumerate(steps):
         for place, n in enumerate(step.chosen.tolist()):
             r = max(i for i in range(3) if texts.queries[i] <= n)
             row, t = samples[r], int(texts.at[n]) - texts.keys[r]
-            assert judged.valid[n, j] == (t + 2 + j < len(row.tokens))
-            if not judged.valid[n, j]:
-                assert not judged.hits[n, j]
+            assert validation.valid[n, j] == (t + 2 + j < len(row.tokens))
+            if not validation.valid[n, j]:
+                assert not validation.hits[n, j]
                 continue
             label = row.tokens[t + 2 + j]
-            said = (ids == label).nonzero()
+            value = (ids == label).nonzero()
             says = target.logits(row.final[t + 1 + j]).argmax()
             known = (ids == (label if kind == "ce" else says)).any()
             logits = over_all(draft, draft.head(step.hidden[place], target))
-            assert judged.hits[n, j] == (logits.argmax() == label)
+            assert validation.hits[n, j] == (logits.argmax() == label)
             if not known:
                 continue
             given = logits[ids][None], torch.eye(len(ids))
-            mine = torch.tensor([int(said[0, 0]) if len(said) else -1])
+            mine = torch.tensor([int(value[0, 0]) if len(value) else -1])
             theirs = target.logits(row.final[t + 1 + j])[ids][None], torch.eye(len(ids))
             one = reference_losses(kind, *given, mine, *theirs)
             total, weights = total + 0.8**j * one.loss[0], weights + 0.8**j
-            if judged.alpha is not None:
-                torch.testing.assert_close(judged.alpha[n, j], one.accept[0], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(judged.loss, total / weights, atol=1e-5, rtol=1e-4)
-    assert (judged.alpha is None) == (kind == "ce")
-    ours = torch.autograd.grad(judged.loss, list(draft.parameters()), retain_graph=True)
+            if validation.alpha is not None:
+                torch.testing.assert_close(validation.alpha[n, j], one.accept[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(validation.loss, total / weights, atol=1e-5, rtol=1e-4)
+    assert (validation.alpha is None) == (kind == "ce")
+    ours = torch.autograd.grad(validation.loss, list(draft.parameters()), retain_graph=True)
     wanted = torch.autograd.grad(total / weights, list(draft.parameters()))
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
