@@ -2,7 +2,7 @@
 
 The shape: width 512, 16 query heads of 64 on 2 kv heads, 16 experts of width 512 with top 4, vocabulary
 8,192, window 128. Prints tokens/s, prefill, and the time of n tokens over a cache.
-Run: python benchmarks/small_moe.py [--json FILE]
+Run: python -m benchmarks.small_moe [--json FILE]
 """
 
 import argparse
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from examples.tiny_target.training import TargetRecipe, init_weights
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.gpt_oss import GptOss
 from outpace.models.load import load_target
 from outpace.models.save import save_target
-from outpace.train.target import TargetRecipe, init_weights
 
 SHAPE = TargetRecipe(
     vocab_size=8192,

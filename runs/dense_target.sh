@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A dense target: a Qwen3 of the embedded gpt-oss's sizes by its own recipes, text and tokenizer, in fewer steps and shorter rows.
+# A dense target: a Qwen3 of the embedded gpt-oss's sizes by its recipes (examples/tiny_target), text and tokenizer, in fewer steps and shorter rows.
 # Its MLPs are as wide as the two experts of 160 that a token of that one goes through.
 #
 #   runs/dense_target.sh [short] [WORK]  # sure of its words, for the comparison of drafts; -> WORK/splice/model
@@ -12,7 +12,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 kind="${1:-short}"
 work="${2:-work/dense-$kind}"
-outpace="${OUTPACE:-.venv/bin/outpace}"
+python="${PYTHON:-.venv/bin/python}"
+declare -A recipes=(
+  [default]=stage1_all_files [focus]=stage2_few_packages [settle]=stage3_three_packages [splice]=stage4_return
+  [echo]=random_rows [recall]=stage5_recall [long]=stage6_long_rows
+)
 corpus=(${CORPUS:+--corpus "$CORPUS"})
 
 case "$kind" in
@@ -24,7 +28,7 @@ case "$kind" in
   long)
     parts=(default echo echo-256 echo-1024 echo-8192 recall long)
     declare -A steps=([default]=150 [echo]=240 [echo-256]=100 [echo-1024]=60 [echo-8192]=24 [recall]=150 [long]=40)
-    # echo-256 is recipes/target-echo.toml in longer rows, and so on
+    # echo-256 is random_rows.toml in longer rows, and so on
     declare -A settings=(
       [echo-256]="--set row_tokens=256"
       [echo-1024]="--set row_tokens=1024"
@@ -43,7 +47,7 @@ for part in "${parts[@]}"; do
   if [ ! -f "$work/$part/model/provenance.json" ]; then
     mkdir -p "$work/$part"
     cp -n outpace/embedded/target/tokenizer.json "$work/$part/tokenizer.json"
-    "$outpace" train target --recipe "recipes/target-${part%-*}.toml" --out "$work/$part" "${from[@]}" \
+    "$python" -m examples.tiny_target.make --recipe "examples/tiny_target/${recipes[${part%-*}]}.toml" --out "$work/$part" "${from[@]}" \
       --set "steps=${STEPS:-${steps[$part]}}" ${settings[$part]-} ${corpus[@]+"${corpus[@]}"}
   fi
   from=(--init "$work/$part/model")

@@ -28,7 +28,7 @@ train() { # the command's name, the recipe's and the draft's
     echo "$2: trained before, skipped"
     return
   fi
-  "$outpace" train "$1" --recipe "recipes/drafts/$2.toml" --target "$target" --cache "$work/cache" \
+  "$outpace" train "$1" "$target" --recipe "recipes/drafts/$2.toml" --cache "$work/cache" \
     --out "$work/$2" "${budget[@]}" ${corpus[@]+"${corpus[@]}"}
 }
 
@@ -37,14 +37,14 @@ compare() { # the suite, its folder
     echo "$1: measured before, skipped: remove $2/report.json to measure again"
     return
   fi
-  "$outpace" bench --suite "$1" --recipe "$suite" --target "$target" --drafts "$work" \
+  "$outpace" bench "$target" --suite "$1" --recipe "$suite" --drafts "$work" \
     --out "$2" ${corpus[@]+"${corpus[@]}"}
 }
 
-"$outpace" teacher build --recipe recipes/drafts/teacher.toml --target "$target" --out "$work/cache" \
+"$outpace" teacher build "$target" --recipe recipes/drafts/teacher.toml --out "$work/cache" \
   ${samples[@]+"${samples[@]}"} ${corpus[@]+"${corpus[@]}"}
 if [ ! -f "$work/suffix/draft/provenance.json" ]; then
-  "$outpace" train suffix --target "$target" --cache "$work/cache" --out "$work/suffix"
+  "$outpace" train suffix "$target" --cache "$work/cache" --out "$work/suffix"
 fi
 train dflash dflash
 train dflash dflash-dpace

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from examples.tiny_target.publish import publish_target
+from examples.tiny_target.training import TargetRecipe, train_target
 from outpace.bench.checks import run_checks
 from outpace.bench.report import write_report
 from outpace.bench.speed import BenchSettings, run_bench
@@ -21,10 +23,9 @@ from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import read_corpus
 from outpace.text.tokenizer import train_bpe
 from outpace.train.dflash import DFlashRecipe, train_dflash
-from outpace.train.publish import publish_target
-from outpace.train.target import TargetRecipe, train_target
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory):
     held_out, train = documents[:8], documents[8:]
     recipe = load_settings(
         TargetRecipe,
-        RECIPES / "target-micro.toml",
+        ROOT / "examples/tiny_target/micro.toml",
         {"steps": 12, "eval_every": 12, "num_layers": 6, "warmup": 2, "long_share": 0.1},
     )
     tokenizer = train_bpe((d.text for d in train), recipe.vocab_size)

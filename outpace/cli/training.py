@@ -25,59 +25,6 @@ Loss = Annotated[
 ]
 
 
-@train_app.command("target")
-def train_target(
-    out: Annotated[Path, typer.Option(help="Folder of the run; the checkpoint is out/model.")],
-    recipe: Recipe = None,
-    set_: Set = None,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            help="Go on from the weights and tokenizer of a folder, or 'default'; its sizes then stand, not "
-            "the recipe's."
-        ),
-    ] = None,
-    corpus: Corpus = None,
-) -> None:
-    """Train a small gpt-oss (its experts saved in MXFP4) or a dense Qwen3 from raw text. Resumes where
-    it was stopped.
-
-    [bold]Example[/bold]: outpace train target --recipe recipes/target-micro.toml --out work/micro
-    """
-    from outpace.checkpoint.open import target_path
-    from outpace.loading import open_target
-    from outpace.text.corpus import read_corpus, split
-    from outpace.text.tokenizer import read_tokenizer, train_bpe
-    from outpace.train import publish, target
-
-    start, known = (None, None) if init is None else open_target(init)
-    shape = {} if start is None else target.shape_of(start.config)
-    settings = recipe_settings(target.TargetRecipe, recipe, set_, **shape)
-    train, held_out = split(read_corpus(corpus))
-    if not train or not held_out:  # the split goes by the files' names
-        raise ValueError(
-            f"corpus: {len(train)} files to train on and {len(held_out)} held out; each needs one: add files"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    if not (out / "tokenizer.json").exists():
-        bpe = known or train_bpe((d.text for d in train), settings.vocab_size)
-        bpe.save(str(out / "tokenizer.json.tmp"))
-        (out / "tokenizer.json.tmp").replace(out / "tokenizer.json")
-    tokenizer = read_tokenizer(out)
-    model = target.train_target(settings, tokenizer, train, held_out, out, init=start)
-    with console.status("saving and judging what was saved"):
-        before = None if init is None else publish.read_provenance(target_path(init))
-        value = publish.publish_target(
-            model, tokenizer, settings, train, held_out, out, out / "model", before
-        )
-    console.print(
-        f"{out / 'model'}: held-out {value['held_out_bits_per_byte']} bits per byte, "
-        f"{value['repeated_share']:.1%} repeated {value['repeated_ngram']}-grams in greedy text "
-        f"({value['repeated_share_of_real_text']:.1%} in real text), "
-        f"its tokens at a mean probability of {value['greedy_probability']:.2f}"
-    )
-
-
 @train_app.command("dflash")
 def train_dflash(
     cache: Annotated[Path, typer.Option(help="Teacher cache folder (outpace teacher build).")],
@@ -112,7 +59,7 @@ def train_dflash(
     from outpace.teacher.store import TeacherCache
     from outpace.text.corpus import read_corpus, split
     from outpace.train import dflash
-    from outpace.train.publish import read_provenance
+    from outpace.train.drafts import read_provenance
 
     given = {name: value for name, value in (("loss", loss), ("weights", weights)) if value is not None}
     settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **given)
@@ -158,7 +105,7 @@ def train_eagle3(
     from outpace.teacher.store import TeacherCache
     from outpace.text.corpus import read_corpus, split
     from outpace.train import eagle3
-    from outpace.train.publish import read_provenance
+    from outpace.train.drafts import read_provenance
 
     settings = recipe_settings(eagle3.Eagle3Recipe, recipe, set_, **({} if loss is None else {"loss": loss}))
     loaded, tokenizer = open_target(target)

@@ -287,3 +287,9 @@ def _git_describe() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """What stands beside a published target; None where nothing does."""
+    path = folder / "provenance.json"
+    return json.loads(path.read_text()) if path.is_file() else None

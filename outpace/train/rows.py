@@ -1,6 +1,4 @@
-"""Rows of training text: the whole corpus as one stream, cut anew every epoch, and the files in focus."""
-
-from fnmatch import fnmatch
+"""Rows of training text: the corpus as one stream of tokens, cut at other places in every epoch."""
 
 import numpy as np
 import torch
@@ -42,18 +40,3 @@ def rows_of_step(
         items.append(stream[begin : begin + row_tokens + 1])
     tokens = torch.from_numpy(np.stack(items).astype(np.int64))
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def split_rows(rows: int, focus_share: float) -> tuple[int, int]:
-    """How many of a step's rows come from all files, and how many from those in focus."""
-    focused = round(rows * focus_share)
-    return rows - focused, focused
-
-
-def matching(documents: list[Document], globs: tuple[str, ...]) -> list[Document]:
-    """The documents whose name fits a glob. Raises ValueError for a glob that fits none."""
-    for glob in globs:
-        if not any(fnmatch(d.name, glob) for d in documents):
-            example = documents[0].name
-            raise ValueError(f"focus {glob!r} fits none of the {len(documents)} files, such as {example}")
-    return [d for d in documents if any(fnmatch(d.name, glob) for glob in globs)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_target import RECIPE, TEXTS
 
+from examples.tiny_target.training import init_weights
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
@@ -17,7 +18,6 @@ from outpace.retrofit.train_mla import MlaRecipe, train_mla, whole_losses
 from outpace.teacher.store import TeacherSample
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
-from outpace.train.target import init_weights
 
 KEEP = TopKConfig(top_k=0.4, min_context=0, sinks=1, recent=4)
 OFTEN = {"warmup": 1, "validation_texts": 1, "save_every": 3}

@@ -124,19 +124,3 @@ def test_what_does_not_fit_ends_in_one_line(monkeypatch, capsys, tmp_path, corpu
     ):
         code, _, err = run(monkeypatch, capsys, "train", kind, *where, *more)
         assert code == 2 and value in " ".join(err.split()), err
-
-
-def test_a_target_needs_text_to_train_on_and_text_held_out(monkeypatch, capsys, tmp_path, corpus):
-    some = sorted(corpus.glob("*.py"))
-    for kept in (some[:1], []):
-        folder = tmp_path / f"{len(kept)} files"
-        folder.mkdir()
-        for file in kept:
-            shutil.copy(file, folder)
-        code, _, err = run(
-            monkeypatch, capsys, "train", "target", "--corpus", folder, "--out", tmp_path / "model"
-        )
-        assert code == 2 and ("each needs one" if kept else "no *.py source below") in " ".join(
-            err.split()
-        ), err
-        assert not (tmp_path / "model").exists()

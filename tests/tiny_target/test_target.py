@@ -7,6 +7,18 @@ import pytest
 import tiny
 import torch
 
+from examples.tiny_target.publish import publish_target, repeated_ngrams, sureness
+from examples.tiny_target.splice import UNTAUGHT, cut_pieces, splice
+from examples.tiny_target.training import (
+    TRAINED,
+    TargetRecipe,
+    balance_loss,
+    bits_per_byte,
+    matching,
+    shape_of,
+    split_rows,
+    train_target,
+)
 from outpace.models.load import load_target
 from outpace.models.save import dense_tensors, save_target
 from outpace.ops.sampling import seeded
@@ -14,17 +26,7 @@ from outpace.text.corpus import Document
 from outpace.text.tokenizer import train_bpe
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon, orthogonalise
-from outpace.train.publish import publish_target, repeated_ngrams, sureness
-from outpace.train.rows import matching, rows_of_step, split_rows, token_stream
-from outpace.train.splice import UNTAUGHT, cut_pieces, splice
-from outpace.train.target import (
-    TRAINED,
-    TargetRecipe,
-    balance_loss,
-    bits_per_byte,
-    shape_of,
-    train_target,
-)
+from outpace.train.rows import rows_of_step, token_stream
 
 RECIPE = TargetRecipe(
     vocab_size=300,

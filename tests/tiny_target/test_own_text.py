@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.tiny_target.own_text import SHARPEST, answers, cut_prompts, own_text_losses, repeats
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.ops.sampling import seeded
-from outpace.train.own_text import SHARPEST, answers, cut_prompts, own_text_losses, repeats
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5))

@@ -1,7 +1,8 @@
-"""Train a small target from raw text: the embedded default, and the micro model of the whole-way test."""
+"""Training of a small target from raw text: the embedded model, and the micro model of the tests."""
 
 import math
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from examples.tiny_target.own_text import answers, cut_prompts, own_text_losses
+from examples.tiny_target.recall import echo_rows, recall_rows
+from examples.tiny_target.splice import UNTAUGHT, cut_pieces, splice
 from outpace.models.blocks import ExpertMatrix
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
@@ -22,10 +26,7 @@ from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
 from outpace.train.losses import chunked_nll
 from outpace.train.muon import Muon
-from outpace.train.own_text import answers, cut_prompts, own_text_losses
-from outpace.train.recall import echo_rows, recall_rows
-from outpace.train.rows import matching, rows_of_step, split_rows, token_stream
-from outpace.train.splice import UNTAUGHT, cut_pieces, splice
+from outpace.train.rows import rows_of_step, token_stream
 from outpace.train.trainer import fit, warmup_linear
 
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
@@ -33,7 +34,7 @@ TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 @dataclass(frozen=True, kw_only=True)
 class TargetRecipe:
-    """A gpt-oss, or a dense Qwen3, of any size and how to train it. Fields of recipes/target-*.toml.
+    """A gpt-oss, or a dense Qwen3, of any size and how to train it. Fields of the recipes in this folder.
 
     A dense one takes `intermediate_size`; experts, windows and the rounding to MXFP4 are the other's.
     """
@@ -286,12 +287,12 @@ def _own_pieces(
     if not count:
         return []
     prompts = cut_prompts(stream, count, recipe.own_prompt, rng)
-    value = _summary(model, prompts, recipe.own_tokens)
+    value = _own_answers(model, prompts, recipe.own_tokens)
     kept = [int(torch.randint(len(s) + 1, (1,), generator=rng)) for s in value]
     return [np.asarray(p + s[:n]) for p, s, n in zip(prompts, value, kept, strict=True)]
 
 
-def _summary(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+def _own_answers(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     rounded = _round_experts(model, False)  # decoding through the rounding is ten times slower
     value = answers(model, prompts, new_tokens)
     _round_experts(model, rounded)
@@ -323,7 +324,7 @@ def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, st
     if not (recipe.unlikelihood or recipe.settle) or step % recipe.own_every:
         return {}
     prompts = cut_prompts(stream, recipe.own_rows, recipe.own_prompt, seeded(recipe.seed, step))
-    value = _summary(model, prompts, recipe.own_tokens)
+    value = _own_answers(model, prompts, recipe.own_tokens)
     unlikely, likely, repeats = own_text_losses(model, prompts, value, recipe.own_ngram)
     (recipe.unlikelihood * unlikely + recipe.settle * likely).backward()
     return {"repeats": repeats, "unlikelihood": unlikely.item(), "own": likely.item()}
@@ -376,3 +377,18 @@ def train_target(
     fit(folder, recipe, update, parts, title="target", stop_after=stop_after)
     model.dtype = torch.float32
     return model
+
+
+def split_rows(rows: int, focus_share: float) -> tuple[int, int]:
+    """How many of a step's rows come from all files, and how many from those in focus."""
+    focused = round(rows * focus_share)
+    return rows - focused, focused
+
+
+def matching(documents: list[Document], globs: tuple[str, ...]) -> list[Document]:
+    """The documents whose name fits a glob. Raises ValueError for a glob that fits none."""
+    for glob in globs:
+        if not any(fnmatch(d.name, glob) for d in documents):
+            example = documents[0].name
+            raise ValueError(f"focus {glob!r} fits none of the {len(documents)} files, such as {example}")
+    return [d for d in documents if any(fnmatch(d.name, glob) for glob in globs)]

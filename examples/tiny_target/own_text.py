@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from examples.tiny_target.splice import cut_pieces
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.train.losses import chunked_nll
-from outpace.train.splice import cut_pieces
 
 SHARPEST = 1e-4  # nats: how sure of a repeated token the loss can tell apart; keeps log(1 - p) finite
 

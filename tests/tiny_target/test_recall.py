@@ -5,10 +5,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from outpace.ops.sampling import seeded
-from outpace.text.corpus import note
-from outpace.text.tokenizer import train_bpe
-from outpace.train.recall import (
+from examples.tiny_target.recall import (
     CUE,
     ECHO,
     ECHO_CUE,
@@ -18,7 +15,10 @@ from outpace.train.recall import (
     echo_rows,
     recall_rows,
 )
-from outpace.train.splice import UNTAUGHT
+from examples.tiny_target.splice import UNTAUGHT
+from outpace.ops.sampling import seeded
+from outpace.text.corpus import note
+from outpace.text.tokenizer import train_bpe
 
 TEXT = "".join(f"def f_{i}(x, y):\n    return {i * i} * x + y_{i % 7}\n" for i in range(900))
 

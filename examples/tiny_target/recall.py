@@ -7,9 +7,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from examples.tiny_target.splice import UNTAUGHT, cut_pieces
 from outpace.text.corpus import note
 from outpace.text.tokenizer import encode
-from outpace.train.splice import UNTAUGHT, cut_pieces
 
 SHORTEST, LONGEST = 16, 64  # tokens of a piece of the corpus
 CUE = 6  # its first tokens, which say which piece it is

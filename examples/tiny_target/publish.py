@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from examples.tiny_target.training import TargetRecipe, bits_per_byte
 from outpace.checkpoint.save import write_json
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -20,7 +21,6 @@ from outpace.models.save import save_target
 from outpace.text.corpus import Document, corpus_hash
 from outpace.text.tokenizer import END_OF_TEXT, encode
 from outpace.train.losses import chunked_nll
-from outpace.train.target import TargetRecipe, bits_per_byte
 
 SAMPLE_PROMPTS = 16
 SAMPLE_PROMPT_TOKENS = 256
@@ -78,12 +78,6 @@ def publish_target(
     }
     write_json(folder / "provenance.json", provenance)
     return provenance
-
-
-def read_provenance(folder: Path) -> dict[str, Any] | None:
-    """What stands beside a published target; None where nothing does."""
-    path = folder / "provenance.json"
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document], n: int) -> dict[str, Any]:

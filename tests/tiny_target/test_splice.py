@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.tiny_target.splice import LONGEST, UNTAUGHT, cut_pieces, fitting, splice
 from outpace.ops.sampling import seeded
-from outpace.train.splice import LONGEST, UNTAUGHT, cut_pieces, fitting, splice
 
 
 def agreement(known, place, text):
