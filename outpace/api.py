@@ -2,7 +2,7 @@
 
 import datetime
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -235,7 +235,7 @@ def stream(
     *,
     draft: Draft | str | bool | None = None,
     sampling: SamplingParams = SamplingParams(),
-) -> Iterator[StreamPiece]:
+) -> Generator[StreamPiece, None, None]:
     """Like `generate` for one prompt, token by token as they are committed. Closing the iterator ends the
     generation."""
     if _is_batch(prompt):

@@ -98,7 +98,7 @@ def test_a_failure_leaves_nothing(tmp_path):
 def test_progress_adds_up_to_the_tensors(tmp_path):
     seen = []
     convert_target("default", tmp_path / "it.gguf", "q8_0", on_bytes=lambda n, total: seen.append((n, total)))
-    assert sum(n for n, _ in seen) == seen[0][1] == open_checkpoint(tmp_path / "it.gguf").nbytes()
+    assert sum(n for n, _ in seen) == seen[0][1] == open_checkpoint(tmp_path / "it.gguf").nbytes()  # type: ignore[attr-defined]
 
 
 def test_qwen3_keeps_its_tied_head(tmp_path):

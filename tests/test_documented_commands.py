@@ -40,7 +40,7 @@ def command_of(words):
     """The click command that the first words name, and the words left."""
     command = typer.main.get_command(cli.app)
     while words and words[0] in getattr(command, "commands", {}):
-        command, words = command.commands[words[0]], words[1:]
+        command, words = command.commands[words[0]], words[1:]  # type: ignore[attr-defined]
     return command, words
 
 

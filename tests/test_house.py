@@ -63,7 +63,7 @@ def imports(module: str, text: str) -> list[tuple[str, int, bool]]:
             names = [
                 a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)
             ]
-        items += [(n, node.lineno, id(node) in late) for n in names if n.split(".")[0] == "outpace"]
+        items += [(n, node.lineno, id(node) in late) for n in names if n.split(".")[0] == "outpace"]  # type: ignore[attr-defined]
     return items
 
 

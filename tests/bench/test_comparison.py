@@ -2,6 +2,7 @@
 
 import io
 import json
+from typing import Any
 
 import pytest
 import tiny
@@ -32,7 +33,7 @@ from outpace.models.load import build, fingerprint, named_tensors
 from outpace.text.tokenizer import train_bpe
 
 DOCUMENTS = [document(name, 80) for name in "abc"]
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"draft": "ngram", "rules": ["match", "gumbel"]},
     "DFlash": {"draft": "dflash", "controller": [False]},
     "DFlash tree": {"draft": "dflash", "tree": 9, "rules": ["match", "gumbel"]},

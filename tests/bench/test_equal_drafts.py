@@ -100,7 +100,7 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     assert len({t["tokens"] for t in trained.values()}) == 1
     assert next(iter(trained.values()))["tokens"] > 2 * 3 * (8 + 1)
     assert all(r["lossless"]["violations"] == 0 for r in report["results"])
-    assert {r["method"] for r in report["results"]} == {"plain", *suite.specs}
+    assert {r["method"] for r in report["results"]} == {"plain", *suite.specs}  # type: ignore[attr-defined]
     kinds = {name: a["kind"] for name, a in report["methods"].items()}
     assert kinds["DFlash 2"].startswith("DFlash, convolutions 2 x")
     assert (kinds["P-EAGLE"], kinds["EAGLE-3 tree"]) == ("P-EAGLE", "EAGLE-3")

@@ -162,7 +162,7 @@ def test_pareto_points(original, retrofitted, documents, tmp_path):
     settings = ParetoSettings(**READ, **SMALL, new_tokens=24, trained=("x",))
     model, before = copy.deepcopy(whole), fingerprint(whole)
     trained = {"x": retrofitted}
-    result = run_pareto(model, tokenizer, trained, *documents, settings, tmp_path, QUIET)
+    result = run_pareto(model, tokenizer, trained, *documents, settings, tmp_path, QUIET)  # type: ignore[call-arg]
     assert fingerprint(model) == before  # nothing stays attached
     names = ["original", "x", "latents, pca, 50 %", "index, 25 % of the context"]
     assert [p["name"] for p in result["points"]] == names
@@ -181,12 +181,12 @@ def test_pareto_starts_from_an_original_and_its_own_retrofits(original, retrofit
     whole, tokenizer = original
     settings = ParetoSettings(**READ, **SMALL)
     with pytest.raises(ValueError, match="name the original"):
-        run_pareto(retrofitted, tokenizer, {}, *documents, settings, tmp_path, QUIET)
+        run_pareto(retrofitted, tokenizer, {}, *documents, settings, tmp_path, QUIET)  # type: ignore[call-arg]
     other = copy.deepcopy(whole)
     with torch.no_grad():
         other.norm.weight.add_(1)
     with pytest.raises(ValueError, match="its backbone is another"):
-        run_pareto(other, tokenizer, {"mine": retrofitted}, *documents, settings, tmp_path, QUIET)
+        run_pareto(other, tokenizer, {"mine": retrofitted}, *documents, settings, tmp_path, QUIET)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

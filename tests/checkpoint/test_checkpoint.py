@@ -265,9 +265,9 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 def test_rope_is_read_in_both_forms():
     old = tiny.LLAMA | {"rope_theta": 50000.0}
     parameters = old.pop("rope_parameters")
-    old["rope_scaling"] = {k: v for k, v in parameters.items() if k != "rope_theta"}
+    old["rope_scaling"] = {k: v for k, v in parameters.items() if k != "rope_theta"}  # type: ignore[attr-defined]
     assert parse_config(old).rope == parse_config(tiny.LLAMA).rope
-    old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
+    old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")  # type: ignore[attr-defined]
     assert parse_config(old).rope == parse_config(tiny.LLAMA).rope
 
 

@@ -27,7 +27,7 @@ def whole(tmp_path_factory):
     tiny.randomise(tiny.named_tensors(target))
     write_gguf(target, path, gguf_vocabulary(tokenizer, 300), type="f32")
     data = path.read_bytes()
-    first = min(info.start for _, info in open_checkpoint(path).held.values())
+    first = min(info.start for _, info in open_checkpoint(path).held.values())  # type: ignore[attr-defined]
     return data, first
 
 

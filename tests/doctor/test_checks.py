@@ -69,7 +69,7 @@ def test_four_bit_integers_are_no_mxfp4(tmp_path):
         return (pair[:, 0] | (pair[:, 1] << 4)).to(torch.uint8).view_as(x)
 
     result = check_codes(load_target(plant(DEFAULT, tmp_path / "wrong", each("_blocks", integers))))
-    assert result.verdict == "fail" and "two's complement" in result.message
+    assert result.verdict == "fail" and "two's complement" in result.message  # type: ignore[attr-defined]
 
 
 def test_damaged_and_misfit_scales(tmp_path):
@@ -247,7 +247,7 @@ def test_a_cache_that_forgets_is_caught(monkeypatch):
 
     monkeypatch.setattr(Decoder, "forward", forgetful)
     result = check_speech(speak(model, IDS), "text", 97)
-    assert result.verdict == "fail" and "through the cache" in result.message
+    assert result.verdict == "fail" and "through the cache" in result.message  # type: ignore[attr-defined]
 
 
 def test_the_text(tmp_path):

@@ -215,7 +215,7 @@ def open_gguf(path):
             else gguf.dequantize(t.data, t.tensor_type)
         )
         data = torch.from_numpy(np.array(data))
-        tensors[t.name] = data.double() if data.is_floating_point() else data
+        tensors[t.name] = data.double() if data.is_floating_point() else data  # type: ignore[attr-defined]
     return values, tensors
 
 

@@ -25,7 +25,7 @@ def test_against_the_reference(R, K, D, normed):
         whole = torch.full((B, K, n + 3, D), float("nan"))
         keys_(whole[:, :, 1 : n + 1], rows, *rest)
         double = [None if x is None else x.double() for x in (rows, *rest)]
-        close(whole[:, :, 1 : n + 1].contiguous(), reference_keys(*double, K).double(), 1e-5)
+        close(whole[:, :, 1 : n + 1].contiguous(), reference_keys(*double, K).double(), 1e-5)  # type: ignore[call-arg]
         assert whole[:, :, 0].isnan().all() and whole[:, :, n + 1 :].isnan().all()
 
 

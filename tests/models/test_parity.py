@@ -147,7 +147,7 @@ def test_what_we_save_transformers_loads(family, twins, tmp_path):
 def test_mxfp4_that_we_save_transformers_loads(twins, tmp_path):
     """Packed experts: ours computes from the blocks, transformers from what it unpacks itself."""
     pytest.importorskip("accelerate")
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoModelForCausalLM, Mxfp4Config  # type: ignore[attr-defined]
 
     folder, twin = twins("gpt_oss")
     save_target(load_target(folder), tmp_path / "packed", pack=True)

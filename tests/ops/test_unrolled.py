@@ -21,9 +21,9 @@ def layout(kind):
         "some": [(4, 5, 9, 10, 14), (17,), (18, 25, 30)],
     }[kind]
     ends = [0]
-    for row in at:
+    for row in at:  # type: ignore[attr-defined]
         ends.append(ends[-1] + len(row))
-    return Unrolled(KEYS, ends, torch.tensor([t for row in at for t in row]))
+    return Unrolled(KEYS, ends, torch.tensor([t for row in at for t in row]))  # type: ignore[attr-defined]
 
 
 def case(kind, steps, dtype=torch.float32, seed=0):
@@ -60,7 +60,7 @@ def test_steps_see_what_the_rule_says(kind, steps, window):
     for function in (unrolled_attend, reference_unrolled_attend, by_lists):
         where, tensors, own = case(kind, steps)
         args = (*tensors[:3], own, where, window)
-        out = function(*args) if function is by_lists else function(*args, SCALE)
+        out = function(*args) if function is by_lists else function(*args, SCALE)  # type: ignore[call-arg]
         weights = torch.linspace(-1, 2, out.numel()).view(out.shape)
         (out * weights).sum().backward()
         values[function] = [out, *(t.grad for t in tensors)]
@@ -92,10 +92,10 @@ def test_rows_longer_than_a_tile(every, window):
 @pytest.mark.parametrize("kind", ["answers", "some"])
 def test_bfloat16_stays_close(kind):
     where, tensors, own = case(kind, 3, torch.bfloat16)
-    out = unrolled_attend(*tensors[:3], own, where, 0, SCALE)
+    out = unrolled_attend(*tensors[:3], own, where, 0, SCALE)  # type: ignore[call-arg]
     out.float().square().sum().backward()
     wide = [t.detach().float().requires_grad_() for t in tensors]
-    exact = by_lists(*wide[:3], list(zip(wide[3::2], wide[4::2], strict=True)), where, 0)
+    exact = by_lists(*wide[:3], list(zip(wide[3::2], wide[4::2], strict=True)), where, 0)  # type: ignore[call-arg]
     exact.square().sum().backward()
     assert out.dtype == tensors[0].grad.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), exact, atol=0.03, rtol=0.03)

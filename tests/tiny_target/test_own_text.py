@@ -76,7 +76,7 @@ def learn(model, prompts, of):
 
 
 def test_loops_are_unlearnt(looping):
-    shares = [share for share, _ in learn(*looping, lambda unlikely, likely: unlikely)]
+    shares = [share for share, _ in learn(*looping, lambda unlikely, likely: unlikely)]  # type: ignore[call-arg]
     assert min(shares) < shares[0] / 2
 
 

@@ -138,7 +138,7 @@ def test_block_attention_and_its_gradients(attend, dtype, D, window):
     items = []
     for f in (attend, dense):
         given = [x.clone().requires_grad_() for x in inputs]
-        out = f(*given, packed.layout, window, D**-0.5)
+        out = f(*given, packed.layout, window, D**-0.5)  # type: ignore[call-arg]
         items.append((out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))))
     bar = 3e-6 if dtype == torch.float32 else 2**-7
     for ours, truth in zip(*items, strict=True):
@@ -151,9 +151,9 @@ def test_an_anchor_that_sees_nothing():
     B, H, K, D = 4, 6, 2, 8
     layout = Layout(torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0]), B)
     x = [torch.randn(s) for s in ((B, H, D), (B, K, D), (B, K, D), (0, K, D), (0, K, D))]
-    truth = dense(*x, layout, 0, 1.0)
+    truth = dense(*x, layout, 0, 1.0)  # type: ignore[call-arg]
     for f in (block_attend, reference_block_attend):
-        torch.testing.assert_close(f(*x, layout, 0, 1.0).double(), truth, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(f(*x, layout, 0, 1.0).double(), truth, atol=1e-6, rtol=1e-6)  # type: ignore[call-arg]
 
 
 def test_threads_do_not_change_the_gradients():
@@ -165,7 +165,7 @@ def test_threads_do_not_change_the_gradients():
     items, before = [], torch.get_num_threads()
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
-        out = block_attend(*inputs, packed.layout, 0, 0.25)
+        out = block_attend(*inputs, packed.layout, 0, 0.25)  # type: ignore[call-arg]
         items.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     torch.set_num_threads(before)
     for other in items[1:]:

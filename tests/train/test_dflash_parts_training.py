@@ -136,7 +136,7 @@ def test_causal_blocks_and_their_gradients(target, cache, attend, window):
     inputs = [torch.randn(s, generator=rng).requires_grad_() for s in shapes]
     grad = torch.randn(N, H * D, generator=rng)
     out = attend(*inputs, packed.layout, window, D**-0.5, True)
-    truth = dense(*inputs, packed.layout, window, D**-0.5)
+    truth = dense(*inputs, packed.layout, window, D**-0.5)  # type: ignore[call-arg]
     torch.testing.assert_close(out.double(), truth, atol=1e-5, rtol=1e-4)
     wanted = torch.autograd.grad(truth, inputs, grad.double())
     for ours, theirs in zip(torch.autograd.grad(out, inputs, grad), wanted, strict=True):

@@ -1,6 +1,7 @@
 """The unrolled draft: it equals a walk position by position, the served chain, and its loss written out."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
@@ -94,7 +95,7 @@ def walk(draft, target, row, t, window, parallel):
     return items
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 6},
     "eagle 3.1": {"norm_output": True, "fc_norm": True},
@@ -122,7 +123,12 @@ def test_unrolled_is_a_walk_over_explicit_lists(target, samples, name, thin):
                 assert row.prompt_length - 1 <= t <= len(row.tokens) - 3
                 changes = CASES[name]
                 wanted = walk(
-                    draft, target, row, t, changes.get("sliding_window", 0), changes.get("parallel")
+                    draft,
+                    target,
+                    row,
+                    t,
+                    changes.get("sliding_window", 0),
+                    changes.get("parallel"),
                 )
                 for j, hidden in enumerate(wanted):
                     place = (steps[j].chosen == n).nonzero()
