@@ -1,4 +1,4 @@
-"""Rates of the CPU kernels on this machine: one row, and what 2 to 16 rows cost beside it."""
+"""Rates of the CPU kernels on this machine: one row, and what 2 to 16 rows cost next to it."""
 
 import time
 from collections.abc import Callable

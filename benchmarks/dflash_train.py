@@ -1,10 +1,10 @@
-"""Speed and memory of draft training: our step beside a plain one that builds the dense grid and all logits.
+"""Speed and memory of draft training: our step next to a plain one that builds the dense grid and all logits.
 
     python benchmarks/dflash_train.py [--anchors 64 500] [--threads 2] [--json FILE]
     python benchmarks/dflash_train.py --memory [--no-optimizer]
 
 The configuration is the one public trainers were measured on: width 256, 2 draft layers, vocabulary 8,192,
-blocks of 8, one row of 512 tokens a step, AdamW. Heads (8 x 32, 2 kv) and MLP width (768) were not stated
+blocks of 8, one row of 512 tokens per step, AdamW. Heads (8 x 32, 2 kv) and MLP width (768) were not stated
 there and are assumed. On a busy machine take --threads 1 and read the processor time, which others' work does
 not stretch. `--memory` takes one step on a draft for gpt-oss-20b: 512 anchors of a row of 2,048 tokens.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint of real size on this machine: load time, peak memory, and plain decoding beside the floor.
+"""A checkpoint of real size: load time, peak memory, autoregressive decoding, roofline.
 
 outpace synth --like gpt-oss-20b work/gpt-oss-20b
 python benchmarks/real_size.py work/gpt-oss-20b --json reports/real_size/safetensors.json
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def measure(path: str, prompt: int, tokens: int, runs: int) -> dict[str, object]:
-    """Memory is the process's peak, mapped pages of the checkpoint included. The bandwidth is taken anew
+    """Memory is the process's peak, mapped pages of the checkpoint included. The bandwidth is taken again
     before every run: on a shared machine it drifts."""
     before = _peak()
     began = time.perf_counter()

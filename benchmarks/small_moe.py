@@ -1,4 +1,4 @@
-"""Plain decoding against transformers on a random gpt-oss of 8 layers in float32.
+"""Autoregressive decoding against transformers on a random gpt-oss of 8 layers in float32.
 
 The shape: width 512, 16 query heads of 64 on 2 kv heads, 16 experts of width 512 with top 4, vocabulary
 8,192, window 128. Prints tokens/s, prefill, and the time of n tokens over a cache.

@@ -19,7 +19,7 @@ class LastFollower:
     """Proposes up to 3 tokens. It reads no hidden states of the target and has nothing to rewind."""
 
     block_size = 4  # widest proposal, the last verified token included
-    target_layer_ids: tuple[int, ...] = ()  # layers of the target whose hidden states it reads
+    target_layer_ids: tuple[int, ...] = ()  # layers of the target where the hidden states it reads
 
     def begin(self, batch: int, length: int, offset: int = 0, slack: int = 0) -> "Session":
         return Session(batch)

@@ -18,7 +18,7 @@ def load_settings(
     """`cls` from the recipe at `path` (None: its defaults alone), then `overrides` on top, which errors call
     `source`.
 
-    `cls` is a dataclass whose fields are bool, int, float, str, Path, Literal, tuples, lists, dicts with
+    `cls` is a dataclass where the fields are bool, int, float, str, Path, Literal, tuples, lists, dicts with
     string keys, unions of these, or further dataclasses (a table of the recipe). An int is taken where
     a float is wanted; nothing else is converted, except str to Path and list to tuple.
 

@@ -55,10 +55,10 @@ def open_draft(
     """ "none", "ngram", "dflash" (the embedded DFlash), "suffix" (the embedded answers), or the place of a
     DFlash or EAGLE-3 in any format we read, or of other answers (`drafts.suffix`).
 
-    `tree`: columns of the tree it proposes, root included; 0: a chain, of answers the usual tree. `depth`:
-    the most guesses in a line, of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or of each
-    place (DFlash). 0 of these two: as usual. `quantize`: "q8_0" packs its matrices in 8-bit blocks, as
-    `drafts.load.load_draft` does.
+    `tree`: positions of the tree it proposes, root included; 0: a chain, of answers the usual tree. `depth`:
+    the most draft tokens in a line, of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or
+    of each place (DFlash). 0 of these two: as usual. `quantize`: "q8_0" packs its matrices in 8-bit blocks,
+    as `drafts.load.load_draft` does.
     Raises ValueError for what this kind of draft cannot be told.
     """
     if not weightless(path, quantize) and is_suffix(draft_folder(path)):
@@ -91,7 +91,7 @@ def own_draft(target: str) -> str:
 def open_weights(
     path: str, target: Decoder, tokenizer: Tokenizer, quantize: str | None = None
 ) -> DFlash | Eagle3 | None:
-    """The draft by itself; None for the names that stand for no weights. Raises ValueError where these are to
+    """The draft by itself; None for the names that mean no weights. Raises ValueError where these are to
     be packed."""
     if weightless(path, quantize):
         return None

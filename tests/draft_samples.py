@@ -25,7 +25,7 @@ YARN = RopeConfig(theta=15000.0, kind="yarn", factor=64.0, original_max_position
 ROPES = {
     "yarn": YARN,
     "rounded yarn": dataclasses.replace(YARN, truncate=True, factor=4.0),
-    "yarn of its own": dataclasses.replace(YARN, beta_fast=24.0, beta_slow=2.0, attention_factor=1.25),
+    "its own yarn": dataclasses.replace(YARN, beta_fast=24.0, beta_slow=2.0, attention_factor=1.25),
     "llama3": RopeConfig(theta=50000.0, kind="llama3", factor=8.0, original_max_position=32),
     "linear": RopeConfig(theta=20000.0, kind="linear", factor=4.0),
     "default": RopeConfig(theta=700.0),

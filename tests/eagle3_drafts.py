@@ -1,4 +1,4 @@
-"""Random EAGLE-3 drafts for the tiny targets, and what they must guess, worked out anew for every guess."""
+"""Random EAGLE-3 drafts for the tiny targets, and their predictions worked out one by one."""
 
 import math
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class Oracle:
         return result.log_softmax(-1)
 
     def after(self, path):
-        """Log-probabilities [V] of what follows the guesses `path`."""
+        """Log-probabilities [V] of what follows the draft tokens `path`."""
         if tuple(path) not in self.known:
             features, following = self.features, [*self.text[1:], self.last]
             for guess in [*path, None]:
@@ -91,7 +91,7 @@ class Oracle:
         return self.known[tuple(path)]
 
     def chain(self, depth):
-        """The greedy guesses, and how likely each prefix is."""
+        """The greedy draft tokens, and how likely each prefix is."""
         path, reach = [], [0.0]
         for _ in range(depth):
             row = self.after(path)

@@ -1,4 +1,4 @@
-"""Tiny targets whose full-attention layers have an index of random weights."""
+"""Tiny targets where the full-attention layers have an index of random weights."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Targets whose full-attention layers have a latent: the tiny ones, with an exact or a cut-off basis."""
+"""Targets where the full-attention layers have a latent: the tiny ones, with an exact or a cut-off basis."""
 
 from dataclasses import replace
 

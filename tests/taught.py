@@ -1,4 +1,4 @@
-"""What a teacher cache answers, computed on the spot; and what trainings are given beside it."""
+"""What a teacher cache answers, computed on the spot; and what trainings are given next to it."""
 
 from types import SimpleNamespace
 

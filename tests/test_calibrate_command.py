@@ -17,7 +17,7 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     first = json.loads(out)
     assert code == 0 and first["widths"] == list(range(1, 13)) and first["touched"]["experts"] == 8
     assert first["points"][0]["break_even"][0] == 1 and min(first["points"][0]["break_even"]) == 1
-    assert first["described"]["draft"].startswith("Suffix, at most 12 columns")
+    assert first["described"]["draft"].startswith("Suffix, at most 12 positions")
     _, out, _ = run(monkeypatch, capsys, *options)
     assert json.loads(out) == first
     _, out, _ = run(monkeypatch, capsys, *options, "--force")
@@ -26,7 +26,7 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     file.write_text("{}")
     code, out, err = run(monkeypatch, capsys, *options)
     assert code == 0 and json.loads(out)["fingerprint"] == first["fingerprint"]
-    assert "has format None" in err and "measuring anew" in err
+    assert "has format None" in err and "measuring again" in err
     code, out, _ = run(monkeypatch, capsys, *options[:-1], "--plot", tmp_path / "costs.png")
     assert code == 0 and "break-even" in out and str(tmp_path) in out.replace("\n", "")
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")

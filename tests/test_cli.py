@@ -73,12 +73,12 @@ def test_latent_kv_goes_on_and_off(monkeypatch, capsys, tmp_path):
         ("whole", "default", ("--draft", "none")),
         ("off", out, ("--no-mla",)),
         ("on", out, ("--mla",)),
-        ("as said", out, ()),
+        ("as stated", out, ()),
         ("drafted", out, ("--draft", "dflash")),
     ):
         given = ("generate", model, "import os", "-n", 30, "--ignore-eos")
         _, texts[name], _ = run(monkeypatch, capsys, *given, *options)
-    assert texts["off"] == texts["whole"] != texts["on"] == texts["as said"] == texts["drafted"]
+    assert texts["off"] == texts["whole"] != texts["on"] == texts["as stated"] == texts["drafted"]
 
 
 def test_sparse_attention_goes_on_and_off_and_learns(monkeypatch, capsys, tmp_path):
@@ -148,7 +148,7 @@ def test_inspect_default(monkeypatch, capsys):
         ),
         (
             ("generate", "default", "x", "--kv-budget", 512, "--kv-budget-set", "n_retrieval_blocks=3"),
-            "--kv-budget says how",
+            "--kv-budget states how",
         ),
         (("generate", "default", "x", "--kv-budget-lossy"), "go with --kv-budget TOKENS"),
         (("generate", "default", "x", "--no-mla"), "no latent KV to switch"),
@@ -177,7 +177,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("generate", "default", "x", "--draft", "no/such"), "no/such is not there"),
         (("generate", "default", "x", "--temperature", "-1"), "temperature -1.0 is below 0"),
         (("generate", "default", "x", "-n", "0"), "max_new_tokens 0"),
-        (("generate", "default", "x", "--num-draft-tokens", "1"), "a tree of 1 nodes guesses nothing"),
+        (("generate", "default", "x", "--num-draft-tokens", "1"), "a tree of 1 nodes proposes nothing"),
         (("generate", "default", "x", "--num-draft-tokens", "5000"), "a tree of 5000 nodes: at most 1024"),
         (
             ("generate", "default", "x", "--num-draft-tokens", "8", "--draft", "ngram"),
@@ -194,7 +194,7 @@ def test_inspect_default(monkeypatch, capsys):
         (("bench", "--out", "x", "--set", "batches"), "write key=value"),
         (("bench", "--out", "x", "--set", "batches=a"), "`batches` wants tuple[int, ...], not ['a']"),
         (("train", "dflash", "--cache", "no/cache", "--out", "x"), "no/cache"),
-        (("train", "dflash", "--cache", "x", "--out", "x", "--init", "ngram"), "stands for no weights"),
+        (("train", "dflash", "--cache", "x", "--out", "x", "--init", "ngram"), "means no weights"),
         (("teacher", "verify", "no/cache"), "no/cache"),
         (("teacher", "build", "--out", "x", "--position-offsets", "0,far"), "'far' is not a whole number"),
     ],

@@ -1,4 +1,4 @@
-"""The chat loop, with a target that says what it is told to, with real small ones, and as a user types it."""
+"""The chat loop: with a scripted target, with small real ones, and as a user types it."""
 
 import io
 import json
@@ -31,8 +31,8 @@ CALL = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a": 1
 
 
 class Scripted:
-    """A target whose next tokens stand written, one text for every generation; keeps the prompts it saw.
-    After `interrupt` tokens of an answer, someone presses Ctrl-C."""
+    """A target where the next tokens are written, one text for every generation; keeps the prompts it saw.
+    After `interrupt` tokens of the output, someone presses Ctrl-C."""
 
     def __init__(self, *answers, interrupt=None, positions=4096):
         self.answers = [encode(TOKENIZER, answer) for answer in answers]
@@ -71,7 +71,7 @@ def session(target, **request):
 
 
 def chat(target, *lines, forgiving=True, terminal=False, **request):
-    """-> what a person reads on standard output, and beside it; the turns; the session."""
+    """-> what a person reads on standard output, and next to it; the turns; the session."""
     texts = io.StringIO(), io.StringIO()
     out, aside = (Console(file=text, width=200, force_terminal=terminal, no_color=True) for text in texts)
     screen, turns, held = Screen(out, aside), [], session(target, **request)
@@ -113,7 +113,7 @@ def test_control_characters_do_not_reach_a_terminal():
     message = "<|channel|>final<|message|>a\x1b[2Jb\x07\x9bc\td<|return|>"
     out, _, turns, _ = chat(Scripted(message), "one", terminal=True)
     assert out == "a\u241b[2Jb\u2407\ufffdc\td\n" and turns[0].answer == "a\x1b[2Jb\x07\x9bc\td"
-    out, _, _, _ = chat(Scripted(message), "one")  # a file gets what was said
+    out, _, _, _ = chat(Scripted(message), "one")  # a file gets what was stated
     assert out == "a\x1b[2Jb\x07\x9bc\td\n"
 
 
@@ -136,7 +136,7 @@ def test_commands():
     )
     assert len(turns) == 2 and out == "größe 🙂\ntwo\n"
     assert "one" not in shown(target.prompts[1]) and "<|message|>/slash<|end|>" in shown(target.prompts[1])
-    assert "begins anew" in aside and "/reset begins anew" in aside
+    assert "begins again" in aside and "/reset begins again" in aside
     assert "/nothing is no command" in aside and "no call waits for a result" in aside
     with pytest.raises(ValueError, match="/nothing is no command"):
         chat(Scripted(), "/nothing", forgiving=False)

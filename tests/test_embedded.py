@@ -1,4 +1,4 @@
-"""The model that ships in the package: it is what its provenance says, and it decodes losslessly."""
+"""The model that ships in the package: it is what its provenance states, and it decodes losslessly."""
 
 import json
 from pathlib import Path

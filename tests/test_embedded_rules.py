@@ -75,8 +75,8 @@ def exact(prompt, how):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_texts_come_as_often_as_they_should(rule):
-    """300 rows of one prompt; a round verifies two guesses of each. Hot, for the target is sure of its words:
-    at temperature 1 a few texts would have all the chance."""
+    """300 rows of one prompt; a round verifies two draft tokens of each. Hot, for the target is sure of its
+    words: at temperature 1 a few texts would have all the chance."""
     target, draft, _ = embedded()
     how, rows, prompt = Sampling(temperature=3.0, top_k=3), 300, prompts()[2]
     request = Request(max_new_tokens=3, sampling=how, rule=rule)
@@ -138,7 +138,7 @@ def test_chat_with_a_rule(monkeypatch, capsys):
         (("--min-p", "1.5"), "min_p 1.5 is outside [0, 1]"),
         (("--repetition-penalty", "0"), "repetition_penalty 0.0 is not above 0"),
         (("--repetition-penalty", "nan"), "repetition_penalty nan is not a number"),
-        (("--draft-temperature", "0.5"), "with the rule match no guess is drawn"),
+        (("--draft-temperature", "0.5"), "with the rule match no draft token is drawn"),
         (
             ("--acceptance", "block", "--draft-temperature", "0"),
             "draft_temperature 0.0 is not a number above 0",

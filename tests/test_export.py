@@ -221,7 +221,7 @@ def test_what_training_saves_is_what_export_writes(tmp_path):
 
 @pytest.fixture(scope="module")
 def fond():
-    """A target fond of token 7, as its MASK is, so that a draft is right now and then; and the yardstick."""
+    """A target fond of token 7, as its MASK is, so that a draft is right now and then; and the baseline."""
     reason = "transformers has DFlash from 5.23 on"
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason=reason)
     target = copy.deepcopy(samples.target())
@@ -233,7 +233,7 @@ def fond():
 
 @pytest.mark.parametrize("variant", ["yarn", "llama3", "linear", "window", "some windows"])
 def test_transformers_own_class_accepts_what_ours_accepts(variant, fond, tmp_path):
-    """From the folder, with nothing missing, nothing left over and nothing said beside it."""
+    """From the folder, with nothing missing, nothing left over and nothing stated next to it."""
     target, baseline = fond
     draft = samples.dflash(**samples.DFLASHES[variant])
     leaning = {n: t * 0.1 if "down_proj" in n else t for n, t in draft.tensors.items()}

@@ -39,7 +39,7 @@ def sources() -> Sources:
 
 
 def imports(module: str, text: str) -> list[tuple[str, int, bool]]:
-    """(module imported, line, inside a function) for every import of outpace, wherever it stands:
+    """(module imported, line, inside a function) for every import of outpace, wherever it is:
     in functions, in `if TYPE_CHECKING`, relative ones too."""
     tree = ast.parse(text)
     late = {
@@ -109,7 +109,7 @@ def import_faults(modules: Sources) -> list[str]:
             elif there == "kernels" and here not in ("kernels", "ops", "kv"):
                 faults.append(f"{where}: only ops and kv open kernels")
             if late and here != "cli":
-                faults.append(f"{where}: inside a function; imports stand at the top of a file")
+                faults.append(f"{where}: inside a function; imports are at the top of a file")
     return faults
 
 
@@ -148,7 +148,7 @@ def file_faults(name: str, text: str) -> list[str]:
     first = lines[0] if lines else ""
     opening = re.compile(r'r?"""\S.*') if name.endswith(".py") else re.compile(r"(//|/\*) ?\S.*")
     if not opening.fullmatch(first):
-        faults.append(f"{name}: does not open with one line that says what it is")
+        faults.append(f"{name}: does not open with one line that states what it is")
     if name.endswith(".py") and not re.search(r'[.:!?)]"*$', first):
         faults.append(f"{name}: its first line is not a whole sentence")
     return faults

@@ -238,7 +238,7 @@ def test_a_mask_where_llama_cpp_does_not_look(planted):
 @pytest.mark.parametrize("key", ["sample_from_anchor", "shift_label"])
 def test_another_anchor_slot(planted, key):
     result = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c["dflash_config"].update({key: True}))
-    assert "guesses from another slot" in faults(result)["anchor slot"] and key in result.refused
+    assert "draft tokens from another slot" in faults(result)["anchor slot"] and key in result.refused
 
 
 def test_block_sizes_that_differ(planted):
@@ -298,7 +298,7 @@ def test_an_embedding_of_its_own(planted):
 def test_a_precision_that_is_not_the_tensors(planted, dtype):
     draft = samples.dflash(torch.bfloat16, **PLAIN)
     result = planted(draft, "zlab", lambda c, t: c.update(dtype=dtype))
-    assert result.clean and f"config.json says {dtype}" in row(result, "dtype").note
+    assert result.clean and f"config.json specifies {dtype}" in row(result, "dtype").note
 
 
 # ---- norms -----------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_what_is_shown_names_the_slip(planted, capsys):
     result = planted(samples.eagle3(layer_ids=(1, 2, 4)), "sglang-eagle3", lambda c, t: c.pop(IDS))
     show_preflight(result, Console(width=80))
     out = capsys.readouterr().out
-    assert "layer ids: vLLM: hs 2, 3, 3" in out and "mend: " in out
+    assert "layer ids: vLLM: hs 2, 3, 3" in out and "fix: " in out
     assert "nobody would say so: vLLM, llama.cpp" in out
     assert max(map(len, out.splitlines())) <= 80
 

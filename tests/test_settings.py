@@ -1,4 +1,4 @@
-"""Recipes and overrides: what is taken, and what each refusal says."""
+"""Recipes and overrides: what is taken, and what each refusal states."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -79,7 +79,7 @@ def test_without_them_nothing_is_sorted(few, monkeypatch):
     for name in ("topk", "sort", "argsort"):
         monkeypatch.setattr(torch.Tensor, name, never)
         monkeypatch.setattr(torch, name, never)
-    model = tiny.target("llama")  # it has no router, whose topk would be the model's own
+    model = tiny.target("llama")  # it has no router; its topk would be the model's own
     prompt = tiny.tokens(1, 11)[0].tolist()
     for draft in (None, NGram()):
         done = run(model, draft, prompt, lambda t: "", Request(max_new_tokens=5), 0, print)
@@ -165,7 +165,7 @@ def test_of_an_answer_only_the_final_channel_is_read(tokenizer):
 def test_chat_prints_no_tags(monkeypatch, capsys):
     code, out, err = outpace(monkeypatch, capsys, "generate", "default", "What is 2 + 2?", "--chat", "-n", 12)
     assert code == 0 and "<|" not in out
-    assert "no answer in" in err  # the embedded model was never taught to chat
+    assert "no answer in" in err  # the embedded model was never trained to chat
     code, out, _ = outpace(
         monkeypatch, capsys, "generate", "default", "What is 2 + 2?", "--chat", "-n", 12, "--json"
     )

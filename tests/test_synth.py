@@ -78,7 +78,7 @@ def test_the_published_size(like):
     packed = 16 * scales * 2  # values: a scale has 16 bytes of them
     assert made.nbytes == 2 * (made.parameters - packed) + packed // 2 + scales
     if like == "gpt-oss-20b":
-        assert made.nbytes == 13_761_264_768  # what its index says
+        assert made.nbytes == 13_761_264_768  # what its index states
     assert all(synth.size(specs) <= synth.SHARD_BYTES for specs in made.shards.values())
 
 
@@ -96,7 +96,7 @@ def test_it_is_read_and_runs(narrow, tmp_path, like):
         out = model(tokens, aux=(0, 2))
         logits = model.logits(out.hidden)
     assert logits.isfinite().all() and out.aux.abs().max() < 100
-    assert (logits.argmax(-1) < synth.PRINTABLE).all()  # what it says can be printed
+    assert (logits.argmax(-1) < synth.PRINTABLE).all()  # what it states can be printed
     assert logits.argmax(-1).unique().numel() > 2  # and hangs on what it hears
     assert logits[..., : synth.PRINTABLE].std() > 3 * logits[..., synth.PRINTABLE :].std()
 

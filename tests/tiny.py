@@ -1,4 +1,4 @@
-"""Tiny models whose axis sizes all differ, as `transformers` twins on disk and as targets of ours."""
+"""Tiny models where the axis sizes all differ, as `transformers` twins on disk and as targets of ours."""
 
 import dataclasses
 import functools
@@ -200,7 +200,7 @@ def exact_frequencies(rope, head_dim):
 
 
 class ExactRotary(torch.nn.Module):
-    """Stands in for a twin's rotary table, whose float32 angles are off by up to 0.008 rad near 131,072."""
+    """Is in for a twin's rotary table; its float32 angles are off by up to 0.008 rad near 131,072."""
 
     def __init__(self, family):
         super().__init__()

@@ -6,7 +6,7 @@ import torch
 
 
 def parents_of(shape, N, seed=0):
-    """Parents of N columns. shape: "any" (uniform), "deep" (mostly a chain), "wide" (mostly children of the
+    """Parents of N positions. shape: "any" (uniform), "deep" (mostly a chain), "wide" (mostly children of the
     root), "chain"."""
     rng, items = random.Random(f"{shape}{N}{seed}"), [0]
     for column in range(1, N):
@@ -21,7 +21,7 @@ def parents_of(shape, N, seed=0):
 
 
 def ancestors(parents, column):
-    """From the root to the column itself."""
+    """From the root to the position itself."""
     path = [column]
     while parents[path[0]] != path[0]:
         path.insert(0, parents[path[0]])
@@ -29,7 +29,7 @@ def ancestors(parents, column):
 
 
 def leaf_paths(parents, count):
-    """Root to leaf, over the first `count` columns."""
+    """Root to leaf, over the first `count` positions."""
     inner = {parents[c] for c in range(1, count)}
     return [ancestors(parents, c) for c in range(count) if c not in inner or count == 1]
 

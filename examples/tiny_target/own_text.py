@@ -21,7 +21,7 @@ def cut_prompts(stream: np.ndarray, rows: int, tokens: int, rng: torch.Generator
 
 
 def repeats(tokens: Sequence[int], n: int) -> list[bool]:
-    """Per token: does the n-gram that it ends stand earlier in `tokens`?"""
+    """Per token: does the n-gram that it ends are earlier in `tokens`?"""
     seen: set[tuple[int, ...]] = set()
     items = []
     for end in range(1, len(tokens) + 1):
@@ -32,7 +32,7 @@ def repeats(tokens: Sequence[int], n: int) -> list[bool]:
 
 
 def answers(model: Decoder, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """What the model says greedily, in float32 as it will be decoded."""
+    """What the model generates greedily, in float32 as it will be decoded."""
     dtype, model.dtype = model.dtype, torch.float32
     value = generate(model, prompts, Request(max_new_tokens=new_tokens)).tokens
     model.dtype = dtype
@@ -46,7 +46,7 @@ def own_text_losses(
     loops vanish, so does the pressure of the first.
 
     -> unlikelihood, -log(1 - p) of every token that closes a repeated n-gram; likelihood, -log p of every
-    token that closes neither that nor a repeated n/2-gram, too short to be a loop: what is said for the
+    token that closes neither that nor a repeated n/2-gram, too short to be a loop: what is reported for the
     first time; and the share of tokens that the first is taken of. Prompts are of one length.
     """
     start, longest = len(prompts[0]), max(map(len, items))

@@ -1,4 +1,4 @@
-"""From a trained target to a checkpoint folder: MXFP4 experts, tokenizer, and the provenance beside it."""
+"""From a trained target to a checkpoint folder: MXFP4 experts, tokenizer, and the provenance next to it."""
 
 import json
 import platform
@@ -108,7 +108,7 @@ def judge_target(target: Decoder, tokenizer: Tokenizer, held_out: list[Document]
 
 @torch.inference_mode()
 def sureness(target: Decoder, prompts: list[list[int]], items: list[list[int]]) -> float:
-    """Mean probability of the target's own greedy tokens: what it is not sure of, no draft can guess."""
+    """Mean probability of the target's own greedy tokens: what it is not sure of, no draft can predict."""
     likely = []
     for prompt, tokens in zip(prompts, items, strict=True):
         hidden = target(torch.tensor([prompt + tokens[:-1]])).hidden[0, len(prompt) - 1 :]

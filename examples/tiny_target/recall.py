@@ -1,4 +1,4 @@
-"""Rows that can be gone on with only by looking back: pieces of text scattered in it, then said again."""
+"""Rows that can be gone on with only by looking back: pieces of text scattered in it, then repeated."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from outpace.text.tokenizer import encode
 
 SHORTEST, LONGEST = 16, 64  # tokens of a piece of the corpus
 CUE = 6  # its first tokens, which say which piece it is
-SHARE = 0.4  # most of a row that is said again
+SHARE = 0.4  # most of a row that is reported again
 ECHO, ECHO_PIECE, ECHO_CUE = 64, 10, 2  # of random tokens: a passage at least, a piece on average, its cue
 
 
@@ -22,8 +22,8 @@ def recall_rows(
 ) -> tuple[Tensor, Tensor]:
     """-> inputs and labels [rows, row_tokens] int64. Every other piece is a note, `name = value`.
 
-    At least a twentieth of a row and at most SHARE of it is said twice, the second time at its end and in
-    another order; between the first ones stands other text. The loss counts what of the second ones follows
+    At least a twentieth of a row and at most SHARE of it is given twice, the second time at its end and in
+    another order; between the first ones is other text. The loss counts what of the second ones follows
     from the first: a piece after its first CUE tokens, a note's value. Raises ValueError for rows that are
     too short for two pieces.
     """
@@ -35,23 +35,24 @@ def recall_rows(
 
 
 def echo_rows(vocab_size: int, rows: int, row_tokens: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """-> as `recall_rows`, of random tokens: what is said, in pieces, is said again in another order; a row
-    has few long passages or many short ones of that kind. Nothing but what stood before says what comes, so
-    looking back is learnt first, and soon. Raises ValueError for rows shorter than a passage."""
+    """-> as `recall_rows`, of random tokens: what is reported, in pieces, is reported again in another
+    order; a row has few long passages or many short ones of that kind. Nothing but what stood before states
+    what comes, so looking back is learnt first, and soon. Raises ValueError for rows shorter than a
+    passage."""
     if row_tokens < ECHO:
         raise ValueError(f"row_tokens {row_tokens}: rows of random tokens need at least {ECHO}")
     return _with_labels([_echoes(vocab_size, row_tokens + 1, rng) for _ in range(rows)])
 
 
 def _with_labels(items: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
-    """Rows, each its tokens [row_tokens + 1] and which of them are taught -> inputs and labels."""
+    """Rows, each its tokens [row_tokens + 1] and which of them are trained on -> inputs and labels."""
     tokens, training = (np.stack(x) for x in zip(*items, strict=True))
     labels = np.where(training, tokens, UNTAUGHT)[:, 1:]
     return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
 
 
 def _echoes(vocab_size: int, length: int, rng: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """tokens [length], and which of them are taught."""
+    """tokens [length], and which of them are trained on."""
     tokens, training = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
     while len(tokens) < length:
         half = int(ECHO * (length / ECHO) ** float(torch.rand((), generator=rng))) // 2
@@ -68,7 +69,7 @@ def _echoes(vocab_size: int, length: int, rng: torch.Generator) -> tuple[np.ndar
 def _row(
     tokenizer: Tokenizer, stream: np.ndarray, row_tokens: int, rng: torch.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """tokens [row_tokens + 1], and which of them are taught."""
+    """tokens [row_tokens + 1], and which of them are trained on."""
     share = 0.05 + (SHARE - 0.05) * float(torch.rand((), generator=rng))
     pieces = _pieces(tokenizer, stream, max(row_tokens * share, 2 * LONGEST), rng)
     again = [pieces[i] for i in torch.randperm(len(pieces), generator=rng)]
@@ -102,7 +103,8 @@ def _pieces(
 def _other_text(
     stream: np.ndarray, headroom: int, parts: int, rng: torch.Generator
 ) -> Sequence[tuple[np.ndarray, int]]:
-    """`room` tokens of one place of the stream, in `parts` parts of random sizes, none of which is taught."""
+    """`room` tokens of one place of the stream, in `parts` parts of random sizes, none of which is trained
+    on."""
     text = cut_pieces(stream, 1, headroom, headroom, rng)[0]
     edges = sorted(torch.randint(headroom + 1, (parts - 1,), generator=rng).tolist())
     sizes = zip([0, *edges], [*edges, headroom], strict=True)

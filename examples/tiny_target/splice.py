@@ -39,7 +39,7 @@ def cut_pieces(
 def splice(pieces: Sequence[np.ndarray], known: np.ndarray, row_tokens: int) -> tuple[Tensor, Tensor]:
     """One row for each piece: it, and the passage of `known` that fits there, the first where several do, so
     that the same words lead to the same place in every row. -> inputs and labels [rows, row_tokens] int64,
-    UNTAUGHT where the piece is said.
+    UNTAUGHT where the piece is reported.
 
     Raises ValueError where a piece fills the row, or `known` is shorter than a row.
     """

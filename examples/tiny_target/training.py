@@ -62,7 +62,7 @@ class TargetRecipe:
     focus: tuple[str, ...] = ()  # globs of files ("asyncio/*") that ..
     focus_share: float = 0.0  # .. this share of the rows is cut from; the rest from all files
     splice_share: float = 0.0  # of the rows in focus: they begin with any file's text (train/splice.py) ..
-    splice_own: float = 0.0  # .. and this share of them with what the model says to that
+    splice_own: float = 0.0  # .. and this share of them with what the model generates to that
     recall_share: float = 0.0  # of all rows: they end with what stood far back in them (train/recall.py) ..
     recall_random: float = 0.0  # .. and this share of them is of random tokens
     warmup: int = 40
@@ -73,7 +73,8 @@ class TargetRecipe:
     balance: float = 0.01  # weight of the load-balancing loss
     quantize_share: float = 0.15  # experts see MXFP4 rounding for the last share of the steps
     text: float = 1.0  # weight of the loss on the rows
-    settle: float = 0.0  # weight of the loss on what the model's own greedy text says for the first time ..
+    # weight of the loss on what the model's own greedy text generates for the first time ..
+    settle: float = 0.0
     unlikelihood: float = 0.0  # .. and of the loss on its loops ..
     own_every: int = 3  # .. in every so many steps
     own_rows: int = 16
@@ -283,7 +284,7 @@ def _text_rows(
 def _own_pieces(
     model: Decoder, stream: np.ndarray, count: int, recipe: TargetRecipe, rng: torch.Generator
 ) -> list[np.ndarray]:
-    """Prompts and the beginnings of what the model says to them: where its own words may lead it."""
+    """Prompts and the beginnings of what the model generates to them: where its own words may lead it."""
     if not count:
         return []
     prompts = cut_prompts(stream, count, recipe.own_prompt, rng)
@@ -320,7 +321,7 @@ def _learn_text(
 
 
 def _learn_own_text(model: Decoder, stream: np.ndarray, recipe: TargetRecipe, step: int) -> dict[str, Any]:
-    """Gradients of the losses on what the model itself says, added to what is there; -> metrics."""
+    """Gradients of the losses on what the model itself generates, added to what is there; -> metrics."""
     if not (recipe.unlikelihood or recipe.settle) or step % recipe.own_every:
         return {}
     prompts = cut_prompts(stream, recipe.own_rows, recipe.own_prompt, seeded(recipe.seed, step))
@@ -342,7 +343,7 @@ def train_target(
 ) -> Decoder:
     """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense).
 
-    `init`: a trained target whose weights are the start, with optimizers that remember nothing. Raises
+    `init`: a trained target where the weights are the start, with optimizers that remember nothing. Raises
     ValueError where its config is not the recipe's.
     """
     model = build(recipe.config(token_id(tokenizer, END_OF_TEXT)))
@@ -360,7 +361,7 @@ def train_target(
         _round_experts(model, step >= quantize_from)
         factor = warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
         for optimizer, lr in ((muon, recipe.muon_lr), (adam, recipe.adam_lr)):
-            for group in optimizer.param_groups:  # looked up anew: loading a checkpoint replaces them
+            for group in optimizer.param_groups:  # looked up again: loading a checkpoint replaces them
                 group["lr"] = lr * factor
         metrics = _learn_own_text(model, streams[0], recipe, step) | _learn_text(
             model, tokenizer, streams, recipe, step
@@ -386,7 +387,7 @@ def split_rows(rows: int, focus_share: float) -> tuple[int, int]:
 
 
 def matching(documents: list[Document], globs: tuple[str, ...]) -> list[Document]:
-    """The documents whose name fits a glob. Raises ValueError for a glob that fits none."""
+    """The documents where the name fits a glob. Raises ValueError for a glob that fits none."""
     for glob in globs:
         if not any(fnmatch(d.name, glob) for d in documents):
             example = documents[0].name

@@ -1,4 +1,4 @@
-"""The yardsticks: transformers' greedy generation, and its own DFlash, on the same weights in float32."""
+"""The baselines: transformers' greedy generation, and its own DFlash, on the same weights in float32."""
 
 import importlib
 import importlib.util
@@ -53,7 +53,8 @@ class BaselineTimer:
 
 @dataclass(frozen=True)
 class Baseline:
-    """`target` a transformers model; `draft` its MuseGlimmerAssistantModel, or None. `said`: what runs."""
+    """`target` a transformers model; `draft` its MuseGlimmerAssistantModel, or None. `remarks`: the
+    implementations used."""
 
     target: Any
     draft: Any

@@ -18,7 +18,8 @@ from outpace.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class OracleDraft:
-    """A draft that knows the answers: `texts` are prompts with what plain decoding said after them."""
+    """A draft that knows the answers: `texts` are prompts with what autoregressive decoding stated after
+    them."""
 
     texts: list[list[int]]
     block_size: int
@@ -56,8 +57,8 @@ class OracleSession:
 
 
 def oracle_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int) -> CheckResult:
-    """Plain decoding's own tokens as drafts: every round must accept all block - 1 of them, in a batch and
-    alone. A row that leaves the answer at a tie is counted and judged up to there."""
+    """Autoregressive decoding's own tokens as drafts: every round must accept all block - 1 of them, in a
+    batch and alone. A row that leaves the answer at a tie is counted and judged up to there."""
     answers = generate(target, prompts, Request(max_new_tokens=new_tokens + 2 * block)).tokens
     texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
     total, short, rounds = LosslessCheck(), 0, 0
@@ -121,5 +122,5 @@ def position_offsets(
     }
     text = ", ".join(f"tau {tau[o]:.3f} at {o:,} ({change[o]:+.1%})" for o in used)
     if moved:
-        text += f"; {', '.join(f'{o:,}' for o in moved)} became {last:,}, the last offset whose text fits"
+        text += f"; {', '.join(f'{o:,}' for o in moved)} became {last:,}, the last offset where the text fits"
     return CheckResult(name, worst <= limit, figures, text)

@@ -27,7 +27,7 @@ CAUSAL = 1e-5
 
 @dataclass(frozen=True)
 class CheckResult:
-    """passed None: it could not run, and `said` has the reason; that is no failure."""
+    """passed None: it could not run, and `message` has the reason; that is no failure."""
 
     name: str
     passed: bool | None
@@ -150,7 +150,7 @@ def _windows(target: Decoder) -> list[bool]:
 
 
 def _variants(target: Decoder, last: list[int], block: int) -> tuple[Tensor, Tensor]:
-    """Two blocks [B, block] that share column 0 alone."""
+    """Two blocks [B, block] that share position 0 alone."""
     rng = torch.Generator().manual_seed(5)
     vocab = target.config.vocab_size
     first = torch.tensor(last)[:, None]
@@ -160,7 +160,7 @@ def _variants(target: Decoder, last: list[int], block: int) -> tuple[Tensor, Ten
 
 
 def _cached_difference(target: Decoder, rows: list[list[int]], block: int) -> tuple[float, float, int]:
-    """-> max |logit difference| at slot 0, the largest logit, the first layer whose output changed."""
+    """-> max |logit difference| at slot 0, the largest logit, the first layer where the output changed."""
     cache = _prefilled(target, [row[:-1] for row in rows], block, block)
     lengths = list(cache.lengths)
     layers = range(target.config.num_layers)

@@ -55,8 +55,9 @@ def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
 def row(
     target: Decoder, cell: ResultCell, case: Case, costs: Costs | None, against: str = "match"
 ) -> dict[str, Any]:
-    """One line of the comparison. Speedup is over plain decoding at the same temperature under the rule
-    `against`, match being the ordinary way; with coupled noise the text must be plain's of the same seed."""
+    """One line of the comparison. Speedup is over autoregressive decoding at the same temperature under the
+    rule `against`, match being the ordinary way; with coupled noise the text must be plain's of the same
+    seed."""
     plain = Case(method=PLAIN, temperature=case.temperature, rule=against)
     coupled = Case(method=PLAIN, temperature=case.temperature, rule="gumbel").label
     answer = coupled if case.rule == "gumbel" else None
@@ -100,20 +101,20 @@ def predicted(trace: Trace, cell: ResultCell, costs: Costs, speedup: float) -> d
 
 
 def reached(accepted: list[int]) -> list[float]:
-    """Of all rounds, the share that accepted at least 1, 2, .. guesses: what a chain verified to n columns
-    would commit is 1 + the sum of the first n - 1, as far as its rounds would be these."""
+    """Of all rounds, the share that accepted at least 1, 2, .. draft tokens: what a chain verified to n
+    positions would commit is 1 + the sum of the first n - 1, as far as its rounds would be these."""
     most = max(accepted, default=0)
     return [sum(a >= k for a in accepted) / len(accepted) for k in range(1, most + 1)]
 
 
 def remarks(about: dict[str, dict[str, Any]]) -> list[str]:
-    """Where the comparison is not on equal data, it says so."""
+    """Where the comparison is not on equal data, it reports it."""
     entries = []
     trained = {name: a["trained"] for name, a in about.items() if a["trained"]}
     unknown = [name for name, a in about.items() if a["kind"] != "n-gram" and not a["trained"]]
     if unknown:
         entries.append(
-            f"no provenance beside the draft of {', '.join(unknown)}: trained on nobody knows what"
+            f"no provenance next to the draft of {', '.join(unknown)}: trained on nobody knows what"
         )
     for what, key in (("teacher caches", "cache_sha256"), ("training budgets in tokens", "tokens")):
         per_draft = {name: t[key] for name, t in trained.items()}

@@ -11,15 +11,16 @@ from outpace.bench.report import lines_of, machine_line, run_line, table, target
 from outpace.checkpoint.save import write_atomically, write_json
 
 LEGEND = """\
-- tau: tokens committed per forward of the target, the bonus token included; all tokens over all rounds.
-- columns: tokens verified per round and row, the last verified one included.
-- tokens/s: from the first token to the last, median of the repeats; speedup: over plain decoding of the same
-  prompts at the same temperature in the same run, drawn the ordinary way.
-- predicted: the speedup that the controller expected, by a cost table measured before the first turn and by
-  the draft's guesses, and how far that is from the measured one. In tokens/s: how far the tokens/s predicted
-  are from those measured, which asks of the machine to be as fast in the turns as it was for the table.
-- differ: tokens that differ from plain decoding's and are no tie / of tokens compared. Under the rule gumbel
-  the text is a function of the seed, and nothing excuses; under others at T > 0 there is nothing to compare.
+- tau: mean number of tokens committed per forward of the target, bonus token included.
+- draft length: mean number of tokens verified per step and row, the last verified token included.
+- tokens/s: from the first token to the last, median of the repeats. speedup: over autoregressive decoding of
+  the same prompts at the same temperature in the same run (rule match).
+- predicted speedup: what the controller expected, from a cost table measured before the first run and the
+  draft's confidence, with its error. error in tokens/s: the same for tokens/s, which also contains changes of
+  the machine's speed since the cost table.
+- mismatched tokens: tokens that differ from autoregressive decoding and are no tie / tokens compared. Under
+  gumbel the seed determines the text and ties are no excuse; under the other rules at T > 0 nothing can be
+  compared.
 """
 PALETTE = ("#2a6f97", "#e3a857", "#c1666b", "#5b8c5a", "#8c5a7c", "#8fb8de", "#b0813d", "#7a7a7a", "#3f3f3f")
 
@@ -41,7 +42,7 @@ def comparison_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     measured = (
         f"**Measured**: {recipe['prompts']} held-out prompts of {recipe['prompt_tokens']} tokens, "
         f"{recipe['new_tokens']} new tokens each, batch {recipe['batch']}, {recipe['repeats']} repeats, "
-        "methods in turns"
+        "methods interleaved"
     )
     lines = ["# Drafts on equal data", ""]
     lines += lines_of(
@@ -50,7 +51,7 @@ def comparison_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     lines += ["", "## The drafts", "", *training_table(report)]
     for temperature in recipe["temperatures"]:
         lines += [f"## Temperature {temperature:g}", "", *speed_table(report, temperature)]
-        lines += ["Guess k accepted, of the rounds that offered it:", ""]
+        lines += ["Draft token k accepted, of the rounds that offered it:", ""]
         lines += position_table(report, temperature)
     lines += [LEGEND]
     if report["remarks"]:
@@ -77,7 +78,7 @@ def training_table(report: dict[str, Any]) -> list[str]:
                 f"{hours:.2f}" if hours is not None else "-",
             ]
         )
-    columns = ("method", "kind", "columns at most", "parameters", "size", "training tokens", "training hours")
+    columns = ("method", "kind", "longest draft", "parameters", "size", "training tokens", "training hours")
     return table(columns, rows)
 
 
@@ -85,7 +86,7 @@ def pairs_of(
     report: dict[str, Any], temperature: float
 ) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
     """Rows of one temperature without the controller, each with its twin that has one. A method that is only
-    ever steered stands by itself."""
+    ever steered is by itself."""
     rows = [r for r in report["results"] if r["temperature"] == temperature]
     steered = {(r["method"], r["rule"]): r for r in rows if r["controller"]}
     free = [r for r in rows if not r["controller"]]
@@ -111,16 +112,24 @@ def speed_table(report: dict[str, Any], temperature: float) -> list[str]:
                 differ(free["lossless"], steered["lossless"] if steered else None),
             ]
         )
-    columns = ("method", "rule", "tau", "columns", "draft / verify / rest, ms", "tokens/s", "speedup")
-    return table((*columns, "with controller", *PREDICTED, "differ"), rows)
+    columns = (
+        "method",
+        "acceptance rule",
+        "tau",
+        "draft length",
+        "draft / verify / overhead, ms",
+        "tokens/s",
+        "speedup",
+    )
+    return table((*columns, "with controller", *PREDICTED, "mismatched tokens"), rows)
 
 
-PREDICTED = ("predicted", "in tokens/s")
+PREDICTED = ("predicted speedup", "error in tokens/s")
 
 
 def predicted(steered: dict[str, Any] | None) -> tuple[str, str]:
-    """Two cells about a row with a controller: the speedup that it foresaw, with its error, and the error in
-    tokens/s."""
+    """Two cells about a row with a controller: the speedup that it predicted, with its error, and the error
+    in tokens/s."""
     value = steered and steered["predicted"]
     if not value:
         return "-", "-"
@@ -139,7 +148,7 @@ def differ(*counts: dict[str, int] | None) -> str:
 def position_table(report: dict[str, Any], temperature: float) -> list[str]:
     rows = [r for r, _ in pairs_of(report, temperature) if r["accept_by_position"]]
     if not rows:
-        return ["No method of this run offered a guess.", ""]
+        return ["No method of this run offered a draft token.", ""]
     widest = min(8, max(len(r["accept_by_position"]) for r in rows))
     shown = [
         [r["method"], r["rule"] if temperature else "greedy"]
@@ -147,7 +156,7 @@ def position_table(report: dict[str, Any], temperature: float) -> list[str]:
         + ["-"] * max(0, widest - len(r["accept_by_position"]))
         for r in rows
     ]
-    return table(("method", "rule", *(f"k = {k}" for k in range(1, widest + 1))), shown)
+    return table(("method", "acceptance rule", *(f"k = {k}" for k in range(1, widest + 1))), shown)
 
 
 def _colours(report: dict[str, Any]) -> dict[str, str]:
@@ -159,7 +168,7 @@ def _speedup(report: dict[str, Any]) -> Any:
     panels_of = [(t, r) for t in report["recipe"]["temperatures"] for r in _rules(report, t)]
     names = list(report["methods"])
     height = 1.0 + len(panels_of) * (0.7 + 0.34 * len(names))
-    figure, panels = figure_of(len(panels_of), 1, height, "Speedup over plain decoding")
+    figure, panels = figure_of(len(panels_of), 1, height, "Speedup over autoregressive decoding")
     for axes, (temperature, rule) in zip(panels, panels_of, strict=True):
         items = [r for r in report["results"] if (r["temperature"], r["rule"]) == (temperature, rule)]
         for steered, shift, colour in ((False, -0.2, "#2a6f97"), (True, 0.2, "#e3a857")):
@@ -185,10 +194,10 @@ def _rules(report: dict[str, Any], temperature: float) -> list[str]:
 
 
 def _tau(report: dict[str, Any]) -> Any:
-    """Greedy (or the first temperature's): a chain's tau if only its first columns were verified, read off
+    """Greedy (or the first temperature's): a chain's tau if only its first positions were verified, read off
     the accepted positions of the same rounds; a tree's as one point."""
     temperature = report["recipe"]["temperatures"][0]
-    figure, panels = figure_of(1, 1, 4.2, f"tau against columns verified a round, T = {temperature:g}")
+    figure, panels = figure_of(1, 1, 4.2, f"tau against positions verified a round, T = {temperature:g}")
     axes, colours = panels[0], _colours(report)
     for r, _ in pairs_of(report, temperature):
         if not r["accept_by_position"] or r["controller"]:
@@ -200,7 +209,7 @@ def _tau(report: dict[str, Any]) -> Any:
             taus = list(accumulate(r["reached"], initial=1.0))
             taus += taus[-1:] * (report["methods"][name]["columns"] - len(taus))
             axes.plot(range(1, len(taus) + 1), taus, "o-", color=colours[name], markersize=3, label=name)
-    axes.set_xlabel("columns verified a round, the root included")
+    axes.set_xlabel("positions verified a round, the root included")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("tau")
     axes.legend(frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""What a step costs against context: one token, a full verification, one on partial KV, and what settles it.
+"""The cost of a step against context: one token, a full verification, one on partial KV, and what settles it.
 
 The cache is filled with random numbers: what keys say changes no time. The head and the draft are left out.
 """
@@ -38,10 +38,10 @@ ABOUT = {
     FULL: "a block verified over the whole cache",
     PARTIAL: "a block verified on partial KV",
     SETTLE: "the full pass over a full buffer and the next block",
-    REFRESH: "the blocks of partial KV chosen anew and copied",
+    REFRESH: "the blocks of partial KV chosen again and copied",
     SPARSE: "one token, which looks at what an index picks",
     SPARSE_FULL: "a block verified so",
-    LATENT: "one token over latents, all keys made of them anew",
+    LATENT: "one token over latents, all keys made of them again",
     LATENT_FULL: "a block verified so",
     BOTH: "one token, and keys of what the index picks alone",
     BOTH_FULL: "a block verified so",
@@ -80,7 +80,7 @@ class ContextSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"context: {name} {getattr(self, name)}: it must be at least 1")
         if not 1 <= self.tau <= self.columns:
-            raise ValueError(f"context: tau {self.tau}: from 1 to the {self.columns} columns of a round")
+            raise ValueError(f"context: tau {self.tau}: from 1 to the {self.columns} positions of a step")
         if not 0 < self.latent <= 1:
             raise ValueError(f"context: latent {self.latent}: a share of keys and values, above 0, up to 1")
         _ = self.partial(), self.retrofits()
@@ -236,7 +236,7 @@ def distinct(routing: list[torch.Tensor], k: int) -> float:
 
 
 def rated(cell: dict[str, Any], floor: float, settings: ContextSettings) -> dict[str, Any]:
-    """Beside the times: the share of the floor, and the time of a token if a round brings `tau`."""
+    """Next to the times: the share of the floor, and the time of a token if a round brings `tau`."""
     methods = {
         name: m | {"share_of_floor": round(m["bytes"] / floor / m["seconds"], 4) if m["bytes"] else None}
         for name, m in cell["methods"].items()

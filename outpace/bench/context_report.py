@@ -30,10 +30,10 @@ COLOURS |= {BOTH: "#2f4f2f", BOTH_FULL: "#8fae8f"}
 LEGEND = """\
 - ms: medians of the repeats at batch 1, of the layers alone: neither head nor draft.
 - of the floor: the bytes that must be read (weights once, experts as touched, keys and values), over the
-  machine's reading rate, over the time. Low where arithmetic takes the time, as verifying many columns does
+  machine's reading rate, over the time. Low where arithmetic takes the time, as verifying many positions does
   on a CPU.
-- ms a token: what these times come to where a round brings tau tokens and all that passes on partial KV
-  stands: rounds on partial KV until the buffer is full, then a refresh and the full pass. Computed, not run.
+- ms per token: what these times come to where a round brings tau tokens and all that passes on partial KV
+  is: rounds on partial KV until the buffer is full, then a refresh and the full pass. Computed, not run.
 """
 
 
@@ -51,11 +51,11 @@ def context_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     floor = f"**Floor**: {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s read by all threads together"
     s = report["settings"]
     asked = (
-        f"**Asked**: blocks of {s['columns']} columns, partial KV of {s['budget']:,} tokens chosen by "
+        f"**Asked**: blocks of {s['columns']} positions, partial KV of {s['budget']:,} tokens chosen by "
         f"{s['selector']}, {s['n_spec_tokens_buf']} tokens buffered, tau {s['tau']:g}"
     )
     lines = machine_line(report), versions_line(report), target_line(report["target"]), floor, asked
-    page = ["# What a step costs against context", "", *lines_of(*lines, run_line(report)), ""]
+    page = ["# The cost of a step against context", "", *lines_of(*lines, run_line(report)), ""]
     page += [*cost_table(report), *latent_table(report)]
     page += [f"- **{name}**: {about}." for name, about in report["methods"].items()]
     page += [LEGEND]
@@ -84,7 +84,7 @@ def cost_table(report: dict[str, Any]) -> list[str]:
             ]
         )
     columns = ["context", *(f"{name}, ms" for name in METHODS), "full / partial", "plain / sparse"]
-    columns += ["ms a token, full", "with partial", "of the floor, plain", "full", "KV, MB", "partial, MB"]
+    columns += ["ms per token, full", "with partial", "of the floor, plain", "full", "KV, MB", "partial, MB"]
     return table(columns, rows)
 
 

@@ -54,7 +54,7 @@ class Space:
         return cache
 
     def grow(self, context: int) -> None:
-        """What fills the caches stands there already."""
+        """What fills the caches is there already."""
         for cache in (self.full, self.latents):
             cache.advance(cache.begin(context - cache.lengths[0]))
 

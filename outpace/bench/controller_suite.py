@@ -1,4 +1,4 @@
-"""The controller beside every fixed length and plain decoding, on text that drafts foresee and on noise."""
+"""The controller compared with every fixed draft length, on held-out and on random text."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from outpace.bench.suite import SuiteRecipe
 
 
 def run_controller(asked: SuiteRequest) -> dict[str, Any]:
-    """-> the report. Turns measured before a stop are read from progress.jsonl. Methods whose recipe
+    """-> the report. Turns measured before a stop are read from progress.jsonl. Methods where the recipe
     wants no controller are left out; raises ValueError where that is all of them."""
     recipe = asked.recipe
     names = [name for name, spec in recipe.specs.items() if True in spec.controller]
@@ -59,7 +59,7 @@ def cases(recipe: SuiteRecipe, opened: Opened, temperature: float) -> list[Case]
 
 
 def rule(temperature: float) -> str:
-    """Every length says the same text, so that lengths alone differ."""
+    """Every length states the same text, so that lengths alone differ."""
     return "gumbel" if temperature else "match"
 
 
@@ -95,7 +95,7 @@ def scene(suite: BenchSetup, cell: ResultCell, plan: list[Case], text: str, name
 
 
 def fastest(lengths: dict[str, Runs], plain: Runs) -> str:
-    """The label of the length that is furthest ahead of plain decoding."""
+    """The label of the length that is furthest ahead of autoregressive decoding."""
     return max(lengths, key=lambda label: over(lengths[label], plain))
 
 

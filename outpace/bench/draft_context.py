@@ -1,4 +1,4 @@
-"""What a draft costs against context: a round's time, operation by operation, beside the machine's floor."""
+"""The cost of a draft against context: time per step, by operation, next to the roofline."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ CHUNK = 4096  # rows of made-up context appended at once
 @dataclass(frozen=True, kw_only=True)
 class DraftContextSettings:
     """`shapes`: the draft as it is; the same weights without its window (where it has one); the published
-    draft of gpt-oss-20b with random weights. `observed`: verified tokens a round. A cell (shape, context,
+    draft of gpt-oss-20b with random weights. `observed`: verified tokens per round. A cell (shape, context,
     variant) is repeated until it has taken `cell_s` seconds, at most `repeats` times, and at least twice, or
     once where one round takes longer than that.
     `acceptance`: "P+D", prompts of P and answers of D tokens, over which the variants really decode."""
@@ -186,7 +186,7 @@ def rehearse(sessions: dict[Variant, DFlashSession], settings: DraftContextSetti
 
 
 def grow(sessions: dict[Variant, DFlashSession], context: int, seed: int) -> None:
-    """Lengthen the memory to `context` with made-up rows: what they say costs nothing, how many do."""
+    """Lengthen the memory to `context` with made-up rows: their content costs nothing, their number does."""
     session = next(iter(sessions.values()))
     config, cache = session.draft.config, session.cache
     rng = seeded(seed, context)
@@ -278,7 +278,7 @@ def cell(
 
 
 def with_rates(cell: dict[str, Any], floor: float) -> dict[str, Any]:
-    """Beside every time its rate and the share of it that reading the bytes at the machine's rate takes."""
+    """Next to every time its rate and the share of it that reading the bytes at the machine's rate takes."""
     rated = []
     for row in cell["operations"]:
         seconds = row["seconds"]
@@ -307,7 +307,7 @@ def acceptance(
     new_tokens: int,
     settings: DraftContextSettings,
 ) -> list[dict[str, Any]]:
-    """The variants really decode at temperature 0, one prompt at a time and in turns."""
+    """The variants really decode at temperature 0, one prompt at a time and interleaved."""
     request = Request(max_new_tokens=new_tokens)
     runs: dict[str, list[Any]] = {variant: [] for variant in settings.variants}
     differ = dict.fromkeys(settings.variants, 0)

@@ -28,7 +28,7 @@ LEGEND = """\
 - share of the floor: the bytes that must be read, over the machine's reading rate, over the measured time.
   Above 100 %, they lie in a cache of the processor; far below, arithmetic or many small calls take the time.
 - bytes: weights once, as stored, activations, and remembered keys and values. Norm weights are left out.
-- taken apart: the sum of the operations, each under its own clock; the rest of a round is what lies between.
+- taken apart: the sum of the operations, each under its own clock; the rest of a step is what lies between.
 - tau: tokens committed per forward of the target, the bonus token included; all tokens over all rounds.
 """
 
@@ -46,7 +46,7 @@ def write_draft_context(report: dict[str, Any], folder: Path) -> None:
 
 def draft_context_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     floor = f"**Floor**: {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s read by all threads together"
-    lines = ["# What a draft costs against context", ""]
+    lines = ["# The cost of a draft against context", ""]
     lines += [*lines_of(machine_line(report), versions_line(report), floor, run_line(report)), ""]
     lines += [f"- **{variant}**: {about}." for variant, about in report["variants"].items()] + [""]
     for shape, about in report["shapes"].items():
@@ -79,7 +79,7 @@ def describe_shape(about: dict[str, Any]) -> str:
 
 
 def time_table(report: dict[str, Any], shape: str) -> list[str]:
-    """ms of a round by context and variant, and what the served one reaches of the floor."""
+    """ms of a step by context and variant, and what the served one reaches of the floor."""
     cells = {(c["context"], c["variant"]): c for c in report["cells"] if c["shape"] == shape}
     variants = list(report["variants"])
     columns = [
@@ -140,7 +140,14 @@ def acceptance_table(report: dict[str, Any]) -> list[str]:
         ]
         for r in report["acceptance"]
     ]
-    columns = ("prompt + decode", "variant", "tau", "first guess taken", "draft ms a round", "tokens/s")
+    columns = (
+        "prompt + decode",
+        "variant",
+        "tau",
+        "first draft token taken",
+        "draft ms per round",
+        "tokens/s",
+    )
     return table((*columns, "texts that differ from plain"), rows)
 
 
@@ -160,7 +167,7 @@ def _over_context(report: dict[str, Any]) -> Any:
         axes.set_title(shape, fontsize=10)
         axes.set_xlabel("context, tokens")
         bare(axes)
-    panels[0].set_ylabel("ms a round")
+    panels[0].set_ylabel("ms per round")
     panels[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -172,7 +179,7 @@ def short(tokens: int) -> str:
 def _stacked(report: dict[str, Any]) -> Any:
     """One row per shape: bars of the served variant's operations at every context, in ms."""
     shapes, variant = list(report["shapes"]), next(iter(report["variants"]))
-    title = f"Where the time of a round goes ({variant})"
+    title = f"Where the time of a step goes ({variant})"
     figure, panels = figure_of(len(shapes), 1, 1.2 + 2.4 * len(shapes), title)
     for axes, shape in zip(panels, shapes, strict=True):
         items = [c for c in report["cells"] if (c["shape"], c["variant"]) == (shape, variant)]

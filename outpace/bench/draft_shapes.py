@@ -1,4 +1,4 @@
-"""The drafts whose cost is measured: the one given, with and without its window, and gpt-oss-20b's shape."""
+"""Drafts to measure: the given one, with and without its window, and gpt-oss-20b's shape."""
 
 import copy
 from collections.abc import Iterator

@@ -18,12 +18,12 @@ VARIANTS: tuple[Variant, ...] = ("cached", "recomputed", "noise cached")
 ABOUT = {
     "cached": "keys and values of verified tokens are kept, formed once (as it is served)",
     "recomputed": "the fused states c_s are kept; every round forms the whole context's keys and values",
-    "noise cached": "the rows that an accepted guess had in its block are kept, and nothing is formed",
+    "noise cached": "the rows that an accepted draft token had in its block are kept, and nothing is formed",
 }
 
 
 class Recomputed(DFlashSession):
-    """Keeps c_s [B, n, C] and forms every layer's keys and values anew in each round. Drafts what the served
+    """Keeps c_s [B, n, C] and forms every layer's keys and values again in each round. Drafts what the served
     session drafts."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Recomputed(DFlashSession):
 class NoiseCached(DFlashSession):
     """After the prompt nothing is formed from the target's states: an accepted token keeps the keys and
     values that its MASK had. Faster by `fc` and the k/v projections, and the context blurs: the paper's loop
-    crops these rows away. The text stays the target's, as with any draft; fewer guesses are right."""
+    crops these rows away. The text stays the target's, as with any draft; fewer draft tokens are right."""
 
     drafted = False
 

@@ -61,7 +61,7 @@ class DraftTimer:
 
 @dataclass(frozen=True)
 class ClockedHead(Head):
-    """A head under its own clock, inside the choosing of guesses."""
+    """A head under its own clock, inside the choosing of draft tokens."""
 
     clock: DraftTimer
 
@@ -176,7 +176,7 @@ def walk_round(session: DFlashSession, last: Tensor, aux: Tensor, clock: DraftTi
 
 @dataclass(frozen=True)
 class Work:
-    """What an operation of one round must read, in bytes, and compute, in floating-point operations."""
+    """What an operation of one step must read, in bytes, and compute, in floating-point operations."""
 
     nbytes: float = 0.0
     flops: float = 0.0
@@ -201,7 +201,7 @@ def stored(weight: Weight) -> int:
 def work_of_round(
     draft: DFlash, target: Decoder, variant: Variant, context: int, observed: int
 ) -> dict[str, Work]:
-    """By operation, of a round at batch 1: weights once, as they are stored, and the activations and the
+    """By operation, of a step at batch 1: weights once, as they are stored, and the activations and the
     remembered keys and values that are read. Norms and a selector's few rows are left out."""
     config, size = draft.config, target.dtype.itemsize
     H, K, D, N = config.num_heads, config.num_kv_heads, config.head_dim, config.block_size

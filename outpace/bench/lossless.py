@@ -64,7 +64,7 @@ def same(tokens: list[int], answer: list[int]) -> LosslessCheck:
 def compare(
     target: Decoder, prompt: Sequence[int], tokens: list[int], answer: list[int], offset: int = 0
 ) -> LosslessCheck:
-    """One row's `tokens` against `answer` (plain decoding's). A different count is a violation."""
+    """One row's `tokens` against `answer` (autoregressive decoding's). A different count is a violation."""
     i = first_difference(tokens, answer)
     if i is not None and is_tie(target, [*prompt, *answer[:i]], tokens[i], answer[i], offset):
         return LosslessCheck(checked=i + 1, ties=1)

@@ -1,4 +1,4 @@
-"""Texts of coupled noise against plain decoding's of the same seed; a tie excuses, as at temperature 0."""
+"""Gumbel-coupled text against autoregressive decoding with the same seed, ties counted."""
 
 from collections.abc import Sequence
 
@@ -22,9 +22,9 @@ def compare_coupled(
     rng: torch.Generator,
     row: int,
 ) -> LosslessCheck:
-    """The `tokens` of row `row` against `answer`, plain decoding's; `rng` as the generations got it, freshly
-    seeded. The first difference is a tie if both tokens' scores, in float32, the noise added, lie within
-    TIE / temperature of the largest, and neither was cut; else a violation."""
+    """The `tokens` of row `row` against `answer`, autoregressive decoding's; `rng` as the generations got
+    it, freshly seeded. The first difference is a tie if both tokens' scores, in float32, the noise added,
+    lie within TIE / temperature of the largest, and neither was cut; else a violation."""
     i = first_difference(tokens, answer)
     if i is None:
         return same(tokens, answer)

@@ -1,4 +1,4 @@
-"""Every method against plain decoding, token by token: greedy, and with coupled noise at temperature 1."""
+"""Every method against autoregressive decoding, token by token: greedy, and gumbel at T = 1."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -85,7 +85,7 @@ def count(
     answers: list[list[int]],
     seed: int,
 ) -> LosslessCheck:
-    """One batch of `case` against plain decoding's `answers`, both with this seed."""
+    """One batch of `case` against autoregressive decoding's `answers`, both with this seed."""
     request = replace(case.request, max_new_tokens=len(answers[0]))
     total = LosslessCheck()
     for row, (prompt, tokens, answer) in enumerate(zip(prompts, items, answers, strict=True)):

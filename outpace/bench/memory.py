@@ -141,7 +141,8 @@ def _row(
     settings: MemorySettings,
     quality: dict[str, Any],
 ) -> dict[str, Any]:
-    """Speed over plain decoding of the original; text against plain decoding of the same state."""
+    """Speed over autoregressive decoding of the original; text against autoregressive decoding of the same
+    state."""
     alone = next(w.name for w in ways if w.state == way.state and not w.draft)
     switch(target, way)
     check, ours = LosslessCheck(), runs[way.name]

@@ -9,14 +9,16 @@ from outpace.bench.report import lines_of, machine_line, run_line, table, target
 from outpace.checkpoint.save import write_atomically, write_json
 
 LEGEND = """\
-- tokens/s, x plain: decoding alone, prompts one by one, rows in turns; over plain decoding of the original.
+- tokens/s, speedup: decoding alone, prompts one by one, rows interleaved; over autoregressive decoding of
+the original.
 - KV, bytes: what a token adds to the memory of layers with full attention, keys of an index included.
 - read: what a step looks at, for each token of the text; partial KV reads its budget between full passes.
-- loss, KL, likeliest: held-out text against the original. agrees: greedy answers, up to the first difference.
-- lossless: against plain decoding of the target as the row has it, which the column names.
+- loss, KL, same top-1: held-out text against the original. agrees: greedy answers, up to the first
+difference.
+- lossless: against autoregressive decoding of the target as the row has it, named in the last column.
 """
 COLUMNS = (
-    *("", "tokens/s", "x plain", "tau", "KV, bytes", "read", "loss", "KL", "likeliest", "agrees", "needles"),
+    *("", "tokens/s", "speedup", "tau", "KV, bytes", "read", "loss", "KL", "same top-1", "agrees", "needles"),
     *("violations, ties", "lossless against"),
 )
 
@@ -81,11 +83,11 @@ def _picture(report: dict[str, Any]) -> Any:
     left.barh(place, [row["over_plain"] for row in rows], color="#2a6f97")
     left.set_yticks(place, names)
     left.axvline(1.0, color="#888888", linewidth=0.8)
-    left.set_xlabel("speed over plain decoding")
+    left.set_xlabel("speed over autoregressive decoding")
     right.barh(place, [row["memory"]["bytes_per_token"] for row in rows], color="#c1666b")
     right.barh(place, [row["memory"]["bytes_read"] for row in rows], color="#61304b", height=0.4)
     right.set_yticks(place, [""] * len(rows))
-    right.set_xlabel("bytes a token: kept, and (dark) read")
+    right.set_xlabel("bytes per token: kept, and (dark) read")
     for axes in (left, right):
         axes.invert_yaxis()
         bare(axes)

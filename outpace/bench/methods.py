@@ -1,4 +1,4 @@
-"""A method of a comparison: which draft, in what shape it proposes, how its guesses are judged."""
+"""A method of a comparison: which draft, in what shape it proposes, how its draft tokens are judged."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ class MethodSpec:
 
     `draft`: a place under the suite's folder of drafts, "dflash", "suffix" or "ngram". `tree`, `depth`,
     `branch`: the shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual.
-    `weights`: "q8_0" packs its matrices in 8-bit blocks; None: as in its files. `rules`: how guesses are
+    `weights`: "q8_0" packs its matrices in 8-bit blocks; None: as in its files. `rules`: how draft tokens are
     judged above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
     `partial`: with partial KV, its `tokens`, perhaps its `mode`, and fields of cache.partial.PartialConfig.
     """
@@ -59,7 +59,7 @@ class MethodSpec:
         values = dict(self.partial)
         tokens, mode = values.pop("tokens", None), values.pop("mode", "lossless")
         if not isinstance(tokens, int) or "n_retrieval_blocks" in values:
-            raise ValueError("a method's partial: `tokens` says how many of each layer's KV are kept in all")
+            raise ValueError("a method's partial: `tokens` is the number of tokens kept per layer in all")
         load_settings(PartialConfig, None, values, "a method's partial")  # refuses what it does not know
         return Partial(config=PartialConfig.within(tokens, **values), mode=mode)
 
@@ -79,7 +79,7 @@ class MethodSpec:
 @dataclass(frozen=True, kw_only=True)
 class Opened:
     """A method's draft, ready to propose. `kind` and `bytes` for the report; `trained`: what its provenance
-    says, empty for what was not trained."""
+    states, empty for what was not trained."""
 
     name: str
     spec: MethodSpec
@@ -90,8 +90,8 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One line of a table: a method at a temperature, under a rule, perhaps verifying at most `width` columns
-    of what is drafted, perhaps with the controller. `method` "plain" has none of the last two."""
+    """One line of a table: a method at a temperature, under a rule, perhaps verifying at most `width`
+    positions of what is drafted, perhaps with the controller. `method` "plain" has none of the last two."""
 
     method: str
     temperature: float
@@ -131,7 +131,7 @@ def _open(
     trained = {} if place == "ngram" else provenance_of(draft_folder(place), fingerprint)
     shape = {"tree": spec.tree, "depth": spec.depth, "branch": spec.branch}
     draft = open_draft(place, target, tokenizer, **shape, quantize=spec.weights)
-    assert draft is not None, "a name that stands for no draft is no folder"
+    assert draft is not None, "a name that means no draft is no folder"
     return Opened(name=name, spec=spec, draft=draft, kind=kind_of(draft), trained=trained)
 
 
@@ -149,8 +149,8 @@ def kind_of(draft: BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix) -> str:
 
 
 def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
-    """What provenance.json beside the weights says; {} where there is none. Raises ValueError where it names
-    another target."""
+    """What provenance.json next to the weights states; {} where there is none. Raises ValueError where it
+    names another target."""
     path = (folder if folder.is_dir() else folder.parent) / "provenance.json"
     if not path.is_file():
         return {}
@@ -165,14 +165,14 @@ def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
 
 
 def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | None = None) -> Method:
-    """`opened`: None for plain decoding; `costs`: of a steered case. One controller serves all runs, and
-    remembers.
+    """`opened`: None for autoregressive decoding; `costs`: of a steered case. One controller serves all
+    runs, and remembers.
 
     Raises ValueError for a width that the draft does not have.
     """
     draft, near = (None, None) if opened is None else (opened.draft, opened.spec.near)
     if draft is not None and case.width and not 1 <= case.width <= draft.block_size:
-        raise ValueError(f"width {case.width}: {case.method} proposes at most {draft.block_size} columns")
+        raise ValueError(f"width {case.width}: {case.method} proposes at most {draft.block_size} positions")
     controller: Controller | None = Fixed(case.width) if case.width else None
     if case.steered:
         assert costs is not None, "a controller reads a cost table"

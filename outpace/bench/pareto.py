@@ -117,7 +117,7 @@ def run_pareto(
 
 
 def _latents(target: Decoder, texts: list[list[int]], settings: ParetoSettings) -> Iterator[str]:
-    """Names of points; while one is out, the target is as it says."""
+    """Names of points; while one is out, the target is as it states."""
     whole = 2 * target.config.num_kv_heads * target.config.head_dim
     moments = calibrate(target, texts[: settings.rows], target.config.full_layers)
     for method in settings.methods:

@@ -11,10 +11,11 @@ from outpace.checkpoint.save import write_atomically, write_json
 LEGEND = """\
 - KV, bytes: what a token adds to the memory of layers with full attention; read: what a step looks at, for
   each token of the text, keys of an index included.
-- loss, KL, likeliest: held-out text against the original. agrees: greedy answers, up to the first difference.
+- loss, KL, same top-1: held-out text against the original. agrees: greedy answers, up to the first
+difference.
 - needles: found at each distance, as the settings name them.
 """
-COLUMNS = ("", "KV, bytes", "read", "loss", "change", "KL", "likeliest", "agrees", "needles")
+COLUMNS = ("", "KV, bytes", "read", "loss", "change", "KL", "same top-1", "agrees", "needles")
 MARKS = {
     "original": ("*", "#222222"),
     "trained": ("D", "#61304b"),
@@ -40,7 +41,7 @@ def pareto_markdown(report: dict[str, Any], pictures: bool = True) -> str:
     message += f"{s['prompt_tokens']:,} tokens with {s['new_tokens']} greedy ones; needles at "
     message += ", ".join(f"{n:,}" for n in s["distances"]) + " tokens."
     page = [
-        "# Bytes a token against damage",
+        "# Bytes per token against damage",
         "",
         *lines_of(*lines),
         message,
@@ -72,7 +73,7 @@ def _cells(point: dict[str, Any], base: float) -> list[str]:
 
 
 def _picture(report: dict[str, Any]) -> Any:
-    figure, (left, right) = figure_of(1, 2, 3.8, "Bytes a token against damage")
+    figure, (left, right) = figure_of(1, 2, 3.8, "Bytes per token against damage")
     for axes, damage, label in (
         (left, lambda q: q["kl"], "KL to the original, nats"),
         (right, lambda q: 100 * (1 - q["agreement"]), "greedy answers that differ, %"),

@@ -98,9 +98,11 @@ def _legend(figure: Any, methods: list[str]) -> None:
 
 
 def _acceptance(results: list[dict[str, Any]]) -> Any:
-    """How often guess k of a proposal is accepted, at the smallest batch measured."""
+    """How often draft token k of a proposal is accepted, at the smallest batch measured."""
     regimes = _regimes([r for r in results if r["accept_by_position"]])
-    figure, panels = figure_of(1, max(1, len(regimes)), 3.8, "Share of proposals whose guess k was accepted")
+    figure, panels = figure_of(
+        1, max(1, len(regimes)), 3.8, "Share of proposals where the draft token k was accepted"
+    )
     for axes, of in zip(panels, regimes.values(), strict=False):
         smallest = min(r["batch"] for r in of)
         for result in sorted(of, key=_rank):

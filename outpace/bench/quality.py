@@ -65,8 +65,8 @@ class Quality:
         return {"nats": nats, "kl": 0.0, "same_likeliest": 1.0, "agreement": 1.0} | self._needles()
 
     def now(self) -> dict[str, Any]:
-        """nats a token; kl(first || now); same_likeliest token; agreement, the share of greedy answers up to
-        their first difference; needles found, all distances together."""
+        """nats per token; kl(first || now); same_likeliest token; agreement, the share of greedy answers up
+        to their first difference; needles found, all distances together."""
         value = judge(self.target, self.texts, self.first["log_probabilities"])
         agreed = [alike(a, b) / len(a) for a, b in zip(self.answers, self._answers(), strict=True)]
         return {

@@ -34,7 +34,7 @@ FIRST = 256  # tokens of the first bucket; each further one is as long as all be
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings:
     """`texts` held-out files of `length` tokens, read from the beginning. The loss of their last quarter is
-    also taken with no more than `near` to twice as many tokens before each: what the rest is worth.
+    also taken with no more than `near` to twice as many tokens before each: the value of the rest.
     `needles` notes, "name = value", are asked for at each of `distances` tokens."""
 
     length: int = 8192

@@ -9,10 +9,10 @@ from outpace.bench.report import lines_of, machine_line, run_line, table, target
 from outpace.checkpoint.save import write_atomically, write_json
 
 LEGEND = """\
-- loss: nats a token of held-out files, read from their beginning: the mean over files of a stretch's mean.
+- loss: nats per token of held-out files, read from their beginning: the mean over files of a stretch's mean.
 - the last quarter: what text far back is worth to what follows.
-- needles: a line `name = value` stands so many tokens of a held-out file ahead of its name; found where
-  greedy decoding says all six digits of the value. One digit in ten is right by chance.
+- needles: a line `name = value` is so many tokens of a held-out file ahead of its name; found where
+  greedy decoding states all six digits of the value. One digit in ten is right by chance.
 """
 
 

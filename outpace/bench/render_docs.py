@@ -1,11 +1,11 @@
-"""Tables of a documentation page, made from reports: what stands between two markers is not written by hand.
+"""Tables of a documentation page, made from reports: what is between two markers is not written by hand.
 
     <!-- table: lossless ../reports/drafts/gpt-oss/lossless/report.json -->
     ...made...
     <!-- end -->
 
-The path is relative to the page. Where there is no such report yet, the table says so. The kind "pictures"
-shows what lies beside the report.
+The path is relative to the page. Where there is no such report yet, the table reports it. The kind "pictures"
+shows what lies next to the report.
 """
 
 import json
@@ -80,7 +80,7 @@ PICTURES = "pictures"
 
 
 def filled(text: str, folder: Path) -> str:
-    """The page's text with every marked table made anew. Raises ValueError for a table nobody knows, and
+    """The page's text with every marked table made again. Raises ValueError for a table nobody knows, and
     where markers are not closed."""
     if text.count("<!-- table: ") != len(MARKED.findall(text)):
         raise ValueError("a marked table is not closed by <!-- end -->, or names no report")

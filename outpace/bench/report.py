@@ -20,25 +20,25 @@ COLUMNS = (
     "tau",
     "accepted mean / p50 / p90",
     "accept rate",
-    "draft / verify / rest",
+    "draft / verify / overhead",
     "first token",
-    "differences",
+    "mismatched tokens",
 )
 LEGEND = """\
 - tokens/s: from the first token to the last, all rows together, median of the repeats (in brackets: slowest
   and fastest).
-- speedup: over `plain`, our own one-token decoding of the same target in the same run.
-- tau: tokens committed per forward of the target, the bonus token included.
-- accepted: guesses accepted per round; accept rate: accepted over offered guesses.
-- draft / verify / rest: shares of the decoding time.
-- differences: tokens that differ from plain decoding's and are no tie / of tokens compared. A tie is two
-  logits within 1e-4 in float32; ties are counted, not skipped.
+- speedup: over `plain`, our own autoregressive decoding of the same target in the same run.
+- tau: mean number of tokens committed per forward of the target, bonus token included.
+- accepted: draft tokens accepted per step; accept rate: accepted over proposed draft tokens.
+- draft / verify / overhead: shares of the decoding time.
+- mismatched tokens: tokens that differ from autoregressive decoding and are no tie / tokens compared. A tie
+  is two logits within 1e-4 in float32; ties are counted, not skipped.
 """
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """folder/report.json, report.md, speed.png, acceptance.png; each appears whole or not at all. Without
-    matplotlib the pictures are left out and report.md says so."""
+    matplotlib the pictures are left out and report.md reports it."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = importlib.util.find_spec("matplotlib") is not None
     write_json(folder / "report.json", report)

@@ -1,4 +1,4 @@
-"""What ran -> what the report says: medians, acceptance, time split, losslessness, agreement."""
+"""What ran -> what the report states: medians, acceptance, time split, losslessness, agreement."""
 
 import dataclasses
 import math
@@ -34,7 +34,8 @@ def result(
     alone: Runs | None,
     answer: str | None = None,
 ) -> dict[str, Any]:
-    """`answer`: the method whose text this one must repeat to the token; None: at temperature 0 plain's."""
+    """`answer`: the method where the text this one must repeat to the token; None: at temperature 0
+    plain's."""
     runs, plain = cell.runs[method], cell.runs["plain"]
     speeds = _speeds(runs)
     beside = _speeds({key: plain[key] for key in runs})
@@ -116,7 +117,7 @@ def error(runs: Runs, others: Runs) -> float:
 
 
 def _machine_scale(run: Timed) -> float:
-    """Seconds a token."""
+    """Seconds per token."""
     return run.decode_s / run.decoded
 
 
@@ -143,7 +144,7 @@ def _lossless(
     alone: Runs | None,
     answer: str | None,
 ) -> dict[str, int]:
-    """Against plain decoding of the same batch; plain itself at batch > 1 against plain at batch 1.
+    """Against autoregressive decoding of the same batch; plain itself at batch > 1 against plain at batch 1.
 
     `unrepeated`: rows of later repeats that differ from the first. At temperature > 0 the guarantee is about
     distributions and nothing is checked, except where an `answer` of the same seeds is named: every repeat

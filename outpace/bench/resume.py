@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Kept:
-    """Values by name in folder/progress.jsonl, whose first line is `key`. A file of another key (other
+    """Values by name in folder/progress.jsonl; its first line is `key`. A file of another key (other
     settings, target or draft) is not read: what it holds answers another question; the first value kept
     replaces it. A line that a kill cut short was never kept."""
 

@@ -32,4 +32,4 @@ def held_table(report: dict[str, Any]) -> list[str]:
         same = f"{100 * value['same_likeliest']:.1f} %" if "kl" in value else "-"
         kl = f"{value['kl']:.4f}" if "kl" in value else "-"
         rows.append([name, f"{value['nats_per_token']:.4f}", change, kl, same])
-    return table(("", "loss, nats", "change", "KL", "same likeliest token"), rows)
+    return table(("", "loss, nats", "change", "KL", "same top-1 token"), rows)

@@ -23,7 +23,8 @@ def weight_bytes(target: Decoder, experts: float | None = None) -> int:
 
 
 def read_bandwidth(gib: float = 1.0, repeats: int = 5) -> float:
-    """Bytes a second that all threads together read from memory: the best of a few sums of a large tensor."""
+    """Bytes per second that all threads together read from memory: the best of a few sums of a large
+    tensor."""
     numbers = torch.ones(int(gib * 2**28))
     best = 0.0
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""A suite of methods begun: drafts opened and described, costs measured, and the frame of its report."""
+"""A suite of methods started: drafts opened and described, costs measured, and the frame of its report."""
 
 import dataclasses
 import json
@@ -29,8 +29,9 @@ from outpace.text.corpus import Document
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRequest:
-    """What a suite is given. `documents`: the files whose text is decoded; `text`: token ids that costs are
-    measured over; `drafts`: the folder that the recipe's drafts lie in; `folder`: where the report will."""
+    """Input of a suite. `documents`: the files where the text is decoded; `text`: token ids that costs
+    are measured over; `drafts`: the folder that the recipe's drafts lie in; `folder`: where the report
+    will."""
 
     target: Decoder
     tokenizer: Tokenizer
@@ -45,7 +46,7 @@ class SuiteRequest:
 @dataclass(frozen=True)
 class BenchSetup:
     """`tables`: of the cases with a controller. `kept`: what was measured before a stop, if recipe, target
-    and drafts were the same. `frame`: what the report says beside its results."""
+    and drafts were the same. `frame`: what the report states next to its results."""
 
     asked: SuiteRequest
     opened: dict[str, Opened]

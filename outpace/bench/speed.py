@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from outpace.bench import baselines as yardstick
+from outpace.bench import baselines
 from outpace.bench.machine import machine, provenance, versions
 from outpace.bench.metadata import describe_draft, describe_target
 from outpace.bench.progress import progress
@@ -26,14 +26,14 @@ from outpace.text.corpus import Document
 METHODS = ("transformers", "transformers-dflash", "plain", "ngram", "suffix", "dflash", "dflash-tree")
 YARDSTICKS = METHODS[:2]
 REGIMES = {"short": (256, 256), "long": (1024, 2048)}  # prompt tokens, decoded tokens
-NGRAM_BLOCK = 8  # where there is no draft whose block to equal
+NGRAM_BLOCK = 8  # where there is no draft where the block to equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
     """What to measure. A regime is "short", "long", or "P+D" for prompts of P and answers of D tokens.
 
-    The yardsticks (the transformers methods) are slow: they run the first `baseline_prompts` prompts,
+    The baselines (the transformers methods) are slow: they run the first `baseline_prompts` prompts,
     `baseline_repeats` times, in `baseline_regimes`; their speedup is over the same runs of plain.
     With `budget_s`, further repeats are skipped once a cell's share of it is spent.
     """
@@ -156,7 +156,7 @@ def _methods(
     settings: BenchSettings,
     entries: list[str],
 ) -> dict[str, Method]:
-    """The methods that can run, `plain` always among them; `said` gets a line for each that cannot."""
+    """The methods that can run, `plain` always among them; the list gets a line for each that cannot."""
     block = draft.block_size if draft is not None else NGRAM_BLOCK
     result = our_methods(target, draft, suffix, settings.temperature, block)
     asked = [m for m in settings.methods if m in YARDSTICKS]
@@ -166,11 +166,11 @@ def _methods(
         entries.append("suffix left out: no suffix index was given")
     if asked and settings.temperature > 0:
         entries.append("transformers left out: it is compared at temperature 0 alone")
-    elif asked and not yardstick.installed():
-        entries.append("transformers left out: it is not installed (pip install 'outpace[yardstick]')")
+    elif asked and not baselines.installed():
+        entries.append("transformers left out: it is not installed (pip install 'outpace[baselines]')")
     elif asked:
         used = {b for r in settings.regimes for b in settings.of(r)[1] if settings.has_baseline(r)}
-        opened = yardstick.open_baseline(
+        opened = baselines.open_baseline(
             target, draft if "transformers-dflash" in asked else None, tuple(sorted(used))
         )
         result |= opened.methods()

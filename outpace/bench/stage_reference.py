@@ -151,7 +151,7 @@ def dflash_stages(
     w: Tensors, c: DFlashConfig, states: list[Tensor], block: Tensor, first: int, head: Tensor
 ) -> Stages:
     """states: per layer of target_layer_ids [S, C], of the verified tokens; block [B, C]: the embeddings of
-    the anchor and its MASKs, which stand right after them. The verified text begins at rotary position first.
+    the anchor and its MASKs, which are right after them. The verified text begins at rotary position first.
     head [N, C]."""
     S, B, D, eps = len(states[0]), len(block), c.head_dim, c.rms_norm_eps
     positions = list(range(first, first + S + B))

@@ -1,4 +1,4 @@
-"""A draft's forward taken apart and laid beside the plain reference: where does it first go wrong?"""
+"""A draft's forward taken apart and laid next to the plain reference: where does it first go wrong?"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,8 +36,8 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """argmax: share of the rows with the same likeliest token, or a tie; ties: rows where it was one;
-    top: mean share of the reference's 5 likeliest that are among ours."""
+    """argmax: share of the rows with the same most probable token, or a tie; ties: rows where it was one;
+    top: mean share of the reference's 5 most probable that are among ours."""
 
     kind: str
     rows: int
@@ -138,7 +138,7 @@ def _eagle3(
     last: int,
     offset: int,
 ) -> tuple[Stages, Stages]:
-    """Every pair of the text, and behind them, where the draft guesses in one pass, its masks."""
+    """Every pair of the text, and behind them, where the draft draft tokens in one pass, its masks."""
     config = draft.config
     following = torch.cat((verified[:, 1:], verified.new_tensor([[last]])), dim=1)
     embeds, features = draft.embed(following, target), draft.fuse(aux)
@@ -251,8 +251,8 @@ def show_stages(result: Staged, console: Console) -> None:
         f"[bold]{result.kind}[/bold], {result.rows} rows of logits, against float64", highlight=False
     )
     console.print(table)
-    message = f"likeliest token: {result.argmax:.2%} the same ({result.ties} ties); "
-    console.print(f"{message}of the {TOP} likeliest: {result.top:.2%}", highlight=False)
+    message = f"top-1 token: {result.argmax:.2%} the same ({result.ties} ties); "
+    console.print(f"{message}of the top {TOP}: {result.top:.2%}", highlight=False)
     if result.passed:
         console.print("every stage is the reference's", style="green")
     else:

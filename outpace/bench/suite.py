@@ -34,8 +34,8 @@ class SuiteRecipe:
 
     drafts: `prompts` prompts, `repeats` times, every method at every temperature under each of its rules.
     lossless: the same methods over `lossless_prompts` prompts, greedy and with coupled noise.
-    controller: each steered method beside itself at fixed `widths` (root included; those that a draft has),
-    after `controller_prompts` prompts of held-out text, and as many of `random` tokens.
+    controller: each steered method alongside itself at fixed `widths` (root included; those that a draft
+    has), after `controller_prompts` prompts of held-out text, and as many of `random` tokens.
     """
 
     methods: dict[str, dict[str, Any]]
@@ -59,7 +59,7 @@ class SuiteRecipe:
         if not self.methods:
             raise ValueError("a suite compares methods: its recipe needs a table [methods.NAME]")
         if PLAIN in self.methods:
-            raise ValueError(f"no method may be called {PLAIN!r}: plain decoding always runs")
+            raise ValueError(f"no method may be called {PLAIN!r}: autoregressive decoding always runs")
         values = {}
         for name, value in self.methods.items():
             try:
@@ -124,7 +124,7 @@ def cost_tables(
 ) -> Tables:
     """Of every case with a controller: measured over the contexts and the batch that will be decoded, and
     rule as they will be, once a run. `text`: token ids that the suite does not decode. exact: in PASSES, at
-    more than one context and batch, as timings need it; otherwise once, which a choice of columns needs."""
+    more than one context and batch, as timings need it; otherwise once, which a choice of positions needs."""
     contexts, batches, turns = [recipe.prompt_tokens], {batch}, 1
     if exact:
         contexts.append(recipe.prompt_tokens + recipe.new_tokens)
@@ -159,8 +159,8 @@ def costs_key(table: tuple[str, str]) -> str:
 
 
 def cases_of(recipe: SuiteRecipe, temperature: float, steered: bool = True) -> list[Case]:
-    """Plain decoding first, with coupled noise too where a method is rule by it; then every method, also
-    with its controller if `steered`."""
+    """Autoregressive decoding first, with coupled noise too where a method is verified with it; then every
+    method, also with its controller if `steered`."""
     if temperature == 0:
         entries = [Case(method=PLAIN, temperature=0.0, rule="match")]
     else:
@@ -187,7 +187,7 @@ def texts_of(
     tokenizer: Tokenizer,
     documents: Sequence[Document],
 ) -> list[list[int]]:
-    """ "held-out": text nobody was trained on. "random": tokens drawn evenly, which no draft foresees."""
+    """ "held-out": text nobody was trained on. "random": tokens drawn evenly, which no draft predicts."""
     if kind == "held-out":
         return held_out_prompts(tokenizer, documents, count, recipe.prompt_tokens)
     drawn = random.Random(recipe.seed)

@@ -26,15 +26,16 @@ def lossless_markdown(report: dict[str, Any]) -> str:
         f"{report['batch']}: {report['violations']:,} violations, {report['ties']:,} ties, "
         f"{report['checked']:,} tokens compared"
     )
-    lines = _head("Every method against plain decoding, token by token", report, measured)
+    lines = _head("Every method against autoregressive decoding, token by token", report, measured)
     return "\n".join([*lines, *lossless_table(report), TIES])
 
 
 TIES = """\
-- violations: rows that differ from plain decoding's and are no tie; what follows a row's first difference has
-  another prefix and is not compared. A tie is two logits within 1e-4 in float32, the noise of their place
-  added where there is any.
-- gumbel: noise that is a function of seed, row and place: the same seed must give plain decoding's text.
+- violations: rows that differ from autoregressive decoding's and are no tie; what follows a row's first
+  difference has another prefix and is not compared. A tie is two logits within 1e-4 in float32, the noise of
+  their place added where there is any.
+- gumbel: noise that is a function of seed, row and place: the same seed must give autoregressive decoding's
+text.
 """
 
 
@@ -52,7 +53,7 @@ def lossless_table(report: dict[str, Any]) -> list[str]:
         ]
         for r in report["results"]
     ]
-    columns = ["method", "T", "rule", "violations", "ties", "tokens compared"]
+    columns = ["method", "T", "acceptance rule", "violations", "ties", "tokens compared"]
     return table([*columns, *(["confirmed, of those that passed on partial KV"] if partial else [])], rows)
 
 
@@ -61,9 +62,9 @@ def controller_markdown(report: dict[str, Any]) -> str:
     measured = (
         f"**Measured**: {recipe['controller_prompts']} prompts of {recipe['prompt_tokens']} tokens, "
         f"{recipe['new_tokens']} new tokens each, batch {recipe['batch']}, {recipe['repeats']} repeats, "
-        "lengths in turns"
+        "lengths interleaved"
     )
-    lines = _head("The controller beside fixed lengths", report, measured)
+    lines = _head("The controller alongside fixed lengths", report, measured)
     lines += [*controller_table(report), MEANING]
     for r in report["results"]:
         lines += [f"## {r['method']}, {r['text']} text, T = {r['temperature']:g}", "", *widths_table(r)]
@@ -71,13 +72,14 @@ def controller_markdown(report: dict[str, Any]) -> str:
 
 
 MEANING = """\
-- held-out: text that nothing was trained on. random: prompts of tokens drawn evenly, which no draft foresees.
-- T = 1 is drawn under the rule gumbel, by plain decoding too: every length says the same text as it does.
-- best fixed: the fastest of all fixed lengths, plain decoding (1) among them; over the best: the controller's
-  speed over, in every repeat, that of the length which was fastest in the other repeats: the one that is
-  fastest in its own is partly lucky. ±: about the standard error, from how far the turns differ. predicted:
-  the speedup that it expected, by a cost table measured before the first turn and by the draft's guesses, and
-  how far that is from the measured one; in tokens/s: the same of those.
+- held-out: text that nothing was trained on. random: prompts of uniformly drawn tokens, which no draft
+predicts.
+- T = 1 uses the rule gumbel, for autoregressive decoding too: every draft length generates the same text.
+- best fixed: the fastest fixed draft length, autoregressive decoding (1) included. over the best: speed of
+  the controller over, in every repeat, that of the length which was fastest in the other repeats (the
+  fastest of the same repeat is partly luck). ±: approximate standard error from the spread of the runs.
+- predicted speedup: what the controller expected, from a cost table measured before the first run and the
+  draft's confidence, with its error. error in tokens/s: the same for tokens/s.
 """
 
 
@@ -97,7 +99,7 @@ def controller_table(report: dict[str, Any]) -> list[str]:
         for r in report["results"]
     ]
     columns = ("text", "T", "method", "best fixed", "its speedup", "controller", "over the best")
-    return table((*columns, *PREDICTED, "columns"), rows)
+    return table((*columns, *PREDICTED, "draft length"), rows)
 
 
 def widths_table(r: dict[str, Any]) -> list[str]:
@@ -114,4 +116,4 @@ def widths_table(r: dict[str, Any]) -> list[str]:
     c = r["controller"]
     own = [f"controller ({c['columns']:.1f})", f"{c['tau']:.2f}", f"{c['tokens_per_s']:.0f}"]
     rows.append([*own, f"{c['speedup']:.2f}x", differ(c["lossless"])])
-    return table(("columns", "tau", "tokens/s", "speedup", "differ"), rows)
+    return table(("draft length", "tau", "tokens/s", "speedup", "mismatched tokens"), rows)

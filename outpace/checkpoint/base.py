@@ -10,7 +10,7 @@ from outpace.ops.quant import Quant
 
 
 class LoadError(ValueError):
-    """A checkpoint that is not what it should be; the message names the file, the tensor and the mend.
+    """A checkpoint that is not what it should be; the message names the file, the tensor and the fix.
 
     `kind` is the name under which `outpace inspect` reports it.
     """

@@ -52,7 +52,7 @@ def foreign_folder(folder: Path) -> LoadError | None:
 
 
 def openai_names(names: list[str]) -> bool:
-    """True for OpenAI's own layout of gpt-oss, published beside HF's in `original/`."""
+    """True for OpenAI's own layout of gpt-oss, published alongside HF's in `original/`."""
     return any(name.startswith("block.0.attn.") for name in names) and "unembedding.weight" in names
 
 

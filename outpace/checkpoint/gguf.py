@@ -39,7 +39,7 @@ OF_LAYER = {
 ROUTER = {"gpt-oss": "mlp.router", "qwen3moe": "mlp.gate"}
 ROPE_FACTORS = "rope_freqs.weight"  # a part of the config, not of the weights
 PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.int16}
-INTERLEAVED = "llama"  # the architecture whose q and k rows are stored for pairs (2i, 2i + 1)
+INTERLEAVED = "llama"  # the architecture where the q and k rows are stored for pairs (2i, 2i + 1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class GGUFCheckpoint:
         return self.held[name]
 
     def _permuted(self, name: str) -> int:
-        """Heads of q or k whose rows must be put back into halves; 0 for everything else."""
+        """Heads of q or k where the rows must be put back into halves; 0 for everything else."""
         if self.metadata["general.architecture"] != INTERLEAVED:
             return 0
         if ".q_proj." in name:
@@ -93,7 +93,8 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """One file, or the first of `-00001-of-0000N` ones: the others are opened beside it. Raises LoadError."""
+    """One file, or the first of `-00001-of-0000N` ones: the others are opened next to it. Raises
+    LoadError."""
     first = read_header(path)
     headers = [first, *(read_header(part) for part in _other_parts(first))]
     architecture = architecture_of(path, first.metadata)
@@ -104,7 +105,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
                 continue
             theirs = hf_name(name, architecture)
             if theirs in held:
-                raise LoadError(f"{header.path}: {name} stands in two of the files")
+                raise LoadError(f"{header.path}: {name} is in two of the files")
             held[theirs] = header, info
     factors = first.tensors.get(ROPE_FACTORS)
     embedding = held.get("model.embed_tokens.weight")
@@ -174,7 +175,7 @@ def _other_parts(first: Header) -> list[Path]:
     parts = [first.path.with_name(f"{number[1]}-{i:05}-of-{count:05}.gguf") for i in range(2, count + 1)]
     absent = [part.name for part in parts if not part.is_file()]
     if absent:
-        raise LoadError(f"{first.path} is one of {count} parts; missing beside it: {', '.join(absent[:5])}")
+        raise LoadError(f"{first.path} is one of {count} parts; missing next to it: {', '.join(absent[:5])}")
     return parts
 
 

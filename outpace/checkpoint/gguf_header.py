@@ -78,7 +78,7 @@ def read_header(path: Path) -> Header:
     for _ in range(fields):
         key = cursor.name("a metadata key")
         if key in metadata:
-            raise LoadError(f"{path}: the metadata key {key!r} stands twice")
+            raise LoadError(f"{path}: the metadata key {key!r} is twice")
         metadata[key] = cursor.value(f"metadata {key!r}")
     return Header(path, data, metadata, _tensor_table(cursor, tensors, metadata))
 
@@ -90,7 +90,7 @@ def _tensor_table(cursor: "_Cursor", count: int, metadata: dict[str, Any]) -> di
         name = cursor.name("a tensor's name")
         (dims,) = cursor.take("<I")
         if name in fields:
-            raise LoadError(f"{path}: the tensor {name!r} stands twice")
+            raise LoadError(f"{path}: the tensor {name!r} is twice")
         if not 1 <= dims <= 4:
             raise LoadError(f"{path}: {name!r} has {dims} dimensions; 1 to 4 are possible")
         shape = cursor.take(f"<{dims}Q")

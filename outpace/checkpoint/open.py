@@ -28,7 +28,7 @@ def target_path(path: str) -> Path:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """A folder of HF safetensors, or a GGUF file. Raises LoadError, naming the file and the mend, for
+    """A folder of HF safetensors, or a GGUF file. Raises LoadError, naming the file and the fix, for
     what is missing, damaged or of another format."""
     path = Path(path)
     if is_gguf(path):

@@ -43,7 +43,7 @@ DTYPES = {
 LARGEST = 2**62  # no axis and no offset is longer
 MOST_AXES = 16
 POINTER = b"version "  # how the text that Git LFS leaves in place of a large file begins
-# A private writable mapping is charged against the memory of the machine unless it says it will not be
+# A private writable mapping is charged against the memory of the machine unless it states it will not be
 # written to much: without this, a file larger than memory cannot be mapped. Linux only; 3.13 names it.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -98,7 +98,7 @@ def open_file(path: Path) -> File:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             slots = _slots(*_header(file, size, path), path)
-            return File(path, slots, _map(file.fileno(), path))  # the mapping keeps a handle of its own
+            return File(path, slots, _map(file.fileno(), path))  # the mapping keeps its own handle
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}") from error
 

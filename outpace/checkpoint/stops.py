@@ -1,4 +1,4 @@
-"""Where a checkpoint says its real stop tokens: generation_config.json, beside config.json."""
+"""Where a checkpoint states its real stop tokens: generation_config.json, alongside config.json."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ def generation_stops(folder: Path) -> tuple[int, ...]:
     """The ids of `eos_token_id` in generation_config.json, none where there is no such file. config.json
     often names one alone: gpt-oss's `<|return|>`, while `<|call|>` ends a turn too.
 
-    Raises LoadError for a file that says anything else than ids.
+    Raises LoadError for a file that states anything else than ids.
     """
     path = folder / "generation_config.json"
     if not path.is_file():

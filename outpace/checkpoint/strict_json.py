@@ -27,7 +27,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """`where` begins every message. Raises LoadError for what is not an object of strict JSON in UTF-8, for
-    a key that stands twice, and for more than MOST_VALUES values."""
+    a key that is twice, and for more than MOST_VALUES values."""
     values = data.count(b",") + data.count(b"{") + data.count(b"[")
     if values > MOST_VALUES:
         raise LoadError(f"{where} holds about {values:,} JSON values; the limit is {MOST_VALUES:,}")
@@ -55,7 +55,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} stands twice")
+        raise ValueError(f"the key {twice[:80]!r} is twice")
     return values
 
 

@@ -10,7 +10,7 @@ from outpace.text.tokenizer import read_tokenizer
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """A GGUF file's own vocabulary; else the tokenizer.json beside the weights."""
+    """A GGUF file's own vocabulary; else the tokenizer.json next to the weights."""
     if isinstance(checkpoint, GGUFCheckpoint):
         return tokenizer_from_gguf(checkpoint.metadata)
     return read_tokenizer(checkpoint.folder)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outpace.drafts.base import Draft as AnyDraft
     from outpace.models.decoder import Decoder
 
-QUICK = 5.0  # seconds that a request may spend on a table of its own
+QUICK = 5.0  # seconds that a request may spend on its own cost table
 METHODS = ("auto", "off", "always")
 
 Method = Annotated[
@@ -73,7 +73,8 @@ def calibrate(
     """Measure what drafting and verifying cost on this machine, and keep it: what --speculate auto goes by.
 
     Run it while the machine is otherwise idle. The table belongs to this target, draft, machine, number of
-    threads and rule; a changed one is measured anew. A request whose rule has none goes by the greedy one.
+    threads and rule; a changed one is measured again. A request where the rule has none goes by the greedy
+    one.
 
     [bold]Examples[/bold]: outpace calibrate default --num-draft-tokens 16 --contexts 512,4096,16384
     outpace calibrate gpt-oss-20b --draft DRAFT --batches 1,8 --plot costs.png
@@ -124,7 +125,7 @@ def kept(target: "Decoder", draft: "AnyDraft", folder: Path, rule: str) -> "tupl
     try:
         return read_costs(folder, fingerprint(target, draft, rule)), None
     except LoadError as error:
-        return None, f"{error}; measuring anew"
+        return None, f"{error}; measuring again"
 
 
 def controller_for(
@@ -254,13 +255,14 @@ def _show(costs: "Costs") -> None:
             table.add_row(str(n), *cells, even, *_experts(costs, i))
         console.print(table)
         console.print(
-            f"a round takes {1e3 * p.rest:.3f} ms beside, plain decoding {1e3 * p.plain:.3f} ms a token, "
+            f"a round takes {1e3 * p.rest:.3f} ms alongside, autoregressive decoding {1e3 * p.plain:.3f} "
+            f"ms per token, "
             f"showing the draft one that it missed {1e3 * p.show:.3f} ms, waking it {1e3 * p.wake:.3f} ms; "
             f"half of the timings lie within {p.spread:.0%}",
             style="dim",
             highlight=False,
         )
-    lines = [f"a guess after a right one was right in {costs.acceptance:.0%} of the cases"]
+    lines = [f"a draft token after a right one was right in {costs.acceptance:.0%} of the cases"]
     if costs.touched:
         lines.append(f"experts beyond one token's: {costs.touched.rho:.2f} of what independent ones would be")
     if costs.noisy:
@@ -295,7 +297,7 @@ def _draw(costs: "Costs", path: Path) -> None:
             label=f"draft, {name}",
         )
         even.plot(costs.widths, [costs.break_even(n, p.context, p.batch) for n in costs.widths], marker="o")
-    seconds.set(xlabel="columns a round", ylabel="ms", ylim=0)
-    even.set(xlabel="columns a round", ylabel="tau at which it pays", ylim=0)
+    seconds.set(xlabel="positions a round", ylabel="ms", ylim=0)
+    even.set(xlabel="positions a round", ylabel="tau at which it pays", ylim=0)
     seconds.legend(fontsize=7, frameon=False)
     figure.savefig(path, format="png")

@@ -95,7 +95,7 @@ def chat(
     """Talk with a model: thoughts are dimmed, calls are shown as calls, the answer as text.
 
     Every line is a message (between two lines of \"\"\" several are one); piped lines are taken one by
-    one. /reset begins anew, /tool TEXT gives a call its result, /quit ends, Ctrl-C stops an answer. Where
+    one. /reset begins again, /tool TEXT gives a call its result, /quit ends, Ctrl-C stops an answer. Where
     the output is no terminal, it gets the answers alone.
 
     [bold]Examples[/bold]: outpace chat gpt-oss-20b --draft ngram --reasoning high

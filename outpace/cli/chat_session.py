@@ -26,7 +26,7 @@ VISIBLE = (
     | {127: 0x2421}
     | dict.fromkeys(range(128, 160), 0xFFFD)
 )
-HELP = "/reset begins anew, /tool TEXT gives a call its result, /quit ends; Ctrl-C stops an answer"
+HELP = "/reset begins again, /tool TEXT gives a call its result, /quit ends; Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ChatTurn:
 
     @property
     def note(self) -> str | None:
-        """What the person should know, beside what was said."""
+        """What the person should know, next to what was stated."""
         if self.stopped:
             return "stopped"
         if self.calls and self.ended:
@@ -101,14 +101,14 @@ class ChatTurn:
             each = decode / self.trace.rounds
             rounds = f"; {self.trace.rounds} rounds of {each * 1e3:.1f} ms, tau {self.trace.tau:.2f}"
         return (
-            f"{self.prompt_tokens} tokens read, first said after {self.first_token_seconds * 1e3:.0f} ms; "
-            f"{len(self.tokens)} said, {self.tokens_per_s:.0f} tokens/s{rounds}"
+            f"{self.prompt_tokens} tokens read, first stated after {self.first_token_seconds * 1e3:.0f} ms; "
+            f"{len(self.tokens)} stated, {self.tokens_per_s:.0f} tokens/s{rounds}"
         )
 
 
 @dataclass
 class ChatSession:
-    """What a chat needs beside what was said. One generator serves all answers: the same seed and the same
+    """What a chat needs next to what was stated. One generator serves all answers: the same seed and the same
     messages give the same chat. Every answer begins with a prefill of the whole prompt: what was thought
     before the last answer is dropped from it, so it is rarely a continuation of the one before."""
 
@@ -130,7 +130,7 @@ class ChatSession:
         if headroom < 1:
             raise ValueError(
                 f"the conversation has grown to {len(ids)} tokens, and this model's positions end at "
-                f"{longest}: begin anew (/reset)"
+                f"{longest}: begin again (/reset)"
             )
         stop = self.chat.stop
         request = replace(self.request, max_new_tokens=min(self.request.max_new_tokens, headroom), stop=stop)
@@ -169,7 +169,7 @@ class ChatSession:
             pass
         parts = self.chat.end()
         for part in parts:
-            if part.index not in streamed:  # no header said what it was, or it is empty
+            if part.index not in streamed:  # no header stated what it was, or it is empty
                 on_part(part)
         return ChatTurn(
             parts=parts,
@@ -185,12 +185,12 @@ class ChatSession:
 
 class Screen:
     """Answers on a terminal: thoughts dimmed, calls as calls. Where the output is not a terminal, it gets
-    what the person is told and nothing else; all else goes to `aside` (standard error)."""
+    the answer and nothing else; all else goes to `aside` (standard error)."""
 
     def __init__(self, out: Console, aside: Console) -> None:
         self.out = out
         self.aside = out if out.is_terminal else aside
-        self._shown: tuple[Console, str, int] | None = None  # what the cursor stands behind
+        self._shown: tuple[Console, str, int] | None = None  # text before the cursor
 
     def part(self, part: ChatPart) -> None:
         console = self.out if part.kind in (FINAL, COMMENTARY) else self.aside
@@ -233,7 +233,7 @@ def run(
 ) -> None:
     """Answer every line; `speak` lets the model answer. A line that begins with / is a command.
 
-    Raises ValueError for what cannot be done; with `forgiving` that is said and the chat goes on.
+    Raises ValueError for what cannot be done; with `forgiving` that is reported and the chat goes on.
     """
     for line in lines:
         command, _, rest = line.partition(" ")
@@ -243,7 +243,7 @@ def run(
                     return
                 case "/reset":
                     session.chat.reset()
-                    screen.note("the conversation begins anew")
+                    screen.note("the conversation begins again")
                     continue
                 case "/help":
                     screen.note(HELP)

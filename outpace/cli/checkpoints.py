@@ -28,9 +28,9 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Gate A: what a checkpoint holds, and whether it is what its config.json describes.
+    """Gate A: the contents of a checkpoint, and whether it is what its config.json describes.
 
-    Compares names, shapes and dtypes, and says what is wrong and what to do about it.
+    Compares names, shapes and dtypes, and states what is wrong and what to do about it.
     Exits 1 where something is.
 
     [bold]Examples[/bold]: outpace inspect default --json
@@ -65,7 +65,7 @@ def synth(
 ) -> None:
     """Write random weights in the shape and the format of a published model.
 
-    For measuring load time, memory and speed without a download. What it says makes no sense:
+    For measuring load time, memory and speed without a download. What it states makes no sense:
     the tokenizer is the embedded one, and the head favours its 4,096 ids.
     A run that was stopped goes on with the shards it lacks.
 

@@ -32,7 +32,7 @@ def show_inspection(inspection: Inspection, console: Console) -> None:
     stored = ", ".join(f"{k} {v:,} bytes" for k, v in inspection.dtypes.items())
     console.print(
         f"active per token: {inspection.active_parameters:,} parameters; stored as {stored}; "
-        f"KV cache grows by {inspection.kv_bytes_per_token:,} bytes a token (float32)",
+        f"KV cache grows by {inspection.kv_bytes_per_token:,} bytes per token (float32)",
         highlight=False,
     )
 

@@ -37,8 +37,9 @@ def doctor(
 ) -> None:
     """Why does this model talk nonsense? Staged checks, each with a verdict.
 
-    Tokenizer, embedding, number format, attention, RoPE, router, and what the model says. With a reference,
-    layer by layer, and where one departs, the known mistake that explains it. Exits 1 where a check fails.
+    Tokenizer, embedding, number format, attention, RoPE, router, and what the model generates. With a
+    reference, layer by layer, and where one departs, the known mistake that explains it. Exits 1 where a
+    check fails.
 
     [bold]Examples[/bold]: outpace doctor default
     outpace doctor my-folder --reference hf

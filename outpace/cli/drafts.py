@@ -97,7 +97,7 @@ def preflight(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What every engine would take from a draft's files, where they part, and the mend. Nothing is run.
+    """What every engine would take from a draft's files, where they part, and the fix. Nothing is run.
 
     Exits 1 where an engine would take something otherwise than it is meant.
 

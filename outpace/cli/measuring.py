@@ -30,7 +30,7 @@ def check(
     prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 8,
     stages: Annotated[
         bool,
-        typer.Option("--stages", help="Instead: the draft's forward, stage by stage, beside a plain one."),
+        typer.Option("--stages", help="Instead: the draft's forward, stage by stage, next to a plain one."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -151,7 +151,7 @@ def bench(
         raise ValueError(f"--suite {suite} measures a target alone: leave --draft and --draft-quant out")
     if draft_weights is not None and compares:
         raise ValueError(
-            f"--draft-quant {draft_weights}: in --suite {suite} every method says it for itself, in the "
+            f"--draft-quant {draft_weights}: in --suite {suite} every method states it for itself, in the "
             f'--recipe: weights = "{draft_weights}"'
         )
     shown = Console(stderr=True) if as_json else console
@@ -310,7 +310,7 @@ def _bench_methods(
 
 @app.command("tables")
 def tables(page: Annotated[Path, typer.Argument(help="A Markdown page with marked tables.")]) -> None:
-    """Make a page's tables anew from the reports that its markers name.
+    """Make a page's tables again from the reports that its markers name.
 
     [bold]Example[/bold]: outpace tables docs/drafts.md
     """

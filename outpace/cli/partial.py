@@ -40,7 +40,7 @@ PartialLossy = Annotated[
 
 
 def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | None":
-    """Raises ValueError for fields and sizes that cannot be, and for what is said without --kv-budget."""
+    """Raises ValueError for fields and sizes that cannot be, and for what is reported without --kv-budget."""
     from outpace.config import load_settings, parse_overrides
     from outpace.decode.partial import Partial
     from outpace.kv.partial import PartialConfig
@@ -52,7 +52,7 @@ def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | 
     overrides = parse_overrides(PartialConfig, pairs or [])
     if "n_retrieval_blocks" in overrides:
         raise ValueError(
-            "--kv-budget-set n_retrieval_blocks: --kv-budget says how many tokens there are in all"
+            "--kv-budget-set n_retrieval_blocks: --kv-budget states how many tokens there are in all"
         )
     fields = load_settings(PartialConfig, None, overrides, "--kv-budget-set")
     config = PartialConfig.within(tokens, **{name: getattr(fields, name) for name in overrides})

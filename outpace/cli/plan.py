@@ -24,14 +24,15 @@ def plan(
     index_dim: Annotated[int, typer.Option(help="Of an index for sparse attention; 0: none.")] = 0,
     top_k: Annotated[int, typer.Option(help="Tokens that a query then looks at.")] = 2048,
     draft: Annotated[float, typer.Option(help="Parameters of a draft, its head included; 0: none.")] = 0.0,
-    tau: Annotated[float, typer.Option(help="Tokens a round with it, if known.")] = 0.0,
+    tau: Annotated[float, typer.Option(help="Tokens per round with it, if known.")] = 0.0,
     tokens: Annotated[float, typer.Option(help="To train on; 0: nothing is trained.")] = 0.0,
     recipe: Recipe = None,
     set_: Set = None,
     as_json: AsJson = False,
 ) -> None:
     """Parameters, memory, step bytes, device-hours and dollars of a retrofit or a draft on given hardware,
-    with every assumption beside. Nothing is loaded. `--set` reaches what has no option: columns, kv_bits, ..
+    with every assumption alongside. Nothing is loaded. `--set` reaches what has no option: columns, kv_bits,
+    ..
 
     [bold]Examples[/bold]: outpace plan 120b --hardware 8xh200 --rank 512 --index-dim 256 --tokens 1e9
     outpace plan 20b --hardware rtx-4090 --weights q8 --draft 8e8 --tau 3.5 --context 32768
@@ -118,7 +119,7 @@ def _show(report: dict[str, Any]) -> None:
         table.add_row(name, *(say(side) for side in report[of].values() if side))
 
     row("weights", "memory", lambda m: _bytes(m["weights"]))
-    row("KV, bytes a token", "memory", lambda m: f"{m['kv_bytes_per_token']:,.0f}")
+    row("KV, bytes per token", "memory", lambda m: f"{m['kv_bytes_per_token']:,.0f}")
     row(f"KV of {report['choices']['context']:,} tokens", "memory", lambda m: _bytes(m["kv"]))
     row("all, draft included", "memory", lambda m: _bytes(m["total"]))
     row("read in a step", "decode", lambda d: _bytes(d["bytes_per_step"]))

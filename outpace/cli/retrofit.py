@@ -30,7 +30,7 @@ def mla(
     as_json: AsJson = False,
 ) -> None:
     """Latent KV, without training: keys and values of full-attention layers through one low-rank latent,
-    calibrated on real text. The original projections stay beside it, untouched.
+    calibrated on real text. The original projections stay next to it, untouched.
 
     [bold]Examples[/bold]: outpace retrofit mla default --out small
     outpace retrofit mla qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
@@ -71,7 +71,7 @@ def _made(
     as_json: bool,
     show: Callable[[dict[str, Any]], None],
 ) -> None:
-    """A retrofit of the corpus's texts, its stages said while it runs, its report shown."""
+    """A retrofit of the corpus's texts, its stages stated while it runs, its report shown."""
     from outpace.text.corpus import read_corpus
 
     with console.status("opening") as status:
@@ -177,8 +177,8 @@ def show_indexes(report: dict[str, Any]) -> None:
 def _held_out(held: dict[str, Any]) -> None:
     before, after = held["before"]["nats_per_token"], held["after"]["nats_per_token"]
     console.print(
-        f"held-out loss {before:.4f} -> {after:.4f} nats a token ({after / before - 1:+.2%}), "
-        f"KL {held['after']['kl']:.4f}, same likeliest token {held['after']['same_likeliest']:.1%}",
+        f"held-out loss {before:.4f} -> {after:.4f} nats per token ({after / before - 1:+.2%}), "
+        f"KL {held['after']['kl']:.4f}, same top-1 token {held['after']['same_likeliest']:.1%}",
         highlight=False,
     )
 
@@ -193,6 +193,6 @@ def show_latents(report: dict[str, Any]) -> None:
     numbers = report["numbers_per_token"]
     saved = 1 - numbers["after"] / numbers["before"]
     console.print(
-        f"{numbers['before']:,} -> {numbers['after']:,} numbers a token in these layers ({saved:.0%} less)",
+        f"{numbers['before']:,} -> {numbers['after']:,} numbers per token in these layers ({saved:.0%} less)",
         highlight=False,
     )

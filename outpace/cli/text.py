@@ -51,13 +51,14 @@ def generate(
     mla: Annotated[
         bool | None,
         typer.Option(
-            "--mla/--no-mla", help="Latent KV of a retrofitted target. Default: as its config says."
+            "--mla/--no-mla", help="Latent KV of a retrofitted target. Default: as its config specifies."
         ),
     ] = None,
     dsa: Annotated[
         bool | None,
         typer.Option(
-            "--dsa/--no-dsa", help="Sparse attention of a retrofitted target. Default: as its config says."
+            "--dsa/--no-dsa",
+            help="Sparse attention of a retrofitted target. Default: as its config specifies.",
         ),
     ] = None,
     max_new_tokens: MaxTokens = 256,

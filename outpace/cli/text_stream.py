@@ -173,7 +173,7 @@ def no_answer(parts: list[ChatPart], tokens: int) -> str | None:
 
 
 def top_lines(streamed: Streamed) -> str:
-    """One line a token: itself, then the largest logits and whose they are."""
+    """One line a token: itself, then the largest logits and where the they are."""
     lines = []
     for i, (token, candidates) in enumerate(zip(streamed.tokens, streamed.top, strict=True)):
         chosen = next((repr(c.text) for c in candidates if c.token == token), f"<{token}>")
@@ -183,7 +183,7 @@ def top_lines(streamed: Streamed) -> str:
 
 
 def timing_table(load_seconds: float, first: Streamed, warm: Streamed) -> Table:
-    """The first run, which reads weights from disk and warms up everything, beside the second."""
+    """The first run, which reads weights from disk and warms up everything, next to the second."""
     table = Table(title=f"loaded in {load_seconds:.2f} s", title_justify="left")
     for column in ("", "first run", "warm run"):
         table.add_column(column, justify="right" if column else "left")

@@ -40,7 +40,7 @@ def train_dflash(
     init: Annotated[
         str | None,
         typer.Option(
-            help="Go on from this draft or 'dflash': its sizes stand, block and window are the recipe's."
+            help="Go on from this draft or 'dflash': its sizes are, block and window are the recipe's."
         ),
     ] = None,
     corpus: Corpus = None,
@@ -64,7 +64,7 @@ def train_dflash(
     given = {name: value for name, value in (("loss", loss), ("weights", weights)) if value is not None}
     settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **given)
     if init in ("none", "ngram"):
-        raise ValueError(f"--init {init}: it stands for no weights; name a draft's folder, or 'dflash'")
+        raise ValueError(f"--init {init}: it means no weights; name a draft's folder, or 'dflash'")
     loaded, tokenizer = open_target(target)
     teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded), final=settings.final)
     _, held_out = split(read_corpus(corpus))
@@ -84,15 +84,15 @@ def train_eagle3(
     set_: Set = None,
     loss: Loss = None,
     init: Annotated[
-        str | None, typer.Option(help="Go on from this EAGLE-3, in any known format: its sizes stand.")
+        str | None, typer.Option(help="Go on from this EAGLE-3, in any known format: its sizes are.")
     ] = None,
     corpus: Corpus = None,
 ) -> None:
-    """Train an EAGLE-3 draft from a teacher cache, over its own guesses. Resumes where it was stopped.
+    """Train an EAGLE-3 draft from a teacher cache, over its own draft tokens. Resumes where it was stopped.
 
     The same caches serve that DFlash learns from. Its loss is kl where none is named, which needs final
     states (outpace teacher build --final); ce does without. --set parallel=true makes a P-EAGLE, which
-    guesses in one pass.
+    draft tokens in one pass.
 
     [bold]Examples[/bold]: outpace train eagle3 --cache work/cache --out work/eagle3 --set draft_vocab=2048
     outpace train eagle3 --cache work/cache --out work/lk --loss lk --recipe recipes/eagle3-default.toml
@@ -128,7 +128,7 @@ def train_suffix(
     target: Target = "default",
     answers: Annotated[int | None, typer.Option(min=1, help="Only so many of them; default: all.")] = None,
 ) -> None:
-    """Make a draft that looks up what the target said before: the cache's answers, sorted. Takes seconds.
+    """Make a draft that looks up earlier output of the target: the cache's answers, sorted. Takes seconds.
 
     [bold]Example[/bold]: outpace train suffix --cache work/cache --out work/suffix
     outpace generate default "import os" --draft work/suffix/draft --num-draft-tokens 16 --stats

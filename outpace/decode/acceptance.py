@@ -1,4 +1,4 @@
-"""Which guesses live: what a judge of proposals is, and exact match, which chains and trees share."""
+"""Which proposes live: what a judge of proposals is, and exact match, which chains and trees share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,26 +17,26 @@ RULES = ("match", "rejection", "block", "gumbel")
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Per row: path, the accepted columns in order, column 0 first; tokens, what the row emits: the accepted
-    guesses and then the target's own next token, as many as the path has columns."""
+    """Per row: path, the accepted positions in order, position 0 first; tokens, what the row emits: the
+    accepted draft tokens and then the target's own next token, as many as the path has positions."""
 
     path: list[list[int]]
     tokens: list[list[int]]
 
 
 class AcceptanceRule(Protocol):
-    """One generation's rule. `choice`: how the draft must choose its guesses in the coming round."""
+    """One generation's rule. `choice`: how the draft must choose its draft tokens in the coming round."""
 
     @property
     def choice(self) -> DraftSampler: ...
 
     def draw(self, logits: Tensor) -> Tensor:
-        """[B, V] -> the next token of every row [B] int64, as plain decoding draws it. Each call goes one
-        token on in every row's text."""
+        """[B, V] -> the next token of every row [B] int64, as autoregressive decoding draws it. Each call
+        goes one token on in every row's text."""
         ...
 
     def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
-        """logits [B, N, V], the target's after each column of the proposal. What the verdict emits is taken
+        """logits [B, N, V], the target's after each position of the proposal. What the verdict emits is taken
         as emitted."""
         ...
 
@@ -56,10 +56,10 @@ def exact_match(
     predict: list[list[int]],
     counts: list[int],
 ) -> list[list[int]]:
-    """candidates (column 0: the last verified token), predict (the target's token after each column) ->
+    """candidates (position 0: the last verified token), predict (the target's token after each position) ->
     the accepted path of each row: from the root on to the child that equals the target's token, while
     one does.
-    Row b offers counts[b] - 1 guesses.
+    Row b offers counts[b] - 1 draft tokens.
     """
     items = []
     for tokens, above, value, count in zip(candidates, parents, predict, counts, strict=True):
@@ -73,14 +73,14 @@ def exact_match(
 
 
 def follow(proposal: Proposal, predict: Tensor) -> VerifyResult:
-    """predict [B, N], the target's token after each column: guesses live while they equal it."""
+    """predict [B, N], the target's token after each position: draft tokens live while they equal it."""
     tokens, value = torch.stack((proposal.tokens, predict)).tolist()  # the verdict's one wait for the device
     path = exact_match(tokens, proposal.above, value, proposal.counts)
     return VerifyResult(path, [[row[i] for i in columns] for columns, row in zip(path, value, strict=True)])
 
 
 class Match:
-    """The target draws its own token at every node, and a guess is accepted while it equals that draw.
+    """The target draws its own token at every node, and a draft token is accepted while it equals that draw.
 
     Lossless at temperature 0, and at any temperature in distribution: what is emitted was drawn from the
     target's own distribution given a prefix that equals the emitted text. Any draft, any tree.

@@ -26,8 +26,8 @@ def coupled(logits: Tensor, how: Sampling, seen: Tensor | None, keys: Tensor) ->
 
 class Gumbel:
     """The token at place k of a row's text is argmax(log p + g), with noise g that depends on the key, the
-    row's stream, k and the token alone. Plain decoding and every draft, chain or tree, emit the same
-    text; a draft that adds the same noise to its own log q guesses it more often (arXiv 2408.07978).
+    row's stream, k and the token alone. Autoregressive decoding and every draft, chain or tree, emit the same
+    text; a draft that adds the same noise to its own log q draft tokens it more often (arXiv 2408.07978).
 
     The key is one draw from `rng`; the streams are the rows' numbers unless the request names them.
     """

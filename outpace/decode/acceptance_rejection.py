@@ -1,4 +1,4 @@
-"""Rules for guesses drawn from a q: rejection, of chains and trees, and block verification, of chains."""
+"""Acceptance rules for sampled draft tokens: rejection (chains, trees), block (chains)."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from outpace.ops.sampling import Sampling, draw, probabilities
 
 
 class Rejection(Match):
-    """A guess x that was drawn from q is accepted with probability min(1, p(x) / q(x)); the first rejected
-    one is replaced by a draw from max(p - q, 0), normalised (arXiv 2211.17192, section 2.3). A node's
-    children are tried in the order of their columns, the target's distribution being what is left after
-    each rejection (SpecInfer, arXiv 2305.09781).
+    """A draft token x that was drawn from q is accepted with probability min(1, p(x) / q(x)); the first
+    rejected one is replaced by a draw from max(p - q, 0), normalised (arXiv 2211.17192, section 2.3). A
+    node's children are tried in the order of their positions, the target's distribution being what is left
+    after each rejection (SpecInfer, arXiv 2305.09781).
 
-    q must be what each guess was drawn from, given all columns before it. Guesses that nobody drew (q None)
-    are judged by exact match, which for them is the same rule.
+    q must be what each draft token was drawn from, given all positions before it. Draft tokens that nobody
+    drew (q None) are judged by exact match, which for them is the same rule.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class Rejection(Match):
         return result
 
     def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
-        """p, q [B, N, V], u [B, N] uniform in [0, 1) -> taken [B, N] bool, which columns were accepted
-        (column 0 among them), and left [B, V], in proportion to which the next token is drawn."""
+        """p, q [B, N, V], u [B, N] uniform in [0, 1) -> taken [B, N] bool, which positions were accepted
+        (position 0 among them), and left [B, V], in proportion to which the next token is drawn."""
         if proposal.parents is None:
             return reject_chain(p, q, proposal.tokens, _counts(proposal), u)
         return reject_tree(p, q, proposal.tokens, proposal.parents, _counts(proposal), u)
 
 
 class BlockVerification(Rejection):
-    """Block verification (arXiv 2403.10444): the guesses of a chain are judged together, and the
+    """Block verification (arXiv 2403.10444): the draft tokens of a chain are judged together, and the
     longest prefix that passes is kept; never fewer in the mean than by rejection."""
 
     def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
         """Raises ValueError for a tree."""
         if proposal.parents is not None:
             raise ValueError(
-                "block verification judges chains, and this draft draws a tree of guesses: "
+                "block verification judges chains, and this draft draws a tree of draft tokens: "
                 "use the rule rejection, match or gumbel, or let the draft propose a chain"
             )
         return verify_block(p, q, proposal.tokens, _counts(proposal), u)
@@ -74,7 +74,7 @@ def _counts(proposal: Proposal) -> Tensor:
 
 
 def _verdict(columns: Tensor, bonus: Tensor) -> VerifyResult:
-    """columns [2, B, N]: tokens, and 1 where accepted; bonus [B]."""
+    """positions [2, B, N]: tokens, and 1 where accepted; bonus [B]."""
     table = torch.cat((columns, bonus.expand(2, -1)[:, :, None]), dim=2)
     path, items = [], []
     for tokens, taken in zip(*table.tolist(), strict=True):  # the round's one wait for the device
@@ -86,7 +86,7 @@ def _verdict(columns: Tensor, bonus: Tensor) -> VerifyResult:
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """p, q [..., V] -> max(p - q, 0), not normalised. p itself where nothing is left: the two are then equal
-    up to rounding, and a guess was rejected by rounding alone."""
+    up to rounding, and a draft token was rejected by rounding alone."""
     left = (p - q).clamp(min=0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
@@ -97,7 +97,7 @@ def _at(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def reject_chain(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Rejection along a chain, all columns at once: see `Rejection.judge`; counts [B]."""
+    """Rejection along a chain, all positions at once: see `Rejection.judge`; counts [B]."""
     N = tokens.shape[1]
     column = torch.arange(N, device=tokens.device)
     passed = u[:, 1:] * _at(q[:, 1:], tokens[:, 1:]) < _at(p[:, :-1], tokens[:, 1:])
@@ -107,8 +107,8 @@ def reject_chain(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor, u: Tensor
 
 
 def _after(p: Tensor, q: Tensor, length: Tensor, counts: Tensor, w: Tensor | None = None) -> Tensor:
-    """What is left [B, V] after `length` [B] guesses of a chain: p after the last, or the residual of p
-    (times w [B]) against the q of the guess that failed."""
+    """What is left [B, V] after `length` [B] draft tokens of a chain: p after the last, or the residual of p
+    (times w [B]) against the q of the draft token that failed."""
     row = torch.arange(len(length), device=length.device)
     target = p[row, length]
     failed = q[row, (length + 1).clamp(max=q.shape[1] - 1)]
@@ -119,8 +119,8 @@ def _after(p: Tensor, q: Tensor, length: Tensor, counts: Tensor, w: Tensor | Non
 def reject_tree(
     p: Tensor, q: Tensor, tokens: Tensor, parents: Tensor, counts: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rejection down a tree: see `Rejection.judge`. One pass over the columns, all rows together: a node's
-    children stand after it, so those of an accepted node are still to come."""
+    """Rejection down a tree: see `Rejection.judge`. One pass over the positions, all rows together: a node's
+    children are after it, so those of an accepted node are still to come."""
     row = torch.arange(len(tokens), device=tokens.device)
     taken = torch.zeros_like(tokens, dtype=torch.bool)
     taken[:, 0] = True
@@ -138,10 +138,10 @@ def reject_tree(
 
 
 def block_chances(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """-> w [B, N], the joint weight of the first i guesses, w_i = min(w_{i-1} p(x_i) / q(x_i), 1), w_0 = 1;
-    and h [B, N], the chance that the first i are kept if no longer prefix is:
+    """-> w [B, N], the joint weight of the first i draft tokens, w_i = min(w_{i-1} p(x_i) / q(x_i), 1), w_0
+    = 1; and h [B, N], the chance that the first i are kept if no longer prefix is:
     h_i = s_i / (s_i + 1 - w_i) with s_i = sum over x of max(w_i p_{i+1}(x) - q_{i+1}(x), 0); h = w after the
-    last guess; 0 at padding."""
+    last draft token; 0 at padding."""
     N = tokens.shape[1]
     column = torch.arange(N, device=tokens.device)
     ratio = _at(p[:, :-1], tokens[:, 1:]).double() / _at(q[:, 1:], tokens[:, 1:])

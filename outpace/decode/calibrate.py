@@ -24,11 +24,12 @@ from outpace.ops.sampling import Sampling, generator
 
 LEAST_REPEATS, MOST_REPEATS = 3, 12
 ROUNDS = 3  # of a width in a turn; the first is not counted
-STEPS, SETTLED = 12, 4  # of one column, and of plain decoding; those from SETTLED on are counted
-PREFILL, SHOWN = 512, 4  # a prompt's columns in a forward, and forwards at least
-STEADY = 48  # tokens of the run that says what a round takes beside, and how often guesses are right
+STEPS, SETTLED = 12, 4  # of one position, and of autoregressive decoding; those from SETTLED on are counted
+PREFILL, SHOWN = 512, 4  # a prompt's positions in a forward, and forwards at least
+# tokens of the run that states what a round takes alongside, and how often draft tokens are right
+STEADY = 48
 SEED = 1  # of what is drawn while costs are measured
-ROUTED = 512  # tokens whose experts are counted
+ROUTED = 512  # tokens where the experts are counted
 OnNote = Callable[[float], None]  # how much of the work is done, 0 to 1
 
 
@@ -73,7 +74,7 @@ def calibrate(
         points.append(timings.point(batch, context, rest))
     shown = machine(target) | {
         "target": f"{target.config.architecture}, {target.config.num_layers} layers",
-        "draft": f"{type(draft).__name__}, at most {draft.block_size} columns",
+        "draft": f"{type(draft).__name__}, at most {draft.block_size} positions",
         "rule": rule,
     }
     costs = Costs(
@@ -148,8 +149,8 @@ def _steady(
     seconds: float,
     controller: Controller | None = None,
 ) -> tuple[float, float]:
-    """Real decoding: -> how often a guess is right where the one before it is; seconds of a round beside
-    draft and verify. The second of two runs: the first warms up."""
+    """Real decoding: -> how often a draft token is right where the one before it is; seconds of a step
+    alongside draft and verify. The second of two runs: the first warms up."""
 
     def run(tokens: int) -> Trace:
         asked = replace(request, max_new_tokens=tokens)
@@ -196,7 +197,7 @@ class Timings:
     def __init__(self, widths: tuple[int, ...]) -> None:
         self.widths = widths
         self.turns: list[StepTimes] = []
-        self.show: list[float] = []  # of one column
+        self.show: list[float] = []  # of one position
         self.rounds = 0
 
     def point(self, batch: int, context: int, rest: float) -> Point:
@@ -246,11 +247,12 @@ def _measure(
 ) -> Iterator[float]:
     """Rounds over the text, each one token further, so that cache and draft see what they would see; the
     widths take turns, so that a slow moment of the machine meets all of them. In a turn a width has ROUNDS
-    rounds on end: rounds of one kind are a little faster among their like. Rounds of one column, which come
-    on end where drafting rests, and steps of plain decoding, over a cache of their own, have STEPS of them:
-    neighbours read the same experts, where a wide round has just read all. Yields how much is done."""
+    rounds on end: rounds of one kind are a little faster among their like. Rounds of one position, which come
+    on end where drafting rests, and steps of autoregressive decoding, over a cache of their own, have STEPS
+    of them: neighbours read the same experts, where a wide round has just read all. Yields how much is
+    done."""
     widths, wanted = timings.widths, draft.target_layer_ids
-    kinds = (0, *widths)  # 0: plain decoding
+    kinds = (0, *widths)  # 0: autoregressive decoding
     headroom = context + _most_rounds(widths) + widths[-1]
     rows = [_from(text, b * len(text) // batch, headroom) for b in range(batch)]
     tokens = torch.tensor(rows, device=target.device)
@@ -315,8 +317,8 @@ def _round(
     n: int,
     wanted: Sequence[int],
 ) -> tuple[float, float]:
-    """One round of n columns after ahead[:, 0], the last verified token; -> seconds of draft and verify. Only
-    the root is kept, whatever was right: the text goes on as it is."""
+    """One round of n positions after ahead[:, 0], the last verified token; -> seconds of draft and verify.
+    Only the root is kept, whatever was right: the text goes on as it is."""
     _wait(target)
     began = time.perf_counter()
     proposal = Proposal(ahead[:, :1], [1] * len(ahead))
@@ -342,8 +344,8 @@ def _wait(target: Decoder) -> None:
 
 
 def widened(proposal: Proposal, ahead: Tensor, n: int) -> Proposal:
-    """n columns in every row, as a round of that width has: what the draft did not fill, the text does,
-    behind the last column. ahead [B, >= n], the text from the root on."""
+    """n positions in every row, as a round of that width has: what the draft did not fill, the text does,
+    behind the last position. ahead [B, >= n], the text from the root on."""
     B, N = proposal.tokens.shape
     if N == n and min(proposal.counts) == n:
         return proposal

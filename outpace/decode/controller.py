@@ -1,7 +1,8 @@
-"""How many columns a round drafts and verifies: fixed, or what makes most tokens a second by a cost table.
+"""How many positions a round drafts and verifies: fixed, or what makes most tokens/s by a cost table.
 
-A decision reads what earlier rounds brought, and what the draft says of guesses that nobody drew. It is made
-before the target runs: it changes the speed and, at temperature 0 or under the coupled rule, nothing else.
+A decision reads what earlier rounds brought, and what the draft states of draft tokens that nobody drew. It
+is made before the target runs: it changes the speed and, at temperature 0 or under the coupled rule, nothing
+else.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ RESTING = 0.98  # what a plain step leaves of what was learnt before
 SHARE = 0.01  # of the time that may be lost to probes, and to showing the draft what it missed
 LEFT = 0.25  # of that, what is left for probes where showing takes more
 CREDIT = 2.0  # probes that may be lost at the beginning of a text
-BANK = 8.0  # and later, where guesses gained as much before
+BANK = 8.0  # and later, where draft tokens gained as much before
 DEBT = 5.0  # rounds more that may be lost while they seem to pay
 GAP = 8  # plain steps from a probe that failed to the next
 STRETCH = 64  # tokens of context over which costs are taken as equal
@@ -37,27 +38,28 @@ class Controller(Protocol):
         ...
 
     def width(self, lengths: Sequence[int]) -> int:
-        """Columns to draft, root included: 2 to `block`, or 1 for a plain step. lengths: tokens that the
+        """Positions to draft, root included: 2 to `block`, or 1 for a plain step. lengths: tokens that the
         cache holds of each row."""
         ...
 
     def cut(self, proposal: Proposal) -> Proposal:
-        """What of the proposal is verified: its first columns."""
+        """What of the proposal is verified: its first positions."""
         ...
 
     def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
-        """What was verified, and the columns accepted."""
+        """What was verified, and the positions accepted."""
         ...
 
 
 class Fixed:
-    """So many columns in every round, or as many as the draft has: `columns` 1 is plain decoding."""
+    """So many positions in every round, or as many as the draft has: `columns` 1 is autoregressive
+    decoding."""
 
     predicted = None
 
     def __init__(self, columns: int) -> None:
         if columns < 1:
-            raise ValueError(f"{columns} columns a round: there is always the last verified token")
+            raise ValueError(f"{columns} positions a round: there is always the last verified token")
         self.columns = self.block = columns
 
     def begin(self, block: int) -> None:
@@ -74,26 +76,26 @@ class Fixed:
 
 
 class Adaptive:
-    """Each round as many columns n as make (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest) largest,
+    """Each round as many positions n as make (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest) largest,
     summed over the rows, which share a forward (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147).
 
-    Where no n beats plain decoding, drafting rests and is probed. An account of what guessing loses against
-    plain decoding, showing the draft what it missed included, holds it to a few probes and one part in a
-    hundred of the time. One controller serves one generation after another, and remembers.
+    Where no n beats autoregressive decoding, drafting rests and is probed. An account of what drafting loses
+    against autoregressive decoding, showing the draft what it missed included, holds it to a few probes and
+    one part in a hundred of the time. One controller serves one generation after another, and remembers.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.predicted: tuple[float, float] | None = None
         self.record = AcceptanceHistory(2, costs.acceptance)
-        self.speaks = True  # the draft says how sure it is; taken for granted until a proposal was seen
+        self.speaks = True  # the draft states how sure it is; taken for granted until a proposal was seen
         self.rests = self.missed = False  # missed: the last probe brought nothing
         self.wait = self.rested = 0  # plain steps to come, and passed
         self.spare: float | None = None  # seconds that may yet be lost
         self._tables: dict[tuple[int, int], Table] = {}
         self._now = Table.of(costs, 1, 0.0, 2)
         self._rows: list[BatchRow] = []
-        self._asked, self._drafted = 1, 0.0  # columns, and the seconds that they take
+        self._asked, self._drafted = 1, 0.0  # positions, and the seconds that they take
 
     def begin(self, block: int) -> None:
         if len(self.record.tried) != block:
@@ -134,7 +136,7 @@ class Adaptive:
     def cut(self, proposal: Proposal) -> Proposal:
         offered = self._gains(proposal)
         whole = [self._drafted + other for other in self._now.others]
-        # what the draft does not speak of is learnt only from what is verified: at least one guess
+        # without the draft's confidence, only verified tokens teach the controller: at least one draft token
         least = 1 if self.speaks else min(2, len(offered))
         columns = fastest(offered, whole, least)
         self.predicted = (sum(offered[:columns]), whole[columns])
@@ -163,7 +165,7 @@ class Adaptive:
         return True
 
     def _gains(self, proposal: Proposal) -> list[float]:
-        """By column, what it is expected to add, summed over the rows."""
+        """By position, what it is expected to add, summed over the rows."""
         record, self._rows = self.record, _rows(proposal)
         self.speaks = self._rows[0].survival is not None
         record.parents[: len(self._rows[0].parents)] = self._rows[0].parents
@@ -188,10 +190,10 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Table:
-    """Costs of `rows` rows near one context, by columns (0 unused): of drafting so many, of the rest of a
+    """Costs of `rows` rows near one context, by positions (0 unused): of drafting so many, of the rest of a
     round, of both; `show`: of what a plain step leaves for later; `wake`: of the first round after some.
-    `even`: the columns of a round that just pays, where guesses are as likely right as that takes: what a
-    probe asks for."""
+    `even`: the positions of a step that just pays, where draft tokens are as likely right as that takes:
+    what a probe asks for."""
 
     rows: int
     draft: list[float]
@@ -208,7 +210,7 @@ class Table:
         others = [0.0, *(costs.verify_seconds(n, context, rows) + rest for n in range(1, block + 1))]
         whole = [d + o for d, o in zip(draft, others, strict=True)]
         even, low, high = 2, 0.0, 1.0
-        for _ in range(7):  # halves the interval that holds the chance of a guess at which it pays
+        for _ in range(7):  # halves the interval that holds the chance of a draft token at which it pays
             chance = (low + high) / 2
             gains = [rows * chance**i for i in range(block)]
             even = fastest(gains, whole, least=2)
@@ -228,7 +230,7 @@ class Table:
 
 
 def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:
-    """The n >= least with the most tokens a second, sum(gains[:n]) / seconds[n]; the smallest of equals.
+    """The n >= least with the most tokens/s, sum(gains[:n]) / seconds[n]; the smallest of equals.
 
     All are tried: a measured cost need not be convex, so that the first decrease need not be the last.
     """
@@ -240,7 +242,7 @@ def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) ->
 
 
 class BatchRow(NamedTuple):
-    """One row of a proposal, by column. `survival`: None where the draft gives none."""
+    """One row of a proposal, by position. `survival`: None where the draft gives none."""
 
     parents: list[int]
     depth: list[int]
@@ -248,8 +250,8 @@ class BatchRow(NamedTuple):
 
 
 def _rows(proposal: Proposal) -> list[BatchRow]:
-    """Survival is left out where guesses were drawn: what is verified of those may not depend on which they
-    are, and their survival may."""
+    """Survival is left out where draft tokens were drawn: what is verified of those may not depend on which
+    they are, and their survival may."""
     quiet = proposal.survival is None or proposal.q is not None
     items = [None] * len(proposal.counts) if quiet else proposal.survival.tolist()  # type: ignore[union-attr]
     return [

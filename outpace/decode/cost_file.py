@@ -64,5 +64,5 @@ def from_json(values: dict[str, Any], where: str) -> Costs:
         return Costs(widths=tuple(values["widths"]), points=points, touched=value, **rest)
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError(
-            f"{where} is no cost table ({error!r}): outpace calibrate --force measures anew"
+            f"{where} is no cost table ({error!r}): outpace calibrate --force measures again"
         ) from error

@@ -1,4 +1,4 @@
-"""What a round costs on this machine, for one target and draft: the table that the controller reads."""
+"""The cost of a step on this machine, for one target and draft: the table that the controller reads."""
 
 import hashlib
 import math
@@ -23,12 +23,12 @@ from outpace.ops.fast import kernels
 class Point:
     """Seconds at one batch size and one context (tokens remembered per row).
 
-    verify[i], draft[i]: of widths[i] columns per row, root included. `verify` is the target's forward, its
+    verify[i], draft[i]: of widths[i] positions per row, root included. `verify` is the target's forward, its
     logits and the verdict; `draft` is one proposal and the observation of what was verified (0 for one
-    column); `rest` is everything else of a round, the controller's own time included; `show` is showing the
+    position); `rest` is everything else of a step, the controller's own time included; `show` is showing the
     draft one more token of every row after steps in which it rested, and `wake` what its first proposal then
-    takes more than the next ones; `plain` is a step of plain decoding. `spread`: half of the timings lie
-    within this share of their median, for the median width.
+    takes more than the next ones; `plain` is a step of autoregressive decoding. `spread`: half of the
+    timings lie within this share of their median, for the median width.
     """
 
     batch: int
@@ -60,10 +60,10 @@ class Touched:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """`acceptance`: how often a guess was right where the one before it was, on the text measured."""
+    """`acceptance`: how often a draft token was right where the one before it was, on the text measured."""
 
     fingerprint: str
-    widths: tuple[int, ...]  # columns, ascending, from 1
+    widths: tuple[int, ...]  # positions, ascending, from 1
     points: tuple[Point, ...]
     acceptance: float
     touched: Touched | None = None
@@ -93,18 +93,18 @@ class Costs:
         return self.widths[-1]
 
     def verify_seconds(self, n: int, context: float, batch: int = 1) -> float:
-        """A forward that verifies n columns of every row (C_verify). Between measured widths, contexts and
+        """A forward that verifies n positions of every row (C_verify). Between measured widths, contexts and
         batch sizes lines are drawn, and beyond the widest and the longest the last ones go on. A batch
-        beyond the measured ones costs what as many columns do in the largest of them; one below, what
+        beyond the measured ones costs what as many positions do in the largest of them; one below, what
         the smallest does."""
         return self._at("verify", n, context, batch)
 
     def draft_seconds(self, width: int, context: float, batch: int = 1) -> float:
-        """A proposal of at most `width` columns, and showing the draft what became of it (C_draft)."""
+        """A proposal of at most `width` positions, and showing the draft what became of it (C_draft)."""
         return self._at("draft", width, context, batch) if width > 1 else 0.0
 
     def rest_seconds(self, batch: int = 1) -> float:
-        """What a round takes beside."""
+        """What a round takes alongside."""
         return self._near(batch).rest
 
     def show_seconds(self, batch: int = 1) -> float:
@@ -116,18 +116,19 @@ class Costs:
         return self._near(batch).wake
 
     def plain_seconds(self, context: float, batch: int = 1) -> float:
-        """A step of plain decoding, where there is neither a draft to show states to nor a verdict."""
+        """A step of autoregressive decoding, where there is neither a draft to show states to nor a
+        verdict."""
         near = self._near(batch).batch
         points = sorted((p for p in self.points if p.batch == near), key=lambda p: p.context)
         return _line([p.context for p in points], [p.plain for p in points], max(context, points[0].context))
 
     def round_seconds(self, n: int, context: float, batch: int = 1, width: int | None = None) -> float:
-        """A whole round: drafted to `width` columns (default n), n of them verified."""
+        """A whole round: drafted to `width` positions (default n), n of them verified."""
         drafted = self.draft_seconds(width or n, context, batch)
         return drafted + self.verify_seconds(n, context, batch) + self.rest_seconds(batch)
 
     def break_even(self, n: int, context: float, batch: int = 1) -> float:
-        """The tau at which rounds of n columns are as fast as rounds without guesses."""
+        """The tau at which rounds of n positions are as fast as rounds without draft tokens."""
         return self.round_seconds(n, context, batch) / self.round_seconds(1, context, batch)
 
     @property
@@ -187,7 +188,7 @@ def rising(ys: list[float]) -> list[float]:
 
 
 def fingerprint(target: Decoder, draft: Draft, rule: str = GREEDY) -> str:
-    """Of target, draft, machine, and how guesses are rule (decode.request.JUDGED): a table measured for
+    """Of target, draft, machine, and the acceptance rule (decode.request.JUDGED): a table measured for
     another of them is not used."""
     parts = [*machine(target).items(), ("target", identity(target)), ("draft", identity(draft))]
     parts += [("rule", rule)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from outpace.drafts.base import DraftSession, Proposal
 from outpace.drafts.sampler import DraftSampler
 
-MOST = 512  # pending positions: a draft may be off for a whole text, whose states would fill the memory
+MOST = 512  # pending positions: a draft may be off for a whole text; its states would fill the memory
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Between draft and target, the target on partial KV: what it says is provisional until a full pass.
+"""Provisional verification on partial KV, between draft and target, confirmed by full passes.
 
 SpecPV (arXiv 2512.02337) with the verdict it leaves out: as published, what was accepted on partial KV stays.
 """
@@ -38,9 +38,9 @@ class Partial:
 
 
 class PartialSession:
-    """A draft's session whose guesses the target has gone over on partial KV, round upon round, until the
-    buffer is full. What the loop gets is a line of provisional tokens with the draft's next guesses at its
-    end, to be verified like any proposal.
+    """A draft's session where the draft tokens the target has gone over on partial KV, round upon round,
+    until the buffer is full. What the loop gets is a line of provisional tokens with the draft's next draft
+    tokens at its end, to be verified like any proposal.
 
     Up to the budget it hands on the draft's own. Beyond, it buffers as many tokens as lately stood the full
     pass: twice as many after a line that did, no more than stood after one that did not; and where none did,
@@ -58,12 +58,14 @@ class PartialSession:
         trace: Trace,
         stop: frozenset[int] = frozenset(),
     ) -> None:
-        """`inner`: the draft's session. `judge`: the loop's. Behind a token of `stop` nothing is guessed."""
+        """`inner`: the draft's session. `judge`: the loop's. Behind a token of `stop` nothing is proposed."""
         self.cache = PartialCache(full, partial.config, partial.config.buffer_size(draft.block_size))
         self.target, self.draft, self.inner, self.judge = target, draft, inner, judge
         self.trace, self.stop = trace, stop
         self.observed = [0] * full.batch  # tokens of full passes
-        self.provisional: list[int] | None = None  # guesses of the last proposal that partial KV let pass
+        self.provisional: list[int] | None = (
+            None  # draft tokens of the last proposal that partial KV let pass
+        )
         self.most = partial.config.n_spec_tokens_buf
         self.trusted = self.most  # tokens worth buffering
         self.rest, self.next_rest = 0, 1
@@ -85,7 +87,7 @@ class PartialSession:
             self.provisional = [self.provisional[b] for b in batch_indices]
 
     def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
-        """`width` bounds the draft's guesses; the line before them comes on top."""
+        """`width` bounds the draft's draft tokens; the line before them comes on top."""
         width = min(width, self.draft.block_size)
         if self.rest or max(self.cache.full.lengths) <= self.cache.config.static_size:
             self.rest = max(self.rest - 1, 0)
@@ -109,7 +111,7 @@ class PartialSession:
         return held < self.trusted and held + width <= self.cache.headroom and not ended
 
     def _go_over(self, proposal: Proposal, judge: AcceptanceRule) -> list[list[int]]:
-        """A round on partial KV; -> what each row says."""
+        """A round on partial KV; -> what each row generates."""
         began = time.perf_counter()
         wanted = self.draft.target_layer_ids
         out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
@@ -132,7 +134,7 @@ class PartialSession:
 
 
 def appended(lines: list[list[int]], tail: Proposal | None, device: torch.device) -> Proposal:
-    """lines: the last verified token of each row and the provisional ones after it; tail: what was guessed
+    """lines: the last verified token of each row and the provisional ones after it; tail: what was proposed
     after the last of these -> both as one proposal."""
     rows = []
     for b, line in enumerate(lines):
@@ -147,7 +149,7 @@ def appended(lines: list[list[int]], tail: Proposal | None, device: torch.device
     one_line = tail is None or tail.parents is None
     return replace(
         result,
-        # wider than FEW, a chain would be computed in another order than plain decoding's
+        # wider than FEW, a chain would be computed in another order than autoregressive decoding's
         parents=None if one_line and result.tokens.shape[1] <= FEW else result.parents,
         survival=None,
         provisional=[len(line) - 1 for line in lines],
@@ -156,7 +158,7 @@ def appended(lines: list[list[int]], tail: Proposal | None, device: torch.device
 
 class Trusting:
     """The lossy mode: provisional tokens pass unseen, and the judge goes on behind them. What is emitted is
-    NOT what the target says."""
+    NOT the target's output."""
 
     def __init__(self, judge: AcceptanceRule) -> None:
         self.judge = judge
@@ -170,7 +172,7 @@ class Trusting:
 
     def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         """The logits at provisional tokens are replaced by certainty of the next one."""
-        assert proposal.provisional is not None, "every proposal of a PartialSession says what is provisional"
+        assert proposal.provisional is not None, "a PartialSession marks what is provisional"
         column = torch.arange(logits.shape[1], device=logits.device)
         taken = torch.tensor(proposal.provisional, device=logits.device)
         certain = torch.full_like(logits, -torch.inf)

@@ -29,8 +29,10 @@ class Request:
     stop: frozenset[int] = frozenset()  # a row ends with the first of these it emits
     prefill_chunk: int = 512
     offset: int = 0  # rotary positions begin here
-    rule: str = "match"  # how guesses are judged: one of RULES; plain decoding heeds "gumbel" alone
-    draft_temperature: float | None = None  # of guesses that are drawn; None: the target's
+    rule: str = (
+        "match"  # how draft tokens are judged: one of RULES; autoregressive decoding heeds "gumbel" alone
+    )
+    draft_temperature: float | None = None  # of draft tokens that are drawn; None: the target's
     streams: tuple[int, ...] = ()  # rule "gumbel": which noise each row hears; else the row's number
 
     def __post_init__(self) -> None:
@@ -44,7 +46,9 @@ class Request:
         if self.draft_temperature is not None and not 0 < self.draft_temperature < math.inf:
             raise ValueError(f"draft_temperature {self.draft_temperature} is not a number above 0")
         if self.draft_temperature is not None and self.rule == "match":
-            raise ValueError("draft_temperature: with the rule match no guess is drawn; name another rule")
+            raise ValueError(
+                "draft_temperature: with the rule match no draft token is drawn; name another rule"
+            )
 
     @property
     def effective_rule(self) -> str:

@@ -12,7 +12,7 @@ from outpace.ops.sampling import Sampling
 
 
 class SamplingState:
-    """Without a repetition penalty it remembers nothing, and says None of what was seen."""
+    """Without a repetition penalty it remembers nothing, and states None of what was seen."""
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> None:
         self.sampling = sampling
@@ -21,7 +21,7 @@ class SamplingState:
         self._seen: Tensor | None = None
 
     def seen(self, logits: Tensor) -> Tensor | None:
-        """logits [B, V] -> [B, V] bool: which tokens stand in the prompt or were emitted."""
+        """logits [B, V] -> [B, V] bool: which tokens are in the prompt or were emitted."""
         if not self.listens:
             return None
         if self._seen is None:
@@ -32,8 +32,8 @@ class SamplingState:
         return self._seen
 
     def seen_at(self, proposal: Proposal, logits: Tensor) -> Tensor | None:
-        """logits [B, N, V] after each column -> [B, N, V] bool: emitted before, or on the way to the column,
-        which is in it."""
+        """logits [B, N, V] after each position -> [B, N, V] bool: emitted before, or on the way to the
+        position, which is in it."""
         if not self.listens:
             return None
         seen, tokens = self.seen(logits[:, 0]), proposal.tokens
@@ -42,7 +42,7 @@ class SamplingState:
         tree = proposal.tree or Tree(
             (torch.arange(N, device=tokens.device) - 1).clamp(min=0).expand_as(tokens)
         )
-        root = tokens[:, :1, None]  # the last verified token: seen already, so it may stand for any other
+        root = tokens[:, :1, None]  # the last verified token: seen already, so it may mean any other
         way = torch.where(tree.sees, tokens[:, None], root)
         return seen[:, None].repeat(1, N, 1).scatter_(2, way, True)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a round was to bring, said before the target ran, and what it brought: tokens of all rows."""
+    """What a round was to bring, generated before the target ran, and what it brought: tokens of all rows."""
 
     tokens: float
     seconds: float
@@ -29,18 +29,25 @@ class Stopwatch:
 
 @dataclass
 class Trace:
-    """Rounds after the prefill. A round of plain decoding proposes nothing and commits one token."""
+    """Rounds after the prefill. A round of autoregressive decoding proposes nothing and commits one token."""
 
-    proposed: list[list[int]] = field(default_factory=list)  # per round and row: guesses offered in a line
-    accepted: list[list[int]] = field(default_factory=list)  # per round and row: guesses taken; -1: row done
-    nodes: list[list[int]] = field(default_factory=list)  # per round and row: columns verified, root included
-    # per round and row: guesses that had passed on partial KV; no rounds at all where it was not asked for
+    proposed: list[list[int]] = field(
+        default_factory=list
+    )  # per round and row: draft tokens offered in a line
+    accepted: list[list[int]] = field(
+        default_factory=list
+    )  # per round and row: draft tokens taken; -1: row done
+    nodes: list[list[int]] = field(
+        default_factory=list
+    )  # per round and row: positions verified, root included
+    # per round and row: draft tokens that had passed on partial KV; no rounds at all where it was not asked
+    # for
     provisional: list[list[int]] = field(default_factory=list)
     partial_forwards: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
     )
-    predicted: list[Prediction] = field(default_factory=list)  # per round that a controller foresaw
+    predicted: list[Prediction] = field(default_factory=list)  # per round that a controller predicted
 
     def timed(self, part: str) -> "Stopwatch":
         return Stopwatch(self.seconds, part)
@@ -59,7 +66,7 @@ class Trace:
         nodes: list[int] | None = None,
         provisional: list[int] | None = None,
     ) -> None:
-        """One round of the rows `alive`, out of `batch`. Without `nodes` the guesses stood in a line."""
+        """One round of the rows `alive`, out of `batch`. Without `nodes` the draft tokens stood in a line."""
         verified, offered, taken = [0] * batch, [0] * batch, [-1] * batch
         nodes = nodes or [p + 1 for p in proposed]
         for b, n, p, a in zip(alive, nodes, proposed, accepted, strict=True):
@@ -73,8 +80,8 @@ class Trace:
 
     @property
     def confirmed(self) -> tuple[int, int]:
-        """Of the guesses that had passed on partial KV, how many the full pass let stand; and how many they
-        were."""
+        """Of the draft tokens that had passed on partial KV, how many the full pass confirmed; and how many
+        they were."""
         if not self.provisional:
             return 0, 0
         pairs = [
@@ -103,7 +110,7 @@ class Trace:
 
     @property
     def prediction_error(self) -> float:
-        """The predicted tokens a second over the measured ones of the same rounds, less 1."""
+        """The predicted tokens/s over the measured ones of the same rounds, less 1."""
         taken = sum(f.seconds_taken for f in self.predicted)
         measured = sum(f.tokens_measured for f in self.predicted) / taken if taken else 0.0
         return self.predicted_tokens_per_s / measured - 1 if measured else 0.0
@@ -125,7 +132,7 @@ class Trace:
 
     @property
     def accept_rate(self) -> float:
-        """Accepted guesses over offered ones."""
+        """Accepted draft tokens over offered ones."""
         offered = sum(
             p
             for ps, as_ in zip(self.proposed, self.accepted, strict=True)
@@ -135,7 +142,7 @@ class Trace:
         return sum(self.accept_lens) / offered if offered else 0.0
 
     def accept_by_position(self) -> list[float]:
-        """Share of rounds that offered guess k (k = 1, 2, ..) in which it was accepted."""
+        """Share of rounds that offered draft token k (k = 1, 2, ..) in which it was accepted."""
         pairs = [
             (p, a)
             for ps, as_ in zip(self.proposed, self.accepted, strict=True)

@@ -1,4 +1,4 @@
-"""Quantised blocks as bytes: are they decoded as their format says, and are they of that format at all?"""
+"""Quantised blocks as bytes: are they decoded as their format states, and are they of that format at all?"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,14 +59,14 @@ def check_decoding(model: Decoder) -> Check:
     if not apart:
         return Check(name=name, verdict="skipped", message="no weight is packed in blocks")
     wrong = sorted(form for form, by in apart.items() if by != 0)
-    text = f"{', '.join(sorted(apart))}: every value is what the format says"
+    text = f"{', '.join(sorted(apart))}: every value is what the format states"
     if wrong:
         text = f"{', '.join(wrong)}: what the engine makes of them is off by up to {apart[wrong[0]]:.3g}"
     return Check(name=name, verdict="fail" if wrong else "pass", message=text, evidence=apart)
 
 
 def _decoded(model: Decoder) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(format, what the engine makes of some rows, what the format says)."""
+    """(format, what the engine makes of some rows, what the format states)."""
     for module in model.modules():
         if isinstance(module, Quant):
             few = Quant(module.data.flatten(0, -2)[:4], module.format)

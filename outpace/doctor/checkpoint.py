@@ -65,8 +65,8 @@ def config_findings(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def tensor_findings(evidence: CheckpointUnderTest) -> list[Finding]:
-    """What the comparison of names, shapes and dtypes says, causes before symptoms: a tensor that one finding
-    explains is in no later one."""
+    """What the comparison of names, shapes and dtypes states, causes before symptoms: a tensor that one
+    finding explains is in no later one."""
     prefix = list(_prefix(evidence))
     if prefix:
         return prefix
@@ -113,13 +113,13 @@ def _quantised(hf: dict[str, Any], names: list[str]) -> Iterator[Finding]:
     if method is not None and method != "mxfp4":
         yield Finding(
             name="quantised",
-            message=f"config.json says that the weights are quantised by {method[:40]}, which is not read",
+            message=f"config.json: weights quantised by {method[:40]}, which is not read",
             fix="fetch the model in bfloat16 (or, of gpt-oss, as published in MXFP4), or as GGUF",
         )
     if method == "mxfp4" and dense and not packed:
         yield Finding(
             name="dequantised_experts",
-            message="config.json says mxfp4, and the experts are dense",
+            message="config.json specifies mxfp4, and the experts are dense",
             fix="remove `quantization_config` from config.json: other readers trust it",
             fault=False,
         )
@@ -147,7 +147,7 @@ def _index_total(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     held = sum(slot.nbytes for file in checkpoint.files for slot in file.slots.values())
     if checkpoint.total_size != held:
-        message = f"the index says {repr(checkpoint.total_size)} bytes in all, the shards hold {held:,}"
+        message = f"the index states {repr(checkpoint.total_size)} bytes in all, the shards hold {held:,}"
         fix = "every tensor the index names is there and whole; a shard of another version may be among them"
         yield Finding(name="index_total", message=message, fix=fix, fault=False)
 
@@ -322,7 +322,7 @@ def _half_packed(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     for one, other in (("_blocks", "_scales"), ("_scales", "_blocks")):
         lonely = [n for n in evidence.specs if n.endswith(one) and n[:-7] + other not in evidence.specs]
         if lonely:
-            message = f"{lonely[0]} has no {other} beside it ({len(lonely)} in all)"
+            message = f"{lonely[0]} has no {other} next to it ({len(lonely)} in all)"
             finding = Finding(
                 name=f"{one[1:]}_without{other}", message=message, fix="fetch the checkpoint again"
             )

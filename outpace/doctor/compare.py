@@ -130,7 +130,7 @@ def other_tensors(different: dict[str, float]) -> tuple[str, ...]:
 
 
 def noise_limit(different: dict[str, float]) -> float:
-    """What may differ by rounding: the median matrix says how coarse the formats are. Not the largest one:
+    """What may differ by rounding: the median matrix states how coarse the formats are. Not the largest one:
     it may be a little wrong."""
     rounded = [e for n, e in different.items() if n in MATRICES and e <= OTHER_MATRIX]
     return max(EXACT, min(NOISE_FACTOR * median(rounded or [0.0]), MOST_NOISE))

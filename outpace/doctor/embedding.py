@@ -1,4 +1,4 @@
-"""The embedding and the head: are their rows the file's, and are the two tied as the config says?"""
+"""The embedding and the head: are their rows the file's, and are the two tied as the config specifies?"""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from outpace.ops.quant import Joined, Quant, Weight, reference_dense
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOST_ROWS = 2048  # that statistics are taken over
-# Rows of the text's tokens whose norm is this far from the median's are not a trained token's.
+# Rows of the text's tokens where the norm is this far from the median's are not a trained token's.
 FAR = 100.0
 
 
@@ -62,7 +62,7 @@ def check_embedding(model: Decoder, checkpoint: Checkpoint, tokens: list[int]) -
 
 
 def check_head(model: Decoder, checkpoint: Checkpoint) -> Check:
-    """Tied or not, as the config says and as the file has it."""
+    """Tied or not, as the config specifies and as the file has it."""
     name = "head"
     vocab = model.config.vocab_size
     ids = list(range(0, vocab, max(vocab // MOST_ROWS, 1)))
@@ -82,9 +82,9 @@ def check_head(model: Decoder, checkpoint: Checkpoint) -> Check:
         return Check(name=name, verdict="fail", message=text, evidence=evidence)
     if not tied and torch.equal(used, embedding):
         text = (
-            "config.json says the head is not tied, but it equals the embedding: a converter may have "
+            "config.json specifies the head is not tied, but it equals the embedding: a converter may have "
             "copied one over the other"
         )
         return Check(name=name, verdict="warn", message=text, evidence=evidence)
-    text = "tied to the embedding" if tied else f"a matrix of its own (cosine with the embedding {alike:.2f})"
+    text = "tied to the embedding" if tied else f"its own matrix (cosine with the embedding {alike:.2f})"
     return Check(name=name, verdict="pass", message=text, evidence=evidence)

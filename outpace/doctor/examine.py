@@ -59,10 +59,10 @@ class Examination:
 
 
 def examine(what: Examination) -> Iterator[Check]:
-    """Raises ValueError for what cannot be opened: `outpace inspect` says why."""
+    """Raises ValueError for what cannot be opened: `outpace inspect` states why."""
     other = _other(what)
     if other is not None:
-        open_checkpoint(other)  # what is wrong with it is said at once, not after the rest
+        open_checkpoint(other)  # what is wrong with it is reported at once, not after the rest
     checkpoint = open_checkpoint(target_path(what.path))
     model = load_target(checkpoint, layers=what.layers)
     whole = model.config.num_layers == parse_config(checkpoint.config).num_layers
@@ -157,7 +157,7 @@ def _against(
 def compare(
     model: Decoder, ours: Walk, reference: Reference, ids: list[int], validation: bool
 ) -> Iterator[Check]:
-    """What a reference's walk over the same tokens says about ours."""
+    """What a reference's walk over the same tokens states about ours."""
     yield check_embedded(ours, reference.walk, ids)
     layers = list(compare_layers(model, ours, reference))
     yield check_layers(layers)

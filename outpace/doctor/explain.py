@@ -26,7 +26,7 @@ from outpace.ops.quant import Weight
 # What two files of one model may say differently without meaning anything else.
 UNREAD = {"eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings"}
 SIZES = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_experts")
-CLEARLY = 0.5  # nats a token: by so much the right side predicts the text better
+CLEARLY = 0.5  # nats per token: by so much the right side predicts the text better
 
 
 def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
@@ -54,7 +54,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _turn_alike(ours: ModelConfig, theirs: ModelConfig) -> bool:
-    """The same angles, however they are said: GGUF writes llama3's rule as a table."""
+    """The same angles, however they are reported: GGUF writes llama3's rule as a table."""
     a, b = (frequencies(c.rope, c.head_dim) for c in (ours, theirs))
     factors = concentration(ours.rope), concentration(theirs.rope)
     return torch.allclose(a, b, rtol=1e-5, atol=0.0) and math.isclose(*factors, rel_tol=1e-5)
@@ -157,7 +157,7 @@ def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], items: list[Trial
     if ours and theirs and set(ours) & set(theirs):
         return f"the two sides differ by: {_any(ours)} {figures}"
     if ours:
-        message = f"read with {_any(ours)}, our weights say what the reference says {figures}"
+        message = f"read with {_any(ours)}, our weights say what the reference states {figures}"
         return message + (f"; the other way round it is {_any(theirs)}" if theirs else "")
     return f"read with {_any(theirs)}, the reference's weights say what ours say {figures}"
 
@@ -190,8 +190,8 @@ def _spoken(half: Half) -> str:
 
 
 def judge(ours: float, theirs: float) -> str:
-    """Losses of the text on both sides, in nats a token -> which of them speaks."""
-    message = f"The text costs {ours:.2f} nats a token here and {theirs:.2f} there: "
+    """Losses of the text on both sides, in nats per token -> which of them speaks."""
+    message = f"The text costs {ours:.2f} nats per token here and {theirs:.2f} there: "
     if ours < theirs - CLEARLY:
         return message + "the reference is the one that is wrong"
     if theirs < ours - CLEARLY or ours != ours:
@@ -201,7 +201,7 @@ def judge(ours: float, theirs: float) -> str:
 
 @torch.inference_mode()
 def check_logits(model: Decoder, ours: Walk, reference: Reference, *, layers_agree: bool) -> Check:
-    """End to end, and final norm and head by themselves, fed with what the reference's last layer said."""
+    """End to end, and final norm and head by themselves, fed with what the reference's last layer stated."""
     name = "logits against the reference"
     limit = _head_limit(model, reference)
     theirs = reference.walk

@@ -1,7 +1,7 @@
 """One layer of gpt-oss, Llama or Qwen3 in plain torch, float32, every step kept: slow, and made to be read.
 
 It shares no arithmetic with the engine, but for the decoding of packed blocks, which has a check of its own:
-the rotary frequencies are formed anew from the published formulas, attention and experts are loops and
+the rotary frequencies are formed again from the published formulas, attention and experts are loops and
 einsums. The letters are those of `ops/attention.py`.
 """
 
@@ -90,7 +90,7 @@ def read_mlps(xs: Sequence[Tensor], w: MlpWeights, readings: Sequence[Reading]) 
 
 
 def _routed(x: Tensor, w: MlpWeights, r: Reading) -> MlpSteps:
-    """Everything but what the experts say: `out` is still 0."""
+    """Everything but the experts: `out` is still 0."""
     normed = rms_norm(x, w.norm if r.norm_weights else None, r.eps)
     logits, chosen, weights = choose_experts(normed, w, r)
     return MlpSteps(normed=normed, logits=logits, chosen=chosen, weights=weights, out=torch.zeros_like(x))
@@ -197,7 +197,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """[D/2] float64, radians per position, one dimension at a time.
 
     YaRN: Peng et al. 2023, eq. 17-23; llama3: the rule of Llama 3.1's config. `truncate` rounds YaRN's
-    range outwards to whole dimensions; gpt-oss's config says not to.
+    range outwards to whole dimensions; gpt-oss's config specifies not to.
     """
     theta, span = rope.theta, rope.original_max_position
     items = []

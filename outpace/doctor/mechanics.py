@@ -99,7 +99,7 @@ def _first_rows(ours: Tensor, plain: Tensor, value: Tensor) -> float:
 
 def row_error(block: DecoderBlock, a: AttentionSteps, device: torch.device) -> float:
     """The engine's attention over values of 1 gives the sum of each row's weights; what the plain forward
-    says the sink takes must make it 1."""
+    states the sink takes must make it 1."""
     its = block.self_attn
     q, k = (x.to(device)[None].transpose(1, 2) for x in (a.q, a.k))  # [1, H|K, T, D]
     ones = torch.ones_like(k)

@@ -36,7 +36,7 @@ def pairs(mistakes: list[Mistake]) -> list[Mistake]:
 
 
 def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
-    """Those that would change what this layer's attention says."""
+    """Those that would change what this layer's attention states."""
     values: dict[str, dict[str, Any]] = {
         "no causal mask": {"causal": False},
         "no attention scale": {"scale": 1.0},
@@ -70,7 +70,7 @@ def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
 
 
 def mlp_mistakes(r: Reading, config: ModelConfig, *, experts: bool) -> list[Mistake]:
-    """Those that would change what this layer's MLP says; `experts` False for a dense one."""
+    """Those that would change what this layer's MLP states; `experts` False for a dense one."""
     values: dict[str, dict[str, Any]] = {
         "post-attention norm without its weights": {"norm_weights": False},
         "gate and up swapped": {"gate_first": not r.gate_first},
@@ -108,7 +108,7 @@ def _experts(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
             values[name] = {"gate_up_nibbles": order, "down_nibbles": order}
             values[f"{name} of gate and up alone"] = {"gate_up_nibbles": order}
             values[f"{name} of down alone"] = {"down_nibbles": order}
-    if r.limit is not None:  # gpt-oss, whose experts have biases
+    if r.limit is not None:  # gpt-oss; its experts have biases
         values["missing router bias"] = {"biases": ALL_BIASES - {"router"}}
         values["missing gate and up biases"] = {"biases": ALL_BIASES - {"gate_up"}}
         values["missing down biases"] = {"biases": ALL_BIASES - {"down"}}

@@ -1,6 +1,6 @@
 """Are the experts' numbers read in the right format? Statistics of the weights alone.
 
-Training leaves marks that tie an expert's columns to things whose order no number format touches:
+Training leaves marks that tie an expert's columns to things in an order that no number format touches:
 
 - A neuron that reads strongly also writes strongly. So the norms of `down`'s columns follow the norms of
   the gate and up rows of the same neurons - if `down`'s columns lie in the right order.
@@ -10,7 +10,7 @@ Training leaves marks that tie an expert's columns to things whose order no numb
 
 All three are taken within blocks of 32 columns, since another nibble order moves nothing further, and are
 correlations of many independent pairs: their error is 1 / sqrt(pairs), and an order counts as known when it
-leads the next best by DECIDED errors. Random weights have no such marks, and then nothing is said.
+leads the next best by DECIDED errors. Random weights have no such marks, and then nothing is reported.
 """
 
 import math

@@ -31,7 +31,7 @@ def check_beginning(tokenizer: Tokenizer, config: ModelConfig) -> Check:
 
 
 def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
-    """gpt-oss: special tokens are one id each, nothing stands between the system message and the user's,
+    """gpt-oss: special tokens are one id each, nothing is between the system message and the user's,
     and the answer's channel is left to the model."""
     name = "Harmony"
     if not config.sinks:
@@ -39,7 +39,7 @@ def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     if not speaks_harmony(tokenizer):
         missing = [str(m) for m in Mark if tokenizer.token_to_id(m) is None]
         description = (
-            f"a gpt-oss whose tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
+            f"a gpt-oss where the tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
         )
         return Check(name=name, verdict="warn", message=description)
     conversation = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
@@ -114,7 +114,7 @@ def _harmony_faults(tokenizer: Tokenizer, ids: list[int]) -> Iterator[str]:
 
 
 def _header(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """What stands before the next special token."""
+    """What is before the next special token."""
     special = tokenizer.get_added_tokens_decoder()
     end = next((i for i, id in enumerate(ids) if id in special), len(ids))
     return tokenizer.decode(ids[:end])

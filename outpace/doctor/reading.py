@@ -49,7 +49,7 @@ class Reading:
 
 
 def right_reading(config: ModelConfig, layer: int) -> Reading:
-    """What the config says of a layer."""
+    """What the config specifies of a layer."""
     clamped = config.swiglu_limit is not None
     return Reading(
         heads=config.num_heads,

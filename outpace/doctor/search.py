@@ -15,7 +15,7 @@ EXACT = 1e-4
 ROUNDING = 2e-6
 
 
-Run = Callable[[Sequence[Reading]], list[Tensor]]  # what a layer says under each reading
+Run = Callable[[Sequence[Reading]], list[Tensor]]  # what a layer states under each reading
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Does it speak? Growth of the residual stream, how well a text is predicted, what greedy decoding says."""
+"""Does it speak? Growth of the residual stream, how well a text is predicted, what greedy decoding states."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from outpace.doctor.weights import relative
 from outpace.models.decoder import Decoder
 
 # Of ln V, what a model that knows nothing needs per token. Trained models of any size need less than half
-# on plain text; one whose experts are mis-scaled or whose heads are scrambled needs 0.8 and more.
+# on plain text; one where the experts are mis-scaled or where the heads are scrambled needs 0.8 and more.
 GOOD, CHANCE = 0.7, 0.9
 GROWTH = 1000.0  # between two layers; massive activations of real models reach some 100
 PROMPT, NEW = 64, 32  # tokens of the greedy continuation
@@ -50,13 +50,13 @@ def check_growth(ours: Walk) -> Check:
 
 
 def check_text(logits: Tensor, tokens: list[int]) -> Check:
-    """How many nats a token of plain text costs."""
+    """How many nats per token of plain text costs."""
     name = "prediction of a text"
     losses, most = token_losses(logits, tokens), math.log(logits.shape[-1])
     mean = float(losses.mean())
     first = float((logits[:-1].argmax(-1) == torch.tensor(tokens[1:])).float().mean())
     evidence = {"nats_per_token": mean, "of_chance": mean / most, "top_1": first, "tokens": len(losses)}
-    text = f"{mean:.2f} nats a token over {len(losses)} (chance: {most:.2f}); right first guess {first:.0%}"
+    text = f"{mean:.2f} nats per token over {len(losses)} (chance: {most:.2f}); top-1 {first:.0%}"
     verdict: Verdict = "pass" if mean < GOOD * most else "warn" if mean < CHANCE * most else "fail"
     if not mean < CHANCE * most:
         text += ": no better than chance, so the weights are untrained, or something reaches every layer"

@@ -1,4 +1,4 @@
-"""The text the doctor reads to a model: plain English and plain Python, of its own making."""
+"""The text the doctor reads to a model: plain English and plain Python, written for it."""
 
 from pathlib import Path
 
@@ -40,8 +40,8 @@ if __name__ == "__main__":
 
 # The program above reads a file line by line, so that a large file does not have to fit in memory. It was
 # written on a rainy afternoon in the library of a small town, where the old man at the next table was
-# reading the newspaper. He looked up and asked what the numbers on the screen meant. "They are words," said
-# the young woman, "and how often each of them is used." He thought about it for a while, and then he said
+# reading the newspaper. He looked up and asked what the numbers on the screen meant. "They are words," stated
+# the young woman, "and how often each of them is used." He thought about it for a while, and then he stated
 # that the most common words are always the shortest ones, because people are lazy.
 '''
 

@@ -1,4 +1,4 @@
-"""The tokenizer: does text survive it, does it fit the model, are special tokens where the config says?"""
+"""Tokenizer checks: round trip of text, size of the vocabulary, special tokens."""
 
 import json
 from pathlib import Path

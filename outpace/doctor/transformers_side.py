@@ -21,7 +21,7 @@ def open_transformers(folder: Path, layers: int) -> Any:
     Raises ValueError where transformers is not installed, or where float32 would not fit in memory.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--reference hf needs transformers: pip install 'outpace[yardstick]'")
+        raise ValueError("--reference hf needs transformers: pip install 'outpace[baselines]'")
     if not (folder / "config.json").is_file():
         raise ValueError(f"--reference hf: {folder} holds no config.json; name an HF folder after PATH")
     theirs: Any = importlib.import_module("transformers")
@@ -103,7 +103,7 @@ def _float32_bytes(folder: Path, layers: int) -> int:
 
 
 def _free_bytes() -> int:
-    """What the kernel says can be had; without /proc, half of the machine's memory."""
+    """What the kernel states can be had; without /proc, half of the machine's memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         value = next(line for line in lines if line.startswith("MemAvailable:"))

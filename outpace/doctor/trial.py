@@ -24,7 +24,7 @@ ROWS = 8  # of the MLP, where mistakes are tried: its rows do not know each othe
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`run` gives what the half says of `rows` of the text, [len(rows), C] under each reading."""
+    """`run` gives what the half states of `rows` of the text, [len(rows), C] under each reading."""
 
     half: Half
     reading: Reading  # the right one
@@ -77,8 +77,8 @@ def telling_rows(got: Tensor, wanted: Tensor, note: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """A half of a layer that departs. `whose`: whose weights, read with the mistake, say what the other
-    side says. `names`: mistakes that explain it equally well; () where none does."""
+    """A half of a layer that departs. `whose`: where the weights, read with the mistake, say what the other
+    side states. `names`: mistakes that explain it equally well; () where none does."""
 
     half: Half
     whose: Whose

@@ -33,7 +33,7 @@ GAIN, SURE = 0.25, 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What reading with mistakes saves on the text, in nats a token; `z`: over its standard error."""
+    """What reading with mistakes saves on the text, in nats per token; `z`: over its standard error."""
 
     names: Names
     loss: float
@@ -143,7 +143,7 @@ def gains(losses: dict[Names, Tensor]) -> list[Gain]:
 
 def try_readings(model: Decoder, tokens: list[int], seconds: float) -> Iterator[Check]:
     """The scale of the experts; then all that is known, if that takes at most `seconds`; and where a mistake
-    helps, every second one beside it."""
+    helps, every second one next to it."""
     began = time.perf_counter()
     fields = known_fields(model)
     scales: list[Names] = [(name,) for name in SCALES if name in fields]
@@ -175,7 +175,7 @@ def check_scale(losses: dict[Names, Tensor], vocab: int) -> Check:
         return Check(name=name, verdict="skipped", message="the model has no experts")
     base, chance = float(losses[AS_IS].mean()), CHANCE * math.log(vocab)
     text = ", ".join(f"{g.loss:.2f} {g.label.split(': ')[1]}" for g in result)
-    text = f"{base:.2f} nats a token as it is, {text}"
+    text = f"{base:.2f} nats per token as it is, {text}"
     evidence = {"as it is": base} | _figures(result)
     best = result[0]
     if best.better and best.loss < chance:
@@ -197,7 +197,8 @@ def check_readings(losses: dict[Names, Tensor], vocab: int) -> Check:
         others = [g.label for g in result if _as_good(g, best, losses)]
         also = f" (or {' or '.join(others)}: this text does not tell them apart)" if others else ""
         text = (
-            f"read with {best.label}{also}, the text is predicted better: {best.loss:.2f} nats a token, not "
+            f"read with {best.label}{also}, the text is predicted better: {best.loss:.2f} nats per token, "
+            f"not "
             f"{base:.2f} (z = {best.z:.0f}). The checkpoint, or its config, seems to say it that way"
         )
         return Check(name=KNOWN, verdict="fail", message=text, evidence=evidence)

@@ -28,7 +28,7 @@ def deep_findings(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lamb
     piece.
 
     NaN and Inf, tensors that are zero throughout (MAY_BE_ZERO aside), values beyond 1e5, and of MXFP4 scales
-    that stand for NaN or for values beyond that.
+    that mean NaN or for values beyond that.
     """
     faults: dict[str, list[str]] = {}
     for name in checkpoint.names():
@@ -36,7 +36,7 @@ def deep_findings(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lamb
             faults.setdefault(kind, []).append(f"{name} ({value})" if value else name)
     mends = {
         "not_finite": "the file is damaged or the training was: fetch it again, or go back to an older step",
-        "nan_scales": "MXFP4 scales of 255 stand for NaN: the file is damaged, or was packed from NaN",
+        "nan_scales": "MXFP4 scales of 255 mean NaN: the file is damaged, or was packed from NaN",
         "zero": "a tensor that was never written, or a part of the model that does nothing",
         "absurd": "a damaged file, a wrong dtype or byte order: fetch it again",
     }
@@ -83,7 +83,7 @@ def _of_floats(values: Tensor) -> tuple[float, int]:
 
 
 def _of_scales(values: Tensor) -> tuple[float, int]:
-    """The largest magnitude that E8M0 bytes allow in their blocks, and how many stand for NaN."""
+    """The largest magnitude that E8M0 bytes allow in their blocks, and how many mean NaN."""
     numbers = values[values != NAN_SCALE]
     largest = LARGEST_CODE * 2.0 ** (int(numbers.amax()) - SCALE_BIAS) if numbers.numel() else 0.0
     return largest, values.numel() - numbers.numel()

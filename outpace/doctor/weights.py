@@ -41,7 +41,7 @@ class Expert:
 @dataclass(frozen=True, kw_only=True)
 class MlpWeights:
     """A dense MLP is one expert without a router. `expert` decodes when it is called: a layer of experts
-    in float32 would not fit beside a large model."""
+    in float32 would not fit next to a large model."""
 
     norm: Tensor  # [C]
     router: Matrix | None  # [E, C]

@@ -12,16 +12,16 @@ from outpace.kv.tree import Tree, depths
 
 @dataclass(frozen=True)
 class Proposal:
-    """tokens [B, N] int64; column 0 is the last verified token, the rest are guesses for what follows.
+    """tokens [B, N] int64; position 0 is the last verified token, the rest are draft tokens for what follows.
 
-    Row b proposes counts[b] - 1 guesses (counts[b] >= 1); columns past counts[b] are padding.
-    `parents` [B, N] int64 says which column each guess follows, always a smaller one (column 0 and padding
-    follow themselves); None: each follows the one before it.
-    `q` [B, N, V] float32: the distribution that the guess of a column was drawn from (column 0 unused); None:
-    nothing was drawn, the guesses are certain.
-    `survival` [B, N] float32: how likely a column is accepted, as the draft sees it; None: it cannot say.
-    `provisional`: per row, how many of the first guesses, in a line, the target took on partial KV; None:
-    nobody has looked at any.
+    Row b proposes counts[b] - 1 draft tokens (counts[b] >= 1); positions past counts[b] are padding.
+    `parents` [B, N] int64 states which position each draft token follows, always a smaller one (position 0
+    and padding follow themselves); None: each follows the one before it.
+    `q` [B, N, V] float32: the distribution that the draft token of a position was drawn from (position 0
+    unused); None: nothing was drawn, the draft tokens are certain.
+    `survival` [B, N] float32: how likely a position is accepted, as the draft sees it; None: it cannot say.
+    `provisional`: per row, how many of the first draft tokens, in a line, the target took on partial KV;
+    None: nobody has looked at any.
     """
 
     tokens: Tensor
@@ -46,7 +46,7 @@ class Proposal:
 
     @property
     def deepest(self) -> list[int]:
-        """Per row: how many guesses the longest path has."""
+        """Per row: how many draft tokens the longest path has."""
         if self.parents is None:
             return [count - 1 for count in self.counts]
         return [max(depths(parents)) for parents in self.above]
@@ -61,8 +61,8 @@ class DraftSession(Protocol):
         ...
 
     def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
-        """Guess what follows `last` [B], the verified token after all observed ones, in at most `width`
-        columns (2 <= width <= block_size), guesses chosen by `choice`."""
+        """Draft token what follows `last` [B], the verified token after all observed ones, in at most `width`
+        positions (2 <= width <= block_size), draft tokens chosen by `choice`."""
         ...
 
     def select(self, batch_indices: list[int]) -> None:

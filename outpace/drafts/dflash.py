@@ -81,7 +81,7 @@ class DFlash(nn.Module):
     def denoise(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
         """x [B,T,C], B embedded blocks of T rows -> hidden [B,T,C]; the state at a MASK predicts that very
         position.
-        `attend` says how a block's queries meet the context's and the block's own keys. `recompute`: in
+        `attend` states how a block's queries meet the context's and the block's own keys. `recompute`: in
         training, layers are run again in the backward."""
         for i, layer in enumerate(self.layers):
             inputs = (x, cos, sin, i, attend)
@@ -89,7 +89,7 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def guess(self, head: Head, hidden: Tensor, last: Tensor, choice: DraftSampler) -> DraftTokens:
-        """hidden [B,n,C] of the n places after `last` [B]. With a confidence head, it says how sure."""
+        """hidden [B,n,C] of the n places after `last` [B]. With a confidence head, it states how sure."""
         parts = self.candidate_selector, self.markov_head
         result = guess(head, *parts, hidden, last, choice)
         if self.confidence_head is None:
@@ -99,7 +99,7 @@ class DFlash(nn.Module):
         return replace(result, sure=sure)
 
     def reset_parts(self, rng: torch.Generator) -> None:
-        """The optional parts as training begins with them: they change no guess."""
+        """The optional parts as training begins with them: they change no draft token."""
         for layer in self.layers:
             assert isinstance(layer, DFlashLayer)
             for conv in (layer.attention_conv, layer.mlp_conv):

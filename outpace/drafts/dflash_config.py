@@ -36,17 +36,17 @@ class DFlashConfig:
     causal: bool = False  # in layers with a window, a slot sees none of its block behind it
     causal_full: bool = False  # nor in layers without one: with both, no slot knows what follows (JetSpec)
     max_position_embeddings: int = 131072
-    # DFlash 2: convolutions around every sublayer, and a selector over the likeliest candidates; 0: none
+    # DFlash 2: convolutions around every sublayer, and a selector over the most probable candidates; 0: none
     conv_kernel_size: int = 0  # taps
     conv_group_size: int = 0  # channels that share a coefficient
     selector_rank: int = 0
     selector_top_k: int = 0
-    # DSpark: a bias on each position's logits that its predecessor gives, and how sure a guess is
+    # DSpark: a bias on each position's logits that its predecessor gives, and how sure a draft token is
     markov_rank: int = 0
     markov_gated: bool = False
     confidence: bool = False
     temperatures: tuple[float, ...] = ()  # of the chance that each position is right; () is 1 for all
-    draft_vocab_size: int = 0  # the guesses are of so many of the target's tokens; 0: of all
+    draft_vocab_size: int = 0  # the draft tokens are of so many of the target's tokens; 0: of all
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -102,7 +102,7 @@ class DFlashConfig:
         if self.selector_top_k > self.rows:
             raise ValueError(f"selector_top_k {self.selector_top_k} of {self.rows} tokens")
         if self.temperatures and len(self.temperatures) < self.block_size - 1:
-            raise ValueError(f"{len(self.temperatures)} temperatures for {self.block_size - 1} guesses")
+            raise ValueError(f"{len(self.temperatures)} temperatures for {self.block_size - 1} draft tokens")
         if any(t <= 0 for t in self.temperatures):
             raise ValueError(f"temperatures {list(self.temperatures)} must be above 0")
         if self.causal_full and WINDOW in self.layer_types and not self.causal:
@@ -115,7 +115,7 @@ class DFlashConfig:
 
     @property
     def previous_rank(self) -> int:
-        """Width of what stands for a predecessor: of the Markov head's embedding, or the selector's."""
+        """Width of what means a predecessor: of the Markov head's embedding, or the selector's."""
         return self.markov_rank or self.selector_rank
 
     def hides(self, layer: int) -> bool:
@@ -124,7 +124,7 @@ class DFlashConfig:
 
     @property
     def one_way(self) -> bool:
-        """No slot depends on a later one: the first columns of a block may be drafted alone."""
+        """No slot depends on a later one: the first positions of a block may be drafted alone."""
         return all(self.hides(i) for i in range(self.num_layers))
 
     def window(self, layer: int) -> int:

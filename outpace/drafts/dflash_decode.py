@@ -1,4 +1,4 @@
-"""From a block's hidden states to guesses: each by itself, or each after the one before it."""
+"""From a block's hidden states to draft tokens: each by itself, or each after the one before it."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Head:
 
     @staticmethod
     def of(target: Decoder, d2t: Tensor | None, packed: bool = False) -> "Head":
-        """d2t [N]: offsets, row i stands for the token i + d2t[i]. `packed`: rows of the draft's own are
+        """d2t [N]: offsets, row i means the token i + d2t[i]. `packed`: rows of the draft's own are
         kept in 8-bit blocks."""
         weight, V = target.head, target.config.vocab_size
         if d2t is None:
@@ -60,7 +60,7 @@ class Head:
 
 @dataclass(frozen=True)
 class BigramBias:
-    """What one guess adds to the logits of the next: a selector's products, or a Markov head's bias."""
+    """What one draft token adds to the logits of the next: a selector's products, or a Markov head's bias."""
 
     head: Head
     selector: Selector | None
@@ -123,7 +123,7 @@ def guess(
 def _selected(
     head: Head, selector: Selector, logits: Tensor, hidden: Tensor, last: Tensor, choice: DraftSampler
 ) -> DraftTokens:
-    """DFlash 2's walk: at each place, one of the likeliest few after the one chosen before. What would be
+    """DFlash 2's walk: at each place, one of the most probable few after the one chosen before. What would be
     drawn after every candidate is drawn at once, and the walk looks it up: one of them is used, so each
     place is drawn from the row of its own predecessor."""
     rows, values, lse = top_k(logits, selector.top_k)
@@ -140,7 +140,7 @@ def _selected(
         after, q = choice.tokens(scores.flatten(1, 2), 1)
         after = after.view(scores.shape[:-1])
     else:
-        assert isinstance(choice, GumbelCoupled), "guesses are the likeliest, drawn, or coupled"
+        assert isinstance(choice, GumbelCoupled), "draft tokens are the most probable, drawn, or coupled"
         noise = choice.noise(ids, head.vocab_size)
         after = (shaped(scores, choice.sampling) + noise[:, :, None]).argmax(-1)
     before, places = _followed(after)
@@ -194,7 +194,7 @@ def _joined(places: list[tuple[Tensor, Tensor | None, Tensor]]) -> DraftTokens:
 
 def survival(sure: Tensor, temperatures: tuple[float, ...] = ()) -> Tensor:
     """The chance of each place by itself, sure [B, n], -> that it and all before it are accepted, behind a
-    column of ones for the root [B, n + 1]. `temperatures` divide the log-odds, place by place (DSpark's
+    position of ones for the root [B, n + 1]. `temperatures` divide the log-odds, place by place (DSpark's
     sequential temperature scaling)."""
     if temperatures:
         scale = sure.new_tensor(temperatures[: sure.shape[1]])

@@ -1,4 +1,4 @@
-"""A small draft's forward with few calls: what stands between two attentions is one call of several kernels.
+"""A small draft's forward with few calls: what is between two attentions is one call of several kernels.
 
 At the sizes of one sequence's round, half of a draft's time is spent on calling. `DFlash.denoise` and
 `DFlashLayer.context_kv` say what is computed; here is the same to the bit, for one size of batch and block.
@@ -61,7 +61,7 @@ class FastBlock:
     def _end(self, step: Program, layer: DFlashLayer) -> int:
         """From what attention gave to the layer's end. -> the call that reads it."""
         o, down = layer.o_proj, layer.mlp.down_proj
-        attended = torch.empty(len(self.x), o.weight.shape[1])  # stands for it until there is any
+        attended = torch.empty(len(self.x), o.weight.shape[1])  # means it until there is any
         takes = step.linear(attended, whole(o.weight), o.bias, self.y)
         step.add(self._after(step, layer.attention_conv, self.deltas[0]), self.x)
         norm = layer.post_attention_layernorm

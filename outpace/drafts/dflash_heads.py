@@ -49,7 +49,7 @@ class BlockConv(nn.Module):
 
 
 class Selector(nn.Module):
-    """Of the `selector_top_k` likeliest tokens of each position, ranks b after predecessor a by
+    """Of the `selector_top_k` most probable tokens of each position, ranks b after predecessor a by
 
         S_t(a, b) = U_t(b) + <A[a] * (H h_t), B[b]>,  U_t the draft's own logits
 
@@ -112,9 +112,9 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """c_k = sigmoid(w^T [h_k; e]): the chance that the guess at position k is accepted, the ones before it
-    given. e stands for the predecessor: the row of the Markov head's W_1 or of the selector's A, where the
-    draft has one."""
+    """c_k = sigmoid(w^T [h_k; e]): the chance that the draft token at position k is accepted, the ones
+    before it given. e means the predecessor: the row of the Markov head's W_1 or of the selector's A, where
+    the draft has one."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One layer of a DFlash: a Qwen3 layer whose queries are a block's and whose keys are also the context's."""
+"""One layer of a DFlash: a Qwen3 layer whose keys are those of the block and of the context."""
 
 from collections.abc import Callable
 

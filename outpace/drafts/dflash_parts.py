@@ -30,7 +30,7 @@ def second_parts(taps: Any, group: Any, rank: Any, top_k: Any) -> list[str]:
 
 
 def temperatures_in(where: str, own: Mapping[str, Any]) -> tuple[float, ...]:
-    """What the "outpace" object of a config.json says of them. Raises LoadError for what is no list of
+    """What the "outpace" object of a config.json specifies of them. Raises LoadError for what is no list of
     decimals."""
     value = own.get("temperatures", [])
     if not isinstance(value, list) or not all(type(t) is float for t in value):

@@ -55,7 +55,7 @@ class Eagle3Layer(nn.Module):
 
 class Eagle3(nn.Module):
     """The module that is trained and served. At index t it reads a state of the token at t and the embedding
-    of the token at t + 1, stands at rotary position t, and predicts the token at t + 2.
+    of the token at t + 1, is at rotary position t, and predicts the token at t + 2.
 
     One step is `head(draft(embeds, feature, cos, sin, attend))`; the first feature is `fuse(aux)`, the next
     one `feedback(hidden)`, at a position one further.
@@ -71,7 +71,7 @@ class Eagle3(nn.Module):
         own_head: bool = True,
         mapped: bool | None = None,
     ) -> None:
-        """`mapped`: the head's rows are some of the target's tokens, which `d2t` says; by default where
+        """`mapped`: the head's rows are some of the target's tokens, which `d2t` states; by default where
         there are fewer of them."""
         super().__init__()
         self.config = config
@@ -85,7 +85,7 @@ class Eagle3(nn.Module):
         self.norm = RMSNorm(C, eps)
         self.embed_tokens = Embedding(config.vocab_size, C) if own_embedding else None
         self.lm_head = Linear(C, config.draft_vocab_size) if own_head else None
-        # what stands for a state and for a token that are not there yet (P-EAGLE)
+        # what means a state and for a token that are not there yet (P-EAGLE)
         self.mask_hidden = nn.Parameter(torch.zeros(1, joined)) if config.parallel else None
         learnt = config.parallel and config.mask_token_id is None
         self.mask_embedding = nn.Parameter(torch.zeros(C)) if learnt else None
@@ -116,8 +116,8 @@ class Eagle3(nn.Module):
         return rope_tables(positions, self.inv.to(positions.device), self.config.rope.concentration)
 
     def forward(self, embeds: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """embeds of the next tokens and feature, both [B,T,C] -> hidden [B,T,C], before `norm`. `attend` says
-        whom each query sees."""
+        """embeds of the next tokens and feature, both [B,T,C] -> hidden [B,T,C], before `norm`. `attend`
+        states whom each query sees."""
         x = feature
         for i, layer in enumerate(self.layers):
             x = layer(x, embeds, cos, sin, i, attend)
@@ -150,8 +150,8 @@ class Eagle3(nn.Module):
         return normed
 
     def masks(self, target: Decoder) -> tuple[Tensor, Tensor]:
-        """P-EAGLE: embedding and feature [1,1,C] of every guess but the first."""
-        assert self.mask_hidden is not None, "this EAGLE-3 was not made to guess in one pass"
+        """P-EAGLE: embedding and feature [1,1,C] of every draft token but the first."""
+        assert self.mask_hidden is not None, "this EAGLE-3 was not made to predict in one pass"
         states = self.mask_hidden.view(len(self.config.layer_ids), 1, 1, -1).to(target.dtype)
         if self.mask_embedding is not None:
             return self.mask_embedding.to(target.dtype).view(1, 1, -1), self.fuse(states)

@@ -28,8 +28,8 @@ class Eagle3Config:
     sliding_window: int = 0  # the current token included; 0: it sees everything
     max_position_embeddings: int = 131072
     num_layers: int = 1  # those after the first are plain Llama layers
-    parallel: bool = False  # all guesses in one pass (P-EAGLE, arXiv 2602.01469): it holds `mask_hidden`
-    mask_token_id: int | None = None  # of the guesses after the first; None: it holds `mask_embedding`
+    parallel: bool = False  # all draft tokens in one pass (P-EAGLE, arXiv 2602.01469): it holds `mask_hidden`
+    mask_token_id: int | None = None  # of the draft tokens after the first; None: it holds `mask_embedding`
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

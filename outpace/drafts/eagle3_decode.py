@@ -16,15 +16,15 @@ from outpace.kv.metadata import StepMetadata
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 
-MOST_ROWS = 4096  # guesses of a round; every one has its place in a memory
+MOST_ROWS = 4096  # draft tokens of a step; every one has its place in a memory
 MOST_HELD = 16  # verified tokens that wait for the next proposal; more need not run through the last layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """What is proposed. branch 1: a chain of `depth` guesses. Above: a tree of `nodes` columns, root
+    """What is proposed. branch 1: a chain of `depth` draft tokens. Above: a tree of `nodes` positions, root
     included, of the best among all children seen, `branch` of each of the `branch` nodes that a level runs;
-    one pass alone ranks whole paths, by the product of their guesses' probabilities."""
+    one pass alone ranks whole paths, by the product of their draft tokens' probabilities."""
 
     depth: int = 5
     branch: int = 1
@@ -39,7 +39,8 @@ class TreeShape:
             check_nodes(self.nodes)
         if self.branch == 1 and self.nodes not in (0, self.depth + 1):
             raise ValueError(
-                f"branch 1 makes a chain, and one of {self.depth} guesses has {self.depth + 1} nodes, not "
+                f"branch 1 makes a chain, and one of {self.depth} draft tokens has {self.depth + 1} "
+                f"nodes, not "
                 f"{self.nodes}"
             )
         if self.depth >= MOST_NODES:
@@ -47,12 +48,12 @@ class TreeShape:
         if self.depth * self.branch > MOST_ROWS:
             raise ValueError(
                 f"depth {self.depth}, branch {self.branch}: a round would run {self.depth * self.branch} "
-                f"guesses, and {MOST_ROWS} are the most"
+                f"draft tokens, and {MOST_ROWS} are the most"
             )
 
     @classmethod
     def of(cls, nodes: int = 0, depth: int = 0, branch: int = 0) -> "TreeShape":
-        """From what a person says, 0 being "as usual": a tree of so many nodes, else a chain."""
+        """From what a person states, 0 being "as usual": a tree of so many nodes, else a chain."""
         usual = cls()
         return cls(depth=depth or usual.depth, branch=branch or (8 if nodes else 1), nodes=nodes)
 
@@ -98,8 +99,8 @@ class BoundEagle3:
 class Eagle3Session:
     """The memory holds one entry for every pair (state of the token at t, token at t + 1) of verified text,
     at index and rotary position t. The pair of the newest state waits until its token is known, which is
-    when the next proposal is asked for. What is guessed is written behind the verified pairs and never
-    kept: the next append overwrites it, so that a guessed state never outlives its round.
+    when the next proposal is asked for. What is proposed is written behind the verified pairs and never
+    kept: the next append overwrites it, so that a proposed state never outlives its round.
     """
 
     def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int, slack: int = 0) -> None:
@@ -176,7 +177,7 @@ class Eagle3Session:
         return tokens[row, index], aux[:, row, index], total
 
     def _settle(self) -> None:
-        """Run every pair whose token is known; the newest state of each row goes on waiting."""
+        """Run every pair where the token is known; the newest state of each row goes on waiting."""
         tokens, aux, counts = self._all_held()
         known = [count - 1 for count in counts]
         if max(known):
@@ -205,7 +206,7 @@ class Eagle3Session:
         return self.draft.embed(following, self.target), self.draft.fuse(aux), counts
 
     def _run_pairs(self, last: Tensor) -> Tensor:
-        """-> hidden [B,1,C] of each row's newest pair, which says what follows `last`."""
+        """-> hidden [B,1,C] of each row's newest pair, which states what follows `last`."""
         embeds, features, counts = self._pairs(last)
         step = self.cache.begin(max(counts), counts)
         hidden = self._run(embeds, features, step)
@@ -226,7 +227,7 @@ class Eagle3Session:
 
         return attend
 
-    # ---- what is guessed -----------------------------------------------------------------------------
+    # ---- what is proposed -----------------------------------------------------------------------------
 
     def _chain(self, last: Tensor, hidden: Tensor, depth: int, choice: DraftSampler) -> Proposal:
         verified = list(self.cache.lengths)
@@ -245,7 +246,7 @@ class Eagle3Session:
         return self._line(last, torch.cat(logits, 1), torch.cat(guesses, 1), torch.cat(qs, 1) if qs else None)
 
     def _line(self, last: Tensor, logits: Tensor, guesses: Tensor, q: Tensor | None) -> Proposal:
-        """logits [B,n,N] and the guesses [B,n] chosen of them -> one behind the other."""
+        """logits [B,n,N] and the draft tokens [B,n] chosen of them -> one behind the other."""
         reach = self.words.log_probabilities(logits, guesses).cumsum(1).exp()
         tokens = torch.cat((last[:, None], guesses), dim=1)
         q = None if q is None else F.pad(q, (0, 0, 1, 0))
@@ -274,7 +275,8 @@ class Eagle3Session:
     def _at_once(
         self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, choice: DraftSampler
     ) -> Proposal:
-        """P-EAGLE (arXiv 2602.01469): the newest pair and, behind it, a mask for every further guess."""
+        """P-EAGLE (arXiv 2602.01469): the newest pair and, behind it, a mask for every further draft
+        token."""
         embeds, features, counts = self._pairs(last)
         more = depth - 1
         columns = torch.arange(embeds.shape[1] + more, device=last.device)

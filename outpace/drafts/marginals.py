@@ -1,4 +1,4 @@
-"""A block's logits as a tree: the second best guesses of a block are verified beside the best."""
+"""A block's logits as a tree: the second best draft tokens of a block are verified next to the best."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,7 @@ from outpace.drafts.vocab import DraftVocabulary
 
 
 class BlockSession(RewindableSession, Protocol):
-    """A session whose draft guesses a whole block at once. `words`: what it can say."""
+    """A session where the draft proposes a whole block at once. `words`: its vocabulary."""
 
     @property
     def words(self) -> DraftVocabulary: ...
@@ -29,10 +29,10 @@ class BlockDraft(Draft, Protocol):
 
 @dataclass(frozen=True)
 class DDTree:
-    """A block draft that proposes trees of `nodes` columns, root included (DDTree, arXiv 2604.12989): as
+    """A block draft that proposes trees of `nodes` positions, root included (DDTree, arXiv 2604.12989): as
     deep as its block, and as wide as the scores say. `branch`: how many followers of a depth are looked at.
 
-    Nothing is drawn: q is None, so rejection rules take its guesses as certain ones.
+    Nothing is drawn: q is None, so rejection rules take its draft tokens as certain ones.
     Raises ValueError for sizes that make no tree.
     """
 
@@ -66,7 +66,7 @@ class DDTreeSession:
         self.session.observe(tokens, aux, counts)
 
     def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
-        """Columns in falling order of survival: the first n of them are the best tree of n."""
+        """Positions in descending order of survival: the first n of them are the best tree of n."""
         logits, pairs = self.session.block(last, min(width, self.block))
         words, sharper = self.session.words, 1 / choice.temperature
         added = None if pairs is None else lambda previous, ids: pairs(previous, ids) * sharper

@@ -1,4 +1,4 @@
-"""No guesses: with partial KV in between, the target drafts for itself (TriForce, arXiv 2404.11912)."""
+"""No draft tokens: with partial KV in between, the target drafts for itself (TriForce, arXiv 2404.11912)."""
 
 from dataclasses import dataclass
 

@@ -17,11 +17,11 @@ BLOCK = 32  # values of a row that share a scale
 
 
 def quantised(draft: Draft, format: str = "q8_0") -> Draft:
-    """A copy of a draft whose matrices are in blocks of Q8_0: one byte a value and two a block of 32, a
+    """A copy of a draft where the matrices are in blocks of Q8_0: one byte a value and two a block of 32, a
     rounding of at most 1/254 of the block's largest value. Rows that no block divides, norms, tables that
     are read a row at a time, and what is not a product's weight stay as they are.
 
-    It guesses almost what the draft does; the text is the target's with either. Raises ValueError for a
+    It proposes nearly the same tokens; the text is the target's with either. Raises ValueError for a
     format that is not known, and where it would pack nothing.
     """
     check_format(format)

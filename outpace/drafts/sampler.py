@@ -1,4 +1,4 @@
-"""How guesses are chosen from a draft's logits: by likelihood, by drawing, or by the target's own noise."""
+"""Draft samplers: greedy, sampled, or coupled with the target's Gumbel noise."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,27 +11,28 @@ from outpace.ops.sampling import Sampling, draw, greedy, probabilities, shaped
 
 
 class DraftSampler(Protocol):
-    """`depth` is how many tokens after the last verified one a guess stands (>= 1). V is the target's
+    """`depth` is how many tokens after the last verified one a draft token is (>= 1). V is the target's
     vocabulary; a token that is not offered has the logit -inf. `scores` divides logits by `temperature`."""
 
     @property
     def temperature(self) -> float: ...
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """logits [B, n, V] of guesses at depth .. depth + n - 1 -> tokens [B, n] int64, and q [B, n, V]
+        """logits [B, n, V] of draft tokens at depth .. depth + n - 1 -> tokens [B, n] int64, and q [B, n, V]
         float32 where they were drawn from it: each independently, and all of them must be proposed."""
         ...
 
     def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """[B, n, V] of depth .. depth + n - 1, or with `level` all of that depth, -> [B, n, V] float32 by
-        which a tree ranks the followers of a node: log-probabilities, or what stands for them. At most 0;
+        which a tree ranks the followers of a node: log-probabilities, or what means them. At most 0;
         -inf where a token is not offered."""
         ...
 
 
 @dataclass(frozen=True)
 class Greedy:
-    """The argmax. `temperature` is the target's, as far as scores go: it says how flat the followers are."""
+    """The argmax. `temperature` is the target's, as far as scores go: it states how flat the followers
+    are."""
 
     temperature: float = 1.0
 
@@ -68,9 +69,9 @@ class Sampled:
 @dataclass(frozen=True)
 class GumbelCoupled:
     """The argmax of log q plus the noise that the target will add to log p at the same place (arXiv
-    2408.07978): the guess is the target's token with probability (1 - TV) / (1 + TV) or more.
+    2408.07978): the draft token is the target's token with probability (1 - TV) / (1 + TV) or more.
 
-    `streams` [B] and `places` [B] int64: the noise of each row, and where its next token stands in its text.
+    `streams` [B] and `places` [B] int64: the noise of each row, and where its next token is in its text.
     """
 
     sampling: Sampling

@@ -23,9 +23,9 @@ NODES = 12
 
 @dataclass(frozen=True, eq=False)
 class Suffix:
-    """Proposes trees of `nodes` columns, root included. Nothing is drawn and nothing is read of the target:
-    q is None, and rejection rules take its guesses as certain ones. Raises ValueError for sizes that make no
-    tree."""
+    """Proposes trees of `nodes` positions, root included. Nothing is drawn and nothing is read of the target:
+    q is None, and rejection rules take its draft tokens as certain ones. Raises ValueError for sizes that
+    make no tree."""
 
     answers: Suffixes
     vocab_size: int
@@ -59,7 +59,8 @@ class SuffixSession:
             self.lengths[b] = n + count
 
     def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
-        """Columns in falling order of survival, as counted: the first n of them are the best tree of n."""
+        """Positions in descending order of survival, as counted: the first n of them are the best tree of
+        n."""
         rows = []
         for value, n, token in zip(self.history, self.lengths, last.tolist(), strict=True):
             value[n] = token

@@ -1,7 +1,7 @@
-"""Growing trees of guesses from a draft's scores: best-first from marginals, level by level from a walk.
+"""Growing trees of draft tokens from a draft's scores: best-first from marginals, level by level from a walk.
 
-Every tree here has its columns in falling order of survival, parents before their children, so the first
-n columns of one are its best tree of n columns: `cut` takes them.
+Every tree here has its positions in descending order of survival, parents before their children, so the first
+n positions of one are its best tree of n positions: `cut` takes them.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Pairs = Callable[[Tensor, Tensor], Tensor]
 def check_nodes(nodes: int) -> None:
     """Raises ValueError for a count, root included, that makes no tree or is verified by nobody."""
     if nodes < 2:
-        raise ValueError(f"a tree of {nodes} nodes guesses nothing: it needs at least 2")
+        raise ValueError(f"a tree of {nodes} nodes proposes nothing: it needs at least 2")
     if nodes > MOST_NODES:
         raise ValueError(f"a tree of {nodes} nodes: at most {MOST_NODES}, all verified at once")
 
@@ -41,8 +41,8 @@ def best_first(
     pairs: Pairs | None = None,
     words: DraftVocabulary | None = None,
 ) -> Proposal:
-    """The likeliest `nodes` columns of a block (DDTree, arXiv 2604.12989): a node's score is the sum of its
-    path's. Without `pairs` the guesses of one depth do not know those of another.
+    """The most probable `nodes` positions of a block (DDTree, arXiv 2604.12989): a node's score is the sum
+    of its path's. Without `pairs` the draft tokens of one depth do not know those of another.
 
     last [B] int64; scores [B, n, V], of every token 1 .. n tokens after `last`: `Choice.scores`, at most 0;
     or of every one of `words` [B, n, N]. Of each depth the `branch` best are looked at. Rows come out
@@ -92,8 +92,8 @@ def _best_paths(
 ) -> tuple[list[int], list[int], list[float]]:
     """shape n, A, k; values[(d * A + a) * k + r]: the r-th best log-probability at depth d after candidate a
     of the depth before (A = 1: after any), falling, and `places` which candidate of depth d that is -> per
-    column its parent's column and the sum of its path (column 0 is the root), and per guess its d * k +
-    candidate.
+    position its parent's position and the sum of its path (position 0 is the root), and per draft token its
+    d * k + candidate.
 
     Popping a node offers its next sister (same parent, rank + 1) and its first child: whatever is not yet
     offered scores no more than something that is.
@@ -101,7 +101,7 @@ def _best_paths(
     n, A, k = shape
     parents, reach = [0], [0.0]
     taken: list[int] = []
-    # falling score, order of offering; the parent's column, depth, rank, where the parent's followers begin
+    # falling score, order of offering; the parent's position, depth, rank, where the parent's followers begin
     heap = [(-values[0], 0, 0, 0, 0, 0)] if values else []
     serial = 0
     while heap and len(parents) < nodes:
@@ -123,7 +123,7 @@ def _best_paths(
 
 
 def assembled(rows: list[tuple[list[int], list[int], list[float]]], device: torch.device) -> Proposal:
-    """Per row tokens, parents and survival by column, rows of different lengths -> a padded Proposal."""
+    """Per row tokens, parents and survival by position, rows of different lengths -> a padded Proposal."""
     counts = [len(tokens) for tokens, _, _ in rows]
     N = max(counts)
     short = [N - count for count in counts]
@@ -170,7 +170,7 @@ class Growth:
         self.reach = zero.float()  # [B, F], the summed scores of their paths
         # of all candidates, level by level [B, M]: token, parent candidate, summed score
         self.tokens, self.above, self.scores = zero[:, :0], zero[:, :0], self.reach[:, :0]
-        self.ran = zero[:, :0]  # parents of the nodes of all frontiers, as columns of one forest
+        self.ran = zero[:, :0]  # parents of the nodes of all frontiers, as positions of one forest
 
     def expand(self, scores: Tensor) -> Frontier:
         """scores [B, F, V]: of every token after each node of the frontier (F = 1 at first: the root):
@@ -201,8 +201,8 @@ class Growth:
 
     @property
     def forest(self) -> Tree:
-        """All frontiers so far, one after the other, as columns: who descends from whom. The nodes of the
-        first are roots, at depth 0; the root itself was observed and is no column."""
+        """All frontiers so far, one after the other, as positions: who descends from whom. The nodes of the
+        first are roots, at depth 0; the root itself was observed and is no position."""
         return Tree(self.ran, self.ran.shape[1] - self.frontier.shape[1])
 
     def proposal(self, width: int) -> Proposal:
@@ -226,7 +226,8 @@ class Growth:
 
 
 def cut(proposal: Proposal, columns: int) -> Proposal:
-    """The first `columns` columns alone. Of a chain and of the trees grown here these are the likeliest."""
+    """The first `columns` positions alone. Of a chain and of the trees grown here these are the most
+    probable."""
     if columns >= proposal.tokens.shape[1]:
         return proposal
     assert columns >= 1

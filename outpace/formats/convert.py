@@ -111,7 +111,7 @@ def convert_target(
     on_bytes: OnBytes = lambda done, total: None,
 ) -> None:
     """`source`: a folder, a GGUF file or "default"; `out`: a .gguf name, or a folder. Raises ValueError where
-    something is there already, and where the format cannot say what the model is."""
+    something is there already, and where the format cannot hold the model."""
     if out.exists() and not overwrite and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: name another place, or give --overwrite")
     checkpoint = open_checkpoint(target_path(source))

@@ -24,7 +24,7 @@ DFLASH, EAGLE3 = "DFlash", "EAGLE-3"
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """`write(draft, path, target)`: a folder, or a file for GGUF. `remarks(draft)`: what it cannot hold.
+    """`write(draft, path, target)`: a folder, or a file for GGUF. `remarks(draft)`: the parts it cannot hold.
     `engines` load it as it is."""
 
     kind: str

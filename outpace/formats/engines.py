@@ -350,7 +350,7 @@ def _converted(
     if (layer.get("num_hidden_layers") or 1) != 1:
         values["layers"] = REFUSES + "it has one layer"
     if base["one pass"] != one_pass(False, None):
-        values["one pass"] = REFUSES + "it guesses step by step"
+        values["one pass"] = REFUSES + "it proposes step by step"
     if hf.get("fc_norm"):
         values["norms"] = REFUSES + "it has no norm per state"
     return values

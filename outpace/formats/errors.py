@@ -50,7 +50,7 @@ class Files:
 
 
 def find_faults(files: Files, target: TargetFiles, meant: View) -> dict[str, str]:
-    """Row -> what is wrong, and the mend. `meant`: the draft in words, as far as it could be read."""
+    """Row -> what is wrong, and the fix. `meant`: the draft in words, as far as it could be read."""
     faults = {
         "layer ids": _depth(meant, target),
         "hidden sizes": _sizes(files, target, meant),
@@ -110,7 +110,7 @@ def _vocabulary(files: Files, target: TargetFiles) -> str:
 
 
 def _mask(meant: View, target: TargetFiles) -> str:
-    """A token that a text can hold would be guessed from, and sometimes be there."""
+    """A token that a text can hold would be proposed from, and sometimes be there."""
     value = meant.get("mask token", "")
     if not value.isdigit():
         return ""
@@ -133,7 +133,8 @@ def _shift(files: Files) -> str:
         value = files.inner.get(key, files.config.get(key))
         if value not in NEUTRAL[key]:
             return (
-                f"{key} is {str(value)[:40]}: this draft guesses from another slot, which readers of a plain "
+                f"{key} is {str(value)[:40]}: this draft draft tokens from another slot, which readers of "
+                f"a plain "
                 "DFlash do not do"
             )
     return ""
@@ -163,13 +164,14 @@ def find_notes(files: Files, target: TargetFiles) -> dict[str, str]:
     most = target.config.max_position_embeddings
     if isinstance(positions, int) and positions < most:
         values["positions"] = (
-            f"the target goes to {most:,}; past {positions:,} expect fewer guesses to be right, or an error"
+            f"the target goes to {most:,}; past {positions:,} expect fewer draft tokens to be right, or "
+            f"an error"
         )
     message = str(files.config.get("dtype") or files.config.get("torch_dtype") or "").removeprefix("torch.")
     stored = files.specs.get("fc.weight", ((), ""))[1]
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     if message and stored in names and message != names[stored]:
-        values["dtype"] = f"config.json says {message}, the tensors are {names[stored]}"
+        values["dtype"] = f"config.json specifies {message}, the tensors are {names[stored]}"
     if files.config and "rope_theta" not in _rope_keys(files.body):
         ours = target.config.rope.theta
         values["rope"] = f"no rope_theta is given; the target has {ours:,.0f}. Was the draft trained without?"

@@ -210,7 +210,7 @@ def _from_factors(
         rope = canonical_rope(target.config.rope)
         same = rope.theta == theta and torch.allclose(rope_factors(rope, head_dim), factors, rtol=1e-5)
         if same and math.isclose(rope.concentration, more, rel_tol=1e-5):
-            return rope, ["the rope's frequencies are those of the target, whose rope is taken"]
+            return rope, ["the rope's frequencies are those of the target; its rope is taken"]
     if more != 1.0:
         raise LoadError(
             f"{metadata.header.path}: {ROPE_FACTORS} with attn_factor {more:g} is YaRN, and the file does "

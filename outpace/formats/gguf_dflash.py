@@ -159,8 +159,8 @@ def remarks(draft: DFlashDraft) -> list[FormatWarning]:
 
 
 def write(draft: DFlashDraft, path: Path, target: TargetFiles | None = None, packed: bool = False) -> None:
-    """Raises ValueError without a target, whose vocabulary the file needs; embedding and head are taken from
-    the target when llama.cpp runs it. `packed`: matrices in Q8_0."""
+    """Raises ValueError without a target; its vocabulary the file needs; embedding and head are taken
+    from the target when llama.cpp runs it. `packed`: matrices in Q8_0."""
     if target is None:
         raise ValueError("a GGUF draft carries its target's vocabulary: give --target")
     config = draft.config

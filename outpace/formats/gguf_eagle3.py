@@ -70,7 +70,7 @@ def _name(name: str) -> str:
 
 
 def _rotated(config: Eagle3Config) -> dict[str, int]:
-    """llama.cpp turns pairs (2i, 2i + 1) here, all other engines i with i + D/2: rows stand in its order."""
+    """llama.cpp turns pairs (2i, 2i + 1) here, all other engines i with i + D/2: rows are in its order."""
     at = "midlayer.self_attn."
     return {f"{at}q_proj.weight": config.num_heads, f"{at}k_proj.weight": config.num_kv_heads}
 
@@ -132,7 +132,7 @@ def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
         ("norms", "feeds back the state before the norm", c.norm_output),
         ("window", "has no window here", c.sliding_window > 0),
         ("layers", "has one layer", c.num_layers > 1),
-        ("one pass", "guesses step by step", c.parallel),
+        ("one pass", "draft tokens step by step", c.parallel),
     )
     return [
         FormatWarning(check=check, engine="llama.cpp", message=value, fatal=True)

@@ -1,4 +1,4 @@
-"""Reading a draft's config.json with suspicion: said twice, meaning something else, unknown."""
+"""Reading a draft's config.json with suspicion: given twice, meaning something else, unknown."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -71,8 +71,8 @@ FLAGS = (
 
 
 def check_types(where: str, hf: dict[str, Any]) -> None:
-    """Raises LoadError or ValueError where a value has a type that no engine reads. Nothing is said of keys
-    that are missing or unknown."""
+    """Raises LoadError or ValueError where a value has a type that no engine reads. Nothing is stated about
+    keys that are missing or unknown."""
     for item in (hf, *(inner_object(where, hf, key) for key in OBJECTS)):
         check_values(item)
         for key in COUNTS:
@@ -99,7 +99,7 @@ def once(where: str, what: str, places: Mapping[str, Any]) -> Any:
     fields = {place: value for place, value in places.items() if value is not None}
     values = list(fields.values())
     if any(value != values[0] for value in values):
-        message = "; ".join(f"{place} says {value}" for place, value in fields.items())
+        message = "; ".join(f"{place} states {value}" for place, value in fields.items())
         raise LoadError(f"{where} gives {what} twice, and differently: {message}. Make them agree")
     return values[0] if values else None
 
@@ -185,7 +185,7 @@ def without_nulls(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def read_rope(where: str, hf: Mapping[str, Any], default_theta: float | None) -> tuple[RopeConfig, list[str]]:
-    """The rope of a config.json, which says it in `rope_parameters`, in `rope_theta` and `rope_scaling`, or
+    """The rope of a config.json, which states it in `rope_parameters`, in `rope_theta` and `rope_scaling`, or
     in both. Raises LoadError where they differ (transformers 5 prefers `rope_scaling`, others
     `rope_parameters`), for keys that mean something else, and without a theta where engines have no common
     default (`default_theta` None)."""

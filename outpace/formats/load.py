@@ -90,7 +90,7 @@ def load_draft(
     path = Path(path)
     check_format(quantize)
     if FORMATS[detect(path)].kind == DFLASH:
-        target = None  # it has no embedding or head of its own
+        target = None  # it has neither embedding nor head
     value = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
     draft = build_draft(value)
     return draft if quantize is None else quantised(draft, quantize)

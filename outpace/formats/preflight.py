@@ -1,4 +1,4 @@
-"""Before a draft is served: what every engine would take from its files, where they part, and the mend."""
+"""Before a draft is served: what every engine would take from its files, where they part, and the fix."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -56,7 +56,7 @@ CONVERTER = "llama.cpp"  # reads HF folders through its own convert_hf_to_gguf
 
 @dataclass(frozen=True)
 class PreflightCell:
-    """`state`: same, differs, refuses, wrong (as the row's fault says); `export`, the same once exported;
+    """`state`: same, differs, refuses, wrong (as the row's fault states); `export`, the same once exported;
     "" where the engine does not look."""
 
     state: str
@@ -94,7 +94,7 @@ class Preflight:
 
 
 def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINES) -> Preflight:
-    """Raises LoadError where there is no draft to look at, or a config whose values have no
+    """Raises LoadError where there is no draft to look at, or a config where the values have no
     known types; ValueError for an engine that is not known."""
     unknown = set(engines) - set(ENGINES)
     if unknown:
@@ -206,7 +206,7 @@ def _remark(engine: str, check: str, name: str | None, draft: Description) -> Pr
 
 
 def _fix(check: str, name: str, draft: Description | None, cells: dict[str, PreflightCell]) -> str:
-    """Nothing mends what an engine cannot do, however it is written."""
+    """Nothing fixes what an engine cannot do, however it is written."""
     parted = [e for e, c in cells.items() if c.state == "differs"]
     if draft is not None:
         parted = [e for e in parted if _remark(e, check, name, draft) is None]
@@ -273,6 +273,6 @@ def _show_row(row: PreflightRow, say: Callable[[str], None]) -> None:
             if cell.state == state:
                 say(f"[{style}]{row.check}:[/{style}] {engine}: {escape(cell.message)}")
     if row.fix:
-        say(f"  mend: {row.fix}")
+        say(f"  fix: {row.fix}")
     if row.note:
         say(f"[yellow]{row.check}:[/yellow] {escape(row.note)}")

@@ -36,7 +36,7 @@ CHUNK = 2**22  # values in memory at once
 MARGIN = 2**26  # bytes of disk that stay free
 LOGITS = 3.0  # their standard deviation: wide enough that few are equal in low precision
 PRINTABLE = 4096  # ids of the embedded tokenizer; the rows of the head beyond are scaled down ..
-HUSHED = 0.125  # .. by this, so that what the model says can be printed
+HUSHED = 0.125  # .. by this, so that what the model generates can be printed
 
 Spec = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
@@ -127,7 +127,7 @@ def synthesise(
     folder: Path, plan: Plan, *, overwrite: bool = False, on_bytes: Callable[[int], None] = lambda n: None
 ) -> Written:
     """Writes the checkpoint, a tokenizer.json (the embedded one, of 4,096 ids: enough to run text through,
-    not the model's own), generation_config.json and synth.json, which says how it was made.
+    not the model's own), generation_config.json and synth.json, which states how it was made.
 
     It adds less than 200 MB to memory, whatever the size. Each tensor depends on the seed and its name
     alone. A run that was stopped goes on with the shards it lacks; config.json comes last. `on_bytes` hears

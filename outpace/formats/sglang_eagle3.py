@@ -178,7 +178,7 @@ def eagle3_config(
 
 
 def _window(where: str, layer: Mapping[str, Any], layers: int) -> tuple[tuple[str, ...], int]:
-    """LlamaConfig has no use_sliding_window: where layer_types says so, the window is there."""
+    """LlamaConfig has no use_sliding_window: where layer_types reports it, the window is there."""
     if WINDOW not in (layer.get("layer_types") or ()):
         return (FULL,) * layers, 0
     return read_layer_types(where, {**layer, "use_sliding_window": True}, layers)
@@ -254,7 +254,7 @@ def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
         ("window", f"reads none from the files: {own} {c.sliding_window - 1}", c.sliding_window > 0),
         ("embedding, head", "uses the target's embedding", draft.own_embedding),
         ("layers", "runs the first alone", c.num_layers > 1),
-        ("one pass", "guesses step by step", c.parallel),
+        ("one pass", "draft tokens step by step", c.parallel),
     )
     items = [
         FormatWarning(check=check, engine="SGLang", message=value) for check, value, has in faults if has

@@ -120,7 +120,7 @@ class DFlashDraft:
 class Eagle3Draft:
     """An EAGLE-3: its config and its tensors by SGLang's names, each as stored.
 
-    `d2t` int64 [draft_vocab] holds offsets (draft id i stands for target id i + d2t[i]), `t2d` bool
+    `d2t` int64 [draft_vocab] holds offsets (draft id i means target id i + d2t[i]), `t2d` bool
     [vocab] is true at those ids; both are absent where the vocabularies are the same. `embed_tokens.weight`
     is there where the draft has an embedding of its own, `lm_head.weight` unless the target's serves.
     """
@@ -210,8 +210,8 @@ def shared_copies(
     copied: tuple[str, ...] = (),
 ) -> list[str]:
     """Take embedding and head out of `held` (our name -> the file's): a DFlash uses the target's, and some
-    formats carry copies. Says so, where they are not `copied` by us; raises LoadError where they are known to
-    be something else."""
+    formats carry copies. Reports it, where they are not `copied` by us; raises LoadError where they are
+    known to be something else."""
     notes = []
     for name in (EMBEDDING, HEAD):
         if name not in held:
@@ -271,7 +271,8 @@ def vocabulary_map(where: Path | str, rows: int, vocab_size: int, tensors: dict[
     if d2t is None:
         if rows != vocab_size:
             raise LoadError(
-                f"{where}: a head of {rows} rows for a vocabulary of {vocab_size} needs d2t, which says what "
+                f"{where}: a head of {rows} rows for a vocabulary of {vocab_size} needs d2t, which states "
+                f"what "
                 "target token each row is"
             )
         if t2d is not None:

@@ -45,7 +45,7 @@ LLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
-STEPS = 3  # proposed tokens a round, where nobody says otherwise
+STEPS = 3  # proposed tokens per round, where is not stated otherwise
 
 
 def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3Draft, list[str]]:
@@ -63,7 +63,7 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[E
     parallel = hf.get("speculators_model_type") == PARALLEL_TYPE
     layer, notes = open_envelope(where, hf, PARALLEL_TYPE if parallel else TYPE, "llama", LLAMA, KEYS)
     if parallel and hf.get("mask_token_id") is None:
-        raise LoadError(f"{where}: mask_token_id is missing; without it nothing stands for the later guesses")
+        raise LoadError(f"{where}: mask_token_id is missing; without it nothing means the later draft tokens")
     if hf.get("norm_before_residual") is None:
         raise LoadError(
             f"{where}: norm_before_residual is missing; vLLM takes true, speculators' code and llama.cpp's "

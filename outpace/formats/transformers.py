@@ -64,7 +64,7 @@ def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[D
     value = inner_object(where, hf, "outpace")
     vocab_size = hf.get("vocab_size") or value.get("vocab_size") or (target and target.config.vocab_size)
     if not vocab_size:
-        raise LoadError(f"{where}: config.json has no vocab_size; name the target, whose vocabulary it is")
+        raise LoadError(f"{where}: config.json has no vocab_size; name the target that has the vocabulary")
     config = DFlashConfig(
         **body_fields({**hf, "vocab_size": vocab_size}, head_dim=128),
         num_layers=layers,

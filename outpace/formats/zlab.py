@@ -1,7 +1,7 @@
 """DFlash and DFlash 2 in z-lab's format: what z-lab's code, SGLang and vLLM load, and what we train.
 
 Parts that no engine reads there (Markov and confidence heads, a reduced vocabulary, a selector without
-convolutions) stand under "outpace", and the architecture is then our own: an engine refuses it, and none
+convolutions) are under "outpace", and the architecture is then our own: an engine refuses it, and none
 drafts with half of it.
 """
 
@@ -68,8 +68,8 @@ def read(
 ) -> tuple[DFlashDraft, list[str]]:
     """`token_id` finds the MASK where the config names it by its text.
 
-    Raises LoadError where tensors are missing, left over or misshapen, and where the config says something
-    twice and differently, or asks for what we do not do.
+    Raises LoadError where tensors are missing, left over or misshapen, and where the config specifies
+    something twice and differently, or asks for what we do not do.
     """
     checkpoint = open_checkpoint(folder)
     held = {name.removeprefix("model."): name for name in checkpoint.names()}
@@ -142,7 +142,7 @@ def _layer_ids(where: str, hf: dict[str, Any], inner: dict[str, Any]) -> list[in
     result = once(where, "the hidden_states to read", states)
     if not result or (nested is None and top is None):
         raise LoadError(
-            f"{where}: dflash_config.target_layer_ids is missing; SGLang would guess layers"
+            f"{where}: dflash_config.target_layer_ids is missing; SGLang would predict layers"
             + (f". vLLM reads {key} {vllm}: write those less one" if vllm else "")
         )
     return [k - 1 for k in result]
@@ -244,7 +244,7 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
     body = body_to_hf(
         config, layers=config.num_layers, layer_types=config.layer_types, window=config.sliding_window
     )
-    # where only windows are causal, silence says so; true would reach the full layers too
+    # where only windows are causal, silence reports it; true would reach the full layers too
     windows_alone = config.causal and FULL in config.layer_types and not config.causal_full
     causal = {} if windows_alone else {"is_causal": config.causal or config.causal_full}
     name = architecture(config)
@@ -287,7 +287,8 @@ def remarks(draft: DFlashDraft) -> list[FormatWarning]:
 
 
 def narrow_window(config: DFlashConfig, engine: str) -> list[FormatWarning]:
-    """Engines whose windows look both ways measure them to both sides; ours, and llama.cpp's, to the left."""
+    """Engines where the windows look both ways measure them to both sides; ours, and llama.cpp's, to the
+    left."""
     if WINDOW not in config.layer_types or config.causal or config.sliding_window >= config.block_size:
         return []
     text = f"a window of {config.sliding_window} also hides the far end of a block of {config.block_size}"

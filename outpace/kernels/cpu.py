@@ -140,8 +140,8 @@ def rope_(
 
 
 def turn_heads(x: Tensor, cos: Tensor, sin: Tensor, turned: int, sign: float = 1.0) -> Tensor:
-    """x [M, H, D] float32 or bfloat16, cos and sin [M, D/2] -> a copy whose first `turned` heads are rotated;
-    sign -1 rotates back."""
+    """x [M, H, D] float32 or bfloat16, cos and sin [M, D/2] -> a copy where the first `turned` heads are
+    rotated; sign -1 rotates back."""
     m, h, d = x.shape
     assert x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and cos.shape == (m, d // 2)
     y = torch.empty_like(x)
@@ -169,8 +169,8 @@ def attend(
     Values may have another number Dv of dimensions, and be one head's [B, 1, S, Dv] for all.
     Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
 
-    New token t stands at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
-    them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it stands
+    New token t is at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
+    them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it is
     at start + depth, and sees of the U tokens after the first `start` those that tree names: of its ancestors
     and itself, those in its window. With lists, storage indices [B, T, N] and how many of them count [B, T],
     both int64, each new token sees those and nothing else is read. `seen` [B, T, H] is written: the share of
@@ -281,7 +281,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
     """gate_up [M, 2F], float32 or bfloat16 -> [M, F]: gate * sigmoid(alpha * gate) * up.
 
-    With a limit, gate and up stand in turn, are clamped, and up + 1 takes the place of up; without one
+    With a limit, gate and up are in turn, are clamped, and up + 1 takes the place of up; without one
     the gates are the first half.
     """
     y = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)

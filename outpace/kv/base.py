@@ -80,7 +80,9 @@ class LayerCache:
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
             return KVView(self.k[:, :, : self.size], self.v[:, :, : self.size], step, lists=lists)
-        assert not step.held, "a ring whose slack is below a whole tree has lost what the tree stands on"
+        assert not step.held, (
+            "a ring where the slack is below a whole tree has overwritten the tree's context"
+        )
         past_index = step.starts[:, None] + torch.arange(1 - self.window, 0, device=k.device)
         past_k, past_v = (self._read(x, past_index) for x in (self.k, self.v))
         self._write(k, v, step)
@@ -164,7 +166,7 @@ class KVCache:
         self.device = torch.device(device)
         self.lengths = [0] * batch
         self.last_start = [0] * batch
-        # per ring size and sequence: the first index whose key has not been overwritten
+        # per ring size and sequence: the first index where the key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
         self.layers: list[LayerCache] = []
         for layer, window in enumerate(windows):
@@ -203,15 +205,15 @@ class KVCache:
         both_ways: bool = False,
         tree: Tree | None = None,
     ) -> StepMetadata:
-        """Open a forward of T columns; `counts` says how many of each row are real (default: all). Of a tree
-        they are the columns after those it holds.
+        """Open a forward of T positions; `counts` states how many of each row are real (default: all). Of a
+        tree they are the positions after those it holds.
 
         Raises ValueError when a row would outgrow the cache.
         """
         counts = counts if counts is not None else [T] * self.batch
         held = 0 if tree is None else tree.held
         if tree is not None:
-            assert tree.parents.shape == (self.batch, held + T), "a tree of this batch and these columns"
+            assert tree.parents.shape == (self.batch, held + T), "a tree of this batch and these positions"
             assert not both_ways, "nodes of a tree see their ancestors"
         for b, (n, c) in enumerate(zip(self.lengths, counts, strict=True)):
             if n + held + c > self.length:
@@ -222,7 +224,7 @@ class KVCache:
         return StepMetadata(tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree)
 
     def advance(self, step: StepMetadata) -> None:
-        """Close a forward: what it appended is now remembered."""
+        """Close a forward: the appended tokens are now cached."""
         assert not step.held, "a tree that grew over several forwards is forgotten, not remembered"
         self.last_start = list(step.start)
         self.lengths = [n + c for n, c in zip(step.start, step.counts, strict=True)]
@@ -263,15 +265,15 @@ class KVCache:
                 )
 
     def commit(self, path: list[list[int]]) -> None:
-        """Keep, of the tokens the last forward appended, the columns `path[b]` in that order.
+        """Keep, of the tokens the last forward appended, the positions `path[b]` in that order.
 
-        Column i of the path becomes the i-th token after the old length. A leading run 0, 1, 2, ..
+        Position i of the path becomes the i-th token after the old length. A leading run 0, 1, 2, ..
         stays where it is, so a chain costs nothing but a rewind.
 
-        Raises ValueError, and changes nothing, for a column that was not appended or is named twice,
-        and where a ring holds too little: to move a column, or for the rewind.
+        Raises ValueError, and changes nothing, for a position that was not appended or is named twice,
+        and where a ring holds too little: to move a position, or for the rewind.
         """
-        moves: list[tuple[list[int], list[int]]] = []  # columns: from, to
+        moves: list[tuple[list[int], list[int]]] = []  # positions: from, to
         for b, columns in enumerate(path):
             start, appended = self.last_start[b], self.lengths[b] - self.last_start[b]
             if any(not 0 <= c < appended for c in columns) or len(set(columns)) != len(columns):
@@ -295,12 +297,12 @@ class KVCache:
         self.rewind([s + len(c) for s, c in zip(self.last_start, path, strict=True)])
 
     def _move(self, columns: Tensor) -> None:
-        """[2, B, n] int64: from which column of the last forward to which; -1 for none."""
+        """[2, B, n] int64: from which position of the last forward to which; -1 for none."""
         move_positions(self.layers, columns, self.last_start)
 
 
 def move_positions(memories: Sequence[LayerCache], columns: Tensor, start: list[int]) -> None:
-    """columns [2, B, n] after the start [B] of each row: all that is remembered of a token together, in all
+    """positions [2, B, n] after the start [B] of each row: all that is remembered of a token together, in all
     memories at once."""
     starts = torch.tensor(start, device=columns.device)[:, None]
     source, target = torch.where(columns < 0, -1, columns + starts).contiguous()

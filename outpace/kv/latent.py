@@ -42,7 +42,7 @@ class LatentCache(LayerCache):
     """Of one full-attention layer: rows [B, 1, S, W] and one trash slot, W far less than 2 K D. What a
     forward looks at is expanded for it, layer by layer, and given up again.
 
-    `cos`, `sin` [S, D/2]: of every index. New columns come expanded, since those of a tree stand at their
+    `cos`, `sin` [S, D/2]: of every index. New positions come expanded, since those of a tree are at their
     depth.
     """
 
@@ -105,7 +105,7 @@ class LatentCache(LayerCache):
         return whole
 
     def _few(self, k: Tensor, v: Tensor, step: StepMetadata, lists: Tensor, many: Tensor) -> KVView:
-        """Of the tokens that any query of a row looks at: they alone are expanded, and counted anew."""
+        """Of the tokens that any query of a row looks at: they alone are expanded, and counted again."""
         B, _, N = lists.shape
         at = torch.where(torch.arange(N, device=lists.device) < many[..., None], lists, self.size)
         wanted = torch.zeros(B, self.size + 1, dtype=torch.bool, device=lists.device)

@@ -10,16 +10,16 @@ from torch import Tensor
 from outpace.kv.topk import Lists, QueryPositions
 from outpace.kv.tree import Tree
 
-FEW = 64  # new tokens of a row: up to here order costs nothing, above keys stand in the order of the text
+FEW = 64  # new tokens of a row: up to here order costs nothing, above keys are in the order of the text
 
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """The tokens one forward adds: row b appends counts[b] of its T columns after start[b] remembered ones.
+    """The tokens one forward adds: row b appends counts[b] of its T positions after start[b] remembered ones.
 
-    The columns past counts[b] are padding: nobody sees them and they are not remembered.
+    The positions past counts[b] are padding: nobody sees them and they are not remembered.
     `both_ways` lets every new token see every other (a draft's block) instead of only earlier ones; with a
-    `tree`, it sees its ancestors. A node is remembered by its column and stands at its depth; the nodes that
+    `tree`, it sees its ancestors. A node is remembered by its position and is at its depth; the nodes that
     the tree holds from earlier forwards lie between start[b] and the new ones.
     """
 
@@ -46,7 +46,7 @@ class StepMetadata:
 
     @property
     def positions(self) -> Tensor:
-        """[B, T] where each new token stands in its text."""
+        """[B, T] where each new token is in its text."""
         return self.storage if self.tree is None else self.starts[:, None] + self.tree.depth
 
     @cached_property

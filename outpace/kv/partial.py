@@ -3,7 +3,7 @@
     sink | retrieval | window | buffer
     `-- static_size, from the full cache --'   `-- tokens the full cache has not seen
 
-The full cache stays whole and is where truth lies; this one is small, and may stand nearer to the processor.
+The full cache stays whole and is where truth lies; this one is small, and may be nearer to the processor.
 Layers with a sliding window are shared: they are small as they are.
 """
 
@@ -77,7 +77,7 @@ class PartialConfig:
         return self.sink_size + self.retrieval_size + self.window_size
 
     def buffer_size(self, block: int) -> int:
-        """For proposals of up to `block` columns."""
+        """For proposals of up to `block` positions."""
         return self.n_spec_tokens_buf + block
 
     def total_budget(self, block: int) -> int:
@@ -137,7 +137,7 @@ class PartialLayerCache(LayerCache):
             self.low[b, :, begin:end], self.high[b, :, begin:end] = extremes(keys, size)
 
     def fill(self, b: int, length: int) -> None:
-        """Row b anew, from the first `length` tokens of the full memory."""
+        """Row b again, from the first `length` tokens of the full memory."""
         config = self.config
         if length <= config.static_size:
             self._copy(b, 0, 0, length)
@@ -181,15 +181,15 @@ class PartialLayerCache(LayerCache):
 
 
 class PartialCache(KVCache):
-    """What a target looks at while it guesses for itself. `lengths` runs ahead of the full cache's by the
-    buffered tokens; `refresh` forgets these and chooses anew.
+    """What a target looks at while it proposes for itself. `lengths` runs ahead of the full cache's by the
+    buffered tokens; `refresh` forgets these and chooses again.
 
-    `room`: columns the buffer has. The full cache must have as much slack, since its window layers take the
+    `room`: positions the buffer has. The full cache must have as much slack, since its window layers take the
     buffered tokens too; they are overwritten there when the full cache goes on.
     """
 
     def __init__(self, full: KVCache, config: PartialConfig, space: int) -> None:
-        assert space <= full.slack, f"{space} buffered columns, and the windows can take back {full.slack}"
+        assert space <= full.slack, f"{space} buffered positions, and the windows can take back {full.slack}"
         super().__init__(
             full.batch, full.length, full.slack, (), 1, 1, offset=full.offset, device=full.device
         )
@@ -208,7 +208,7 @@ class PartialCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """What it takes beside the full cache."""
+        """What it takes next to the full cache."""
         return sum(memory.nbytes for memory in self.partials)
 
     @property
@@ -241,7 +241,7 @@ class PartialCache(KVCache):
         assert not step.held, "a tree of one forward"
         for n, count in zip(self.buffered, step.counts, strict=True):
             assert 0 <= n <= self.headroom - count, (
-                f"{n} and {count} more; the buffer has {self.headroom} columns"
+                f"{n} and {count} more; the buffer has {self.headroom} positions"
             )
         near = StepMetadata(tuple(self._near(step.start)), step.counts, T, self.device, both_ways, tree)
         return PartialStep(step.start, step.counts, T, self.device, both_ways, tree, near)

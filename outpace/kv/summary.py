@@ -1,6 +1,6 @@
-"""What a block of keys is worth to a query, guessed from the block's extremes alone.
+"""What a block of keys is worth to a query, proposed from the block's extremes alone.
 
-Letters as everywhere; a block is `block_size` tokens that stand together, n blocks in a row. Keys are as they
+Letters as everywhere; a block is `block_size` tokens that are together, n blocks in a row. Keys are as they
 are remembered, rotated.
 """
 

@@ -88,7 +88,7 @@ class Index:
 
 @dataclass(frozen=True)
 class QueryPositions:
-    """Where T new tokens stand: after start [B] others, counts [B] of them real; a chain, or nodes of a tree.
+    """Where T new tokens are: after start [B] others, counts [B] of them real; a chain, or nodes of a tree.
     Both int64. `longest`: no row has more tokens with them."""
 
     start: Tensor
@@ -98,7 +98,7 @@ class QueryPositions:
     longest: int
 
     def lengths(self) -> Tensor:
-        """[B, T]: the how-manieth of its text each is."""
+        """[B, T]: the index of its text each is."""
         depth = torch.arange(self.T, device=self.start.device) if self.tree is None else self.tree.depth
         return self.start[:, None] + depth + 1
 
@@ -106,7 +106,7 @@ class QueryPositions:
 def choose(index: Index, keys: Tensor, place: QueryPositions, keep: TopKConfig) -> Lists | None:
     """keys [B, S, D] of all tokens, the new ones included -> what each new one looks at: the first `sinks`,
     the last `recent`, its ancestors in a tree, and the best of the others by the index, the later of equals.
-    None where nobody leaves anything out. Rows whose scores are not finite leave nothing out.
+    None where nobody leaves anything out. Rows where the scores are not finite leave nothing out.
     """
     assert place.tree is None or not place.tree.held, "a tree of one forward"
     if keep.sees_all(place.longest):

@@ -1,4 +1,4 @@
-"""New tokens that branch: who follows whom, who sees whom, and how deep each stands."""
+"""New tokens that branch: who follows whom, who sees whom, and how deep each is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tree:
-    """parents [B, U] int64: the column of each node's parent, a smaller one; a node that is its own parent
-    is a root, as column 0 is, and so is every column of padding.
+    """parents [B, U] int64: the position of each node's parent, a smaller one; a node that is its own parent
+    is a root, as position 0 is, and so is every position of padding.
 
-    The first `held` columns were appended by earlier forwards of the same tree, which grows level by level
+    The first `held` positions were appended by earlier forwards of the same tree, which grows level by level
     behind the verified tokens; the T = U - held others are new. What is appended and never advanced is
     forgotten.
     """
@@ -23,7 +23,7 @@ class Tree:
 
     def __post_init__(self) -> None:
         assert self.parents.dim() == 2 and self.parents.dtype == torch.int64, "parents [B, U] int64"
-        assert 0 <= self.held < self.parents.shape[1], "a tree has new columns"
+        assert 0 <= self.held < self.parents.shape[1], "a tree has new positions"
 
     @cached_property
     def depth(self) -> Tensor:
@@ -50,7 +50,7 @@ class Tree:
 
     @cached_property
     def _all(self) -> tuple[Tensor, Tensor]:
-        """sees [B, U, U] and depth [B, U] of all columns. Python is the faster way on a CPU; elsewhere it
+        """sees [B, U, U] and depth [B, U] of all positions. Python is the faster way on a CPU; elsewhere it
         would be a wait for the device."""
         return _by_rows(self.parents) if self.parents.device.type == "cpu" else _by_doubling(self.parents)
 
@@ -63,7 +63,7 @@ def _by_rows(parents: Tensor) -> tuple[Tensor, Tensor]:
         first, deep = row, [0] * U
         for column, parent in enumerate(family):
             assert 0 <= parent <= column, (
-                f"column {column} has parent {parent}: a parent stands before its child"
+                f"position {column} has parent {parent}: a parent is before its child"
             )
             if parent < column:
                 above = first + parent * U
@@ -87,8 +87,8 @@ def _by_doubling(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """`Tree.depth` of one row, on the host: parents by column -> depth by column; padding, its own parent,
-    stands at the root's."""
+    """`Tree.depth` of one row, on the host: parents by position -> depth by position; padding, its own
+    parent, is at the root's."""
     items = [0]
     for i in range(1, len(parents)):
         items.append(0 if parents[i] == i else items[parents[i]] + 1)

@@ -15,7 +15,7 @@ from outpace.ops.rope import rotate_heads
 
 
 class Attention(nn.Module):
-    """q, k and v are one matrix [(H+2K)*D, C]; sinks and q/k norm where the config says so."""
+    """q, k and v are one matrix [(H+2K)*D, C]; sinks and q/k norm where the config specifies so."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

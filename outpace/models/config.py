@@ -1,4 +1,4 @@
-"""ModelConfig: what a config.json says, in our terms."""
+"""ModelConfig: what a config.json specifies, in our terms."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +128,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-    """Either form: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling`."""
+    """Either form: `rope_parameters` (transformers 5), or `rope_theta` alongside `rope_scaling`."""
     value = hf.get("rope_parameters") or {}
     scaling = {**(hf.get("rope_scaling") or {}), **value}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

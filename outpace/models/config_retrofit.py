@@ -1,4 +1,4 @@
-"""What config.json says of retrofits: latent KV (use_mla_kv, mla_*) and an index (use_dsa, dsa_*)."""
+"""What config.json specifies of retrofits: latent KV (use_mla_kv, mla_*) and an index (use_dsa, dsa_*)."""
 
 from dataclasses import fields
 from typing import Any

@@ -62,7 +62,7 @@ MOST_EXPERTS = 2**16  # over all layers
 
 
 def check_values(hf: dict[str, Any]) -> None:
-    """Raises ValueError naming the key and what it should be. Says nothing of keys that are missing, and
+    """Raises ValueError naming the key and what it should be. States nothing of keys that are missing, and
     nothing of keys that no parser of ours reads."""
     _strings(hf, "architectures")
     for key, most in COUNTS.items():
@@ -140,7 +140,7 @@ def _strings(hf: dict[str, Any], key: str) -> None:
 
 
 def _ids(hf: dict[str, Any], key: str) -> None:
-    """-1 stands for none in older files. Only eos may be several."""
+    """-1 means none in older files. Only eos may be several."""
     value = hf.get(key)
     many = value if isinstance(value, list) and key == "eos_token_id" else [value]
     if value is not None and not all(type(v) is int and -1 <= v < FAR for v in many):

@@ -1,4 +1,4 @@
-"""DSA-lite: a layer's index, which says for every query what of the past is worth looking at.
+"""DSA-lite: a layer's index, which states for every query what of the past is worth looking at.
 
     q = x W_q + b_q    [H, D]    k = x W_k + b_k    [D]    w = (x W_w + b_w) / sqrt(H D)    [H]
     I[t, s] = sum_j w[t, j] max(q[t, j] . k[s], 0)

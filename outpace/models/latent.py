@@ -1,4 +1,4 @@
-"""MLA-lite: one layer's keys and values through one latent c, beside the projections it was made from.
+"""MLA-lite: one layer's keys and values through one latent c, next to the projections it was made from.
 
     c = x W_c + b_c                    what is remembered, [R]
     k = c W_k_lat + b_k                before rotary positions, and before q/k norm where there is one
@@ -39,7 +39,7 @@ class Latent(nn.Module):
         c: Tensor = self.down(x)
         if not self.normed:
             return c
-        # means as a product, whose rows do not depend on how many there are
+        # means as a product; its rows do not depend on how many there are
         of_heads = torch.eye(self.kv_heads, device=k.device).repeat_interleave(self.head_dim, 1)
         mean = linear(k.float().square(), of_heads / self.head_dim)
         return torch.cat((c, (mean + eps).rsqrt().to(c.dtype)), dim=-1)
@@ -48,7 +48,7 @@ class Latent(nn.Module):
         self, rows: Tensor, cos: Tensor, sin: Tensor, norm: RMSNorm | None, head: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """rows [..., n, W], cos and sin [n, D/2] or [..., n, D/2] -> k, rotated, and v [..., K, n, D]; with
-        `head`, of that kv head alone. `norm`: the layer's k norm, whose weight is applied here.
+        `head`, of that kv head alone. `norm`: the layer's k norm; its weight is applied here.
 
         A row's result does not depend on how many rows come with it."""
         D, n = self.head_dim, rows.shape[-2]
@@ -75,7 +75,7 @@ class Latent(nn.Module):
         keys_(out, rows, *self._key_panels(), cos, sin, gain)
 
     def _key_panels(self) -> tuple[Tensor, Tensor]:
-        """W_k_lat and b_k, float32, as the kernel reads them; formed anew when they have changed."""
+        """W_k_lat and b_k, float32, as the kernel reads them; formed again when they have changed."""
         weight, bias = self.k_up.weight, self.k_up.bias
         assert isinstance(weight, Tensor) and bias is not None
         versions = (0 if t.is_inference() else t._version for t in (weight, bias))
@@ -127,6 +127,6 @@ def _up(part: Linear, c: Tensor, head: int | None, D: int) -> Tensor:
 
 
 def _pieces(c: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product whose rows do not depend on how many there are."""
+    """A product where the rows do not depend on how many there are."""
     few = c.split(MOST_ROWS) if len(c) > MOST_ROWS and not torch.is_grad_enabled() else (c,)
     return torch.cat([linear(piece, weight, bias) for piece in few])

@@ -33,7 +33,7 @@ NO_WEIGHTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F8_
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a config would build against what a checkpoint holds, by checkpoint name."""
+    """What a config would build against the contents of a checkpoint, by checkpoint name."""
 
     missing: list[str]
     left_over: list[str]
@@ -120,7 +120,7 @@ def load_target(
     if not difference.clean:
         raise LoadError(
             f"{checkpoint.folder} is not what its config describes:\n{explain(difference)}\n"
-            f"`outpace inspect {checkpoint.folder}` says what to do"
+            f"`outpace inspect {checkpoint.folder}` states what to do"
         )
     if layers is not None:
         config = first_layers(config, layers)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: q/k norm, softmax-first routing over small experts, dense layers where the config says so."""
+"""Qwen3-MoE: q/k norm, softmax-first routing over small experts, optional dense layers."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ COPIED = 16 * 2**20  # bytes: below, q, k and v become one matrix; above, a call
 @dataclass(frozen=True)
 class Entry:
     """One parameter of ours. Its tensor is the named ones joined along their rows, in this order, then
-    viewed in the parameter's shape; `rows` says how many each has. `swapped` swaps the last two axes
+    viewed in the parameter's shape; `rows` states how many each has. `swapped` swaps the last two axes
     (gpt-oss stores dense experts as [E, in, out])."""
 
     param: str
@@ -117,7 +117,7 @@ def dense_mlp(config: ModelConfig, layer: int) -> list[Entry]:
 
 
 def split_experts(layer: int, bias: bool) -> list[Entry]:
-    """Experts whose gates and ups are two tensors [E, F, C]: GGUF."""
+    """Experts where the gates and ups are two tensors [E, F, C]: GGUF."""
     here, there = f"layers.{layer}.mlp.", f"model.layers.{layer}.mlp.experts."
     return [
         Entry(f"{here}{name}.{kind}", (f"{there}{name}_proj.{kind}",))

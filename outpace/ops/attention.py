@@ -47,7 +47,7 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
         if view.lists is not None:
             how = {"lists": view.lists}
         elif step.tree is not None:
-            # of any width: the flash kernel's answers are not plain decoding's to the bit
+            # of any width: the flash kernel's answers are not autoregressive decoding's to the bit
             how = {"tree": step.tree.within(window), "depth": step.tree.depth, "first": view.first}
         elif T <= FEW:
             how = {"both_ways": step.both_ways, "first": view.first}
@@ -56,7 +56,7 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
         if how is not None and view.values is not None:
             seen = torch.empty(B, T, H)
             return view.values(cpu.attend(*given, **how, seen=seen).unflatten(-1, (H, -1)), seen)
-    assert view.values is None, "latents stand for values where the kernel runs"
+    assert view.values is None, "latents mean values where the kernel runs"
     one_way = not step.both_ways and step.tree is None and view.lists is None
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))
@@ -108,7 +108,7 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, 
     def tiles(x: Tensor) -> Tensor:  # [B,H,n*W,D] -> [B*n,H,W,D]
         return x.reshape(B, H, n, window, D).transpose(1, 2).reshape(B * n, H, window, D)
 
-    def pairs(x: Tensor) -> Tensor:  # previous tile beside the own one: [B*n,H,2W,D]
+    def pairs(x: Tensor) -> Tensor:  # previous tile next to the own one: [B*n,H,2W,D]
         before = F.pad(x, (0, 0, window, 0))[:, :, : n * window]
         return torch.cat((tiles(before), tiles(x)), dim=2)
 

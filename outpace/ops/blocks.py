@@ -104,7 +104,7 @@ def reference_block_attend(
 
 
 class _Blocks(torch.autograd.Function):
-    """The backward forms the weights anew, as exp(score - lse)."""
+    """The backward forms the weights again, as exp(score - lse)."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

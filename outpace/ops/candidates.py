@@ -1,4 +1,4 @@
-"""The few likeliest of each row of logits, and the walk that picks one of them after another (DFlash 2)."""
+"""Top-k candidates of each row of logits, and the walk that picks among them (DFlash 2)."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What this machine is fast at: where the C kernels stand in for the plain references, and bfloat16."""
+"""Kernel dispatch: where the C kernels replace the plain references, and bfloat16."""
 
 import torch
 from torch import Tensor

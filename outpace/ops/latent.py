@@ -1,4 +1,4 @@
-"""Keys made of latents, for as many tokens as are remembered: the kernel where it runs, and what it says."""
+"""Keys of cached tokens from their latents: the kernel where it runs, and its reference."""
 
 import torch
 from torch import Tensor

@@ -95,7 +95,7 @@ def run_experts(
 
 class _Spread(torch.autograd.Function):
     """x [M,C] -> [M*k,C], a row of every (token, choice) in `order`; back, each token sums its k rows.
-    Every token stands there exactly k times: no scattered addition is needed either way."""
+    Every token is there exactly k times: no scattered addition is needed either way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:

@@ -46,8 +46,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 def from_ggml(data: Tensor) -> tuple[Tensor, Tensor]:
     """GGUF's MXFP4 rows, uint8 [..., G*17] -> (blocks [..., G, 16], scales [..., G]) of safetensors.
 
-    A GGUF block is its scale and 16 bytes whose low nibbles are values 0..15 and whose high ones 16..31.
-    The scale byte is the same: ggml's table is doubled and its bias is 128.
+    A GGUF block is its scale and 16 bytes where the low nibbles are values 0..15 and where the high ones
+    16..31. The scale byte is the same: ggml's table is doubled and its bias is 128.
     """
     groups = data.unflatten(-1, (-1, BLOCK // 2 + 1))
     codes = torch.cat((groups[..., 1:] & 15, groups[..., 1:] >> 4), dim=-1)  # in the order of the values

@@ -53,7 +53,7 @@ def gumbel(keys: Tensor, V: int) -> Tensor:
 
 def perturbed(scores: Tensor, keys: Tensor) -> Tensor:
     """scores [..., V] float32 (log p, up to a constant per row; -inf is never drawn), keys [...] -> their sum
-    with the noise, whose argmax is a draw from p."""
+    with the noise; its argmax is a draw from p."""
     if kernel(scores):
         V = scores.shape[-1]
         rows = cpu_noise.perturb(scores.contiguous().view(-1, V), keys.contiguous().view(-1))

@@ -45,13 +45,13 @@ class Sampling:
 
     def for_draft(self, temperature: float | None = None) -> "Sampling":
         """The same for a draft: perhaps at a temperature of its own, and without the repetition penalty,
-        which would need the text of every guess."""
+        which would need the text of every draft token."""
         own = self.temperature if temperature is None else temperature
         return replace(self, temperature=own, repetition_penalty=1.0)
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """What a person's seed stands for. Raises ValueError for one of more than 64 bits."""
+    """What a person's seed means. Raises ValueError for one of more than 64 bits."""
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed {seed}: it must lie in -2^63 .. 2^64 - 1")
     return torch.Generator(device).manual_seed(seed)
@@ -78,7 +78,8 @@ def penalised(logits: Tensor, how: Sampling, seen: Tensor | None) -> Tensor:
 
 
 def shaped(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
-    """[..., V] -> [..., V] float32, whose softmax is drawn from (temperature > 0); -inf: the token is cut.
+    """[..., V] -> [..., V] float32; its softmax is drawn from (temperature > 0); -inf: the token is
+    cut.
 
     Each row's result depends on that row alone, to the bit: every sort is stable.
     """
@@ -114,12 +115,12 @@ def _nucleus(x: Tensor, top_p: float) -> Tensor:
 def _nucleus_by_sort(x: Tensor, top_p: float) -> Tensor:
     ordered, index = x.sort(dim=-1, stable=True)
     cut = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-    cut[..., -1] = False  # the likeliest token always stays
+    cut[..., -1] = False  # the most probable token always stays
     return x.masked_fill(torch.empty_like(cut).scatter_(-1, index, cut), -torch.inf)
 
 
 def probabilities(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
-    """[..., V] -> [..., V] float32, what a token is drawn from (temperature > 0)."""
+    """[..., V] -> [..., V] float32, the distribution to sample from (temperature > 0)."""
     return shaped(logits, how, seen).softmax(-1)
 
 

@@ -13,7 +13,7 @@ from outpace.kernels import cpu, cpu_suffix
 
 SORTED = 64  # tokens of a suffix that decide its place
 CONTEXTS = (16, 8, 4, 2)  # how many of the last tokens are looked for, the most telling first
-DEEPEST = SORTED - CONTEXTS[0]  # guesses in a line
+DEEPEST = SORTED - CONTEXTS[0]  # draft tokens in a line
 DOUBT = 4.0  # a context seen n times is believed as n / (n + DOUBT); the shorter ones share the rest
 OWN_DOUBT = 1.0  # the same, of a context seen earlier in this very text
 ENOUGH = 0.1  # a rest that is not shared any more
@@ -23,8 +23,8 @@ BRANCH = 8  # followers of a node that may become nodes
 
 
 class Grown(NamedTuple):
-    """By column, without the root: the token; its parent's column, 0 being the root; how likely it is reached
-    as far as the counts say, falling, no child before its parent."""
+    """By position, without the root: the token; its parent's position, 0 being the root; how likely it is
+    reached as far as the counts say, falling, no child before its parent."""
 
     tokens: list[int]
     parents: list[int]
@@ -75,8 +75,8 @@ class Suffixes:
         return Suffixes(text, sort_suffixes(text))
 
     def grow(self, history: Tensor, nodes: int) -> Grown:
-        """history [m] int32, a text so far -> the likeliest `nodes` columns after it, best first; fewer where
-        less is known."""
+        """history [m] int32, a text so far -> the most probable `nodes` positions after it, best first; fewer
+        where less is known."""
         if not cpu.available():
             return self.lookup(history.tolist()).grow(nodes)
         result = cpu_suffix.grow(
@@ -170,7 +170,7 @@ class Lookup:
         return [self.token(at, context.known) for at in places], total, DOUBT
 
     def followers(self, contexts: list[Context]) -> list[tuple[int, float]]:
-        """The likeliest BRANCH tokens after these contexts, falling, the first seen of equals first:
+        """The most probable BRANCH tokens after these contexts, falling, the first seen of equals first:
 
         p(token) = sum over contexts of their share of what the longer ones left, times its part in them.
         """
@@ -189,7 +189,7 @@ class Lookup:
 
     def grow(self, nodes: int) -> Grown:
         tree = Grown([], [], [])
-        # falling reach, order of offering; parent's column, depth, token, the parent's contexts
+        # falling reach, order of offering; parent's position, depth, token, the parent's contexts
         heap: list[tuple[float, int, int, int, int, list[Context]]] = []
         serial = 0
 

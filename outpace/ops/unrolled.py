@@ -17,7 +17,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 @dataclass(frozen=True)
 class Unrolled:
     """R rows of text, packed: row r owns the first step's keys keys[r] .. keys[r+1] and the queries
-    queries[r] .. queries[r+1]. Query n stands at key at[n], ascending within its row."""
+    queries[r] .. queries[r+1]. Query n is at key at[n], ascending within its row."""
 
     keys: list[int]  # [R+1]
     queries: list[int]  # [R+1]
@@ -42,7 +42,7 @@ class Unrolled:
 class UnrolledRow:
     queries: slice
     begin: int  # its first key,
-    first: int  # the key its first query stands at,
+    first: int  # the key its first query is at,
     last: int  # and its last
     at: Tensor  # [n] int64
     gaps: bool  # some keys between first and last have no query

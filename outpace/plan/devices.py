@@ -1,4 +1,4 @@
-"""Machines that a plan may name, by what their makers say; prices are guesses, and printed as such."""
+"""Machines that a plan may name, by what their makers say; prices are draft tokens, and printed as such."""
 
 import re
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ class Choices:
     draft_parameters: float = 0.0  # 0: no draft
     draft_bits: float = 16.0
     columns: int = 8  # verified in a round
-    tau: float = 0.0  # tokens a round; 0: unknown, and no speed with the draft is said
+    tau: float = 0.0  # tokens per round; 0: unknown, and no speed with the draft is reported
     tokens: float = 0.0  # to train on; 0: nothing is trained
     row_tokens: int = 4096
     cached_layers: int = 5  # of the target, in a teacher cache
@@ -135,7 +135,7 @@ def _training(sizes: Sizes, made: Sizes, device: Device, devices: int, choices: 
         "flops": flops,
         "weights": sizes.nbytes,
         "optimizer": ADAMW * learnt,
-        # every block's input in 16 bits, and what one block forms anew for its backward
+        # every block's input in 16 bits, and what one block forms again for its backward
         "activations": 2.0 * T * config.hidden_size * (config.num_layers + WITHIN),
         "device_hours": [h * devices for h in hours],
         "hours": hours,
@@ -160,5 +160,5 @@ def assumptions(device: Device, choices: Choices) -> list[str]:
         items.append(f"training at {MFU[0]:.0%} to {MFU[1]:.0%} of the products a second; {price}")
         items.append(f"AdamW: {ADAMW} bytes a trained parameter; rows of {choices.row_tokens}, one at a time")
     if choices.draft_parameters and not choices.tau:
-        items.append("no tau was given, so no speed with the draft is said")
+        items.append("no tau was given, so no speed with the draft is reported")
     return items

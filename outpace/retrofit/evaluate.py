@@ -1,4 +1,4 @@
-"""What a retrofit costs on real text: held-out loss, divergence from the original, the likeliest token."""
+"""Evaluation of a retrofit on real text: held-out loss, KL to the original, same top-1."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import encode
 
-PIECE = 256  # tokens whose logits are in memory at once
+PIECE = 256  # tokens where the logits are in memory at once
 
 
 def texts_of(
     tokenizer: Any, documents: Sequence[Document], count: int, row_tokens: int, seed: int
 ) -> list[list[int]]:
-    """The first `row_tokens` tokens of `count` documents, by lot. Raises ValueError where fewer are long
+    """The first `row_tokens` tokens of `count` documents, at random. Raises ValueError where fewer are long
     enough."""
     order = torch.randperm(len(documents), generator=seeded(seed)).tolist()
     items: list[list[int]] = []
@@ -37,8 +37,9 @@ def texts_of(
 
 @torch.inference_mode()
 def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
-    """Held-out loss in nats a token; and against `before`, the log-probabilities of another target on the
-    same texts, the mean KL(before || this) and the share of tokens whose likeliest successor is the same."""
+    """Held-out loss in nats per token; and against `before`, the log-probabilities of another target on the
+    same texts, the mean KL(before || this) and the share of tokens where the most probable successor is the
+    same."""
     items, nll, kl, same, total = [], 0.0, 0.0, 0, 0
     for n, text in enumerate(texts):
         tokens = torch.tensor([text], device=target.device)

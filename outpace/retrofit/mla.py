@@ -1,7 +1,7 @@
 """MLA-lite: keys and values of a layer factored into one latent, three ways; which rank each layer gets.
 
 An error e = y - y^ of y = [k; v] costs e^T M e. With S the covariance of y and M^(1/2) S M^(1/2) = U L U^T,
-the best latent of rank R is c = U_R^T M^(1/2) (y - mu), read as y^ = M^(-1/2) U_R c + mu, and what it costs
+the best latent of rank R is c = U_R^T M^(1/2) (y - mu), read as y^ = M^(-1/2) U_R c + mu, and its cost
 is the sum of the eigenvalues left out.
 """
 

@@ -1,4 +1,4 @@
-"""A target on disk -> the same with an index of sparse attention beside it: first weights, judged, saved."""
+"""A target on disk -> the same with an index of sparse attention next to it: first weights, judged, saved."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -51,8 +51,8 @@ def retrofit_dsa(
     out: Path,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Write out/, a checkpoint whose original tensors are untouched; -> the report, also out/dsa.json. Raises
-    ValueError for settings that this target cannot have, and for an `out` that holds something."""
+    """Write out/, a checkpoint where the original tensors are untouched; -> the report, also out/dsa.json.
+    Raises ValueError for settings that this target cannot have, and for an `out` that holds something."""
     target, tokenizer = open_for(path, out)
     layers, heads, dim = asked_of(target, settings)
     on_stage("reading text")

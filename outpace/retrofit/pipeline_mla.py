@@ -1,4 +1,4 @@
-"""A target on disk -> the same with latent KV beside its projections: calibrated, factored, judged, saved."""
+"""`outpace retrofit mla`: calibrate, factor, evaluate and save latent KV of a target on disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,9 +42,7 @@ class MlaSettings(RetrofitSettings):
                     f"retrofit mla: {name} {getattr(self, name)!r}: it must be one of {', '.join(known)}"
                 )
         if self.allocate == "marginal" and self.method == mla.SVD:
-            raise ValueError(
-                "retrofit mla: svd sees no data, so it cannot say what a rank is worth: allocate = equal"
-            )
+            raise ValueError("retrofit mla: svd sees no data, so it cannot weigh ranks: allocate = equal")
 
     @property
     def searches(self) -> bool:
@@ -62,8 +60,8 @@ def retrofit_mla(
     out: Path,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Write out/, a checkpoint whose original tensors are untouched; -> the report, also out/mla.json. Raises
-    ValueError for settings that this target cannot have, and for an `out` that holds something."""
+    """Write out/, a checkpoint where the original tensors are untouched; -> the report, also out/mla.json.
+    Raises ValueError for settings that this target cannot have, and for an `out` that holds something."""
     target, tokenizer = open_for(path, out)
     layers, rank = asked_of(target, settings)
     on_stage("reading text")

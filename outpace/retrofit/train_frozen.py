@@ -78,7 +78,7 @@ def train_frozen(
     adam = torch.optim.AdamW(parameters, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
 
     def update(step: int) -> dict[str, Any]:
-        for group in adam.param_groups:  # looked up anew: loading a checkpoint replaces them
+        for group in adam.param_groups:  # looked up again: loading a checkpoint replaces them
             group["lr"] = recipe.lr * warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
         loss, metrics = losses(step)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """Train latent KV against the target it was made from, all else frozen.
 
 First layer by layer: given the states that the original sees, the attention with latents is to say what the
-one without says (as arXiv 2604.05688). Then as a whole: KL of the logits, and the last states' squared error.
+one without states (as arXiv 2604.05688). Then as a whole: KL of the logits, and the last states' squared
+error.
 """
 
 import json
@@ -111,7 +112,7 @@ def cached_texts(teacher: Teacher, recipe: MlaRecipe, step: int) -> list[tuple[T
 
 
 def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor) -> Tensor:
-    """rows [B, T] -> the error of what attention says relative to its size, mean over the layers."""
+    """rows [B, T] -> the error of what attention states relative to its size, mean over the layers."""
     with torch.no_grad():
         target.use_mla_kv(False)
         states = states_of(target, rows)
@@ -129,8 +130,8 @@ def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor
 
 
 def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """rows [B, T] -> KL of the logits, nats a token; error of the last states relative to their size. `final`
-    [B * T, C]: those of the original, if they are known."""
+    """rows [B, T] -> KL of the logits, nats per token; error of the last states relative to their size.
+    `final` [B * T, C]: those of the original, if they are known."""
     with torch.no_grad():
         target.use_mla_kv(False)
         wanted = target(rows).hidden.flatten(0, 1) if final is None else final.to(rows.device, target.dtype)

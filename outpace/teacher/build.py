@@ -205,7 +205,7 @@ def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
         old, new = getattr(meta, name), getattr(wanted, name)
         if old != new:
             raise StoreError(
-                f"{folder} was begun with {name} {old}, this build has {new}: give what it was begun "
+                f"{folder} was started with {name} {old}, this build has {new}: give what it was started "
                 "with, or another folder"
             )
     # the recipe of a JSON file has lists where ours has tuples
@@ -215,7 +215,7 @@ def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
     if keys:
         differing = ", ".join(f"{k} {old_recipe.get(k)} (now {new_recipe.get(k)})" for k in keys)
         raise StoreError(
-            f"{folder} was begun with {differing}: give the settings it was begun with, or another folder"
+            f"{folder} was started with {differing}: give the settings it was started with, or another folder"
         )
     return list(meta.shards)
 

@@ -1,9 +1,9 @@
 """The teacher cache on disk: a folder of safetensors shards under one meta.json; write, open, read, verify.
 
 meta.json                what the cache belongs to, how it was made, and each shard's size and sha256
-shard-00000.safetensors  S samples whose texts hold R tokens in all:
+shard-00000.safetensors  S samples where the texts hold R tokens in all:
     tokens         [R] int32           the texts (prompt, then response) one after another
-    aux            [R, n, C]           bfloat16, or float8_e4m3fn beside ..
+    aux            [R, n, C]           bfloat16, or float8_e4m3fn alongside ..
     aux_scale      [R, n] float32      .. its scale: one per token and layer
     final          [R, C]              as aux, where asked for: the state after the final norm, ..
     final_scale    [R] float32         .. and its scale; row t is what the head reads to predict token t + 1
@@ -33,11 +33,11 @@ FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 FP8_LARGEST = 448.0
 OPEN_SHARDS = 64  # memory maps held at once
-REBUILD = "delete it and run the same `teacher build` again, which makes the missing shard anew"
+REBUILD = "delete it and run the same `teacher build` again, which makes the missing shard again"
 
 
 class StoreError(ValueError):
-    """A teacher cache that is damaged, unfinished or another target's; the message names the mend."""
+    """A teacher cache that is damaged, unfinished or another target's; the message names the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherMeta:
-    """meta.json. `recipe` is what the build was asked for; `planned_samples` what it will hold when done."""
+    """meta.json. `recipe` is what the build was asked for; `planned_samples` its size when done."""
 
     format_version: int
     target_fingerprint: str
@@ -91,7 +91,7 @@ class TeacherMeta:
 @dataclass(frozen=True)
 class TeacherSample:
     """One text at one offset. `aux` is strided as it is stored, [T, n, C]; the loss belongs to
-    positions >= prompt_length. `target.logits(final[t])` is what the target said of token t + 1."""
+    positions >= prompt_length. `target.logits(final[t])` is the target's output of token t + 1."""
 
     tokens: Tensor  # [T] int64
     prompt_length: int
@@ -167,13 +167,13 @@ def read_meta(folder: Path | str) -> TeacherMeta:
         if version > FORMAT_VERSION:
             raise StoreError(
                 f"{path} has format version {version}; this Outpace reads up to {FORMAT_VERSION}: "
-                "upgrade it, or build the cache anew in another folder"
+                "upgrade it, or build the cache again in another folder"
             )
         data["target_layer_ids"] = tuple(data["target_layer_ids"])
         data["shards"] = tuple(Shard(**shard) for shard in data["shards"])
         return TeacherMeta(**data)
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is not a teacher cache's meta.json ({error!r}): build it anew") from error
+        raise StoreError(f"{path} is not a teacher cache's meta.json ({error!r}): build it again") from error
 
 
 class TeacherCache:
@@ -209,7 +209,7 @@ class TeacherCache:
         if tokenizer not in (None, meta.tokenizer_sha256):
             raise StoreError(
                 f"{folder} was made with another tokenizer: sha256 {meta.tokenizer_sha256[:16]}.., "
-                f"not {str(tokenizer)[:16]}..; use the one it was made with, or build it anew"
+                f"not {str(tokenizer)[:16]}..; use the one it was made with, or build it again"
             )
         if layer_ids is not None and tuple(layer_ids) != meta.target_layer_ids:
             raise StoreError(
@@ -269,7 +269,7 @@ class TeacherCache:
                 result = hashlib.file_digest(file, "sha256").hexdigest()
             if result != shard.sha256:
                 raise StoreError(
-                    f"{path} was altered: its sha256 is {result[:16]}.., meta.json says "
+                    f"{path} was altered: its sha256 is {result[:16]}.., meta.json states "
                     f"{shard.sha256[:16]}..; {REBUILD}"
                 )
         return self.meta.nbytes
@@ -292,10 +292,10 @@ class TeacherCache:
 def _check_size(folder: Path, shard: Shard) -> None:
     path = folder / shard.file
     if not path.is_file():
-        raise StoreError(f"{path} is missing: run the same `teacher build` again, which makes it anew")
+        raise StoreError(f"{path} is missing: run the same `teacher build` again, which makes it again")
     size = path.stat().st_size
     if size != shard.nbytes:
-        raise StoreError(f"{path} holds {size:,} bytes, meta.json says {shard.nbytes:,}: {REBUILD}")
+        raise StoreError(f"{path} holds {size:,} bytes, meta.json states {shard.nbytes:,}: {REBUILD}")
 
 
 class _OpenShard:

@@ -1,4 +1,4 @@
-"""A chat with one model: what was said -> a prompt, and the tokens of an answer -> parts that people read."""
+"""The chat format of a model: messages to a prompt, generated tokens to readable parts."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,9 +8,9 @@ CALL, OTHER = "call", "other"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPart:
-    """A message of an answer, or what is new of it while it streams.
+    """A message of the output, or what is new of it while it streams.
 
-    `kind`: "final" is the answer; "commentary" is said to the person as well, before calls; "analysis" is
+    `kind`: "final" is the answer; "commentary" is reported to the person as well, before calls; "analysis" is
     thought; "call" goes to the tool `to`; "other" is what the format has no place for. `index` counts the
     messages of one answer. `finished` False: it was cut off.
     """
@@ -26,7 +26,7 @@ class ChatPart:
 
 
 class ChatFormat(Protocol):
-    """What was said so far, in a model's own format. An answer is fed in after `prompt`, then ended."""
+    """What was stated so far, in a model's own format. An answer is fed in after `prompt`, then ended."""
 
     @property
     def stop(self) -> frozenset[int]: ...
@@ -40,11 +40,11 @@ class ChatFormat(Protocol):
         ...
 
     def take_back(self) -> None:
-        """Forget what the person said last."""
+        """Forget what the person stated last."""
         ...
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         ...
 
     def prompt(self) -> list[int]:
@@ -56,5 +56,5 @@ class ChatFormat(Protocol):
         ...
 
     def end(self) -> list[ChatPart]:
-        """The answer is over, complete or not; -> all of it. What was said becomes history."""
+        """The answer is over, complete or not; -> all of it. What was stated becomes history."""
         ...

@@ -23,11 +23,11 @@ SETTINGS = {
 def parse_conversation(value: Any, *, system: System | None = None) -> Conversation:
     """A conversation from decoded JSON: an object with `messages`, or the list of messages itself.
 
-    Beside `messages`: `tools` (OpenAI's list of functions), `reasoning` (low, medium, high), `system` (an
+    Alongside `messages`: `tools` (OpenAI's list of functions), `reasoning` (low, medium, high), `system` (an
     object of settings) and `developer` (an object with instructions and tools). Other keys are the data
     set's own and are ignored, unless they look like one of these misspelt.
 
-    `system` is the system message of a conversation that says nothing of it, and what its settings
+    `system` is the system message of a conversation that states nothing of it, and what its settings
     replace; with None such a conversation has no system message.
 
     - system and developer messages before all others are the instructions; later ones stay where they
@@ -67,7 +67,7 @@ def parse_tools(value: Any, place: str = "tools") -> tuple[Tool, ...]:
         where = f"{place}[{i}]"
         tool = an_object(tool, where)
         if tool.get("type", "function") != "function":
-            fail(where, f"type {tool['type']!r}: only functions; built-in tools stand in system.tools")
+            fail(where, f"type {tool['type']!r}: only functions; built-in tools are in system.tools")
         function = an_object(tool.get("function", tool), f"{where}.function")
         name = string(function, "name", where)
         if not name:
@@ -84,7 +84,7 @@ def parse_tools(value: Any, place: str = "tools") -> tuple[Tool, ...]:
 
 
 class _Settings:
-    """What a conversation says before its first message."""
+    """What a conversation states before its first message."""
 
     def __init__(self, system: System | None) -> None:
         self.system = system
@@ -97,7 +97,7 @@ class _Settings:
         return Developer(instructions=message or None, tools=self.tools) if message or self.tools else None
 
     def read(self, value: JsonValue) -> None:
-        """The settings beside `messages`."""
+        """The settings alongside `messages`."""
         for key, part in (("system", self._system), ("developer", self._developer)):
             match value.get(key):
                 case None:

@@ -13,7 +13,7 @@ from outpace.text.tokenizer import PIECES, check_vocabulary, parse_tokenizer, pl
 KEY = "tokenizer.ggml."
 WHOLE = "tokenizer.huggingface.json"  # the GGUF specification's key for a whole tokenizer.json
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
-# Rules that no GGUF name stands for, and the name whose rule comes nearest. Of the embedded tokenizer's,
+# Rules that no GGUF name means, and the name where the rule comes nearest. Of the embedded tokenizer's,
 # `llama-bpe` differs only where an apostrophe that follows a letter, a digit or nothing opens a word that
 # begins like a contraction: r'test' is cut r|'test here, r|'t|est there.
 NEAREST: dict[tuple[str, ...], str] = {(PIECES,): "llama-bpe"}
@@ -91,7 +91,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
 
     The pre-tokenizer's name is found by its regexes. Where none fits exactly, `pre` must name the
     nearest, and the whole tokenizer.json goes along: this package reads that, llama.cpp cuts texts by the
-    named rule. Raises ValueError, naming what stands in the way.
+    named rule. Raises ValueError, naming what is in the way.
     """
     check_vocabulary(tokenizer, vocab_size)
     data = json.loads(tokenizer.to_str())
@@ -103,7 +103,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
     name = pre or (exact[0] if exact else NEAREST.get(rule.splits))
     if name is None:
         raise ValueError(
-            f"no GGUF name stands for the tokenizer's pre-tokenizer {list(rule.splits)}: say which is "
+            f"no GGUF name means the tokenizer's pre-tokenizer {list(rule.splits)}: say which is "
             f"nearest, pre= one of {', '.join(sorted(NAMED))}"
         )
     pre_tokenizer_named(name)
@@ -220,8 +220,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
 
 
 def _surround(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Put the begin and end tokens around a text, where the file says so. Where it says nothing, kinds of
-    vocabulary that were always used with a begin token get one."""
+    """Put the begin and end tokens around a text, where the file reports it. Where it states nothing, kinds
+    of vocabulary that were always used with a begin token get one."""
     ids = special_ids(metadata)
     name = _typed(metadata, "pre", str, "default")
     usual = metadata[f"{KEY}model"] == "llama" or (name in NAMED and NAMED[name].bos)
@@ -267,7 +267,7 @@ def _merges_reach_all(values: dict[str, Any]) -> bool:
 
 
 def _can_say(values: dict[str, Any]) -> bool:
-    """False for what a tokenizer.json says and `tokenizer.ggml.*` has no words for."""
+    """False for what a tokenizer.json states and `tokenizer.ggml.*` has no words for."""
     kinds = ["lstrip", "rstrip", "single_word"] + (["normalized"] if values["normalizer"] else [])
     odd_model = ("unk_token", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     return not (

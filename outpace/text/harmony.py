@@ -23,7 +23,7 @@ class Mark(StrEnum):
     CONSTRAIN = "<|constrain|>"
     MESSAGE = "<|message|>"
     END = "<|end|>"  # of a message
-    RETURN = "<|return|>"  # of an answer: the model is done
+    RETURN = "<|return|>"  # of the output: the model is done
     CALL = "<|call|>"  # of a call: the tool's result is wanted
 
 
@@ -42,8 +42,8 @@ def render(
 
     `drop_analysis` leaves out the analysis of turns that were answered (`kept`). `generation_prompt` ends
     with `<|start|>assistant`, for the model to go on. `recipient_in`: a call's header may name the
-    recipient beside the role, as the reference library and the published chat template write it, or
-    beside the channel, as the model itself mostly does.
+    recipient next to the role, as the reference library and the published chat template write it, or
+    next to the channel, as the model itself mostly does.
     """
     return "".join(_pieces(conversation, drop_analysis, generation_prompt, recipient_in))
 
@@ -67,8 +67,8 @@ def kept(messages: Sequence[Message], *, answering: bool = True) -> list[Message
     tools and their results) of turns that ended with an answer. A turn that is still calling tools keeps
     its thoughts.
 
-    `answering` says that the next thing is a new message of the assistant. Without it, an answer that
-    stands last ends a turn that is being looked at, and keeps its thoughts as well.
+    `answering` states that the next thing is a new message of the assistant. Without it, an answer that
+    is last ends a turn that is being looked at, and keeps its thoughts as well.
     """
     answers = [i for i, message in enumerate(messages) if message.is_answer]
     if not answering and answers and answers[-1] == len(messages) - 1:
@@ -199,7 +199,7 @@ class HarmonyTokens:
         return ids if self._added.isdisjoint(ids) else encode(self._ordinary, text)
 
     def text_bytes(self, token: int) -> bytes | None:
-        """The bytes a token stands for; None for a special token, and for an id the tokenizer lacks."""
+        """The bytes per token means; None for a special token, and for an id the tokenizer lacks."""
         if token in self._added or not 0 <= token < 2**32:
             return None
         name = self.tokenizer.id_to_token(token)

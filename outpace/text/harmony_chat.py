@@ -13,7 +13,7 @@ from outpace.text.messages import ANALYSIS, COMMENTARY, FINAL, Conversation, Dev
 class HarmonyChat:
     """`talk.Talk` in Harmony.
 
-    Of an answer that was cut off, the history keeps what the person was told, and neither half a thought
+    Of the output that was cut off, the history keeps what the person was told, and neither half a thought
     nor half a call: the next answer would go on from there.
     """
 

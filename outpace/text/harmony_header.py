@@ -15,7 +15,7 @@ class HeaderRead:
 @dataclass
 class HarmonyHeader:
     """The parts between `<|start|>` and `<|message|>`: the first belongs to the role, each further one to
-    the mark before it. With `role`, that word was said before the first token came."""
+    the mark before it. With `role`, that word was generated before the first token came."""
 
     role: str | None = None
     parts: list[tuple[Mark | None, bytearray]] = field(default_factory=lambda: [(None, bytearray())])
@@ -39,7 +39,7 @@ class HarmonyHeader:
         self.parts.append((mark, bytearray()))
 
     def parse(self) -> HeaderRead:
-        """The header before `<|message|>`. A recipient (to=..) may stand beside the role or the channel, a
+        """The header before `<|message|>`. A recipient (to=..) may are next to the role or the channel, a
         content type after the recipient, after the channel or after `<|constrain|>`."""
         read = _Reading(list(self.faults))
         for mark, text in self.parts:
@@ -122,7 +122,7 @@ class _Reading:
         )
 
     def _author(self, words: list[str], known: str | None) -> list[str]:
-        """Takes the author, where no one said it before; -> the other words."""
+        """Takes the author, where no one stated it before; -> the other words."""
         if known is not None:
             self.role = known
             return words[1:] if words[:1] == [known] else words

@@ -11,8 +11,8 @@ from outpace.text.messages import Message
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A message as it was said. `end`: the token that ended it, None where it was cut off. `faults`: what
-    was not as the format wants it; such a message is a guess."""
+    """A message as it was stated. `end`: the token that ended it, None where it was cut off. `faults`: what
+    was not as the format wants it; such a message is a draft token."""
 
     message: Message
     end: Mark | None
@@ -25,7 +25,7 @@ class Parsed:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The next whole characters of message `index`, whose header (a Message without content) is known."""
+    """The next whole characters of message `index`; its header (a Message without content) is known."""
 
     index: int
     header: Message
@@ -34,7 +34,7 @@ class Delta:
 
 @dataclass
 class _Open:
-    """A message whose content is being read. Bytes of a character that has not all come yet wait in
+    """A message where the content is being read. Bytes of a character that has not all come yet wait in
     `decoder`; what can be no character becomes U+FFFD."""
 
     header: Message
@@ -46,11 +46,11 @@ class _Open:
 
 
 class HarmonyParser:
-    """Reads what a model says after a prompt that ended with `<|start|>assistant` (where the prompt said
-    more of the message than that, feed it first), or, with role None, a text from its `<|start|>` on.
+    """Reads what a model generates after a prompt that ended with `<|start|>assistant` (where the prompt
+    stated more of the message than that, feed it first), or, with role None, a text from its `<|start|>` on.
 
     Whatever comes, nothing raises, no special token gets into a text, and no text gets lost: what is
-    out of place is kept as a message with `faults` and, unless a header said otherwise, no channel, so
+    out of place is kept as a message with `faults` and, unless a header stated otherwise, no channel, so
     that it is never taken for an answer. With `strict` the first fault raises ValueError, which names
     the token's number (the first is 0).
 
@@ -99,7 +99,7 @@ class HarmonyParser:
 
     def finish(self) -> list[Parsed]:
         """All messages. One that was cut off comes last, with `end` None; what had come of a character
-        that is cut in two is left out. May be called again, and tokens may follow: those begin anew."""
+        that is cut in two is left out. May be called again, and tokens may follow: those begin again."""
         if self._open is not None:
             self._keep(None)
         elif self._header is not None and self._header.unparsed:
@@ -169,7 +169,7 @@ class HarmonyParser:
         self._open = None
 
     def _drop_header(self, end: Mark | None) -> None:
-        """A header that ends without `<|message|>`: what it holds is text that lost its place."""
+        """A header that ends without `<|message|>`: its content is misplaced text."""
         header, self._header = self._header, None
         if header is None:
             return

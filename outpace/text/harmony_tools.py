@@ -11,7 +11,7 @@ NUMBERS = {"integer": "number"}  # by JSON schema's name, where TypeScript has a
 
 
 def tools_section(namespaces: list[Namespace]) -> str:
-    """`# Tools` and all namespaces, as it stands in a system or developer message (openai/harmony,
+    """`# Tools` and all namespaces, as it is in a system or developer message (openai/harmony,
     docs/format.md). Byte for byte what openai_harmony 0.0.8 writes, its line breaks in comments included."""
     return "\n\n".join(["# Tools", *map(_namespace, namespaces)])
 
@@ -34,7 +34,7 @@ def _function(tool: Tool) -> list[str]:
 
 
 def _type(schema: Any, indent: str) -> str:
-    """What a schema says, as a type; `any` where the format has no word for it (anyOf, $ref, ..)."""
+    """What a schema states, as a type; `any` where the format has no word for it (anyOf, $ref, ..)."""
     if not isinstance(schema, dict):
         return "any"
     if isinstance(variants := schema.get("oneOf"), list):
@@ -88,7 +88,7 @@ def _property(name: str, schema: Any, optional: str, indent: str) -> str:
 
 
 def _property_of_variants(name: str, schema: Schema, optional: str, indent: str) -> str:
-    """A line for every variant; a remark that stands above all of them is not said again."""
+    """A line for every variant; a remark that is above all of them is not repeated."""
     variants, value = schema["oneOf"], _described(schema)
     above = value is not None and (not variants or _described(variants[0]) != value)
     comments = [value if above else None, _default(schema)]
@@ -116,7 +116,7 @@ def _described(schema: Any) -> str | None:
 
 
 def _default(schema: Any, quoted: bool = False) -> str | None:
-    """`default: 20`. A word of an enum stands bare, except where `quoted`."""
+    """`default: 20`. A word of an enum is bare, except where `quoted`."""
     if not isinstance(schema, dict) or "default" not in schema:
         return None
     value, words = schema["default"], schema.get("enum")

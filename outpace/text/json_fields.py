@@ -1,4 +1,4 @@
-"""Fields of a JSON object by type; what is wrong is said with its place: messages[2].content."""
+"""Fields of a JSON object by type; what is wrong is reported with its place: messages[2].content."""
 
 import json
 from typing import Any, NoReturn
@@ -68,5 +68,5 @@ def _part(part: Any, place: str) -> str:
         case {"type": named, "text": str(found)} if named in TEXT_PARTS:
             return found
         case {"type": named}:
-            fail(place, f"a part of type {named!r}: only text can stand here")
+            fail(place, f"a part of type {named!r}: only text can be here")
     fail(place, f"a part with type and text is wanted, not {kind(part)}")

@@ -1,4 +1,4 @@
-"""What a chat is made of: settings, tools and messages; frozen, checked when made, of no one format."""
+"""Parts of a chat: settings, tools and messages; frozen, checked when made, of no one format."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,10 +10,10 @@ ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message. What stands in its header (all but `content`) is one word each, or None for absent.
+    """One message. What is in its header (all but `content`) is one word each, or None for absent.
 
     `recipient`: who is addressed, such as `functions.get_weather`; an assistant's message with one is a
-    call. `content_type` says what a call's content is written in; `constrained`: it was announced by
+    call. `content_type` states what a call's content is written in; `constrained`: it was announced by
     `<|constrain|>`. `name`: a tool's full name (a tool must have one), or which of several users speaks.
     `supervised` False: training data holds this message, but a model shall not learn to say it.
 

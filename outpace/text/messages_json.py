@@ -60,7 +60,7 @@ class MessageReader:
         self.done.append(_message(value, place, role=role, content=content))
 
     def place_waiting(self) -> None:
-        """Calls whose results never came."""
+        """Calls where the results never came."""
         self.done += [call.message for call in self.waiting]
         self.waiting = []
 
@@ -71,7 +71,7 @@ class MessageReader:
         if len(thoughts) > 1:
             fail(place, f"{' and '.join(k for k in THOUGHTS if value.get(k))} differ: keep one of them")
         if content is None and not thoughts and not calls:
-            fail(place, "neither content nor thinking nor tool_calls: the assistant says nothing")
+            fail(place, "neither content nor thinking nor tool_calls: the assistant generates nothing")
         weight = {"weight": value.get("weight")}
         for thought in thoughts:
             self.done.append(_message(weight, place, role="assistant", content=thought, channel=ANALYSIS))
@@ -151,7 +151,7 @@ def _full_name(name: str) -> str:
 
 
 def _message(value: JsonValue, place: str, **known: Any) -> Message:
-    """`known`, and over it what `said` holds of a header."""
+    """`known`, updated with the header fields in `text`."""
     header = {key: word for key in ("channel", "recipient", "name") if (word := string(value, key, place))}
     if header.get("recipient") == "all":
         del header["recipient"]

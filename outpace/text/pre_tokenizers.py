@@ -1,8 +1,8 @@
 """Pre-tokenizers by the names that GGUF files give them: how a text is cut before BPE merges the cuts.
 
-A GGUF file names its rule in `tokenizer.ggml.pre` and does not hold it. The names, and what they stand
+A GGUF file names its rule in `tokenizer.ggml.pre` and does not hold it. The names, and what they are
 for, are llama.cpp's (src/llama-vocab.cpp). Where llama.cpp approximates what a model's own tokenizer.json
-says, the rule here is the model's: letter case outside ASCII and whole-word tokens in `gpt-4o`, letter
+states, the rule here is the model's: letter case outside ASCII and whole-word tokens in `gpt-4o`, letter
 case in `tekken`, Unicode NFC in `qwen2`.
 """
 
@@ -139,11 +139,11 @@ NAMED = {
 
 
 def pre_tokenizer_named(name: str) -> PreTokenizer:
-    """Raises ValueError for a name that stands for no rule known here."""
+    """Raises ValueError for a name that means no rule known here."""
     if name not in NAMED:
         raise ValueError(
             f"tokenizer.ggml.pre is {name!r}; known: {', '.join(sorted(NAMED))}. Use the model's safetensors "
-            "folder, whose tokenizer.json holds the rule itself"
+            "folder; its tokenizer.json holds the rule itself"
         )
     return NAMED[name]
 

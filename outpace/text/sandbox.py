@@ -39,7 +39,8 @@ class Overrun(TemplateError):
 
 
 class GenerationBlock(ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training masks; a rendering passes it through."""
+    """`{% generation %}` marks what an assistant stated, for training masks; a rendering passes it
+    through."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -53,7 +54,7 @@ class GenerationBlock(ext.Extension):
 
 
 class PlainNamespace(Namespace):
-    """Jinja's `namespace()`, whose attributes may not be Python's internal ones."""
+    """Jinja's `namespace()`; its attributes may not be Python's internal ones."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -119,7 +120,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
 
     def tick(self, fixed: int = 0) -> None:
-        """One more turn; `fixed`: characters that it may write as they stand in the template."""
+        """One more turn; `fixed`: characters that it may write as they are in the template."""
         self.to_write -= fixed
         if self.to_write < 0:
             raise Overrun(f"the text grows past {MOST_TEXT:,} characters")

@@ -1,4 +1,4 @@
-"""Conversations -> rows of token ids with a loss mask: what gpt-oss would have seen, and what it said."""
+"""Conversations -> rows of token ids with a loss mask: what gpt-oss would have seen, and what it stated."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ LONGEST_LINE = 64 * 2**20  # bytes: what one conversation may take in a file
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRow:
-    """`mask[i]` says that `ids[i]` is the assistant's own: the loss of predicting it from ids[:i] counts.
+    """`mask[i]` states that `ids[i]` is the assistant's own: the loss of predicting it from ids[:i] counts.
 
     `turn`: which of the conversation's turns is learned, from 0. `line`: where in its file the
-    conversation stands, from 1; 0 where there is no file.
+    conversation is, from 1; 0 where there is no file.
     """
 
     ids: list[int]
@@ -51,7 +51,7 @@ class TrainingRow:
 def rows(
     conversation: Conversation, tokens: HarmonyTokens, *, recipient_in: RecipientIn = "role", line: int = 0
 ) -> list[TrainingRow]:
-    """One row for every turn in which the assistant says something that shall be learned.
+    """One row for every turn in which the assistant generates something that shall be learned.
 
     A turn ends with an answer (a message on the final channel). Its row is the prompt as the model would
     have had it, with the analysis of earlier turns dropped, and then the whole turn. Earlier turns are

@@ -14,7 +14,7 @@ THINK = ("<think>", "</think>")
 
 
 class TemplateChat:
-    """`talk.Talk` by a chat template (text/template.py). What stands between `<think>` and `</think>`, where
+    """`talk.Talk` by a chat template (text/template.py). What is between `<think>` and `</think>`, where
     the model has such tokens, is analysis, and is given back to the template as `reasoning_content`."""
 
     def __init__(

@@ -54,7 +54,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """The `tokenizer.json` of a checkpoint folder. Raises ValueError where it is missing or damaged."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no tokenizer.json: copy the target's beside its weights")
+        raise ValueError(f"{folder} holds no tokenizer.json: copy the target's next to its weights")
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(
             f"{path} has {path.stat().st_size / 2**20:.0f} MiB, the limit is {MOST_BYTES >> 20}: "

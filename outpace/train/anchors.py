@@ -92,7 +92,7 @@ def pack(
         labels = tokens[at[:, 1:].clamp(max=len(tokens) - 1)].masked_fill(~valid, 0)
         aux = row.aux[:, :end] if features is None else row.aux[list(features), :end]
         context = torch.arange(end) + row.offset
-        # the anchors once more, as Layout.seen: a block sees what stands before its anchor
+        # the anchors once more, as Layout.seen: a block sees what is before its anchor
         pieces.append(
             (tokens[anchors], at + row.offset, labels, valid, aux.transpose(0, 1), context, anchors)
         )

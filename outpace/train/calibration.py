@@ -8,8 +8,9 @@ GRID = tuple(2 ** (i / 8) for i in range(-16, 17))  # 1/4 .. 4
 
 
 def expected_error(value: Tensor, was: Tensor) -> float:
-    """The expected calibration error of chances `said` [S] against what `was` [S] bool: over bins of equal
-    width, how far the mean chance lies from the share that came true, weighed by how many fall there."""
+    """The expected calibration error of predicted probabilities [S] against outcomes [S] bool: over bins of
+    equal width, how far the mean chance lies from the share that came true, weighed by how many fall
+    there."""
     at = (value * BINS).long().clamp(0, BINS - 1)
     gap = torch.zeros(BINS).index_add_(0, at, value.float() - was.float())
     return (gap.abs().sum() / max(1, len(value))).item()

@@ -100,7 +100,7 @@ def train_dflash(
     """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
 
     `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
-    every `eval_every` steps. `init`: a draft to start from; its own sizes then stand, not the recipe's, and
+    every `eval_every` steps. `init`: a draft to start from; its own sizes then apply, not the recipe's, and
     the recipe's are the block, the window and the parts that it adds. `started_from`: that draft's
     provenance. When the last step is done, folder/draft holds the draft in our format and provenance.json.
     Raises ValueError where cache, target and recipe do not fit.

@@ -16,12 +16,12 @@ from outpace.train.anchors import Packed
 from outpace.train.dflash_recipe import DFlashRecipe
 from outpace.train.losses import LossRows, block_losses, block_weights, default_gamma
 
-ROWS = 1024  # whose candidates are looked at together
+ROWS = 1024  # where the candidates are looked at together
 
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """loss: a scalar with its gradient to come; hits [A, n] bool: where the draft says the label, its
+    """loss: a scalar with its gradient to come; hits [A, n] bool: where the draft states the label, its
     predecessor given; more: for the log."""
 
     loss: Tensor
@@ -67,7 +67,7 @@ class Objective:
             head = torch.cat((head, w2.to(head.dtype)), dim=-1)
         final = None if packed.final is None else packed.final.flatten(0, 1).to(self.head.dtype)
         theirs = None if final is None else self.head
-        selector = draft.candidate_selector  # never beside a Markov head: its candidates are of these logits
+        selector = draft.candidate_selector  # never next to a Markov head: its candidates are of these logits
         top = 0 if selector is None else selector.top_k
         rows = block_losses(recipe.loss, given, head, labels, final, theirs, top=top)
         known, shape = (labels >= 0) & packed.valid.flatten(), packed.valid.shape
@@ -114,8 +114,8 @@ class Objective:
         return selector.scores(previous, ids, values, selector.hidden_projection(states))
 
     def confident(self, states: Tensor, previous: Tensor, hits: Tensor, rows: LossRows) -> Tensor:
-        """Binary cross-entropy per row. The states learn nothing from it: what is said of a guess shall not
-        change the guess."""
+        """Binary cross-entropy per row. The states learn nothing from it: what is stated about a draft token
+        shall not change the draft token."""
         draft = self.draft
         assert draft.confidence_head is not None
         parts = draft.candidate_selector, draft.markov_head
@@ -142,8 +142,8 @@ def _leading(hits: Tensor) -> float:
 
 @torch.no_grad()
 def served_guesses(draft: DFlash, head: Head, hidden: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """hidden [A, B, C] -> hits and sure [A, n]: what serving would guess after the true predecessors, through
-    the code that serves."""
+    """hidden [A, B, C] -> hits and sure [A, n]: what serving would predict after the true predecessors,
+    through the code that serves."""
     states, previous = hidden[:, 1:].flatten(0, 1)[:, None], predecessors(packed).flatten()
     items = []
     for i in range(0, len(states), ROWS):

@@ -1,4 +1,4 @@
-"""A DFlash draft of any size and how to train it: the recipe, where a draft begins, what it can say."""
+"""A DFlash draft of any size and how to train it: the recipe, the initial weights, the draft vocabulary."""
 
 import math
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class DFlashRecipe(TrainingRecipe):
     sliding_window: int = 0  # of every layer; 0: they see all of the context
     target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; () is all of them
     anchors: int = 128  # of a row
-    rounds: bool = False  # they stand where decoding's rounds would begin (train/rounds.py), not anywhere
+    rounds: bool = False  # they are where decoding's rounds would begin (train/rounds.py), not anywhere
     loss: str = "ce"  # of train/losses.py: ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
     weights: str = "dpace"  # of the positions of a block: dpace, dpace-soft, decay, auf, flat
     alpha: float = 0.5  # D-PACE's smoothing
@@ -45,14 +45,16 @@ class DFlashRecipe(TrainingRecipe):
     mask_token: str | None = "<|MASK|>"  # None: a learned mask_embedding
     causal: bool = False  # no slot of a block sees what follows it (JetSpec)
     conv: int = 0  # taps of the convolutions around every sublayer (DFlash 2: 2); 0: none
-    selector: int = 0  # rank of the selector over the 16 likeliest candidates (DFlash 2: 256); 0: none
+    selector: int = 0  # rank of the selector over the 16 most probable candidates (DFlash 2: 256); 0: none
     selector_weight: float = 1.0  # of its loss
     markov: int = 0  # rank of the Markov head (DSpark: 256); 0: none
     markov_gated: bool = False
-    confidence: bool = False  # a head that says how sure a guess is (DSpark)
+    confidence: bool = False  # a head that states how sure a draft token is (DSpark)
     confidence_weight: float = 1.0  # of its loss
-    confident: str = "match"  # learns where guesses are right; "overlap": 1 - TV, which needs final states
-    draft_vocab: int = 0  # the draft can say the so many commonest tokens of the cache; 0: all
+    confident: str = (
+        "match"  # learns where draft tokens are right; "overlap": 1 - TV, which needs final states
+    )
+    draft_vocab: int = 0  # the draft can say the so-many commonest tokens of the cache; 0: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +79,7 @@ class DFlashRecipe(TrainingRecipe):
         return needs_target(self.loss) or self.weights == "dpace-soft" or overlap
 
     def config(self, target: Decoder, tokenizer: Tokenizer, held: tuple[int, ...]) -> DFlashConfig:
-        """`held`: the layers whose states the cache holds. Raises ValueError where the mask token is not
+        """`held`: the layers where the states the cache holds. Raises ValueError where the mask token is not
         in the vocabulary."""
         theirs = target.config
         mask = None if self.mask_token is None else tokenizer.token_to_id(self.mask_token)
@@ -146,7 +148,7 @@ def init_dflash(config: DFlashConfig, seed: int) -> DFlash:
 
 
 def continued(config: DFlashConfig, init: DFlash, seed: int) -> DFlash:
-    """`init` with the parts that `config` adds: until they learn, it guesses what it did."""
+    """`init` with the parts that `config` adds: until they learn, it proposes what it did."""
     draft = DFlash(config)
     draft.reset_parts(seeded(seed, 3))
     missing, left = draft.load_state_dict(init.state_dict(), strict=False)

@@ -93,13 +93,14 @@ class TrainingRecipe:
         if not result:
             within = f" within row_tokens {self.row_tokens}" if self.row_tokens else ""
             raise ValueError(
-                f"none of {trained} cached rows has a guess to learn from: that takes a response of at least "
+                f"none of {trained} cached rows has a draft token to learn from: that takes a response of "
+                f"at least "
                 f"two tokens{within}"
             )
         return result
 
     def _with_guesses(self, cache: Teacher, samples: range) -> list[int]:
-        """A step of none but rows without a guess would end a long run."""
+        """A step of none but rows without a draft token would end a long run."""
         items = []
         for i in samples:
             tokens, prompt_length = cache.text(i)
@@ -179,7 +180,7 @@ def optimizers(
 
 
 def rows_of_step(step: int, recipe: TrainingRecipe, size: int) -> list[int]:
-    """The step's rows of an endless walk over `size` samples, shuffled anew every epoch."""
+    """The step's rows of an endless walk over `size` samples, shuffled again every epoch."""
     items = []
     for n in range(step * recipe.rows, (step + 1) * recipe.rows):
         epoch, i = divmod(n, size)
@@ -243,7 +244,7 @@ def measure_tau(draft: Draft, target: Decoder, prompts: list[list[int]], new_tok
 def provenance(
     recipe: TrainingRecipe, config: Any, target: Decoder, cache: Teacher, folder: Path
 ) -> dict[str, Any]:
-    """What provenance.json says: enough to make this draft again, and to know whose it is."""
+    """What provenance.json states: enough to make this draft again, and to know where the it is."""
     lines = [json.loads(line) for line in log_lines(folder)]
     return {
         "recipe": asdict(recipe),
@@ -261,7 +262,7 @@ def provenance(
 
 
 def origin(target: Decoder, cache: Teacher) -> dict[str, Any]:
-    """Whose draft it is, and from what it was made by what."""
+    """Where the draft it is, and from what it was made by what."""
     meta = asdict(cache.meta) if is_dataclass(cache.meta) else vars(cache.meta)
     return {
         "target_fingerprint": fingerprint(target),
@@ -290,6 +291,6 @@ def _git_describe() -> str | None:
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
-    """What stands beside a published target; None where nothing does."""
+    """What is next to a published target; None where nothing does."""
     path = folder / "provenance.json"
     return json.loads(path.read_text()) if path.is_file() else None

@@ -48,10 +48,10 @@ class Eagle3Recipe(TrainingRecipe):
     norm_before_residual: bool = False
     norm_output: bool = False  # EAGLE-3.1
     fc_norm: bool = False  # EAGLE-3.1
-    parallel: bool = False  # P-EAGLE: all guesses in one pass
-    mask_token: str | None = None  # of P-EAGLE's guesses after the first; None: a learned mask_embedding
-    steps_ahead: int = 7  # guesses in a row that are trained
-    decay: float = 0.8  # a guess of step j weighs decay^j
+    parallel: bool = False  # P-EAGLE: all draft tokens in one pass
+    mask_token: str | None = None  # of P-EAGLE's draft tokens after the first; None: a learned mask_embedding
+    steps_ahead: int = 7  # draft tokens in a row that are trained
+    decay: float = 0.8  # a draft token of step j weighs decay^j
     keep: float = 1.0  # of the indices, step j runs keep^j (at least 0.2): P-EAGLE's 0.8
     loss: str = "kl"  # ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
     recompute: bool = False  # layers are run again in the backward: less memory, a third more work
@@ -60,7 +60,7 @@ class Eagle3Recipe(TrainingRecipe):
         super().__post_init__()
         parse_loss(self.loss)
         if self.steps_ahead < 1:
-            raise ValueError(f"steps_ahead {self.steps_ahead}: at least one guess is trained")
+            raise ValueError(f"steps_ahead {self.steps_ahead}: at least one draft token is trained")
         if self.draft_vocab < 0:
             raise ValueError(f"draft_vocab {self.draft_vocab}: a count of tokens, or 0 for all")
         for name in ("decay", "keep"):
@@ -74,8 +74,8 @@ class Eagle3Recipe(TrainingRecipe):
         return needs_target(self.loss)
 
     def config(self, target: Decoder, tokenizer: Tokenizer, held: tuple[int, ...]) -> Eagle3Config:
-        """`held`: the layers whose states the cache holds. Raises ValueError where the mask token is not in
-        the vocabulary."""
+        """`held`: the layers where the states the cache holds. Raises ValueError where the mask token is not
+        in the vocabulary."""
         theirs = target.config
         mask = tokenizer.token_to_id(self.mask_token) if self.parallel and self.mask_token else None
         if mask is None and self.parallel and self.mask_token:
@@ -110,7 +110,7 @@ def _check_window(window: int, steps_ahead: int) -> None:
     if 0 < window <= steps_ahead:
         raise ValueError(
             f"sliding_window {window} does not reach back over steps_ahead {steps_ahead}: make it larger, "
-            "or 0 for none; or guess fewer steps ahead"
+            "or 0 for none; or draft token fewer steps ahead"
         )
 
 
@@ -182,8 +182,8 @@ class Course:
 
 
 def metrics_of(unroll_loss: UnrollLoss) -> dict[str, Any]:
-    """`accuracy`, whose accept_len is of the indices that ran every step; and of soft labels the mean chance
-    of acceptance at each."""
+    """`accuracy`; its accept_len is of the indices that ran every step; and of soft labels the mean
+    chance of acceptance at each."""
     value = accuracy(unroll_loss.hits, unroll_loss.valid)
     if not unroll_loss.run.all():
         whole = unroll_loss.run.all(1)
@@ -209,7 +209,7 @@ def train_eagle3(
     """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
 
     `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
-    every `eval_every` steps. `init`: a draft to start from; its own sizes then stand, not the recipe's.
+    every `eval_every` steps. `init`: a draft to start from; its own sizes then apply, not the recipe's.
     `started_from`: that draft's provenance. When the last step is done, folder/draft holds the draft in
     SGLang's format and provenance.json. Raises ValueError where cache, target and recipe do not fit.
     """

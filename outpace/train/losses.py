@@ -32,7 +32,7 @@ LEAST_ROWS = 128  # of a chunk: fewer, and reading the head costs more than the 
 LOSSES = ("ce", "kl", "tv", "nla", "lk")
 WEIGHTS = ("dpace", "dpace-soft", "decay", "auf", "flat")
 ETA = 3.0  # of lk: where alpha is near 0 it is KL, at alpha 1 nearly TV
-LEAST_ALPHA = 1e-30  # under it the logarithm, and the gradient of nla, stand still
+LEAST_ALPHA = 1e-30  # under it the logarithm, and the gradient of nla, are still
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class _SumRows:
         return (slice(i, i + self.size) for i in range(0, len(self.states), self.size))
 
     def chunk(self, part: slice, best: Tensor | None = None) -> "_Chunk":
-        """`best` [n, k]: where the k likeliest of these rows are written."""
+        """`best` [n, k]: where the k most probable of these rows are written."""
         z = (self.states[part] @ self.head.T).float()
         if best is not None:
             best[part] = candidates.top_k(z, best.shape[1])[0]

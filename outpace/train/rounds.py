@@ -1,4 +1,4 @@
-"""Anchors where rounds of decoding would begin: a block stands where the guesses of an earlier one ended."""
+"""Training anchors at the positions where decoding steps would begin."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from outpace.ops.blocks import Layout
 
 
 class Rounds:
-    """A round begins at the token that the one before guessed wrong, or at the bonus: at hard places, seldom
-    those that anchors drawn anywhere in a text fall on. So whenever a text is seen again, its blocks stand
-    where those of the last time ended; two that met become one, and the place of the other is drawn anew.
+    """A round begins at the token that the one before proposed wrong, or at the bonus: at hard places, seldom
+    those that anchors drawn anywhere in a text fall on. So whenever a text is seen again, its blocks are
+    where those of the last time ended; two that met become one, and the place of the other is drawn again.
     """
 
     def __init__(self, samples: int, count: int) -> None:

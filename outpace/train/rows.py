@@ -23,7 +23,7 @@ def token_stream(tokenizer: Tokenizer, documents: list[Document], seed: int) -> 
 def rows_of_step(
     stream: np.ndarray, row_tokens: int, rows: int, first: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows `first` .. first+rows of an endless walk over shuffled, non-overlapping windows, whose cut
+    """Rows `first` .. first+rows of an endless walk over shuffled, non-overlapping windows; its cut
     points move every epoch. -> inputs and labels [rows, row_tokens] int64."""
     per_epoch = (len(stream) - 1) // row_tokens - 1
     if per_epoch < 1:

@@ -48,7 +48,7 @@ def warmup_linear(step: int, steps: int, warmup: int, decay: float, floor: float
 
 def keep_heap() -> None:
     """Ask glibc to keep what is freed: by default large blocks go back to the system, and the faults of
-    taking them anew grow to a third of a CPU training step. Elsewhere, does nothing."""
+    taking them again grow to a third of a CPU training step. Elsewhere, does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
@@ -66,7 +66,7 @@ def fit(
 ) -> None:
     """Call update(step) for every step from the last checkpoint to `recipe.steps`, logging what it returns.
 
-    `stateful` names what a checkpoint holds (anything with state_dict and load_state_dict). Metrics
+    `stateful` names the contents of a checkpoint (anything with state_dict and load_state_dict). Metrics
     go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole, so
     that a killed run resumes from the last one and its log is cut back to the same step. A recipe that
     changed since is followed from there on, and the changed fields are named above the bar.
@@ -120,11 +120,11 @@ def _resume(path: Path, log: Path, stateful: dict[str, Any], steps: int) -> tupl
     try:
         saved = torch.load(path, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} cannot be read ({error}): delete it to begin this run anew") from error
+        raise ValueError(f"{path} cannot be read ({error}): delete it to begin this run again") from error
     step: int = saved["step"]
-    other = f"{path} is of another run ({{}}): give this one a folder of its own, or delete it to begin anew"
+    other = f"{path} is of another run ({{}}): give this one another folder, or delete it to begin again"
     if step > steps:
-        raise ValueError(other.format(f"it stands at step {step}, and {steps} are asked for"))
+        raise ValueError(other.format(f"it is at step {step}, and {steps} are asked for"))
     try:
         for name, part in stateful.items():
             part.load_state_dict(saved[name])

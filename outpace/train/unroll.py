@@ -3,7 +3,7 @@
 Index t of a text pairs the target's states at t with token t + 1. Step 0 reads the true feature, step j >= 1
 the draft's own output of step j - 1 at the same index, or P-EAGLE's mask (arXiv 2602.01469); its token is
 t + 1 + j, its rotary position t + j, its label token t + 2 + j. Indices, keys and states do not move from
-step to step: tokens, labels and positions do. `ops/unrolled.py` says whom a query sees.
+step to step: tokens, labels and positions do. `ops/unrolled.py` states whom a query sees.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ KeyValues = list[tuple[Tensor, Tensor]]  # of each layer: k, v [N,K,D]
 
 @dataclass(frozen=True)
 class Texts:
-    """The rows of a step, packed: S tokens, of which N indices begin a guess: those whose token t + 1 is of
-    the response, and t + 2 is there. Index n's first label is of[n + 0], its next of[n + 1], ..: labels and
-    indices of a row are equally many, so label m belongs to token `at[m] + 2`."""
+    """The rows of a step, packed: S tokens, of which N indices begin a draft token: those where the token t
+    + 1 is of the response, and t + 2 is there. Index n's first label is of[n + 0], its next of[n + 1], ..:
+    labels and indices of a row are equally many, so label m belongs to token `at[m] + 2`."""
 
     tokens: Tensor  # [S] int64
     aux: Tensor  # [features, S, C]
@@ -83,7 +83,7 @@ def gather(
         queries.append(queries[-1] + n)
     if not pieces:
         raise ValueError(
-            f"none of {len(rows)} cached rows has a guess: that takes a response of at least two tokens"
+            f"none of {len(rows)} cached rows has a draft token: that takes a response of at least two tokens"
             + (f" within row_tokens {cut}" if cut else "")
         )
     tokens, aux, positions, at, end = (torch.cat(x) for x in zip(*pieces, strict=True))
@@ -221,10 +221,10 @@ class UnrollLoss:
 def unrolled_loss(
     draft: Eagle3, steps: Sequence[UnrollStep], texts: Texts, vocabulary: Vocabulary, kind: str, decay: float
 ) -> UnrollLoss:
-    """The mean over all steps' guesses of the loss `kind`, a guess of step j weighing decay^j.
+    """The mean over all steps' draft tokens of the loss `kind`, a draft token of step j weighing decay^j.
 
-    Guesses that the draft cannot make right have no weight: hard labels (ce alone) outside its vocabulary;
-    with soft labels, places where the target's first choice is outside.
+    Draft tokens that the draft cannot make right have no weight: hard labels (ce alone) outside its
+    vocabulary; with soft labels, places where the target's first choice is outside.
     """
     labels = vocabulary.rows(texts.labels)
     final = texts.final if needs_target(kind) else None
@@ -241,7 +241,7 @@ def unrolled_loss(
         len(steps), device=run.device
     )
     valid = run & (ahead < texts.end[:, None])
-    # a row for every guess that has a weight or may be right, those of one label side by side
+    # a row for every draft token that has a weight or may be right, those of one label side by side
     index, step_of, place = _guesses(steps, valid)
     of = index + step_of
     of, order = of.sort(stable=True)
@@ -265,7 +265,7 @@ def unrolled_loss(
 
 
 def _guesses(steps: Sequence[UnrollStep], valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every valid guess: its index, its step, and its row among all steps' rows."""
+    """Of every valid draft token: its index, its step, and its row among all steps' rows."""
     index = torch.cat([step.chosen for step in steps])
     step_of = torch.cat([torch.full_like(step.chosen, j) for j, step in enumerate(steps)])
     place = valid[index, step_of].nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""outpace bench and outpace tables as typed: which suite takes what, and what is said where it does not."""
+"""`outpace bench` and `outpace tables` as typed: arguments of each suite, and errors."""
 
 import json
 

@@ -156,7 +156,7 @@ def test_texts_are_plain_decodings_where_they_must_be(report):
         if r["temperature"] == 0:
             assert lossless["checked"] == 2 * 10
         elif r["rule"] == "gumbel":
-            assert lossless["checked"] == 2 * 2 * 10  # every repeat has a seed of its own
+            assert lossless["checked"] == 2 * 2 * 10  # every repeat has its own seed
         else:
             assert lossless["checked"] == 0
 
@@ -339,7 +339,7 @@ def test_unequal_data_is_reported():
     assert remarks({"a": about(5, "x"), "b": about(5, "x"), "n": {"kind": "n-gram", "trained": None}}) == []
     value = remarks({"a": about(5, "x"), "b": about(6, "y"), "c": {"kind": "DFlash", "trained": None}})
     assert len(value) == 3
-    assert "no provenance beside the draft of c" in value[0]
+    assert "no provenance next to the draft of c" in value[0]
     assert "teacher caches differ (a: x, b: y)" in value[1] and "tokens differ (a: 5, b: 6)" in value[2]
     looked_up = about(None, "x") | {"kind": "suffix"}
     assert remarks({"a": about(5, "x"), "s": looked_up}) == []  # it is made without steps
@@ -378,5 +378,5 @@ def test_shapes_a_draft_cannot_propose_are_refused(target, tokenizer, drafts, te
 def test_a_width_the_draft_does_not_have_is_refused(target, tokenizer, drafts):
     method = opened(target, tokenizer, drafts, draft="dflash")
     case = Case(method="M", temperature=0.0, rule="match", width=6)
-    with pytest.raises(ValueError, match="width 6: M proposes at most 5 columns"):
+    with pytest.raises(ValueError, match="width 6: M proposes at most 5 positions"):
         methods.run_case(case, target, method)

@@ -143,7 +143,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     [
         ({"contexts": (9, 3)}, "contexts .9, 3.: give counts of tokens, ascending"),
         ({"columns": 0}, "columns 0: it must be at least 1"),
-        ({"tau": 4.0}, "tau 4.0: from 1 to the 3 columns"),
+        ({"tau": 4.0}, "tau 4.0: from 1 to the 3 positions"),
         ({"latent": 0.0}, "latent 0.0: a share of keys and values, above 0"),
         ({"budget": 10}, "partial KV of 10 tokens: sinks and window alone are 20"),
         ({"selector": "best"}, "selector 'best'"),

@@ -1,4 +1,4 @@
-"""What a draft costs against context: the parts are the product's, the variants differ where they must."""
+"""The cost of a draft against context: the parts are the product's, the variants differ where they must."""
 
 import dataclasses
 import io

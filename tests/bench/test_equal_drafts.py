@@ -76,7 +76,7 @@ def test_the_script_trains_what_the_suite_compares():
 
 
 def test_one_budget_for_all(tmp_path):
-    """What the script sets stands in no recipe, so that no recipe can differ in it."""
+    """What the script sets is in no recipe, so that no recipe can differ in it."""
     set_by_script = {"steps", "rows", "seed", "row_tokens", "init"}
     for _, name in TRAINED:
         assert not set_by_script & set(tomllib.loads((RECIPES / f"{name}.toml").read_text()))

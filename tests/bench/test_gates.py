@@ -216,7 +216,7 @@ def test_d_fails_on_a_rule_that_believes_everything(target, prompts, monkeypatch
 
 
 class Echo:
-    """A draft that is right as long as its rope is: the target itself, reading the text anew each round,
+    """A draft that is right as long as its rope is: the target itself, reading the text again each round,
     wrong on every third round."""
 
     block_size, target_layer_ids = BLOCK, ()

@@ -89,7 +89,7 @@ def ways_of_both():
 
 
 def test_bytes_by_hand(report):
-    """128 numbers a layer and token, or 32 of latents; 8 of an index; 48 of 224 tokens are looked at."""
+    """128 numbers per layer and token, or 32 of latents; 8 of an index; 48 of 224 tokens are looked at."""
     rows = {row["name"]: row["memory"] for row in report[0]["rows"]}
     kept = {"plain": 128, "latent KV": 32, "sparse": 136, "latent KV, sparse": 40, "all": 40}
     read = {"plain": 128, "latent KV": 32, "sparse": 8 + 128 * 48 / 224, "all": 8 + 32 * 48 / 224}
@@ -117,7 +117,7 @@ def test_files_and_tables(report):
 
 
 def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_path, monkeypatch):
-    """A row whose text is not its target's plain text is counted."""
+    """A row where the text is not its target's plain text is counted."""
     honest = suite.generate
 
     def wrong(target, prompts, request, draft=None, **more):

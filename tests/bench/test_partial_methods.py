@@ -32,9 +32,9 @@ def test_a_method_with_partial_kv():
     ("message", "error"),
     [
         ({"partial": SAID}, "controllers know full passes alone"),
-        ({"partial": SAID | {"n_retrieval_blocks": 3}}, "`tokens` says how many"),
-        ({"partial": {"block_size": 3}}, "`tokens` says how many"),
-        ({"partial": {"tokens": "many"}}, "`tokens` says how many"),
+        ({"partial": SAID | {"n_retrieval_blocks": 3}}, "`tokens` is the number"),
+        ({"partial": {"block_size": 3}}, "`tokens` is the number"),
+        ({"partial": {"tokens": "many"}}, "`tokens` is the number"),
         ({"partial": SAID | {"selektor": "quest"}}, "did you mean `selector`"),
         ({"partial": {"tokens": 100}}, "sinks and window alone are 160"),
         ({"partial": SAID | {"mode": "fast"}}, "mode 'fast'"),

@@ -38,7 +38,7 @@ def test_losses_are_those_of_a_plain_forward(chunk):
 
 
 def test_buckets_and_the_last_quarter_by_hand(monkeypatch):
-    """The loss of a token is its place in the text, plus a thousand where less than all stands before it."""
+    """The loss of a token is its place in the text, plus a thousand where less than all is before it."""
     row = list(range(601))
     monkeypatch.setattr(
         recall,

@@ -202,7 +202,7 @@ def test_a_budget_skips_repeats_and_says_so(target, tokenizer):
 
 
 def test_what_cannot_run_is_left_out_with_one_line(target, tokenizer, monkeypatch):
-    monkeypatch.setattr(speed.yardstick, "installed", lambda: False)
+    monkeypatch.setattr(speed.baselines, "installed", lambda: False)
     settings = tiny_settings(methods=speed.METHODS, repeats=1)
     result = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
     assert {r["method"] for r in result["results"]} == {"plain", "ngram"}

@@ -113,7 +113,7 @@ def test_what_is_fed_back_is_looked_at():
 
 
 def test_other_tokens_and_ties_are_distinguished():
-    """A head whose two likeliest rows are one: rounding may choose either, which is no mistake."""
+    """A head where the two most probable rows are one: rounding may choose either, which is no mistake."""
     described = samples.eagle3()
     head = described.tensors["lm_head.weight"]
     doubled = {**described.tensors, "lm_head.weight": head.clone()}

@@ -180,7 +180,7 @@ def test_configs_that_are_refused(folder, changes, message):
 
 
 def test_a_tied_head_may_be_present(saved, tmp_path):
-    """Some writers store the head beside the embedding it equals."""
+    """Some writers store the head next to the embedding it equals."""
     copy = shutil.copytree(saved / "qwen3", tmp_path / "copy")
     edit(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert_same(load_target(copy), load_target(saved / "qwen3"))

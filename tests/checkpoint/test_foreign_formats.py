@@ -1,4 +1,4 @@
-"""What is not read is recognised, wherever it lies, and refused with the command that mends it."""
+"""What is not read is recognised, wherever it lies, and refused with the command that fixes it."""
 
 import json
 import struct
@@ -21,7 +21,7 @@ def refusal(path):
 @pytest.mark.parametrize("where", ["model.bin", "metal/model.bin", "weights.dat"])
 @pytest.mark.parametrize("layers", [24, 36, 7])
 def test_metal(tmp_path, where, layers):
-    """As a file whatever its name, and as what a folder holds."""
+    """As a file whatever its name, and as the contents of a folder."""
     path = tmp_path / where
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(METAL[:36] + struct.pack("<I", layers) + METAL[40:])

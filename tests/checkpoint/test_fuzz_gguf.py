@@ -108,7 +108,7 @@ def text(value):
         (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 8, 10_000_000)), "claims 10,000,000 items"),
         (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 8, 3_000_000)), "in the middle of metadata 'k'"),
         (header(0, 1, text(b"k") + struct.pack("<IIQ", 9, 10, 4_000_000)), "in the middle of metadata 'k'"),
-        (header(0, 2, 2 * (text(b"k") + struct.pack("<II", 4, 1))), "'k' stands twice"),
+        (header(0, 2, 2 * (text(b"k") + struct.pack("<II", 4, 1))), "'k' is twice"),
         (header(1, 0, text(b"t") + struct.pack("<I", 5)), "has 5 dimensions"),
         (header(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 4, 77, 0)), "is of type 77"),
         (header(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 0, 0, 0)), "the shape"),

@@ -1,6 +1,6 @@
 """Damaged and hostile checkpoints, 400 generated cases: a LoadError that names the file, or what it holds.
 
-The reference library is the judge: what it refuses is refused here; what both read is the same; what it
+The reference library is the judge: its refusals are ours; contents read by both are equal; what it
 reads and we refuse has one of the few reasons listed below.
 """
 
@@ -20,7 +20,7 @@ from outpace.checkpoint.open import LoadError, open_checkpoint
 from outpace.checkpoint.save import save_checkpoint
 from outpace.models.load import parse_config
 
-STRICTER = ("stands twice", "names a tensor", "whose dtype", "is of dtype", "has the shape", "the limit is")
+STRICTER = ("is twice", "names a tensor", "where the dtype", "is of dtype", "has the shape", "the limit is")
 TENSORS = {
     "model.embed": torch.arange(12.0).reshape(3, 4),
     "model.norm": torch.arange(5).bfloat16(),
@@ -239,7 +239,7 @@ def test_bombs(tmp_path, case):
 
 
 def test_ten_million_entries(tmp_path):
-    """800 MB of header, as its length says; not a byte of it is read."""
+    """800 MB of header, as its length states; not a byte of it is read."""
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 800_000_000) + b'{"model.layers.0.mlp.experts.0.up_proj.weight":{')

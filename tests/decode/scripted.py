@@ -10,8 +10,8 @@ from outpace.drafts.base import Proposal
 @dataclass(frozen=True)
 class Scripted:
     """Proposes from `answers` (what each row will say), wrong wherever `wrong(row, position)` is true;
-    with `ragged`, rows offer different numbers of guesses, none at all among them. What it is shown must be
-    the answers, unless it is `patient`: then text may be shown that is taken back."""
+    with `ragged`, rows offer different numbers of draft tokens, none at all among them. What it is shown
+    must be the answers, unless it is `patient`: then text may be shown that is taken back."""
 
     answers: list
     prompts: list

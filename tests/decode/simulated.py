@@ -1,4 +1,4 @@
-"""Decoding by dice: a cost table given by hand, guesses accepted by chance, a clock that adds up."""
+"""Decoding by dice: a cost table given by hand, draft tokens accepted by chance, a clock that adds up."""
 
 import random
 
@@ -10,7 +10,7 @@ from outpace.drafts.base import Proposal
 
 
 def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0.0):
-    """verify[n - 1], draft[n - 1]: seconds of n columns, at every context."""
+    """verify[n - 1], draft[n - 1]: seconds of n positions, at every context."""
     parts = {
         "verify": tuple(verify),
         "draft": (0.0, *draft[1:]),
@@ -25,7 +25,8 @@ def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0
 
 
 def embedded(acceptance=0.5, **changes):
-    """About what the embedded model takes on two cores: 1.5 ms a token, 2.5 for eight, 1.1 for the draft."""
+    """About what the embedded model takes on two cores: 1.5 ms per token, 2.5 for eight, 1.1 for the
+    draft."""
     return table([1.45e-3 + 0.15e-3 * n for n in range(8)], [1.1e-3] * 8, acceptance=acceptance, **changes)
 
 
@@ -43,16 +44,17 @@ def walker(acceptance=0.5):
 
 
 def chain(survival=None, width=8, rows=1):
-    """Survival, if given, is of every column but the root."""
+    """Survival, if given, is of every position but the root."""
     tokens = torch.zeros(rows, width, dtype=torch.int64)
     value = None if survival is None else torch.tensor([[1.0, *row] for row in survival])
     return Proposal(tokens, [width] * rows, survival=value)
 
 
 def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fade=1.0):
-    """`tokens` tokens a row in the mean, on a clock that takes what the table says. streams: one a row,
-    f(place, dice) -> how likely each of the block's guesses is right where the one before it is. `speaks`:
-    the draft knows that, and says it to the power of `fade`. -> seconds, rounds of guesses."""
+    """`tokens` tokens per row in the mean, on a clock that takes what the table states. streams: one a row,
+    f(place, dice) -> how likely each of the block's draft tokens is right where the one before it is.
+    `speaks`: the draft knows that, and states it to the power of `fade`. -> seconds, rounds of draft
+    tokens."""
     dice = random.Random(seed)
     controller.begin(block)
     rows, at = len(streams), [0] * len(streams)
@@ -80,7 +82,7 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
         path = []
         for row in chances:
             taken = 0
-            for chance in row:  # the dice are thrown for all guesses, however many are verified
+            for chance in row:  # the dice are thrown for all draft tokens, however many are verified
                 if dice.random() >= chance:
                     break
                 taken += 1
@@ -99,14 +101,15 @@ def running(chances):
 
 
 def speed(controller, costs, streams, tokens=4096, **how):
-    """Tokens a second of one row, over those of plain decoding."""
+    """Tokens/s of one row, over those of autoregressive decoding."""
     plain = decode(Fixed(1), costs, streams, tokens)[0]
     return plain / decode(controller, costs, streams, tokens, **how)[0]
 
 
 def best_fixed(costs, *texts, context=512):
-    """The same of the best fixed width, by arithmetic. A text is a list of moods, the chance of a guess where
-    the one before it is right; in each round one of them, all equally likely. The texts share the tokens."""
+    """The same of the best fixed width, by arithmetic. A text is a list of moods, the chance of a draft
+    token where the one before it is right; in each round one of them, all equally likely. The texts share
+    the tokens."""
     items = []
     for n in range(1, 9):
         seconds = 0.0  # of a token

@@ -126,7 +126,7 @@ def test_what_showing_a_token_takes_is_measured_where_the_draft_is_shown_a_promp
     monkeypatch.setattr(session, "observe", slow)
     got = calibrate(model, draft, TEXT, contexts=(24,), seconds=1e-6)
     assert 0.005 < got.show_seconds() < 0.025 and max(got.points[0].verify) < 0.06
-    assert measuring.STEPS in shown  # what rounds of one column left
+    assert measuring.STEPS in shown  # what rounds of one position left
 
 
 def test_what_waking_the_draft_takes_is_measured_after_steps_in_which_it_rested(monkeypatch):

@@ -26,7 +26,7 @@ from outpace.kv.tree import depths
 
 
 def rounds(controller, *message, width=8):
-    """One round for each list of survival, all guesses wrong; -> columns verified."""
+    """One round for each list of survival, all draft tokens wrong; -> positions verified."""
     items = []
     for survival in message:
         controller.width([256])
@@ -249,7 +249,8 @@ class Counting(Adaptive):
 
 
 def test_a_draft_that_is_sure_and_wrong_costs_little():
-    """It says 0.9 of every guess, and none is right: the account stops it before its word is corrected."""
+    """It states 0.9 of every draft token, and none is right: the account stops it before its word is
+    corrected."""
     costs = embedded(0.8)
     controller, spent, tokens = Adaptive(costs), 0.0, 0
     controller.begin(8)

@@ -185,7 +185,7 @@ def test_after_a_rest_the_session_has_seen_everything():
 
 
 class Resting(Fixed):
-    """Plain steps, then guesses."""
+    """Plain steps, then draft tokens."""
 
     def __init__(self, steps):
         super().__init__(99)
@@ -239,5 +239,5 @@ def test_nothing_pending_observes_nothing():
 
 
 def test_columns_below_one_are_refused():
-    with pytest.raises(ValueError, match="0 columns a round"):
+    with pytest.raises(ValueError, match="0 positions a round"):
         Fixed(0)

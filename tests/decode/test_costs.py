@@ -56,7 +56,7 @@ def test_lines_between_contexts_and_batches():
     assert table.plain_seconds(50) == 0.875 and table.plain_seconds(200) == 1.5 * 0.875
     assert table.plain_seconds(100, 4) == 3 * 0.875
     assert table.verify_seconds(2, 100, 3) == pytest.approx((1.5 + 4.5) / 2)
-    assert table.verify_seconds(2, 100, 10) == 9.0  # what 4 columns of 5 rows take
+    assert table.verify_seconds(2, 100, 10) == 9.0  # what 4 positions of 5 rows take
     assert costs(point(batch=5)).verify_seconds(2, 100, 2) == 1.5
     falling = costs(point(), point(context=300.0, scale=0.5))
     assert falling.verify_seconds(2, 900) == 0.75  # noise does not go on falling

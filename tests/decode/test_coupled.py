@@ -130,7 +130,8 @@ def test_a_stream_goes_with_its_prompt():
 
 
 def test_a_draft_that_hears_the_noise_is_accepted_more():
-    """A hot target and a random draft are both nearly uniform: they overlap, and share no likeliest token."""
+    """A hot target and a random draft are both nearly uniform: they overlap, and share no most probable
+    token."""
     model = tiny.target("qwen3")
     draft = random_dflash(model)
     alike = []
@@ -147,7 +148,7 @@ def test_a_draft_that_hears_the_noise_is_accepted_more():
         ({"rule": "greedy"}, "rule 'greedy'"),
         ({"rule": "block", "draft_temperature": 0.0}, "draft_temperature 0.0"),
         ({"rule": "block", "draft_temperature": float("nan")}, "draft_temperature nan"),
-        ({"draft_temperature": 0.5}, "with the rule match no guess is drawn"),
+        ({"draft_temperature": 0.5}, "with the rule match no draft token is drawn"),
     ],
 )
 def test_requests_that_are_refused(wrong, message):

@@ -137,7 +137,7 @@ def test_siblings_may_be_drawn_without_replacement():
 
 
 def shorter_behind_a_doubtful_guess(result):
-    """Offers the second guess where its q is large: a length that depends on what is then judged."""
+    """Offers the second draft token where its q is large: a length that depends on what is then judged."""
     second = result.tokens[:, 2:]
     sure = (result.q[:, 2].gather(1, second)[:, 0] > 0.45) if result.q is not None else second[:, 0] < 2
     return dataclasses.replace(result, counts=[3 if s else 2 for s in sure.tolist()])
@@ -153,11 +153,11 @@ def test_a_length_may_not_depend_on_drawn_guesses():
         assert result < 3.5 if fair else result > 5, (rule, result)
 
 
-# ---- how often guesses live ------------------------------------------------------------------------
+# ---- how often draft tokens live ------------------------------------------------------------------------
 
 
 def first_guess(rule, toy, how, rows=20000):
-    """Share of rounds in which the first guess is accepted; overlap of p and q."""
+    """Share of rounds in which the first draft token is accepted; overlap of p and q."""
     note = judge(rule, how, rows)
     proposal = toy.propose(note.choice, "chain", rows, None)
     result = note.verdict(proposal, toy.verify_logits(proposal))
@@ -188,11 +188,12 @@ def test_block_verification_keeps_no_fewer_than_rejection():
     assert sum(gains) / 4 > 0.01
 
 
-# ---- exhaustively: every pair of guesses, and a grid over the random numbers --------------------------
+# ---- exhaustively: every pair of draft tokens, and a grid over the random numbers --------------------------
 
 
 def every_draft(toy, how):
-    """All chains of two guesses: p, q [V^2, 3, V], tokens [V^2, 3], and the chance of each, all float32."""
+    """All chains of two draft tokens: p, q [V^2, 3, V], tokens [V^2, 3], and the chance of each, all
+    float32."""
     pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
     tokens = torch.cat((torch.full((V * V, 1), PROMPT[-1]), pairs), dim=1)
     proposal = Proposal(tokens, [3] * V**2)

@@ -1,4 +1,4 @@
-"""Every loop and draft gives plain decoding's tokens: every family, past the window, ragged batches."""
+"""Every loop and draft decodes losslessly: every family, past the window, ragged batches."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""With EAGLE-3 drafts that are mostly wrong, the loop says the same: chains, trees, all in one pass."""
+"""With EAGLE-3 drafts that are mostly wrong, the loop states the same: chains, trees, all in one pass."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Over a latent cache every loop says what the retrofitted target says, with partial KV too."""
+"""Over a latent cache every loop states what the retrofitted target generates, with partial KV too."""
 
 import functools
 

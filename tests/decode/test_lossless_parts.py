@@ -1,4 +1,4 @@
-"""Drafts with DFlash 2's and DSpark's parts say what plain decoding says: past the window, and in trees."""
+"""Drafts with DFlash 2's and DSpark's parts decode losslessly, past the window and as trees."""
 
 import pytest
 import tiny
@@ -49,6 +49,6 @@ def test_trees_of_parts_say_the_same(name):
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_packed_weights_say_the_same(family):
     model, known = tiny.target(family, True), answers(family, True, 3)
-    bound = random_dflash(model, 4, **SECOND, num_heads=8, head_dim=8)  # outputs of 64 columns, which pack
+    bound = random_dflash(model, 4, **SECOND, num_heads=8, head_dim=8)  # outputs of 64 positions, which pack
     draft = quantised(bound.draft, "q8_0").bind(model)
     assert generate(model, PROMPTS, Request(max_new_tokens=NEW), draft).tokens == known

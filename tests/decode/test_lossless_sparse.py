@@ -1,4 +1,4 @@
-"""With sparse attention every loop says what the retrofitted target says, over latents and partial KV too."""
+"""Sparse attention: every loop gives the retrofitted target's tokens, latents included."""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""With the target on partial KV in between, the loop says the same: every draft, and a bad selector."""
+"""With the target on partial KV in between, the loop states the same: every draft, and a bad selector."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -105,7 +105,7 @@ def test_a_bad_selector_costs_speed_and_nothing_else():
 
 
 def test_what_never_stands_is_left_alone():
-    """The full pass contradicts all that partial KV says: rests double up to the longest."""
+    """The full pass contradicts all that partial KV states: rests double up to the longest."""
     model, prompt = tiny.target("gpt_oss"), tiny.tokens(40, seed=1).tolist()
     known = generate(model, [prompt], Request(max_new_tokens=200)).tokens
     head = model.logits
@@ -134,7 +134,7 @@ def test_what_never_stands_is_left_alone():
 
 
 def test_a_large_enough_buffer_for_everything_is_the_full_cache():
-    """While nothing is left out, partial KV is not asked at all; and what it would say is bit-equal."""
+    """While nothing is left out, partial KV is not asked at all; and its output would be bit-equal."""
     model = tiny.target("gpt_oss")
     config = PartialConfig(block_size=2, n_retrieval_blocks=60)
     got, wanted = runs(config)
@@ -152,7 +152,8 @@ def test_a_large_enough_buffer_for_everything_is_the_full_cache():
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 @torch.inference_mode()
 def test_a_forward_on_partial_kv_sees_no_more_than_it_shows(family, monkeypatch):
-    """Brute force: a pass over the full cache whose full-attention layers hide all other keys, by head."""
+    """Brute force: a pass over the full cache where the full-attention layers hide all other keys, by
+    head."""
     model, text = tiny.target(family), tiny.tokens(1, 46, seed=9)
     config = PartialConfig(block_size=4, n_sink_blocks=1, n_retrieval_blocks=1, n_window_blocks=2)
     full = model.make_cache(1, 80, slack=30)

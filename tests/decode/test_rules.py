@@ -20,7 +20,7 @@ from outpace.ops.sampling import Sampling, probabilities
 
 
 def formula(candidates, predict, counts):
-    """The rule for a chain in tensors: as many guesses as match in a row from the first."""
+    """The rule for a chain in tensors: as many draft tokens as match in a row from the first."""
     candidates, predict = torch.tensor(candidates), torch.tensor(predict)
     matches = candidates[:, 1:] == predict[:, :-1]
     matches &= torch.arange(1, candidates.shape[1]) < torch.tensor(counts)[:, None]
@@ -81,7 +81,7 @@ def exact(how):
 
 
 class Habit(Forgetful):
-    """Always guesses the same follower of a token: right now and then, and blind to what is drawn."""
+    """Always draft tokens the same follower of a token: right now and then, and blind to what is drawn."""
 
     block_size = 3
 
@@ -145,14 +145,14 @@ honest = rules.exact_match
 
 
 def too_lenient(candidates, parents, predict, counts):
-    """Takes a first guess that was not what the target drew, in one row of four: the next token is then
+    """Takes a first draft token that was not what the target drew, in one row of four: the next token is then
     drawn after a text that was never emitted."""
     paths = honest(candidates, parents, predict, counts)
     return [[0, 1] if b % 4 == 0 and path == [0] else path for b, path in enumerate(paths)]
 
 
 def biased_bonus(candidates, parents, predict, counts):
-    """Rejects a guess and then emits it all the same, in one row of eight."""
+    """Rejects a draft token and then emits it all the same, in one row of eight."""
     paths = honest(candidates, parents, predict, counts)
     for value, row in list(zip(predict, candidates, strict=True))[::8]:
         value[0] = row[1]

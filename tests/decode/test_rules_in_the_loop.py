@@ -18,8 +18,9 @@ NEW, ROWS = 4, 1200
 
 
 class Tables(Forgetful):
-    """Guesses by a table of logits after each token: a chain, or a tree with two guesses after the last
-    token and one and two behind those. Drawn one by one where the choice draws, else the best by scores."""
+    """Draft tokens by a table of logits after each token: a chain, or a tree with two draft tokens after the
+    last token and one and two behind those. Drawn one by one where the choice draws, else the best by
+    scores."""
 
     block_size = 6
 

@@ -1,4 +1,4 @@
-"""Lookup in earlier answers: the same text as plain decoding, rows by themselves, files, what is refused."""
+"""Suffix lookup: lossless text, independent rows, files, refusals."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def draft(text=TEXT, nodes=6):
 
 
 def known_of(family, window):
-    """What this target says after each prompt, here and there another token: right for a while."""
+    """What this target generates after each prompt, here and there another token: right for a while."""
     result = answers(family, window, len(PROMPTS))
     spoilt = [[t if i % 9 else (t + 1) % tiny.VOCAB for i, t in enumerate(row, 1)] for row in result]
     return [t for row, wrong in zip(result, spoilt, strict=True) for t in (*wrong, -1, *row[5:], -1)]
@@ -136,7 +136,7 @@ def test_answers_of_another_vocabulary_are_refused(tmp_path):
 
 @pytest.mark.parametrize("asked", [{"depth": 3}, {"tree": 8, "branch": 2}, {"quantize": "q8_0"}, {"tree": 1}])
 def test_what_it_cannot_be_decided_is_refused(asked):
-    with pytest.raises(ValueError, match=r"no depth, no branch and no weights to pack|guesses nothing"):
+    with pytest.raises(ValueError, match=r"no depth, no branch and no weights to pack|proposes nothing"):
         open_draft("suffix", *open_target("default"), **asked)
 
 

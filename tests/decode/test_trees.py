@@ -1,4 +1,4 @@
-"""Trees through the one loop: plain decoding's tokens at temperature 0, the target's distribution above."""
+"""Trees in the decoding loop: lossless at temperature 0, the target's distribution above."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from outpace.drafts.marginals import DDTree
 @dataclass(frozen=True)
 class ScriptedTree(Scripted):
     """Proposes a fresh random tree for every row and round. One of its paths knows the answers, and is wrong
-    where `wrong` says so; all other nodes are wrong. `counts` (round, row) -> columns."""
+    where `wrong` reports it; all other nodes are wrong. `counts` (round, row) -> positions."""
 
     block_size: int = 9
     shape: str = "any"
@@ -70,7 +70,7 @@ class ScriptedTreeSession(ScriptedSession):
             depth = len(trees.ancestors(parents, column)) - 1
             right = ahead[depth - 1] if depth <= len(ahead) else 0
             sure = column in known and not draft.wrong(b, len(message) + depth - 1)
-            items.append(right if sure else (right + column) % tiny.VOCAB)  # column < VOCAB: never right
+            items.append(right if sure else (right + column) % tiny.VOCAB)  # position < VOCAB: never right
         return items
 
 
@@ -132,7 +132,7 @@ def test_rows_end_at_their_own_limits():
 
 @torch.inference_mode()
 def test_a_draft_is_shown_the_states_of_the_accepted_path():
-    """Columns of a path lie apart: their hidden states must move together with their tokens."""
+    """Positions of a path lie apart: their hidden states must move together with their tokens."""
     draft, known, prompts = scripted("gpt_oss", True, 3, "any", 12, target_layer_ids=(0, 2))
     kept = []
     object.__setattr__(draft, "begin", lambda *a: kept.append(ScriptedTreeSession(draft)) or kept[0])
@@ -175,8 +175,8 @@ def test_a_controller_may_ask_for_fewer_columns(columns):
 
 
 class Forked(Forgetful):
-    """Guesses three followers of every token and two of each of those: often right somewhere, and blind to
-    what is drawn. Some rows offer only a part."""
+    """Draft tokens three followers of every token and two of each of those: often right somewhere, and blind
+    to what is drawn. Some rows offer only a part."""
 
     block_size = 10
     parents = (0, 0, 0, 0, 1, 1, 2, 2, 3, 3)
@@ -205,7 +205,7 @@ def test_two_consecutive_tokens_of_a_tree_follow_the_target(how):
 @pytest.mark.parametrize("rule", rules.RULES)
 @pytest.mark.parametrize("part", [{}, {"selector_rank": 9, "selector_top_k": 6}], ids=["blind", "selector"])
 def test_every_rule_takes_a_block_drafts_tree(part, rule):
-    """With coupled noise a tree, too, says what plain decoding says with that seed."""
+    """With coupled noise a tree, too, states what autoregressive decoding states with that seed."""
     model, request = small(), Request(max_new_tokens=3, sampling=WAYS[0], rule=rule)
     draft, prompts = DDTree(random_dflash(model, 4, **part), 12), [PROMPT] * 800
     got = generate(model, prompts, request, draft, rng=torch.Generator().manual_seed(5))
@@ -218,7 +218,7 @@ def test_every_rule_takes_a_block_drafts_tree(part, rule):
 
 
 def first_child(candidates, parents, predict, counts):
-    """Takes the first guess, whatever was drawn, where none is right: in one row of four."""
+    """Takes the first draft token, whatever was drawn, where none is right: in one row of four."""
     paths = honest(candidates, parents, predict, counts)
     return [[0, 1] if b % 4 == 0 and path == [0] else path for b, path in enumerate(paths)]
 

@@ -9,7 +9,7 @@ from outpace.ops.sampling import probabilities
 
 V = 4
 PROMPT = [2]
-# parents by column; the children of a node are drawn alike
+# parents by position; the children of a node are drawn alike
 SHAPES = {
     "chain": None,
     "wide": [0, 0, 0, 1, 1, 2, 2],
@@ -18,7 +18,7 @@ SHAPES = {
 
 
 class Toy:
-    """Logits after each text of 0, 1 or 2 tokens behind PROMPT, for the target and the draft; `apart` says
+    """Logits after each text of 0, 1 or 2 tokens behind PROMPT, for the target and the draft; `apart` states
     how far the draft's are from the target's."""
 
     def __init__(self, seed=0, apart=1.0):
@@ -39,7 +39,7 @@ class Toy:
         return total
 
     def propose(self, choice, shape, rows, counts):
-        """A chain of two guesses, or a tree: drawn node by node, or the best few by their scores."""
+        """A chain of two draft tokens, or a tree: drawn node by node, or the best few by their scores."""
         parents = SHAPES[shape] or [0, 0, 1]
         N = len(parents)
         last = torch.full((rows, 1), PROMPT[-1])
@@ -62,7 +62,7 @@ class Toy:
         return Proposal(torch.stack(tokens, dim=1), counts or [N] * rows, tree, drawn)
 
     def verify_logits(self, proposal):
-        """[B, N, V], the target's after each column."""
+        """[B, N, V], the target's after each position."""
         parents = [0, 0, 1] if proposal.parents is None else proposal.parents[0].tolist()
         rows, items = len(proposal.tokens), []
         for c in range(len(parents)):
@@ -73,7 +73,7 @@ class Toy:
         return torch.stack(items, dim=1)
 
     def after(self, texts):
-        """Logits [B, V] after texts [B, 2] of which -1 stands for what is not there yet."""
+        """Logits [B, V] after texts [B, 2] of which -1 means what is not there yet."""
         first, second = texts.clamp(min=0).T
         both = self.target[2][first, second]
         one = torch.where(texts[:, 1:] < 0, self.target[1][first], both)
@@ -81,7 +81,8 @@ class Toy:
 
 
 def play(toy, judge, shape, rows, counts=None, change=lambda proposal: proposal):
-    """One round from PROMPT and plain draws up to three tokens -> texts [rows, 3], mean guesses accepted."""
+    """One round from PROMPT and plain draws up to three tokens -> texts [rows, 3], mean draft tokens
+    accepted."""
     proposal = change(toy.propose(judge.choice, shape, rows, counts))
     result = judge.verdict(proposal, toy.verify_logits(proposal))
     texts = [list(item[:3]) for item in result.tokens]

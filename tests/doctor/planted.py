@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 
 def plant(folder, copy, change=None, **message):
-    """Copy a folder. `change` edits its tensors, a dict, in place; `said`: keys of its config."""
+    """Copy a folder. `change` edits its tensors, a dict, in place; `value`: keys of its config."""
     shutil.copytree(folder, copy)
     path = copy / "config.json"
     config = json.loads(path.read_text()) | message
@@ -23,7 +23,7 @@ def plant(folder, copy, change=None, **message):
 
 
 def each(ending, change):
-    """Edit every tensor whose name ends so."""
+    """Edit every tensor where the name ends so."""
 
     def edit(tensors, config):
         for name in tensors:

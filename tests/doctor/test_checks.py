@@ -179,7 +179,7 @@ def test_windows_and_masks():
 
 @torch.inference_mode()
 def test_the_plain_forward_reads_a_layer_in_every_known_way():
-    """Every mistake runs, and changes what is said; so does any two that can be made together."""
+    """Every mistake runs, and changes what is reported; so does any two that can be made together."""
     model = tiny.target("qwen3")
     weights, reading = attention_weights(model.layers[0]), right_reading(model.config, 0)
     x = torch.randn(40, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -198,7 +198,7 @@ def test_the_plain_forward_reads_a_layer_in_every_known_way():
     assert both[7].name in [t.mistake.name for t in result.matches]
 
 
-# -- what it says
+# -- what it states
 
 
 def test_growth_and_nan():

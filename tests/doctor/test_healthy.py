@@ -37,7 +37,7 @@ AS_GGUF = {  # what its GGUF can say
 @pytest.mark.parametrize("type", ["f32", "q8_0"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_against_its_gguf(family, type, tmp_path):
-    """Also where one side's numbers are rounded: what a format costs is no mistake."""
+    """Also where one side's numbers are rounded: the cost of a format is no mistake."""
     tiny.save_twin(family, tmp_path / "folder", **AS_GGUF[family])
     write_gguf(load_target(tmp_path / "folder"), tmp_path / "it.gguf", type=type)
     result = verdicts(path=str(tmp_path / "folder"), reference="gguf", other=str(tmp_path / "it.gguf"))

@@ -1,4 +1,4 @@
-"""The tiny target's files, and drafts whose files were edited after they were written."""
+"""The tiny target's files, and drafts where the files were edited after they were written."""
 
 from functools import partial
 

@@ -68,7 +68,7 @@ def hf_rope(message, head_dim):
 
 
 def old_rope(config):
-    """rope_theta beside rope_scaling, which readers of transformers 4's time look at."""
+    """rope_theta alongside rope_scaling, which readers of transformers 4's time look at."""
     return {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
 
 

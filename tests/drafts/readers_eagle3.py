@@ -1,4 +1,4 @@
-"""How each engine reads an EAGLE-3's files, rebuilt from its rules: the states it takes, three guesses."""
+"""How each engine reads an EAGLE-3's files, rebuilt from its rules: states, draft tokens."""
 
 import math
 from dataclasses import dataclass
@@ -44,8 +44,9 @@ class Rules:
 
 
 def run_chain(w, rules, states, parts, embedding, tokens, last, head, targets, steps=3):
-    """Row t takes state t and the embedding of token t + 1, at position t; the row of the last state guesses
-    what follows `last`, and each guess is fed on with the state it came from. `targets`: draft id -> id."""
+    """Row t takes state t and the embedding of token t + 1, at position t; the row of the last state draft
+    tokens what follows `last`, and each draft token is fed on with the state it came from. `targets`: draft
+    id -> id."""
     f = states
     if rules.norm_before_fc:
         f = norm(f, w["input_norm.weight"], rules.eps)
@@ -106,7 +107,7 @@ def sglang_eagle3(folder, hs, embedding, head, tokens, last, window=0):
 
 
 def vllm_eagle3(folder, hs, embedding, head, tokens, last):
-    """SGLang's format and speculators'; what the file holds of embedding and head is preferred."""
+    """SGLang's format and speculators'; the contents of the file of embedding and head is preferred."""
     config, w = open_folder(folder)
     w = {n.replace("midlayer.", "layers.0."): t for n, t in w.items()}
     if "speculators_model_type" in config:

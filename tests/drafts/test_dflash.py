@@ -303,7 +303,7 @@ def edit(folder, change):
 
 
 def edit_inner(folder, **changes):
-    if "target_layer_ids" in changes:  # they stand in two places
+    if "target_layer_ids" in changes:  # they are in two places
         tiny.write_config(folder, eagle_aux_hidden_state_layer_ids=None)
     value = json.loads((folder / "config.json").read_text())["dflash_config"] | changes
     tiny.write_config(folder, dflash_config={k: v for k, v in value.items() if v is not None})

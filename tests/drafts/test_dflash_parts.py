@@ -337,7 +337,7 @@ def test_a_reduced_vocabulary_says_what_the_whole_one_says_of_its_words():
         (SELECTOR | MARKOV, "choose one"),
         ({"markov_gated": True}, "nothing to gate"),
         ({"draft_vocab_size": 98}, "draft_vocab_size 98"),
-        ({"temperatures": (1.0, 2.0)}, "2 temperatures for 3 guesses"),
+        ({"temperatures": (1.0, 2.0)}, "2 temperatures for 3 draft tokens"),
         ({"temperatures": (1.0, 0.0, 1.0)}, "above 0"),
         (WORDS | {"selector_rank": 4, "selector_top_k": 32}, "32 of 31 tokens"),
     ],
@@ -363,7 +363,7 @@ def test_packed_weights_round_by_half_a_step_and_compute_the_same():
     assert not torch.equal(one.block_hidden(last), session_of(draft, target).block_hidden(last))
     kinds = {n: isinstance(m.weight, Quant) for n, m in packed.named_modules() if isinstance(m, Linear)}
     assert kinds["fc"] and kinds["layers.0.qkv_proj"] and kinds["layers.0.attention_conv.kernel_projection"]
-    assert not kinds["layers.0.mlp.down_proj"]  # 28 columns: no block divides them
+    assert not kinds["layers.0.mlp.down_proj"]  # 28 positions: no block divides them
     weight, again = draft.fc.weight, packed.fc.weight.dense()
     step = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
     assert ((weight - again).unflatten(1, (-1, 32)).abs() <= 0.51 * step + 1e-4).all()

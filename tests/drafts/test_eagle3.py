@@ -1,4 +1,4 @@
-"""The EAGLE-3 module against its plain reference, stage by stage; how it is begun, kept and opened."""
+"""The EAGLE-3 module against its plain reference, stage by stage; how it is started, kept and opened."""
 
 import dataclasses
 import json
@@ -100,7 +100,7 @@ def test_every_parameter_learns():
     assert still == []
 
 
-# ---- begun -------------------------------------------------------------------------------------------
+# ---- started -------------------------------------------------------------------------------------------
 
 
 def test_a_draft_begins_from_the_targets_head():
@@ -179,7 +179,8 @@ def test_save_and_load_come_back(changes, tmp_path):
 
 
 def test_what_engines_make_of_more_than_eagle3(tmp_path):
-    """Layers after the first and guesses in one pass: who runs less of it is named, and nothing mends it."""
+    """Layers after the first and draft tokens in one pass: who runs less of it is named, and nothing fixes
+    it."""
     files = samples.target_files(tmp_path / "target")
     draft = samples.eagle3(num_layers=2, parallel=True, mask_token_id=samples.MASK)
     export_draft(draft, "sglang-eagle3", tmp_path / "draft", files)

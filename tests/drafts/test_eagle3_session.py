@@ -1,4 +1,4 @@
-"""What an EAGLE-3 proposes is what it would say over the whole text: chains, trees, all guesses at once."""
+"""An EAGLE-3 session proposes the tokens of a forward over the whole text."""
 
 import pytest
 import tiny
@@ -148,7 +148,7 @@ def test_far_out_positions_change_nothing():
     ],
 )
 def test_narrower_proposals_and_skipped_ones(kind):
-    """A proposal of fewer columns, or none for some rounds, and the next one is the same as ever."""
+    """A proposal of fewer positions, or none for some rounds, and the next one is the same as ever."""
     bound = bound_eagle3(tiny.target("gpt_oss"), **kind)
     whole = [s.propose(last, bound.block_size, Greedy()) for s, _, last in rounds(bound)]
     for skipped in ({0}, {0, 1}, {1}):
@@ -189,9 +189,9 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
         ({"depth": 0}, "at least 1"),
         ({"branch": 3}, "branch 3 grows a tree"),
         ({"branch": 8, "nodes": 99999}, "a tree of 99999 nodes: at most 1024"),
-        ({"depth": 4, "nodes": 9}, "one of 4 guesses has 5 nodes, not 9"),
+        ({"depth": 4, "nodes": 9}, "one of 4 draft tokens has 5 nodes, not 9"),
         ({"depth": 1024}, "depth 1024: a round verifies at most 1024 nodes"),
-        ({"depth": 5, "branch": 1000, "nodes": 9}, "5000 guesses, and 4096 are the most"),
+        ({"depth": 5, "branch": 1000, "nodes": 9}, "5000 draft tokens, and 4096 are the most"),
     ],
 )
 def test_shapes_that_are_refused(changes, message):

@@ -1,4 +1,4 @@
-"""Drafts that others wrote: the published configs, what they leave out, and what must not be guessed."""
+"""Drafts that others wrote: the published configs, what they leave out, and what must not be proposed."""
 
 import json
 import math
@@ -137,7 +137,7 @@ def test_specforges_eagle3_of_gpt_oss_20b():
 
 
 def deep(target, layers=24):
-    """The tiny target, said to be as deep as gpt-oss-20b."""
+    """The tiny target, stated to be as deep as gpt-oss-20b."""
     return replace(target, config=replace(target.config, num_layers=layers, layer_types=(FULL,) * layers))
 
 
@@ -204,7 +204,7 @@ def test_a_gguf_of_others(target, tmp_path, variant):
     path.write_bytes(path.read_bytes().replace(b"outpace.draft", b"someone.draft"))
     _, result, notes = read_draft(path, known)
     samples.same(draft, result)
-    assert [n for n in notes if "whose rope is taken" in n] == notes
+    assert [n for n in notes if "its rope is taken" in n] == notes
     with pytest.raises(LoadError, match=r"name the target"):
         read_draft(path)
 

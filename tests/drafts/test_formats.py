@@ -20,7 +20,7 @@ from outpace.formats.load import build_dflash, build_eagle3
 LAST = 77
 OF_DFLASH = [name for name, f in FORMATS.items() if f.kind == DFLASH]
 OF_EAGLE3 = [name for name, f in FORMATS.items() if f.kind == EAGLE3]
-# what a format cannot hold, and says so; everything else must come back
+# what a format cannot hold, and reports it; everything else must come back
 REFUSED = {
     "biases": ("gguf", "transformers"),
     "causal window": ("transformers",),
@@ -155,7 +155,7 @@ def test_every_engine_takes_the_same_dflash(variant, name, reader, target, tmp_p
 
 
 class Listening:
-    """The likeliest guess; and what it was chosen from."""
+    """The most probable draft token; and what it was chosen from."""
 
     def __init__(self):
         self.logits = []
@@ -167,7 +167,7 @@ class Listening:
 
 @torch.inference_mode()
 def our_chain(draft, hs):
-    """Three guesses by the module that serves; our layer l is hs[l + 1]."""
+    """Three draft tokens by the module that serves; our layer l is hs[l + 1]."""
     bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=3))
     session, recorded = bound.begin(1, 64), Listening()
     states = [hs[k + 1] for k in draft.config.layer_ids]
@@ -190,11 +190,11 @@ MISREAD = {"normed residual", "norm before fc", "own embedding"}
 @pytest.mark.parametrize("variant", OF_ONE_STEP)
 @pytest.mark.parametrize(("name", "reader"), EAGLE3_READERS, ids=lambda x: getattr(x, "__name__", x))
 def test_every_engine_takes_the_same_eagle3(variant, name, reader, target, tmp_path):
-    """The same states, the same logits of three guesses, the same tokens."""
+    """The same states, the same logits of three draft tokens, the same tokens."""
     if name in REFUSED.get(variant, ()):
         pytest.skip("the format refuses this draft, which another test shows")
     if variant == "narrow" and reader is eagle3.sglang_eagle3:
-        pytest.skip("SGLang takes the target's embedding, which is too wide: its remark says so")
+        pytest.skip("SGLang takes the target's embedding, which is too wide: its remark reports it")
     draft, hs = samples.eagle3(**samples.EAGLE3S[variant]), samples.hidden_states(9)
     out = written(draft, name, tmp_path, target)
     tokens = tiny.tokens(1, 9)[0].tolist()

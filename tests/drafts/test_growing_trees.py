@@ -16,7 +16,7 @@ LAST = torch.tensor([91, 92, 93])
 
 
 def spelled(proposal, b):
-    """Per column of a row, the tokens of its path after the root."""
+    """Per position of a row, the tokens of its path after the root."""
     parents, tokens = proposal.parents[b].tolist(), proposal.tokens[b].tolist()
     return [
         tuple(tokens[c] for c in trees.ancestors(parents, column)[1:]) for column in range(proposal.counts[b])
@@ -25,7 +25,7 @@ def spelled(proposal, b):
 
 def check(proposal, last, scored, most):
     """`scored`: per row, path -> log-probability of every path that may be chosen. The proposal holds the
-    best of them, `most` columns in all, and says what they score."""
+    best of them, `most` positions in all, and states what they score."""
     assert proposal.tokens[:, 0].tolist() == last.tolist() and proposal.q is None
     N = proposal.tokens.shape[1]
     assert N == max(proposal.counts)
@@ -142,7 +142,7 @@ def test_ids_of_large_vocabularies_are_exact():
 
 
 class Walk:
-    """A draft whose scores depend on the whole path walked: a fresh distribution for each."""
+    """A draft where the scores depend on the whole path walked: a fresh distribution for each."""
 
     def __init__(self, V, seed, sharp, forbidden=0.0):
         self.V, self.seed, self.sharp, self.forbidden, self.seen = V, seed, sharp, forbidden, {}
@@ -184,7 +184,7 @@ def grow(walks, branch, depth):
 
 
 def grown_levels(grown, level):
-    """Columns of the forest by level: each node stands one deeper than what it follows."""
+    """Positions of the forest by level: each node is one deeper than what it follows."""
     row, items = grown.ran[0].tolist(), [[] for _ in range(level)]
     for column in range(len(row)):
         items[len(trees.ancestors(row, column)) - 1].append(column)

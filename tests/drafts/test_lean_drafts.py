@@ -1,4 +1,4 @@
-"""Drafts in 8-bit blocks, of both kinds: what they guess, what they are refused, and how GGUF keeps them."""
+"""Drafts in 8-bit blocks, of both kinds: predictions, refusals, and storage in GGUF."""
 
 import copy
 
@@ -48,7 +48,7 @@ def test_a_packed_eagle3_says_what_plain_decoding_says(family, shape):
     assert ("fc" in kinds) == (
         family == "gpt_oss"
     )  # it reads two states of 96, or of what 32 does not divide
-    assert "layers.0.mlp.down_proj" not in kinds  # 28 columns
+    assert "layers.0.mlp.down_proj" not in kinds  # 28 positions
     items = [
         generate(model, PROMPTS, asked, BoundEagle3(draft, model, shape))
         for draft in (packed, unpacked(bound.draft, packed))

@@ -49,7 +49,7 @@ def session(draft, nodes, branch=16):
 def test_a_tree_is_best_first_over_the_block(nodes, width, depth):
     draft, last = Block(), torch.tensor([4, 9])
     proposal = session(draft, nodes).propose(last, width, Greedy())
-    assert draft.calls == [("begin", 2, 40, 7), ("block", depth + 1)]  # no deeper than there are columns
+    assert draft.calls == [("begin", 2, 40, 7), ("block", depth + 1)]  # no deeper than there are positions
     wanted = best_first(last, draft.message[:, :depth].log_softmax(-1), width)
     for name in ("tokens", "parents", "survival"):
         assert torch.equal(getattr(proposal, name), getattr(wanted, name))
@@ -86,7 +86,8 @@ def test_sizes_that_make_no_tree(sizes, message):
         DDTree(Block(), *sizes)
 
 
-# ---- drafts whose guesses know the one before -----------------------------------------------------------
+# ---- drafts where the draft tokens know the one before
+# -----------------------------------------------------------
 
 PARTS = {
     "blind": {},
@@ -130,7 +131,7 @@ def test_the_tree_holds_the_chain_that_its_draft_would_propose(parts):
         assert set(proposal.tokens[:, 1:].flatten().tolist()) <= set(range(3, 96, 3))
     for b in range(2):
         column = 0
-        for d in range(1, 5):  # down the likeliest child of each
+        for d in range(1, 5):  # down the most probable child of each
             children = [c for c in range(1, 30) if proposal.parents[b, c] == column]
             if not children:
                 break
@@ -145,7 +146,7 @@ def test_followers_differ_by_what_they_follow():
     """Without pairs, all nodes of a depth rank the same followers."""
     for parts, differ in ((PARTS["blind"], False), (PARTS["selector"], True)):
         proposal = opened(parts, nodes=60)[1].propose(torch.tensor([9, 41]), 60, Greedy())
-        best = {}  # the likeliest follower of each token of depth 1
+        best = {}  # the most probable follower of each token of depth 1
         for column in range(59, 0, -1):
             parent = int(proposal.parents[0, column])
             if proposal.tree.depth[0, column] == 2:
@@ -155,7 +156,8 @@ def test_followers_differ_by_what_they_follow():
 
 @torch.inference_mode()
 def test_coupled_noise_falls_on_a_tree_as_on_the_text():
-    """Every node of a depth has the noise of that place: the tree's chain is that of the coupled guesses."""
+    """Every node of a depth has the noise of that place: the tree's chain is that of the coupled draft
+    tokens."""
     choice = GumbelCoupled(Sampling(temperature=0.8), 7, torch.tensor([3, 5]), torch.tensor([20, 11]))
     last = torch.tensor([9, 41])
     for parts in (PARTS["blind"], PARTS["selector"] | {"selector_top_k": 97}):

@@ -25,7 +25,7 @@ from outpace.formats.preflight import FOLDERS
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-# ---- what must not be guessed -----------------------------------------------------------------------------
+# ---- what must not be proposed -----------------------------------------------------------------------------
 
 
 def inside(key, **message):
@@ -36,7 +36,7 @@ def on_top(**message):
     return lambda c, t: c.update(message)
 
 
-REFUSED = {  # name -> format, edit, what is said
+REFUSED = {  # name -> format, edit, what is reported
     "ids twice": ("zlab", on_top(**{IDS: [0, 2, 4]}), r"SGLang, z-lab.*\[1, 3, 5\].*vLLM.*\[0, 2, 4\]"),
     "ids in vLLM's key alone": (
         "zlab", lambda c, t: c["dflash_config"].pop("target_layer_ids"), "those less one"
@@ -116,7 +116,7 @@ def test_what_must_not_be_guessed(edited, case):
 
 def test_windows_whose_causality_is_not_given(edited):
     quiet = edited(samples.dflash(**samples.WINDOWS), "zlab", inside("dflash_config", causal=False))
-    assert not read_draft(quiet)[1].config.causal  # is_causal says so too
+    assert not read_draft(quiet)[1].config.causal  # is_causal reports it too
     nested = edited(
         samples.dflash(**samples.WINDOWS),
         "zlab",
@@ -161,7 +161,7 @@ def places(config):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_any_value_anywhere_is_read_or_refused(target, name):
-    """And what preflight says of it is said, not raised."""
+    """And what preflight states of it is reported, not raised."""
     good, parse = configs(target)[name]
     more = (False, None) if name == "zlab" else (target,)
 

@@ -1,4 +1,4 @@
-"""The speculators package itself, on a CPU: its EAGLE-3 from a file of ours, stage by stage beside ours."""
+"""The speculators package on a CPU reads our EAGLE-3 file: its stages against ours."""
 
 import draft_samples as samples
 import pytest
@@ -21,7 +21,7 @@ theirs = pytest.importorskip(
 parallel = pytest.importorskip("speculators.models.peagle.core", exc_type=ImportError)
 
 T, LAST, STEPS = 13, 77, 3
-AT = 8  # the index whose walk is compared: what it reads in three steps is text
+AT = 8  # the index where the walk is compared: what it reads in three steps is text
 PARTS = {
     "fc": lambda m: m.fc,
     "attention 0": lambda m: m.layers[0].self_attn.o_proj,
@@ -32,7 +32,7 @@ PARTS = {
 
 
 class Forced:
-    """Says the true text, and keeps what it was asked with."""
+    """States the true text, and keeps what it was asked with."""
 
     def __init__(self, truth):
         self.truth, self.logits = truth, []

@@ -1,4 +1,4 @@
-"""Keys made of latents by the kernel: what the reference says, row by row."""
+"""Keys made of latents by the kernel: what the reference states, row by row."""
 
 import pytest
 import torch

@@ -26,7 +26,7 @@ def place_of(start, T, counts=None, tree=None):
 
 
 def by_hand(index, keys, place, keep, b, t):
-    """The tokens of one query, as the docstring of `choose` says them."""
+    """The tokens of one query, as the docstring of `choose` states them."""
     if t >= place.counts[b]:
         return []
     start, tree = int(place.start[b]), place.tree

@@ -238,7 +238,7 @@ def test_sizes_that_cannot_be(message, error):
 def test_promises_that_cannot_be_kept():
     config = PartialConfig(block_size=2, n_sink_blocks=1, n_retrieval_blocks=1, n_window_blocks=2)
     full = KVCache(1, 60, 8, WINDOWS, K, D)
-    with pytest.raises(AssertionError, match="9 buffered columns"):
+    with pytest.raises(AssertionError, match="9 buffered positions"):
         PartialCache(full, config, 9)
     cache = PartialCache(full, config, 8)
     append(full, 30, None, 1)
@@ -246,5 +246,5 @@ def test_promises_that_cannot_be_kept():
     append(cache, 5, None, 2)
     with pytest.raises(ValueError, match="the first 30 are the full cache's"):
         cache.rewind([29])
-    with pytest.raises(AssertionError, match="5 and 4 more; the buffer has 8 columns"):
+    with pytest.raises(AssertionError, match="5 and 4 more; the buffer has 8 positions"):
         cache.begin(4)

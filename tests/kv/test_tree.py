@@ -48,7 +48,7 @@ def test_depths_and_ancestors(case, window, data):
 
 @pytest.mark.parametrize("parents", [[0, 2, 1], [0, 0, 3], [0, -1], [1, 0]])
 def test_a_parent_that_does_not_stand_before_its_child(parents):
-    with pytest.raises(AssertionError, match="a parent stands before its child"):
+    with pytest.raises(AssertionError, match="a parent is before its child"):
         _ = Tree(torch.tensor([[0] * len(parents), parents])).sees
 
 
@@ -57,11 +57,11 @@ def test_trees_of_another_shape():
     for parents in (torch.zeros(4, dtype=torch.int64), torch.zeros(1, 4)):
         with pytest.raises(AssertionError, match="int64"):
             Tree(parents)
-    with pytest.raises(AssertionError, match="of this batch and these columns"):
+    with pytest.raises(AssertionError, match="of this batch and these positions"):
         cache.begin(4, tree=Tree(torch.zeros(1, 4, dtype=torch.int64)))
-    with pytest.raises(AssertionError, match="of this batch and these columns"):
+    with pytest.raises(AssertionError, match="of this batch and these positions"):
         cache.begin(4, tree=Tree(torch.zeros(2, 4, dtype=torch.int64), 1))
-    with pytest.raises(AssertionError, match="new columns"):
+    with pytest.raises(AssertionError, match="new positions"):
         Tree(torch.zeros(2, 4, dtype=torch.int64), 4)
     with pytest.raises(AssertionError, match="forgotten"):
         cache.advance(cache.begin(2, tree=Tree(torch.zeros(2, 4, dtype=torch.int64), 2)))

@@ -21,8 +21,8 @@ def save_all(folder):
 
 
 def plant(source, folder, tensors=None, **config):
-    """A copy of `source` whose tensors went through `tensors` (name -> tensor; changed in place, or a new
-    one given back) and whose config.json has these keys (None: not)."""
+    """A copy of `source` where the tensors went through `tensors` (name -> tensor; changed in place, or a new
+    one given back) and where the config.json has these keys (None: not)."""
     shutil.copytree(source, folder)
     if tensors is not None:
         held = load_file(folder / "model.safetensors")

@@ -54,7 +54,7 @@ def test_float32_says_the_same(files, family, length):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("type", ["f16", "bf16", "q8_0"])
 def test_other_types_are_the_rounded_weights(family, type, tmp_path):
-    """The oracle: a dense model whose matrices went through gguf's own rounding."""
+    """The oracle: a dense model where the matrices went through gguf's own rounding."""
     made = model(family)
     write_gguf(made, tmp_path / "it.gguf", type=type)
     ours = load_target(tmp_path / "it.gguf")
@@ -110,7 +110,8 @@ def random_blocks(format, rows, columns, seed=0):
 
 
 def rewrite(source, target, change):
-    """A copy of a GGUF file whose tensors went through change(name, array, type) -> (array, type) or None."""
+    """A copy of a GGUF file where the tensors went through change(name, array, type) -> (array, type) or
+    None."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, architecture)
@@ -187,7 +188,7 @@ def test_metadata_is_the_config(files):
 
 
 def test_yarn_is_not_truncated_for_gpt_oss_and_is_for_others(files, tmp_path):
-    """What a file without our own key means: gpt-oss's config says no truncation, HF's default is to."""
+    """What a file without our own key means: gpt-oss's config specifies no truncation, HF's default is to."""
     strip(files / "gpt_oss.gguf", tmp_path / "it.gguf", "gpt-oss.rope.scaling.truncate")
     assert load_target(tmp_path / "it.gguf").config.rope.truncate is False
     yarn = dataclasses.replace(tiny.config("gpt_oss").rope, truncate=True)
@@ -235,7 +236,7 @@ def test_split_files_are_opened_together(files, tmp_path):
     with pytest.raises(LoadError, match="part 2 of 2: name the first one"):
         load_target(second)
     second.rename(tmp_path / "elsewhere.gguf")
-    with pytest.raises(LoadError, match=r"missing beside it: m-00002-of-00002\.gguf"):
+    with pytest.raises(LoadError, match=r"missing next to it: m-00002-of-00002\.gguf"):
         load_target(first)
 
 

@@ -1,7 +1,7 @@
 """Our forward of a GGUF file against llama.cpp's of the same file: an engine that shares no code with us.
 
 llama.cpp's answers for the plain files are kept in golden/llama_cpp.json, so that they are compared where it
-is not installed, too. `python tests/models/test_gguf_llama_cpp.py` writes them anew.
+is not installed, too. `python tests/models/test_gguf_llama_cpp.py` writes them again.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def same_until(ours, theirs, gaps):
     """Equal to the token, but for a tie: what follows one is another text."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
-            assert gaps[i] < 1e-3, f"token {i}: {a}, llama.cpp says {b} by {gaps[i]:.4f}"
+            assert gaps[i] < 1e-3, f"token {i}: {a}, llama.cpp states {b} by {gaps[i]:.4f}"
             return
 
 

@@ -90,7 +90,7 @@ def recording(memory, seen):
 @pytest.mark.parametrize(("family", "rank"), LATENT)
 @torch.inference_mode()
 def test_a_tree_s_paths_are_chains(family, rank):
-    """Each root-to-leaf path says what it says alone; the committed one is remembered as text is."""
+    """Each root-to-leaf path states what it states alone; the committed one is remembered as text is."""
     _, sparse = indexed_target(family, rank=rank)
     rows = [trees.parents_of("any", 9, 1), [0, 0, 1, 1, 3]]
     text, new = tiny.tokens(2, 40, seed=4), tiny.tokens(2, 9, seed=6)

@@ -1,4 +1,4 @@
-"""Latent KV: at full rank it is the target; cached it is what it is uncached; it saves what it says."""
+"""Latent KV: at full rank it is the target; cached it is what it is uncached; it saves what it states."""
 
 import json
 

@@ -64,7 +64,7 @@ def test_pieces_over_a_cache(both, widths):
 
 @torch.inference_mode()
 def test_rows_of_different_lengths(both):
-    """Ragged prefill, ragged blocks, and a row that stands still, each row against its own run."""
+    """Ragged prefill, ragged blocks, and a row that is still, each row against its own run."""
     model, twin = both
     rows = [tiny.tokens(1, 140, seed=s) for s in (3, 4, 5)]
     cache = model.make_cache(3, 140, slack=5)

@@ -19,7 +19,7 @@ PREFIXES = (23, 5, 12)  # of the rows; the tiny windows are 7
 
 @pytest.fixture(params=["kernels", "reference"])
 def way(request, monkeypatch):
-    """Both attention paths. What the kernels give must be plain decoding's to the bit."""
+    """Both attention paths. What the kernels give must be autoregressive decoding's to the bit."""
     if request.param == "reference":
         monkeypatch.setattr(cpu, "available", lambda: False)
     elif not cpu.available():
@@ -37,7 +37,7 @@ def target(family, window=True):
 
 def prefilled(model, prompts, headroom, slack=1):
     cache = model.make_cache(len(prompts), max(map(len, prompts)) + headroom, slack=slack)
-    chunk = min(7, MOST_ROWS // len(prompts))  # a wider forward is oneDNN's, whose bits are others
+    chunk = min(7, MOST_ROWS // len(prompts))  # a wider forward is oneDNN's; its bits are others
     for at in range(0, max(map(len, prompts)), chunk):
         part = [p[at : at + chunk] for p in prompts]
         ids = torch.tensor([p + [0] * (chunk - len(p)) for p in part])
@@ -83,7 +83,7 @@ def same_memory(model, ours, b, theirs, other, n, way):
 
 
 def run(model, shapes, seed, way, commit_seed=0):
-    """One tree per row; every path of every row is a row of its own for plain decoding."""
+    """One tree per row; every path of every row is a row of its own for autoregressive decoding."""
     rows = [trees.parents_of(shape, n, seed + b) for b, (shape, n) in enumerate(shapes)]
     counts, N = [len(row) for row in rows], max(map(len, rows))
     prompts = [tiny.tokens(n, seed=n + seed).tolist() for n in PREFIXES[: len(rows)]]
@@ -160,7 +160,7 @@ def test_a_tree_grown_level_by_level_is_the_tree_at_once(family, batch, way):
 
 
 def forward(model, tokens, cache, step):
-    """A forward whose tokens are not remembered."""
+    """A forward where the tokens are not remembered."""
     cos, sin = model.rope(step.positions)
     x = model.embed(tokens)
     for block, memory in zip(model.layers, cache.layers, strict=True):

@@ -1,4 +1,4 @@
-"""What this machine is said to be fast at, against the clock."""
+"""Kernel dispatch against the clock."""
 
 import time
 

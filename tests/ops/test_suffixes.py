@@ -104,7 +104,7 @@ def by_searching(text, message, nodes):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 6]), min_size=1, max_size=SAMPLES), tails)
 def test_a_tree_is_what_searching_finds(text, tail):
-    """Texts so short that every occurrence is looked at. Equals may stand in another order."""
+    """Texts so short that every occurrence is looked at. Equals may are in another order."""
     grown = of(text).lookup(tail).grow(9)
     wanted, reach = by_searching(text, tail, 9)
     assert grown.reach == pytest.approx(wanted)

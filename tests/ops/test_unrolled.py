@@ -104,7 +104,7 @@ def test_bfloat16_stays_close(kind):
 
 
 def test_long_rows_of_large_scores_are_stable():
-    """Past the flash kernel's tiles, with scores whose exponentials overflow float32."""
+    """Past the flash kernel's tiles, with scores where the exponentials overflow float32."""
     rng = torch.Generator().manual_seed(1)
     n = 700
     where = Unrolled([0, n], [0, n - 300], torch.arange(300, n))

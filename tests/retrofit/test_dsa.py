@@ -89,7 +89,7 @@ def test_of_kv_heads_that_say_the_same_one_is_kept():
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @torch.inference_mode()
 def test_normed_heads_are_nearly_exact(family):
-    """The norm is taken for its mean: the order of the scores stands, not their sizes."""
+    """The norm is taken for its mean: the order of the scores is, not their sizes."""
     model = tiny.target(family)
     sizes = model.config.num_heads, model.config.num_kv_heads * model.config.head_dim
     _, made = indexed(family, *sizes)
@@ -103,7 +103,7 @@ def test_normed_heads_are_nearly_exact(family):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @torch.inference_mode()
 def test_mass_is_what_the_attention_gives(family):
-    """Against its own output: with values that name their token, attention says its weights."""
+    """Against its own output: with values that name their token, attention states its weights."""
     model, made = indexed(family, 3, 6)
     tokens, positions = tiny.tokens(40, seed=9), torch.tensor([7, 20, 39])
     for layer, seen in dsa.looked_at(model, tokens, list(made)).items():

@@ -1,4 +1,4 @@
-"""Factoring keys and values: full rank is the target; what a rank costs is what it leaves out."""
+"""Factoring keys and values: full rank is the target; the cost of a rank is what it leaves out."""
 
 import copy
 import json

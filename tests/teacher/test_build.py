@@ -1,4 +1,4 @@
-"""The builder stores what the target says and thinks; killed or out of disk it ends in the same bytes."""
+"""The builder stores the target's output and thinks; killed or out of disk it ends in the same bytes."""
 
 import dataclasses
 import os
@@ -127,7 +127,7 @@ def test_a_build_older_than_a_setting_is_gone_on_with(copy, unbroken):
     make(copy)
     assert contents(copy) == contents(unbroken)
     write_meta(copy, dataclasses.replace(meta, recipe=values))
-    with pytest.raises(StoreError, match=r"begun with final False \(now True\)"):
+    with pytest.raises(StoreError, match=r"started with final False \(now True\)"):
         make(copy, dataclasses.replace(RECIPE, final=True))
 
 
@@ -139,7 +139,7 @@ def test_offsets_share_one_text_and_move_its_hidden_states_little(unbroken):
 
 
 def test_responses_are_the_targets_own(unbroken):
-    """Greedy ones equal plain decoding of that prompt alone; sampled ones do not repeat it."""
+    """Greedy ones equal autoregressive decoding of that prompt alone; sampled ones do not repeat it."""
     target, cache, same = tiny.target("gpt_oss"), TeacherCache.open(unbroken), {0.0: [], 1.0: []}
     stop = frozenset(target.config.eos_token_ids)
     for i in range(0, len(cache), 3):
@@ -276,9 +276,9 @@ def test_a_disk_too_small_is_refused_before_the_start(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 8}, r"begun with seed 11 \(now 8\)"),
+        ({"seed": 8}, r"started with seed 11 \(now 8\)"),
         ({"batch": 4, "response_tokens": (9, 24)}, r"batch 3 \(now 4\), response_tokens \[9, 23\] \(now"),
-        ({"dtype": "fp8"}, "begun with dtype bfloat16, this build has fp8"),
+        ({"dtype": "fp8"}, "started with dtype bfloat16, this build has fp8"),
         ({"target_layer_ids": (0, 1, 3)}, r"target_layer_ids \(0, 2, 3\), this build has \(0, 1, 3\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What training reads of a cache is what the target says when it is asked anew, states and loss alike."""
+"""What training reads of a cache is the target's output when it is asked again, states and loss alike."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -27,7 +27,7 @@ LENGTHS = ((4, 9, 6), (5, 7))  # of the samples of two shards
 
 def write(folder, dtype="bfloat16", planned=5, final=False):
     """Two shards of numbers that name their place: aux = sample * 100 + layer * 10 + row, final as a layer
-    more; a cache without final says nothing of it, as those did that are older than the setting."""
+    more; a cache without final states nothing of it, as those did that are older than the setting."""
     shards, texts, i = [], [], 0
     for k, lengths in enumerate(LENGTHS):
         aux, finals = [], []
@@ -159,7 +159,7 @@ def test_final_states_that_are_wanted_and_not_there(tmp_path):
     with pytest.raises(StoreError, match=r"holds no final states.* `teacher build --final`"):
         TeacherCache.open(tmp_path, final=True)
     meta = read_meta(tmp_path)
-    write_meta(tmp_path, dataclasses.replace(meta, recipe={"final": True}))  # says what its shards lack
+    write_meta(tmp_path, dataclasses.replace(meta, recipe={"final": True}))  # states what its shards lack
     with pytest.raises(StoreError, match=r"shard-00000.* cannot be read as a shard"):
         TeacherCache.open(tmp_path, final=True).sample(0)
     write(tmp_path, final=True)
@@ -173,7 +173,7 @@ def test_a_missing_and_a_truncated_shard(tmp_path):
     data = shard.read_bytes()
     shard.write_bytes(data[:-7])
     for act in (cache.verify, lambda: TeacherCache.open(tmp_path)):
-        with pytest.raises(StoreError, match=r"shard-00001.* holds [\d,]+ bytes, meta.json says"):
+        with pytest.raises(StoreError, match=r"shard-00001.* holds [\d,]+ bytes, meta.json states"):
             act()
     with pytest.raises(StoreError, match=r"shard-00001.* cannot be read as a shard"):
         cache.sample(4)

@@ -107,7 +107,7 @@ def test_a_result_by_name_alone():
 
 
 def test_harmony_in_plain_messages():
-    """The header said in full, as `cases.json` does it."""
+    """The header stated in full, as `cases.json` does it."""
     output = read(
         {"role": "user", "content": "x", "name": "bob"},
         {"role": "assistant", "channel": "analysis", "content": "a"},
@@ -268,7 +268,7 @@ def test_keys_that_hold_nothing_or_are_the_data_sets_own():
         ([{"role": "user", "content": 3}], "messages[0].content: a text is wanted, not 3"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "messages[0].content[0]: a part of type 'image_url': only text can stand here",
+            "messages[0].content[0]: a part of type 'image_url': only text can be here",
         ),
         ([{"role": "system", "content": [{"type": []}]}], "messages[0].content[0]: a part of type []"),
         (

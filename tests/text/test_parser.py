@@ -88,7 +88,7 @@ def test_how_the_bytes_are_cut_into_tokens_does_not_matter(conversation):
     st.lists(st.integers(0, 9) | st.integers(0, TOKENIZER.get_vocab_size() + 3), max_size=60), st.booleans()
 )
 def test_nothing_raises_and_no_tag_gets_out(ids, prompted):
-    """Whatever a model says: deltas are the content, message for message, and hold no special token."""
+    """Whatever a model generates: deltas are the content, message for message, and hold no special token."""
     parser = HarmonyParser(TOKENS, role="assistant" if prompted else None)
     texts = {}
     for delta in parser.feed_all(ids):
@@ -191,7 +191,7 @@ def test_headers_as_models_write_them(header, message):
 
 
 BROKEN = [
-    # plain text: no header ever came, so nothing says that it is an answer
+    # plain text: no header ever came, so nothing states that it is an answer
     ("hello", [("assistant", None, "hello", None)], "a message without <|message|>"),
     ("I refuse<|end|>", [("assistant", None, "I refuse", END)], "a message without <|message|>"),
     (

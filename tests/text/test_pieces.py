@@ -1,7 +1,7 @@
 """Where texts are cut: as llama.cpp cuts them, an engine that shares no code with us.
 
 llama.cpp's tokens are kept in golden/llama_cpp_tokens.json, so that they are compared where it is not
-installed, too. `python tests/chat/test_pieces.py` writes them anew.
+installed, too. `python tests/chat/test_pieces.py` writes them again.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Training rows: the mask decoded is what the assistant said, per turn as the model would have seen it."""
+"""Training rows: the mask decoded is what the assistant stated, per turn as the model would have seen it."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_a_row_for_every_turn():
 
 
 def test_every_prompt_is_the_one_the_model_would_get():
-    """Each stretch the assistant says at once begins where `prompt_ids` of the history ends."""
+    """Each stretch the assistant generates at once begins where `prompt_ids` of the history ends."""
     result = rows(TALK, TOKENS)
     for row, at, length in ((result[0], 0, 1), (result[1], 0, 4), (result[1], 1, 8)):
         history = Conversation(system=TALK.system, developer=TALK.developer, messages=TALK.messages[:length])

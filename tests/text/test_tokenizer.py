@@ -117,7 +117,7 @@ def test_a_panic_of_the_library_is_a_plain_error(tokenizer):
         plain_errors("the thing is broken"),
     ):
         raise PanicException("index out of range")
-    with pytest.raises(KeyboardInterrupt), plain_errors("never said"):
+    with pytest.raises(KeyboardInterrupt), plain_errors("never stated"):
         raise KeyboardInterrupt
     data = json.loads(tokenizer.to_str())
     data["model"]["continuing_subword_prefix"] = "longer than every token"  # a real one

@@ -107,7 +107,7 @@ def test_what_stands_around_a_text():
     assert after.encode("hello").ids == made.encode("hello").ids
     assert encode_prompt(after, "hello") == [6, *encode(after, "hello")]
     named = {f"{KEY}pre": "llama3", f"{KEY}add_bos_token": None}
-    assert encode_prompt(tokenizer_from_gguf(metadata | named), "a")[0] == 6  # where a file says nothing
+    assert encode_prompt(tokenizer_from_gguf(metadata | named), "a")[0] == 6  # where a file states nothing
 
 
 def test_qwen_normalises_and_its_distillates_do_not():
@@ -137,7 +137,7 @@ def test_an_unknown_rule_needs_the_nearest():
     split = pre_tokenizers.Split(Regex(QWEN2 + "|x"), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    with pytest.raises(ValueError, match=r"no GGUF name stands for .* say which is nearest, pre= one of"):
+    with pytest.raises(ValueError, match=r"no GGUF name means .* say which is nearest, pre= one of"):
         gguf_vocabulary(made, 2000)
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre is 'nonsense'; known: "):
         gguf_vocabulary(made, 2000, pre="nonsense")

@@ -1,4 +1,4 @@
-"""Vocabularies that the tests train, and one whose tokens reach over everything a pre-tokenizer would cut."""
+"""Vocabularies trained by the tests; one has tokens across every pre-tokenizer boundary."""
 
 import functools
 
@@ -15,8 +15,8 @@ WORDS = " ".join(nasty.TEXTS).split()
 
 @functools.cache
 def trained(name=None):
-    """A byte-level BPE under one rule; without a name, one whose tokens reach over all that a rule would cut,
-    so that every cut shows."""
+    """A byte-level BPE under one rule; without a name, one where the tokens reach over all that a rule would
+    cut, so that every cut shows."""
     made = Tokenizer(models.BPE(ignore_merges=name is not None and NAMED[name].ignore_merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if name is not None:

@@ -32,13 +32,13 @@ def test_prompts_depend_on_the_step_alone():
 
 @pytest.fixture
 def looping():
-    """A tiny target whose greedy text soon loops."""
+    """A tiny target where the greedy text soon loops."""
     model = tiny.target("llama", seed=2).requires_grad_(True)
     return model, [[5, 6, 7], [9, 3, 4]]
 
 
 def probabilities(model, prompts, message):
-    """Of every token said, per answer."""
+    """Of every token stated, per answer."""
     for prompt, answer in zip(prompts, message, strict=True):
         with torch.no_grad():
             p = model.logits(model(torch.tensor([prompt + answer])).hidden)[0].softmax(-1)

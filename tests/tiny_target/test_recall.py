@@ -1,4 +1,4 @@
-"""Rows to recall from: what is taught stands further up in its row, and nothing else is taught."""
+"""Rows to recall from: what is trained on is further up in its row, and nothing else is trained on."""
 
 import numpy as np
 import pytest

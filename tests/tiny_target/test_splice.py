@@ -1,4 +1,4 @@
-"""Spliced rows: the passage follows the longest agreement, and only it is taught."""
+"""Spliced rows: the passage follows the longest agreement, and only it is trained on."""
 
 from itertools import pairwise
 

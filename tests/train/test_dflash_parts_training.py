@@ -94,7 +94,7 @@ def test_what_the_loss_calls_right_is_what_serving_says(target, cache, name):
         value = draft.guess(
             head, hidden[:, 1:].flatten(0, 1)[:, None], predecessors(packed).flatten(), Greedy()
         )
-        # half of the labels become what the draft says, so that there is something to be right about
+        # half of the labels become what the draft states, so that there is something to be right about
         flip = torch.rand(packed.labels.shape, generator=torch.Generator().manual_seed(1)) < 0.5
         flip[:, :-1] &= ~flip[:, 1:]  # a label is the next one's predecessor
         flip[:, 1:] &= ~flip[:, :-1]

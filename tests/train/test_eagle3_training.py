@@ -39,7 +39,7 @@ Cache = partial(TrainedSetup, held=LAYERS)
 
 
 def answers(target, prompts, new_tokens=24):
-    """Texts whose responses are the target's own, greedily."""
+    """Texts where the responses are the target's own, greedily."""
     request = Request(max_new_tokens=new_tokens, stop=frozenset())
     made = generate(target, prompts, request).tokens
     return [torch.tensor(p + t) for p, t in zip(prompts, made, strict=True)]
@@ -172,7 +172,7 @@ def test_the_draft_vocabulary_is_what_responses_say_most(target):
     for samples, kept, wanted in (
         (2, (), [2, 5, 9]),
         (2, (), [2, 5, 7, 9, 90]),
-        (2, (), [0, 1, 2, 5, 7, 9, 90]),  # the lowest of those that nothing says
+        (2, (), [0, 1, 2, 5, 7, 9, 90]),  # the lowest of those that nothing states
         (3, (), [60]),
         (3, (33,), [33, 60]),  # however rare
     ):
@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, message)
     [
         ({"draft_vocab": 60}, "other shapes"),
         ({"muon_lr": 0.02}, "other shapes"),
-        ({"steps": 2}, "stands at step 3, and 2"),
+        ({"steps": 2}, "is at step 3, and 2"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(target, cache, tmp_path, changes, message):
@@ -263,7 +263,7 @@ def test_rows_without_a_guess_are_left_out(target, tmp_path):
     recipe = replace(RECIPE, rows=1, held_out_share=0.38)
     train_eagle3(recipe, target, TOKENIZER, Cache(target, texts), [], tmp_path)
     assert {line["tokens"] for line in lines(tmp_path)} == {31, 17}
-    with pytest.raises(ValueError, match=r"none of 5 cached rows has a guess.* within row_tokens 4"):
+    with pytest.raises(ValueError, match=r"none of 5 cached rows has a draft token.* within row_tokens 4"):
         train_eagle3(
             replace(recipe, row_tokens=4), target, TOKENIZER, Cache(target, texts), [], tmp_path / "short"
         )

@@ -1,4 +1,4 @@
-"""The likeliest tokens that a loss names beside its value: of the same logits, which are formed once."""
+"""The most probable tokens that a loss names next to its value: of the same logits, which are formed once."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_the_most_probable_of_every_row_come_along(kind, of):
 
 @pytest.mark.parametrize("parts", [{}, {"draft_vocab": 40}])
 def test_a_selector_learns_from_the_losss_own_logits(monkeypatch, parts):
-    """As from logits formed anew, in value and gradients; and the head is multiplied once."""
+    """As from logits formed again, in value and gradients; and the head is multiplied once."""
     target = tiny.target("gpt_oss")
     cache = Cache(target, [tiny.tokens(n, seed=n) for n in (31, 17)])
     draft, recipe = drafted(target, conv=2, selector=7, **parts)

@@ -33,7 +33,7 @@ OF = torch.tensor([0, 0, 0, 1, 3, 3, 4, 4, 5, 5, 5, 5, 9, 10, 10, 16, 16, 16, 17
 
 
 def case(seed=0):
-    """Rows whose labels are now and then the draft's first choice, and now and then missing."""
+    """Rows where the labels are now and then the draft's first choice, and now and then missing."""
     rng = torch.Generator().manual_seed(seed)
     states, head = torch.randn(N, C, generator=rng), torch.randn(V, C, generator=rng)
     target_states = torch.randn(N, D, generator=rng)
@@ -173,7 +173,7 @@ def test_a_row_without_a_label_has_no_cross_entropy():
 
 
 def test_hopeless_rows_keep_their_loss_and_gradient():
-    """A label whose probability underflows: exp(-200) is 0 in float32, its loss is still 200."""
+    """A label where the probability underflows: exp(-200) is 0 in float32, its loss is still 200."""
     hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
     head = torch.tensor([[200.0, 0.0], [0.0, 5.0], [0.0, 1.0]])
     nll = chunked_nll(hidden, head, torch.tensor([2]))

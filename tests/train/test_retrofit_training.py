@@ -115,7 +115,7 @@ class Cached:
 
 
 def test_latents_learn_from_a_teacher_cache(world, tmp_path, monkeypatch):
-    """The last states of the cache stand for a forward of the original."""
+    """The last states of the cache mean a forward of the original."""
     model = with_latents(world)
     sample = Cached(world).sample(0)
     online = whole_losses(model, sample.tokens[None])

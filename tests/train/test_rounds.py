@@ -16,7 +16,7 @@ def row(T, seed):
 
 
 def drafted(packed, hard):
-    """Hits of a draft that guesses every token right but those at the positions `hard`."""
+    """Hits of a draft that proposes every token right but those at the positions `hard`."""
     at = packed.layout.seen[:, None] + torch.arange(1, BLOCK)
     return ~torch.isin(at, hard) & packed.valid
 

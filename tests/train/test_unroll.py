@@ -139,7 +139,7 @@ def test_unrolled_is_a_walk_over_explicit_lists(target, samples, name, thin):
 
 
 class Forced:
-    """A draft's choice that always says the true text, and keeps the logits it was asked with."""
+    """A draft's choice that always states the true text, and keeps the logits it was asked with."""
 
     def __init__(self, truth):
         self.truth, self.logits = truth, []
@@ -152,7 +152,7 @@ class Forced:
 
 @pytest.mark.parametrize("name", CASES)
 def test_unrolled_is_the_served_chain(target, samples, name):
-    """Verified up to a place and then guessing, when all guesses are the true text."""
+    """Verified up to a place and then drafting, when all draft tokens are the true text."""
     draft, texts = draft_of(target, **CASES[name]).eval(), gather(samples[:1], None)
     row = samples[0]
     bound = BoundEagle3(draft, target, TreeShape(depth=STEPS))
@@ -247,7 +247,7 @@ def test_what_a_row_gives(target, samples):
     assert texts.positions[:2].tolist() == [300, 301] and texts.positions[19] == 0
     cut = gather(samples, 8)
     assert cut.final is None and cut.keys == [0, 8, 13, 21]
-    with pytest.raises(ValueError, match=r"none of 1 cached rows has a guess.*within row_tokens 6"):
+    with pytest.raises(ValueError, match=r"none of 1 cached rows has a draft token.*within row_tokens 6"):
         gather(samples[:1], 6)
     with pytest.raises(ValueError, match="no final states"):
         gather([SimpleNamespace(**(vars(samples[0]) | {"final": None}))], None, final=True)

@@ -1,4 +1,4 @@
-"""transformers as the yardstick: same tokens, and its own DFlash accepts what ours accepts, in float32."""
+"""transformers as the baseline: same tokens, and its own DFlash accepts what ours accepts, in float32."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from outpace.drafts.dflash import DFlash
 from outpace.models.config import WINDOW
 from outpace.models.load import build, named_tensors
 
-pytest.importorskip("transformers", reason="the yardstick is transformers; it is not installed")
+pytest.importorskip("transformers", reason="the baseline is transformers; it is not installed")
 pytest.importorskip(
     "transformers.models.muse_glimmer_assistant", reason="transformers has DFlash from 5.23 on"
 )
