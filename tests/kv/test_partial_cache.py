@@ -184,7 +184,7 @@ def test_blocks_are_summarised_once_and_only_whole():
     full.commit([[0, 1, 2, 3, 4, 5, 6]])
     memory = cache.layers[0]
     # what was summarised is not read again
-    memory.full.k[:, :, :16] += 100  # type: ignore[attr-defined]  # type: ignore[attr-defined]
+    memory.full.k[:, :, :16] += 100  # type: ignore[attr-defined]
     cache.refresh()
     assert cache.summarised == [6]
     low, high = extremes(torch.cat((k, more), 2)[0, :, :24], 4)
