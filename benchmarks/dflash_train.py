@@ -24,12 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.ops.rope import RopeConfig
-from outpace.train.anchors import Packed, pack
-from outpace.train.dflash import block_states
-from outpace.train.dflash_loss import Objective
-from outpace.train.dflash_recipe import DFlashRecipe, init_dflash
+from outpace.train.data import Packed, pack
+from outpace.train.dflash import DFlashRecipe, Objective, block_states, init_dflash
 from outpace.train.losses import decay_weights
 
 PEERS = "8 heads x 32, 2 kv heads, MLP 768 (assumed)"

@@ -13,8 +13,7 @@ from statistics import median
 
 import torch
 
-from outpace.bench.machine import machine, provenance, versions
-from outpace.bench.roofline import read_bandwidth, weight_bytes
+from outpace.bench.machine import machine, provenance, read_bandwidth, versions, weight_bytes
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.loading import open_target

@@ -19,11 +19,10 @@ from outpace.loading import open_draft, open_target, own_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
 from outpace.text.chat_format import ChatFormat
-from outpace.text.conversation_json import parse_conversation
 from outpace.text.harmony import speaks_harmony
-from outpace.text.harmony_chat import HarmonyChat
-from outpace.text.messages import FINAL, System
-from outpace.text.template_chat import TemplateChat
+from outpace.text.harmony_parser import HarmonyChat
+from outpace.text.messages import FINAL, System, parse_conversation
+from outpace.text.template import TemplateChat
 from outpace.text.tokenizer import encode_prompt
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}, as the OpenAI API has it

@@ -10,14 +10,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.checkpoint.open import DEFAULT, EMBEDDED, LoadError, open_checkpoint, target_path
-from outpace.checkpoint.stops import generation_stops
-from outpace.checkpoint.tokenizer import open_tokenizer
+from outpace.checkpoint.tokenizer import generation_stops, open_tokenizer
 from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
-from outpace.drafts.suffix import NODES, Suffix, is_suffix, load_suffix
+from outpace.drafts.lookup import NODES, NGram, Suffix, is_suffix, load_suffix
+from outpace.drafts.tree import DDTree
 from outpace.formats.load import load_dflash, load_draft
 from outpace.formats.spec import TargetFiles
 from outpace.models.decoder import Decoder

@@ -23,7 +23,7 @@ def _seed():
 @pytest.fixture(scope="session", autouse=True)
 def _own_cost_tables(tmp_path_factory):
     """Commands that calibrate find no table of an earlier run, and leave none."""
-    from outpace.decode import cost_file
+    from outpace.decode import costs as cost_file
 
     folder = tmp_path_factory.mktemp("costs")
     kept, cost_file.cache_folder = cost_file.cache_folder, lambda: folder

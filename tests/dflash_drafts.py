@@ -2,7 +2,8 @@
 
 import tiny
 
-from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.models.load import named_tensors
 
 

@@ -8,8 +8,8 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from outpace.drafts.dflash import DFlashConfig
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.drafts.dflash_config import DFlashConfig
+from outpace.drafts.eagle3 import Eagle3Config
 from outpace.formats.export import export_draft, open_target_files
 from outpace.formats.spec import DFlashDraft, Eagle3Draft, canonical, dflash_shapes, eagle3_shapes, marks
 from outpace.models.config import FULL, WINDOW

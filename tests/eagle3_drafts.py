@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import tiny
 import torch
 
-from outpace.bench.stage_reference import eagle3_feature, eagle3_stages, norm
-from outpace.drafts.eagle3 import init_eagle3
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.bench.stages import eagle3_feature, eagle3_stages, norm
+from outpace.drafts.eagle3 import Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.formats.load import describe_eagle3

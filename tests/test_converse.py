@@ -14,12 +14,12 @@ import outpace
 from outpace.cli.chat_session import ChatSession, Screen, run
 from outpace.cli.main import main
 from outpace.decode.request import Request
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
 from outpace.loading import open_target
 from outpace.models.decoder import Output
 from outpace.models.load import build, named_tensors
 from outpace.models.save import save_target
-from outpace.text.harmony_chat import HarmonyChat
+from outpace.text.harmony_parser import HarmonyChat
 from outpace.text.messages import System
 from outpace.text.tokenizer import encode, read_tokenizer, train_bpe
 

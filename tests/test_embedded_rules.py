@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from outpace.cli.main import main
-from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Fixed
 from outpace.decode.generate import generate
-from outpace.decode.request import Request
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
+from outpace.decode.request import RULES, Request
+from outpace.drafts.lookup import NGram
+from outpace.drafts.tree import DDTree
 from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling, probabilities
 from outpace.text.tokenizer import encode_prompt

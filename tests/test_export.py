@@ -15,9 +15,8 @@ from outpace.bench.baselines import open_baseline
 from outpace.bench.timing import our_methods
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
-from outpace.formats.detect import read_draft
 from outpace.formats.export import check_fit, export_draft, import_draft
-from outpace.formats.load import build_dflash, describe_dflash, load_dflash, save_dflash
+from outpace.formats.load import build_dflash, describe_dflash, load_dflash, read_draft, save_dflash
 
 EMBEDDED_DRAFT = EMBEDDED / "dflash"
 

@@ -10,10 +10,10 @@ from test_cli import run as outpace
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.text_stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
 from outpace.decode.request import Request
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
 from outpace.ops.sampling import Sampling
 from outpace.text.gguf_tokenizer import tokenizer_from_gguf
-from outpace.text.harmony_chat import HarmonyChat
+from outpace.text.harmony_parser import HarmonyChat
 from outpace.text.tokenizer import SPECIAL, encode, read_tokenizer, train_bpe
 
 LAYERS = json.loads((EMBEDDED / "target" / "config.json").read_text())["num_hidden_layers"]

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from outpace.checkpoint.open import open_checkpoint
 from outpace.cli.main import main
-from outpace.doctor.inspect import inspect_target
+from outpace.doctor.checkpoint import inspect_target
 from outpace.formats import random_weights as synth
 from outpace.formats.random_weights import plan, synthesise
 from outpace.models.load import load_target

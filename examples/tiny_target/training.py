@@ -24,10 +24,9 @@ from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
+from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import chunked_nll
-from outpace.train.muon import Muon
-from outpace.train.rows import rows_of_step, token_stream
-from outpace.train.trainer import fit, warmup_linear
+from outpace.train.trainer import Muon, fit, warmup_linear
 
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from outpace.bench.timing import Method, Prompts, Timed
 from outpace.decode.trace import Trace
-from outpace.drafts.dflash import DFlash
-from outpace.drafts.dflash_parts import parts_of
+from outpace.drafts.dflash import DFlash, parts_of
 from outpace.formats.load import weight_map
 from outpace.models.config import FULL, rope_to_hf
 from outpace.models.decoder import Decoder

@@ -1,18 +1,31 @@
 """Drafts of one target side by side on equal prompts: acceptance, speed, where time goes, violations."""
 
 import dataclasses
+import importlib.util
 import statistics
 from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from outpace.bench.interleave import take_turns
+from outpace.bench.interleave import progress, take_turns
 from outpace.bench.methods import PLAIN, Case
-from outpace.bench.progress import progress
+from outpace.bench.report import (
+    bare,
+    figure_of,
+    lines_of,
+    machine_line,
+    run_line,
+    save_figure,
+    table,
+    target_line,
+    versions_line,
+)
 from outpace.bench.results import ResultCell, joined, result
-from outpace.bench.setup import SuiteRequest, begin
-from outpace.bench.suite import cases_of
+from outpace.bench.suite import SuiteRequest, begin, cases_of
+from outpace.checkpoint.save import write_atomically, write_json
 from outpace.decode.costs import Costs
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
@@ -124,3 +137,232 @@ def remarks(about: dict[str, dict[str, Any]]) -> list[str]:
             parts = ", ".join(f"{name}: {str(value)[:12]}" for name, value in per_draft.items())
             entries.append(f"not on equal data: {what} differ ({parts})")
     return entries
+
+
+LEGEND = """\
+- tau: mean number of tokens committed per forward of the target, bonus token included.
+- draft length: mean number of tokens verified per step and row, the last verified token included.
+- tokens/s: from the first token to the last, median of the repeats. speedup: over autoregressive decoding of
+  the same prompts at the same temperature in the same run (rule match).
+- predicted speedup: what the controller expected, from a cost table measured before the first run and the
+  draft's confidence, with its error. error in tokens/s: the same for tokens/s, which also contains changes of
+  the machine's speed since the cost table.
+- mismatched tokens: tokens that differ from autoregressive decoding and are no tie / tokens compared. Under
+  gumbel the seed determines the text and ties are no excuse; under the other rules at T > 0 nothing can be
+  compared.
+"""
+PALETTE = ("#2a6f97", "#e3a857", "#c1666b", "#5b8c5a", "#8c5a7c", "#8fb8de", "#b0813d", "#7a7a7a", "#3f3f3f")
+
+
+def write_comparison(report: dict[str, Any], folder: Path) -> None:
+    """folder/report.json, report.md, speedup.png, tau.png, time.png; each appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = importlib.util.find_spec("matplotlib") is not None
+    write_json(folder / "report.json", report)
+    if pictures:
+        save_figure(_speedup(report), folder / "speedup.png")
+        save_figure(_tau(report), folder / "tau.png")
+        save_figure(_time(report), folder / "time.png")
+    write_atomically(folder / "report.md", comparison_markdown(report, pictures).encode())
+
+
+def comparison_markdown(report: dict[str, Any], pictures: bool = True) -> str:
+    recipe = report["recipe"]
+    measured = (
+        f"**Measured**: {recipe['prompts']} held-out prompts of {recipe['prompt_tokens']} tokens, "
+        f"{recipe['new_tokens']} new tokens each, batch {recipe['batch']}, {recipe['repeats']} repeats, "
+        "methods interleaved"
+    )
+    lines = ["# Drafts on equal data", ""]
+    lines += lines_of(
+        machine_line(report), versions_line(report), target_line(report["target"]), measured, run_line(report)
+    )
+    lines += ["", "## The drafts", "", *training_table(report)]
+    for temperature in recipe["temperatures"]:
+        lines += [f"## Temperature {temperature:g}", "", *speed_table(report, temperature)]
+        lines += ["Draft token k accepted, of the rounds that offered it:", ""]
+        lines += position_table(report, temperature)
+    lines += [LEGEND]
+    if report["remarks"]:
+        lines += ["## Remarks", "", *(f"- {line}" for line in report["remarks"]), ""]
+    if pictures:
+        lines += ["![Speedup](speedup.png)", "", "![tau and verify length](tau.png)", ""]
+        lines += ["![Where the time goes](time.png)", ""]
+    return "\n".join(lines)
+
+
+def training_table(report: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, about in report["methods"].items():
+        trained = about["trained"] or {}
+        tokens, hours = trained.get("tokens"), trained.get("hours")
+        rows.append(
+            [
+                name,
+                about["kind"],
+                str(about["columns"]),
+                f"{about['parameters'] / 1e6:.2f} M" if about["parameters"] else "-",
+                f"{about['bytes'] / 2**20:.1f} MiB" if about["bytes"] else "-",
+                f"{tokens:,}" if tokens else "-",
+                f"{hours:.2f}" if hours is not None else "-",
+            ]
+        )
+    columns = ("method", "kind", "longest draft", "parameters", "size", "training tokens", "training hours")
+    return table(columns, rows)
+
+
+def pairs_of(
+    report: dict[str, Any], temperature: float
+) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Rows of one temperature without the controller, each with its twin that has one. A method that is only
+    ever steered is by itself."""
+    rows = [r for r in report["results"] if r["temperature"] == temperature]
+    steered = {(r["method"], r["rule"]): r for r in rows if r["controller"]}
+    free = [r for r in rows if not r["controller"]]
+    alone = [r for key, r in steered.items() if key not in {(r["method"], r["rule"]) for r in free}]
+    return [(r, steered.get((r["method"], r["rule"]))) for r in free] + [(r, r) for r in alone]
+
+
+def speed_table(report: dict[str, Any], temperature: float) -> list[str]:
+    rows = []
+    for free, steered in pairs_of(report, temperature):
+        parts = " / ".join(f"{free['round_ms'][p]:.2f}" for p in ("draft", "verify", "rest"))
+        rows.append(
+            [
+                free["method"],
+                free["rule"] if temperature else "greedy",
+                f"{free['tau']:.2f}",
+                f"{free['columns']:.1f}",
+                parts,
+                f"{free['tokens_per_s']:.0f}",
+                f"{free['speedup']:.2f}x",
+                f"{steered['speedup']:.2f}x" if steered else "-",
+                *predicted_cells(steered),
+                differ(free["lossless"], steered["lossless"] if steered else None),
+            ]
+        )
+    columns = (
+        "method",
+        "acceptance rule",
+        "tau",
+        "draft length",
+        "draft / verify / overhead, ms",
+        "tokens/s",
+        "speedup",
+    )
+    return table((*columns, "with controller", *PREDICTED, "mismatched tokens"), rows)
+
+
+PREDICTED = ("predicted speedup", "error in tokens/s")
+
+
+def predicted_cells(steered: dict[str, Any] | None) -> tuple[str, str]:
+    """Two cells about a row with a controller: the speedup that it predicted, with its error, and the error
+    in tokens/s."""
+    value = steered and steered["predicted"]
+    if not value:
+        return "-", "-"
+    return f"{value['speedup']:.2f}x, {100 * value['speedup_error']:+.0f} %", f"{100 * value['error']:+.0f} %"
+
+
+def differ(*counts: dict[str, int] | None) -> str:
+    known = [c for c in counts if c is not None and c["checked"]]
+    if not known:
+        return "-"
+    ties = sum(c["ties"] for c in known)
+    message = f"{sum(c['violations'] for c in known):,} / {sum(c['checked'] for c in known):,}"
+    return f"{message}, {ties} ties" if ties else message
+
+
+def position_table(report: dict[str, Any], temperature: float) -> list[str]:
+    rows = [r for r, _ in pairs_of(report, temperature) if r["accept_by_position"]]
+    if not rows:
+        return ["No method of this run offered a draft token.", ""]
+    widest = min(8, max(len(r["accept_by_position"]) for r in rows))
+    shown = [
+        [r["method"], r["rule"] if temperature else "greedy"]
+        + [f"{100 * share:.0f} %" for share in r["accept_by_position"][:widest]]
+        + ["-"] * max(0, widest - len(r["accept_by_position"]))
+        for r in rows
+    ]
+    return table(("method", "acceptance rule", *(f"k = {k}" for k in range(1, widest + 1))), shown)
+
+
+def _colours(report: dict[str, Any]) -> dict[str, str]:
+    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(report["methods"])}
+
+
+def _speedup(report: dict[str, Any]) -> Any:
+    """A panel per temperature and rule; per method a bar without and one with the controller."""
+    panels_of = [(t, r) for t in report["recipe"]["temperatures"] for r in _rules(report, t)]
+    names = list(report["methods"])
+    height = 1.0 + len(panels_of) * (0.7 + 0.34 * len(names))
+    figure, panels = figure_of(len(panels_of), 1, height, "Speedup over autoregressive decoding")
+    for axes, (temperature, rule) in zip(panels, panels_of, strict=True):
+        items = [r for r in report["results"] if (r["temperature"], r["rule"]) == (temperature, rule)]
+        for steered, shift, colour in ((False, -0.2, "#2a6f97"), (True, 0.2, "#e3a857")):
+            rows = [r for r in items if r["controller"] == steered and r["method"] != PLAIN]
+            at = [names.index(r["method"]) + shift for r in rows]
+            label = "with the controller" if steered else "the draft's own length"
+            bars = axes.barh(at, [r["speedup"] for r in rows], 0.38, color=colour, label=label)
+            axes.bar_label(bars, [f"{r['speedup']:.2f}" for r in rows], fontsize=7, padding=2)
+        axes.axvline(1, color="#3f3f3f", linewidth=0.8)
+        axes.set_xlim(0, 1.12 * max(1.0, *(r["speedup"] for r in report["results"])))
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_title(f"T = {temperature:g}" + (f", rule {rule}" if temperature else ""), fontsize=10)
+        bare(axes)
+        axes.grid(axis="y", visible=False)
+    panels[0].legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def _rules(report: dict[str, Any], temperature: float) -> list[str]:
+    rows = [r for r in report["results"] if r["temperature"] == temperature and r["method"] != PLAIN]
+    return list(dict.fromkeys(r["rule"] for r in rows))
+
+
+def _tau(report: dict[str, Any]) -> Any:
+    """Greedy (or the first temperature's): a chain's tau if only its first positions were verified, read off
+    the accepted positions of the same rounds; a tree's as one point."""
+    temperature = report["recipe"]["temperatures"][0]
+    figure, panels = figure_of(1, 1, 4.2, f"tau against positions verified a round, T = {temperature:g}")
+    axes, colours = panels[0], _colours(report)
+    for r, _ in pairs_of(report, temperature):
+        if not r["accept_by_position"] or r["controller"]:
+            continue
+        name = r["method"]
+        if report["methods"][name]["tree"]:
+            axes.plot([r["columns"]], [r["tau"]], "D", color=colours[name], label=name)
+        else:
+            taus = list(accumulate(r["reached"], initial=1.0))
+            taus += taus[-1:] * (report["methods"][name]["columns"] - len(taus))
+            axes.plot(range(1, len(taus) + 1), taus, "o-", color=colours[name], markersize=3, label=name)
+    axes.set_xlabel("positions verified a round, the root included")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("tau")
+    axes.legend(frameon=False, fontsize=8)
+    bare(axes)
+    return figure
+
+
+def _time(report: dict[str, Any]) -> Any:
+    """Greedy (or the first temperature's): milliseconds of a committed token, by part."""
+    temperature = report["recipe"]["temperatures"][0]
+    rows = [r for r, _ in pairs_of(report, temperature)]
+    names = [r["method"] + (", controller" if r["controller"] else "") for r in rows]
+    figure, panels = figure_of(
+        1, 1, 1.4 + 0.34 * len(rows), f"Milliseconds a committed token, T = {temperature:g}"
+    )
+    axes, left = panels[0], [0.0] * len(rows)
+    batch = report["recipe"]["batch"]
+    for part, colour in (("draft", "#e3a857"), ("verify", "#2a6f97"), ("rest", "#b0b0b0")):
+        ms = [r["round_ms"][part] / r["tau"] / batch for r in rows]
+        axes.barh(range(len(rows)), ms, 0.7, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, ms, strict=True)]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=8)
+    bare(axes)
+    axes.grid(axis="y", visible=False)
+    return figure

@@ -4,29 +4,153 @@ The cache is filled with random numbers: what keys say changes no time. The head
 """
 
 import dataclasses
+import importlib.util
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
-from outpace.bench.context_setup import Retrofits, Space, filled, kv_bytes, retrofitted
-from outpace.bench.machine import machine, provenance, versions
-from outpace.bench.metadata import describe_target
-from outpace.bench.progress import progress
-from outpace.bench.resume import Kept
-from outpace.bench.roofline import read_bandwidth, weight_bytes
+from outpace.bench.draft_context import short
+from outpace.bench.interleave import Kept, progress
+from outpace.bench.machine import describe_target, machine, provenance, read_bandwidth, versions, weight_bytes
+from outpace.bench.report import (
+    bare,
+    figure_of,
+    lines_of,
+    machine_line,
+    run_line,
+    save_figure,
+    table,
+    target_line,
+    versions_line,
+)
+from outpace.checkpoint.save import write_atomically, write_json
 from outpace.kv.base import KVCache
-from outpace.kv.partial import PartialConfig
+from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
+from outpace.models.indexer import Indexer
 from outpace.ops.sampling import seeded
+from outpace.retrofit.dsa import attach_index, detach_index
+from outpace.retrofit.mla import Basis, attach, detach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrofits:
+    """Those of random weights. `latent`: numbers of a token, as a share of keys and values."""
+
+    latent: float
+    index_heads: int
+    index_dim: int
+    keep: TopKConfig
+    seed: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """`near`: partial KV of a full cache; `latents`: the same text in latents; `keys` of an index by layer,
+    the same for both."""
+
+    target: Decoder
+    near: PartialCache
+    latents: KVCache
+    keys: dict[int, Tensor]
+    keep: TopKConfig
+
+    @property
+    def full(self) -> KVCache:
+        return self.near.full
+
+    def switch(self, mla: bool, dsa: bool) -> KVCache:
+        """The target, and the cache that goes with it."""
+        self.target.use_mla_kv(mla)
+        self.target.use_dsa(dsa)
+        cache = self.latents if mla else self.full
+        for layer, keys in self.keys.items():
+            memory = cache.layers[layer]
+            memory.keys, memory.keep_few = (keys, self.keep) if dsa else (None, None)
+        return cache
+
+    def grow(self, context: int) -> None:
+        """What fills the caches is there already."""
+        for cache in (self.full, self.latents):
+            cache.advance(cache.begin(context - cache.lengths[0]))
+
+
+def filled(target: Decoder, length: int, headroom: int, partial: PartialConfig, seed: int) -> Space:
+    """Of a target with latents and an index. `room`: columns of partial KV's buffer."""
+    made = []
+    for mla in (False, True):
+        target.use_mla_kv(mla)
+        made.append(target.make_cache(1, length, slack=headroom, index=True))
+        rng = seeded(seed)
+        for x in (x for memory in made[-1].layers for x in memory.parts):
+            x.copy_(torch.randn(x.shape[1:], generator=rng)[None])
+    full, latents = made
+    keys = {layer: k for layer, memory in enumerate(full.layers) if (k := memory.keys) is not None}
+    result = Space(target, PartialCache(full, partial, headroom), latents, keys, target.config.dsa_keep)
+    for mla in (True, False):
+        result.switch(mla, False)
+    return result
+
+
+@contextmanager
+def retrofitted(target: Decoder, wanted: Retrofits) -> Iterator[None]:
+    """Inside, the target has latents and an index; afterwards it is as it was."""
+    config = target.config
+    if not config.mla_ranks:
+        random_latents(target, wanted.latent)
+    if not config.dsa_layers:
+        attach_index(target, random_indexes(target, wanted), wanted.keep)
+    try:
+        yield
+    finally:
+        target.use_dsa(config.use_dsa)
+        target.use_mla_kv(config.use_mla_kv)
+        if not config.dsa_layers:
+            detach_index(target)
+        if not config.mla_ranks:
+            detach(target)
+
+
+def random_latents(target: Decoder, share: float) -> None:
+    """For each layer with full attention, in place: the first directions of keys and values."""
+    config = target.config
+    n = 2 * config.num_kv_heads * config.head_dim
+    eye, zeros = torch.eye(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    bases = dict.fromkeys(config.full_layers, Basis(eye, eye, zeros, zeros))
+    attach(target, bases, dict.fromkeys(bases, max(1, round(share * n))))
+
+
+def random_indexes(target: Decoder, wanted: Retrofits) -> dict[int, Indexer]:
+    """One for each layer with full attention."""
+    config, rng = target.config, seeded(wanted.seed, 1)
+    made = {}
+    for layer in config.full_layers:
+        indexer = Indexer(config.hidden_size, wanted.index_heads, wanted.index_dim)
+        with torch.no_grad():
+            for p in indexer.proj.parameters():
+                p.copy_(torch.randn(p.shape, generator=rng) * config.hidden_size**-0.5)
+        made[layer] = indexer.to(target.device)
+    return made
+
+
+def kv_bytes(target: Decoder, context: int, seen: int) -> int:
+    """Of a context: `seen` tokens in layers with full attention, a window's in the others."""
+    config = target.config
+    windows = [config.window(i) for i in range(config.num_layers)]
+    tokens = [min(w, context) if w else seen for w in windows]
+    return target.dtype.itemsize * sum(config.kv_numbers(i) * n for i, n in enumerate(tokens))
+
 
 K = 1024
 METHODS = ("plain", "full", "partial", "settle", "refresh", "sparse", "sparse full")
@@ -252,3 +376,94 @@ def rated(cell: dict[str, Any], floor: float, settings: ContextSettings) -> dict
     few = {"sparse_speedup": round(s[PLAIN] / s[SPARSE], 3)} if SPARSE in s else {}
     values = {"methods": methods, "seconds_per_token": a_token, "verification_speedup": speedup}
     return cell | values | few
+
+
+COLOURS = {PLAIN: "#8f8f8f", FULL: "#c1666b", PARTIAL: "#2a6f97", SETTLE: "#e3a857", REFRESH: "#5b8c5a"}
+COLOURS |= {SPARSE: "#61304b", SPARSE_FULL: "#9a6fb0", LATENT: "#b8860b", LATENT_FULL: "#d9c27a"}
+COLOURS |= {BOTH: "#2f4f2f", BOTH_FULL: "#8fae8f"}
+LEGEND = """\
+- ms: medians of the repeats at batch 1, of the layers alone: neither head nor draft.
+- of the floor: the bytes that must be read (weights once, experts as touched, keys and values), over the
+  machine's reading rate, over the time. Low where arithmetic takes the time, as verifying many positions does
+  on a CPU.
+- ms per token: what these times come to where a round brings tau tokens and all that passes on partial KV
+  is: rounds on partial KV until the buffer is full, then a refresh and the full pass. Computed, not run.
+"""
+
+
+def write_context(report: dict[str, Any], folder: Path) -> None:
+    """folder/report.json, report.md and context.png; each appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = importlib.util.find_spec("matplotlib") is not None
+    write_json(folder / "report.json", report)
+    if pictures:
+        save_figure(_over_context(report), folder / "context.png")
+    write_atomically(folder / "report.md", context_markdown(report, pictures).encode())
+
+
+def context_markdown(report: dict[str, Any], pictures: bool = True) -> str:
+    floor = f"**Floor**: {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s read by all threads together"
+    s = report["settings"]
+    asked = (
+        f"**Asked**: blocks of {s['columns']} positions, partial KV of {s['budget']:,} tokens chosen by "
+        f"{s['selector']}, {s['n_spec_tokens_buf']} tokens buffered, tau {s['tau']:g}"
+    )
+    lines = machine_line(report), versions_line(report), target_line(report["target"]), floor, asked
+    page = ["# The cost of a step against context", "", *lines_of(*lines, run_line(report)), ""]
+    page += [*cost_table(report), *latent_table(report)]
+    page += [f"- **{name}**: {about}." for name, about in report["methods"].items()]
+    page += [LEGEND]
+    if pictures:
+        page += ["![Time against context](context.png)", ""]
+    return "\n".join(page)
+
+
+def cost_table(report: dict[str, Any]) -> list[str]:
+    rows = []
+    for cell in report["cells"]:
+        m, a_token = cell["methods"], cell["seconds_per_token"]
+        times = [f"{1000 * m[name]['seconds']:,.1f}" if name in m else "-" for name in METHODS]
+        rows.append(
+            [
+                f"{cell['context']:,}",
+                *times,
+                *(
+                    f"{x:.2f}x" if x else "-"
+                    for x in (cell["verification_speedup"], cell.get("sparse_speedup"))
+                ),
+                *(f"{1000 * a_token[name]:,.1f}" if name in a_token else "-" for name in (FULL, PARTIAL)),
+                *(f"{100 * m[name]['share_of_floor']:.0f} %" for name in (PLAIN, FULL)),
+                f"{cell['kv_bytes'] / 1e6:,.0f}",
+                f"{cell['partial_kv_bytes'] / 1e6:,.0f}" if cell["partial_kv_bytes"] else "-",
+            ]
+        )
+    columns = ["context", *(f"{name}, ms" for name in METHODS), "full / partial", "plain / sparse"]
+    columns += ["ms per token, full", "with partial", "of the floor, plain", "full", "KV, MB", "partial, MB"]
+    return table(columns, rows)
+
+
+def latent_table(report: dict[str, Any]) -> list[str]:
+    rows = []
+    for cell in report["cells"]:
+        m = cell["methods"]
+        times = [f"{1000 * m[name]['seconds']:,.1f}" if name in m else "-" for name in (PLAIN, *LATENTS)]
+        sizes = [f"{cell[name] / 1e6:,.0f}" for name in ("kv_bytes", "latent_kv_bytes")]
+        rows.append([f"{cell['context']:,}", *times, *sizes])
+    return table(["context", *(f"{name}, ms" for name in (PLAIN, *LATENTS)), "KV, MB", "latents, MB"], rows)
+
+
+def _over_context(report: dict[str, Any]) -> Any:
+    figure, (axes,) = figure_of(1, 1, 4.2, "A step against context")
+    for name in (*METHODS, *LATENTS):
+        items = [cell for cell in report["cells"] if name in cell["methods"]]
+        at = [c["context"] for c in items], [1000 * c["methods"][name]["seconds"] for c in items]
+        axes.plot(*at, "o-", color=COLOURS[name], label=name, markersize=3.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    contexts = [cell["context"] for cell in report["cells"]]
+    axes.set_xticks(contexts, [short(n) for n in contexts], fontsize=8)
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("ms")
+    bare(axes)
+    axes.legend(frameon=False, fontsize=8)
+    return figure

@@ -3,12 +3,10 @@
 from typing import Any
 
 from outpace.bench.comparison import advancing, row
-from outpace.bench.interleave import take_turns
+from outpace.bench.interleave import progress, take_turns
 from outpace.bench.methods import PLAIN, Case, Opened
-from outpace.bench.progress import progress
 from outpace.bench.results import ResultCell, Runs, error, over
-from outpace.bench.setup import BenchSetup, SuiteRequest, begin
-from outpace.bench.suite import SuiteRecipe
+from outpace.bench.suite import BenchSetup, SuiteRecipe, SuiteRequest, begin
 
 
 def run_controller(asked: SuiteRequest) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.bench.metadata import parameters
-from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.bench.machine import parameters
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.models.config import FULL
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors, parse_config

@@ -6,10 +6,10 @@ import torch
 
 from outpace.bench import lossless
 from outpace.bench.lossless import LosslessCheck, first_difference, in_float32, same
-from outpace.decode.acceptance_gumbel import coupled, key_of
+from outpace.decode.acceptance import coupled, key_of
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
-from outpace.ops import noise
+from outpace.ops import sampling as noise
 
 
 @torch.inference_mode()

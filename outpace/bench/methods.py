@@ -17,12 +17,10 @@ from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft
-from outpace.drafts.dflash import BoundDFlash
-from outpace.drafts.dflash_parts import parts_of
+from outpace.drafts.dflash import BoundDFlash, parts_of
 from outpace.drafts.eagle3_decode import BoundEagle3
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
-from outpace.drafts.suffix import Suffix
+from outpace.drafts.lookup import NGram, Suffix
+from outpace.drafts.tree import DDTree
 from outpace.kv.partial import PartialConfig
 from outpace.loading import DFLASH, SUFFIX, draft_folder, open_draft
 from outpace.models.decoder import Decoder

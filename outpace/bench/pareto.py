@@ -1,30 +1,41 @@
 """What each size of a retrofit costs: latents of several ranks and methods, indexes of several reaches."""
 
 import dataclasses
+import importlib.util
 import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outpace.bench.machine import machine, provenance, versions
+from outpace.bench.interleave import Kept, progress
+from outpace.bench.machine import describe_target, machine, provenance, versions
 from outpace.bench.memory import described
-from outpace.bench.metadata import describe_target
-from outpace.bench.progress import progress
 from outpace.bench.quality import Quality, QualitySettings, remembered
-from outpace.bench.resume import Kept
+from outpace.bench.report import (
+    bare,
+    figure_of,
+    lines_of,
+    machine_line,
+    run_line,
+    save_figure,
+    table,
+    target_line,
+    versions_line,
+)
+from outpace.checkpoint.save import write_atomically, write_json
 from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.retrofit import dsa, mla
-from outpace.retrofit.calibrate import calibrate
+from outpace.retrofit.dsa import DsaSettings, asked_of, first_indexes
 from outpace.retrofit.evaluate import texts_of
-from outpace.retrofit.pipeline_dsa import DsaSettings, asked_of, first_indexes
-from outpace.retrofit.pipeline_mla import MlaSettings, bases_of, chosen_balance
+from outpace.retrofit.mla import MlaSettings, bases_of, calibrate, chosen_balance
 from outpace.text.corpus import Document
 
 TRIED = 4  # texts by which a balance of keys against values is chosen
@@ -138,3 +149,115 @@ def _indexes(target: Decoder, texts: list[list[int]], settings: ParetoSettings) 
         dsa.attach_index(target, made, TopKConfig(top_k=share, min_context=0))
         yield f"index, {100 * share:g} % of the context"
         dsa.detach_index(target)
+
+
+LEGEND = """\
+- KV, bytes: what a token adds to the memory of layers with full attention; read: what a step looks at, for
+  each token of the text, keys of an index included.
+- loss, KL, same top-1: held-out text against the original. agrees: greedy answers, up to the first
+difference.
+- needles: found at each distance, as the settings name them.
+"""
+COLUMNS = ("", "KV, bytes", "read", "loss", "change", "KL", "same top-1", "agrees", "needles")
+MARKS = {
+    "original": ("*", "#222222"),
+    "trained": ("D", "#61304b"),
+    "latents": ("o", "#c1666b"),
+    "index": ("s", "#2a6f97"),
+}
+
+
+def write_pareto(report: dict[str, Any], folder: Path) -> None:
+    """folder/report.json, report.md and pareto.png; each appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = importlib.util.find_spec("matplotlib") is not None
+    write_json(folder / "report.json", report)
+    if pictures:
+        save_figure(_picture(report), folder / "pareto.png")
+    write_atomically(folder / "report.md", pareto_markdown(report, pictures).encode())
+
+
+def pareto_markdown(report: dict[str, Any], pictures: bool = True) -> str:
+    lines = machine_line(report), versions_line(report), target_line(report["target"]), run_line(report)
+    s = report["settings"]
+    message = f"{s['texts']} held-out files of {s['length']:,} tokens; {s['prompts']} prompts of "
+    message += f"{s['prompt_tokens']:,} tokens with {s['new_tokens']} greedy ones; needles at "
+    message += ", ".join(f"{n:,}" for n in s["distances"]) + " tokens."
+    page = [
+        "# Bytes per token against damage",
+        "",
+        *lines_of(*lines),
+        message,
+        "",
+        *pareto_table(report),
+        LEGEND,
+    ]
+    return "\n".join([*page, *(["![Bytes against damage](pareto.png)", ""] if pictures else [])])
+
+
+def pareto_table(report: dict[str, Any]) -> list[str]:
+    base = report["points"][0]["quality"]["nats"]
+    return table(COLUMNS, [_cells(point, base) for point in report["points"]])
+
+
+def _cells(point: dict[str, Any], base: float) -> list[str]:
+    quality, memory = point["quality"], point["memory"]
+    return [
+        point["name"],
+        f"{memory['bytes_per_token']:,.0f}",
+        f"{memory['bytes_read']:,.0f}",
+        f"{quality['nats']:.4f}",
+        f"{100 * (quality['nats'] / base - 1):+.2f} %",
+        f"{quality['kl']:.4f}",
+        f"{100 * quality['same_likeliest']:.1f} %",
+        f"{100 * quality['agreement']:.0f} %",
+        ", ".join(f"{n['found']} of {n['of']}" for n in quality["needles"]) or "-",
+    ]
+
+
+def _picture(report: dict[str, Any]) -> Any:
+    figure, (left, right) = figure_of(1, 2, 3.8, "Bytes per token against damage")
+    for axes, damage, label in (
+        (left, lambda q: q["kl"], "KL to the original, nats"),
+        (right, lambda q: 100 * (1 - q["agreement"]), "greedy answers that differ, %"),
+    ):
+        for kind, (mark, color) in MARKS.items():
+            points = [p for p in report["points"] if p["kind"] == kind]
+            x = [p["memory"]["bytes_read"] for p in points]
+            axes.plot(x, [damage(p["quality"]) for p in points], mark, color=color, label=kind, markersize=5)
+        axes.set_xlabel("bytes read a token of context")
+        axes.set_ylabel(label)
+        axes.set_xlim(left=0)
+        bare(axes)
+    left.legend(frameon=False, fontsize=8)
+    return figure
+
+
+SHARE = 0.25
+
+
+def mass_table(report: dict[str, Any]) -> list[str]:
+    """At a quarter of the context, layer by layer: what the latest tokens alone would keep of the attention's
+    mass, an index before and after training, and the best choice."""
+    after, before = (
+        {row["layer"]: row for row in report[name] if row["share"] == SHARE}
+        for name in ("mass", "mass_untrained")
+    )
+    kept = {i: [r["recent"], before[i]["index"], r["index"], r["best"]] for i, r in sorted(after.items())}
+    lines: dict[Any, list[float]] = kept | {"mean": [fmean(x) for x in zip(*kept.values(), strict=True)]}
+    rows = [[str(name), *(f"{100 * x:.1f} %" for x in line)] for name, line in lines.items()]
+    return table(("layer", "the latest", "index, untrained", "index", "best choice"), rows)
+
+
+def held_table(report: dict[str, Any]) -> list[str]:
+    """Held-out loss of the original, of the retrofit as it came, and trained."""
+    held = report["held_out"]
+    base = held["original"]["nats_per_token"]
+    rows = []
+    for name, key in (("original", "original"), ("untrained", "untrained"), ("trained", "after")):
+        value = held[key]
+        change = f"{100 * (value['nats_per_token'] / base - 1):+.2f} %"
+        same = f"{100 * value['same_likeliest']:.1f} %" if "kl" in value else "-"
+        kl = f"{value['kl']:.4f}" if "kl" in value else "-"
+        rows.append([name, f"{value['nats_per_token']:.4f}", change, kl, same])
+    return table(("", "loss, nats", "change", "KL", "same top-1 token"), rows)

@@ -14,16 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.bench import (
-    comparison_report,
-    context_report,
-    draft_context_report,
-    memory_report,
-    pareto_report,
-    recall_report,
-    retrofit_tables,
-    suites_report,
-)
+from outpace.bench import comparison as comparison_report
+from outpace.bench import context as context_report
+from outpace.bench import draft_context as draft_context_report
+from outpace.bench import lossless_suite as suites_report
+from outpace.bench import memory as memory_report
+from outpace.bench import pareto as pareto_report
+from outpace.bench import pareto as retrofit_tables
+from outpace.bench import recall as recall_report
 from outpace.checkpoint.save import write_atomically
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -12,9 +12,8 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from outpace.bench import baselines
-from outpace.bench.machine import machine, provenance, versions
-from outpace.bench.metadata import describe_draft, describe_target
-from outpace.bench.progress import progress
+from outpace.bench.interleave import progress
+from outpace.bench.machine import describe_draft, describe_target, machine, provenance, versions
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.results import ResultCell, agreement, result
 from outpace.bench.timing import Method, our_methods

@@ -11,8 +11,8 @@ from outpace.decode.request import Generation, OnTokens, Request
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash import DFlash
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
+from outpace.drafts.tree import DDTree
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 

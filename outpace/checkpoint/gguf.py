@@ -1,7 +1,7 @@
 """A GGUF file -> named tensors and config, under HF's names; blocks stay packed, and in the mapped file."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,3 +192,19 @@ def _unpacked(where: str, flat: "np.ndarray[Any, Any]", info: TensorInfo) -> Ten
 def _halves(rows: int, heads: int) -> Tensor:
     """Index of rows: each head's pairs (2i, 2i + 1) -> i and i + D/2."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """bool, int (uint32), float (float32), str, or a list of one of them."""
+    for key, value in metadata.items():
+        match value:
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case _:
+                writer.add_array(key, value)

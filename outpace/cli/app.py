@@ -9,7 +9,7 @@ from rich.console import Console
 T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-train_app = typer.Typer(no_args_is_help=True, help="Train a target, or a draft from a teacher cache.")
+train_app = typer.Typer(no_args_is_help=True, help="Train a draft from a teacher cache, or a retrofit.")
 teacher_app = typer.Typer(no_args_is_help=True, help="Build, describe and check a teacher cache.")
 app.add_typer(train_app, name="train")
 app.add_typer(teacher_app, name="teacher")
@@ -37,10 +37,12 @@ DraftWeights = Annotated[
         "stays the same.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Recipe = Annotated[Path | None, typer.Option(help="TOML recipe; without one, the defaults.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe's field: --set steps=500.")]
-Corpus = Annotated[Path | None, typer.Option(help="Folder of *.py files; default: the standard library.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON output: one object instead of text.")]
+Recipe = Annotated[Path | None, typer.Option(help="TOML recipe. Default: the defaults of its fields.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Field of the recipe, repeatable: --set steps=500.")
+]
+Corpus = Annotated[Path | None, typer.Option(help="Folder of *.py files. Default: the standard library.")]
 TopK = Annotated[int, typer.Option(help="Top-k sampling: number of tokens kept (0 = all).")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling: probability mass kept (1 = all).")]
 MinP = Annotated[

@@ -36,14 +36,14 @@ Method = Annotated[
     str,
     typer.Option(
         "--speculate",
-        help="Speculation: auto (the draft length that pays on this machine, none where none does), always "
+        help="Speculation: auto (the fastest draft length on this machine, or autoregressive), always "
         "(the draft's full length) or off (autoregressive).",
     ),
 ]
 Verify = Annotated[
     int | None,
     typer.Option(
-        "--num-speculative-tokens", help="Draft length of every step, instead of the one that pays."
+        "--num-speculative-tokens", help="Draft tokens per step, fixed. Default: chosen by the controller."
     ),
 ]
 CacheDir = Annotated[
@@ -62,15 +62,19 @@ def calibrate(
     rule: Annotated[
         str, typer.Option("--acceptance", help="Acceptance rule: greedy, match, rejection, block, gumbel.")
     ] = "greedy",
-    contexts: Annotated[str, typer.Option(help="Tokens remembered, where costs are measured.")] = "256,2048",
-    batches: Annotated[str, typer.Option(help="Rows decoded together.")] = "1",
-    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 20.0,
-    force: Annotated[bool, typer.Option("--force", help="Measure again where there is a table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the costs into a PNG file.")] = None,
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths (cached tokens) to measure at.")
+    ] = "256,2048",
+    batches: Annotated[str, typer.Option(help="Batch sizes to measure.")] = "1",
+    seconds: Annotated[float, typer.Option(help="Measuring time in seconds, approximate.")] = 20.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="New measurement even where a table exists.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot of the costs.")] = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what drafting and verifying cost on this machine, and keep it: what --speculate auto goes by.
+    """Measure the cost of drafting and verifying on this machine, for --speculate auto.
 
     Run it while the machine is otherwise idle. The table belongs to this target, draft, machine, number of
     threads and rule; a changed one is measured again. A request where the rule has none goes by the greedy
@@ -80,8 +84,7 @@ def calibrate(
     outpace calibrate gpt-oss-20b --draft DRAFT --batches 1,8 --plot costs.png
     outpace calibrate default --draft dflash --acceptance gumbel
     """
-    from outpace.decode.cost_file import cache_folder, table_path, write_costs
-    from outpace.decode.costs import fingerprint
+    from outpace.decode.costs import cache_folder, fingerprint, table_path, write_costs
     from outpace.decode.request import JUDGED
     from outpace.loading import open_draft, open_target, own_draft
 
@@ -119,8 +122,7 @@ def calibrate(
 def kept(target: "Decoder", draft: "AnyDraft", folder: Path, rule: str) -> "tuple[Costs | None, str | None]":
     """-> the table kept for this target, draft, machine and rule, or why one that lies there is not used."""
     from outpace.checkpoint.base import LoadError
-    from outpace.decode.cost_file import read_costs
-    from outpace.decode.costs import fingerprint
+    from outpace.decode.costs import fingerprint, read_costs
 
     try:
         return read_costs(folder, fingerprint(target, draft, rule)), None
@@ -168,7 +170,7 @@ def _table_for_auto(
     target: "Decoder", draft: "AnyDraft", tokenizer: "Tokenizer", rule: str, cache_dir: Path | None
 ) -> "tuple[Costs | None, str]":
     from outpace.decode.calibrate import quick
-    from outpace.decode.cost_file import cache_folder, write_costs
+    from outpace.decode.costs import cache_folder, write_costs
     from outpace.decode.request import GREEDY
 
     folder = cache_dir or cache_folder()

@@ -48,19 +48,17 @@ def chat(
     message: Annotated[
         list[str] | None,
         typer.Option(
-            "--message", "-m", help="Say this instead of asking; again for the next. - : all of stdin."
+            "--message", "-m", help="Message to send instead of asking; repeatable. '-' is all of stdin."
         ),
     ] = None,
     instructions: Annotated[
         str | None, typer.Option("--system", "--developer", help="Instructions for the model.")
     ] = None,
-    reasoning: Annotated[str, typer.Option(help="How much to think: low, medium or high.")] = "medium",
+    reasoning: Annotated[str, typer.Option(help="Reasoning effort: low, medium or high.")] = "medium",
     tools: Annotated[
-        Path | None, typer.Option(help="JSON file: a list of functions that the model may call.")
+        Path | None, typer.Option(help="JSON file with a list of functions that the model may call.")
     ] = None,
-    date: Annotated[
-        str | None, typer.Option(help="The current date that the model is told; default: today's.")
-    ] = None,
+    date: Annotated[str | None, typer.Option(help="Date given to the model. Default: today.")] = None,
     draft: OwnDraft = None,
     draft_weights: DraftWeights = None,
     tree: TreeColumns = 0,
@@ -82,17 +80,17 @@ def chat(
     draft_temperature: DraftTemperature = None,
     seed: Seed = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Show the answer's tokens as they are, tags and all.")
+        bool, typer.Option("--raw", help="Raw output: tokens as generated, tags included.")
     ] = False,
     timing: Annotated[
-        bool, typer.Option("--timing", help="Say what loading and each answer took, and how fast it was.")
+        bool, typer.Option("--timing", help="Times of loading and of each answer, with tokens/s.")
     ] = False,
     layers: Annotated[
         int | None, typer.Option(help="Number of layers to run, for debugging. Default: all.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
-    """Talk with a model: thoughts are dimmed, calls are shown as calls, the answer as text.
+    """Chat with a model; reasoning is dimmed, tool calls are marked.
 
     Every line is a message (between two lines of \"\"\" several are one); piped lines are taken one by
     one. /reset begins again, /tool TEXT gives a call its result, /quit ends, Ctrl-C stops an answer. Where
@@ -160,11 +158,10 @@ def open_chat(
 
     from outpace.checkpoint.open import open_checkpoint, target_path
     from outpace.checkpoint.tokenizer import open_template
-    from outpace.text.conversation_json import parse_tools
     from outpace.text.harmony import speaks_harmony
-    from outpace.text.harmony_chat import HarmonyChat
-    from outpace.text.messages import Developer, System
-    from outpace.text.template_chat import TemplateChat
+    from outpace.text.harmony_parser import HarmonyChat
+    from outpace.text.messages import Developer, System, parse_tools
+    from outpace.text.template import TemplateChat
 
     tools = parse_tools(functions, "--tools") if functions else ()
     if speaks_harmony(tokenizer):
@@ -249,14 +246,12 @@ def rows(
     file: Annotated[
         Path, typer.Argument(help='JSONL file: {"messages": [..], "tools": [..]} on every line.')
     ],
-    reasoning: Annotated[str, typer.Option(help="Of conversations that do not say it.")] = "medium",
-    date: Annotated[
-        str | None, typer.Option(help="The current date in those; default: none is told.")
-    ] = None,
-    show: Annotated[int | None, typer.Option(help="How many rows to print.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per row: ids and mask.")
-    ] = False,
+    reasoning: Annotated[
+        str, typer.Option(help="Reasoning effort of conversations that do not set it.")
+    ] = "medium",
+    date: Annotated[str | None, typer.Option(help="Date given to the model in those. Default: none.")] = None,
+    show: Annotated[int | None, typer.Option(help="Number of rows to print.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row: ids and mask.")] = False,
 ) -> None:
     """Turn conversations into training rows for gpt-oss, and show which tokens are supervised.
 

@@ -28,7 +28,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Gate A: the contents of a checkpoint, and whether it is what its config.json describes.
+    """Inspect a checkpoint: contents, and agreement with its config.json.
 
     Compares names, shapes and dtypes, and states what is wrong and what to do about it.
     Exits 1 where something is.
@@ -38,7 +38,7 @@ def inspect(
     """
     from outpace.checkpoint.open import target_path
     from outpace.cli.display import show_report
-    from outpace.doctor.inspect import validate_checkpoint
+    from outpace.doctor.checkpoint import validate_checkpoint
 
     with _bytes_bar() as bar:
         task = bar.add_task("values", visible=deep, total=None)
@@ -55,12 +55,16 @@ def inspect(
 
 @app.command()
 def synth(
-    path: Annotated[Path, typer.Argument(help="A new folder.")],
-    like: Annotated[str, typer.Option(help="gpt-oss-20b, gpt-oss-120b, qwen3-8b, llama-3.1-8b, ..")],
-    layers: Annotated[int | None, typer.Option(help="Only the first so many, for a smaller disk.")] = None,
+    path: Annotated[Path, typer.Argument(help="Folder to create.")],
+    like: Annotated[
+        str, typer.Option(help="Published model: gpt-oss-20b, gpt-oss-120b, qwen3-8b, llama-3.1-8b, ..")
+    ],
+    layers: Annotated[int | None, typer.Option(help="Number of layers to write. Default: all.")] = None,
     seed: int = 0,
-    dtype: Annotated[str, typer.Option(help="Of all but MXFP4: bfloat16, float16, float32.")] = "bfloat16",
-    overwrite: Annotated[bool, typer.Option(help="Replace the weights that the folder holds.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of all but MXFP4: bfloat16, float16, float32.")
+    ] = "bfloat16",
+    overwrite: Annotated[bool, typer.Option(help="Overwriting of weights in the folder.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write random weights in the shape and the format of a published model.

@@ -12,11 +12,16 @@ from outpace.cli.app import app, console
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")],
-    out: Annotated[Path, typer.Argument(help="A name that ends in .gguf, or a folder for safetensors.")],
+    out: Annotated[
+        Path, typer.Argument(help="Output: a name that ends in .gguf, or a folder for safetensors.")
+    ],
     type: Annotated[
-        str, typer.Option(help="Of the matrices: bf16, f16, f32; in GGUF q8_0, too. MXFP4 experts stay so.")
+        str,
+        typer.Option(
+            help="Number format of the matrices: bf16, f16, f32, or q8_0 in GGUF. MXFP4 experts are kept."
+        ),
     ] = "bf16",
-    overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Overwriting of existing files.")] = False,
 ) -> None:
     """Write a target as GGUF (for llama.cpp) or as HF safetensors, tokenizer and chat template included.
 

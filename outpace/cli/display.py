@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from outpace.doctor.inspect import Inspection, Report
+from outpace.doctor.checkpoint import Inspection, Report
 
 
 def show_inspection(inspection: Inspection, console: Console) -> None:

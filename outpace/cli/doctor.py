@@ -22,20 +22,22 @@ MARKS = {
 @app.command()
 def doctor(
     path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")] = "default",
-    other: Annotated[str | None, typer.Argument(help="What --reference hf or gguf reads.")] = None,
+    other: Annotated[str | None, typer.Argument(help="Path for --reference hf or gguf.")] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="'hf' (transformers, on PATH or OTHER), 'gguf' (the file OTHER), or a path."),
+        typer.Option(
+            help="Reference: 'hf' (transformers on PATH or OTHER), 'gguf' (the file OTHER), or a path."
+        ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Only the first so many layers, of both sides.")] = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens of text the layers are shown.")] = 192,
-    text: Annotated[Path | None, typer.Option(help="A text file instead of the doctor's own text.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers to compare. Default: all.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to run.")] = 192,
+    text: Annotated[Path | None, typer.Option(help="Text file to run instead of the built-in text.")] = None,
     thorough: Annotated[
-        bool, typer.Option(help="Try every known mistake on the text, however long it takes.")
+        bool, typer.Option(help="Exhaustive search of known mistakes on the text, without a time limit.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Why does this model talk nonsense? Staged checks, each with a verdict.
+    """Diagnose a model that generates nonsense: staged checks, each with a result.
 
     Tokenizer, embedding, number format, attention, RoPE, router, and what the model generates. With a
     reference, layer by layer, and where one departs, the known mistake that explains it. Exits 1 where a
@@ -45,7 +47,7 @@ def doctor(
     outpace doctor my-folder --reference hf
     outpace doctor my-folder --reference gguf model.gguf --layers 4
     """
-    from outpace.doctor.examine import Examination, examine
+    from outpace.doctor.explain import Examination, examine
 
     what = Examination(
         path=path,

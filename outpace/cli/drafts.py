@@ -10,7 +10,7 @@ from rich.markup import escape
 from outpace.cli.app import AsJson, app, console
 
 DraftPath = Annotated[
-    str, typer.Argument(help="A draft's folder or GGUF file, of any known format, or 'dflash'.")
+    str, typer.Argument(help="Draft: a folder or GGUF file of any known format, or 'dflash'.")
 ]
 
 
@@ -20,20 +20,21 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="zlab, speculators, transformers or gguf for a DFlash; sglang-eagle3, speculators-eagle3 "
+            help="Format. For a DFlash zlab, speculators, transformers or gguf; "
+            "sglang-eagle3, speculators-eagle3 "
             "or gguf for an EAGLE-3."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; for gguf, a file.")],
     target: Annotated[
         str | None,
-        typer.Option(help="The target's checkpoint, or 'default'. Needed for speculators and gguf."),
+        typer.Option(help="Target: a checkpoint, or 'default'. Needed for speculators and gguf."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="bf16, f32, or q8_0 for gguf; as stored without it.")
+        str | None, typer.Option(help="Number format: bf16, f32, or q8_0 for gguf. Default: as stored.")
     ] = None,
 ) -> None:
-    """Write a draft in an engine's own format, every fact in all the places where an engine looks.
+    """Export a draft to the format of an engine.
 
     What the format cannot hold is refused by name. speculators' files name their target and carry copies of
     its embedding and head; GGUF carries its vocabulary: both need --target.
@@ -41,8 +42,8 @@ def export(
     [bold]Examples[/bold]: outpace export run/draft --to zlab --out draft
     outpace export dflash --to gguf --target default --out dflash-draft.gguf --dtype q8_0
     """
-    from outpace.formats.detect import read_draft
     from outpace.formats.export import DTYPES, PACKED, draft_path, export_draft, open_target_files
+    from outpace.formats.load import read_draft
 
     if dtype is not None and dtype not in (*DTYPES, PACKED):
         raise ValueError(f"--dtype {dtype}: choose {', '.join((*DTYPES, PACKED))}")
@@ -63,14 +64,14 @@ def export(
 
 @app.command("import")
 def import_(
-    path: Annotated[Path, typer.Argument(help="A draft's folder or GGUF file; its format is found out.")],
+    path: Annotated[Path, typer.Argument(help="Draft: a folder or GGUF file; the format is detected.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     target: Annotated[
         str | None,
-        typer.Option(help="The target's checkpoint: some formats do not say what it was made for."),
+        typer.Option(help="Target: a checkpoint. Needed where the format does not name it."),
     ] = None,
 ) -> None:
-    """Read a draft of any known format and write it in ours: z-lab's for DFlash, SGLang's for EAGLE-3.
+    """Import a draft of any known format into ours: z-lab's for DFlash, SGLang's for EAGLE-3.
 
     Contradictions, left-over tensors and keys that mean something else are errors.
 
@@ -90,14 +91,16 @@ def import_(
 @app.command()
 def preflight(
     draft: DraftPath,
-    target: Annotated[str, typer.Option(help="The target's checkpoint, or 'default'.")] = "default",
+    target: Annotated[str, typer.Option(help="Target: a checkpoint, or 'default'.")] = "default",
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="Only this one: outpace, SGLang, vLLM, speculators, llama.cpp, transformers."),
+        typer.Option(
+            help="Engine to report, repeatable: outpace, SGLang, vLLM, speculators, llama.cpp, transformers."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What every engine would take from a draft's files, where they part, and the fix. Nothing is run.
+    """Report what each engine reads in a draft's files, the differences, and the fix. Runs nothing.
 
     Exits 1 where an engine would take something otherwise than it is meant.
 

@@ -27,14 +27,16 @@ def check(
     target: Target = "default",
     draft: Draft = "dflash",
     cache: Annotated[Path | None, typer.Option(help="Teacher cache folder.")] = None,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts to decode.")] = 8,
+    prompts: Annotated[int, typer.Option(help="Number of held-out prompts to decode.")] = 8,
     stages: Annotated[
         bool,
-        typer.Option("--stages", help="Instead: the draft's forward, stage by stage, next to a plain one."),
+        typer.Option(
+            "--stages", help="Stage-by-stage comparison of the draft's forward with a reference, instead."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The gates: is the cache the target's, is the verify causal, does it accept what it must?
+    """Check target, draft and cache: matching cache, causal verification, acceptance, losslessness.
 
     With --stages, the draft on 64 tokens of each prompt: fc, attention, MLP, head, against the equations in
     float64, read from its files. Exits 1 where a gate fails, or a stage is not the reference's.
@@ -71,7 +73,7 @@ def _check_stages(target: str, draft: str, prompts: int, as_json: bool) -> None:
     from outpace.bench.stages import compare_stages, show_stages
     from outpace.drafts.dflash import BoundDFlash
     from outpace.drafts.eagle3_decode import BoundEagle3
-    from outpace.formats.detect import read_draft
+    from outpace.formats.load import read_draft
     from outpace.loading import draft_folder, loaded_files, open_draft, open_target
     from outpace.text.corpus import read_corpus, split
 
@@ -101,7 +103,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="speed: methods side by side. draft-context: a draft's cost against context, by operation. "
+            help="Suite. speed: methods side by side. "
+            "draft-context: a draft's cost against context, by operation. "
             "context: a target's, whole and on partial KV. recall: its loss by position, and needles. "
             "memory: a retrofitted target with and without its retrofits, a draft and partial KV. "
             "pareto: what each size of a retrofit costs. "
@@ -112,15 +115,15 @@ def bench(
     draft: Draft = "dflash",
     draft_weights: DraftWeights = None,
     drafts: Annotated[
-        Path | None, typer.Option(help="Folder in which the drafts of a suite's recipe lie; default: here.")
+        Path | None, typer.Option(help="Folder with the drafts of the recipe. Default: the current one.")
     ] = None,
     recipe: Recipe = None,
     set_: Set = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A short form of draft-context.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Short form of draft-context.")] = False,
     corpus: Corpus = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure, interleaved, on held-out prompts. Every suite but speed goes on where it was stopped.
+    """Benchmark methods, interleaved, on held-out prompts. Every suite but speed resumes.
 
     [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
 
@@ -215,8 +218,13 @@ def _bench_draft_context(
     shown: Console,
     quick: bool,
 ) -> dict[str, Any]:
-    from outpace.bench.draft_context import QUICK, DraftContextSettings, regime_lengths, run_draft_context
-    from outpace.bench.draft_context_report import write_draft_context
+    from outpace.bench.draft_context import (
+        QUICK,
+        DraftContextSettings,
+        regime_lengths,
+        run_draft_context,
+        write_draft_context,
+    )
     from outpace.bench.prompts import held_out_prompts
     from outpace.config import load_settings, parse_overrides
     from outpace.loading import open_dflash, open_target
@@ -241,8 +249,7 @@ def _bench_draft_context(
 def _bench_context(
     target: str, recipe: Path | None, set_: list[str] | None, out: Path, shown: Console
 ) -> dict[str, Any]:
-    from outpace.bench.context import ContextSettings, run_context
-    from outpace.bench.context_report import write_context
+    from outpace.bench.context import ContextSettings, run_context, write_context
     from outpace.loading import open_target
 
     settings = recipe_settings(ContextSettings, recipe, set_)
@@ -254,8 +261,7 @@ def _bench_context(
 def _bench_recall(
     target: str, recipe: Path | None, set_: list[str] | None, out: Path, corpus: Path | None, shown: Console
 ) -> dict[str, Any]:
-    from outpace.bench.recall import RecallSettings, run_recall
-    from outpace.bench.recall_report import write_recall
+    from outpace.bench.recall import RecallSettings, run_recall, write_recall
     from outpace.loading import open_target
     from outpace.text.corpus import read_corpus, split
 
@@ -276,9 +282,8 @@ def _bench_methods(
     corpus: Path | None,
     shown: Console,
 ) -> dict[str, Any]:
-    from outpace.bench import comparison, comparison_report, controller_suite, lossless_suite, suites_report
-    from outpace.bench.setup import SuiteRequest
-    from outpace.bench.suite import SuiteRecipe, calibration_text
+    from outpace.bench import comparison, controller_suite, lossless_suite
+    from outpace.bench.suite import SuiteRecipe, SuiteRequest, calibration_text
     from outpace.loading import open_target
     from outpace.text.corpus import read_corpus, split
 
@@ -298,19 +303,19 @@ def _bench_methods(
     )
     if suite == "drafts":
         report = comparison.run_comparison(asked)
-        comparison_report.write_comparison(report, out)
+        comparison.write_comparison(report, out)
     elif suite == "lossless":
         report = lossless_suite.run_lossless(asked)
-        suites_report.write_suite(report, out, suites_report.lossless_markdown(report))
+        lossless_suite.write_suite(report, out, lossless_suite.lossless_markdown(report))
     else:
         report = controller_suite.run_controller(asked)
-        suites_report.write_suite(report, out, suites_report.controller_markdown(report))
+        lossless_suite.write_suite(report, out, lossless_suite.controller_markdown(report))
     return report
 
 
 @app.command("tables")
-def tables(page: Annotated[Path, typer.Argument(help="A Markdown page with marked tables.")]) -> None:
-    """Make a page's tables again from the reports that its markers name.
+def tables(page: Annotated[Path, typer.Argument(help="Markdown page with marked tables.")]) -> None:
+    """Regenerate a page's tables from the reports that its markers name.
 
     [bold]Example[/bold]: outpace tables docs/drafts.md
     """

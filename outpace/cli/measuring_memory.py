@@ -18,8 +18,7 @@ def bench_memory(
     corpus: Path | None,
     shown: Console,
 ) -> dict[str, Any]:
-    from outpace.bench.memory import MemorySettings, run_memory
-    from outpace.bench.memory_report import write_memory
+    from outpace.bench.memory import MemorySettings, run_memory, write_memory
     from outpace.loading import open_draft, open_target
     from outpace.text.corpus import read_corpus, split
 
@@ -39,8 +38,7 @@ def bench_memory(
 def bench_pareto(
     target: str, recipe: Path | None, set_: list[str] | None, out: Path, corpus: Path | None, shown: Console
 ) -> dict[str, Any]:
-    from outpace.bench.pareto import ParetoSettings, run_pareto
-    from outpace.bench.pareto_report import write_pareto
+    from outpace.bench.pareto import ParetoSettings, run_pareto, write_pareto
     from outpace.loading import open_target
     from outpace.text.corpus import read_corpus, split
 

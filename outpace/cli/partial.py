@@ -70,7 +70,7 @@ def method_for(
     cache_dir: Path | None,
 ) -> "tuple[AnyDraft | None, Controller | None, str]":
     """As `controller_for`, which knows full passes alone. Raises ValueError for what cannot be had."""
-    from outpace.drafts.null import NullDraft
+    from outpace.drafts.lookup import NullDraft
 
     if near is None:
         return controller_for(target, draft, tokenizer, message, method, verify, cache_dir)

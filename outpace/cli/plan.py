@@ -12,27 +12,33 @@ from outpace.cli.app import AsJson, Recipe, Set, app, console, recipe_settings
 
 @app.command("plan")
 def plan(
-    model: Annotated[str, typer.Argument(help="20b, 120b, qwen3-8b, ..; a checkpoint or its config.json.")],
-    hardware: Annotated[str, typer.Option(help="A count and a kind: 8xh200, rtx-4090, this.")] = "h200",
-    weights: Annotated[str, typer.Option(help="Of what is not MXFP4: bf16, fp8 or q8.")] = "bf16",
+    model: Annotated[
+        str, typer.Argument(help="Model: 20b, 120b, qwen3-8b, .., a checkpoint or its config.json.")
+    ],
+    hardware: Annotated[str, typer.Option(help="Hardware, count and kind: 8xh200, rtx-4090, this.")] = "h200",
+    weights: Annotated[
+        str, typer.Option(help="Number format of weights that are not MXFP4: bf16, fp8 or q8.")
+    ] = "bf16",
     price: Annotated[
-        str | None, typer.Option(help="Dollars an hour and device, LOW-HIGH, instead of the table's.")
+        str | None, typer.Option(help="Price in dollars per device-hour, LOW-HIGH. Default: from the table.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 131072,
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    rank: Annotated[int, typer.Option(help="Of latent KV in full-attention layers; 0: none.")] = 0,
-    index_dim: Annotated[int, typer.Option(help="Of an index for sparse attention; 0: none.")] = 0,
-    top_k: Annotated[int, typer.Option(help="Tokens that a query then looks at.")] = 2048,
-    draft: Annotated[float, typer.Option(help="Parameters of a draft, its head included; 0: none.")] = 0.0,
-    tau: Annotated[float, typer.Option(help="Tokens per round with it, if known.")] = 0.0,
-    tokens: Annotated[float, typer.Option(help="To train on; 0: nothing is trained.")] = 0.0,
+    context: Annotated[int, typer.Option(help="Context length in tokens.")] = 131072,
+    batch: Annotated[int, typer.Option(help="Batch size in sequences.")] = 1,
+    rank: Annotated[int, typer.Option(help="Rank of latent KV in full-attention layers (0 = none).")] = 0,
+    index_dim: Annotated[
+        int, typer.Option(help="Dimension of the index for sparse attention (0 = none).")
+    ] = 0,
+    top_k: Annotated[int, typer.Option(help="Tokens attended to per query with the index.")] = 2048,
+    draft: Annotated[float, typer.Option(help="Parameters of a draft, head included (0 = none).")] = 0.0,
+    tau: Annotated[float, typer.Option(help="Tokens per forward with the draft (0 = unknown).")] = 0.0,
+    tokens: Annotated[float, typer.Option(help="Tokens to train on (0 = no training).")] = 0.0,
     recipe: Recipe = None,
     set_: Set = None,
     as_json: AsJson = False,
 ) -> None:
-    """Parameters, memory, step bytes, device-hours and dollars of a retrofit or a draft on given hardware,
-    with every assumption alongside. Nothing is loaded. `--set` reaches what has no option: columns, kv_bits,
-    ..
+    """Estimate parameters, memory, bytes per step, device-hours and dollars on given hardware.
+
+    Lists every assumption and loads nothing. `--set` changes fields without an option: columns, kv_bits, ..
 
     [bold]Examples[/bold]: outpace plan 120b --hardware 8xh200 --rank 512 --index-dim 256 --tokens 1e9
     outpace plan 20b --hardware rtx-4090 --weights q8 --draft 8e8 --tau 3.5 --context 32768
@@ -90,8 +96,7 @@ def _this_machine() -> Any:
     """Measured: what its memory gives, what its processors multiply."""
     import torch
 
-    from outpace.bench.machine import machine
-    from outpace.bench.roofline import multiply_rate, read_bandwidth
+    from outpace.bench.machine import machine, multiply_rate, read_bandwidth
     from outpace.plan.devices import Device
 
     with console.status("measuring this machine"):

@@ -11,18 +11,20 @@ from rich.table import Table
 
 from outpace.cli.app import AsJson, Corpus, Recipe, Set, Target, app, console, recipe_settings, train_app
 
-retrofit_app = typer.Typer(no_args_is_help=True, help="Give a trained target a smaller memory.")
+retrofit_app = typer.Typer(no_args_is_help=True, help="Reduce the KV cache of a trained target.")
 app.add_typer(retrofit_app, name="retrofit")
 
 
 @retrofit_app.callback()
 def _about() -> None:
-    """Give a trained target a smaller memory."""
+    """Reduce the KV cache of a trained target."""
 
 
 @retrofit_app.command("mla")
 def mla(
-    out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report, mla.json.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder to create, with the checkpoint and its report, mla.json.")
+    ],
     target: Target = "default",
     recipe: Recipe = None,
     set_: Set = None,
@@ -35,7 +37,7 @@ def mla(
     [bold]Examples[/bold]: outpace retrofit mla default --out small
     outpace retrofit mla qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
     """
-    from outpace.retrofit.pipeline_mla import MlaSettings, retrofit_mla
+    from outpace.retrofit.mla import MlaSettings, retrofit_mla
 
     settings = recipe_settings(MlaSettings, recipe, set_)
     make = partial(retrofit_mla, target, settings)
@@ -44,7 +46,9 @@ def mla(
 
 @retrofit_app.command("dsa")
 def dsa(
-    out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report, dsa.json.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder to create, with the checkpoint and its report, dsa.json.")
+    ],
     target: Target = "default",
     recipe: Recipe = None,
     set_: Set = None,
@@ -57,7 +61,7 @@ def dsa(
     [bold]Examples[/bold]: outpace retrofit dsa default --out sparse
     outpace retrofit dsa qwen3-8b --out sparse --set top_k=2048 --set index_dim=64
     """
-    from outpace.retrofit.pipeline_dsa import DsaSettings, retrofit_dsa
+    from outpace.retrofit.dsa import DsaSettings, retrofit_dsa
 
     settings = recipe_settings(DsaSettings, recipe, set_)
     make = partial(retrofit_dsa, target, settings)
@@ -92,7 +96,7 @@ def train_mla(
     ],
     cache: Annotated[
         Path | None,
-        typer.Option(help="Learn on the texts of a teacher cache (of the original, built with --final)."),
+        typer.Option(help="Teacher cache of the original, built with --final. Default: train on the corpus."),
     ] = None,
     recipe: Recipe = None,
     set_: Set = None,
@@ -104,8 +108,8 @@ def train_mla(
     [bold]Example[/bold]: outpace train mla small --out work/mla --recipe recipes/memory/mla.toml
     """
     from outpace.models.load import fingerprint
-    from outpace.retrofit.train_mla import MlaRecipe
-    from outpace.retrofit.train_mla import train_mla as train
+    from outpace.retrofit.mla import MlaRecipe
+    from outpace.retrofit.mla import train_mla as train
     from outpace.teacher.store import TeacherCache
 
     settings = recipe_settings(MlaRecipe, recipe, set_)
@@ -131,8 +135,8 @@ def train_dsa(
 
     [bold]Example[/bold]: outpace train dsa sparse --out work/dsa --recipe recipes/memory/dsa.toml
     """
-    from outpace.retrofit.train_dsa import DsaRecipe
-    from outpace.retrofit.train_dsa import train_dsa as train
+    from outpace.retrofit.dsa import DsaRecipe
+    from outpace.retrofit.dsa import train_dsa as train
 
     settings = recipe_settings(DsaRecipe, recipe, set_)
     _summary(train(settings, folder=out, **_opened(target, corpus)), out)

@@ -128,7 +128,7 @@ def train_suffix(
     target: Target = "default",
     answers: Annotated[int | None, typer.Option(min=1, help="Only so many of them; default: all.")] = None,
 ) -> None:
-    """Make a draft that looks up earlier output of the target: the cache's answers, sorted. Takes seconds.
+    """Build a suffix index from the answers in a teacher cache. Takes seconds.
 
     [bold]Example[/bold]: outpace train suffix --cache work/cache --out work/suffix
     outpace generate default "import os" --draft work/suffix/draft --num-draft-tokens 16 --stats
@@ -160,7 +160,7 @@ def teacher_build(
     ] = False,
     corpus: Corpus = None,
 ) -> None:
-    """Let the target answer prompts of the corpus and keep its hidden states. Resumes after a kill.
+    """Build a teacher cache: the target's answers to prompts of the corpus, with hidden states. Resumes.
 
     [bold]Examples[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
     outpace teacher build --out work/cache --recipe recipes/drafts/teacher.toml
@@ -183,7 +183,7 @@ def teacher_build(
 
 @teacher_app.command("info")
 def teacher_info(path: Path, as_json: AsJson = False) -> None:
-    """Say what a teacher cache holds and which target it belongs to."""
+    """Describe a teacher cache and the target it belongs to."""
     from outpace.teacher.store import TeacherCache
 
     given = TeacherCache.open(path, unfinished=True).describe()

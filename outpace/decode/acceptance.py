@@ -1,18 +1,75 @@
 """Which proposes live: what a judge of proposals is, and exact match, which chains and trees share."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outpace.decode.sampling_state import SamplingState
 from outpace.drafts.base import Proposal
-from outpace.drafts.sampler import DraftSampler, Greedy
-from outpace.ops.sampling import Sampling, sample
+from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, Sampled
+from outpace.kv.tree import Tree
+from outpace.ops import sampling as noise
+from outpace.ops.sampling import Sampling, draw, greedy, probabilities, sample, shaped
 
 RULES = ("match", "rejection", "block", "gumbel")
+
+
+class SamplingState:
+    """Without a repetition penalty it remembers nothing, and states None of what was seen."""
+
+    def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> None:
+        self.sampling = sampling
+        self.listens = sampling.repetition_penalty != 1
+        self._prompts = [list(set(p)) for p in prompts] if self.listens else []
+        self._seen: Tensor | None = None
+
+    def seen(self, logits: Tensor) -> Tensor | None:
+        """logits [B, V] -> [B, V] bool: which tokens are in the prompt or were emitted."""
+        if not self.listens:
+            return None
+        if self._seen is None:
+            self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            held = [(b, token) for b, row in enumerate(self._prompts) for token in row]
+            at = torch.tensor(held, device=logits.device)
+            self._seen[at[:, 0], at[:, 1]] = True
+        return self._seen
+
+    def seen_at(self, proposal: Proposal, logits: Tensor) -> Tensor | None:
+        """logits [B, N, V] after each position -> [B, N, V] bool: emitted before, or on the way to the
+        position, which is in it."""
+        if not self.listens:
+            return None
+        seen, tokens = self.seen(logits[:, 0]), proposal.tokens
+        assert seen is not None
+        N = tokens.shape[1]
+        tree = proposal.tree or Tree(
+            (torch.arange(N, device=tokens.device) - 1).clamp(min=0).expand_as(tokens)
+        )
+        root = tokens[:, :1, None]  # the last verified token: seen already, so it may mean any other
+        way = torch.where(tree.sees, tokens[:, None], root)
+        return seen[:, None].repeat(1, N, 1).scatter_(2, way, True)
+
+    def add(self, tokens: Tensor | list[list[int]]) -> None:
+        """What every row has emitted since: [B, n], or lists of at least one."""
+        if self._seen is None:
+            return
+        if isinstance(tokens, list):
+            most = max(map(len, tokens))
+            tokens = torch.tensor([t + t[-1:] * (most - len(t)) for t in tokens], device=self._seen.device)
+        self._seen.scatter_(1, tokens, True)
+
+    def fork(self) -> "SamplingState":
+        """One that goes on from here by itself."""
+        forked = copy(self)
+        forked._seen = None if self._seen is None else self._seen.clone()
+        return forked
+
+    def select(self, batch_indices: list[int]) -> None:
+        if self._seen is not None:
+            self._seen = self._seen[batch_indices]
 
 
 @dataclass(frozen=True)
@@ -114,3 +171,225 @@ class Match:
 
     def select(self, batch_indices: list[int]) -> None:
         self.state.select(batch_indices)
+
+
+def key_of(rng: torch.Generator | None) -> int:
+    """One draw: what all noise of a generation comes from."""
+    return int(torch.randint(2**63 - 1, (), generator=rng, device="cpu" if rng is None else rng.device))
+
+
+def coupled(logits: Tensor, how: Sampling, seen: Tensor | None, keys: Tensor) -> Tensor:
+    """logits [..., V], keys [...] -> [..., V] float32 of which the target's token is the argmax."""
+    return noise.perturbed(shaped(logits, how, seen), keys)
+
+
+class Gumbel:
+    """The token at place k of a row's text is argmax(log p + g), with noise g that depends on the key, the
+    row's stream, k and the token alone. Autoregressive decoding and every draft, chain or tree, emit the same
+    text; a draft that adds the same noise to its own log q draft tokens it more often (arXiv 2408.07978).
+
+    The key is one draw from `rng`; the streams are the rows' numbers unless the request names them.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        rng: torch.Generator | None,
+        streams: Sequence[int] = (),
+        draft_temperature: float | None = None,
+    ) -> None:
+        self.key, self.sampling, self.state = key_of(rng), sampling, SamplingState(sampling, prompts)
+        self.draft_sampling = sampling.for_draft(draft_temperature)
+        self.streams, self.places = list(streams or range(len(prompts))), [0] * len(prompts)
+        self.device = torch.device("cpu")  # of the logits, once some were seen
+
+    @property
+    def choice(self) -> DraftSampler:
+        return GumbelCoupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
+
+    def draw(self, logits: Tensor) -> Tensor:
+        self.device = logits.device
+        keys = noise.keys(self.key, self._on(self.streams), self._on(self.places))
+        tokens = greedy(coupled(logits, self.sampling, self.state.seen(logits), keys))
+        self.places = [n + 1 for n in self.places]
+        self.state.add(tokens[:, None])
+        return tokens
+
+    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+        tree = proposal.tree
+        depth = torch.arange(logits.shape[1], device=logits.device) if tree is None else tree.depth
+        keys = noise.keys(self.key, self._on(self.streams)[:, None], self._on(self.places)[:, None] + depth)
+        seen = self.state.seen_at(proposal, logits)
+        result = follow(proposal, greedy(coupled(logits, self.sampling, seen, keys)))
+        self.places = [n + len(value) for n, value in zip(self.places, result.tokens, strict=True)]
+        self.state.add(result.tokens)
+        return result
+
+    def fork(self) -> "Gumbel":
+        forked = copy(self)
+        forked.state = self.state.fork()
+        return forked
+
+    def select(self, batch_indices: list[int]) -> None:
+        self.streams, self.places = (
+            [self.streams[b] for b in batch_indices],
+            [self.places[b] for b in batch_indices],
+        )
+        self.state.select(batch_indices)
+
+    def _on(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
+
+
+class Rejection(Match):
+    """A draft token x that was drawn from q is accepted with probability min(1, p(x) / q(x)); the first
+    rejected one is replaced by a draw from max(p - q, 0), normalised (arXiv 2211.17192, section 2.3). A
+    node's children are tried in the order of their positions, the target's distribution being what is left
+    after each rejection (SpecInfer, arXiv 2305.09781).
+
+    q must be what each draft token was drawn from, given all positions before it. Draft tokens that nobody
+    drew (q None) are judged by exact match, which for them is the same rule.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        rng: torch.Generator | None,
+        draft_temperature: float | None = None,
+    ) -> None:
+        super().__init__(sampling, prompts, rng)
+        self.draft_sampling = sampling.for_draft(draft_temperature)
+
+    @property
+    def choice(self) -> DraftSampler:
+        return Sampled(self.draft_sampling, self.rng)
+
+    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+        if proposal.q is None:
+            return super().verdict(proposal, logits)
+        p = probabilities(logits, self.sampling, self.state.seen_at(proposal, logits))
+        tokens = proposal.tokens
+        u = torch.rand(tokens.shape, generator=self.rng, device=p.device)
+        taken, left = self.judge(p, proposal.q, proposal, u)
+        bonus = draw(left, self.rng)
+        result = _verdict(torch.stack((tokens, taken.long())), bonus)
+        self.state.add(result.tokens)
+        return result
+
+    def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
+        """p, q [B, N, V], u [B, N] uniform in [0, 1) -> taken [B, N] bool, which positions were accepted
+        (position 0 among them), and left [B, V], in proportion to which the next token is drawn."""
+        if proposal.parents is None:
+            return reject_chain(p, q, proposal.tokens, _counts(proposal), u)
+        return reject_tree(p, q, proposal.tokens, proposal.parents, _counts(proposal), u)
+
+
+class BlockVerification(Rejection):
+    """Block verification (arXiv 2403.10444): the draft tokens of a chain are judged together, and the
+    longest prefix that passes is kept; never fewer in the mean than by rejection."""
+
+    def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Raises ValueError for a tree."""
+        if proposal.parents is not None:
+            raise ValueError(
+                "block verification judges chains, and this draft draws a tree of draft tokens: "
+                "use the rule rejection, match or gumbel, or let the draft propose a chain"
+            )
+        return verify_block(p, q, proposal.tokens, _counts(proposal), u)
+
+
+def _counts(proposal: Proposal) -> Tensor:
+    return torch.tensor(proposal.counts, device=proposal.tokens.device)
+
+
+def _verdict(columns: Tensor, bonus: Tensor) -> VerifyResult:
+    """positions [2, B, N]: tokens, and 1 where accepted; bonus [B]."""
+    table = torch.cat((columns, bonus.expand(2, -1)[:, :, None]), dim=2)
+    path, items = [], []
+    for tokens, taken in zip(*table.tolist(), strict=True):  # the round's one wait for the device
+        columns_taken = [c for c, yes in enumerate(taken[:-1]) if yes]
+        path.append(columns_taken)
+        items.append([*(tokens[c] for c in columns_taken[1:]), tokens[-1]])
+    return VerifyResult(path, items)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """p, q [..., V] -> max(p - q, 0), not normalised. p itself where nothing is left: the two are then equal
+    up to rounding, and a draft token was rejected by rounding alone."""
+    left = (p - q).clamp(min=0)
+    return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+
+
+def _at(x: Tensor, tokens: Tensor) -> Tensor:
+    """x [B, n, V] at tokens [B, n] -> [B, n]."""
+    return x.gather(2, tokens[:, :, None])[:, :, 0]
+
+
+def reject_chain(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Rejection along a chain, all positions at once: see `Rejection.judge`; counts [B]."""
+    N = tokens.shape[1]
+    column = torch.arange(N, device=tokens.device)
+    passed = u[:, 1:] * _at(q[:, 1:], tokens[:, 1:]) < _at(p[:, :-1], tokens[:, 1:])
+    passed &= column[1:] < counts[:, None]
+    length = passed.long().cumprod(1).sum(1)
+    return column <= length[:, None], _after(p, q, length, counts)
+
+
+def _after(p: Tensor, q: Tensor, length: Tensor, counts: Tensor, w: Tensor | None = None) -> Tensor:
+    """What is left [B, V] after `length` [B] draft tokens of a chain: p after the last, or the residual of p
+    (times w [B]) against the q of the draft token that failed."""
+    row = torch.arange(len(length), device=length.device)
+    target = p[row, length]
+    failed = q[row, (length + 1).clamp(max=q.shape[1] - 1)]
+    left = residual(target if w is None else w[:, None] * target, failed)
+    return torch.where((length == counts - 1)[:, None], target, left)
+
+
+def reject_tree(
+    p: Tensor, q: Tensor, tokens: Tensor, parents: Tensor, counts: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rejection down a tree: see `Rejection.judge`. One pass over the positions, all rows together: a node's
+    children are after it, so those of an accepted node are still to come."""
+    row = torch.arange(len(tokens), device=tokens.device)
+    taken = torch.zeros_like(tokens, dtype=torch.bool)
+    taken[:, 0] = True
+    here, left = torch.zeros_like(counts), p[:, 0]
+    for c in range(1, tokens.shape[1]):
+        tried = (parents[:, c] == here) & (c < counts)
+        x = tokens[:, c]
+        passed = tried & (u[:, c] * q[row, c, x] < left[row, x])
+        taken[:, c] = passed
+        here = torch.where(passed, c, here)
+        rest = residual(left, q[:, c])
+        rest = rest / rest.sum(-1, keepdim=True)
+        left = torch.where(tried[:, None], torch.where(passed[:, None], p[:, c], rest), left)
+    return taken, left
+
+
+def block_chances(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """-> w [B, N], the joint weight of the first i draft tokens, w_i = min(w_{i-1} p(x_i) / q(x_i), 1), w_0
+    = 1; and h [B, N], the chance that the first i are kept if no longer prefix is:
+    h_i = s_i / (s_i + 1 - w_i) with s_i = sum over x of max(w_i p_{i+1}(x) - q_{i+1}(x), 0); h = w after the
+    last draft token; 0 at padding."""
+    N = tokens.shape[1]
+    column = torch.arange(N, device=tokens.device)
+    ratio = _at(p[:, :-1], tokens[:, 1:]).double() / _at(q[:, 1:], tokens[:, 1:])
+    walk = torch.nn.functional.pad(ratio.nan_to_num(0.0).log().cumsum(1), (1, 0))
+    w = (walk - walk.cummax(1).values).exp()  # a walk held at 0 from above: the recursion, in logarithms
+    s = (w[:, :-1, None].float() * p[:, :-1] - q[:, 1:]).clamp(min=0).sum(2).double()
+    rest = s + 1 - w[:, :-1]
+    h = torch.nn.functional.pad(torch.where(rest > 0, s / rest, 1.0), (0, 1))
+    h = torch.where(column == counts[:, None] - 1, w, h)
+    return w, torch.where(column < counts[:, None], h, 0.0)
+
+
+def verify_block(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Block verification of a chain: see `Rejection.judge`; counts [B]."""
+    w, h = block_chances(p, q, tokens, counts)
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    passed = (u < h) | (column == 0)
+    length = torch.where(passed, column, 0).amax(1)
+    at_length = w.gather(1, length[:, None])[:, 0].float()
+    return column <= length[:, None], _after(p, q, length, counts, at_length)

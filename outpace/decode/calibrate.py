@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule
-from outpace.decode.acceptance_rule import acceptance_rule
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
 from outpace.decode.deferred import Deferred, verified
 from outpace.decode.generate import generate, next_token
-from outpace.decode.request import GREEDY, JUDGED, Request
+from outpace.decode.request import GREEDY, JUDGED, Request, acceptance_rule
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal
 from outpace.kv.base import KVCache

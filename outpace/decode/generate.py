@@ -7,11 +7,19 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
-from outpace.decode.acceptance_rule import acceptance_rule
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.deferred import Deferred, verified
 from outpace.decode.partial import Partial, PartialSession, Trusting
-from outpace.decode.request import BatchRows, Generation, OnLogits, OnTokens, Request, check_prompts, prefill
+from outpace.decode.request import (
+    BatchRows,
+    Generation,
+    OnLogits,
+    OnTokens,
+    Request,
+    acceptance_rule,
+    check_prompts,
+    prefill,
+)
 from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.base import Draft, DraftSession, Proposal
 from outpace.kv.partial import INDEX

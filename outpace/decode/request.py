@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from outpace.decode.acceptance import RULES, AcceptanceRule
+from outpace.decode.acceptance import RULES, AcceptanceRule, BlockVerification, Gumbel, Match, Rejection
 from outpace.decode.trace import Trace
 from outpace.drafts.base import DraftSession
 from outpace.kv.base import KVCache
@@ -143,3 +143,22 @@ def prefill(
         for b in range(len(prompts)):
             on_logits(b, logits[b : b + 1])
     return judge.draw(logits)
+
+
+def acceptance_rule(
+    request: Request, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
+) -> AcceptanceRule:
+    """The acceptance rule of one generation. At temperature 0 all rules are exact match."""
+    how, own = request.sampling, request.draft_temperature
+    if how.temperature == 0:
+        return Match(how, prompts, rng)
+    match request.rule:
+        case "match":
+            return Match(how, prompts, rng)
+        case "rejection":
+            return Rejection(how, prompts, rng, own)
+        case "block":
+            return BlockVerification(how, prompts, rng, own)
+        case "gumbel":
+            return Gumbel(how, prompts, rng, request.streams, own)
+    raise AssertionError(f"Request lets no rule pass that is not in RULES: {request.rule}")

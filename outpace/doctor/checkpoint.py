@@ -1,17 +1,24 @@
 """Gate A: what is wrong between a checkpoint and its config.json, by name, and what to do about it."""
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
 from reprlib import repr  # short, however long or deep the value
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outpace.checkpoint.base import Checkpoint
 from outpace.checkpoint.hf import HFCheckpoint
+from outpace.checkpoint.open import LoadError, open_checkpoint
 from outpace.models.config import ModelConfig
-from outpace.models.load import Comparison
+from outpace.models.load import Comparison, compare, parse_config
+from outpace.models.weights import count
+from outpace.ops.mxfp4 import SCALE_BIAS
+from outpace.ops.quant import Quant
 
 MLA = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_topk")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -373,4 +380,211 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
         return False
     return a.shape == b.shape and all(
         torch.equal(x, y) for x, y in zip(a.split(4096), b.split(4096), strict=True)
+    )
+
+
+PIECE = 2**24  # bytes looked at together
+EXPANSION = 8  # blocks take this much more room as float32
+ABSURD = 1e5  # no trained weight is near; a flipped exponent bit is far beyond
+NAN_SCALE = 255  # of E8M0
+LARGEST_CODE = 6.0  # of E2M1
+WHOLE = (torch.float64, torch.float32, torch.bfloat16)  # dtypes that know their extremes
+SHOWN = 4
+# an untrained index weighs its heads alike; a frequency may be the first
+MAY_BE_ZERO = ("bias", "dsa_w.weight", "dsa_frequencies")
+
+
+def deep_findings(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda n: None) -> list[Finding]:
+    """Reads every byte once; pages of a mapped file are given back as it goes. `on_bytes` hears of every
+    piece.
+
+    NaN and Inf, tensors that are zero throughout (MAY_BE_ZERO aside), values beyond 1e5, and of MXFP4 scales
+    that mean NaN or for values beyond that.
+    """
+    faults: dict[str, list[str]] = {}
+    for name in checkpoint.names():
+        for kind, value in _look(name, _pieces(checkpoint, name, on_bytes)):
+            faults.setdefault(kind, []).append(f"{name} ({value})" if value else name)
+    mends = {
+        "not_finite": "the file is damaged or the training was: fetch it again, or go back to an older step",
+        "nan_scales": "MXFP4 scales of 255 mean NaN: the file is damaged, or was packed from NaN",
+        "zero": "a tensor that was never written, or a part of the model that does nothing",
+        "absurd": "a damaged file, a wrong dtype or byte order: fetch it again",
+    }
+    return [
+        Finding(name=kind, message=_listed(rows), fix=mends[kind]) for kind, rows in sorted(faults.items())
+    ]
+
+
+def _listed(rows: list[str]) -> str:
+    return ", ".join(rows[:SHOWN]) + (f", .. ({len(rows)} tensors)" if len(rows) > SHOWN else "")
+
+
+def _look(name: str, pieces: Iterator[Tensor]) -> Iterator[tuple[str, str]]:
+    """-> (kind of fault, detail) of one tensor."""
+    zero, bad, largest, scales = True, 0, 0.0, False
+    for values in pieces:
+        scales = values.dtype == torch.uint8 and name.endswith("_scales")
+        if scales:
+            size, faults = _of_scales(values)
+        elif values.dtype.is_floating_point:
+            size, faults = _of_floats(values)
+        else:
+            size, faults = float(values.any()), 0
+        largest, bad = max(largest, size), bad + faults
+        zero &= size == 0
+    if bad:
+        yield ("nan_scales", f"{bad:,} scales") if scales else ("not_finite", f"{bad:,} values")
+    if largest > ABSURD:
+        yield "absurd", f"up to {largest:.3g}"
+    if zero and not bad and not name.endswith(MAY_BE_ZERO):
+        yield "zero", ""
+
+
+def _of_floats(values: Tensor) -> tuple[float, int]:
+    """The largest finite magnitude, and how many values are not finite."""
+    if not values.numel():
+        return 0.0, 0
+    values = values if values.dtype in WHOLE else values.float()
+    low, high = map(float, values.aminmax())
+    if -inf < low and high < inf:  # false of NaN, which aminmax hands on
+        return max(-low, high), 0
+    finite = values[values.isfinite()]
+    return _of_floats(finite)[0], values.numel() - finite.numel()
+
+
+def _of_scales(values: Tensor) -> tuple[float, int]:
+    """The largest magnitude that E8M0 bytes allow in their blocks, and how many mean NaN."""
+    numbers = values[values != NAN_SCALE]
+    largest = LARGEST_CODE * 2.0 ** (int(numbers.amax()) - SCALE_BIAS) if numbers.numel() else 0.0
+    return largest, values.numel() - numbers.numel()
+
+
+def _pieces(checkpoint: Checkpoint, name: str, on_bytes: Callable[[int], None]) -> Iterator[Tensor]:
+    """A tensor's values, some at a time; blocks unpacked. What has been seen leaves memory."""
+    weight = checkpoint.get(name)
+    stored = weight.data if isinstance(weight, Quant) else weight
+    rows = stored.reshape(-1, stored.shape[-1]) if isinstance(weight, Quant) else stored.reshape(-1)
+    row_bytes = rows[:1].nbytes * (EXPANSION if isinstance(weight, Quant) else 1)
+    for piece in rows.split(max(PIECE // max(row_bytes, 1), 1)):
+        yield Quant(piece, weight.format).dense() if isinstance(weight, Quant) else piece
+        on_bytes(piece.nbytes)
+        if isinstance(checkpoint, HFCheckpoint):
+            checkpoint.release(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    folder: str
+    config: ModelConfig
+    parameters: int
+    active_parameters: int  # that one token's forward reads; of the embedding, one row
+    nbytes: int
+    dtypes: dict[str, int]  # safetensors dtype -> bytes
+    parts: dict[str, tuple[int, int]]  # part -> (parameters, bytes)
+    kv_bytes_per_token: int  # float32, growing layers only
+    comparison: Comparison
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "folder": self.folder,
+            "architecture": self.config.architecture,
+            "layers": self.config.num_layers,
+            "hidden_size": self.config.hidden_size,
+            "heads": [self.config.num_heads, self.config.num_kv_heads, self.config.head_dim],
+            "experts": [self.config.num_experts, self.config.experts_per_token],
+            "vocab_size": self.config.vocab_size,
+            "sliding_window": self.config.sliding_window,
+            "max_position_embeddings": self.config.max_position_embeddings,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "bytes": self.nbytes,
+            "bytes_by_dtype": self.dtypes,
+            "parts": {k: {"parameters": p, "bytes": b} for k, (p, b) in self.parts.items()},
+            "kv_bytes_per_token_float32": self.kv_bytes_per_token,
+            "missing": self.comparison.missing,
+            "left_over": self.comparison.left_over,
+            "wrong_shape": [list(map(str, row)) for row in self.comparison.wrong_shape],
+            "wrong_dtype": [list(row) for row in self.comparison.wrong_dtype],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Gate A. `inspection` is None where the path cannot be opened or its config not parsed."""
+
+    path: str
+    inspection: Inspection | None
+    findings: tuple[Finding, ...]
+    deep: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return not any(finding.fault for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        values = {"folder": self.path} if self.inspection is None else self.inspection.as_json()
+        findings = [asdict(finding) for finding in self.findings]
+        return values | {"passed": self.passed, "deep": self.deep, "findings": findings}
+
+
+def validate_checkpoint(
+    path: Path | str, *, deep: bool = False, on_bytes: Callable[[int, int], None] = lambda n, total: None
+) -> Report:
+    """What is in a checkpoint and what is wrong with it, from headers alone; `deep` reads every value, and
+    tells `on_bytes` how many bytes it has just read and how many there are. Raises nothing that a checkpoint
+    can cause."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except LoadError as error:
+        return Report(
+            path=str(path), inspection=None, findings=(Finding(name=error.kind, message=str(error)),)
+        )
+    findings, result = config_findings(checkpoint), None
+    try:
+        result = inspect_target(checkpoint)
+    except ValueError as error:
+        findings.append(_unparsed(error, checkpoint.config))
+    if result is not None:
+        specs = {name: (shape, dtype) for name, shape, dtype in checkpoint.specs()}
+        findings += tensor_findings(CheckpointUnderTest(checkpoint, result.config, result.comparison, specs))
+    if deep:
+        total = sum(b for _, b in count(checkpoint.specs())[0].values())
+        findings += deep_findings(checkpoint, lambda n: on_bytes(n, total))
+    return Report(path=str(path), inspection=result, findings=tuple(findings), deep=deep)
+
+
+def _unparsed(error: ValueError, hf: dict[str, Any]) -> Finding:
+    """The finding of a config that no parser takes."""
+    if not isinstance(error, LoadError):
+        return Finding(name="config", message=str(error), fix="fetch the config.json of this model")
+    text = "GPT-OSS, Llama, Qwen3 and Qwen3-MoE are read"
+    if any(word in str(hf.get("architectures")).lower() for word in ("draft", "eagle")):
+        text = "this is a draft, not a target: name it with --draft"
+    return Finding(name="architecture", message=str(error), fix=text)
+
+
+def inspect_target(source: Checkpoint | Path | str) -> Inspection:
+    """Reads headers only. Raises LoadError where there is no checkpoint to read, ValueError where its config
+    cannot be parsed."""
+    checkpoint = open_checkpoint(source) if isinstance(source, Path | str) else source
+    config = parse_config(checkpoint.config)
+    parts, dtypes = count(checkpoint.specs())
+    total = sum(p for p, _ in parts.values())
+    experts = parts.get("experts", (0, 0))[0]
+    used = config.experts_per_token / config.num_experts if config.num_experts else 1.0
+    idle = experts * (1 - used)
+    embedding = config.vocab_size * config.hidden_size
+    unread = 0 if config.tie_word_embeddings else embedding - config.hidden_size
+    growing = sum(config.kv_numbers(i) + config.index_numbers(i) for i in config.full_layers)
+    return Inspection(
+        folder=str(checkpoint.folder),
+        config=config,
+        parameters=total,
+        active_parameters=round(total - idle - unread),
+        nbytes=sum(b for _, b in parts.values()),
+        dtypes=dtypes,
+        parts=parts,
+        kv_bytes_per_token=growing * 4,
+        comparison=compare(checkpoint, config),
     )

@@ -7,16 +7,19 @@ import torch
 from torch import Tensor
 
 from outpace.doctor.check import Check
-from outpace.doctor.forward import (
+from outpace.doctor.reference import (
     AttentionSteps,
     MlpSteps,
+    attention_weights,
     concentration,
     frequencies,
+    mlp_weights,
     read_attention,
     read_mlp,
+    relative,
+    right_reading,
     rotate,
 )
-from outpace.doctor.reading import right_reading
 from outpace.doctor.search import EXACT, search
 from outpace.doctor.sides import (
     LayerSteps,
@@ -28,7 +31,6 @@ from outpace.doctor.sides import (
     telling,
 )
 from outpace.doctor.trial import Trial, attention_trial, mlp_trial, telling_rows
-from outpace.doctor.weights import attention_weights, mlp_weights, relative
 from outpace.models.decoder import Decoder, DecoderBlock
 from outpace.ops.attention import causal_attend
 from outpace.ops.rope import rotate as engine_rotate

@@ -7,12 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outpace.doctor.forward import read_attention, read_mlps
-from outpace.doctor.mistakes import Mistake, attention_mistakes, mlp_mistakes
-from outpace.doctor.reading import Reading, right_reading
-from outpace.doctor.search import Run, Search, search
+from outpace.doctor.reference import (
+    Reading,
+    attention_weights,
+    mlp_weights,
+    read_attention,
+    read_mlps,
+    right_reading,
+)
+from outpace.doctor.search import Mistake, Run, Search, attention_mistakes, mlp_mistakes, search
 from outpace.doctor.sides import LayerSteps, layer_of
-from outpace.doctor.weights import attention_weights, mlp_weights
 from outpace.models.blocks import Experts
 from outpace.models.decoder import Decoder
 

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 from outpace.doctor.check import Check
-from outpace.doctor.forward import read_attention, read_mlps
-from outpace.doctor.mistakes import Mistake, attention_mistakes, mlp_mistakes
-from outpace.doctor.reading import Reading, right_reading
+from outpace.doctor.reference import (
+    Reading,
+    attention_weights,
+    mlp_weights,
+    read_attention,
+    read_mlps,
+    right_reading,
+)
+from outpace.doctor.search import Mistake, attention_mistakes, mlp_mistakes
 from outpace.doctor.sides import layer_of
 from outpace.doctor.speech import CHANCE, token_losses
-from outpace.doctor.weights import attention_weights, mlp_weights
 from outpace.models.blocks import Experts
 from outpace.models.decoder import Decoder
 from outpace.ops.linear import linear

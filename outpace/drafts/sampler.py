@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.ops import noise
+from outpace.ops import sampling as noise
 from outpace.ops.sampling import Sampling, draw, greedy, probabilities, shaped
 
 

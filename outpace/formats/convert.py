@@ -15,9 +15,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, gguf_name
+from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, add_metadata, gguf_name
 from outpace.checkpoint.gguf_config import ARCHITECTURES
-from outpace.checkpoint.gguf_write import add_metadata
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.save import write_atomically
 from outpace.checkpoint.tokenizer import open_template, open_tokenizer

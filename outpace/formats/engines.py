@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outpace.drafts.dflash_parts import parts_of, second_parts
+from outpace.drafts.dflash import parts_of, second_parts
 from outpace.formats.keys import read_layer_types, without_nulls
 from outpace.formats.spec import (
     EMBEDDING,

@@ -11,7 +11,7 @@ from torch import Tensor
 from outpace.checkpoint.gguf import GGUFCheckpoint
 from outpace.checkpoint.open import EMBEDDED, Checkpoint, LoadError, open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
-from outpace.formats.detect import CANONICAL, EAGLE3, FORMATS, detect, kind_of, read_draft
+from outpace.formats.load import CANONICAL, EAGLE3, FORMATS, detect, kind_of, read_draft
 from outpace.formats.spec import HEAD, Description, DFlashDraft, FormatWarning, TargetFiles, converted, stored
 from outpace.models.load import parse_config
 from outpace.text.gguf_tokenizer import gguf_vocabulary

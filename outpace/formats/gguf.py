@@ -15,8 +15,8 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
+from outpace.checkpoint.gguf import add_metadata
 from outpace.checkpoint.gguf_header import Header, read_header
-from outpace.checkpoint.gguf_write import add_metadata
 from outpace.drafts.quantize import pack, packs
 from outpace.formats.spec import EMBEDDING, HEAD, TargetFiles, canonical_rope
 from outpace.ops.quant import Quant, dense

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
-from outpace.drafts.dflash import DFlashConfig
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.formats.gguf import (
     ROPE_FACTORS,
     Metadata,

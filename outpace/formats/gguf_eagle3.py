@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.drafts.eagle3 import Eagle3Config
 from outpace.formats.gguf import (
     ROPE_FACTORS,
     Metadata,

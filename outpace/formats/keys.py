@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from outpace.checkpoint.open import LoadError
-from outpace.models.config import FULL, WINDOW, need, parse_rope, rope_to_hf
-from outpace.models.config_values import FAR, check_values
+from outpace.models.config import FAR, FULL, WINDOW, check_values, need, parse_rope, rope_to_hf
 from outpace.ops.rope import RopeConfig
 
 

@@ -1,24 +1,34 @@
 """A draft on disk -> one that runs, and back: a DFlash into z-lab's format, an EAGLE-3 into SGLang's."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from outpace.checkpoint.open import LoadError, to_tensor
-from outpace.drafts.dflash import DFlash, DFlashConfig
-from outpace.drafts.eagle3 import Eagle3
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.checkpoint.gguf_header import read_header
+from outpace.checkpoint.hf import read_config
+from outpace.checkpoint.open import LoadError, is_gguf, to_tensor
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig
+from outpace.drafts.eagle3 import Eagle3, Eagle3Config
+from outpace.drafts.lookup import ARCHITECTURE
 from outpace.drafts.quantize import check_format, quantised
+from outpace.formats import gguf_dflash as format_gguf_dflash
+from outpace.formats import gguf_eagle3 as format_gguf_eagle3
 from outpace.formats import sglang_eagle3 as format_sglang_eagle3
+from outpace.formats import speculators as format_speculators
+from outpace.formats import speculators_eagle3 as format_speculators_eagle3
+from outpace.formats import transformers as format_transformers
 from outpace.formats import zlab as format_zlab
-from outpace.formats.detect import DFLASH, FORMATS, detect, read_draft
 from outpace.formats.spec import (
     Description,
     DFlashDraft,
     Eagle3Draft,
+    FormatWarning,
+    Read,
     TargetFiles,
     canonical,
     canonical_rope,
@@ -26,8 +36,101 @@ from outpace.formats.spec import (
     dflash_shapes,
     marks,
 )
+from outpace.formats.zlab import TokenId
 from outpace.models.load import assign, named_tensors
 from outpace.models.weights import Entry
+
+DFLASH, EAGLE3 = "DFlash", "EAGLE-3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """`write(draft, path, target)`: a folder, or a file for GGUF. `remarks(draft)`: the parts it cannot hold.
+    `engines` load it as it is."""
+
+    kind: str
+    read: Callable[..., Read]
+    write: Callable[..., None]
+    remarks: Callable[..., list[FormatWarning]]
+    engines: tuple[str, ...]
+
+
+def _format(kind: str, module: Any, *engines: str) -> Format:
+    return Format(kind=kind, read=module.read, write=module.write, remarks=module.remarks, engines=engines)
+
+
+FORMATS = {
+    "zlab": _format(DFLASH, format_zlab, "SGLang", "vLLM"),
+    "speculators": _format(DFLASH, format_speculators, "vLLM", "speculators"),
+    "gguf": _format(DFLASH, format_gguf_dflash, "llama.cpp"),
+    "transformers": _format(DFLASH, format_transformers, "transformers"),
+    "sglang-eagle3": _format(EAGLE3, format_sglang_eagle3, "SGLang", "vLLM"),
+    "speculators-eagle3": _format(EAGLE3, format_speculators_eagle3, "vLLM", "speculators"),
+    "gguf-eagle3": _format(EAGLE3, format_gguf_eagle3, "llama.cpp"),
+}
+CANONICAL = {DFLASH: "zlab", EAGLE3: "sglang-eagle3"}
+OF_SPECULATORS = {"dflash": "speculators", "eagle3": "speculators-eagle3", "peagle": "speculators-eagle3"}
+OF_GGUF = {"dflash": "gguf", "eagle3": "gguf-eagle3"}
+# drafts of other kinds, which look much like these
+OTHERS = {
+    ARCHITECTURE: "answers that are looked up: it has no weights",
+    "DSparkDraftModel": "a DSpark: it has a Markov head",
+    "Qwen3DSparkModel": "a DSpark: it has a Markov head",
+    "Eagle3Qwen3ForCausalLM": "an EAGLE-3 with q/k norms",
+    "EagleLlamaForCausalLM": "an EAGLE-1",
+    "LlamaForCausalLMEagle": "an EAGLE-1",
+}
+
+
+def kind_of(draft: Description) -> str:
+    return DFLASH if isinstance(draft, DFlashDraft) else EAGLE3
+
+
+def detect(path: Path) -> str:
+    """The name of the format of a draft's files. Raises LoadError for what is none of them."""
+    if is_gguf(path):
+        architecture = str(read_header(path).metadata.get("general.architecture"))[:60]
+        if architecture not in OF_GGUF:
+            raise LoadError(f"{path} is a GGUF of {architecture!r}; drafts are 'dflash' or 'eagle3'")
+        return OF_GGUF[architecture]
+    if path.is_file():
+        raise LoadError(f"{path} is a file: name the folder that holds config.json, or a GGUF file")
+    hf = read_config(path)
+    kind = hf.get("speculators_model_type")
+    if kind is not None:
+        if not isinstance(kind, str) or kind not in OF_SPECULATORS:
+            raise LoadError(f"{path}: speculators' {str(kind)[:60]!r} is neither a DFlash nor an EAGLE-3")
+        return OF_SPECULATORS[kind]
+    if hf.get("model_type") == format_transformers.MODEL_TYPE:
+        return "transformers"
+    architectures = hf.get("architectures") or [""]
+    architecture = str(architectures[0])[:60] if isinstance(architectures, list) else ""
+    if architecture in format_zlab.ARCHITECTURES:
+        return "zlab"
+    if architecture in format_sglang_eagle3.ARCHITECTURES:
+        return "sglang-eagle3"
+    other = f" ({OTHERS[architecture]})" if architecture in OTHERS else ""
+    raise LoadError(
+        f"{path}: architectures [{architecture}]{other} is no draft that is known here; known are DFlash and "
+        f"EAGLE-3, in the formats {', '.join(FORMATS)}"
+    )
+
+
+def read_draft(
+    path: Path, target: TargetFiles | None = None, token_id: TokenId | None = None
+) -> tuple[str, Description, list[str]]:
+    """(format, draft, what a person should know about these files). `token_id` finds a MASK that is named by
+    its text. Raises LoadError or ValueError."""
+    name = detect(path)
+    if name == "zlab":
+        draft, notes = format_zlab.read(path, target, token_id or _tokens_of(target))
+        return name, draft, notes
+    read = FORMATS[name].read(path, target)
+    return name, read[0], read[1]
+
+
+def _tokens_of(target: TargetFiles | None) -> TokenId | None:
+    return None if target is None else lambda token: target.tokenizer().token_to_id(token)
 
 
 def weight_map(config: DFlashConfig) -> list[Entry]:

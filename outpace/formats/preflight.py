@@ -14,11 +14,11 @@ from outpace.checkpoint.open import open_checkpoint
 from outpace.formats import engines as views
 from outpace.formats import gguf_dflash as format_gguf_dflash
 from outpace.formats import gguf_eagle3 as format_gguf_eagle3
-from outpace.formats.detect import DFLASH, EAGLE3, FORMATS, detect, kind_of, read_draft
 from outpace.formats.engines import REFUSES, Held, View
 from outpace.formats.errors import Files, find_faults, find_notes
 from outpace.formats.gguf import Metadata, open_metadata
 from outpace.formats.keys import check_types
+from outpace.formats.load import DFLASH, EAGLE3, FORMATS, detect, kind_of, read_draft
 from outpace.formats.spec import (
     EMBEDDING,
     HEAD,

@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint
 from outpace.checkpoint.save import save_checkpoint
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.drafts.eagle3 import Eagle3Config
 from outpace.formats.keys import (
     BODY,
     body_fields,

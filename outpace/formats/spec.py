@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.checkpoint.open import Checkpoint, LoadError
+from outpace.drafts.dflash import parts_of, shapes_of_parts
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.dflash_parts import parts_of, shapes_of_parts
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.drafts.eagle3 import Eagle3Config
 from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.load import Comparison, explain
 from outpace.ops.quant import dense

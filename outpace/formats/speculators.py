@@ -8,8 +8,8 @@ from torch import Tensor
 
 from outpace.checkpoint.open import LoadError, open_checkpoint
 from outpace.checkpoint.save import save_checkpoint
-from outpace.drafts.dflash import DFlashConfig
-from outpace.drafts.dflash_parts import temperatures_in, temperatures_out
+from outpace.drafts.dflash import temperatures_in, temperatures_out
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.formats.keys import (
     BODY,
     body_fields,
@@ -40,8 +40,7 @@ from outpace.formats.spec import (
     without_parts,
 )
 from outpace.formats.zlab import narrow_window
-from outpace.models.config import FULL, WINDOW, need
-from outpace.models.config_values import check_values
+from outpace.models.config import FULL, WINDOW, check_values, need
 
 TYPE = "dflash"
 COPIED = "copied_from_target"

@@ -5,8 +5,8 @@ from typing import Any
 
 from outpace.checkpoint.open import LoadError, open_checkpoint
 from outpace.checkpoint.save import save_checkpoint
-from outpace.drafts.dflash import DFlashConfig
-from outpace.drafts.dflash_parts import temperatures_in, temperatures_out
+from outpace.drafts.dflash import temperatures_in, temperatures_out
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.formats.keys import (
     BODY,
     body_fields,

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint, to_compute
 from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.blocks import Layout
-from outpace.models.config import ModelConfig
-from outpace.models.config_retrofit import parse_dsa, parse_mla
-from outpace.models.config_values import check_values
+from outpace.models.config import ModelConfig, check_values, parse_dsa, parse_mla
 from outpace.models.decoder import Decoder
 from outpace.models.weights import Entry
 from outpace.ops.quant import Weight

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outpace.checkpoint.save import save_checkpoint
 from outpace.models.blocks import ExpertMatrix, Experts
-from outpace.models.config_retrofit import dsa_to_hf, mla_to_hf
+from outpace.models.config import dsa_to_hf, mla_to_hf
 from outpace.models.decoder import Decoder
 from outpace.models.load import ARCHITECTURES, entries, weight_of
 from outpace.ops import mxfp4

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels import cpu
+from outpace.kernels.cpu_program import Program as Program
 
 MOST_ROWS = 512  # above, a row of x leaves the cache before the next weights come, and oneDNN wins
 

@@ -5,20 +5,39 @@ one complex number each. What mixes kv heads within a frequency goes through the
 index keeps, of all pairs (frequency, principal component of the heads' keys), those of most weight in scores.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from outpace.kv.topk import Index, TopKConfig, reference_scores
 from outpace.models.attention import Attention
 from outpace.models.decoder import Decoder
-from outpace.models.indexer import Indexer
+from outpace.models.indexer import Indexer, usual_heads
+from outpace.models.load import fingerprint
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.rope import rotate
-from outpace.retrofit.states import read_by, states_of
+from outpace.ops.sampling import seeded
+from outpace.retrofit.evaluate import judge, read_by, states_of, texts_of
+from outpace.retrofit.pipeline import RetrofitSettings, open_for, save_retrofit, texts_for
+from outpace.retrofit.train import (
+    FrozenRecipe,
+    learners,
+    once,
+    publish,
+    row_of,
+    three_losses,
+    train_frozen,
+)
+from outpace.text.corpus import Document
+from outpace.text.template import ChatTemplate
+from outpace.train.data import token_stream
 
 SHARES = (0.125, 0.25, 0.5)  # of the context, at which mass is reported
 EVERY = 16  # tokens, of which one query is looked at there
@@ -269,3 +288,182 @@ def mass_table(
         | dict(zip(("index", "recent", "best"), torch.cat(result, 1).mean(1).tolist(), strict=True))
         for (layer, share), result in sums.items()
     ]
+
+
+REPORT = "dsa.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsaSettings(RetrofitSettings):
+    """`index_dim`: numbers of an index's key, 0: half a head's; `index_heads`: 0: `usual_heads`. The others
+    as in kv/topk.py: Keep."""
+
+    NAME: ClassVar[str] = "dsa"
+    index_dim: int = 0
+    index_heads: int = 0
+    top_k: float = 1024.0
+    top_p: float = 0.0
+    least_mass: float = 0.0
+    min_context: int = 1024
+    sinks: int = 4
+    recent: int = 64
+    row_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.keep
+
+    @property
+    def keep(self) -> TopKConfig:
+        return TopKConfig(**{field.name: getattr(self, field.name) for field in fields(TopKConfig)})
+
+
+def retrofit_dsa(
+    path: str,
+    settings: DsaSettings,
+    documents: Sequence[Document],
+    out: Path,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """Write out/, a checkpoint where the original tensors are untouched; -> the report, also out/json.
+    Raises ValueError for settings that this target cannot have, and for an `out` that holds something."""
+    target, tokenizer = open_for(path, out)
+    layers, heads, dim = asked_of(target, settings)
+    on_stage("reading text")
+    texts, validation = texts_for(tokenizer, documents, settings)
+    on_stage(f"going over {settings.rows} texts with {len(layers)} layers")
+    made = first_indexes(target, texts, layers, heads, dim)
+    temper(target, made, texts[0], settings.keep)
+    before = judge(target, validation)
+    whose = fingerprint(target)
+    on_stage("judging on held-out text")
+    attach_index(target, made, settings.keep)
+    report = {
+        "settings": asdict(settings) | {"layers": layers, "index_heads": heads, "index_dim": dim},
+        "made_from": whose,
+        "calibration_tokens": sum(map(len, texts)),
+        "numbers_per_token": numbers_of(target),
+        "parameters": sum(p.numel() for indexer in made.values() for p in indexer.parameters()),
+        **index_metrics(target, validation, before),
+    }
+    on_stage("saving")
+    save_retrofit(target, tokenizer, path, out, report, REPORT)
+    return report
+
+
+def asked_of(target: Decoder, settings: DsaSettings) -> tuple[list[int], int, int]:
+    """-> layers, heads and dimensions of an index."""
+    config = target.config
+    if config.dsa_layers:
+        raise ValueError("retrofit dsa: this target has an index already: start from the one it was made for")
+    dim = settings.index_dim or max(8, config.head_dim // 2 // 8 * 8)
+    return settings.layers_of(config), settings.index_heads or usual_heads(config.num_heads), dim
+
+
+def first_indexes(
+    target: Decoder, texts: Sequence[Sequence[int]], layers: Sequence[int], heads: int, dim: int
+) -> dict[int, Indexer]:
+    sums: dict[int, Phases] = {}
+    for text in texts:
+        tokens = torch.tensor(list(text), device=target.device)
+        for layer, seen in looked_at(target, tokens, layers).items():
+            result = Phases.of(seen)
+            sums[layer] = sums[layer] + result if layer in sums else result
+    return {i: first_weights(target.attentions[i], phases, heads, dim) for i, phases in sums.items()}
+
+
+def numbers_of(target: Decoder) -> dict[str, int]:
+    """What the layers with an index remember of a token, and what their queries read of one at most."""
+    layers, config = target.config.dsa_layers, target.config
+    kept = sum(config.kv_numbers(i) for i in layers)
+    return {"before": kept, "after": kept + sum(config.index_numbers(i) for i in layers)}
+
+
+def index_metrics(target: Decoder, entries: list[list[int]], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What the indexes keep of the attention's mass, layer by layer; held-out loss with and without them."""
+    after = judge(target, entries, before["log_probabilities"])
+    plain = {name: value for name, value in before.items() if name != "log_probabilities"}
+    del after["log_probabilities"]
+    config = target.config
+    target.use_dsa(False)  # the states of the target as it was
+    table = mass_table(target, entries, config.dsa_layers, config.dsa_keep.by_count)
+    target.use_dsa(True)
+    return {"mass": table, "held_out": {"texts": len(entries), "before": plain, "after": after}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsaRecipe(FrozenRecipe):
+    """Fields of recipes/memory/dsa.toml."""
+
+    NAME: ClassVar[str] = "dsa"
+    row_tokens: int = 4096  # one row a step
+    queries: int = 256  # of a row, looked at
+    sparse_share: float = 0.25  # of the steps, the last ones: attention is sparse
+    decay: float = 0.5
+
+
+def train_dsa(
+    recipe: DsaRecipe,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    train: list[Document],
+    held_out: list[Document],
+    folder: Path,
+    *,
+    stop_after: int | None = None,
+) -> dict[str, Any] | None:
+    """Train the indexes of `target`, in place, and save folder/model; -> the report, None if stopped early.
+    Raises ValueError for a target that has none."""
+    config = target.config
+    if not config.dsa_layers:
+        raise ValueError("train dsa: this target has no index: give it one by outpace retrofit dsa")
+    indexers = {i: indexer for i in config.dsa_layers if (indexer := target.attentions[i].indexer)}
+    texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
+    keep = config.dsa_keep.by_count
+    untrained = once(folder, lambda: _evaluated(target, texts, None))
+    stream = token_stream(tokenizer, train, recipe.seed)
+    parameters = learners(target, indexers.values())
+    sparse_from = round(recipe.steps * (1 - recipe.sparse_share))
+
+    def losses(step: int) -> tuple[Tensor, dict[str, Any]]:
+        sparse = step >= sparse_from
+        target.use_dsa(sparse)
+        row = row_of(stream, recipe.row_tokens, 1, step, recipe.seed)[0].to(target.device)
+        result = _losses(target, indexers, row, recipe, keep, sparse, step)
+        total = torch.stack([loss for loss, _ in result.values()]).mean()
+        kept = {f"kept_{i}": round(kept.item(), 4) for i, (_, kept) in result.items()}
+        return total, {"kept": sum(kept.values()) / len(kept), **kept}
+
+    train_frozen(target, parameters, recipe, losses, folder, "index", stop_after)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    if len(log) < recipe.steps:
+        return None
+    fields = _evaluated(target, texts, untrained["held_out"]["after"]) | {"mass_untrained": untrained["mass"]}
+    return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, fields)
+
+
+def _losses(
+    target: Decoder,
+    indexers: dict[int, Indexer],
+    row: Tensor,
+    recipe: DsaRecipe,
+    keep: TopKConfig,
+    sparse: bool,
+    step: int,
+) -> dict[int, tuple[Tensor, Tensor]]:
+    first = min(keep.sinks + keep.recent + 1, len(row) - 1)
+    many = min(recipe.queries, len(row) - first)
+    rng = seeded(recipe.seed, 5, step)
+    positions = first + torch.randperm(len(row) - first, generator=rng)[:many].sort().values.to(row.device)
+    seen = looked_at(target, row, list(indexers))
+    fields = {i: mass(target, indexer, seen[i], positions) for i, indexer in indexers.items()}
+    return {i: (each.divergence(keep, sparse), each.kept(keep).mean()) for i, each in fields.items()}
+
+
+def _evaluated(target: Decoder, texts: list[list[int]], untrained: dict[str, Any] | None) -> dict[str, Any]:
+    """What the indexes keep of the mass that the target with full attention gives; held-out loss."""
+    target.use_dsa(False)
+    keep = target.config.dsa_keep.by_count
+    table = mass_table(target, texts, target.config.dsa_layers, keep)
+    return {"mass": table, "held_out": three_losses(target, texts, target.use_dsa, untrained)}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Decoder, DecoderBlock
 from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import encode
@@ -60,3 +60,21 @@ def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None =
     if before is not None:
         values |= {"kl": round(kl / total, 5), "same_likeliest": round(same / total, 5)}
     return values
+
+
+@torch.no_grad()
+def states_of(target: Decoder, rows: Tensor) -> list[Tensor]:
+    """rows [B, T] int64, texts from their beginnings -> the residual stream [B, T, C] before the first
+    layer and behind every one; the target as it is switched."""
+    aux = target(rows, aux=range(target.config.num_layers)).aux
+    assert aux is not None
+    return [target.embed(rows), *aux]
+
+
+@torch.no_grad()
+def read_by(target: Decoder, layer: int, states: list[Tensor]) -> Tensor:
+    """[B, T, C]: what the layer's attention reads of `states_of`."""
+    block = target.layers[layer]
+    assert isinstance(block, DecoderBlock)
+    normed: Tensor = block.input_layernorm(states[layer])
+    return normed

@@ -5,18 +5,122 @@ the best latent of rank R is c = U_R^T M^(1/2) (y - mu), read as y^ = M^(-1/2) U
 is the sum of the eigenvalues left out.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from outpace.models.attention import Attention
 from outpace.models.blocks import Linear
 from outpace.models.decoder import Decoder
 from outpace.models.latent import Latent
+from outpace.models.load import fingerprint
+from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
-from outpace.retrofit.calibrate import Moments
+from outpace.ops.sampling import seeded
+from outpace.retrofit.evaluate import judge, read_by, states_of, texts_of
+from outpace.retrofit.pipeline import JUDGED, RetrofitSettings, open_for, save_retrofit, texts_for
+from outpace.retrofit.train import (
+    FrozenRecipe,
+    learners,
+    once,
+    publish,
+    row_of,
+    three_losses,
+    train_frozen,
+)
+from outpace.text.corpus import Document
+from outpace.text.template import ChatTemplate
+from outpace.train.data import token_stream
+from outpace.train.drafts import Teacher
+from outpace.train.losses import block_losses
+
+OFFSETS = 512  # distances over which a rotation is averaged
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of one layer, float64. y = [k; v] [2KD], before rotary positions and before any norm.
+
+    mean [2KD] and cov [2KD, 2KD] of y; q [K, D, D]: E[q q^T], summed over the query heads of a kv head and
+    averaged over relative rotations, the norm's weight and E[1/rms^2] applied where keys are normed;
+    o [K, D, D]: sum over the same heads of W_o^T W_o; stream: E|x|^2 of the residual stream behind the layer.
+    """
+
+    mean: Tensor
+    cov: Tensor
+    q: Tensor
+    o: Tensor
+    stream: float
+    tokens: int
+
+
+@torch.inference_mode()
+def calibrate(target: Decoder, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Moments]:
+    """rows of token ids, each a text from its beginning. Raises ValueError where there is no token."""
+    if not rows or not all(rows):
+        raise ValueError("calibration needs text: give rows of at least one token")
+    sums: dict[int, list[Tensor]] = {}
+    total = sum(map(len, rows))
+    for row in rows:
+        states = states_of(target, torch.tensor([list(row)], device=target.device))
+        for layer in layers:
+            result = _sums(target.attentions[layer], read_by(target, layer, states)[0])
+            result.append(states[layer + 1].double().square().sum())
+            sums[layer] = (
+                [a + b for a, b in zip(sums[layer], result, strict=True)] if layer in sums else result
+            )
+    return {
+        layer: _moments(target, target.attentions[layer], [part / total for part in result], total)
+        for layer, result in sums.items()
+    }
+
+
+def _sums(attention: Attention, x: Tensor) -> list[Tensor]:
+    """x [T, C] -> sums over tokens of y, y y^T, q q^T [K, D, D] and 1/rms^2 [K]."""
+    K, D = attention.kv_heads, attention.head_dim
+    q, y = attention.qkv_proj(x).split((attention.heads * D, 2 * K * D), dim=-1)
+    q = q.unflatten(-1, (-1, D))
+    inverse = torch.full((K,), float(len(x)), dtype=torch.float64, device=x.device)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q = rms_norm(q, attention.q_norm.weight, attention.q_norm.eps)
+        k = y[:, : K * D].double().unflatten(-1, (K, D))
+        inverse = (k.square().mean(-1) + attention.k_norm.eps).reciprocal().sum(0)
+    q, y = q.double().unflatten(1, (K, -1)), y.double()
+    return [y.sum(0), y.T @ y, torch.einsum("tkgd,tkge->kde", q, q), inverse]
+
+
+def _moments(target: Decoder, attention: Attention, means: list[Tensor], tokens: int) -> Moments:
+    mean, outer, q, inverse, stream = means
+    K, D = attention.kv_heads, attention.head_dim
+    if attention.k_norm is not None:
+        weight = attention.k_norm.weight.double()
+        q = q * inverse[:, None, None]
+        q = averaged(q, target) * weight[:, None] * weight
+    else:
+        q = averaged(q, target)
+    out = attention.o_proj.weight
+    assert isinstance(out, Tensor)
+    heads = out.double().unflatten(1, (K, -1, D))  # [C, K, G, D]
+    o = torch.einsum("ckgd,ckge->kde", heads, heads)
+    return Moments(mean, outer - mean[:, None] * mean, q * attention.scale**2, o, float(stream), tokens)
+
+
+def averaged(q: Tensor, target: Decoder) -> Tensor:
+    """q [K, D, D] -> the mean of R^T q R over rotations R by distances 0 .. OFFSETS - 1: a score is
+    q^T R_(s-t) k, so this is what an error of k costs at all distances together."""
+    half, (cos, sin) = q.shape[-1] // 2, target.rope(torch.arange(OFFSETS, device=q.device))
+    R = torch.diag_embed(torch.cat((cos, cos), -1).double())
+    at = torch.arange(half, device=q.device)
+    R[:, at, at + half], R[:, at + half, at] = -sin.double(), sin.double()
+    turned = torch.einsum("nde,kdf,nfg->keg", R, q, R) / OFFSETS
+    return turned * target.config.rope.concentration**2  # queries and keys are both multiplied by it
+
 
 SVD, PCA, LOSS = METHODS = ("svd", "pca", "loss")
 BALANCE = 1.0  # of keys against values
@@ -149,3 +253,246 @@ def errors(
         cost = float((M * left).sum() / (M * of.cov).sum())
         entries.append(Error(layer, ranks[layer], k, v, cost))
     return entries
+
+
+REPORT = "mla.json"
+ALLOCATIONS = ("marginal", "equal")
+BALANCES = (1.0, 0.3, 0.1, 0.03)  # of keys against values, tried on texts apart
+FRACTIONS = (0.75, 0.5, 0.25)  # of 2 K D, at which errors are reported
+
+Bases = Mapping[int, Basis]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSettings(RetrofitSettings):
+    """`rank`: latent dimensions of a layer, in the mean; 0: half of keys and values. `allocate`: "marginal",
+    ranks of equal marginal loss, or "equal". `balance`: what keys weigh against values with the method
+    "loss"; 0: the best of a few, tried."""
+
+    NAME: ClassVar[str] = "mla"
+    method: str = LOSS
+    rank: int = 0
+    allocate: str = "marginal"
+    balance: float = 0.0
+    rows: int = 24
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("method", METHODS), ("allocate", ALLOCATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"retrofit mla: {name} {getattr(self, name)!r}: it must be one of {', '.join(known)}"
+                )
+        if self.allocate == "marginal" and self.method == SVD:
+            raise ValueError("retrofit mla: svd sees no data, so it cannot weigh ranks: allocate = equal")
+
+    @property
+    def searches(self) -> bool:
+        """Whether a balance is yet to be found."""
+        return self.method == LOSS and not self.balance
+
+    def ranks(self, bases: Bases, rank: int) -> dict[int, int]:
+        return ranks_of(bases, rank) if self.allocate == "marginal" else dict.fromkeys(bases, rank)
+
+
+def retrofit_mla(
+    path: str,
+    settings: MlaSettings,
+    documents: Sequence[Document],
+    out: Path,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """Write out/, a checkpoint where the original tensors are untouched; -> the report, also out/json.
+    Raises ValueError for settings that this target cannot have, and for an `out` that holds something."""
+    target, tokenizer = open_for(path, out)
+    layers, rank = asked_of(target, settings)
+    on_stage("reading text")
+    texts, validation = texts_for(tokenizer, documents, settings, extra=JUDGED if settings.searches else 0)
+    on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
+    moments = calibrate(target, texts[: settings.rows], layers)
+    table = [
+        {"method": method, "fraction": fraction, "layers": [asdict(e) for e in result]}
+        for method, fraction, result in error_table(target, moments)
+    ]
+    on_stage("factoring")
+    balance, tried = chosen_balance(target, moments, rank, settings, texts[settings.rows :])
+    bases = bases_of(target, moments, settings.method, balance)
+    ranks = settings.ranks(bases, rank)
+    lost = errors(target, bases, moments, ranks)
+    before = judge(target, validation)
+    whose = fingerprint(target)
+    attach(target, bases, ranks)
+    on_stage("judging on held-out text")
+    after = judge(target, validation, before.pop("log_probabilities"))
+    del after["log_probabilities"]
+    remembered = (replace(target.config, use_mla_kv=False), target.config)
+    numbers = [sum(map(config.kv_numbers, layers)) for config in remembered]
+    report = {
+        "settings": asdict(settings) | {"layers": layers},
+        "made_from": whose,
+        "calibration_tokens": sum(map(len, texts[: settings.rows])),
+        "balance": balance if settings.method == LOSS else None,
+        "balances_tried": tried,
+        "ranks": {str(i): r for i, r in ranks.items()},
+        "numbers_per_token": dict(zip(("before", "after"), numbers, strict=True)),
+        "parameters": sum(p.numel() for a in target.attentions if a.latent for p in a.latent.parameters()),
+        "errors": [asdict(e) for e in lost],
+        "errors_by_method": table,
+        "held_out": {"texts": len(validation), "before": before, "after": after},
+    }
+    on_stage("saving")
+    save_retrofit(target, tokenizer, path, out, report, REPORT)
+    return report
+
+
+def asked_of(target: Decoder, settings: MlaSettings) -> tuple[list[int], int]:
+    """-> layers and mean rank."""
+    config = target.config
+    if config.mla_ranks:
+        raise ValueError("retrofit mla: this target has latents already: start from the one it was made from")
+    whole = 2 * config.num_kv_heads * config.head_dim
+    rank = settings.rank or whole // 2
+    if rank > whole:
+        raise ValueError(f"retrofit mla: rank {rank}: keys and values of a layer have {whole} dimensions")
+    return settings.layers_of(config), rank
+
+
+def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balance: float) -> Bases:
+    return {i: basis(method, target.attentions[i], m, balance) for i, m in moments.items()}
+
+
+def error_table(target: Decoder, moments: Mapping[int, Moments]) -> list[tuple[str, float, list[Error]]]:
+    """Every method at every fraction, all layers of one rank."""
+    entries = []
+    for method in METHODS:
+        bases = bases_of(target, moments, method, BALANCE)
+        for fraction in FRACTIONS:
+            ranks = {i: max(1, round(fraction * len(b.mean))) for i, b in bases.items()}
+            entries.append((method, fraction, errors(target, bases, moments, ranks)))
+    return entries
+
+
+def chosen_balance(
+    target: Decoder,
+    moments: Mapping[int, Moments],
+    rank: int,
+    settings: MlaSettings,
+    texts: list[list[int]],
+) -> tuple[float, dict[str, float]]:
+    """The one of BALANCES with the least divergence on `texts`; -> it, and all divergences. The target is as
+    it was afterwards."""
+    if not settings.searches:
+        return settings.balance or BALANCE, {}
+    tried = {}
+    before = judge(target, texts)["log_probabilities"]
+    for balance in BALANCES:
+        bases = bases_of(target, moments, settings.method, balance)
+        attach(target, bases, settings.ranks(bases, rank))
+        tried[f"{balance:g}"] = judge(target, texts, before)["kl"]
+        detach(target)
+    return min(BALANCES, key=lambda b: tried[f"{b:g}"]), tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaRecipe(FrozenRecipe):
+    """Fields of recipes/memory/mla.toml."""
+
+    NAME: ClassVar[str] = "mla"
+    rows: int = 4  # of a step
+    layer_share: float = 0.3  # of the steps, the first ones: every layer by itself
+    kl: float = 1.0  # weights of the divergence of the logits ..
+    mse: float = 1.0  # .. and of the last states' error, relative to their size
+
+
+def train_mla(
+    recipe: MlaRecipe,
+    target: Decoder,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    train: list[Document],
+    held_out: list[Document],
+    folder: Path,
+    *,
+    teacher: Teacher | None = None,
+    stop_after: int | None = None,
+) -> dict[str, Any] | None:
+    """Train the latents of `target`, in place, and save folder/model; -> the report, None if stopped early.
+    With `teacher`, a cache of the original with final states, on its texts, and the original need not be run
+    again when all learn together. Raises ValueError for a target that has no latents."""
+    if not target.config.mla_ranks:
+        raise ValueError("train mla: this target has no latents: give it some by outpace retrofit mla")
+    texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
+    untrained = once(folder, lambda: three_losses(target, texts, target.use_mla_kv, None)["after"])
+    stream = None if teacher is not None else token_stream(tokenizer, train, recipe.seed)
+    attentions = {i: a for i, a in enumerate(target.attentions) if a.latent is not None}
+    parameters = learners(target, (a.latent for a in attentions.values() if a.latent is not None))
+    together_from = round(recipe.steps * recipe.layer_share)
+
+    def losses(step: int) -> tuple[Tensor, dict[str, Any]]:
+        if teacher is not None:
+            pairs = cached_texts(teacher, recipe, step)
+        else:
+            assert stream is not None
+            pairs = [(row_of(stream, recipe.row_tokens, recipe.rows, step, recipe.seed), None)]
+        pairs = [(rows.to(target.device), final) for rows, final in pairs]
+        if step < together_from:
+            loss = torch.stack([layer_losses(target, attentions, rows) for rows, _ in pairs]).mean()
+            return loss, {"layers": loss.item()}
+        items = [whole_losses(target, rows, final) for rows, final in pairs]
+        kl, mse = (torch.stack(part).mean() for part in zip(*items, strict=True))
+        return recipe.kl * kl + recipe.mse * mse, {"kl": kl.item(), "mse": mse.item()}
+
+    train_frozen(target, parameters, recipe, losses, folder, "latents", stop_after)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    if len(log) < recipe.steps:
+        return None
+    held = three_losses(target, texts, target.use_mla_kv, untrained)
+    return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, {"held_out": held})
+
+
+def cached_texts(teacher: Teacher, recipe: MlaRecipe, step: int) -> list[tuple[Tensor, Tensor | None]]:
+    """The step's texts [1, T] and final states [T, C], another order every epoch. Raises ValueError for a
+    cache without final states, and for texts that do not begin at position 0."""
+    items: list[tuple[Tensor, Tensor | None]] = []
+    for n in range(step * recipe.rows, (step + 1) * recipe.rows):
+        epoch, i = divmod(n, len(teacher))
+        order = torch.randperm(len(teacher), generator=seeded(recipe.seed, 6, epoch))
+        sample = teacher.sample(int(order[i]))
+        if sample.final is None or sample.offset:
+            raise ValueError(
+                "train mla: this cache has no final states, or texts at other positions: build one with "
+                "teacher build --final and without --position-offsets"
+            )
+        items.append((sample.tokens[None, : recipe.row_tokens].long(), sample.final[: recipe.row_tokens]))
+    return items
+
+
+def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor) -> Tensor:
+    """rows [B, T] -> the error of what attention states relative to its size, mean over the layers."""
+    with torch.no_grad():
+        target.use_mla_kv(False)
+        states = states_of(target, rows)
+        cos, sin = target.rope(torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1))
+    entries = []
+    for layer, attention in attentions.items():
+        x = read_by(target, layer, states)
+        with torch.no_grad():
+            wanted = attention(x, cos, sin, None, None).float()
+        attention.use_latent = True
+        value = attention(x, cos, sin, None, None).float()
+        entries.append((value - wanted).square().mean() / wanted.square().mean())
+    target.use_mla_kv(True)
+    return torch.stack(entries).mean()
+
+
+def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """rows [B, T] -> KL of the logits, nats per token; error of the last states relative to their size.
+    `final` [B * T, C]: those of the original, if they are known."""
+    with torch.no_grad():
+        target.use_mla_kv(False)
+        wanted = target(rows).hidden.flatten(0, 1) if final is None else final.to(rows.device, target.dtype)
+        target.use_mla_kv(True)
+    value = target(rows).hidden.flatten(0, 1)
+    head, labels = target.dense_head, rows.flatten()
+    kl = block_losses("kl", value, head, labels, wanted, head).loss.mean()
+    return kl, (value.float() - wanted.float()).square().mean() / wanted.float().square().mean()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outpace.text.conversation_json import parse_conversation
 from outpace.text.harmony import (
     HarmonyTokens,
     Mark,
@@ -15,7 +14,7 @@ from outpace.text.harmony import (
     message_pieces,
     settings_pieces,
 )
-from outpace.text.messages import Conversation, Message, System
+from outpace.text.messages import Conversation, Message, System, parse_conversation
 
 LONGEST_LINE = 64 * 2**20  # bytes: what one conversation may take in a file
 

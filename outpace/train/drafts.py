@@ -20,9 +20,8 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.fast import product_dtype
 from outpace.ops.sampling import seeded
-from outpace.train.anchors import AnchorSample
-from outpace.train.muon import Muon
-from outpace.train.trainer import fit, warmup_cosine
+from outpace.train.data import AnchorSample
+from outpace.train.trainer import Muon, fit, warmup_cosine
 
 MOST_JUDGED = 128  # samples kept from training: they are read again every time
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.drafts.suffix import save_suffix
+from outpace.drafts.lookup import save_suffix
 from outpace.models.decoder import Decoder
 from outpace.ops.suffixes import Suffixes
 from outpace.train.drafts import Teacher, origin, responses, write_provenance

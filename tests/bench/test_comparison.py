@@ -12,22 +12,18 @@ from test_prompts import document
 
 from outpace.bench import comparison, methods
 from outpace.bench import interleave as turns
-from outpace.bench.comparison import reached, remarks, run_comparison
-from outpace.bench.comparison_report import write_comparison
+from outpace.bench.comparison import reached, remarks, run_comparison, write_comparison
 from outpace.bench.controller_suite import run_controller
-from outpace.bench.lossless_suite import run_lossless
+from outpace.bench.interleave import Kept
+from outpace.bench.lossless_suite import controller_markdown, lossless_markdown, run_lossless
 from outpace.bench.methods import Case, MethodSpec, open_method
-from outpace.bench.resume import Kept
-from outpace.bench.setup import SuiteRequest
-from outpace.bench.suite import SuiteRecipe, texts_of
-from outpace.bench.suites_report import controller_markdown, lossless_markdown
+from outpace.bench.suite import SuiteRecipe, SuiteRequest, texts_of
 from outpace.bench.timing import Timed
 from outpace.checkpoint.save import write_json
 from outpace.config import load_settings
 from outpace.decode.generate import generate
 from outpace.decode.trace import Prediction, Trace
-from outpace.drafts.eagle3 import Eagle3
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.drafts.eagle3 import Eagle3, Eagle3Config
 from outpace.formats.load import save_dflash, save_eagle3
 from outpace.models.load import build, fingerprint, named_tensors
 from outpace.text.tokenizer import train_bpe

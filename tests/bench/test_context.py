@@ -10,9 +10,17 @@ from latents import latent_target
 from rich.console import Console
 
 from outpace.bench import context
-from outpace.bench.context import ContextSettings, distinct, rated, run_context
-from outpace.bench.context_report import context_markdown, cost_table, latent_table, write_context
-from outpace.bench.roofline import weight_bytes
+from outpace.bench.context import (
+    ContextSettings,
+    context_markdown,
+    cost_table,
+    distinct,
+    latent_table,
+    rated,
+    run_context,
+    write_context,
+)
+from outpace.bench.machine import weight_bytes
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import fingerprint, named_tensors
 

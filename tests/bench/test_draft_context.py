@@ -10,14 +10,24 @@ import torch
 from rich.console import Console
 
 from outpace.bench import draft_context, draft_shapes
-from outpace.bench.draft_context import QUICK, DraftContextSettings, run_draft_context
-from outpace.bench.draft_context_report import write_draft_context
+from outpace.bench.draft_context import QUICK, DraftContextSettings, run_draft_context, write_draft_context
 from outpace.bench.draft_shapes import needed_bytes, published_draft
-from outpace.bench.draft_variants import SESSIONS, VARIANTS, NoiseCached, Recomputed, Remembering
-from outpace.bench.draft_walk import OPERATIONS, DraftTimer, walk_block, walk_round, work_of_round
+from outpace.bench.draft_walk import (
+    OPERATIONS,
+    SESSIONS,
+    VARIANTS,
+    DraftTimer,
+    NoiseCached,
+    Recomputed,
+    Remembering,
+    walk_block,
+    walk_round,
+    work_of_round,
+)
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.drafts.dflash import DFlash, DFlashConfig
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.quantize import quantised
 from outpace.drafts.sampler import Greedy
 from outpace.loading import open_dflash, open_target

@@ -10,11 +10,9 @@ import tiny
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench.comparison import run_comparison
-from outpace.bench.comparison_report import write_comparison
+from outpace.bench.comparison import run_comparison, write_comparison
 from outpace.bench.render_docs import update_page
-from outpace.bench.setup import SuiteRequest
-from outpace.bench.suite import SuiteRecipe
+from outpace.bench.suite import SuiteRecipe, SuiteRequest
 from outpace.config import load_settings
 from outpace.models.load import build as build_target
 from outpace.models.load import fingerprint, named_tensors

@@ -9,9 +9,16 @@ import tiny
 import torch
 from dflash_drafts import random_dflash
 
-from outpace.bench.check_decoding import oracle_labels, position_offsets
-from outpace.bench.check_forwards import cached_targets, later_slots, one_token
-from outpace.bench.checks import CheckSettings, failed, run_checks
+from outpace.bench.checks import (
+    CheckSettings,
+    cached_targets,
+    failed,
+    later_slots,
+    one_token,
+    oracle_labels,
+    position_offsets,
+    run_checks,
+)
 from outpace.decode import acceptance as rules
 from outpace.decode.generate import generate
 from outpace.decode.request import Request

@@ -8,19 +8,25 @@ import torch
 from rich.console import Console
 
 from outpace.bench import memory as suite
-from outpace.bench.memory import MemorySettings, Way, run_memory, ways_of
-from outpace.bench.memory_report import memory_markdown, memory_table, write_memory
-from outpace.bench.pareto import ParetoSettings, run_pareto
-from outpace.bench.pareto_report import pareto_markdown, pareto_table, write_pareto
+from outpace.bench.memory import (
+    MemorySettings,
+    Way,
+    memory_markdown,
+    memory_table,
+    run_memory,
+    ways_of,
+    write_memory,
+)
+from outpace.bench.pareto import ParetoSettings, pareto_markdown, pareto_table, run_pareto, write_pareto
 from outpace.bench.quality import Quality, QualitySettings, alike, remembered
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
 from outpace.kv.topk import TopKConfig
 from outpace.loading import open_target
 from outpace.models.load import fingerprint
 from outpace.retrofit import dsa, mla
-from outpace.retrofit.calibrate import calibrate
+from outpace.retrofit.mla import calibrate
 from outpace.text.corpus import read_corpus, split
 
 QUIET = Console(quiet=True)

@@ -5,7 +5,7 @@ import tiny
 
 from outpace.bench.interleave import as_json, from_json
 from outpace.bench.methods import Case, MethodSpec, Opened, run_case
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
 
 SAID = {"tokens": 20, "block_size": 2, "n_sink_blocks": 1, "n_window_blocks": 2, "n_spec_tokens_buf": 6}
 

@@ -9,8 +9,17 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from outpace.bench import recall
-from outpace.bench.recall import RecallSettings, ends, nll, of_needles, of_text, run_recall
-from outpace.bench.recall_report import needle_table, recall_markdown, write_recall
+from outpace.bench.recall import (
+    RecallSettings,
+    ends,
+    needle_table,
+    nll,
+    of_needles,
+    of_text,
+    recall_markdown,
+    run_recall,
+    write_recall,
+)
 from outpace.decode.request import Generation
 from outpace.decode.trace import Trace
 from outpace.loading import open_target

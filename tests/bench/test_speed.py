@@ -19,7 +19,7 @@ from outpace.bench.timing import Timed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
-from outpace.drafts.suffix import Suffix
+from outpace.drafts.lookup import Suffix
 from outpace.models.load import build, named_tensors
 from outpace.ops.suffixes import Suffixes
 from outpace.text.tokenizer import train_bpe

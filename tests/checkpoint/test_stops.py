@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outpace.checkpoint.open import EMBEDDED, LoadError
-from outpace.checkpoint.stops import generation_stops
+from outpace.checkpoint.tokenizer import generation_stops
 from outpace.loading import open_target
 from outpace.text.tokenizer import SPECIAL, train_bpe
 

@@ -16,9 +16,9 @@ from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
 from outpace.drafts.eagle3_decode import TreeShape
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
 from outpace.drafts.sampler import Greedy, GumbelCoupled, Sampled
+from outpace.drafts.tree import DDTree
 
 TEXT = tiny.tokens(400, seed=4).tolist()
 

@@ -19,8 +19,7 @@ from simulated import (
     walker,
 )
 
-from outpace.decode.acceptance_history import AcceptanceHistory
-from outpace.decode.controller import Adaptive, Fixed, Table, fastest
+from outpace.decode.controller import AcceptanceHistory, Adaptive, Fixed, Table, fastest
 from outpace.drafts.base import Proposal
 from outpace.kv.tree import depths
 

@@ -17,9 +17,8 @@ from outpace.decode.deferred import Deferred, PendingPart, joined
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.eagle3_decode import TreeShape
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
-from outpace.drafts.tree import cut
+from outpace.drafts.lookup import NGram
+from outpace.drafts.tree import DDTree, cut
 from outpace.ops.sampling import Sampling
 
 

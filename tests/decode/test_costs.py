@@ -12,10 +12,19 @@ from test_lossless import random_dflash
 
 from outpace.checkpoint.base import LoadError
 from outpace.decode.calibrate import touched_experts, width_grid
-from outpace.decode.cost_file import cache_folder, read_costs, table_path, write_costs
-from outpace.decode.costs import Costs, Point, Touched, fingerprint, rising
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
+from outpace.decode.costs import (
+    Costs,
+    Point,
+    Touched,
+    cache_folder,
+    fingerprint,
+    read_costs,
+    rising,
+    table_path,
+    write_costs,
+)
+from outpace.drafts.lookup import NGram
+from outpace.drafts.tree import DDTree
 from outpace.kernels import cpu
 
 TEXT = tiny.tokens(400, seed=4).tolist()

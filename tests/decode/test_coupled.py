@@ -13,9 +13,9 @@ from test_trees import ScriptedTree
 from outpace.decode.controller import Fixed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
-from outpace.ops import noise
+from outpace.drafts.lookup import NGram
+from outpace.drafts.tree import DDTree
+from outpace.ops import sampling as noise
 from outpace.ops.sampling import Sampling, shaped
 
 NEW = 14

@@ -6,13 +6,12 @@ import pytest
 import torch
 from toy import PROMPT, SHAPES, Toy, V, cells, play, surprise
 
-from outpace.decode import acceptance_rejection as rules_drawn
-from outpace.decode.acceptance_rule import acceptance_rule
-from outpace.decode.request import Request
-from outpace.decode.sampling_state import SamplingState
+from outpace.decode import acceptance as rules_drawn
+from outpace.decode.acceptance import SamplingState
+from outpace.decode.request import Request, acceptance_rule
 from outpace.drafts.base import Proposal
 from outpace.drafts.sampler import Sampled
-from outpace.ops import noise
+from outpace.ops import sampling as noise
 from outpace.ops.sampling import Sampling, draw, probabilities
 
 WAYS = {

@@ -9,8 +9,9 @@ from scripted import Scripted
 
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.drafts.dflash import DFlash, DFlashConfig
-from outpace.drafts.ngram import NGram
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig
+from outpace.drafts.lookup import NGram
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import Sampling

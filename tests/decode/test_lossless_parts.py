@@ -7,8 +7,8 @@ from test_lossless import NEW, PROMPTS, answers, random_dflash
 
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.drafts.marginals import DDTree
 from outpace.drafts.quantize import quantised
+from outpace.drafts.tree import DDTree
 
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 6, "selector_rank": 7, "selector_top_k": 5}
 PARTS = {

@@ -19,10 +19,9 @@ from outpace.decode.generate import generate
 from outpace.decode.partial import LONGEST_REST, Partial
 from outpace.decode.request import Request
 from outpace.drafts.eagle3_decode import TreeShape
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
-from outpace.drafts.null import NullDraft
+from outpace.drafts.lookup import NGram, NullDraft
 from outpace.drafts.sampler import Greedy
+from outpace.drafts.tree import DDTree
 from outpace.kv.partial import PartialCache, PartialConfig, PartialLayerCache
 from outpace.models import attention
 from outpace.ops.attention import attend

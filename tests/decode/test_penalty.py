@@ -7,8 +7,8 @@ from test_lossless import PROMPTS, random_dflash
 from outpace.checkpoint.open import open_checkpoint
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
+from outpace.drafts.tree import DDTree
 from outpace.models.load import load_target
 from outpace.ops.sampling import Sampling
 

@@ -12,8 +12,8 @@ from test_lossless import NEW, PROMPTS, answers
 from outpace.checkpoint.open import LoadError
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.drafts.lookup import Suffix, is_suffix, load_suffix, save_suffix
 from outpace.drafts.sampler import Greedy
-from outpace.drafts.suffix import Suffix, is_suffix, load_suffix, save_suffix
 from outpace.loading import open_draft, open_target
 from outpace.ops.sampling import Sampling
 from outpace.ops.suffixes import Suffixes

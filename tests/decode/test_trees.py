@@ -15,7 +15,7 @@ from outpace.decode.controller import Fixed
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Proposal
-from outpace.drafts.marginals import DDTree
+from outpace.drafts.tree import DDTree
 
 
 @dataclass(frozen=True)

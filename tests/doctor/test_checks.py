@@ -12,18 +12,22 @@ from planted import each, plant
 
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
-from outpace.doctor.blocks import asymmetry, by_the_book, check_codes, check_decoding
 from outpace.doctor.check import Check
-from outpace.doctor.embedding import check_embedding, check_head
-from outpace.doctor.forward import read_attention, reordered, visible
+from outpace.doctor.compare import check_embedding, check_head
 from outpace.doctor.mechanics import check_engine, check_rope, check_router, check_rows, examine_layers
-from outpace.doctor.mistakes import attention_mistakes, pairs
-from outpace.doctor.reading import right_reading
-from outpace.doctor.search import EXACT, search
+from outpace.doctor.number_format import asymmetry, by_the_book, check_codes, check_decoding
+from outpace.doctor.reference import attention_weights, read_attention, reordered, right_reading, visible
+from outpace.doctor.search import EXACT, attention_mistakes, pairs, search
 from outpace.doctor.sides import walk
-from outpace.doctor.speech import check_growth, check_speech, check_text, shortest_loop, speak
-from outpace.doctor.text import SAMPLE, sample_tokens
-from outpace.doctor.weights import attention_weights
+from outpace.doctor.speech import (
+    SAMPLE,
+    check_growth,
+    check_speech,
+    check_text,
+    sample_tokens,
+    shortest_loop,
+    speak,
+)
 from outpace.models.decoder import Decoder
 from outpace.models.load import build, load_target, named_tensors
 from outpace.ops import mxfp4

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from outpace.doctor.text import SAMPLE
+from outpace.doctor.speech import SAMPLE
 from outpace.doctor.tokens import (
     NASTY,
     PUBLISHED,

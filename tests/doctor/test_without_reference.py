@@ -11,7 +11,7 @@ from planted import both, each, plant
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.number_format import check_orders, gather_marks
-from outpace.doctor.text import sample_tokens
+from outpace.doctor.speech import sample_tokens
 from outpace.doctor.try_readings import (
     AS_IS,
     SCALES,

@@ -9,8 +9,7 @@ import torch
 from planted import both, each, plant
 
 from outpace.doctor.compare import Reference, compare_layers
-from outpace.doctor.examine import Examination, examine
-from outpace.doctor.explain import judge
+from outpace.doctor.explain import Examination, examine, judge
 from outpace.doctor.sides import walk
 from outpace.formats.convert import write_gguf
 from outpace.models.load import load_target

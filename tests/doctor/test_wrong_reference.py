@@ -6,10 +6,9 @@ import pytest
 import tiny
 import wrong_twins
 
-from outpace.doctor.compare import Reference
-from outpace.doctor.examine import compare
+from outpace.doctor.compare import Reference, walk_transformers
+from outpace.doctor.explain import compare
 from outpace.doctor.sides import walk
-from outpace.doctor.transformers_side import walk_transformers
 from outpace.doctor.try_readings import known_fields
 from outpace.models.load import load_target
 

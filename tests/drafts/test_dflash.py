@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from outpace.checkpoint.open import LoadError
-from outpace.drafts.dflash import DFlash, DFlashConfig, default_layer_ids
+from outpace.drafts.dflash import DFlash
+from outpace.drafts.dflash_config import DFlashConfig, default_layer_ids
 from outpace.drafts.sampler import Greedy
 from outpace.formats.load import load_dflash, save_dflash
 from outpace.models.config import FULL, WINDOW

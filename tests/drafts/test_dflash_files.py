@@ -11,11 +11,18 @@ from test_dflash import random_draft
 from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, drafted
 
 from outpace.checkpoint.open import LoadError
-from outpace.drafts.dflash_parts import parts_of
+from outpace.drafts.dflash import parts_of
 from outpace.formats import zlab as format_zlab
-from outpace.formats.detect import DFLASH, FORMATS, read_draft
 from outpace.formats.export import export_draft
-from outpace.formats.load import describe_dflash, load_dflash, load_draft, save_dflash
+from outpace.formats.load import (
+    DFLASH,
+    FORMATS,
+    describe_dflash,
+    load_dflash,
+    load_draft,
+    read_draft,
+    save_dflash,
+)
 from outpace.formats.preflight import preflight
 from outpace.models.load import named_tensors
 from outpace.ops.quant import Quant

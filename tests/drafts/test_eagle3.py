@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from outpace.checkpoint.open import LoadError
 from outpace.drafts.eagle3 import init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
-from outpace.drafts.marginals import DDTree
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
 from outpace.drafts.sampler import Greedy
-from outpace.formats.detect import detect
+from outpace.drafts.tree import DDTree
 from outpace.formats.export import export_draft
-from outpace.formats.load import build_eagle3, describe_eagle3, load_draft, save_eagle3
+from outpace.formats.load import build_eagle3, describe_eagle3, detect, load_draft, save_eagle3
 from outpace.formats.preflight import PreflightCell, preflight
 from outpace.loading import loaded_files, open_draft, open_target
 from outpace.models.load import named_tensors

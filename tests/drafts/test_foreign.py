@@ -11,10 +11,10 @@ from outpace.checkpoint.open import LoadError
 from outpace.formats import sglang_eagle3 as format_sglang_eagle3
 from outpace.formats import speculators_eagle3 as format_speculators_eagle3
 from outpace.formats import zlab as format_zlab
-from outpace.formats.detect import detect, read_draft
 from outpace.formats.export import export_draft
 from outpace.formats.gguf import write_file
 from outpace.formats.gguf_dflash import keys
+from outpace.formats.load import detect, read_draft
 from outpace.formats.spec import canonical_rope, dflash_shapes, eagle3_shapes
 from outpace.models.config import FULL
 

@@ -13,9 +13,8 @@ import torch
 
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats import zlab as format_zlab
-from outpace.formats.detect import DFLASH, EAGLE3, FORMATS, detect, read_draft
 from outpace.formats.export import export_draft
-from outpace.formats.load import build_dflash, build_eagle3
+from outpace.formats.load import DFLASH, EAGLE3, FORMATS, build_dflash, build_eagle3, detect, read_draft
 
 LAST = 77
 OF_DFLASH = [name for name, f in FORMATS.items() if f.kind == DFLASH]

@@ -9,16 +9,15 @@ import torch
 from eagle3_drafts import bound_eagle3, random_eagle3
 from test_dflash_parts import CONFIG, MARKOV, drafted, session_of
 
-from outpace.bench.metadata import parameters
+from outpace.bench.machine import parameters
 from outpace.decode.costs import fingerprint
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash_decode import BigramBias
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.drafts.quantize import quantised
-from outpace.formats.detect import read_draft
 from outpace.formats.export import export_draft
-from outpace.formats.load import build_draft, load_draft, save_dflash
+from outpace.formats.load import build_draft, load_draft, read_draft, save_dflash
 from outpace.loading import open_weights
 from outpace.models.blocks import Linear
 from outpace.models.load import named_tensors

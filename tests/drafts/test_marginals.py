@@ -6,9 +6,8 @@ import torch
 
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.marginals import DDTree
 from outpace.drafts.sampler import Greedy, GumbelCoupled
-from outpace.drafts.tree import best_first
+from outpace.drafts.tree import DDTree, best_first
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.drafts.ngram import NGram
+from outpace.drafts.lookup import NGram
 from outpace.drafts.sampler import Greedy
 
 

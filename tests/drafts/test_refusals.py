@@ -15,11 +15,10 @@ from outpace.formats import speculators as format_speculators
 from outpace.formats import speculators_eagle3 as format_speculators_eagle3
 from outpace.formats import transformers as format_transformers
 from outpace.formats import zlab as format_zlab
-from outpace.formats.detect import FORMATS, read_draft
 from outpace.formats.errors import Files, find_faults, find_notes
 from outpace.formats.export import export_draft
 from outpace.formats.keys import check_types
-from outpace.formats.load import load_dflash
+from outpace.formats.load import FORMATS, load_dflash, read_draft
 from outpace.formats.preflight import FOLDERS
 
 IDS = "eagle_aux_hidden_state_layer_ids"

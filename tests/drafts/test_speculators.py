@@ -7,7 +7,7 @@ import torch
 from eagle3_drafts import over_all
 from safetensors.torch import load_file
 
-from outpace.bench.stage_reference import eagle3_feature, eagle3_stages
+from outpace.bench.stages import eagle3_feature, eagle3_stages
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.export import export_draft
 from outpace.formats.load import build_eagle3

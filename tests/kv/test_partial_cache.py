@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.kv.base import KVCache
-from outpace.kv.partial import PartialCache, PartialConfig, PartialLayerCache
-from outpace.kv.summary import SELECTORS, extremes, minmax, quest, rank
+from outpace.kv.partial import (
+    SELECTORS,
+    PartialCache,
+    PartialConfig,
+    PartialLayerCache,
+    extremes,
+    minmax,
+    quest,
+    rank,
+)
 from outpace.kv.tree import Tree
 
 H, K, D = 6, 3, 5

@@ -5,7 +5,7 @@ import shutil
 import tiny
 from safetensors.torch import load_file, save_file
 
-from outpace.doctor.inspect import validate_checkpoint
+from outpace.doctor.checkpoint import validate_checkpoint
 from outpace.models.save import save_target
 
 GPT_OSS_EXPERTS = "model.layers.0.mlp.experts."

@@ -7,8 +7,8 @@ import time
 import pytest
 import tiny
 
-from outpace.doctor.inspect import validate_checkpoint
-from outpace.models import config_values
+from outpace.doctor.checkpoint import validate_checkpoint
+from outpace.models import config as config_values
 from outpace.models.load import parse_config
 from outpace.models.published import PUBLISHED
 from outpace.models.save import save_target

@@ -11,7 +11,7 @@ from indexers import indexed_target
 from planting import GPT_OSS_EXPERTS, findings, only, plant
 from safetensors.torch import load_file, save_file
 
-from outpace.doctor.inspect import validate_checkpoint
+from outpace.doctor.checkpoint import validate_checkpoint
 from outpace.models.load import load_target
 from outpace.models.save import save_target
 

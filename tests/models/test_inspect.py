@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from outpace.checkpoint.save import save_checkpoint
 from outpace.cli.main import main
-from outpace.doctor.checkpoint import PARTS
-from outpace.doctor.inspect import validate_checkpoint
+from outpace.doctor.checkpoint import PARTS, validate_checkpoint
 from outpace.formats.convert import write_gguf
 
 

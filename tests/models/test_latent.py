@@ -9,7 +9,7 @@ from latents import latent_target
 from safetensors import safe_open
 
 from outpace.checkpoint.open import LoadError
-from outpace.doctor.inspect import inspect_target
+from outpace.doctor.checkpoint import inspect_target
 from outpace.kernels import cpu
 from outpace.kv.latent import LatentCache
 from outpace.models.latent import LatentMaps

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from outpace.ops import noise
+from outpace.ops import sampling as noise
 from outpace.ops.sampling import greedy
 
 

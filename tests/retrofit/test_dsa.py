@@ -13,7 +13,7 @@ from outpace.models.attention import Attention
 from outpace.models.load import fingerprint, named_tensors
 from outpace.ops.rope import rotate
 from outpace.retrofit import dsa
-from outpace.retrofit.pipeline_dsa import DsaSettings, retrofit_dsa
+from outpace.retrofit.dsa import DsaSettings, retrofit_dsa
 
 KEEP = TopKConfig(top_k=16, min_context=0, sinks=2, recent=5)
 

@@ -10,9 +10,8 @@ import torch
 from outpace.loading import open_target
 from outpace.models.load import fingerprint, load_target, named_tensors
 from outpace.retrofit import mla
-from outpace.retrofit.calibrate import averaged, calibrate
 from outpace.retrofit.evaluate import judge
-from outpace.retrofit.pipeline_mla import MlaSettings, retrofit_mla
+from outpace.retrofit.mla import MlaSettings, averaged, calibrate, retrofit_mla
 
 
 def full_layers(model):

@@ -20,8 +20,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.load import fingerprint
-from outpace.teacher.build import TeacherRecipe, build, predict_nbytes
-from outpace.teacher.prompts import Prompts
+from outpace.teacher.build import Prompts, TeacherRecipe, build, predict_nbytes
 from outpace.teacher.store import StoreError, TeacherCache, read_meta, write_meta
 from outpace.text.corpus import Document
 

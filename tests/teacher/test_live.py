@@ -10,8 +10,7 @@ from test_build import LAYERS, OFFSETS, RECIPE, make
 
 from outpace.teacher.store import TeacherCache
 from outpace.train.drafts import TrainingRecipe
-from outpace.train.eagle3 import Course, Eagle3Recipe, begin_eagle3
-from outpace.train.unroll import Vocabulary
+from outpace.train.eagle3 import Course, Eagle3Recipe, Vocabulary, begin_eagle3
 
 
 class Live:

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talks import analysis, call, final, result, user
 
-from outpace.text.conversation_json import parse_conversation, parse_tools
-from outpace.text.messages import Conversation, Developer, Message, Namespace, System, Tool
+from outpace.text.messages import (
+    Conversation,
+    Developer,
+    Message,
+    Namespace,
+    System,
+    Tool,
+    parse_conversation,
+    parse_tools,
+)
 
 
 def read(*messages, **more):

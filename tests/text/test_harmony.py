@@ -22,9 +22,16 @@ from talks import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outpace.text.conversation_json import parse_conversation
 from outpace.text.harmony import HarmonyTokens, Mark, kept, prompt_ids, render, speaks_harmony
-from outpace.text.messages import Conversation, Developer, Message, Namespace, System, Tool
+from outpace.text.messages import (
+    Conversation,
+    Developer,
+    Message,
+    Namespace,
+    System,
+    Tool,
+    parse_conversation,
+)
 
 CASES = json.loads(golden("cases.json"))
 RENDERED = [name for name, case in CASES.items() if case["kind"] == "render"]

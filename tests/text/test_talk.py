@@ -5,7 +5,7 @@ from talks import TOKENIZER, TOKENS, analysis, call, final, ids_of, result, user
 
 from outpace.text.chat_format import ChatPart
 from outpace.text.harmony import Mark, prompt_ids
-from outpace.text.harmony_chat import HarmonyChat
+from outpace.text.harmony_parser import HarmonyChat
 from outpace.text.messages import Conversation, Developer, Message, System
 
 ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"

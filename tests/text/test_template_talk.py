@@ -3,8 +3,7 @@
 import pytest
 
 from outpace.text.chat_format import ChatPart
-from outpace.text.template import ChatTemplate
-from outpace.text.template_chat import TemplateChat
+from outpace.text.template import ChatTemplate, TemplateChat
 from outpace.text.tokenizer import encode, train_bpe
 
 CHATML = ChatTemplate(

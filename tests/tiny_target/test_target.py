@@ -24,9 +24,9 @@ from outpace.models.save import dense_tensors, save_target
 from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import train_bpe
+from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import chunked_nll
-from outpace.train.muon import Muon, orthogonalise
-from outpace.train.rows import rows_of_step, token_stream
+from outpace.train.trainer import Muon, orthogonalise
 
 RECIPE = TargetRecipe(
     vocab_size=300,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace.ops.blocks import Layout, block_attend, reference_block_attend
-from outpace.train.anchors import draw_anchors, pack
+from outpace.train.data import draw_anchors, pack
 
 FEATURES, C, V = 3, 10, 97
 

@@ -17,12 +17,19 @@ from outpace.drafts.sampler import Greedy
 from outpace.formats.load import load_dflash
 from outpace.models.config import FULL, WINDOW
 from outpace.ops.blocks import block_attend, reference_block_attend
-from outpace.train.anchors import pack
-from outpace.train.calibration import GRID, expected_error, fit_temperatures
-from outpace.train.dflash import block_states, train_dflash
-from outpace.train.dflash_loss import Objective, predecessors, served_guesses
-from outpace.train.dflash_recipe import DFlashRecipe, continued, init_dflash
+from outpace.train.data import pack
+from outpace.train.dflash import (
+    DFlashRecipe,
+    Objective,
+    block_states,
+    continued,
+    init_dflash,
+    predecessors,
+    served_guesses,
+    train_dflash,
+)
 from outpace.train.drafts import commonest
+from outpace.train.losses import GRID, expected_error, fit_temperatures
 
 ROOT = Path(__file__).parent.parent.parent
 PARTS = {

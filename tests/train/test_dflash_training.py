@@ -12,10 +12,8 @@ from taught import PROMPTS, TOKENIZER, TrainedSetup
 from outpace.formats.load import load_dflash
 from outpace.formats.zlab import to_hf
 from outpace.models.config import FULL, WINDOW
-from outpace.train.anchors import pack
-from outpace.train.dflash import block_states, train_dflash
-from outpace.train.dflash_loss import Objective
-from outpace.train.dflash_recipe import DFlashRecipe, init_dflash
+from outpace.train.data import pack
+from outpace.train.dflash import DFlashRecipe, Objective, block_states, init_dflash, train_dflash
 from outpace.train.drafts import accuracy, rows_of_step
 
 LAYERS = (0, 2)

@@ -9,9 +9,8 @@ from test_dflash_parts_training import Cache, drafted, packed_of
 from test_losses import OF, V, case
 
 from outpace.ops.candidates import reference_top_k, top_k
-from outpace.train import dflash_loss
-from outpace.train.dflash import block_states
-from outpace.train.dflash_loss import Objective
+from outpace.train import dflash as dflash_loss
+from outpace.train.dflash import Objective, block_states
 from outpace.train.losses import block_losses
 
 

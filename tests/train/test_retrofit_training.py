@@ -11,10 +11,9 @@ from examples.tiny_target.training import init_weights
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
-from outpace.retrofit import train_frozen as frozen
-from outpace.retrofit.calibrate import calibrate
-from outpace.retrofit.train_dsa import DsaRecipe, train_dsa
-from outpace.retrofit.train_mla import MlaRecipe, train_mla, whole_losses
+from outpace.retrofit import train as frozen
+from outpace.retrofit.dsa import DsaRecipe, train_dsa
+from outpace.retrofit.mla import MlaRecipe, calibrate, train_mla, whole_losses
 from outpace.teacher.store import TeacherSample
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe

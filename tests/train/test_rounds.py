@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from outpace.train.anchors import pack
-from outpace.train.rounds import Rounds
+from outpace.train.data import Rounds, pack
 
 BLOCK, PROMPT = 5, 4
 

@@ -8,11 +8,10 @@ import tiny
 import torch
 from eagle3_drafts import over_all
 
-from outpace.drafts.eagle3 import init_eagle3
-from outpace.drafts.eagle3_config import Eagle3Config
+from outpace.drafts.eagle3 import Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
+from outpace.train.eagle3 import Vocabulary, gather, thinned, unroll, unrolled_loss
 from outpace.train.losses import reference_losses
-from outpace.train.unroll import Vocabulary, gather, thinned, unroll, unrolled_loss
 
 LAYERS, STEPS, IDS = (0, 1, 3), 4, torch.arange(2, 97, 3)
 H, K, D = 4, 2, 10

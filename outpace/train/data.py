@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.ops.blocks import Layout
+from outpace.ops.sampling import seeded
+from outpace.text.corpus import Document
+from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
 
 
 class AnchorSample(Protocol):
@@ -73,7 +78,7 @@ def pack(
 
     The context of a row ends before its last anchor: nothing sees more. `features` are the indices into
     aux that are wanted, None for all; `final`: the target's final states are wanted too; `begun`: for each
-    row the positions to take as anchors before any is drawn (train/rounds.py). Raises ValueError
+    row the positions to take as anchors before any is drawn (train/data.py). Raises ValueError
     where no row has two tokens of response, and where a row holds no final states.
     """
     within = torch.arange(block_size)
@@ -115,3 +120,65 @@ def pack(
     size = sum(len(row.tokens[:cut]) for row in rows)
     kept = torch.cat(states) if final else None
     return Packed(tokens, positions, labels, valid, aux.transpose(0, 1), context, layout, size, kept)
+
+
+class Rounds:
+    """A round begins at the token that the one before proposed wrong, or at the bonus: at hard places, seldom
+    those that anchors drawn anywhere in a text fall on. So whenever a text is seen again, its blocks are
+    where those of the last time ended; two that met become one, and the place of the other is drawn again.
+    """
+
+    def __init__(self, samples: int, count: int) -> None:
+        self.begins = torch.full((samples, count), -1, dtype=torch.int32)  # -1: none yet
+
+    def of(self, sample: int, prompt_length: int) -> Tensor:
+        """Positions [n] int64, repetitions included: decoding's first round begins with the response."""
+        value = self.begins[sample]
+        return torch.cat((value[value >= 0].long(), torch.tensor([prompt_length])))
+
+    def ended(self, samples: Sequence[int], layout: Layout, hits: Tensor) -> None:
+        """hits [A, n] of a step's blocks, those of samples[i] being layout.first[i] to layout.first[i + 1]:
+        the next begin behind what was accepted, and the token that decoding puts after it."""
+        nexts = (layout.seen + hits.long().cumprod(1).sum(1) + 1).int()
+        for i, sample in enumerate(samples):
+            value = nexts[layout.first[i] : layout.first[i + 1]]
+            self.begins[sample] = -1
+            self.begins[sample, : len(value)] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begins": self.begins}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins = state["begins"]
+
+
+def token_stream(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
+    """All documents in one shuffled row of ids, each closed by <|endoftext|>; int32 [n]."""
+    end = token_id(tokenizer, END_OF_TEXT)
+    order = torch.randperm(len(documents), generator=seeded(seed)).tolist()
+    ids: list[int] = []
+    for i in order:
+        ids += [*encode(tokenizer, documents[i].text), end]
+    return np.asarray(ids, dtype=np.int32)
+
+
+def rows_of_step(
+    stream: np.ndarray, row_tokens: int, rows: int, first: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Rows `first` .. first+rows of an endless walk over shuffled, non-overlapping windows; its cut
+    points move every epoch. -> inputs and labels [rows, row_tokens] int64."""
+    per_epoch = (len(stream) - 1) // row_tokens - 1
+    if per_epoch < 1:
+        raise ValueError(
+            f"the corpus has {len(stream)} tokens: too few for rows of {row_tokens}; shorten row_tokens"
+        )
+    items = []
+    for n in range(first, first + rows):
+        epoch, i = divmod(n, per_epoch)
+        rng = seeded(seed, epoch)
+        shift = int(torch.randint(row_tokens, (1,), generator=rng))
+        window = int(torch.randperm(per_epoch, generator=rng)[i])
+        begin = shift + window * row_tokens
+        items.append(stream[begin : begin + row_tokens + 1])
+    tokens = torch.from_numpy(np.stack(items).astype(np.int64))
+    return tokens[:, :-1], tokens[:, 1:]

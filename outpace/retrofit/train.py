@@ -17,7 +17,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.retrofit.evaluate import judge
 from outpace.text.template import ChatTemplate
-from outpace.train.rows import rows_of_step
+from outpace.train.data import rows_of_step
 from outpace.train.trainer import fit, warmup_linear
 
 COUNTS = ("steps", "rows", "queries", "validation_texts", "save_every")  # at least 1
