@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from outpace.bench.baselines import open_baseline
-from outpace.bench.timing import our_methods
+from outpace.bench.methods import Case, run_case
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
 from outpace.formats.export import check_fit, export_draft, import_draft
 from outpace.formats.load import build_dflash, describe_dflash, load_dflash, read_draft, save_dflash
 
+GREEDY = Case(method="ours", temperature=0.0)
 EMBEDDED_DRAFT = EMBEDDED / "dflash"
 
 
@@ -245,7 +246,7 @@ def test_transformers_own_class_accepts_what_ours_accepts(variant, fond, tmp_pat
     runs = replace(baseline, draft=model.eval(), chosen=chosen).methods()
     prompts = tiny.tokens(1, 13, seed=2).tolist()
     result = runs["transformers-dflash"](prompts, 41, 0)
-    ours = our_methods(target, build_dflash(draft), None, 0.0, 4)["dflash"](prompts, 41, 0)
+    ours = run_case(GREEDY, target, build_dflash(draft).bind(target))(prompts, 41, 0)
     assert result.tokens == ours.tokens
     lens = result.trace.accept_lens
     assert len(lens) > 8 and len(set(lens)) > 1

@@ -11,8 +11,7 @@ from rich.console import Console
 from examples.tiny_target.publish import publish_target
 from examples.tiny_target.training import TargetRecipe, train_target
 from outpace.bench.checks import run_checks
-from outpace.bench.report import write_report
-from outpace.bench.speed import BenchSettings, run_bench
+from outpace.bench.speed import PAGE, BenchSettings, run_bench
 from outpace.config import load_settings
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -85,8 +84,8 @@ def test_the_report_is_written_whole(walked) -> None:
         methods=("plain", "ngram", "dflash"), regimes=("24+32",), batches=(1, 2), repeats=1, prompts=2
     )
     console = Console(file=io.StringIO())
-    report = run_bench(target, draft, tokenizer, held_out, settings, console)
-    write_report(report, work / "report")
+    report = run_bench(target, draft, tokenizer, held_out, settings, work / "report", console)
+    PAGE.write(report, work / "report")
     saved = json.loads((work / "report" / "report.json").read_text())
     assert {r["method"] for r in saved["results"]} == {"plain", "ngram", "dflash"}
     assert all(r["lossless"]["violations"] == 0 for r in saved["results"])

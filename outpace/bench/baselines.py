@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.bench.timing import Method, Prompts, Timed
+from outpace.bench.run import Method, Prompts, Timed
 from outpace.decode.trace import Trace
 from outpace.drafts.dflash import DFlash, parts_of
 from outpace.formats.load import weight_map

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outpace.bench.lossless import LosslessCheck, compare, in_float32, is_tie
-from outpace.bench.timing import Prompts
+from outpace.bench.run import Prompts
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft, Proposal

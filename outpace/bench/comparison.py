@@ -1,31 +1,16 @@
 """Drafts of one target side by side on equal prompts: acceptance, speed, where time goes, violations."""
 
 import dataclasses
-import importlib.util
 import statistics
-from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress, TaskID
-
-from outpace.bench.interleave import progress, take_turns
 from outpace.bench.methods import PLAIN, Case
-from outpace.bench.report import (
-    bare,
-    figure_of,
-    lines_of,
-    machine_line,
-    run_line,
-    save_figure,
-    table,
-    target_line,
-    versions_line,
-)
+from outpace.bench.report import Column, Page, Report, bare, differ, dig, figure_of, table
 from outpace.bench.results import ResultCell, joined, result
+from outpace.bench.run import advancing, progress, take_turns
 from outpace.bench.suite import SuiteRequest, begin, cases_of
-from outpace.checkpoint.save import write_atomically, write_json
 from outpace.decode.costs import Costs
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
@@ -50,19 +35,12 @@ def run_comparison(asked: SuiteRequest) -> dict[str, Any]:
                 recipe.new_tokens,
                 recipe.repeats,
                 recipe.seed,
-                suite.kept,
+                suite.run.kept,
                 advancing(bar, task),
             )
             cell = ResultCell(f"T={temperature:g}", recipe.batch, recipe.new_tokens, groups, runs)
             results += [row(target, cell, case, suite.costs(case)) for case in cases]
-    return suite.report(results=results, remarks=remarks(suite.frame["methods"]))
-
-
-def advancing(bar: Progress, task: TaskID) -> Callable[[str], None]:
-    def on_method(method: str) -> None:
-        bar.update(task, description=method, advance=1)
-
-    return on_method
+    return suite.run.report(results=results, remarks=remarks(suite.run.frame["methods"]))
 
 
 def row(
@@ -154,61 +132,37 @@ LEGEND = """\
 PALETTE = ("#2a6f97", "#e3a857", "#c1666b", "#5b8c5a", "#8c5a7c", "#8fb8de", "#b0813d", "#7a7a7a", "#3f3f3f")
 
 
-def write_comparison(report: dict[str, Any], folder: Path) -> None:
-    """folder/report.json, report.md, speedup.png, tau.png, time.png; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = importlib.util.find_spec("matplotlib") is not None
-    write_json(folder / "report.json", report)
-    if pictures:
-        save_figure(_speedup(report), folder / "speedup.png")
-        save_figure(_tau(report), folder / "tau.png")
-        save_figure(_time(report), folder / "time.png")
-    write_atomically(folder / "report.md", comparison_markdown(report, pictures).encode())
-
-
-def comparison_markdown(report: dict[str, Any], pictures: bool = True) -> str:
+def _measured(report: Report) -> str:
     recipe = report["recipe"]
-    measured = (
-        f"**Measured**: {recipe['prompts']} held-out prompts of {recipe['prompt_tokens']} tokens, "
+    return (
+        f"{recipe['prompts']} held-out prompts of {recipe['prompt_tokens']} tokens, "
         f"{recipe['new_tokens']} new tokens each, batch {recipe['batch']}, {recipe['repeats']} repeats, "
         "methods interleaved"
     )
-    lines = ["# Drafts on equal data", ""]
-    lines += lines_of(
-        machine_line(report), versions_line(report), target_line(report["target"]), measured, run_line(report)
-    )
-    lines += ["", "## The drafts", "", *training_table(report)]
-    for temperature in recipe["temperatures"]:
+
+
+def _body(report: Report) -> list[str]:
+    lines = ["## The drafts", "", *training_table(report)]
+    for temperature in report["recipe"]["temperatures"]:
         lines += [f"## Temperature {temperature:g}", "", *speed_table(report, temperature)]
-        lines += ["Draft token k accepted, of the rounds that offered it:", ""]
+        lines += ["Draft token k accepted, of the steps that offered it:", ""]
         lines += position_table(report, temperature)
-    lines += [LEGEND]
-    if report["remarks"]:
-        lines += ["## Remarks", "", *(f"- {line}" for line in report["remarks"]), ""]
-    if pictures:
-        lines += ["![Speedup](speedup.png)", "", "![tau and verify length](tau.png)", ""]
-        lines += ["![Where the time goes](time.png)", ""]
-    return "\n".join(lines)
+    return [*lines, LEGEND]
 
 
-def training_table(report: dict[str, Any]) -> list[str]:
-    rows = []
-    for name, about in report["methods"].items():
-        trained = about["trained"] or {}
-        tokens, hours = trained.get("tokens"), trained.get("hours")
-        rows.append(
-            [
-                name,
-                about["kind"],
-                str(about["columns"]),
-                f"{about['parameters'] / 1e6:.2f} M" if about["parameters"] else "-",
-                f"{about['bytes'] / 2**20:.1f} MiB" if about["bytes"] else "-",
-                f"{tokens:,}" if tokens else "-",
-                f"{hours:.2f}" if hours is not None else "-",
-            ]
-        )
-    columns = ("method", "kind", "longest draft", "parameters", "size", "training tokens", "training hours")
-    return table(columns, rows)
+TRAINING: tuple[Column, ...] = (
+    ("method", "name", "{}"),
+    ("kind", "kind", "{}"),
+    ("longest draft", "columns", "{}"),
+    ("parameters", lambda a: a["parameters"] / 1e6 if a["parameters"] else None, "{:.2f} M"),
+    ("size", lambda a: a["bytes"] / 2**20 if a["bytes"] else None, "{:.1f} MiB"),
+    ("training tokens", "trained.tokens", "{:,}"),
+    ("training hours", "trained.hours", "{:.2f}"),
+)
+
+
+def training_table(report: Report) -> list[str]:
+    return table(TRAINING, ({"name": name, **about} for name, about in report["methods"].items()))
 
 
 def pairs_of(
@@ -223,69 +177,70 @@ def pairs_of(
     return [(r, steered.get((r["method"], r["rule"]))) for r in free] + [(r, r) for r in alone]
 
 
-def speed_table(report: dict[str, Any], temperature: float) -> list[str]:
-    rows = []
-    for free, steered in pairs_of(report, temperature):
-        parts = " / ".join(f"{free['round_ms'][p]:.2f}" for p in ("draft", "verify", "rest"))
-        rows.append(
-            [
-                free["method"],
-                free["rule"] if temperature else "greedy",
-                f"{free['tau']:.2f}",
-                f"{free['columns']:.1f}",
-                parts,
-                f"{free['tokens_per_s']:.0f}",
-                f"{free['speedup']:.2f}x",
-                f"{steered['speedup']:.2f}x" if steered else "-",
-                *predicted_cells(steered),
-                differ(free["lossless"], steered["lossless"] if steered else None),
-            ]
-        )
-    columns = (
-        "method",
-        "acceptance rule",
-        "tau",
-        "draft length",
+PREDICTED: tuple[Column, ...] = (  # what a controller expected, and by how much it was wrong
+    (
+        "predicted speedup",
+        lambda r: (p := r["predicted"]) and [p["speedup"], p["speedup_error"]],
+        "{:.2f}x, {:+.0%}",
+    ),
+    ("error in tokens/s", "predicted.error", "{:+.0%}"),
+)
+
+
+def of_controller(column: Column) -> Column:
+    """The same column, of what a row's key "controller" holds."""
+    heading, value, form = column
+
+    def read(r: dict[str, Any]) -> Any:
+        held = r["controller"]
+        return held and (value(held) if callable(value) else dig(held, value))
+
+    return heading, read, form
+
+
+def _rule_name(r: dict[str, Any]) -> str:
+    return r["rule"] if r["temperature"] else "greedy"
+
+
+SPEED: tuple[Column, ...] = (
+    ("method", "method", "{}"),
+    ("acceptance rule", _rule_name, "{}"),
+    ("tau", "tau", "{:.2f}"),
+    ("draft length", "columns", "{:.1f}"),
+    (
         "draft / verify / overhead, ms",
-        "tokens/s",
-        "speedup",
-    )
-    return table((*columns, "with controller", *PREDICTED, "mismatched tokens"), rows)
+        lambda r: [r["round_ms"][part] for part in ("draft", "verify", "rest")],
+        "{:.2f} / {:.2f} / {:.2f}",
+    ),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    ("speedup", "speedup", "{:.2f}x"),
+    ("with controller", "controller.speedup", "{:.2f}x"),
+    *map(of_controller, PREDICTED),
+    (
+        "mismatched tokens",
+        lambda r: differ(r["lossless"], r["controller"] and r["controller"]["lossless"]),
+        "{}",
+    ),
+)
 
 
-PREDICTED = ("predicted speedup", "error in tokens/s")
+def speed_table(report: Report, temperature: float) -> list[str]:
+    pairs = pairs_of(report, temperature)
+    return table(SPEED, (free | {"controller": steered} for free, steered in pairs))
 
 
-def predicted_cells(steered: dict[str, Any] | None) -> tuple[str, str]:
-    """Two cells about a row with a controller: the speedup that it predicted, with its error, and the error
-    in tokens/s."""
-    value = steered and steered["predicted"]
-    if not value:
-        return "-", "-"
-    return f"{value['speedup']:.2f}x, {100 * value['speedup_error']:+.0f} %", f"{100 * value['error']:+.0f} %"
+def _share(k: int, r: dict[str, Any]) -> float | None:
+    shares = r["accept_by_position"]
+    return shares[k] if k < len(shares) else None
 
 
-def differ(*counts: dict[str, int] | None) -> str:
-    known = [c for c in counts if c is not None and c["checked"]]
-    if not known:
-        return "-"
-    ties = sum(c["ties"] for c in known)
-    message = f"{sum(c['violations'] for c in known):,} / {sum(c['checked'] for c in known):,}"
-    return f"{message}, {ties} ties" if ties else message
-
-
-def position_table(report: dict[str, Any], temperature: float) -> list[str]:
+def position_table(report: Report, temperature: float) -> list[str]:
     rows = [r for r, _ in pairs_of(report, temperature) if r["accept_by_position"]]
     if not rows:
         return ["No method of this run offered a draft token.", ""]
     widest = min(8, max(len(r["accept_by_position"]) for r in rows))
-    shown = [
-        [r["method"], r["rule"] if temperature else "greedy"]
-        + [f"{100 * share:.0f} %" for share in r["accept_by_position"][:widest]]
-        + ["-"] * max(0, widest - len(r["accept_by_position"]))
-        for r in rows
-    ]
-    return table(("method", "acceptance rule", *(f"k = {k}" for k in range(1, widest + 1))), shown)
+    shares: list[Column] = [(f"k = {k + 1}", partial(_share, k), "{:.0%}") for k in range(widest)]
+    return table((*SPEED[:2], *shares), rows)
 
 
 def _colours(report: dict[str, Any]) -> dict[str, str]:
@@ -366,3 +321,15 @@ def _time(report: dict[str, Any]) -> Any:
     bare(axes)
     axes.grid(axis="y", visible=False)
     return figure
+
+
+PAGE = Page(
+    "Drafts on equal data",
+    _body,
+    _measured,
+    {
+        "speedup.png": ("Speedup", _speedup),
+        "tau.png": ("tau and verify length", _tau),
+        "time.png": ("Where the time goes", _time),
+    },
+)

@@ -3,9 +3,6 @@
 The cache is filled with random numbers: what keys say changes no time. The head and the draft are left out.
 """
 
-import dataclasses
-import importlib.util
-import json
 import math
 import statistics
 import time
@@ -19,21 +16,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from outpace.bench.draft_context import short
-from outpace.bench.interleave import Kept, progress
-from outpace.bench.machine import describe_target, machine, provenance, read_bandwidth, versions, weight_bytes
-from outpace.bench.report import (
-    bare,
-    figure_of,
-    lines_of,
-    machine_line,
-    run_line,
-    save_figure,
-    table,
-    target_line,
-    versions_line,
-)
-from outpace.checkpoint.save import write_atomically, write_json
+from outpace.bench.machine import read_bandwidth, weight_bytes
+from outpace.bench.report import Column, Page, Report, context_axis, figure_of, table
+from outpace.bench.run import Run, plain_json, progress
 from outpace.kv.base import KVCache
 from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.kv.topk import TopKConfig
@@ -231,9 +216,7 @@ class ContextSettings:
 def run_context(target: Decoder, settings: ContextSettings, folder: Path, console: Console) -> dict[str, Any]:
     """-> the report. What was measured before a stop is read from folder/progress.jsonl. Raises ValueError
     where a context does not fit the model's positions or the memory."""
-    began, before, about = time.perf_counter(), machine(target.device), describe_target(target)
-    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
-    kept = Kept(folder, {"settings": asked, "target": about, "threads": torch.get_num_threads()})
+    run = Run(target, folder, settings=plain_json(settings), threads=torch.get_num_threads())
     headroom = settings.partial().buffer_size(settings.columns)
     check(target, max(settings.contexts) + headroom, settings)
     made: list[Space] = []
@@ -241,27 +224,20 @@ def run_context(target: Decoder, settings: ContextSettings, folder: Path, consol
         task = bar.add_task("context", total=len(settings.contexts))
         for context in settings.contexts:
             bar.update(task, description=f"context {context:,}")
-            if f"cell {context}" not in kept:
+            if f"cell {context}" not in run.kept:
                 if not made:
                     longest = max(settings.contexts) + headroom
                     made.append(filled(target, longest, headroom, settings.partial(), settings.seed))
-                kept[f"floor {context}"] = read_bandwidth(repeats=3)
-                kept[f"cell {context}"] = measure(target, made[0], context, settings)
+                run.kept[f"floor {context}"] = read_bandwidth(repeats=3)
+                run.kept[f"cell {context}"] = measure(target, made[0], context, settings)
             bar.advance(task)
+    kept = run.kept
     floor = max(kept[name] for name in kept.names if name.startswith("floor "))
-    report = {
-        **provenance(),
-        "machine": before,
-        "versions": versions(),
-        "target": about,
-        "settings": asked,
-        "methods": ABOUT,
-        "floor": {"read_bytes_per_s": round(floor)},
-        "cells": [rated(kept[f"cell {n}"], floor, settings) for n in settings.contexts],
-        "seconds": round(time.perf_counter() - began, 1),
-    }
-    kept.done()
-    return report
+    return run.report(
+        methods=ABOUT,
+        floor={"read_bytes_per_s": round(floor)},
+        cells=[rated(kept[f"cell {n}"], floor, settings) for n in settings.contexts],
+    )
 
 
 def check(target: Decoder, longest: int, settings: ContextSettings) -> None:
@@ -391,65 +367,63 @@ LEGEND = """\
 """
 
 
-def write_context(report: dict[str, Any], folder: Path) -> None:
-    """folder/report.json, report.md and context.png; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = importlib.util.find_spec("matplotlib") is not None
-    write_json(folder / "report.json", report)
-    if pictures:
-        save_figure(_over_context(report), folder / "context.png")
-    write_atomically(folder / "report.md", context_markdown(report, pictures).encode())
-
-
-def context_markdown(report: dict[str, Any], pictures: bool = True) -> str:
-    floor = f"**Floor**: {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s read by all threads together"
-    s = report["settings"]
-    asked = (
-        f"**Asked**: blocks of {s['columns']} positions, partial KV of {s['budget']:,} tokens chosen by "
-        f"{s['selector']}, {s['n_spec_tokens_buf']} tokens buffered, tau {s['tau']:g}"
+def milliseconds(name: str) -> Column:
+    return (
+        f"{name}, ms",
+        lambda r: 1000 * r["methods"][name]["seconds"] if name in r["methods"] else None,
+        "{:,.1f}",
     )
-    lines = machine_line(report), versions_line(report), target_line(report["target"]), floor, asked
-    page = ["# The cost of a step against context", "", *lines_of(*lines, run_line(report)), ""]
-    page += [*cost_table(report), *latent_table(report)]
-    page += [f"- **{name}**: {about}." for name, about in report["methods"].items()]
-    page += [LEGEND]
-    if pictures:
-        page += ["![Time against context](context.png)", ""]
-    return "\n".join(page)
 
 
-def cost_table(report: dict[str, Any]) -> list[str]:
-    rows = []
-    for cell in report["cells"]:
-        m, a_token = cell["methods"], cell["seconds_per_token"]
-        times = [f"{1000 * m[name]['seconds']:,.1f}" if name in m else "-" for name in METHODS]
-        rows.append(
-            [
-                f"{cell['context']:,}",
-                *times,
-                *(
-                    f"{x:.2f}x" if x else "-"
-                    for x in (cell["verification_speedup"], cell.get("sparse_speedup"))
-                ),
-                *(f"{1000 * a_token[name]:,.1f}" if name in a_token else "-" for name in (FULL, PARTIAL)),
-                *(f"{100 * m[name]['share_of_floor']:.0f} %" for name in (PLAIN, FULL)),
-                f"{cell['kv_bytes'] / 1e6:,.0f}",
-                f"{cell['partial_kv_bytes'] / 1e6:,.0f}" if cell["partial_kv_bytes"] else "-",
-            ]
-        )
-    columns = ["context", *(f"{name}, ms" for name in METHODS), "full / partial", "plain / sparse"]
-    columns += ["ms per token, full", "with partial", "of the floor, plain", "full", "KV, MB", "partial, MB"]
-    return table(columns, rows)
+def _megabytes(key: str) -> Callable[[Report], float | None]:
+    return lambda r: r[key] / 1e6 if r[key] else None
 
 
-def latent_table(report: dict[str, Any]) -> list[str]:
-    rows = []
-    for cell in report["cells"]:
-        m = cell["methods"]
-        times = [f"{1000 * m[name]['seconds']:,.1f}" if name in m else "-" for name in (PLAIN, *LATENTS)]
-        sizes = [f"{cell[name] / 1e6:,.0f}" for name in ("kv_bytes", "latent_kv_bytes")]
-        rows.append([f"{cell['context']:,}", *times, *sizes])
-    return table(["context", *(f"{name}, ms" for name in (PLAIN, *LATENTS)), "KV, MB", "latents, MB"], rows)
+def _a_token(name: str) -> Callable[[Report], float | None]:
+    times = "seconds_per_token"
+    return lambda r: 1000 * r[times][name] if name in r[times] else None
+
+
+COST: tuple[Column, ...] = (
+    ("context", "context", "{:,}"),
+    *map(milliseconds, METHODS),
+    ("full / partial", "verification_speedup", "{:.2f}x"),
+    ("plain / sparse", "sparse_speedup", "{:.2f}x"),
+    ("ms per token, full", _a_token(FULL), "{:,.1f}"),
+    ("with partial", _a_token(PARTIAL), "{:,.1f}"),
+    ("of the floor, plain", f"methods.{PLAIN}.share_of_floor", "{:.0%}"),
+    ("full", f"methods.{FULL}.share_of_floor", "{:.0%}"),
+    ("KV, MB", _megabytes("kv_bytes"), "{:,.0f}"),
+    ("partial, MB", _megabytes("partial_kv_bytes"), "{:,.0f}"),
+)
+LATENT_COST: tuple[Column, ...] = (
+    COST[0],
+    *map(milliseconds, (PLAIN, *LATENTS)),
+    ("KV, MB", _megabytes("kv_bytes"), "{:,.0f}"),
+    ("latents, MB", _megabytes("latent_kv_bytes"), "{:,.0f}"),
+)
+
+
+def cost_table(report: Report) -> list[str]:
+    return table(COST, report["cells"])
+
+
+def latent_table(report: Report) -> list[str]:
+    return table(LATENT_COST, report["cells"])
+
+
+def _body(report: Report) -> list[str]:
+    about = [f"- **{name}**: {what}." for name, what in report["methods"].items()]
+    return [*cost_table(report), *latent_table(report), *about, LEGEND]
+
+
+def _measured(report: Report) -> str:
+    s = report["settings"]
+    return (
+        f"blocks of {s['columns']} positions, partial KV of {s['budget']:,} tokens chosen by "
+        f"{s['selector']}, {s['n_spec_tokens_buf']} tokens buffered, tau {s['tau']:g}; all threads together "
+        f"read {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s"
+    )
 
 
 def _over_context(report: dict[str, Any]) -> Any:
@@ -458,12 +432,15 @@ def _over_context(report: dict[str, Any]) -> Any:
         items = [cell for cell in report["cells"] if name in cell["methods"]]
         at = [c["context"] for c in items], [1000 * c["methods"][name]["seconds"] for c in items]
         axes.plot(*at, "o-", color=COLOURS[name], label=name, markersize=3.5)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    contexts = [cell["context"] for cell in report["cells"]]
-    axes.set_xticks(contexts, [short(n) for n in contexts], fontsize=8)
-    axes.set_xlabel("context, tokens")
+    context_axis(axes, [cell["context"] for cell in report["cells"]])
     axes.set_ylabel("ms")
-    bare(axes)
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+PAGE = Page(
+    "The cost of a step against context",
+    _body,
+    _measured,
+    {"context.png": ("Time against context", _over_context)},
+)

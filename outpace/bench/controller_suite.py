@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from outpace.bench.comparison import advancing, row
-from outpace.bench.interleave import progress, take_turns
+from outpace.bench.comparison import PREDICTED, of_controller, row
 from outpace.bench.methods import PLAIN, Case, Opened
-from outpace.bench.results import ResultCell, Runs, error, over
+from outpace.bench.report import Column, Page, Report, differ, table
+from outpace.bench.results import ResultCell, error, over
+from outpace.bench.run import Runs, advancing, progress, take_turns
 from outpace.bench.suite import BenchSetup, SuiteRecipe, SuiteRequest, begin
 
 
@@ -37,12 +38,12 @@ def run_controller(asked: SuiteRequest) -> dict[str, Any]:
                     recipe.new_tokens,
                     recipe.repeats,
                     recipe.seed,
-                    suite.kept,
+                    suite.run.kept,
                     advancing(bar, task),
                 )
                 cell = ResultCell(kind, recipe.batch, recipe.new_tokens, groups, runs)
                 results.append(scene(suite, cell, plan, kind, name))
-    return suite.report(results=results)
+    return suite.run.report(results=results)
 
 
 def cases(recipe: SuiteRecipe, opened: Opened, temperature: float) -> list[Case]:
@@ -108,3 +109,57 @@ def foretold(lengths: dict[str, Runs], plain: str) -> Runs:
         best = lengths[fastest(seen, seen[plain])]
         result |= {turn: run for turn, run in best.items() if turn[0] == repeat}
     return result
+
+
+CONTROLLER: tuple[Column, ...] = (
+    ("text", "text", "{}"),
+    ("T", "temperature", "{:g}"),
+    ("method", "method", "{}"),
+    ("best fixed", "best_width", "{}"),
+    ("its speedup", "best_speedup", "{:.2f}x"),
+    ("controller", "over_plain", "{:.2f}x"),
+    ("over the best", lambda r: [r["over_best"], r["over_best_error"]], "{:.2f} ±{:.2f}"),
+    *map(of_controller, PREDICTED),
+    ("draft length", "controller.columns", "{:.1f}"),
+)
+WIDTHS: tuple[Column, ...] = (
+    ("draft length", lambda r: r.get("width") or f"controller ({r['columns']:.1f})", "{}"),
+    ("tau", "tau", "{:.2f}"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    ("speedup", "speedup", "{:.2f}x"),
+    ("mismatched tokens", lambda r: differ(r["lossless"]), "{}"),
+)
+MEANING = """\
+- held-out: text that nothing was trained on. random: prompts of uniformly drawn tokens, which no draft
+  predicts.
+- T = 1 uses the rule gumbel, for autoregressive decoding too: every draft length generates the same text.
+- best fixed: the fastest fixed draft length, autoregressive decoding (1) included. over the best: speed of
+  the controller over, in every repeat, that of the length which was fastest in the other repeats (the
+  fastest of the same repeat is partly luck). ±: approximate standard error from the spread of the runs.
+- predicted speedup: what the controller expected, from a cost table measured before the first run and the
+  draft's confidence, with its error. error in tokens/s: the same for tokens/s.
+"""
+
+
+def controller_table(report: Report) -> list[str]:
+    return table(CONTROLLER, report["results"])
+
+
+def _measured(report: Report) -> str:
+    recipe = report["recipe"]
+    return (
+        f"{recipe['controller_prompts']} prompts of {recipe['prompt_tokens']} tokens, "
+        f"{recipe['new_tokens']} new tokens each, batch {recipe['batch']}, {recipe['repeats']} repeats, "
+        "lengths interleaved"
+    )
+
+
+def _body(report: Report) -> list[str]:
+    lines = [*controller_table(report), MEANING]
+    for r in report["results"]:
+        lines += [f"## {r['method']}, {r['text']} text, T = {r['temperature']:g}", ""]
+        lines += table(WIDTHS, [*r["fixed"], r["controller"]])
+    return lines
+
+
+PAGE = Page("The controller alongside fixed lengths", _body, _measured)

@@ -1,12 +1,10 @@
 """The cost of a draft against context: time per step, by operation, next to the roofline."""
 
-import dataclasses
-import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +26,9 @@ from outpace.bench.draft_walk import (
     walk_round,
     work_of_round,
 )
-from outpace.bench.interleave import Kept, progress
-from outpace.bench.machine import machine, provenance, read_bandwidth, versions
-from outpace.bench.report import (
-    bare,
-    figure_of,
-    lines_of,
-    machine_line,
-    run_line,
-    save_figure,
-    table,
-    versions_line,
-)
-from outpace.checkpoint.save import write_atomically, write_json
+from outpace.bench.machine import read_bandwidth
+from outpace.bench.report import Column, Page, Report, bare, context_axis, figure_of, short, table
+from outpace.bench.run import Kept, Run, plain_json, progress
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash import DFlash, DFlashSession
@@ -119,13 +107,15 @@ def run_draft_context(
     The floor is the best reading rate seen before any cell.
     Raises ValueError where a shape does not fit the memory or a context its positions, and where the draft is
     another target's."""
-    began = time.perf_counter()
     draft.bind(target)
-    before = machine(target.device)
-    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
-    whose = {"target": fingerprint(target), "draft": fingerprint(draft)}  # type: ignore[arg-type]
-    kept = Kept(folder, {"settings": asked, **whose, "threads": torch.get_num_threads()})
-    entries, shapes = [], {}
+    run = Run(
+        target,
+        folder,
+        settings=plain_json(settings),
+        draft=fingerprint(draft),  # type: ignore[arg-type]
+        threads=torch.get_num_threads(),
+    )
+    kept, shapes = run.kept, {}
     with progress(console) as bar:
         total = len(settings.shapes) * len(settings.contexts) + len(settings.acceptance)
         task = bar.add_task("draft-context", total=total)
@@ -142,25 +132,17 @@ def run_draft_context(
                 result = acceptance(draft, target, texts, regime_lengths(regime)[1], settings)
                 kept[f"acceptance {regime}"] = [{"regime": regime, **row} for row in result]
             bar.advance(task)
-    left_out = [s for s in settings.shapes if s not in shapes]
-    entries += [f"{name} left out: this draft has no window" for name in left_out]
+    left_out = [f"{s} left out: this draft has no window" for s in settings.shapes if s not in shapes]
     floor = max(kept[name] for name in kept.names if name.startswith("floor "))
     cells = [cell for name in kept.names if name.startswith("cell ") for cell in kept[name]]
-    report = {
-        **provenance(),
-        "machine": before,
-        "versions": versions(),
-        "settings": asked,
-        "floor": {"read_bytes_per_s": round(floor)},
-        "variants": {v: ABOUT[v] for v in VARIANTS if v in settings.variants},
-        "shapes": shapes,
-        "cells": [with_rates(cell, floor) for cell in cells],
-        "acceptance": [row for regime in prompts for row in kept[f"acceptance {regime}"]],
-        "remarks": entries,
-        "seconds": round(time.perf_counter() - began, 1),
-    } | whose
-    kept.done()
-    return report
+    return run.report(
+        floor={"read_bytes_per_s": round(floor)},
+        variants={v: ABOUT[v] for v in VARIANTS if v in settings.variants},
+        shapes=shapes,
+        cells=[with_rates(cell, floor) for cell in cells],
+        acceptance=[row for regime in prompts for row in kept[f"acceptance {regime}"]],
+        remarks=left_out,
+    )
 
 
 def measure_shape(
@@ -375,29 +357,15 @@ SHADES = (
 LEGEND = """\
 - ms: median of the repeats of a whole round at batch 1: a block drafted, then the verified tokens observed.
 - share of the floor: the bytes that must be read, over the machine's reading rate, over the measured time.
-  Above 100 %, they lie in a cache of the processor; far below, arithmetic or many small calls take the time.
+  Above 100%, they lie in a cache of the processor; far below, arithmetic or many small calls take the time.
 - bytes: weights once, as stored, activations, and remembered keys and values. Norm weights are left out.
 - taken apart: the sum of the operations, each under its own clock; the rest of a step is what lies between.
 - tau: tokens committed per forward of the target, the bonus token included; all tokens over all rounds.
 """
 
 
-def write_draft_context(report: dict[str, Any], folder: Path) -> None:
-    """folder/report.json, report.md, context.png, operations.png; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = importlib.util.find_spec("matplotlib") is not None
-    write_json(folder / "report.json", report)
-    if pictures:
-        save_figure(_over_context(report), folder / "context.png")
-        save_figure(_stacked(report), folder / "operations.png")
-    write_atomically(folder / "report.md", draft_context_markdown(report, pictures).encode())
-
-
-def draft_context_markdown(report: dict[str, Any], pictures: bool = True) -> str:
-    floor = f"**Floor**: {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s read by all threads together"
-    lines = ["# The cost of a draft against context", ""]
-    lines += [*lines_of(machine_line(report), versions_line(report), floor, run_line(report)), ""]
-    lines += [f"- **{variant}**: {about}." for variant, about in report["variants"].items()] + [""]
+def _body(report: Report) -> list[str]:
+    lines = [f"- **{variant}**: {about}." for variant, about in report["variants"].items()] + [""]
     for shape, about in report["shapes"].items():
         cells = [c for c in report["cells"] if c["shape"] == shape]
         lines += [f"## {shape}", "", describe_shape(about), "", *time_table(report, shape)]
@@ -407,10 +375,11 @@ def draft_context_markdown(report: dict[str, Any], pictures: bool = True) -> str
             lines += [f"**{variant}, context {longest:,}**", "", *operations_table(result)]
     if report["acceptance"]:
         lines += ["## What it does to acceptance", "", *acceptance_table(report)]
-    lines += [LEGEND, *(f"- {line}" for line in report["remarks"])]
-    if pictures:
-        lines += ["", "![Time against context](context.png)", "", "![Operations](operations.png)", ""]
-    return "\n".join(lines)
+    return [*lines, LEGEND]
+
+
+def _measured(report: Report) -> str:
+    return f"all threads together read {report['floor']['read_bytes_per_s'] / 1e9:.1f} GB/s"
 
 
 def describe_shape(about: dict[str, Any]) -> str:
@@ -427,48 +396,39 @@ def describe_shape(about: dict[str, Any]) -> str:
     )
 
 
-def time_table(report: dict[str, Any], shape: str) -> list[str]:
+def _ms(variant: str, row: dict[str, Any]) -> float:
+    return 1000 * float(row[variant]["seconds"])
+
+
+def time_table(report: Report, shape: str) -> list[str]:
     """ms of a step by context and variant, and what the served one reaches of the floor."""
-    cells = {(c["context"], c["variant"]): c for c in report["cells"] if c["shape"] == shape}
+    rows: dict[int, dict[str, Any]] = {}
+    for c in report["cells"]:
+        if c["shape"] == shape:
+            rows.setdefault(c["context"], {"context": c["context"]})[c["variant"]] = c
     variants = list(report["variants"])
-    columns = [
-        "context",
-        *(f"{v}, ms" for v in variants),
-        *(f"{v}, share of the floor" for v in variants[:1]),
-    ]
-    rows = []
-    for context in sorted({context for context, _ in cells}):
-        items = [cells[context, v] for v in variants]
-        times = [f"{1000 * c['seconds']:,.2f}" for c in items]
-        rows.append([f"{context:,}", *times, f"{100 * items[0]['share_of_floor']:.0f} %"])
-    return table(columns, rows)
+    times: list[Column] = [(f"{v}, ms", partial(_ms, v), "{:,.2f}") for v in variants]
+    floor: Column = (f"{variants[0]}, share of the floor", f"{variants[0]}.share_of_floor", "{:.0%}")
+    columns: list[Column] = [("context", "context", "{:,}"), *times, floor]
+    return table(columns, (rows[context] for context in sorted(rows)))
+
+
+OPERATION_COLUMNS: tuple[Column, ...] = (
+    ("operation", "operation", "{}"),
+    ("MB", lambda r: significant(r["bytes"] / 1e6), "{}"),
+    ("GFLOP", lambda r: significant(r["flops"] / 1e9), "{}"),
+    ("ms", lambda r: 1000 * r["seconds"], "{:,.3f}"),
+    ("GB/s", lambda r: r["bytes_per_s"] / 1e9, "{:.1f}"),
+    ("share of the floor", "share_of_floor", "{:.0%}"),
+)
 
 
 def operations_table(cell: dict[str, Any]) -> list[str]:
-    rows = [
-        [
-            r["operation"],
-            significant(r["bytes"] / 1e6),
-            significant(r["flops"] / 1e9),
-            f"{1000 * r['seconds']:,.3f}",
-            f"{r['bytes_per_s'] / 1e9:.1f}",
-            f"{100 * r['share_of_floor']:.0f} %",
-        ]
-        for r in cell["operations"]
-        if r["seconds"] or r["bytes"]
-    ]
-    whole = (cell["bytes"], cell["flops"], cell["seconds"])
-    rows.append(
-        [
-            f"whole round (taken apart {1000 * cell['taken_apart_seconds']:,.2f} ms)",
-            significant(whole[0] / 1e6),
-            significant(whole[1] / 1e9),
-            f"{1000 * whole[2]:,.3f}",
-            f"{whole[0] / whole[2] / 1e9:.1f}",
-            f"{100 * cell['share_of_floor']:.0f} %",
-        ]
-    )
-    return table(("operation", "MB", "GFLOP", "ms", "GB/s", "share of the floor"), rows)
+    whole = cell | {
+        "operation": f"whole step (taken apart {1000 * cell['taken_apart_seconds']:,.2f} ms)",
+        "bytes_per_s": cell["bytes"] / cell["seconds"],
+    }
+    return table(OPERATION_COLUMNS, [*(r for r in cell["operations"] if r["seconds"] or r["bytes"]), whole])
 
 
 def significant(x: float) -> str:
@@ -476,53 +436,39 @@ def significant(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def acceptance_table(report: dict[str, Any]) -> list[str]:
-    rows = [
-        [
-            r["regime"],
-            r["variant"],
-            f"{r['tau']:.2f}",
-            f"{100 * r['accepted_first']:.0f} %",
-            f"{r['draft_ms']:.2f}",
-            f"{r['tokens_per_s']:.0f}",
-            f"{r['texts_that_differ_from_plain']} of {r['prompts']}",
-        ]
-        for r in report["acceptance"]
-    ]
-    columns = (
-        "prompt + decode",
-        "variant",
-        "tau",
-        "first draft token taken",
-        "draft ms per round",
-        "tokens/s",
-    )
-    return table((*columns, "texts that differ from plain"), rows)
+ACCEPTANCE: tuple[Column, ...] = (
+    ("prompt + decode", "regime", "{}"),
+    ("variant", "variant", "{}"),
+    ("tau", "tau", "{:.2f}"),
+    ("first draft token taken", "accepted_first", "{:.0%}"),
+    ("draft ms per step", "draft_ms", "{:.2f}"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    (
+        "texts that differ from plain",
+        lambda r: [r["texts_that_differ_from_plain"], r["prompts"]],
+        "{} of {}",
+    ),
+)
+
+
+def acceptance_table(report: Report) -> list[str]:
+    return table(ACCEPTANCE, report["acceptance"])
 
 
 def _over_context(report: dict[str, Any]) -> Any:
     """One panel per shape: a round's time against context, both on logarithmic scales."""
     shapes = list(report["shapes"])
-    figure, panels = figure_of(1, len(shapes), 4.2, "One drafting round against context")
+    figure, panels = figure_of(1, len(shapes), 4.2, "One drafting step against context")
     for axes, shape in zip(panels, shapes, strict=True):
         for variant in report["variants"]:
             items = [c for c in report["cells"] if (c["shape"], c["variant"]) == (shape, variant)]
             at = [c["context"] for c in items], [1000 * c["seconds"] for c in items]
             axes.plot(*at, "o-", color=COLOURS[variant], label=variant, markersize=3.5)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        contexts = sorted({c["context"] for c in report["cells"]})
-        axes.set_xticks(contexts, [short(n) for n in contexts], fontsize=8)
         axes.set_title(shape, fontsize=10)
-        axes.set_xlabel("context, tokens")
-        bare(axes)
-    panels[0].set_ylabel("ms per round")
+        context_axis(axes, sorted({c["context"] for c in report["cells"]}))
+    panels[0].set_ylabel("ms per step")
     panels[0].legend(frameon=False, fontsize=8)
     return figure
-
-
-def short(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def _stacked(report: dict[str, Any]) -> Any:
@@ -545,3 +491,14 @@ def _stacked(report: dict[str, Any]) -> Any:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
     return figure
+
+
+PAGE = Page(
+    "The cost of a draft against context",
+    _body,
+    _measured,
+    {
+        "context.png": ("Time against context", _over_context),
+        "operations.png": ("Operations", _stacked),
+    },
+)

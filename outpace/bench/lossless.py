@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from outpace.decode.acceptance import coupled, key_of
+from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
+from outpace.ops import sampling as noise
 
 TIE = 1e-4  # largest distance, in float32 logits, between two tokens that rounding may swap
 
@@ -69,3 +72,33 @@ def compare(
     if i is not None and is_tie(target, [*prompt, *answer[:i]], tokens[i], answer[i], offset):
         return LosslessCheck(checked=i + 1, ties=1)
     return same(tokens, answer)
+
+
+@torch.inference_mode()
+def compare_coupled(
+    target: Decoder,
+    prompt: Sequence[int],
+    tokens: list[int],
+    answer: list[int],
+    request: Request,
+    rng: torch.Generator,
+    row: int,
+) -> LosslessCheck:
+    """The `tokens` of row `row` against `answer`, autoregressive decoding's; `rng` as the generations got
+    it, freshly seeded. The first difference is a tie if both tokens' scores, in float32, the noise added,
+    lie within TIE / temperature of the largest, and neither was cut; else a violation."""
+    i = first_difference(tokens, answer)
+    if i is None:
+        return same(tokens, answer)
+    text, how = [*prompt, *answer[:i]], request.sampling
+    with in_float32(target):
+        hidden = target(torch.tensor([text], device=target.device), offset=request.offset).hidden
+        logits = target.logits(hidden[:, -1])
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    seen[0, torch.tensor(text, device=seen.device)] = True
+    stream = torch.tensor([(request.streams or range(row + 1))[row]], device=seen.device)
+    keys = noise.keys(key_of(rng), stream, torch.full_like(stream, i))
+    scores = coupled(logits, how, seen, keys)[0]
+    lower = torch.minimum(scores[tokens[i]], scores[answer[i]])
+    tie = bool(scores.max() - lower <= TIE / how.temperature)
+    return LosslessCheck(checked=i + 1, violations=int(not tie), ties=int(tie))

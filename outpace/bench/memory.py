@@ -1,36 +1,32 @@
 """All that makes a target remember less, side by side: a draft, partial KV, latents, an index, and all."""
 
 import dataclasses
-import importlib.util
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outpace.bench.interleave import Kept, progress, take_turns
 from outpace.bench.lossless import LosslessCheck, compare
-from outpace.bench.machine import describe_target, machine, provenance, versions
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.quality import Quality, QualitySettings, remembered
-from outpace.bench.report import (
-    bare,
-    figure_of,
-    lines_of,
-    machine_line,
-    run_line,
-    save_figure,
-    table,
-    target_line,
-    versions_line,
+from outpace.bench.quality import Quality, QualitySettings, needles_found, remembered
+from outpace.bench.report import Column, Page, Report, bare, figure_of, table
+from outpace.bench.results import error, joined, over
+from outpace.bench.run import (
+    Method,
+    Prompts,
+    Run,
+    Runs,
+    Timed,
+    advancing,
+    plain_json,
+    progress,
+    take_turns,
+    timed,
 )
-from outpace.bench.results import Runs, error, joined, over
-from outpace.bench.timing import Method, Prompts, Timed, timed
-from outpace.checkpoint.save import write_atomically, write_json
 from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
@@ -106,40 +102,21 @@ def run_memory(
     console: Console,
 ) -> dict[str, Any]:
     """-> the report. What was measured before a stop is read from folder/progress.jsonl."""
-    began, before, ways = time.perf_counter(), machine(target.device), ways_of(target)
-    about = describe_target(target)
-    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
-    kept = Kept(folder, {"settings": asked, "target": about, "draft": draft_text})
+    ways = ways_of(target)
+    run = Run(target, folder, settings=plain_json(settings), draft=draft_text)
     prompts = held_out_prompts(tokenizer, documents, settings.prompts, settings.prompt_tokens)
     states = list(dict.fromkeys(way.state for way in ways))
     with progress(console) as bar:
         task = bar.add_task("memory", total=len(states) + settings.repeats * len(prompts) * len(ways))
-        qualities = _qualities(
-            target, tokenizer, documents, settings, states, kept, lambda: bar.advance(task)
-        )
+        qualities = _qualities(target, tokenizer, documents, settings, states, run, lambda: bar.advance(task))
         methods = {way.name: method_of(target, draft, way, settings) for way in ways}
         groups = [[prompt] for prompt in prompts]
-
-        def on_run(name: str) -> None:
-            bar.update(task, description=name, advance=1)
-
-        turn = (groups, settings.new_tokens, settings.repeats, settings.seed, kept, on_run)
-        runs = take_turns("decoding", methods, *turn)
+        turns = (groups, settings.new_tokens, settings.repeats, settings.seed, run.kept, advancing(bar, task))
+        runs = take_turns("decoding", methods, *turns)
     rows = [_row(target, way, ways, runs, prompts, settings, qualities[way.state]) for way in ways]
     switch(target, Way("as it was", mla=bool(target.config.mla_ranks), dsa=bool(target.config.dsa_layers)))
-    kept.done()
-    return {
-        **provenance(),
-        "machine": before,
-        "versions": versions(),
-        "target": about,
-        "draft": draft_text,
-        "settings": asked,
-        "retrofits": described(target),
-        "rows": rows,
-        "violations": sum(row["lossless"]["violations"] for row in rows),
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    violations = sum(row["lossless"]["violations"] for row in rows)
+    return run.report(retrofits=described(target), rows=rows, violations=violations)
 
 
 def _row(
@@ -185,10 +162,9 @@ def method_of(target: Decoder, draft: Draft, way: Way, settings: MemorySettings)
     def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
         switch(target, way)
         request = Request(max_new_tokens=new_tokens)
-        if not way.draft:
-            return timed(lambda note: generate(target, prompts, request, on_tokens=note))
+        used = draft if way.draft else None
         near = settings.near if way.partial else None
-        return timed(lambda note: generate(target, prompts, request, draft, partial=near, on_tokens=note))
+        return timed(lambda note: generate(target, prompts, request, used, partial=near, on_tokens=note))
 
     return run
 
@@ -209,21 +185,24 @@ def _qualities(
     documents: Sequence[Document],
     settings: MemorySettings,
     states: list[tuple[bool, bool]],
-    kept: Kept,
+    run: Run,
     on_one: Callable[[], None],
 ) -> dict[tuple[bool, bool], dict[str, Any]]:
     """Of each state of the target against the first, which is the original."""
-    judge: Quality | None = None
+    quality: Quality | None = None
+
+    def measure(way: Way) -> dict[str, Any]:
+        nonlocal quality
+        if quality is None:
+            switch(target, Way("plain"))
+            quality = Quality(target, tokenizer, documents, settings)
+        switch(target, way)
+        return quality.now() if way.mla or way.dsa else quality.of_first()
+
     values = {}
     for mla, dsa in states:
         name = f"quality, latents {mla}, sparse {dsa}"
-        if name not in kept:
-            if judge is None:
-                switch(target, Way("plain"))
-                judge = Quality(target, tokenizer, documents, settings)
-            switch(target, Way(name, mla=mla, dsa=dsa))
-            kept[name] = judge.now() if mla or dsa else judge.of_first()
-        values[mla, dsa] = kept[name]
+        values[mla, dsa] = run.once(name, partial(measure, Way(name, mla=mla, dsa=dsa)))
         on_one()
     return values
 
@@ -237,66 +216,40 @@ the original.
 difference.
 - lossless: against autoregressive decoding of the target as the row has it, named in the last column.
 """
-COLUMNS = (
-    *("", "tokens/s", "speedup", "tau", "KV, bytes", "read", "loss", "KL", "same top-1", "agrees", "needles"),
-    *("violations, ties", "lossless against"),
+MEMORY: tuple[Column, ...] = (
+    ("", "name", "{}"),
+    ("tokens/s", "tokens_per_s", "{:.1f}"),
+    ("speedup", "over_plain", "{:.2f}"),
+    ("tau", "tau", "{:.2f}"),
+    ("KV, bytes", "memory.bytes_per_token", "{:,.0f}"),
+    ("read", "memory.bytes_read", "{:,.0f}"),
+    ("loss", "quality.nats", "{:.4f}"),
+    ("KL", "quality.kl", "{:.3f}"),
+    ("same top-1", "quality.same_likeliest", "{:.1%}"),
+    ("agrees", "quality.agreement", "{:.0%}"),
+    ("needles", needles_found, "{}"),
+    ("violations, ties", lambda r: [r["lossless"]["violations"], r["lossless"]["ties"]], "{}, {}"),
+    (
+        "lossless against",
+        lambda r: "itself" if r["lossless_against"] == r["name"] else r["lossless_against"],
+        "{}",
+    ),
 )
 
 
-def write_memory(report: dict[str, Any], folder: Path) -> None:
-    """folder/report.json, report.md and memory.png; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = importlib.util.find_spec("matplotlib") is not None
-    write_json(folder / "report.json", report)
-    if pictures:
-        save_figure(_picture(report), folder / "memory.png")
-    write_atomically(folder / "report.md", memory_markdown(report, pictures).encode())
+def memory_table(report: Report) -> list[str]:
+    return table(MEMORY, report["rows"])
 
 
-def memory_markdown(report: dict[str, Any], pictures: bool = True) -> str:
-    lines = machine_line(report), versions_line(report), target_line(report["target"]), run_line(report)
+def _measured(report: Report) -> str:
     s = report["settings"]
-    message = (
-        f"Draft: `{report['draft']}`. {s['prompts']} held-out prompts of {s['prompt_tokens']:,} tokens, "
+    return (
+        f"draft `{report['draft']}`, {s['prompts']} held-out prompts of {s['prompt_tokens']:,} tokens, "
+        f"{s['new_tokens']} new tokens each, {s['repeats']} repeats; partial KV of {s['partial']:,} tokens"
     )
-    message += f"{s['new_tokens']} new ones, {s['repeats']} times; partial KV of {s['partial']:,} tokens."
-    page = [
-        "# What a target has to remember",
-        "",
-        *lines_of(*lines),
-        message,
-        "",
-        *memory_table(report),
-        LEGEND,
-    ]
-    return "\n".join([*page, *(["![Speed and memory](memory.png)", ""] if pictures else [])])
 
 
-def memory_table(report: dict[str, Any]) -> list[str]:
-    return table(COLUMNS, [_cells(row) for row in report["rows"]])
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    quality, memory, lossless = row["quality"], row["memory"], row["lossless"]
-    items = [f"{n['found']} of {n['of']}" for n in quality["needles"]]
-    return [
-        row["name"],
-        f"{row['tokens_per_s']:.1f}",
-        f"{row['over_plain']:.2f}",
-        "-" if row["tau"] is None else f"{row['tau']:.2f}",
-        f"{memory['bytes_per_token']:,.0f}",
-        f"{memory['bytes_read']:,.0f}",
-        f"{quality['nats']:.4f}",
-        f"{quality['kl']:.3f}",
-        f"{100 * quality['same_likeliest']:.1f} %",
-        f"{100 * quality['agreement']:.0f} %",
-        ", ".join(items) or "-",
-        f"{lossless['violations']}, {lossless['ties']}",
-        "itself" if row["lossless_against"] == row["name"] else row["lossless_against"],
-    ]
-
-
-def _picture(report: dict[str, Any]) -> Any:
+def _plot(report: Report) -> Any:
     figure, (left, right) = figure_of(1, 2, 3.8, "Remembering less")
     rows = report["rows"]
     names, place = [row["name"] for row in rows], range(len(rows))
@@ -312,3 +265,11 @@ def _picture(report: dict[str, Any]) -> Any:
         axes.invert_yaxis()
         bare(axes)
     return figure
+
+
+PAGE = Page(
+    "What a target has to remember",
+    lambda report: [*memory_table(report), LEGEND],
+    _measured,
+    {"memory.png": ("Speed and memory", _plot)},
+)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from outpace.bench.timing import Method, Prompts, Timed, timed
+from outpace.bench.run import Method, Prompts, Timed, timed
 from outpace.config import load_settings
 from outpace.decode.acceptance import RULES
 from outpace.decode.controller import Adaptive, Controller, Fixed
@@ -93,7 +93,7 @@ class Case:
 
     method: str
     temperature: float
-    rule: str
+    rule: str = "match"
     width: int = 0
     steered: bool = False
 
@@ -162,13 +162,18 @@ def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
     return values
 
 
-def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | None = None) -> Method:
-    """`opened`: None for autoregressive decoding; `costs`: of a steered case. One controller serves all
+def run_case(
+    case: Case,
+    target: Decoder,
+    draft: Draft | None,
+    costs: Costs | None = None,
+    partial: Partial | None = None,
+) -> Method:
+    """`draft`: None for autoregressive decoding; `costs`: of a steered case. One controller serves all
     runs, and remembers.
 
     Raises ValueError for a width that the draft does not have.
     """
-    draft, near = (None, None) if opened is None else (opened.draft, opened.spec.near)
     if draft is not None and case.width and not 1 <= case.width <= draft.block_size:
         raise ValueError(f"width {case.width}: {case.method} proposes at most {draft.block_size} positions")
     controller: Controller | None = Fixed(case.width) if case.width else None
@@ -179,11 +184,16 @@ def run_case(case: Case, target: Decoder, opened: Opened | None, costs: Costs | 
     def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
         request = replace(case.request, max_new_tokens=new_tokens)
         rng = torch.Generator(target.device).manual_seed(seed)
-        if draft is None:
-            return timed(lambda note: generate(target, prompts, request, rng=rng, on_tokens=note))
         return timed(
             lambda note: generate(
-                target, prompts, request, draft, controller=controller, partial=near, rng=rng, on_tokens=note
+                target,
+                prompts,
+                request,
+                draft,
+                controller=controller,
+                partial=partial,
+                rng=rng,
+                on_tokens=note,
             )
         )
 

@@ -1,9 +1,5 @@
 """What each size of a retrofit costs: latents of several ranks and methods, indexes of several reaches."""
 
-import dataclasses
-import importlib.util
-import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +9,10 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outpace.bench.interleave import Kept, progress
-from outpace.bench.machine import describe_target, machine, provenance, versions
 from outpace.bench.memory import described
-from outpace.bench.quality import Quality, QualitySettings, remembered
-from outpace.bench.report import (
-    bare,
-    figure_of,
-    lines_of,
-    machine_line,
-    run_line,
-    save_figure,
-    table,
-    target_line,
-    versions_line,
-)
-from outpace.checkpoint.save import write_atomically, write_json
+from outpace.bench.quality import Quality, QualitySettings, needles_found, remembered
+from outpace.bench.report import Column, Page, Report, bare, figure_of, table
+from outpace.bench.run import Run, plain_json, progress
 from outpace.kv.topk import TopKConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
@@ -80,30 +64,31 @@ def run_pareto(
     """-> the report. `target`: without retrofits, as the first point; `trained`: those of the settings. What
     was measured before a stop is read from folder/progress.jsonl. Raises ValueError for a target that has
     retrofits, and for a trained one that was made of another."""
-    began, before, about = time.perf_counter(), machine(target.device), describe_target(target)
     if target.config.mla_ranks or target.config.dsa_layers:
         raise ValueError("the suite pareto starts from a target without retrofits: name the original")
-    for name, other in trained.items():
-        if fingerprint(other, retrofits=False) != about["fingerprint"]:
-            raise ValueError(f"{name} was not made from this target: its backbone is another")
-    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
     others = {name: fingerprint(other) for name, other in trained.items()}
-    kept = Kept(folder, {"settings": asked, "target": about, "trained": others})
+    run = Run(target, folder, settings=plain_json(settings), trained=others)
+    for name, other in trained.items():
+        if fingerprint(other, retrofits=False) != run.frame["target"]["fingerprint"]:
+            raise ValueError(f"{name} was not made from this target: its backbone is another")
     points: list[dict[str, Any]] = []
     count = 1 + len(settings.fractions) * len(settings.methods) + len(settings.shares) + len(trained)
     with progress(console) as bar:
         task = bar.add_task("reading the original", total=count)
         quality = Quality(target, tokenizer, held_out, settings)
 
+        def measure(decoder: Decoder) -> dict[str, Any]:
+            quality.target = decoder
+            first = decoder is target and not (decoder.config.mla_ranks or decoder.config.dsa_layers)
+            return {
+                "quality": quality.of_first() if first else quality.now(),
+                "memory": remembered(decoder, settings.length),
+                "retrofits": described(decoder),
+            }
+
         def point(name: str, kind: str, decoder: Decoder) -> None:
             bar.update(task, description=name)
-            if name not in kept:
-                quality.target = decoder
-                first = decoder is target and not (decoder.config.mla_ranks or decoder.config.dsa_layers)
-                value = quality.of_first() if first else quality.now()
-                kept[name] = {"quality": value, "memory": remembered(decoder, settings.length)}
-                kept[name] |= {"retrofits": described(decoder)}
-            points.append({"name": name, "kind": kind, **kept[name]})
+            points.append({"name": name, "kind": kind, **run.once(name, lambda: measure(decoder))})
             bar.advance(task)
 
         point("original", "original", target)
@@ -114,17 +99,7 @@ def run_pareto(
             point(name, "latents", target)
         for name in _indexes(target, texts, settings):
             point(name, "index", target)
-    kept.done()
-    return {
-        **provenance(),
-        "machine": before,
-        "versions": versions(),
-        "target": about,
-        "settings": asked,
-        "trained": others,
-        "points": points,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    return run.report(points=points)
 
 
 def _latents(target: Decoder, texts: list[list[int]], settings: ParetoSettings) -> Iterator[str]:
@@ -138,7 +113,7 @@ def _latents(target: Decoder, texts: list[list[int]], settings: ParetoSettings) 
             balance, _ = chosen_balance(target, moments, rank, how, texts[settings.rows :])
             bases = bases_of(target, moments, method, balance)
             mla.attach(target, bases, how.ranks(bases, rank))
-            yield f"latents, {method}, {100 * fraction:g} %"
+            yield f"latents, {method}, {100 * fraction:g}%"
             mla.detach(target)
 
 
@@ -147,7 +122,7 @@ def _indexes(target: Decoder, texts: list[list[int]], settings: ParetoSettings) 
     made = first_indexes(target, texts[: settings.rows], layers, heads, dim)
     for share in settings.shares:
         dsa.attach_index(target, made, TopKConfig(top_k=share, min_context=0))
-        yield f"index, {100 * share:g} % of the context"
+        yield f"index, {100 * share:g}% of the context"
         dsa.detach_index(target)
 
 
@@ -158,7 +133,17 @@ LEGEND = """\
 difference.
 - needles: found at each distance, as the settings name them.
 """
-COLUMNS = ("", "KV, bytes", "read", "loss", "change", "KL", "same top-1", "agrees", "needles")
+PARETO: tuple[Column, ...] = (
+    ("", "name", "{}"),
+    ("KV, bytes", "memory.bytes_per_token", "{:,.0f}"),
+    ("read", "memory.bytes_read", "{:,.0f}"),
+    ("loss", "quality.nats", "{:.4f}"),
+    ("change", "change", "{:+.2%}"),
+    ("KL", "quality.kl", "{:.4f}"),
+    ("same top-1", "quality.same_likeliest", "{:.1%}"),
+    ("agrees", "quality.agreement", "{:.0%}"),
+    ("needles", needles_found, "{}"),
+)
 MARKS = {
     "original": ("*", "#222222"),
     "trained": ("D", "#61304b"),
@@ -167,55 +152,22 @@ MARKS = {
 }
 
 
-def write_pareto(report: dict[str, Any], folder: Path) -> None:
-    """folder/report.json, report.md and pareto.png; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = importlib.util.find_spec("matplotlib") is not None
-    write_json(folder / "report.json", report)
-    if pictures:
-        save_figure(_picture(report), folder / "pareto.png")
-    write_atomically(folder / "report.md", pareto_markdown(report, pictures).encode())
-
-
-def pareto_markdown(report: dict[str, Any], pictures: bool = True) -> str:
-    lines = machine_line(report), versions_line(report), target_line(report["target"]), run_line(report)
-    s = report["settings"]
-    message = f"{s['texts']} held-out files of {s['length']:,} tokens; {s['prompts']} prompts of "
-    message += f"{s['prompt_tokens']:,} tokens with {s['new_tokens']} greedy ones; needles at "
-    message += ", ".join(f"{n:,}" for n in s["distances"]) + " tokens."
-    page = [
-        "# Bytes per token against damage",
-        "",
-        *lines_of(*lines),
-        message,
-        "",
-        *pareto_table(report),
-        LEGEND,
-    ]
-    return "\n".join([*page, *(["![Bytes against damage](pareto.png)", ""] if pictures else [])])
-
-
-def pareto_table(report: dict[str, Any]) -> list[str]:
+def pareto_table(report: Report) -> list[str]:
     base = report["points"][0]["quality"]["nats"]
-    return table(COLUMNS, [_cells(point, base) for point in report["points"]])
+    return table(PARETO, (p | {"change": p["quality"]["nats"] / base - 1} for p in report["points"]))
 
 
-def _cells(point: dict[str, Any], base: float) -> list[str]:
-    quality, memory = point["quality"], point["memory"]
-    return [
-        point["name"],
-        f"{memory['bytes_per_token']:,.0f}",
-        f"{memory['bytes_read']:,.0f}",
-        f"{quality['nats']:.4f}",
-        f"{100 * (quality['nats'] / base - 1):+.2f} %",
-        f"{quality['kl']:.4f}",
-        f"{100 * quality['same_likeliest']:.1f} %",
-        f"{100 * quality['agreement']:.0f} %",
-        ", ".join(f"{n['found']} of {n['of']}" for n in quality["needles"]) or "-",
-    ]
+def _measured(report: Report) -> str:
+    s = report["settings"]
+    return (
+        f"{s['texts']} held-out files of {s['length']:,} tokens; {s['prompts']} prompts of "
+        f"{s['prompt_tokens']:,} tokens with {s['new_tokens']} greedy ones; needles at "
+        + ", ".join(f"{n:,}" for n in s["distances"])
+        + " tokens"
+    )
 
 
-def _picture(report: dict[str, Any]) -> Any:
+def _plot(report: Report) -> Any:
     figure, (left, right) = figure_of(1, 2, 3.8, "Bytes per token against damage")
     for axes, damage, label in (
         (left, lambda q: q["kl"], "KL to the original, nats"),
@@ -233,31 +185,47 @@ def _picture(report: dict[str, Any]) -> Any:
     return figure
 
 
+PAGE = Page(
+    "Bytes per token against damage",
+    lambda report: [*pareto_table(report), LEGEND],
+    _measured,
+    {"pareto.png": ("Bytes against damage", _plot)},
+)
+
 SHARE = 0.25
+MASS: tuple[Column, ...] = (
+    ("layer", "layer", "{}"),
+    ("the latest", "recent", "{:.1%}"),
+    ("index, untrained", "untrained", "{:.1%}"),
+    ("index", "index", "{:.1%}"),
+    ("best choice", "best", "{:.1%}"),
+)
+HELD: tuple[Column, ...] = (
+    ("", "name", "{}"),
+    ("loss, nats", "nats_per_token", "{:.4f}"),
+    ("change", "change", "{:+.2%}"),
+    ("KL", "kl", "{:.4f}"),
+    ("same top-1 token", lambda r: r["same_likeliest"] if "kl" in r else None, "{:.1%}"),
+)
 
 
-def mass_table(report: dict[str, Any]) -> list[str]:
+def mass_table(report: Report) -> list[str]:
     """At a quarter of the context, layer by layer: what the latest tokens alone would keep of the attention's
     mass, an index before and after training, and the best choice."""
     after, before = (
         {row["layer"]: row for row in report[name] if row["share"] == SHARE}
         for name in ("mass", "mass_untrained")
     )
-    kept = {i: [r["recent"], before[i]["index"], r["index"], r["best"]] for i, r in sorted(after.items())}
-    lines: dict[Any, list[float]] = kept | {"mean": [fmean(x) for x in zip(*kept.values(), strict=True)]}
-    rows = [[str(name), *(f"{100 * x:.1f} %" for x in line)] for name, line in lines.items()]
-    return table(("layer", "the latest", "index, untrained", "index", "best choice"), rows)
+    rows = [row | {"untrained": before[i]["index"]} for i, row in sorted(after.items())]
+    keys = ("recent", "untrained", "index", "best")
+    mean = {"layer": "mean"} | {key: fmean(row[key] for row in rows) for key in keys}
+    return table(MASS, [*rows, mean])
 
 
-def held_table(report: dict[str, Any]) -> list[str]:
+def held_table(report: Report) -> list[str]:
     """Held-out loss of the original, of the retrofit as it came, and trained."""
     held = report["held_out"]
     base = held["original"]["nats_per_token"]
-    rows = []
-    for name, key in (("original", "original"), ("untrained", "untrained"), ("trained", "after")):
-        value = held[key]
-        change = f"{100 * (value['nats_per_token'] / base - 1):+.2f} %"
-        same = f"{100 * value['same_likeliest']:.1f} %" if "kl" in value else "-"
-        kl = f"{value['kl']:.4f}" if "kl" in value else "-"
-        rows.append([name, f"{value['nats_per_token']:.4f}", change, kl, same])
-    return table(("", "loss, nats", "change", "KL", "same top-1 token"), rows)
+    names = {"original": "original", "untrained": "untrained", "after": "trained"}
+    rows = [{"name": name, **held[key]} for key, name in names.items()]
+    return table(HELD, (row | {"change": row["nats_per_token"] / base - 1} for row in rows))

@@ -1,9 +1,5 @@
 """What a target makes of a long context: held-out loss by position, and does it find what stood far back?"""
 
-import dataclasses
-import importlib.util
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,20 +14,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.bench.interleave import Kept, progress
-from outpace.bench.machine import describe_target, machine, provenance, versions
-from outpace.bench.report import (
-    bare,
-    figure_of,
-    lines_of,
-    machine_line,
-    run_line,
-    save_figure,
-    table,
-    target_line,
-    versions_line,
-)
-from outpace.checkpoint.save import write_atomically, write_json
+from outpace.bench.report import Column, Page, Report, bare, figure_of, table
+from outpace.bench.run import Run, plain_json, progress
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
@@ -82,8 +66,6 @@ def run_recall(
 ) -> dict[str, Any]:
     """-> the report. `documents`: held-out ones. What was measured before a stop is read from
     folder/progress.jsonl. Raises ValueError where files or positions are too few."""
-    began, about = time.perf_counter(), describe_target(target)
-    before = machine(target.device)
     longest = max(settings.length, max(settings.distances) + FIRST)
     if longest > target.config.max_position_embeddings:
         raise ValueError(
@@ -91,17 +73,15 @@ def run_recall(
             f"{target.config.max_position_embeddings:,}: lower length and distances"
         )
     texts = long_texts(tokenizer, documents, settings.length + 1, settings.texts)
-    asked = json.loads(json.dumps(dataclasses.asdict(settings)))
-    kept = Kept(folder, {"settings": asked, "target": about})
+    run = Run(target, folder, settings=plain_json(settings))
     with progress(console) as bar:
         task = bar.add_task("recall", total=len(texts) + len(settings.distances))
 
         def once(name: str, measure: Callable[[], Any]) -> Any:
             bar.update(task, description=name)
-            if name not in kept:
-                kept[name] = measure()
+            value = run.once(name, measure)
             bar.advance(task)
-            return kept[name]
+            return value
 
         losses = [once(f"text {i}", partial(of_text, target, row, settings)) for i, row in enumerate(texts)]
         needles = [
@@ -110,22 +90,12 @@ def run_recall(
         ]
     buckets, last = ([fmean(x) for x in zip(*(of[key] for of in losses), strict=True)] for key in losses[0])
     edges = [0, *ends(settings.length)]
-    report = {
-        **provenance(),
-        "machine": before,
-        "versions": versions(),
-        "target": about,
-        "settings": asked,
-        "loss": [
-            {"begin": a, "end": b, "nats": round(x, 4)}
-            for (a, b), x in zip(pairwise(edges), buckets, strict=True)
-        ],
-        "last_quarter": {"all": round(last[0], 4), "near": round(last[1], 4)},
-        "needles": needles,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
-    kept.done()
-    return report
+    loss = [
+        {"begin": a, "end": b, "nats": round(x, 4)}
+        for (a, b), x in zip(pairwise(edges), buckets, strict=True)
+    ]
+    quarter = {"all": round(last[0], 4), "near": round(last[1], 4)}
+    return run.report(loss=loss, last_quarter=quarter, needles=needles)
 
 
 def long_texts(
@@ -210,37 +180,32 @@ LEGEND = """\
 """
 
 
-def write_recall(report: dict[str, Any], folder: Path) -> None:
-    """folder/report.json, report.md and recall.png; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = importlib.util.find_spec("matplotlib") is not None
-    write_json(folder / "report.json", report)
-    if pictures:
-        save_figure(_over_distance(report), folder / "recall.png")
-    write_atomically(folder / "report.md", recall_markdown(report, pictures).encode())
+LOSS: tuple[Column, ...] = (
+    ("position", lambda r: [r["begin"], r["end"]], "{:,} .. {:,}"),
+    ("loss, nats", "nats", "{:.3f}"),
+)
+NEEDLES: tuple[Column, ...] = (
+    ("needle, tokens back", "distance", "{:,}"),
+    ("found", lambda r: [r["found"], r["of"]], "{} of {}"),
+    ("digits right", "digits", "{:.0%}"),
+)
 
 
-def recall_markdown(report: dict[str, Any], pictures: bool = True) -> str:
-    lines = machine_line(report), versions_line(report), target_line(report["target"]), run_line(report)
-    page = ["# What a target makes of a long context", "", *lines_of(*lines), "", *loss_table(report)]
+def loss_table(report: Report) -> list[str]:
+    return table(LOSS, report["loss"])
+
+
+def needle_table(report: Report) -> list[str]:
+    return table(NEEDLES, report["needles"])
+
+
+def _body(report: Report) -> list[str]:
     near, last = report["settings"]["near"], report["last_quarter"]
-    both = f"{last['all']:.3f} nats with all of the text, {last['near']:.3f} with"
-    message = f"The last quarter: {both} the {near:,} to {2 * near:,} tokens before each token."
-    page += [message, "", *needle_table(report), LEGEND]
-    return "\n".join([*page, *(["![Needles and loss](recall.png)", ""] if pictures else [])])
-
-
-def loss_table(report: dict[str, Any]) -> list[str]:
-    rows = [[f"{r['begin']:,} .. {r['end']:,}", f"{r['nats']:.3f}"] for r in report["loss"]]
-    return table(("position", "loss, nats"), rows)
-
-
-def needle_table(report: dict[str, Any]) -> list[str]:
-    rows = [
-        [f"{r['distance']:,}", f"{r['found']} of {r['of']}", f"{100 * r['digits']:.0f} %"]
-        for r in report["needles"]
-    ]
-    return table(("needle, tokens back", "found", "digits right"), rows)
+    message = (
+        f"The last quarter: {last['all']:.3f} nats with all of the text, {last['near']:.3f} with the "
+        f"{near:,} to {2 * near:,} tokens before each token."
+    )
+    return [*loss_table(report), message, "", *needle_table(report), LEGEND]
 
 
 def _over_distance(report: dict[str, Any]) -> Any:
@@ -258,3 +223,10 @@ def _over_distance(report: dict[str, Any]) -> Any:
         axes.set_xscale("log", base=2)
         bare(axes)
     return figure
+
+
+PAGE = Page(
+    "What a target makes of a long context",
+    _body,
+    plots={"recall.png": ("Needles and loss", _over_distance)},
+)

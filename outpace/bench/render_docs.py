@@ -14,63 +14,54 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.bench import comparison as comparison_report
-from outpace.bench import context as context_report
-from outpace.bench import draft_context as draft_context_report
-from outpace.bench import lossless_suite as suites_report
-from outpace.bench import memory as memory_report
-from outpace.bench import pareto as pareto_report
-from outpace.bench import pareto as retrofit_tables
-from outpace.bench import recall as recall_report
+from outpace.bench import comparison, context, draft_context, memory, pareto, recall
+from outpace.bench.controller_suite import controller_table
+from outpace.bench.lossless_suite import lossless_table
+from outpace.bench.report import Column, table
 from outpace.checkpoint.save import write_atomically
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def _at(temperature: float) -> Callable[[dict[str, Any]], list[str]]:
-    return lambda report: comparison_report.speed_table(report, temperature)
+    return lambda report: comparison.speed_table(report, temperature)
 
 
 def _times(report: dict[str, Any]) -> list[str]:
     lines = []
     for shape in report["shapes"]:
-        lines += [f"**{shape}**", "", *draft_context_report.time_table(report, shape)]
+        lines += [f"**{shape}**", "", *draft_context.time_table(report, shape)]
     return lines
 
 
-def _real_size(report: dict[str, Any]) -> list[str]:
-    """A report of benchmarks/real_size.py."""
-    warm = report["warm_median"]
-    cells = (
-        f"{report['checkpoint_gib']:.1f} GiB",
-        f"{report['load_seconds']:.1f} s",
-        f"{report['peak_rss_gib']:.1f} GiB",
-        f"{warm['prefill_tokens_per_s']:.0f} tokens/s",
-        f"{warm['tokens_per_s']:.1f} tokens/s",
-        f"{warm['share_of_floor']:.0%}",
-    )
-    heading = "| size | load | peak memory | prompt | decode | of the bandwidth |"
-    return [heading, "|---" * len(cells) + "|", "| " + " | ".join(cells) + " |", ""]
+REAL_SIZE: tuple[Column, ...] = (  # of a report of benchmarks/real_size.py
+    ("size", "checkpoint_gib", "{:.1f} GiB"),
+    ("load", "load_seconds", "{:.1f} s"),
+    ("peak memory", "peak_rss_gib", "{:.1f} GiB"),
+    ("prompt", "warm_median.prefill_tokens_per_s", "{:.0f} tokens/s"),
+    ("decode", "warm_median.tokens_per_s", "{:.1f} tokens/s"),
+    ("of the bandwidth", "warm_median.share_of_floor", "{:.0%}"),
+)
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "drafts": comparison_report.training_table,
+    "drafts": comparison.training_table,
     "greedy": _at(0.0),
     "sampled": _at(1.0),
-    "positions": lambda report: comparison_report.position_table(report, 0.0),
-    "lossless": suites_report.lossless_table,
-    "controller": suites_report.controller_table,
+    "positions": lambda report: comparison.position_table(report, 0.0),
+    "lossless": lossless_table,
+    "controller": controller_table,
     "context": _times,
-    "steps": context_report.cost_table,
-    "latents": context_report.latent_table,
-    "loss": recall_report.loss_table,
-    "needles": recall_report.needle_table,
-    "memory": memory_report.memory_table,
-    "pareto": pareto_report.pareto_table,
-    "mass": retrofit_tables.mass_table,
-    "held": retrofit_tables.held_table,
-    "noise": draft_context_report.acceptance_table,
-    "real-size": _real_size,
+    "steps": context.cost_table,
+    "latents": context.latent_table,
+    "loss": recall.loss_table,
+    "needles": recall.needle_table,
+    "memory": memory.memory_table,
+    "pareto": pareto.pareto_table,
+    "mass": pareto.mass_table,
+    "held": pareto.held_table,
+    "noise": draft_context.acceptance_table,
+    "real-size": lambda report: table(REAL_SIZE, [report]),
 }
 
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.bench.lossless import LosslessCheck, compare, same
-from outpace.bench.timing import Timed
+from outpace.bench.run import Runs, Timed
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
-
-Runs = dict[tuple[int, int], Timed]  # (repeat, group of prompts) -> what ran
 
 
 @dataclass(frozen=True)

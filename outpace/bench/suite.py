@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,10 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import nn
 
-from outpace.bench.interleave import Groups, Kept
-from outpace.bench.machine import describe_target, machine, parameters, provenance, versions
+from outpace.bench.machine import parameters
 from outpace.bench.methods import PLAIN, Case, MethodSpec, Opened, open_method, run_case
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.timing import Method
+from outpace.bench.run import Groups, Kept, Method, Run
 from outpace.config import load_settings
 from outpace.decode.calibrate import calibrate
 from outpace.decode.costs import FORMAT, Costs, from_json
@@ -179,10 +177,6 @@ def cases_of(recipe: SuiteRecipe, temperature: float, steered: bool = True) -> l
     return entries
 
 
-def grouped(prompts: list[list[int]], batch: int) -> Groups:
-    return [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-
-
 def texts_of(
     kind: str,
     count: int,
@@ -217,18 +211,17 @@ class SuiteRequest:
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """`tables`: of the cases with a controller. `kept`: what was measured before a stop, if recipe, target
-    and drafts were the same. `frame`: what the report states next to its results."""
+    """`tables`: costs of the cases with a controller."""
 
     asked: SuiteRequest
     opened: dict[str, Opened]
     tables: Tables
-    kept: Kept
-    frame: dict[str, Any]
-    since: float
+    run: Run
 
     def method(self, case: Case) -> Method:
-        return run_case(case, self.asked.target, self.opened.get(case.method), self.costs(case))
+        opened = self.opened.get(case.method)
+        draft, partial = (None, None) if opened is None else (opened.draft, opened.spec.near)
+        return run_case(case, self.asked.target, draft, self.costs(case), partial)
 
     def costs(self, case: Case) -> Costs | None:
         """What its controller reads; None without one."""
@@ -237,14 +230,8 @@ class BenchSetup:
     def prompts(self, kind: str, count: int, batch: int) -> Groups:
         """`kind` of suite.TEXTS."""
         asked = self.asked
-        return grouped(
-            texts_of(kind, count, asked.recipe, asked.target, asked.tokenizer, asked.documents), batch
-        )
-
-    def report(self, **value: Any) -> dict[str, Any]:
-        """The whole report: nothing needs to be kept any longer."""
-        self.kept.done()
-        return {**self.frame, **value, "seconds": round(time.perf_counter() - self.since, 1)}
+        prompts = texts_of(kind, count, asked.recipe, asked.target, asked.tokenizer, asked.documents)
+        return [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
 
 
 def begin(asked: SuiteRequest, cases: Sequence[Case], batch: int, exact: bool = True) -> BenchSetup:
@@ -252,23 +239,15 @@ def begin(asked: SuiteRequest, cases: Sequence[Case], batch: int, exact: bool = 
     costs are measured as `exact` as timings need them, or as quickly as a count of differences may do.
     Raises ValueError for a draft that is not there or another target's."""
     target, recipe = asked.target, asked.recipe
-    since, before = time.perf_counter(), machine(target.device)
     names = {case.method for case in cases}
     opened = open_methods(recipe, names, asked.drafts, target, asked.tokenizer)
     about = {name: describe_method(method) for name, method in opened.items()}
-    whose, value = describe_target(target), as_plain_json(recipe)
-    kept = Kept(asked.folder, {"recipe": value, "target": whose["fingerprint"], "methods": about})
-    tables = cost_tables(recipe, target, opened, cases, asked.text, batch, kept, asked.console, exact=exact)
-    frame = {
-        **provenance(),
-        "machine": before,
-        "versions": versions(),
-        "target": whose,
-        "recipe": value,
-        "methods": about,
-        "costs": {", ".join(table): kept[costs_key(table)] for table in tables},
-    }
-    return BenchSetup(asked, opened, tables, kept, frame, since)
+    run = Run(target, asked.folder, recipe=as_plain_json(recipe), methods=about)
+    tables = cost_tables(
+        recipe, target, opened, cases, asked.text, batch, run.kept, asked.console, exact=exact
+    )
+    run.frame["costs"] = {", ".join(table): run.kept[costs_key(table)] for table in tables}
+    return BenchSetup(asked, opened, tables, run)
 
 
 def as_plain_json(recipe: SuiteRecipe) -> dict[str, Any]:

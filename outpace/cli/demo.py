@@ -24,8 +24,7 @@ TOKENS = 120
 def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report")) -> None:
     """Demonstration on the embedded model: text with and without speculation, then the measured table."""
     from outpace.api import load, load_draft
-    from outpace.bench.report import print_report, write_report
-    from outpace.bench.speed import demo_settings, run_bench
+    from outpace.bench.speed import PAGE, demo_settings, print_report, run_bench
     from outpace.checkpoint.save import write_json
     from outpace.loading import open_dflash
     from outpace.text.corpus import read_corpus, split
@@ -44,10 +43,8 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     )
     held_out = split(read_corpus())[1]
     dflash = open_dflash("dflash", model.tokenizer)
-    report = run_bench(
-        model.target, dflash, model.tokenizer, held_out, demo_settings(), console, suffix=suffix
-    )
-    write_report(report, out)
+    report = run_bench(model.target, dflash, model.tokenizer, held_out, demo_settings(), out, console, suffix)
+    PAGE.write(report, out)
     write_json(out / "trace.json", json.loads(json.dumps(asdict(trace))))
     print_report(report, console)
     console.print(

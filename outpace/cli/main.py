@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outpace.cli import (  # noqa: F401 - they add their commands
+    bench,
     calibrate,
     chat,
     checkpoints,

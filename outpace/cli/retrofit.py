@@ -191,7 +191,7 @@ def show_latents(report: dict[str, Any]) -> None:
     """A table of errors, a line of numbers remembered."""
     table = Table("layer", "rank", "K lost", "V lost", "of what attention makes of them")
     for e in report["errors"]:
-        lost = (f"{100 * e[key]:.2f} %" for key in ("k", "v", "loss"))
+        lost = (f"{100 * e[key]:.2f}%" for key in ("k", "v", "loss"))
         table.add_row(str(e["layer"]), str(e["rank"]), *lost)
     console.print(table)
     numbers = report["numbers_per_token"]

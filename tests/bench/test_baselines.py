@@ -9,7 +9,7 @@ from dflash_drafts import random_dflash
 
 from outpace.bench.baselines import open_baseline
 from outpace.bench.lossless import compare
-from outpace.bench.timing import our_methods
+from outpace.bench.methods import Case, run_case
 from outpace.drafts.dflash import DFlash
 from outpace.models.config import WINDOW
 from outpace.models.load import build, named_tensors
@@ -18,6 +18,8 @@ pytest.importorskip("transformers", reason="the baseline is transformers; it is 
 pytest.importorskip(
     "transformers.models.muse_glimmer_assistant", reason="transformers has DFlash from 5.23 on"
 )
+
+GREEDY = Case(method="ours", temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_greedy_emits_our_plain_tokens_in_a_batch_past_the_window(opened):
     target, _, baseline = opened
     prompts = tiny.tokens(2, 11).tolist()
     run = baseline.methods()["transformers"](prompts, 23, 0)
-    plain = our_methods(target, None, None, 0.0, 4)["plain"](prompts, 23, 0)
+    plain = run_case(GREEDY, target, None)(prompts, 23, 0)
     for prompt, tokens, answer in zip(prompts, run.tokens, plain.tokens, strict=True):
         assert len(tokens) == 23
         check = compare(target, prompt, tokens, answer)
@@ -69,7 +71,7 @@ def test_a_draft_with_a_window_accepts_the_same_lengths_too(opened, seed):
 def same_lengths(target, draft, baseline, seed):
     prompts = tiny.tokens(1, 13, seed=seed).tolist()
     theirs = baseline.methods()["transformers-dflash"](prompts, 41, 0)
-    ours = our_methods(target, draft, None, 0.0, 4)["dflash"](prompts, 41, 0)
+    ours = run_case(GREEDY, target, draft.bind(target))(prompts, 41, 0)
     assert theirs.tokens == ours.tokens
     lens = theirs.trace.accept_lens
     assert len(lens) > 8

@@ -10,15 +10,14 @@ from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench import comparison, methods
-from outpace.bench import interleave as turns
-from outpace.bench.comparison import reached, remarks, run_comparison, write_comparison
+from outpace.bench import comparison, controller_suite, lossless_suite, methods
+from outpace.bench import run as turns
+from outpace.bench.comparison import reached, remarks, run_comparison
 from outpace.bench.controller_suite import run_controller
-from outpace.bench.interleave import Kept
-from outpace.bench.lossless_suite import controller_markdown, lossless_markdown, run_lossless
+from outpace.bench.lossless_suite import run_lossless
 from outpace.bench.methods import Case, MethodSpec, open_method
+from outpace.bench.run import Kept, Timed
 from outpace.bench.suite import SuiteRecipe, SuiteRequest, texts_of
-from outpace.bench.timing import Timed
 from outpace.checkpoint.save import write_json
 from outpace.config import load_settings
 from outpace.decode.generate import generate
@@ -175,7 +174,7 @@ def test_shapes_are_the_ones_asked_for(report):
 
 
 def test_files_read_well(report, tmp_path):
-    write_comparison(report, tmp_path)
+    comparison.PAGE.write(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     text = (tmp_path / "report.md").read_text()
     assert "| EAGLE-3 tree | gumbel |" in text and "0 / 40" in text
@@ -204,7 +203,7 @@ def test_a_method_that_changes_the_text_is_caught(target, tokenizer, drafts, tmp
     assert counts[1.0, "gumbel"]["violations"] == 4
     total = run_lossless(given(target, tokenizer, drafts, tmp_path / "lossless", asked))
     assert total["violations"] == 2 * 2  # of two batches the first row, greedy and coupled
-    assert "4 violations" in lossless_markdown(total)
+    assert "4 violations" in lossless_suite.PAGE.markdown(total)
 
 
 def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts, tmp_path):
@@ -214,7 +213,7 @@ def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts,
     assert len(cases) == len(set(cases)) == 2 * (3 * 2 + 3)
     assert all(r["checked"] == 4 * 12 for r in result["results"])
     assert result["checked"] == 18 * 4 * 12
-    assert "0 violations, 0 ties" in lossless_markdown(result)
+    assert "0 violations, 0 ties" in lossless_suite.PAGE.markdown(result)
     points = [(p["batch"], p["context"]) for costs in result["costs"].values() for p in costs["points"]]
     assert len(points) == len(result["costs"]) and {batch for batch, _ in points} == {2}
     assert not (tmp_path / "progress.jsonl").exists()
@@ -236,7 +235,7 @@ def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tm
         assert r["over_plain"] == pytest.approx(steered / r["plain_tokens_per_s"], abs=2e-3)
         assert all(f["lossless"]["checked"] == 2 * 10 for f in (*r["fixed"], r["controller"]))
         assert not any(f["lossless"]["violations"] for f in (*r["fixed"], r["controller"]))
-    assert "| random | 1 | DFlash tree |" in controller_markdown(controller)
+    assert "| random | 1 | DFlash tree |" in controller_suite.PAGE.markdown(controller)
     alone = recipe(methods={"P-EAGLE": METHODS["P-EAGLE"]})
     with pytest.raises(ValueError, match="no method of this recipe has a controller"):
         run_controller(given(target, tokenizer, drafts, tmp_path, alone))
@@ -375,4 +374,4 @@ def test_a_width_the_draft_does_not_have_is_refused(target, tokenizer, drafts):
     method = opened(target, tokenizer, drafts, draft="dflash")
     case = Case(method="M", temperature=0.0, rule="match", width=6)
     with pytest.raises(ValueError, match="width 6: M proposes at most 5 positions"):
-        methods.run_case(case, target, method)
+        methods.run_case(case, target, method.draft)

@@ -11,14 +11,13 @@ from rich.console import Console
 
 from outpace.bench import context
 from outpace.bench.context import (
+    PAGE,
     ContextSettings,
-    context_markdown,
     cost_table,
     distinct,
     latent_table,
     rated,
     run_context,
-    write_context,
 )
 from outpace.bench.machine import weight_bytes
 from outpace.kv.topk import TopKConfig
@@ -50,10 +49,10 @@ def test_a_report_of_what_was_run(tmp_path):
         assert far["methods"][name]["bytes"] == weight_bytes(model, touched) + kv
     assert far["methods"]["refresh"]["bytes"] is None
     assert far["methods"]["plain"]["experts_touched"] == config.experts_per_token
-    write_context(report, tmp_path)
+    PAGE.write(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert (tmp_path / "context.png").stat().st_size > 5000
-    assert "| 60 |" in context_markdown(report) and len(cost_table(report)) == 5
+    assert "| 60 |" in PAGE.markdown(report) and len(cost_table(report)) == 5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["context.png", "report.json", "report.md"]
 
 

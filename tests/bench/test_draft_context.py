@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from outpace.bench import draft_context, draft_shapes
-from outpace.bench.draft_context import QUICK, DraftContextSettings, run_draft_context, write_draft_context
+from outpace.bench.draft_context import PAGE, QUICK, DraftContextSettings, run_draft_context
 from outpace.bench.draft_shapes import needed_bytes, published_draft
 from outpace.bench.draft_walk import (
     OPERATIONS,
@@ -243,10 +243,10 @@ def test_the_report_is_whole(tmp_path, calm):
     assert all(r["texts_that_differ_from_plain"] == 0 for r in report["acceptance"])
     assert json.loads(json.dumps(report)) == report
     assert not (tmp_path / "progress.jsonl").exists()
-    write_draft_context(report, tmp_path)
+    PAGE.write(report, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "## draft, full attention" in text and "| 9+12 | noise cached |" in text
-    assert text.count("whole round (taken apart") == 2 * 3
+    assert text.count("whole step (taken apart") == 2 * 3
 
 
 def test_a_packed_draft_is_measured_as_it_lies(tmp_path, calm):

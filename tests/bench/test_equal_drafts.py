@@ -10,7 +10,7 @@ import tiny
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench.comparison import run_comparison, write_comparison
+from outpace.bench.comparison import PAGE, run_comparison
 from outpace.bench.render_docs import update_page
 from outpace.bench.suite import SuiteRecipe, SuiteRequest
 from outpace.config import load_settings
@@ -102,7 +102,7 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     kinds = {name: a["kind"] for name, a in report["methods"].items()}
     assert kinds["DFlash 2"].startswith("DFlash, convolutions 2 x")
     assert (kinds["P-EAGLE"], kinds["EAGLE-3 tree"]) == ("P-EAGLE", "EAGLE-3")
-    write_comparison(report, folder)
+    PAGE.write(report, folder)
     page = tmp_path / "page.md"
     page.write_text("Before.\n\n<!-- table: greedy reports/report.json -->\n<!-- end -->\n\nAfter.\n")
     assert update_page(page)

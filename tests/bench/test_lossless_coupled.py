@@ -4,8 +4,7 @@ import tiny
 import torch
 
 from outpace.bench import lossless
-from outpace.bench.lossless import LosslessCheck
-from outpace.bench.lossless_coupled import compare_coupled
+from outpace.bench.lossless import LosslessCheck, compare_coupled
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.ops.sampling import Sampling

@@ -7,17 +7,17 @@ import pytest
 import torch
 from rich.console import Console
 
+from outpace.bench import memory as memory_suite
 from outpace.bench import memory as suite
+from outpace.bench import pareto as pareto_suite
 from outpace.bench.memory import (
     MemorySettings,
     Way,
-    memory_markdown,
     memory_table,
     run_memory,
     ways_of,
-    write_memory,
 )
-from outpace.bench.pareto import ParetoSettings, pareto_markdown, pareto_table, run_pareto, write_pareto
+from outpace.bench.pareto import ParetoSettings, pareto_table, run_pareto
 from outpace.bench.quality import Quality, QualitySettings, alike, remembered
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -65,7 +65,7 @@ def retrofitted(original, documents):
 def report(retrofitted, original, documents, tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
     memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, folder, QUIET)
-    write_memory(memory, folder)
+    memory_suite.PAGE.write(memory, folder)
     return memory, folder
 
 
@@ -119,7 +119,7 @@ def test_files_and_tables(report):
     assert json.loads((folder / "report.json").read_text()) == result
     assert (folder / "memory.png").stat().st_size > 5000
     assert sorted(p.name for p in folder.iterdir()) == ["memory.png", "report.json", "report.md"]
-    assert len(memory_table(result)) == 12 and "| all |" in memory_markdown(result)
+    assert len(memory_table(result)) == 12 and "| all |" in memory_suite.PAGE.markdown(result)
 
 
 def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_path, monkeypatch):
@@ -170,17 +170,17 @@ def test_pareto_points(original, retrofitted, documents, tmp_path):
     trained = {"x": retrofitted}
     result = run_pareto(model, tokenizer, trained, *documents, settings, tmp_path, QUIET)  # type: ignore[call-arg]
     assert fingerprint(model) == before  # nothing stays attached
-    names = ["original", "x", "latents, pca, 50 %", "index, 25 % of the context"]
+    names = ["original", "x", "latents, pca, 50%", "index, 25% of the context"]
     assert [p["name"] for p in result["points"]] == names
     first, x, latents, index = result["points"]
     assert first["memory"] == remembered(whole, 300) and first["quality"]["kl"] == 0
     assert latents["memory"]["bytes_per_token"] == first["memory"]["bytes_per_token"] / 2
     assert index["memory"]["bytes_read"] == pytest.approx(6 * 4 * (16 + 128 * 75 / 300))
     assert x["quality"]["kl"] > 0 and latents["quality"]["kl"] > 0 and index["quality"]["kl"] > 0
-    write_pareto(result, tmp_path)
+    pareto_suite.PAGE.write(result, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == result
     assert (tmp_path / "pareto.png").stat().st_size > 5000
-    assert len(pareto_table(result)) == 7 and "+0.00 %" in pareto_markdown(result)
+    assert len(pareto_table(result)) == 7 and "+0.00%" in pareto_suite.PAGE.markdown(result)
 
 
 def test_pareto_starts_from_an_original_and_its_own_retrofits(original, retrofitted, documents, tmp_path):

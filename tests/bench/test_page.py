@@ -43,7 +43,7 @@ def test_a_table_is_made_from_its_report(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps(REPORT))
     assert update_page(page)
     text = page.read_text()
-    assert "| 9+12 | cached | 1.50 | 25 % | 1.00 | 80 | 0 of 2 |" in text
+    assert "| 9+12 | cached | 1.50 | 25% | 1.00 | 80 | 0 of 2 |" in text
     assert text.startswith("A.\n<!-- table: noise r.json -->\n\n|") and text.endswith("|\n<!-- end -->\nB.\n")
     assert not update_page(page)
 

@@ -3,8 +3,8 @@
 import pytest
 import tiny
 
-from outpace.bench.interleave import as_json, from_json
-from outpace.bench.methods import Case, MethodSpec, Opened, run_case
+from outpace.bench.methods import Case, MethodSpec, run_case
+from outpace.bench.run import as_json, from_json
 from outpace.drafts.lookup import NGram
 
 SAID = {"tokens": 20, "block_size": 2, "n_sink_blocks": 1, "n_window_blocks": 2, "n_spec_tokens_buf": 6}
@@ -15,9 +15,8 @@ def test_a_method_with_partial_kv():
     runs = {}
     for name, partial in (("whole", {}), ("partly", SAID), ("lossy", SAID | {"mode": "lossy"})):
         spec = MethodSpec(draft="ngram", controller=(False,), partial=partial)
-        opened = Opened(name=name, spec=spec, draft=NGram(), kind="n-gram", trained={})
         case = Case(method=name, temperature=0.0, rule="match")
-        runs[name] = run_case(case, model, opened)(prompts, 30, 1)
+        runs[name] = run_case(case, model, NGram(), partial=spec.near)(prompts, 30, 1)
     assert runs["whole"].tokens == runs["partly"].tokens
     assert not runs["whole"].trace.partial_forwards and runs["whole"].trace.confirmed == (0, 0)
     assert runs["partly"].trace.partial_forwards and runs["partly"].trace.confirmed[1] > 0

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from outpace.bench import controller_suite, results
-from outpace.bench.timing import Timed
+from outpace.bench.run import Timed
 from outpace.decode.trace import Trace
 
 

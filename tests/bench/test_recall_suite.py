@@ -10,15 +10,14 @@ from rich.console import Console
 
 from outpace.bench import recall
 from outpace.bench.recall import (
+    PAGE,
     RecallSettings,
     ends,
     needle_table,
     nll,
     of_needles,
     of_text,
-    recall_markdown,
     run_recall,
-    write_recall,
 )
 from outpace.decode.request import Generation
 from outpace.decode.trace import Trace
@@ -101,10 +100,10 @@ def test_a_report_and_its_resumption(tmp_path, monkeypatch):
     assert measured == [40, 300, 300]
     assert [(r["begin"], r["end"]) for r in report["loss"]] == [(0, 256), (256, 512), (512, 600)]
     assert all(1 < r["nats"] < 5 for r in report["loss"])
-    write_recall(report, tmp_path)
+    PAGE.write(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert sorted(p.name for p in tmp_path.iterdir()) == ["recall.png", "report.json", "report.md"]
-    assert "| 512 .. 600 |" in recall_markdown(report) and len(needle_table(report)) == 5
+    assert "| 512 .. 600 |" in PAGE.markdown(report) and len(needle_table(report)) == 5
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import io
 import json
+import tempfile
+from functools import partial
+from pathlib import Path
 
 import pytest
 import tiny
@@ -10,12 +13,11 @@ from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
+from outpace.bench import methods as ours
 from outpace.bench import results, speed
-from outpace.bench import timing as timed
 from outpace.bench.lossless import LosslessCheck, compare, is_tie
-from outpace.bench.report import markdown, print_report, write_report
-from outpace.bench.speed import METHODS, BenchSettings, demo_settings, lengths, run_bench
-from outpace.bench.timing import Timed
+from outpace.bench.run import Kept, Timed, take_turns
+from outpace.bench.speed import METHODS, PAGE, BenchSettings, demo_settings, lengths, print_report
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.decode.trace import Trace
@@ -49,6 +51,14 @@ def quiet():
     return Console(file=io.StringIO(), width=80)
 
 
+def measure(target, draft, tokenizer, documents, settings, console, suffix=None):
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        report = speed.run_bench(target, draft, tokenizer, documents, settings, place, console, suffix)
+        assert not list(place.iterdir())  # what was kept for a restart is done with
+    return report
+
+
 def tiny_settings(**changes):
     values = {"methods": OURS, "regimes": ("11+19",), "batches": (1, 2), "repeats": 2, "prompts": 4}
     return BenchSettings(**values | changes)
@@ -56,7 +66,7 @@ def tiny_settings(**changes):
 
 @pytest.fixture(scope="module")
 def report(target, draft, tokenizer):
-    return run_bench(target, draft, tokenizer, DOCUMENTS, tiny_settings(), quiet())
+    return measure(target, draft, tokenizer, DOCUMENTS, tiny_settings(), quiet())
 
 
 def test_the_report_has_the_promised_shape(report):
@@ -141,12 +151,12 @@ def test_a_method_that_changes_the_text_is_caught(target, draft, tokenizer, monk
             out.tokens[0][7] = (out.tokens[0][7] + 1) % 300
         return out
 
-    monkeypatch.setattr(timed, "generate", wrong)
-    result = run_bench(target, draft, tokenizer, DOCUMENTS, tiny_settings(batches=(1,)), quiet())
+    monkeypatch.setattr(ours, "generate", wrong)
+    result = measure(target, draft, tokenizer, DOCUMENTS, tiny_settings(batches=(1,)), quiet())
     lossless = {r["method"]: r["lossless"] for r in result["results"]}
     assert lossless["plain"]["violations"] == 0
     assert lossless["dflash"] == {"checked": 4 * 8, "violations": 4, "ties": 0, "unrepeated": 0}
-    assert "4 / 32" in markdown(result)
+    assert "4 / 32" in PAGE.markdown(result)
 
 
 def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
@@ -159,8 +169,8 @@ def test_a_run_that_does_not_repeat_is_caught(target, tokenizer, monkeypatch):
             out.tokens[0][-1] = (out.tokens[0][-1] + 1) % 300
         return out
 
-    monkeypatch.setattr(timed, "generate", drifting)
-    result = run_bench(target, None, tokenizer, DOCUMENTS, tiny_settings(methods=("plain",)), quiet())
+    monkeypatch.setattr(ours, "generate", drifting)
+    result = measure(target, None, tokenizer, DOCUMENTS, tiny_settings(methods=("plain",)), quiet())
     assert [r["lossless"]["unrepeated"] for r in result["results"]] == [0, 0]
     assert result["results"][1]["lossless"]["violations"] == 2  # batch 2 against batch 1
 
@@ -181,22 +191,42 @@ def test_only_a_tie_excuses(target):
     assert compare(twin, prompt, wrong, answer) == LosslessCheck(checked=4, ties=1)
 
 
+def turns(cell, settings):
+    """(repeat, group, method) in the order of running, warm-up left out."""
+    ran, names = [], ("plain", "ngram", "transformers", "transformers-dflash")
+
+    def method(name, prompts, new_tokens, seed):
+        repeat, group = divmod(seed - settings.seed * 1_000_003, 1009)
+        if new_tokens > 8:
+            ran.append((repeat, group, name))
+        return Timed(tokens=[[7] * 9], first_s=0.5, decode_s=1.0, trace=Trace())
+
+    methods = {name: partial(method, name) for name in names}
+    left_out = partial(speed._left_out, cell, settings)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Kept(Path(folder), {})
+        asked = (cell.groups, cell.new_tokens, settings.repeats, settings.seed, kept, str)
+        runs = take_turns("cell", methods, *asked, left_out)
+    assert {(*turn, name) for name, of in runs.items() for turn in of} == set(ran)
+    assert len(ran) == speed._planned(cell, methods, settings)
+    return ran
+
+
 def test_methods_take_turns(target, tokenizer):
     settings = BenchSettings(regimes=("11+19",), batches=(1,), prompts=3, repeats=2, baseline_prompts=2)
     cell = results.ResultCell("11+19", 1, 19, [[[1]]] * 3, {})
-    methods = dict.fromkeys(("plain", "ngram", "transformers", "transformers-dflash"))
-    plan = speed._plan(cell, methods, settings)
+    plan = turns(cell, settings)
     ours = [(r, g, m) for r, g, m in plan if m in OURS]
     assert len(ours) == 2 * 3 * 2
     assert len({ours[i][2] for i in (0, 2, 4, 6)}) == 2  # the first of a turn changes
     assert [(r, g) for r, g, m in plan if m == "transformers"] == [(0, 0), (0, 1)]
     wide = results.ResultCell("11+19", 2, 19, [[[1]] * 2], {})
-    assert "transformers-dflash" not in {m for _, _, m in speed._plan(wide, methods, settings)}
+    assert "transformers-dflash" not in {m for _, _, m in turns(wide, settings)}
 
 
 def test_a_budget_skips_repeats_and_says_so(target, tokenizer):
     settings = tiny_settings(methods=("plain",), repeats=3, budget_s=1e-9)
-    result = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
+    result = measure(target, None, tokenizer, DOCUMENTS, settings, quiet())
     assert [r["repeats"] for r in result["results"]] == [1, 1]
     assert any("1 of 3 repeats" in line for line in result["remarks"])
 
@@ -204,7 +234,7 @@ def test_a_budget_skips_repeats_and_says_so(target, tokenizer):
 def test_what_cannot_run_is_left_out_with_one_line(target, tokenizer, monkeypatch):
     monkeypatch.setattr(speed.baselines, "installed", lambda: False)
     settings = tiny_settings(methods=speed.METHODS, repeats=1)
-    result = run_bench(target, None, tokenizer, DOCUMENTS, settings, quiet())
+    result = measure(target, None, tokenizer, DOCUMENTS, settings, quiet())
     assert {r["method"] for r in result["results"]} == {"plain", "ngram"}
     assert sum("not installed" in line for line in result["remarks"]) == 1
     assert sum("no draft" in line for line in result["remarks"]) == 1
@@ -212,17 +242,17 @@ def test_what_cannot_run_is_left_out_with_one_line(target, tokenizer, monkeypatc
 
 def test_sampling_is_measured_and_not_compared(target, draft, tokenizer):
     settings = tiny_settings(methods=speed.METHODS, temperature=1.0, batches=(2,))
-    result = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet())
+    result = measure(target, draft, tokenizer, DOCUMENTS, settings, quiet())
     assert {r["method"] for r in result["results"]} == {*OURS, "dflash-tree"}
     assert all(r["lossless"]["checked"] == 0 for r in result["results"])
-    assert "not checked" in markdown(result)
+    assert "not checked" in PAGE.markdown(result)
 
 
 def test_with_transformers_beside(target, draft, tokenizer):
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers >= 5.23")
     settings = tiny_settings(methods=speed.METHODS, batches=(1, 2), repeats=1)
     suffix = Suffix(Suffixes.of(tiny.tokens(1, 200)[0].int()), tiny.VOCAB)
-    result = run_bench(target, draft, tokenizer, DOCUMENTS, settings, quiet(), suffix=suffix)
+    result = measure(target, draft, tokenizer, DOCUMENTS, settings, quiet(), suffix=suffix)
     of = {(r["method"], r["batch"]): r for r in result["results"]}
     assert set(of) == {(m, b) for m in speed.METHODS for b in (1, 2)} - {("transformers-dflash", 2)}
     assert all(r["lossless"]["violations"] == 0 for r in of.values())
@@ -234,7 +264,7 @@ def test_with_transformers_beside(target, draft, tokenizer):
 
 
 def test_files_appear_whole_and_read_well(report, tmp_path):
-    write_report(report, tmp_path / "new")
+    PAGE.write(report, tmp_path / "new")
     names = {p.name for p in (tmp_path / "new").iterdir()}
     assert {"report.json", "report.md"} <= names
     assert not any(name.endswith(".tmp") for name in names)
@@ -265,18 +295,18 @@ def test_what_was_not_checked_or_does_not_repeat_is_printed_so(report):
     print_report(report | {"results": [sampled, drifting]}, console)
     message = " ".join(console.file.getvalue().split())
     assert "not checked" in message and "0 / 70" in message
-    assert "batch 8: 3 rows of repeats differ from the first" in message
+    assert speed._unrepeated(drifting).endswith("batch 8: 3 rows of repeats differ from the first")
 
 
 def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    write_report(report, tmp_path)
+    PAGE.write(report, tmp_path)
     for name in ("speed.png", "acceptance.png"):
         data = (tmp_path / name).read_bytes()
         assert data.startswith(b"\x89PNG")
         assert int.from_bytes(data[16:20], "big") == 1600
     only_plain = report | {"results": [r for r in report["results"] if r["method"] == "plain"]}
-    write_report(only_plain, tmp_path)
+    PAGE.write(only_plain, tmp_path)
 
 
 @pytest.mark.parametrize(

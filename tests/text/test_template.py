@@ -59,7 +59,7 @@ LLAMA3 = """\
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday: " + date_string + "\\n" }}
 {{- system_message + eos_token }}
 {% for message in messages %}
-    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+    {% if (message['role'] == 'user') != (loop.index0% 2 == 0) %}
         {{ raise_exception('After the optional system message, roles must alternate user/assistant') }}
     {% endif %}
     {% set head = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' %}
@@ -76,7 +76,7 @@ LLAMA3 = """\
 THINKING = """\
 {%- set ns = namespace(last=messages|length - 1, asked=true) %}
 {%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- set index = (messages|length - 1) - loop.index0%}
     {%- if ns.asked and message.role == "user" and not message.content.startswith('<tool_response>') %}
         {%- set ns.asked = false %}
         {%- set ns.last = index %}

@@ -1,0 +1,253 @@
+"""`outpace bench`: one suite, measured, written to a folder and shown."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from outpace.cli.app import (
+    AsJson,
+    Corpus,
+    Draft,
+    DraftWeights,
+    Recipe,
+    Set,
+    Target,
+    app,
+    console,
+    recipe_settings,
+)
+
+if TYPE_CHECKING:
+    from outpace.bench.report import Page
+    from outpace.text.corpus import Document
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The options of one `outpace bench`."""
+
+    suite: str
+    target: str
+    draft: str
+    weights: str | None
+    drafts: Path
+    recipe: Path | None
+    set_: list[str] | None
+    quick: bool
+    out: Path
+    corpus: Path | None
+    shown: Console
+
+    def settings(self, cls: type[T]) -> T:
+        return recipe_settings(cls, self.recipe, self.set_)
+
+    def documents(self) -> "tuple[Sequence[Document], Sequence[Document]]":
+        """-> training, held-out."""
+        from outpace.text.corpus import read_corpus, split
+
+        return split(read_corpus(self.corpus))
+
+
+COMPARING = ("drafts", "lossless", "controller")  # suites of the methods of a recipe
+ALONE = ("context", "recall", "pareto")  # suites of a target without a draft
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and the plots.")],
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="Suite. speed: methods side by side. "
+            "draft-context: a draft's cost against context, by operation. "
+            "context: a target's, whole and on partial KV. recall: its loss by position, and needles. "
+            "memory: a retrofitted target with and without its retrofits, a draft and partial KV. "
+            "pareto: what each size of a retrofit costs. "
+            "drafts, lossless, controller: methods that the recipe names."
+        ),
+    ] = "speed",
+    target: Target = "default",
+    draft: Draft = "dflash",
+    draft_weights: DraftWeights = None,
+    drafts: Annotated[
+        Path | None, typer.Option(help="Folder with the drafts of the recipe. Default: the current one.")
+    ] = None,
+    recipe: Recipe = None,
+    set_: Set = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short form of draft-context.")] = False,
+    corpus: Corpus = None,
+    as_json: AsJson = False,
+) -> None:
+    """Benchmark methods, interleaved, on held-out prompts. Every suite but speed resumes.
+
+    [bold]Example[/bold]: outpace bench --out report --set batches=1,8 --set methods=plain,dflash
+
+    [bold]Example[/bold]: outpace bench --suite draft-context --out report --set contexts=2048,8192
+
+    [bold]Example[/bold]: outpace bench gpt-oss-20b --suite context --out report
+
+    [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-quant q8_0
+
+    [bold]Example[/bold]: outpace bench RETROFITTED --suite memory --draft suffix --out report
+
+    [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
+    """
+    if suite not in RUNS:
+        raise ValueError(f"--suite {suite}: known are {', '.join(RUNS)}")
+    if quick and suite != "draft-context":
+        raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
+    compares = suite in COMPARING
+    if compares and recipe is None:
+        raise ValueError(
+            f"--suite {suite} compares the methods of a --recipe, such as recipes/drafts/suite-embedded.toml"
+        )
+    if drafts is not None and not compares:
+        raise ValueError(f"--drafts is for the suites {', '.join(COMPARING)}, not {suite}")
+    if draft != "dflash" and compares:
+        raise ValueError(f"--draft {draft}: the drafts of --suite {suite} are named in its --recipe")
+    if suite in ALONE and (draft != "dflash" or draft_weights is not None):
+        raise ValueError(f"--suite {suite} measures a target alone: leave --draft and --draft-quant out")
+    if draft_weights is not None and compares:
+        raise ValueError(
+            f"--draft-quant {draft_weights}: in --suite {suite} every method states it for itself, in the "
+            f'--recipe: weights = "{draft_weights}"'
+        )
+    shown = Console(stderr=True) if as_json else console
+    job = Job(suite, target, draft, draft_weights, drafts or Path(), recipe, set_, quick, out, corpus, shown)
+    report, page = RUNS[suite](job)
+    page.write(report, out)
+    if as_json:
+        print(json.dumps(report))
+        return
+    if suite == "speed":
+        from outpace.bench.speed import print_report
+
+        print_report(report, shown)
+    console.print(f"written: {out}/report.json, report.md and the plots")
+
+
+Measured = tuple[dict[str, Any], "Page"]
+
+
+def _speed(job: Job) -> Measured:
+    from outpace.bench.speed import PAGE, BenchSettings, run_bench
+    from outpace.loading import SUFFIX, open_dflash, open_draft, open_target, own_draft
+
+    settings = job.settings(BenchSettings)
+    loaded, tokenizer = open_target(job.target)
+    dflash = open_dflash(job.draft, tokenizer, job.weights)
+    suffix = open_draft(SUFFIX, loaded, tokenizer) if own_draft(job.target) == SUFFIX else None
+    held_out = job.documents()[1]
+    return run_bench(loaded, dflash, tokenizer, held_out, settings, job.out, job.shown, suffix), PAGE
+
+
+def _draft_context(job: Job) -> Measured:
+    from outpace.bench.draft_context import (
+        PAGE,
+        QUICK,
+        DraftContextSettings,
+        regime_lengths,
+        run_draft_context,
+    )
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.config import load_settings, parse_overrides
+    from outpace.loading import open_dflash, open_target
+
+    values = (QUICK if job.quick else {}) | parse_overrides(DraftContextSettings, job.set_ or [])
+    settings = load_settings(DraftContextSettings, job.recipe, values)
+    loaded, tokenizer = open_target(job.target)
+    dflash = open_dflash(job.draft, tokenizer, job.weights)
+    if dflash is None:
+        raise ValueError(f"--draft {job.draft}: draft-context takes a DFlash apart; name one")
+    held_out = job.documents()[1]
+    prompts = {
+        regime: held_out_prompts(tokenizer, held_out, settings.prompts, regime_lengths(regime)[0])
+        for regime in settings.acceptance
+    }
+    return run_draft_context(loaded, dflash, prompts, settings, job.out, job.shown), PAGE
+
+
+def _context(job: Job) -> Measured:
+    from outpace.bench.context import PAGE, ContextSettings, run_context
+    from outpace.loading import open_target
+
+    settings = job.settings(ContextSettings)
+    return run_context(open_target(job.target)[0], settings, job.out, job.shown), PAGE
+
+
+def _recall(job: Job) -> Measured:
+    from outpace.bench.recall import PAGE, RecallSettings, run_recall
+    from outpace.loading import open_target
+
+    settings, held_out = job.settings(RecallSettings), job.documents()[1]
+    return run_recall(*open_target(job.target), held_out, settings, job.out, job.shown), PAGE
+
+
+def _memory(job: Job) -> Measured:
+    from outpace.bench.memory import PAGE, MemorySettings, run_memory
+    from outpace.loading import open_draft, open_target
+
+    settings = job.settings(MemorySettings)
+    loaded, tokenizer = open_target(job.target)
+    bound = open_draft(job.draft, loaded, tokenizer, quantize=job.weights)
+    if bound is None:
+        raise ValueError(
+            f"--draft {job.draft}: the suite memory decodes with a draft: ngram, suffix, or a folder"
+        )
+    held_out = job.documents()[1]
+    return run_memory(loaded, tokenizer, bound, job.draft, held_out, settings, job.out, job.shown), PAGE
+
+
+def _pareto(job: Job) -> Measured:
+    from outpace.bench.pareto import PAGE, ParetoSettings, run_pareto
+    from outpace.loading import open_target
+
+    settings = job.settings(ParetoSettings)
+    trained = {name: open_target(name)[0] for name in settings.trained}
+    loaded, tokenizer = open_target(job.target)
+    return run_pareto(loaded, tokenizer, trained, *job.documents(), settings, job.out, job.shown), PAGE
+
+
+def _methods(job: Job) -> Measured:
+    from outpace.bench import comparison, controller_suite, lossless_suite
+    from outpace.bench.suite import SuiteRecipe, SuiteRequest, calibration_text
+    from outpace.loading import open_target
+
+    settings = job.settings(SuiteRecipe)
+    loaded, tokenizer = open_target(job.target)
+    train, held_out = job.documents()
+    asked = SuiteRequest(
+        target=loaded,
+        tokenizer=tokenizer,
+        documents=held_out,
+        recipe=settings,
+        drafts=job.drafts,
+        text=calibration_text(tokenizer, train),
+        folder=job.out,
+        console=job.shown,
+    )
+    match job.suite:
+        case "drafts":
+            return comparison.run_comparison(asked), comparison.PAGE
+        case "lossless":
+            return lossless_suite.run_lossless(asked), lossless_suite.PAGE
+        case _:
+            return controller_suite.run_controller(asked), controller_suite.PAGE
+
+
+RUNS: dict[str, Callable[[Job], Measured]] = {
+    "speed": _speed,
+    "draft-context": _draft_context,
+    "context": _context,
+    "recall": _recall,
+    "memory": _memory,
+    "pareto": _pareto,
+    **dict.fromkeys(COMPARING, _methods),
+}
