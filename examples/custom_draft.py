@@ -34,7 +34,7 @@ class Session:
         for text, row, count in zip(self.text, tokens.tolist(), counts, strict=True):
             text += row[:count]
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """At most `width` tokens per sequence, beginning with the last verified one."""
         rows = []
         for text, token in zip(self.text, last.tolist(), strict=True):

@@ -40,6 +40,8 @@ class SamplingParams:
         top_k: Number of most probable tokens kept; 0 keeps all.
         min_p: Drops tokens less probable than this times the most probable one.
         repetition_penalty: Above 1 makes tokens of the prompt and the output less likely; 1 does nothing.
+        presence_penalty: Subtracted from the logits of tokens that the output contains; -2 to 2.
+        frequency_penalty: Subtracted once for each time that the output contains the token; -2 to 2.
         seed: Of the random draws, for the whole batch; None takes a fresh one.
         max_tokens: Most tokens to generate per prompt.
         stop: Strings that end the output; they are not part of it.
@@ -54,6 +56,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     max_tokens: int = 256
     stop: str | Sequence[str] = ()
@@ -79,6 +83,8 @@ class SamplingParams:
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
         )
         stop = frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos)
         return Request(max_new_tokens=self.max_tokens, sampling=sampling, rule=self.acceptance, stop=stop)

@@ -59,9 +59,9 @@ class Recomputed(DFlashSession):
             self.features[b, n : n + count] = features[b, :count]
         self.seen = [n + count for n, count in zip(self.seen, counts, strict=True)]
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         self.project()
-        return super().propose(last, width, choice)
+        return super().propose(last, width, sampler)
 
     def rewind(self, lengths: list[int]) -> None:
         self.seen = list(lengths)
@@ -95,9 +95,9 @@ class NoiseCached(DFlashSession):
         elif max(counts):
             self.cache.advance(self.cache.begin(max(counts), counts))
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         self.drafted = True
-        return super().propose(last, width, choice)
+        return super().propose(last, width, sampler)
 
 
 def form(session: DFlashSession, features: Tensor, step: StepMetadata) -> None:

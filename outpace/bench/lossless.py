@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outpace.decode.acceptance import coupled, key_of
+from outpace.decode.acceptance import SamplingState, coupled, key_of
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
 from outpace.ops import sampling as noise
@@ -94,9 +94,12 @@ def compare_coupled(
     with in_float32(target):
         hidden = target(torch.tensor([text], device=target.device), offset=request.offset).hidden
         logits = target.logits(hidden[:, -1])
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    seen[0, torch.tensor(text, device=seen.device)] = True
-    stream = torch.tensor([(request.streams or range(row + 1))[row]], device=seen.device)
+    state = SamplingState(how, [prompt])
+    state.seen(logits)
+    if i:
+        state.add([answer[:i]])
+    seen = state.seen(logits)
+    stream = torch.tensor([(request.streams or range(row + 1))[row]], device=logits.device)
     keys = noise.keys(key_of(rng), stream, torch.full_like(stream, i))
     scores = coupled(logits, how, seen, keys)[0]
     lower = torch.minimum(scores[tokens[i]], scores[answer[i]])

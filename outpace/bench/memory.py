@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from outpace.bench.lossless import LosslessCheck, compare
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.quality import Quality, QualitySettings, needles_found, remembered
+from outpace.bench.quality import Quality, QualitySettings, needle_counts, remembered
 from outpace.bench.report import Column, Page, Report, bare, figure_of, table
 from outpace.bench.results import error, joined, over
 from outpace.bench.run import (
@@ -227,7 +227,7 @@ MEMORY: tuple[Column, ...] = (
     ("KL", "quality.kl", "{:.3f}"),
     ("same top-1", "quality.same_likeliest", "{:.1%}"),
     ("agrees", "quality.agreement", "{:.0%}"),
-    ("needles", needles_found, "{}"),
+    ("needles", needle_counts, "{}"),
     ("violations, ties", lambda r: [r["lossless"]["violations"], r["lossless"]["ties"]], "{}, {}"),
     (
         "lossless against",

@@ -10,7 +10,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from outpace.bench.memory import described
-from outpace.bench.quality import Quality, QualitySettings, needles_found, remembered
+from outpace.bench.quality import Quality, QualitySettings, needle_counts, remembered
 from outpace.bench.report import Column, Page, Report, bare, figure_of, table
 from outpace.bench.run import Run, plain_json, progress
 from outpace.kv.topk import TopKConfig
@@ -142,7 +142,7 @@ PARETO: tuple[Column, ...] = (
     ("KL", "quality.kl", "{:.4f}"),
     ("same top-1", "quality.same_likeliest", "{:.1%}"),
     ("agrees", "quality.agreement", "{:.0%}"),
-    ("needles", needles_found, "{}"),
+    ("needles", needle_counts, "{}"),
 )
 MARKS = {
     "original": ("*", "#222222"),

@@ -91,7 +91,7 @@ def alike(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def needles_found(row: dict[str, Any]) -> str | None:
+def needle_counts(row: dict[str, Any]) -> str | None:
     """Of a report's row with a "quality": found of how many, at each distance."""
     return ", ".join(f"{n['found']} of {n['of']}" for n in row["quality"]["needles"]) or None
 

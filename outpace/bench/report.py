@@ -18,10 +18,10 @@ DPI = 200  # 8 inches wide: sharp at the 800 pixels a README shows
 def cell(row: Mapping[str, Any], value: Value, form: str) -> str:
     """A path that is missing on the way, and None, give "-". A tuple or list fills several places of the
     format."""
-    found = value(row) if callable(value) else dig(row, value)
-    if found is None:
+    content = value(row) if callable(value) else dig(row, value)
+    if content is None:
         return "-"
-    return form.format(*found) if isinstance(found, tuple | list) else form.format(found)
+    return form.format(*content) if isinstance(content, tuple | list) else form.format(content)
 
 
 def dig(row: Any, path: str) -> Any:

@@ -15,7 +15,7 @@ from outpace.bench import baselines
 from outpace.bench.machine import describe_draft
 from outpace.bench.methods import PLAIN, Case, run_case
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.report import Page, Report, bare, cell, figure_of, table
+from outpace.bench.report import Page, Report, bare, cell, dig, figure_of, table
 from outpace.bench.results import ResultCell, agreement, result
 from outpace.bench.run import Method, Run, advancing, plain_json, progress, take_turns
 from outpace.drafts.base import Draft
@@ -275,12 +275,7 @@ def _speed_range(r: dict[str, Any]) -> str:
 def _if_drafting(value: str) -> Any:
     """The value, where the method proposed anything."""
 
-    def read(r: dict[str, Any]) -> Any:
-        first, _, rest = value.partition(".")
-        found = r[first][rest] if rest else r[first]
-        return found if r["accept_by_position"] else None
-
-    return read
+    return lambda r: dig(r, value) if r["accept_by_position"] else None
 
 
 def _time_shares(r: dict[str, Any]) -> list[float]:

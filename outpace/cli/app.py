@@ -48,13 +48,6 @@ TopP = Annotated[float, typer.Option(help="Nucleus sampling: probability mass ke
 MinP = Annotated[
     float, typer.Option(help="Minimum probability of a token, relative to the most likely one (0 = off).")
 ]
-Penalty = Annotated[
-    float,
-    typer.Option(
-        "--repetition-penalty",
-        help="Penalty on tokens of the prompt and the output (1 = off, above 1: rarer).",
-    ),
-]
 Rule = Annotated[
     str,
     typer.Option(

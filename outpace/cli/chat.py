@@ -10,27 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outpace.cli.app import (
-    Branch,
-    Depth,
-    DraftTemperature,
-    DraftWeights,
-    MaxTokens,
-    MinP,
-    OwnDraft,
-    Penalty,
-    Rule,
-    Seed,
-    Target,
-    Temperature,
-    TopK,
-    TopP,
-    TreeColumns,
-    app,
-    console,
-)
-from outpace.cli.calibrate import CacheDir, Method, Verify
-from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_for, partial_of
+from outpace.cli.app import MaxTokens, Target, app, console
+from outpace.cli.options import GenerationOptions, with_options
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,6 +24,7 @@ BLOCK = '"""'  # a line of it begins and ends a message of several lines
 
 
 @app.command()
+@with_options
 def chat(
     path: Target = "default",
     message: Annotated[
@@ -59,26 +41,9 @@ def chat(
         Path | None, typer.Option(help="JSON file with a list of functions that the model may call.")
     ] = None,
     date: Annotated[str | None, typer.Option(help="Date given to the model. Default: today.")] = None,
-    draft: OwnDraft = None,
-    draft_weights: DraftWeights = None,
-    tree: TreeColumns = 0,
-    depth: Depth = 0,
-    branch: Branch = 0,
-    partial: PartialTokens = 0,
-    partial_set: PartialSet = None,
-    partial_lossy: PartialLossy = False,
-    method: Method = "auto",
-    verify: Verify = None,
-    cache_dir: CacheDir = None,
+    *,
+    options: GenerationOptions,
     max_new_tokens: MaxTokens = 2048,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    rule: Rule = "match",
-    draft_temperature: DraftTemperature = None,
-    seed: Seed = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Raw output: tokens as generated, tags included.")
     ] = False,
@@ -104,34 +69,19 @@ def chat(
     import time
 
     from outpace.cli.chat_session import ChatSession, Screen, run
-    from outpace.decode.request import Request
-    from outpace.loading import open_draft, open_target, own_draft
-    from outpace.ops.sampling import Sampling, generator
+    from outpace.ops.sampling import generator
 
-    request = Request(
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        ),
-        rule=rule,
-        draft_temperature=draft_temperature,
-    )
+    request = options.request(max_new_tokens)
     functions = None if tools is None else _json_file(tools)
     screen = Screen(console, Console(stderr=True))
     began = time.perf_counter()
-    target, tokenizer = open_target(path, layers)
+    target, tokenizer, bound = options.open(path, layers)
     stop = frozenset(target.config.eos_token_ids)
     dialogue = open_chat(path, tokenizer, stop, instructions, reasoning, functions, date)
-    shape = {"tree": tree, "depth": depth, "branch": branch}
-    bound = open_draft(draft or own_draft(path), target, tokenizer, **shape, quantize=draft_weights)
-    near = partial_of(partial, partial_set, partial_lossy)
-    validation = request.effective_rule
-    used, scale, notes = method_for(target, bound, tokenizer, validation, near, method, verify, cache_dir)
-    session = ChatSession(target, used, dialogue, request, generator(seed, target.device), scale, near)
+    near = options.partial()
+    used, controller, notes = options.speculation(target, bound, tokenizer, request.effective_rule)
+    rng = generator(options.seed, target.device)
+    session = ChatSession(target, used, dialogue, request, rng, controller, near)
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {notes}")
     typed = not message and sys.stdin.isatty()

@@ -62,13 +62,13 @@ def doctor(
     for check in examine(what):
         items.append(check)
         if not as_json:
-            line = f"{MARKS[check.verdict]}  {check.name}: [dim]{escape(check.message)}[/dim]"
+            line = f"{MARKS[check.status]}  {check.name}: [dim]{escape(check.message)}[/dim]"
             console.print(line, highlight=False)
             if check.name == LAYERS:
                 show_layers(check.evidence)
     if as_json:
         print(json.dumps([check.as_json() for check in items], indent=2))
-    if any(check.verdict == "fail" for check in items):
+    if any(check.status == "fail" for check in items):
         raise typer.Exit(1)
 
 

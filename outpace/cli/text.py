@@ -1,5 +1,6 @@
 """Commands that write text: generate."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -7,47 +8,19 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli.app import (
-    AsJson,
-    Branch,
-    Depth,
-    DraftTemperature,
-    DraftWeights,
-    MaxTokens,
-    MinP,
-    OwnDraft,
-    Penalty,
-    Rule,
-    Seed,
-    Target,
-    Temperature,
-    TopK,
-    TopP,
-    TreeColumns,
-    app,
-    console,
-)
-from outpace.cli.calibrate import CacheDir, Method, Verify
+from outpace.cli.app import AsJson, MaxTokens, Target, app, console
 from outpace.cli.chat import open_chat
-from outpace.cli.partial import PartialLossy, PartialSet, PartialTokens, method_for, partial_of
+from outpace.cli.options import GenerationOptions, with_options
 
 
 @app.command()
+@with_options
 def generate(
     target: Target,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt.")] = None,
-    draft: OwnDraft = None,
-    draft_weights: DraftWeights = None,
-    tree: TreeColumns = 0,
-    depth: Depth = 0,
-    branch: Branch = 0,
-    method: Method = "auto",
-    verify: Verify = None,
-    cache_dir: CacheDir = None,
-    partial: PartialTokens = 0,
-    partial_set: PartialSet = None,
-    partial_lossy: PartialLossy = False,
+    *,
+    options: GenerationOptions,
     mla: Annotated[
         bool | None,
         typer.Option(
@@ -62,14 +35,6 @@ def generate(
         ),
     ] = None,
     max_new_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    rule: Rule = "match",
-    draft_temperature: DraftTemperature = None,
-    seed: Seed = 0,
     chat: Annotated[
         bool,
         typer.Option(
@@ -117,39 +82,19 @@ def generate(
         timing_table,
         top_lines,
     )
-    from outpace.decode.request import Request
-    from outpace.loading import open_draft, open_target, own_draft
-    from outpace.ops.sampling import Sampling
     from outpace.text.tokenizer import encode_prompt
 
     text = _prompt_text(prompt, prompt_file)
-    request = Request(
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        ),
-        rule=rule,
-        draft_temperature=draft_temperature,
-        prefill_chunk=prefill_chunk,
-    )
+    request = options.request(max_new_tokens, prefill_chunk=prefill_chunk)
     began = time.perf_counter()
-    loaded, tokenizer = open_target(target, layers)
+    loaded, tokenizer, bound = options.open(target, layers)
     if mla is not None:
         loaded.use_mla_kv(mla)
     if dsa is not None:
         loaded.use_dsa(dsa)
-    own = own_draft(target) if layers is None else "none"
-    shape = {"tree": tree, "depth": depth, "branch": branch}
-    bound = open_draft(draft or own, loaded, tokenizer, **shape, quantize=draft_weights)
     load_seconds = time.perf_counter() - began
-    near = partial_of(partial, partial_set, partial_lossy)
-    used, scale, note = method_for(
-        loaded, bound, tokenizer, request.effective_rule, near, method, verify, cache_dir
-    )
+    near = options.partial()
+    used, controller, note = options.speculation(loaded, bound, tokenizer, request.effective_rule)
     largest = None if top_logits is None else Largest(top_logits, tokenizer)
     stop = frozenset(loaded.config.eos_token_ids)
     session = open_chat(target, tokenizer, stop, None, "medium", None, None) if chat else None
@@ -160,7 +105,10 @@ def generate(
         session.say(text)
         ids, stop, read = session.prompt(), session.stop, answer_reader(session)
     request = replace(request, stop=frozenset() if ignore_eos else stop)
-    result = run(loaded, used, ids, read, request, seed, _hide if as_json else _write, largest, scale, near)
+    decode = functools.partial(
+        run, loaded, used, ids, request=request, seed=options.seed, controller=controller, partial=near
+    )
+    result = decode(read=read, write=_hide if as_json else _write, largest=largest)
     values, warm = result.as_json() | {"method": note}, None
     if not as_json:
         _write("\n")
@@ -168,7 +116,7 @@ def generate(
         parts = session.end()
         values |= {"parts": [part.as_json() for part in parts], "note": no_answer(parts, len(result.tokens))}
     if timing:
-        warm = run(loaded, used, ids, reader(tokenizer, ids), request, seed, _hide, None, scale, near)
+        warm = decode(read=reader(tokenizer, ids), write=_hide)
         values["timing"] = {"load": round(load_seconds, 6), "first": result.timing(), "warm": warm.timing()}
     if as_json:
         print(json.dumps(values))

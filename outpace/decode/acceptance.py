@@ -1,4 +1,4 @@
-"""Which proposes live: what a judge of proposals is, and exact match, which chains and trees share."""
+"""Acceptance rules: which draft tokens are kept; by exact match, rejection, block verification, coupling."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -12,34 +12,35 @@ from outpace.drafts.base import Proposal
 from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, Sampled
 from outpace.kv.tree import Tree
 from outpace.ops import sampling as noise
-from outpace.ops.sampling import Sampling, draw, greedy, probabilities, sample, shaped
+from outpace.ops.sampling import IN_PROMPT, OUTPUT, Sampling, draw, greedy, probabilities, sample, shaped
 
 RULES = ("match", "rejection", "block", "gumbel")
 
 
 class SamplingState:
-    """Without a repetition penalty it remembers nothing, and states None of what was seen."""
+    """The tokens of every row's text, for the penalties; without any it remembers nothing, and `seen` is
+    None. Histories are those of `ops.sampling.penalised`."""
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> None:
         self.sampling = sampling
-        self.listens = sampling.repetition_penalty != 1
+        self.listens = sampling.penalises
         self._prompts = [list(set(p)) for p in prompts] if self.listens else []
         self._seen: Tensor | None = None
 
     def seen(self, logits: Tensor) -> Tensor | None:
-        """logits [B, V] -> [B, V] bool: which tokens are in the prompt or were emitted."""
+        """logits [B, V] -> the history [B, V] of prompt and output."""
         if not self.listens:
             return None
         if self._seen is None:
-            self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            self._seen = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
             held = [(b, token) for b, row in enumerate(self._prompts) for token in row]
             at = torch.tensor(held, device=logits.device)
-            self._seen[at[:, 0], at[:, 1]] = True
+            self._seen[at[:, 0], at[:, 1]] = IN_PROMPT
         return self._seen
 
     def seen_at(self, proposal: Proposal, logits: Tensor) -> Tensor | None:
-        """logits [B, N, V] after each position -> [B, N, V] bool: emitted before, or on the way to the
-        position, which is in it."""
+        """logits [B, N, V] after each position -> the history [B, N, V] there: what was emitted before, and
+        the tokens on the way from the root to the position, itself included."""
         if not self.listens:
             return None
         seen, tokens = self.seen(logits[:, 0]), proposal.tokens
@@ -48,18 +49,23 @@ class SamplingState:
         tree = proposal.tree or Tree(
             (torch.arange(N, device=tokens.device) - 1).clamp(min=0).expand_as(tokens)
         )
-        root = tokens[:, :1, None]  # the last verified token: seen already, so it may mean any other
-        way = torch.where(tree.sees, tokens[:, None], root)
-        return seen[:, None].repeat(1, N, 1).scatter_(2, way, True)
+        way = tree.sees.int() * OUTPUT
+        way[..., 0] = 0  # the last verified token is in the history
+        return seen[:, None].repeat(1, N, 1).scatter_add_(2, tokens[:, None].expand_as(way), way)
 
     def add(self, tokens: Tensor | list[list[int]]) -> None:
-        """What every row has emitted since: [B, n], or lists of at least one."""
+        """What every row has emitted since: [B, n], or lists."""
         if self._seen is None:
             return
         if isinstance(tokens, list):
             most = max(map(len, tokens))
-            tokens = torch.tensor([t + t[-1:] * (most - len(t)) for t in tokens], device=self._seen.device)
-        self._seen.scatter_(1, tokens, True)
+            real = [[OUTPUT] * len(row) + [0] * (most - len(row)) for row in tokens]
+            added = torch.tensor(real, dtype=torch.int32, device=self._seen.device)
+            padded = [row + [0] * (most - len(row)) for row in tokens]
+            tokens = torch.tensor(padded, device=self._seen.device)
+        else:
+            added = torch.full_like(tokens, OUTPUT, dtype=torch.int32)
+        self._seen.scatter_add_(1, tokens, added)
 
     def fork(self) -> "SamplingState":
         """One that goes on from here by itself."""
@@ -82,19 +88,19 @@ class VerifyResult:
 
 
 class AcceptanceRule(Protocol):
-    """One generation's rule. `choice`: how the draft must choose its draft tokens in the coming round."""
+    """One generation's rule. `sampler`: how the draft must choose its draft tokens in the coming round."""
 
     @property
-    def choice(self) -> DraftSampler: ...
+    def sampler(self) -> DraftSampler: ...
 
     def draw(self, logits: Tensor) -> Tensor:
         """[B, V] -> the next token of every row [B] int64, as autoregressive decoding draws it. Each call
         goes one token on in every row's text."""
         ...
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
-        """logits [B, N, V], the target's after each position of the proposal. What the verdict emits is taken
-        as emitted."""
+    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+        """logits [B, N, V], the target's after each position of the proposal. The tokens of the
+        result count as emitted."""
         ...
 
     def fork(self) -> "AcceptanceRule":
@@ -131,7 +137,7 @@ def exact_match(
 
 def follow(proposal: Proposal, predict: Tensor) -> VerifyResult:
     """predict [B, N], the target's token after each position: draft tokens live while they equal it."""
-    tokens, value = torch.stack((proposal.tokens, predict)).tolist()  # the verdict's one wait for the device
+    tokens, value = torch.stack((proposal.tokens, predict)).tolist()  # the step's one wait for the device
     path = exact_match(tokens, proposal.above, value, proposal.counts)
     return VerifyResult(path, [[row[i] for i in columns] for columns, row in zip(path, value, strict=True)])
 
@@ -150,7 +156,7 @@ class Match:
         self.state = SamplingState(sampling, prompts)
 
     @property
-    def choice(self) -> DraftSampler:
+    def sampler(self) -> DraftSampler:
         return Greedy(self.sampling.temperature or 1.0)
 
     def draw(self, logits: Tensor) -> Tensor:
@@ -158,7 +164,7 @@ class Match:
         self.state.add(tokens[:, None])
         return tokens
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         seen = self.state.seen_at(proposal, logits)
         result = follow(proposal, sample(logits, self.sampling, self.rng, seen))
         self.state.add(result.tokens)
@@ -205,7 +211,7 @@ class Gumbel:
         self.device = torch.device("cpu")  # of the logits, once some were seen
 
     @property
-    def choice(self) -> DraftSampler:
+    def sampler(self) -> DraftSampler:
         return GumbelCoupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
 
     def draw(self, logits: Tensor) -> Tensor:
@@ -216,7 +222,7 @@ class Gumbel:
         self.state.add(tokens[:, None])
         return tokens
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         tree = proposal.tree
         depth = torch.arange(logits.shape[1], device=logits.device) if tree is None else tree.depth
         keys = noise.keys(self.key, self._on(self.streams)[:, None], self._on(self.places)[:, None] + depth)
@@ -263,22 +269,22 @@ class Rejection(Match):
         self.draft_sampling = sampling.for_draft(draft_temperature)
 
     @property
-    def choice(self) -> DraftSampler:
+    def sampler(self) -> DraftSampler:
         return Sampled(self.draft_sampling, self.rng)
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         if proposal.q is None:
-            return super().verdict(proposal, logits)
+            return super().verify(proposal, logits)
         p = probabilities(logits, self.sampling, self.state.seen_at(proposal, logits))
         tokens = proposal.tokens
         u = torch.rand(tokens.shape, generator=self.rng, device=p.device)
-        taken, left = self.judge(p, proposal.q, proposal, u)
+        taken, left = self.accept(p, proposal.q, proposal, u)
         bonus = draw(left, self.rng)
-        result = _verdict(torch.stack((tokens, taken.long())), bonus)
+        result = _result_of(torch.stack((tokens, taken.long())), bonus)
         self.state.add(result.tokens)
         return result
 
-    def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
         """p, q [B, N, V], u [B, N] uniform in [0, 1) -> taken [B, N] bool, which positions were accepted
         (position 0 among them), and left [B, V], in proportion to which the next token is drawn."""
         if proposal.parents is None:
@@ -290,7 +296,7 @@ class BlockVerification(Rejection):
     """Block verification (arXiv 2403.10444): the draft tokens of a chain are judged together, and the
     longest prefix that passes is kept; never fewer in the mean than by rejection."""
 
-    def judge(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
         """Raises ValueError for a tree."""
         if proposal.parents is not None:
             raise ValueError(
@@ -304,11 +310,11 @@ def _counts(proposal: Proposal) -> Tensor:
     return torch.tensor(proposal.counts, device=proposal.tokens.device)
 
 
-def _verdict(columns: Tensor, bonus: Tensor) -> VerifyResult:
+def _result_of(columns: Tensor, bonus: Tensor) -> VerifyResult:
     """positions [2, B, N]: tokens, and 1 where accepted; bonus [B]."""
     table = torch.cat((columns, bonus.expand(2, -1)[:, :, None]), dim=2)
     path, items = [], []
-    for tokens, taken in zip(*table.tolist(), strict=True):  # the round's one wait for the device
+    for tokens, taken in zip(*table.tolist(), strict=True):  # the step's one wait for the device
         columns_taken = [c for c, yes in enumerate(taken[:-1]) if yes]
         path.append(columns_taken)
         items.append([*(tokens[c] for c in columns_taken[1:]), tokens[-1]])
@@ -328,7 +334,7 @@ def _at(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def reject_chain(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Rejection along a chain, all positions at once: see `Rejection.judge`; counts [B]."""
+    """Rejection along a chain, all positions at once: see `Rejection.accept`; counts [B]."""
     N = tokens.shape[1]
     column = torch.arange(N, device=tokens.device)
     passed = u[:, 1:] * _at(q[:, 1:], tokens[:, 1:]) < _at(p[:, :-1], tokens[:, 1:])
@@ -350,7 +356,7 @@ def _after(p: Tensor, q: Tensor, length: Tensor, counts: Tensor, w: Tensor | Non
 def reject_tree(
     p: Tensor, q: Tensor, tokens: Tensor, parents: Tensor, counts: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rejection down a tree: see `Rejection.judge`. One pass over the positions, all rows together: a node's
+    """Rejection down a tree: see `Rejection.accept`. One pass over the positions, all rows together: a node's
     children are after it, so those of an accepted node are still to come."""
     row = torch.arange(len(tokens), device=tokens.device)
     taken = torch.zeros_like(tokens, dtype=torch.bool)
@@ -386,7 +392,7 @@ def block_chances(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor) -> tuple
 
 
 def verify_block(p: Tensor, q: Tensor, tokens: Tensor, counts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Block verification of a chain: see `Rejection.judge`; counts [B]."""
+    """Block verification of a chain: see `Rejection.accept`; counts [B]."""
     w, h = block_chances(p, q, tokens, counts)
     column = torch.arange(tokens.shape[1], device=tokens.device)
     passed = (u < h) | (column == 0)

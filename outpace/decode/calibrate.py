@@ -322,14 +322,14 @@ def _round(
     began = time.perf_counter()
     proposal = Proposal(ahead[:, :1], [1] * len(ahead))
     if n > 1:
-        proposal = deferred.propose(ahead[:, 0], n, rule.choice)
+        proposal = deferred.propose(ahead[:, 0], n, rule.sampler)
         _wait(target)  # a controller reads the proposal before the target runs
     drafted = time.perf_counter()
     proposal = widened(proposal, ahead, n)
     start = time.perf_counter()
     out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
     logits = target.logits(out.hidden)
-    rule.verdict(proposal, logits) if n > 1 else next_token(rule, logits)
+    rule.verify(proposal, logits) if n > 1 else next_token(rule, logits)
     checked = time.perf_counter()
     path = [[0]] * len(ahead)
     cache.commit(path)

@@ -47,10 +47,10 @@ class Deferred:
             self.parts, self.positions = [], 0
             self.session.observe(whole.tokens, whole.aux, whole.counts)
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """See `DraftSession.propose`."""
         self.flush()
-        return self.session.propose(last, width, choice)
+        return self.session.propose(last, width, sampler)
 
     def select(self, batch_indices: list[int]) -> None:
         """Keep only these batch indices, in this order."""

@@ -113,7 +113,7 @@ def steps(
             n = controller.width(cache.lengths)
         if n > 1 and deferred is not None:
             with trace.timed("draft"):
-                proposal = deferred.propose(last, n, rule.choice)
+                proposal = deferred.propose(last, n, rule.sampler)
             with trace.timed("rest"):
                 proposal = controller.cut(proposal)
         else:
@@ -123,7 +123,7 @@ def steps(
             out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux)
             logits = target.logits(out.hidden)
             if n > 1:
-                result = rule.verdict(proposal, logits)
+                result = rule.verify(proposal, logits)
             else:
                 result, last = next_token(rule, logits)
         with trace.timed("rest"):

@@ -1,6 +1,7 @@
 """Provisional verification on partial KV, between draft and target, confirmed by full passes.
 
-SpecPV (arXiv 2512.02337) with the verdict it leaves out: as published, what was accepted on partial KV stays.
+SpecPV (arXiv 2512.02337) with the full verification that it leaves out: as published, what was accepted on
+partial KV stays.
 """
 
 import time
@@ -26,7 +27,7 @@ LONGEST_REST = 64  # rounds
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """What is asked of partial KV. `lossy`: what was accepted on it is never judged, as published. Raises
+    """What is asked of partial KV. `lossy`: what was accepted on it is never verified, as published. Raises
     ValueError for a mode that is none of MODES."""
 
     config: PartialConfig = field(default_factory=PartialConfig)
@@ -38,13 +39,14 @@ class Partial:
 
 
 class PartialSession:
-    """A draft's session where the draft tokens the target has gone over on partial KV, round upon round,
-    until the buffer is full. What the loop gets is a line of provisional tokens with the draft's next draft
-    tokens at its end, to be verified like any proposal.
+    """Wraps a draft's session: the target verifies draft tokens on partial KV, step after step, until the
+    buffer is full. The decoding loop gets a chain of these provisional tokens with the draft's next tokens
+    at its end, and verifies it like any proposal.
 
-    Up to the budget it hands on the draft's own. Beyond, it buffers as many tokens as lately stood the full
-    pass: twice as many after a line that did, no more than stood after one that did not; and where none did,
-    it rests for more and more rounds.
+    While the context fits the budget, the draft's own proposals are passed on. Beyond it, the number of
+    tokens to buffer follows what the full passes accepted: it doubles after a chain that was accepted
+    whole, and falls to what was accepted after one that was not; after a chain of which nothing was
+    accepted, partial KV rests for more and more steps.
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class PartialSession:
         full: KVCache,
         draft: Draft,
         inner: RewindableSession,
-        judge: AcceptanceRule,
+        rule: AcceptanceRule,
         trace: Trace,
         stop: frozenset[int] = frozenset(),
     ) -> None:
-        """`inner`: the draft's session. `judge`: the loop's. Behind a token of `stop` nothing is proposed."""
+        """`inner`: the draft's session; `rule`: the loop's. Nothing is proposed after a token of `stop`."""
         self.cache = PartialCache(full, partial.config, partial.config.buffer_size(draft.block_size))
-        self.target, self.draft, self.inner, self.judge = target, draft, inner, judge
+        self.target, self.draft, self.inner, self.rule = target, draft, inner, rule
         self.trace, self.stop = trace, stop
         self.observed = [0] * full.batch  # tokens of full passes
         self.provisional: list[int] | None = (
@@ -86,21 +88,21 @@ class PartialSession:
         if self.provisional is not None:
             self.provisional = [self.provisional[b] for b in batch_indices]
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """`width` bounds the draft's draft tokens; the line before them comes on top."""
         width = min(width, self.draft.block_size)
         if self.rest or max(self.cache.full.lengths) <= self.cache.config.static_size:
             self.rest = max(self.rest - 1, 0)
-            return replace(self.inner.propose(last, width, choice), provisional=[0] * len(last))
+            return replace(self.inner.propose(last, width, sampler), provisional=[0] * len(last))
         self.cache.refresh()
-        judge, lines = self.judge.fork(), [[token] for token in last.tolist()]
+        rule, lines = self.rule.fork(), [[token] for token in last.tolist()]
         while self._worthwhile(lines, width):
-            proposal = self.inner.propose(last, width, judge.choice)
-            for line, value in zip(lines, self._go_over(proposal, judge), strict=True):
+            proposal = self.inner.propose(last, width, rule.sampler)
+            for line, value in zip(lines, self._go_over(proposal, rule), strict=True):
                 line += value
             last = torch.tensor([line[-1] for line in lines], device=last.device)
         space = self.cache.headroom - max(self.cache.buffered)
-        tail = self.inner.propose(last, min(width, space), judge.choice) if space > 1 else None
+        tail = self.inner.propose(last, min(width, space), rule.sampler) if space > 1 else None
         result = appended(lines, tail, last.device)
         self.provisional = result.provisional
         return result
@@ -110,12 +112,12 @@ class PartialSession:
         ended = all(self.stop.intersection(line[1:]) for line in lines)
         return held < self.trusted and held + width <= self.cache.headroom and not ended
 
-    def _go_over(self, proposal: Proposal, judge: AcceptanceRule) -> list[list[int]]:
+    def _go_over(self, proposal: Proposal, rule: AcceptanceRule) -> list[list[int]]:
         """A round on partial KV; -> what each row generates."""
         began = time.perf_counter()
         wanted = self.draft.target_layer_ids
         out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
-        result = judge.verdict(proposal, self.target.logits(out.hidden))
+        result = rule.verify(proposal, self.target.logits(out.hidden))
         self.cache.commit(result.path)
         self.trace.spent("partial", time.perf_counter() - began, within="draft")
         self.trace.partial_forwards += 1
@@ -157,32 +159,30 @@ def appended(lines: list[list[int]], tail: Proposal | None, device: torch.device
 
 
 class Trusting:
-    """The lossy mode: provisional tokens pass unseen, and the judge goes on behind them. What is emitted is
+    """The lossy mode: provisional tokens pass unseen, and the rule goes on behind them. What is emitted is
     NOT the target's output."""
 
-    def __init__(self, judge: AcceptanceRule) -> None:
-        self.judge = judge
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self.rule = rule
 
     @property
-    def choice(self) -> DraftSampler:
-        return self.judge.choice
+    def sampler(self) -> DraftSampler:
+        return self.rule.sampler
 
     def draw(self, logits: Tensor) -> Tensor:
-        return self.judge.draw(logits)
+        return self.rule.draw(logits)
 
-    def verdict(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
         """The logits at provisional tokens are replaced by certainty of the next one."""
         assert proposal.provisional is not None, "a PartialSession marks what is provisional"
         column = torch.arange(logits.shape[1], device=logits.device)
         taken = torch.tensor(proposal.provisional, device=logits.device)
         certain = torch.full_like(logits, -torch.inf)
         certain.scatter_(2, proposal.tokens.roll(-1, 1)[:, :, None], 0.0)
-        return self.judge.verdict(
-            proposal, torch.where((column < taken[:, None])[:, :, None], certain, logits)
-        )
+        return self.rule.verify(proposal, torch.where((column < taken[:, None])[:, :, None], certain, logits))
 
     def fork(self) -> AcceptanceRule:
-        return self.judge.fork()
+        return self.rule.fork()
 
     def select(self, batch_indices: list[int]) -> None:
-        self.judge.select(batch_indices)
+        self.rule.select(batch_indices)

@@ -116,7 +116,7 @@ def prefill(
     cache: KVCache,
     prompts: Sequence[Sequence[int]],
     request: Request,
-    judge: AcceptanceRule,
+    rule: AcceptanceRule,
     session: DraftSession | None = None,
     aux: Sequence[int] = (),
     on_logits: OnLogits | None = None,
@@ -142,7 +142,7 @@ def prefill(
     if on_logits is not None:
         for b in range(len(prompts)):
             on_logits(b, logits[b : b + 1])
-    return judge.draw(logits)
+    return rule.draw(logits)
 
 
 def acceptance_rule(

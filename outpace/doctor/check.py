@@ -1,10 +1,10 @@
-"""A Check: one thing the doctor looked at, the verdict, and what it rests on."""
+"""A Check: one thing the doctor looked at, the status, and what it rests on."""
 
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["pass", "warn", "fail", "skipped"]
+Status = Literal["pass", "warn", "fail", "skipped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class Check:
     JSON values. "skipped" always states why, and is no failure."""
 
     name: str
-    verdict: Verdict
+    status: Status
     message: str
     evidence: dict[str, Any] = field(default_factory=dict)
 

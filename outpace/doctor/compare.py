@@ -297,17 +297,17 @@ def check_embedding(model: Decoder, checkpoint: Checkpoint, tokens: list[int]) -
         "odd": odd[:20],
     }
     if not bool(rows.isfinite().all()):
-        return Check(name=name, verdict="fail", message="the file's rows hold NaN or Inf", evidence=evidence)
+        return Check(name=name, status="fail", message="the file's rows hold NaN or Inf", evidence=evidence)
     if not apart <= 1e-6 * float(rows.abs().max()):
         text = f"what the model looks up differs from the file's rows by {apart:.2g}"
-        return Check(name=name, verdict="fail", message=text, evidence=evidence)
+        return Check(name=name, status="fail", message=text, evidence=evidence)
     text = (
         f"{len(ids)} rows are the file's; norms {evidence['smallest_norm']:.3g} to "
         f"{evidence['largest_norm']:.3g}, median {median:.3g}"
     )
     if odd:
         text += f"; tokens {odd[:5]} have rows of a norm that no trained token has"
-    return Check(name=name, verdict="warn" if odd else "pass", message=text, evidence=evidence)
+    return Check(name=name, status="warn" if odd else "pass", message=text, evidence=evidence)
 
 
 def check_head(model: Decoder, checkpoint: Checkpoint) -> Check:
@@ -322,18 +322,18 @@ def check_head(model: Decoder, checkpoint: Checkpoint) -> Check:
     alike = float(torch.nn.functional.cosine_similarity(embedding, used, dim=-1).mean())
     evidence = {"tied": tied, "file_has_a_head": held, "cosine_with_embedding": round(alike, 4)}
     if not bool(used.isfinite().all()):
-        return Check(name=name, verdict="fail", message="the head holds NaN or Inf", evidence=evidence)
+        return Check(name=name, status="fail", message="the head holds NaN or Inf", evidence=evidence)
     if tied and held and not torch.equal(stored_rows(checkpoint, HEAD, ids), embedding):
         text = (
             "config.json ties the head to the embedding, but the file holds another head, which nobody "
             "reads: set tie_word_embeddings to false"
         )
-        return Check(name=name, verdict="fail", message=text, evidence=evidence)
+        return Check(name=name, status="fail", message=text, evidence=evidence)
     if not tied and torch.equal(used, embedding):
         text = (
             "config.json specifies the head is not tied, but it equals the embedding: a converter may have "
             "copied one over the other"
         )
-        return Check(name=name, verdict="warn", message=text, evidence=evidence)
+        return Check(name=name, status="warn", message=text, evidence=evidence)
     text = "tied to the embedding" if tied else f"its own matrix (cosine with the embedding {alike:.2f})"
-    return Check(name=name, verdict="pass", message=text, evidence=evidence)
+    return Check(name=name, status="pass", message=text, evidence=evidence)

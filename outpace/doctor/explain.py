@@ -65,12 +65,12 @@ def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
     if "head_dim" not in differ and not _turn_alike(ours, theirs):
         differ |= {f"rope.{k}": [rope_a[k], rope_b[k]] for k in rope_a if not _alike(rope_a[k], rope_b[k])}
     if not differ:
-        return Check(name=name, verdict="pass", message="both sides are configured alike")
+        return Check(name=name, status="pass", message="both sides are configured alike")
     text = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(differ.items())[:6])
     fatal = [k for k in SIZES if k in differ]
     if fatal:
         text = f"two different models: {text}"
-    return Check(name=name, verdict="fail" if fatal else "warn", message=text, evidence=differ)
+    return Check(name=name, status="fail" if fatal else "warn", message=text, evidence=differ)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -93,17 +93,17 @@ def check_embedded(ours: Walk, theirs: Walk, tokens: list[int]) -> Check:
     rows = (ours.embedded - theirs.embedded).norm(dim=-1) / theirs.embedded.norm(dim=-1).clamp(min=1e-30)
     evidence = asdict(result)
     if result.error <= EXACT:
-        return Check(name=name, verdict="pass", message=f"cosine {result.cosine:.6f}", evidence=evidence)
+        return Check(name=name, status="pass", message=f"cosine {result.cosine:.6f}", evidence=evidence)
     most = float(rows.max())
     if most <= 0.1:
         text = f"cosine {result.cosine:.6f}, rows differ by {most:.1%} at most: another number format"
-        return Check(name=name, verdict="pass", message=text, evidence=evidence)
+        return Check(name=name, status="pass", message=text, evidence=evidence)
     odd = sorted({t for t, off in zip(tokens, (rows > 0.1).tolist(), strict=True) if off})
     text = f"{len(odd)} of {len(set(tokens))} tokens have other rows, such as {odd[:5]}"
     size = float(ours.embedded.norm() / theirs.embedded.norm())
     if relative(ours.embedded / size, theirs.embedded) < EXACT:
         text = f"the rows are {size:.4g} times as long"
-    return Check(name=name, verdict="fail", message=text, evidence=evidence)
+    return Check(name=name, status="fail", message=text, evidence=evidence)
 
 
 def check_layers(layers: list[LayerApart]) -> Check:
@@ -120,7 +120,7 @@ def check_layers(layers: list[LayerApart]) -> Check:
         tensors = sorted({t for one in layers for half in HALVES for t in one.tensors[half]})
         if tensors:
             text += f". But some tensors are not the same at all: {', '.join(tensors)}"
-        return Check(name=name, verdict="warn" if tensors else "pass", message=text, evidence=evidence)
+        return Check(name=name, status="warn" if tensors else "pass", message=text, evidence=evidence)
     first = departing[0]
     half = first.departs[0]
     figures = first.attention if half == "attention" else first.mlp
@@ -131,7 +131,7 @@ def check_layers(layers: list[LayerApart]) -> Check:
     for other in HALVES:
         count = sum(other in one.departs for one in layers)
         text += f"; {_spoken(other)} departs in {count} of {len(layers)}"
-    return Check(name=name, verdict="fail", message=text, evidence=evidence)
+    return Check(name=name, status="fail", message=text, evidence=evidence)
 
 
 def _row(one: LayerApart) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def explanations(layers: list[LayerApart], favoured: str) -> Iterator[Check]:
         }
         name = f"why {_spoken(half)} departs"
         text = f"{where}: {text}" + (f". {favoured}" if favoured else "")
-        yield Check(name=name, verdict="fail", message=text, evidence=evidence)
+        yield Check(name=name, status="fail", message=text, evidence=evidence)
 
 
 def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], items: list[TrialResult]) -> str:
@@ -239,10 +239,10 @@ def check_logits(model: Decoder, ours: Walk, reference: Reference, *, layers_agr
     evidence = asdict(whole) | {"head_alone": alone, "same_top_1": float(same)}
     text = f"cosine {whole.cosine:.6f}, largest difference {whole.largest:.2g}, top-1 alike {float(same):.1%}"
     if alone <= limit and layers_agree:
-        return Check(name=name, verdict="pass", message=text, evidence=evidence)
+        return Check(name=name, status="pass", message=text, evidence=evidence)
     if alone <= limit:
         text += "; final norm and head agree, the layers before them do not"
-        return Check(name=name, verdict="fail", message=text, evidence=evidence)
+        return Check(name=name, status="fail", message=text, evidence=evidence)
     errors = _head_mistakes(model, last, theirs.logits)
     best = min(errors, key=lambda k: errors[k])
     evidence["head_mistakes"] = errors
@@ -252,7 +252,7 @@ def check_logits(model: Decoder, ours: Walk, reference: Reference, *, layers_agr
         if errors[best] <= limit
         else ", which none of the known mistakes explains"
     )
-    return Check(name=name, verdict="fail", message=text, evidence=evidence)
+    return Check(name=name, status="fail", message=text, evidence=evidence)
 
 
 def _head_limit(model: Decoder, reference: Reference) -> float:
@@ -347,7 +347,7 @@ def _about_tokens(
     tokenizer: Tokenizer | None, why: str, model: Decoder, checkpoint: Checkpoint
 ) -> Iterator[Check]:
     if tokenizer is None:
-        yield Check(name="tokenizer", verdict="skipped", message=why)
+        yield Check(name="tokenizer", status="skipped", message=why)
         return
     yield check_round_trip(tokenizer)
     yield check_vocabulary(tokenizer, model.config)
@@ -372,7 +372,7 @@ def _about_speech(
 ) -> Iterator[Check]:
     if tokenizer is None or not whole:
         text = "only the first layers were run" if tokenizer is not None else "there is no tokenizer"
-        yield Check(name="prediction of a text", verdict="skipped", message=text)
+        yield Check(name="prediction of a text", status="skipped", message=text)
         return
     yield check_text(ours.logits, ids)
     result = speak(model, ids)
@@ -389,7 +389,7 @@ def _against(
     if its is not None:
         configs = check_configs(model.config, its.config)
         yield configs
-        if configs.verdict == "fail":
+        if configs.status == "fail":
             return
     if what.reference == HF:
         theirs = open_transformers(other, model.config.num_layers)

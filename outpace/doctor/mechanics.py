@@ -126,14 +126,14 @@ def check_engine(exams: list[LayerExam]) -> Check:
     if not wrong:
         most = max(max(e.attention_error, e.mlp_error) for e in exams)
         text = f"{len(exams)} layers, relative error at most {most:.1e}"
-        return Check(name=name, verdict="pass", message=text, evidence=errors)
+        return Check(name=name, status="pass", message=text, evidence=errors)
     first = wrong[0]
     why = " or ".join(first.explained_by) or "no known mistake"
     text = (
         f"our own engine is wrong in {len(wrong)} of {len(exams)} layers, first in {first.layer} (attention "
         f"{first.attention_error:.1e}, MLP {first.mlp_error:.1e}), as if by: {why}. Please report it"
     )
-    return Check(name=name, verdict="fail", message=text, evidence=errors)
+    return Check(name=name, status="fail", message=text, evidence=errors)
 
 
 def check_rows(exams: list[LayerExam]) -> Check:
@@ -145,23 +145,23 @@ def check_rows(exams: list[LayerExam]) -> Check:
         text += f"; sinks take {min(shares):.1%} to {max(shares):.1%} of a row"
     evidence = {"largest_error": worst.row_error, "sink_share": shares}
     if worst.row_error <= SUM_LIMIT:
-        return Check(name=name, verdict="pass", message=text, evidence=evidence)
+        return Check(name=name, status="pass", message=text, evidence=evidence)
     text = f"layer {worst.layer}: weights and sink sum to 1 only within {worst.row_error:.2g}"
-    return Check(name=name, verdict="fail", message=text, evidence=evidence)
+    return Check(name=name, status="fail", message=text, evidence=evidence)
 
 
 def check_router(exams: list[LayerExam], experts: int) -> Check:
     name = "router"
     routed = [e for e in exams if e.routed_alike is not None]
     if not routed:
-        return Check(name=name, verdict="skipped", message="no layer has experts")
+        return Check(name=name, status="skipped", message="no layer has experts")
     alike = [e.routed_alike or 0.0 for e in routed]
     used = [e.experts_used for e in routed]
     evidence = {"alike": alike, "experts_used": used}
     text = (
         f"the same experts for {min(alike):.1%} of the tokens; of {experts}, {min(used)} to {max(used)} used"
     )
-    return Check(name=name, verdict="pass" if min(alike) == 1 else "fail", message=text, evidence=evidence)
+    return Check(name=name, status="pass" if min(alike) == 1 else "fail", message=text, evidence=evidence)
 
 
 def check_rope(model: Decoder) -> Check:
@@ -203,7 +203,7 @@ def check_rope(model: Decoder) -> Check:
     description += f"; concentration {factor:.4f}" if factor != 1 else ""
     return Check(
         name=name,
-        verdict="fail" if wrong else "pass",
+        status="fail" if wrong else "pass",
         message="; ".join(wrong) or description,
         evidence=evidence,
     )

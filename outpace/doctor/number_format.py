@@ -178,7 +178,7 @@ def gather_marks(model: Decoder) -> Marks | None:
 def check_orders(marks: Marks | None) -> Iterable[Check]:
     """Column order of down, of gate and up, and the pairing of gate with up."""
     if marks is None:
-        yield Check(name="column order", verdict="skipped", message="the model has no experts")
+        yield Check(name="column order", status="skipped", message="the model has no experts")
         return
     yield _order_check("column order of down", marks.down, "down's columns with the rows of their neurons")
     text = "mean gate rows with the router's rows"
@@ -189,20 +189,20 @@ def check_orders(marks: Marks | None) -> Iterable[Check]:
 def _order_check(name: str, evidence: BlockEvidence, what: str) -> Check:
     if not evidence.weight:
         reason = f"its columns do not come in blocks of {BLOCK}, or there is one expert only"
-        return Check(name=name, verdict="skipped", message=reason)
+        return Check(name=name, status="skipped", message=reason)
     best, lead = evidence.ranked()
     figures = _figures(evidence, lead)
     text = f"correlation of {what}: {_list(evidence)} ({lead:.0f} standard errors ahead)"
     if lead < DECIDED or evidence.correlation(best) < 0:
         return Check(
             name=name,
-            verdict="skipped",
+            status="skipped",
             message=f"undecided, the statistics do not separate (z = {lead:.1f}); {_list(evidence)}",
             evidence=figures,
         )
     if best == ORDERS[0]:
-        return Check(name=name, verdict="pass", message=text, evidence=figures)
-    return Check(name=name, verdict="fail", message=f"{ORDER_SAYS[best]}: {text}", evidence=figures)
+        return Check(name=name, status="pass", message=text, evidence=figures)
+    return Check(name=name, status="fail", message=f"{ORDER_SAYS[best]}: {text}", evidence=figures)
 
 
 def _pairing_check(evidence: BlockEvidence) -> Check:
@@ -213,11 +213,11 @@ def _pairing_check(evidence: BlockEvidence) -> Check:
     text = f"correlation of their norms: {_list(evidence)} ({lead:.0f} standard errors ahead)"
     if lead < DECIDED or evidence.correlation(best) < 0:
         reason = f"undecided, the statistics do not separate (z = {lead:.1f}); {_list(evidence)}"
-        return Check(name=name, verdict="skipped", message=reason, evidence=figures)
+        return Check(name=name, status="skipped", message=reason, evidence=figures)
     if best == right:
-        return Check(name=name, verdict="pass", message=text, evidence=figures)
+        return Check(name=name, status="pass", message=text, evidence=figures)
     wrong = f"the rows lie as {other} where the format wants {right}: {text}"
-    return Check(name=name, verdict="fail", message=wrong, evidence=figures)
+    return Check(name=name, status="fail", message=wrong, evidence=figures)
 
 
 def _list(evidence: BlockEvidence) -> str:
@@ -271,12 +271,12 @@ def check_decoding(model: Decoder) -> Check:
         if form not in apart:
             apart[form] = float((ours - book).abs().max())
     if not apart:
-        return Check(name=name, verdict="skipped", message="no weight is packed in blocks")
+        return Check(name=name, status="skipped", message="no weight is packed in blocks")
     wrong = sorted(form for form, by in apart.items() if by != 0)
     text = f"{', '.join(sorted(apart))}: every value is what the format states"
     if wrong:
         text = f"{', '.join(wrong)}: what the engine makes of them is off by up to {apart[wrong[0]]:.3g}"
-    return Check(name=name, verdict="fail" if wrong else "pass", message=text, evidence=apart)
+    return Check(name=name, status="fail" if wrong else "pass", message=text, evidence=apart)
 
 
 def _decoded(model: Decoder) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -309,7 +309,7 @@ def check_codes(model: Decoder) -> Check:
     parts = [nibbles(m) for m in model.modules() if isinstance(m, ExpertMatrix)]
     entries = [n for n in parts if n is not None]
     if not entries:
-        return Check(name=name, verdict="skipped", message="no expert is stored as MXFP4")
+        return Check(name=name, status="skipped", message="no expert is stored as MXFP4")
     codes, scales = torch.cat([n.codes for n in entries]), torch.cat([n.scales for n in entries])
     counts = torch.bincount(codes.flatten().int(), minlength=16)
     unlike = asymmetry(counts)
@@ -334,8 +334,8 @@ def check_codes(model: Decoder) -> Check:
             f"codes are as often positive as negative (E2M1), {full:.1%} of the blocks use the range, "
             f"scale bytes {lowest} to {highest}"
         )
-        return Check(name=name, verdict="pass", message=text, evidence=evidence)
-    return Check(name=name, verdict="fail", message=text, evidence=evidence)
+        return Check(name=name, status="pass", message=text, evidence=evidence)
+    return Check(name=name, status="fail", message=text, evidence=evidence)
 
 
 def asymmetry(counts: Tensor) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.doctor.check import Check, Verdict
+from outpace.doctor.check import Check, Status
 from outpace.doctor.reference import relative
 from outpace.doctor.sides import Walk
 from outpace.models.decoder import Decoder
@@ -41,7 +41,7 @@ def check_growth(ours: Walk) -> Check:
     if broken:
         where = "the embedding" if broken[0] == 0 else f"layer {broken[0] - 1}"
         text = f"NaN or Inf, first out of {where}"
-        return Check(name=name, verdict="fail", message=text, evidence=evidence)
+        return Check(name=name, status="fail", message=text, evidence=evidence)
     dead = [i for i, pair in enumerate(added) if min(pair) == 0]
     leaps = [i for i, (a, b) in enumerate(pairwise(sizes)) if b > GROWTH * max(a, 1e-30)]
     text = f"rms {sizes[0]:.3g} after the embedding, {sizes[-1]:.3g} after the last layer"
@@ -49,7 +49,7 @@ def check_growth(ours: Walk) -> Check:
         text += f"; layer {dead[0]} adds nothing at all"
     if leaps:
         text += f"; it grows {sizes[leaps[0] + 1] / sizes[leaps[0]]:.0f} times in layer {leaps[0]}"
-    return Check(name=name, verdict="warn" if dead or leaps else "pass", message=text, evidence=evidence)
+    return Check(name=name, status="warn" if dead or leaps else "pass", message=text, evidence=evidence)
 
 
 def check_text(logits: Tensor, tokens: list[int]) -> Check:
@@ -60,12 +60,12 @@ def check_text(logits: Tensor, tokens: list[int]) -> Check:
     first = float((logits[:-1].argmax(-1) == torch.tensor(tokens[1:])).float().mean())
     evidence = {"nats_per_token": mean, "of_chance": mean / most, "top_1": first, "tokens": len(losses)}
     text = f"{mean:.2f} nats per token over {len(losses)} (chance: {most:.2f}); top-1 {first:.0%}"
-    verdict: Verdict = "pass" if mean < GOOD * most else "warn" if mean < CHANCE * most else "fail"
+    status: Status = "pass" if mean < GOOD * most else "warn" if mean < CHANCE * most else "fail"
     if not mean < CHANCE * most:
         text += ": no better than chance, so the weights are untrained, or something reaches every layer"
-    elif verdict == "warn":
+    elif status == "warn":
         text += ": poor, for any trained model"
-    return Check(name=name, verdict=verdict, message=text, evidence=evidence)
+    return Check(name=name, status=status, message=text, evidence=evidence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,8 @@ def check_speech(spoken_by: GreedyText, text: str, vocab_size: int) -> Check:
     if loop and loop <= 2:
         remarks.append(f"it repeats the same {'token' if loop == 1 else 'two tokens'}")
     description = "; ".join(faults + remarks + [f"{text!r} (entropy {mean:.2f} of {most:.2f} nats)"])
-    verdict: Verdict = "fail" if faults else "warn" if remarks else "pass"
-    return Check(name=name, verdict=verdict, message=description, evidence=evidence)
+    status: Status = "fail" if faults else "warn" if remarks else "pass"
+    return Check(name=name, status=status, message=description, evidence=evidence)
 
 
 def shortest_loop(tokens: list[int], least: int = 8) -> int:

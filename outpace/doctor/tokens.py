@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outpace.checkpoint.tokenizer import generation_stops
-from outpace.doctor.check import Check, Verdict
+from outpace.doctor.check import Check, Status
 from outpace.models.config import ModelConfig
 from outpace.text.harmony import HarmonyTokens, Mark, prompt_ids, render, speaks_harmony
 from outpace.text.messages import Conversation, Message, System
@@ -65,14 +65,14 @@ def check_round_trip(tokenizer: Tokenizer) -> Check:
         description = (
             f"{len(lost)} of {len(NASTY)} texts come back changed ({which}): {wanted!r} as {content!r}"
         )
-        return Check(name=name, verdict="fail", message=description, evidence=evidence)
+        return Check(name=name, status="fail", message=description, evidence=evidence)
     if outer:
         description = (
             f"outer spaces are lost or added in {len(outer)} of {len(NASTY)} texts; all else comes back"
         )
-        return Check(name=name, verdict="warn", message=description, evidence=evidence)
+        return Check(name=name, status="warn", message=description, evidence=evidence)
     return Check(
-        name=name, verdict="pass", message=f"{len(NASTY)} texts come back unchanged", evidence=evidence
+        name=name, status="pass", message=f"{len(NASTY)} texts come back unchanged", evidence=evidence
     )
 
 
@@ -83,13 +83,13 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     evidence = {"tokens": len(ids), "highest_id": highest, "rows": rows}
     if highest >= rows:
         text = f"ids go to {highest:,}, the embedding has {rows:,} rows: not this model's tokenizer"
-        return Check(name=name, verdict="fail", message=text, evidence=evidence)
+        return Check(name=name, status="fail", message=text, evidence=evidence)
     if highest < rows * 0.9:
         text = f"ids end at {highest:,}, the embedding has {rows:,} rows: another model's tokenizer?"
-        return Check(name=name, verdict="warn", message=text, evidence=evidence)
+        return Check(name=name, status="warn", message=text, evidence=evidence)
     spare = rows - highest - 1
     text = f"{len(ids):,} tokens, {rows:,} rows" + (f" ({spare:,} of them padding)" if spare else "")
-    return Check(name=name, verdict="pass", message=text, evidence=evidence)
+    return Check(name=name, status="pass", message=text, evidence=evidence)
 
 
 def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Check:
@@ -117,10 +117,10 @@ def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Ch
         remarks += [f"{t} is not a stop id: the model would talk on after it" for t in late]
     evidence = {**ids, "harmony": speaks_harmony(tokenizer)}
     if faults or remarks:
-        verdict: Verdict = "fail" if faults else "warn"
-        return Check(name=name, verdict=verdict, message="; ".join(faults + remarks), evidence=evidence)
+        status: Status = "fail" if faults else "warn"
+        return Check(name=name, status=status, message="; ".join(faults + remarks), evidence=evidence)
     shown = ", ".join(f"{kind} {' '.join(map(str, result))}" for kind, result in ids.items() if result)
-    return Check(name=name, verdict="pass", message=shown, evidence=evidence)
+    return Check(name=name, status="pass", message=shown, evidence=evidence)
 
 
 def stop_ids(config: ModelConfig, folder: Path) -> set[int]:
@@ -157,12 +157,12 @@ def check_beginning(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     tokens = [tokenizer.id_to_token(id) for id in before]
     evidence = {"before": before, "behind": behind}
     if len(set(before)) < len(before):
-        return Check(name=name, verdict="fail", message=f"begin tokens twice: {tokens}", evidence=evidence)
+        return Check(name=name, status="fail", message=f"begin tokens twice: {tokens}", evidence=evidence)
     if before and config.bos_token_id is not None and before != [config.bos_token_id]:
         text = f"the tokenizer begins a text with {tokens}, config.json with id {config.bos_token_id}"
-        return Check(name=name, verdict="warn", message=text, evidence=evidence)
+        return Check(name=name, status="warn", message=text, evidence=evidence)
     text = f"the tokenizer puts {tokens[0]} in front" if before else "the tokenizer puts nothing in front"
-    return Check(name=name, verdict="pass", message=text, evidence=evidence)
+    return Check(name=name, status="pass", message=text, evidence=evidence)
 
 
 def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
@@ -170,22 +170,22 @@ def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     and the answer's channel is left to the model."""
     name = "Harmony"
     if not config.sinks:
-        return Check(name=name, verdict="skipped", message="not a gpt-oss")
+        return Check(name=name, status="skipped", message="not a gpt-oss")
     if not speaks_harmony(tokenizer):
         missing = [str(m) for m in Mark if tokenizer.token_to_id(m) is None]
         description = (
             f"a gpt-oss where the tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
         )
-        return Check(name=name, verdict="warn", message=description)
+        return Check(name=name, status="warn", message=description)
     conversation = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
     ids, text = prompt_ids(conversation, tokenizer), render(conversation)
     faults = [*_split_marks(tokenizer, map(str, Mark)), *_harmony_faults(tokenizer, ids)]
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
         faults.append("the prompt's ids do not decode to the prompt")
     description = "special tokens are single ids, no developer block is added, the answer's channel is shut"
-    verdict: Verdict = "fail" if faults else "pass"
+    status: Status = "fail" if faults else "pass"
     return Check(
-        name=name, verdict=verdict, message="; ".join(faults) or description, evidence={"prompt": text}
+        name=name, status=status, message="; ".join(faults) or description, evidence={"prompt": text}
     )
 
 
@@ -195,7 +195,7 @@ def check_template(
     """The checkpoint's own chat template, on a greeting and on an answer to it."""
     name = "chat template"
     if template is None:
-        return Check(name=name, verdict="skipped", message="the checkpoint has none")
+        return Check(name=name, status="skipped", message="the checkpoint has none")
     greeting = {"role": "user", "content": "Hello"}
     try:
         prompt = template.render([greeting])
@@ -204,7 +204,7 @@ def check_template(
             [greeting, {"role": "assistant", "content": ANSWER}], add_generation_prompt=False
         )
     except ValueError as error:
-        return Check(name=name, verdict="fail", message=str(error))
+        return Check(name=name, status="fail", message=str(error))
     faults = list(_split_marks(tokenizer, MARK.findall(prompt + answered)))
     remarks = []
     if config.sinks and speaks_harmony(tokenizer):
@@ -218,12 +218,12 @@ def check_template(
     twice = bool(before) and encode(tokenizer, prompt)[: len(before)] == before
     evidence = {"prompt": prompt, "begins_by_itself": twice}
     if faults or remarks:
-        verdict: Verdict = "fail" if faults else "warn"
-        return Check(name=name, verdict=verdict, message="; ".join(faults + remarks), evidence=evidence)
+        status: Status = "fail" if faults else "warn"
+        return Check(name=name, status=status, message="; ".join(faults + remarks), evidence=evidence)
     text = f"a prompt of {len(encode(tokenizer, prompt))} tokens, ends with {prompt[-24:]!r}"
     if twice:
         text += "; it writes the begin token itself: do not let the tokenizer add another"
-    return Check(name=name, verdict="pass", message=text, evidence=evidence)
+    return Check(name=name, status="pass", message=text, evidence=evidence)
 
 
 def _split_marks(tokenizer: Tokenizer, marks: Iterator[str] | list[str]) -> Iterator[str]:

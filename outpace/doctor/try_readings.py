@@ -159,7 +159,7 @@ def try_readings(model: Decoder, tokens: list[int], seconds: float) -> Iterator[
     if each * len(others) > seconds:
         minutes = each * len(others) / 60
         text = f"{len(others)} readings would take about {minutes:.0f} minutes: --thorough tries them"
-        yield Check(name=KNOWN, verdict="skipped", message=text)
+        yield Check(name=KNOWN, status="skipped", message=text)
         return
     losses |= read_with(model, tokens, others)
     best = gains(losses)[0]
@@ -177,7 +177,7 @@ def check_scale(losses: dict[Names, Tensor], vocab: int) -> Check:
     name = "scale of the experts"
     result = gains(losses)
     if not result:
-        return Check(name=name, verdict="skipped", message="the model has no experts")
+        return Check(name=name, status="skipped", message="the model has no experts")
     base, chance = float(losses[AS_IS].mean()), CHANCE * math.log(vocab)
     text = ", ".join(f"{g.loss:.2f} {g.label.split(': ')[1]}" for g in result)
     text = f"{base:.2f} nats per token as it is, {text}"
@@ -185,13 +185,13 @@ def check_scale(losses: dict[Names, Tensor], vocab: int) -> Check:
     best = result[0]
     if best.better and best.loss < chance:
         text = f"{best.label}: read so, the text is predicted better ({text}; z = {best.z:.0f})"
-        return Check(name=name, verdict="fail", message=text, evidence=evidence)
+        return Check(name=name, status="fail", message=text, evidence=evidence)
     if base < chance and all(g.worse for g in result):
-        return Check(name=name, verdict="pass", message=text, evidence=evidence)
+        return Check(name=name, status="pass", message=text, evidence=evidence)
     reason = (
         "the text does not separate them" if base < chance else "the text is predicted under none of them"
     )
-    return Check(name=name, verdict="skipped", message=f"undecided, {reason}: {text}", evidence=evidence)
+    return Check(name=name, status="skipped", message=f"undecided, {reason}: {text}", evidence=evidence)
 
 
 def check_readings(losses: dict[Names, Tensor], vocab: int) -> Check:
@@ -206,14 +206,14 @@ def check_readings(losses: dict[Names, Tensor], vocab: int) -> Check:
             f"not "
             f"{base:.2f} (z = {best.z:.0f}). The checkpoint, or its config, seems to say it that way"
         )
-        return Check(name=KNOWN, verdict="fail", message=text, evidence=evidence)
+        return Check(name=KNOWN, status="fail", message=text, evidence=evidence)
     if not base < chance:
         text = f"undecided: the text is not predicted under any of {len(result)} readings"
-        return Check(name=KNOWN, verdict="skipped", message=text, evidence=evidence)
+        return Check(name=KNOWN, status="skipped", message=text, evidence=evidence)
     text = f"{len(result)} tried, none predicts the text better"
     costly = sum(g.worse for g in result)
     text += f"; {costly} of them clearly worse, the rest cannot be told by this text"
-    return Check(name=KNOWN, verdict="pass", message=text, evidence=evidence)
+    return Check(name=KNOWN, status="pass", message=text, evidence=evidence)
 
 
 def _plainest(items: list[Gain]) -> Gain:

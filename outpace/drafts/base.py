@@ -60,9 +60,9 @@ class DraftSession(Protocol):
         aux [n, B, T, C] of `target_layer_ids` at them."""
         ...
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """Draft token what follows `last` [B], the verified token after all observed ones, in at most `width`
-        positions (2 <= width <= block_size), draft tokens chosen by `choice`."""
+        positions (2 <= width <= block_size), draft tokens chosen by `sampler`."""
         ...
 
     def select(self, batch_indices: list[int]) -> None:

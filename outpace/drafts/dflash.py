@@ -48,8 +48,8 @@ class DFlash(nn.Module):
         self.candidate_selector = Selector(config) if config.selector_rank else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
-        words = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.draft_vocab_size else None
-        self.register_buffer("d2t", words)  # row i of the draft's head is the target's token i + d2t[i]
+        offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.draft_vocab_size else None
+        self.register_buffer("d2t", offsets)  # row i of the draft's head is the target's token i + d2t[i]
         self.inv = inverse_frequencies(config.rope, config.head_dim)
 
     @property
@@ -89,10 +89,10 @@ class DFlash(nn.Module):
             x = checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
         return self.norm(x)
 
-    def guess(self, head: Head, hidden: Tensor, last: Tensor, choice: DraftSampler) -> DraftTokens:
+    def guess(self, head: Head, hidden: Tensor, last: Tensor, sampler: DraftSampler) -> DraftTokens:
         """hidden [B,n,C] of the n places after `last` [B]. With a confidence head, it states how sure."""
         parts = self.candidate_selector, self.markov_head
-        result = guess(head, *parts, hidden, last, choice)
+        result = guess(head, *parts, hidden, last, sampler)
         if self.confidence_head is None:
             return result
         previous = torch.cat((last[:, None], result.tokens[:, :-1]), dim=1)
@@ -168,7 +168,7 @@ class DFlashSession:
         config = draft.config
         self.draft, self.target = draft, target
         self.head = head or Head.of(target, draft.d2t)
-        self.words = DraftVocabulary(self.head.ids, self.head.vocab_size)
+        self.vocab = DraftVocabulary(self.head.ids, self.head.vocab_size)
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = not any(isinstance(part, Joined) for part in draft.modules())
@@ -209,9 +209,9 @@ class DFlashSession:
         layers = zip(self.layers, self.weights, strict=True)
         return [layer.context_kv(features, cos, sin, weights) for layer, weights in layers]
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         hidden = self.block_hidden(last, width)[:, 1:width]
-        result = self.draft.guess(self.head, hidden, last, choice)
+        result = self.draft.guess(self.head, hidden, last, sampler)
         q = None if result.q is None else torch.nn.functional.pad(result.q, (0, 0, 1, 0))
         return Proposal(
             torch.cat((last[:, None], result.tokens), dim=1),
@@ -221,7 +221,7 @@ class DFlashSession:
         )
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, BigramBias | None]:
-        """last [B] -> logits [B, width - 1, N] of `words`, 1 .. width - 1 tokens after it (width <=
+        """last [B] -> logits [B, width - 1, N] of `vocab`, 1 .. width - 1 tokens after it (width <=
         block_size), each blind to the others; and what one adds to the next's."""
         hidden = self.block_hidden(last, width)[:, 1:width]
         parts = self.draft.candidate_selector, self.draft.markov_head

@@ -104,24 +104,24 @@ def guess(
     markov: MarkovHead | None,
     hidden: Tensor,
     last: Tensor,
-    choice: DraftSampler,
+    sampler: DraftSampler,
 ) -> DraftTokens:
     """hidden [B, n, C] of the n places after `last` [B]."""
     logits = head.logits(hidden)
     if selector is not None:
-        return _selected(head, selector, logits, hidden, last, choice)
+        return _selected(head, selector, logits, hidden, last, sampler)
     if markov is not None:
-        return _corrected(head, markov, logits, hidden, last, choice)
+        return _corrected(head, markov, logits, hidden, last, sampler)
     rows, values, lse = top_k(logits, 1)
     sure = (values[..., 0] - lse).exp()
-    if isinstance(choice, Greedy):
+    if isinstance(sampler, Greedy):
         return DraftTokens(head.tokens(rows[..., 0]), None, sure)
-    tokens, q = choice.tokens(head.spread(logits), 1)
+    tokens, q = sampler.tokens(head.spread(logits), 1)
     return DraftTokens(tokens, q, sure)
 
 
 def _selected(
-    head: Head, selector: Selector, logits: Tensor, hidden: Tensor, last: Tensor, choice: DraftSampler
+    head: Head, selector: Selector, logits: Tensor, hidden: Tensor, last: Tensor, sampler: DraftSampler
 ) -> DraftTokens:
     """DFlash 2's walk: at each place, one of the most probable few after the one chosen before. What would be
     drawn after every candidate is drawn at once, and the walk looks it up: one of them is used, so each
@@ -130,19 +130,19 @@ def _selected(
     ids = head.tokens(rows)
     h = selector.hidden_projection(hidden)
     books = selector.predecessor_codebook, selector.successor_codebook
-    if isinstance(choice, Greedy):
+    if isinstance(sampler, Greedy):
         return DraftTokens(*_and_none(walk(last, ids, values, lse, h, *books)))
     previous = torch.cat((last[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]), dim=1)
     scores = all_pairs(previous, ids, values, h, *books)
     sure = share(scores.amax(-1), scores, values[:, :, None], lse[:, :, None])
     q = None
-    if isinstance(choice, Sampled):  # among the few alone: no other has a chance
-        after, q = choice.tokens(scores.flatten(1, 2), 1)
+    if isinstance(sampler, Sampled):  # among the few alone: no other has a chance
+        after, q = sampler.tokens(scores.flatten(1, 2), 1)
         after = after.view(scores.shape[:-1])
     else:
-        assert isinstance(choice, GumbelCoupled), "draft tokens are the most probable, drawn, or coupled"
-        noise = choice.noise(ids, head.vocab_size)
-        after = (shaped(scores, choice.sampling) + noise[:, :, None]).argmax(-1)
+        assert isinstance(sampler, GumbelCoupled), "draft tokens are the most probable, drawn, or coupled"
+        noise = sampler.noise(ids, head.vocab_size)
+        after = (shaped(scores, sampler.sampling) + noise[:, :, None]).argmax(-1)
     before, places = _followed(after)
     sure = sure.gather(-1, before)[..., 0]
     if q is not None:
@@ -164,7 +164,7 @@ def _followed(after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _corrected(
-    head: Head, markov: MarkovHead, logits: Tensor, hidden: Tensor, last: Tensor, choice: DraftSampler
+    head: Head, markov: MarkovHead, logits: Tensor, hidden: Tensor, last: Tensor, sampler: DraftSampler
 ) -> DraftTokens:
     """DSpark's walk: at each place, the predecessor's bias on all logits."""
     places = []
@@ -173,10 +173,10 @@ def _corrected(
         biased = logits[:, at] + markov.bias(last[:, None], hidden[:, at])
         rows, values, lse = top_k(biased, 1)
         q = None
-        if isinstance(choice, Greedy):
+        if isinstance(sampler, Greedy):
             tokens = head.tokens(rows[..., 0])
         else:
-            tokens, q = choice.tokens(head.spread(biased), t + 1)
+            tokens, q = sampler.tokens(head.spread(biased), t + 1)
         places.append((tokens, q, (values[..., 0] - lse).exp()))
         last = tokens[:, 0]
     return _joined(places)

@@ -106,7 +106,7 @@ class Eagle3Session:
     def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int, slack: int = 0) -> None:
         self.draft, self.target, self.shape = bound.draft, bound.target, bound.shape
         config, shape = self.draft.config, self.shape
-        self.words = DraftVocabulary(self.draft.target_ids(), config.vocab_size)
+        self.vocab = DraftVocabulary(self.draft.target_ids(), config.vocab_size)
         self.masks = self.draft.masks(self.target) if config.parallel else None
         guessed = shape.depth * (1 if config.parallel else shape.branch)
         self.scale = config.head_dim**-0.5
@@ -145,14 +145,14 @@ class Eagle3Session:
             for t, aux, counts in self.held
         ]
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         depth = min(self.shape.depth, width - 1)
         if self.masks is not None:
-            return self._at_once(last, self.masks, width, depth, choice)
+            return self._at_once(last, self.masks, width, depth, sampler)
         hidden = self._run_pairs(last)
         if self.shape.branch > 1:
-            return self._tree(last, hidden, width, depth, choice)
-        return self._chain(last, hidden, depth, choice)
+            return self._tree(last, hidden, width, depth, sampler)
+        return self._chain(last, hidden, depth, sampler)
 
     # ---- what is verified ----------------------------------------------------------------------------
 
@@ -229,12 +229,12 @@ class Eagle3Session:
 
     # ---- what is proposed -----------------------------------------------------------------------------
 
-    def _chain(self, last: Tensor, hidden: Tensor, depth: int, choice: DraftSampler) -> Proposal:
+    def _chain(self, last: Tensor, hidden: Tensor, depth: int, sampler: DraftSampler) -> Proposal:
         verified = list(self.cache.lengths)
         logits, guesses, drawn = [], [], []
         for at in range(1, depth + 1):
             logits.append(self.draft.head(hidden, self.target))
-            guess, q = self.words.choose(choice, logits[-1], at)
+            guess, q = self.vocab.choose(sampler, logits[-1], at)
             guesses.append(guess)
             drawn.append(q)
             if at < depth:
@@ -247,21 +247,21 @@ class Eagle3Session:
 
     def _line(self, last: Tensor, logits: Tensor, guesses: Tensor, q: Tensor | None) -> Proposal:
         """logits [B,n,N] and the draft tokens [B,n] chosen of them -> one behind the other."""
-        reach = self.words.log_probabilities(logits, guesses).cumsum(1).exp()
+        reach = self.vocab.log_probabilities(logits, guesses).cumsum(1).exp()
         tokens = torch.cat((last[:, None], guesses), dim=1)
         q = None if q is None else F.pad(q, (0, 0, 1, 0))
         counts = [tokens.shape[1]] * len(last)
         return Proposal(tokens, counts, q=q, survival=F.pad(reach, (1, 0), value=1.0))
 
-    def _tree(self, last: Tensor, hidden: Tensor, width: int, depth: int, choice: DraftSampler) -> Proposal:
+    def _tree(self, last: Tensor, hidden: Tensor, width: int, depth: int, sampler: DraftSampler) -> Proposal:
         grown = Growth(last, self.shape.branch)  # of rows of the head
         for at in range(1, depth + 1):
             logits = self.draft.head(hidden, self.target)
-            frontier = grown.expand(self.words.scores(choice, logits, at, level=True))
+            frontier = grown.expand(self.vocab.scores(sampler, logits, at, level=True))
             if at < depth:
                 features = self.draft.feedback(hidden)
                 row = torch.arange(len(last), device=last.device)[:, None]
-                embeds = self.draft.embed(self.words.named(frontier.tokens), self.target)
+                embeds = self.draft.embed(self.vocab.named(frontier.tokens), self.target)
                 # the forest is never advanced: what it wrote is forgotten
                 step = self.cache.begin(embeds.shape[1], tree=grown.forest)
                 hidden = self._run(embeds, features[row, frontier.follows], step)
@@ -269,11 +269,11 @@ class Eagle3Session:
 
     def _named(self, last: Tensor, tree: Proposal) -> Proposal:
         """A tree of rows of the head -> of the target's tokens."""
-        guesses = self.words.named(tree.tokens[:, 1:])
+        guesses = self.vocab.named(tree.tokens[:, 1:])
         return replace(tree, tokens=torch.cat((last[:, None], guesses), dim=1))
 
     def _at_once(
-        self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, choice: DraftSampler
+        self, last: Tensor, masks: tuple[Tensor, Tensor], width: int, depth: int, sampler: DraftSampler
     ) -> Proposal:
         """P-EAGLE (arXiv 2602.01469): the newest pair and, behind it, a mask for every further draft
         token."""
@@ -293,6 +293,6 @@ class Eagle3Session:
         at = newest[:, None] + torch.arange(depth, device=last.device)
         logits = self.draft.head(hidden[row[:, None], at], self.target)
         if self.shape.branch > 1:
-            scores = self.words.scores(choice, logits, 1)
+            scores = self.vocab.scores(sampler, logits, 1)
             return self._named(last, best_first(last, scores, width, self.shape.branch))
-        return self._line(last, logits, *self.words.choose(choice, logits, 1))
+        return self._line(last, logits, *self.vocab.choose(sampler, logits, 1))

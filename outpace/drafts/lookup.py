@@ -46,7 +46,7 @@ class NGramSession:
                         table.setdefault(tuple(row[-n:]), []).append(len(row))
                 row.append(token)
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """The text has no logits: there is nothing to choose by."""
         guesses = [[token, *self._continuation(b, token)][:width] for b, token in enumerate(last.tolist())]
         counts = [len(g) for g in guesses]
@@ -115,7 +115,7 @@ class SuffixSession:
             self.history[b, n : n + count] = tokens[b, :count]
             self.lengths[b] = n + count
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """Positions in descending order of survival, as counted: the first n of them are the best tree of
         n."""
         rows = []
@@ -181,7 +181,7 @@ class NullDraft:
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
         pass
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         return Proposal(last[:, None], [1] * len(last))
 
     def rewind(self, lengths: list[int]) -> None:

@@ -41,19 +41,19 @@ def best_first(
     nodes: int,
     branch: int = 16,
     pairs: Pairs | None = None,
-    words: DraftVocabulary | None = None,
+    vocab: DraftVocabulary | None = None,
 ) -> Proposal:
     """The most probable `nodes` positions of a block (DDTree, arXiv 2604.12989): a node's score is the sum
     of its path's. Without `pairs` the draft tokens of one depth do not know those of another.
 
     last [B] int64; scores [B, n, V], of every token 1 .. n tokens after `last`: `Choice.scores`, at most 0;
-    or of every one of `words` [B, n, N]. Of each depth the `branch` best are looked at. Rows come out
+    or of every one of `vocab` [B, n, N]. Of each depth the `branch` best are looked at. Rows come out
     narrower than `nodes` where there are fewer paths, or only impossible ones (-inf). One wait for the
     device.
     """
     assert nodes >= 1 and branch >= 1 and scores.dim() == 3 and len(last) == len(scores)
     top, ids = _best(scores, branch)
-    ids = ids if words is None else words.named(ids)
+    ids = ids if vocab is None else vocab.named(ids)
     n, k = top.shape[1:]
     places = torch.arange(k, device=ids.device).expand_as(ids)[:, :, None]
     followers = top[:, :, None] if pairs is None else _after_each(last, top, ids, pairs)
@@ -241,14 +241,14 @@ def cut(proposal: Proposal, columns: int) -> Proposal:
 
 
 class BlockSession(RewindableSession, Protocol):
-    """A session where the draft proposes a whole block at once. `words`: its vocabulary."""
+    """A session where the draft proposes a whole block at once. `vocab`: its vocabulary."""
 
     @property
-    def words(self) -> DraftVocabulary: ...
+    def vocab(self) -> DraftVocabulary: ...
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
-        """last [B] -> logits [B, width - 1, N] of its words, 1 .. width - 1 tokens after it, blind to each
-        other; and what a token adds to the logits of the next one, where the draft knows."""
+        """last [B] -> logits [B, width - 1, N] of its vocabulary, 1 .. width - 1 tokens after it, blind to
+        each other; and what a token adds to the logits of the next one, where the draft knows."""
         ...
 
 
@@ -294,12 +294,12 @@ class DDTreeSession:
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
         self.session.observe(tokens, aux, counts)
 
-    def propose(self, last: Tensor, width: int, choice: DraftSampler) -> Proposal:
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """Positions in descending order of survival: the first n of them are the best tree of n."""
         logits, pairs = self.session.block(last, min(width, self.block))
-        words, sharper = self.session.words, 1 / choice.temperature
+        vocab, sharper = self.session.vocab, 1 / sampler.temperature
         added = None if pairs is None else lambda previous, ids: pairs(previous, ids) * sharper
-        return best_first(last, words.scores(choice, logits, 1), width, self.branch, added, words)
+        return best_first(last, vocab.scores(sampler, logits, 1), width, self.branch, added, vocab)
 
     def rewind(self, lengths: list[int]) -> None:
         self.session.rewind(lengths)

@@ -28,14 +28,14 @@ class DraftVocabulary:
             return narrow
         return narrow.new_full((*narrow.shape[:-1], self.size), rest).index_copy_(-1, self.ids, narrow)
 
-    def choose(self, choice: DraftSampler, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def choose(self, sampler: DraftSampler, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """`DraftSampler.tokens` of logits [B, n, N]: the target's tokens [B, n], and q [B, n, V]."""
         if self.ids is None:
-            return choice.tokens(logits, depth)
-        if isinstance(choice, NAMELESS):
-            rows, q = choice.tokens(logits, depth)
+            return sampler.tokens(logits, depth)
+        if isinstance(sampler, NAMELESS):
+            rows, q = sampler.tokens(logits, depth)
             return self.named(rows), None if q is None else self.wide(q, 0.0)
-        return choice.tokens(self.wide(logits, -torch.inf), depth)
+        return sampler.tokens(self.wide(logits, -torch.inf), depth)
 
     def log_probabilities(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """logits [B, n, N], the target's tokens [B, n] -> [B, n] float32; -inf where it has no word."""
@@ -44,8 +44,8 @@ class DraftVocabulary:
         result = logits.gather(-1, rows[..., None])[..., 0] - logits.logsumexp(-1)
         return result if self.ids is None else result.masked_fill(self.named(rows) != tokens, -torch.inf)
 
-    def scores(self, choice: DraftSampler, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
+    def scores(self, sampler: DraftSampler, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """logits [B, n, N] -> `DraftSampler.scores` of the head's rows [B, n, N]."""
-        if self.ids is None or isinstance(choice, NAMELESS):
-            return choice.scores(logits, depth, level=level)
-        return choice.scores(self.wide(logits, -torch.inf), depth, level=level)[..., self.ids]
+        if self.ids is None or isinstance(sampler, NAMELESS):
+            return sampler.scores(logits, depth, level=level)
+        return sampler.scores(self.wide(logits, -torch.inf), depth, level=level)[..., self.ids]

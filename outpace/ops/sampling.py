@@ -14,10 +14,12 @@ FEW = 512  # likely tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 do nothing.
+    """temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 do
+    nothing.
 
-    They act as transformers' processors do, in its order: the repetition penalty (greedy or not), then
-    temperature, top_k, top_p, min_p.
+    The order is that of transformers and vLLM: the penalties (greedy or not), then temperature, top_k, top_p,
+    min_p. The repetition penalty counts prompt and output, as in transformers; presence and frequency
+    penalties the output alone, as in OpenAI's API.
     """
 
     temperature: float = 0.0
@@ -25,6 +27,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -42,12 +46,22 @@ class Sampling:
             raise ValueError(
                 f"repetition_penalty {self.repetition_penalty} is not above 0 (1 changes nothing)"
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:  # refuses nan, too
+                raise ValueError(f"{name} {getattr(self, name)} is outside [-2, 2] (0 changes nothing)")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it reads the text so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def for_draft(self, temperature: float | None = None) -> "Sampling":
-        """The same for a draft: perhaps at a temperature of its own, and without the repetition penalty,
-        which would need the text of every draft token."""
+        """The same for a draft: perhaps at a temperature of its own, and without penalties, which would need
+        the text of every draft token."""
         own = self.temperature if temperature is None else temperature
-        return replace(self, temperature=own, repetition_penalty=1.0)
+        return replace(
+            self, temperature=own, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+        )
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -66,15 +80,27 @@ def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(state)
 
 
+IN_PROMPT, OUTPUT = 1, 2  # what a token of the prompt, and each one of the output, adds to a history
+
+
 def penalised(logits: Tensor, how: Sampling, seen: Tensor | None) -> Tensor:
-    """[..., V] -> [..., V]: the logits of tokens that the text holds already, `seen` (bool, broadcast to
-    the logits), divided by the penalty where they lie above 0 and multiplied by it below (after CTRL, arXiv
-    1909.05858, section 4.1, as transformers does it)."""
-    if how.repetition_penalty == 1:
+    """[..., V] -> [..., V]. `seen`: the history of the text, int32, broadcast to the logits: for every token
+    IN_PROMPT if the prompt has it, plus OUTPUT for each time it was generated.
+
+    Logits of tokens in the text are divided by the repetition penalty above 0 and multiplied by it below
+    (CTRL, arXiv 1909.05858, section 4.1, as transformers does it); then n times the frequency penalty and,
+    where n > 0, the presence penalty are subtracted, n being how often the token was generated.
+    """
+    if not how.penalises:
         return logits
-    assert seen is not None, "a repetition penalty reads the text"
+    assert seen is not None, "a penalty reads the text"
     logits, penalty = logits.float(), how.repetition_penalty
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if penalty != 1:
+        logits = torch.where(seen > 0, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if how.frequency_penalty or how.presence_penalty:
+        times = seen // OUTPUT
+        logits = logits - how.frequency_penalty * times - how.presence_penalty * (times > 0)
+    return logits
 
 
 def shaped(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:

@@ -247,7 +247,7 @@ class EchoSession:
     def select(self, batch_indices):
         self.rows = [self.rows[b] for b in batch_indices]
 
-    def propose(self, last, width, choice):
+    def propose(self, last, width, sampler):
         items = []
         for row, anchor in zip(self.rows, last.tolist(), strict=True):
             text = [*row, anchor]

@@ -45,7 +45,7 @@ class ScriptedSession:
         for b, length in zip(self.rows, lengths, strict=True):
             self.seen[b] = self.seen[b][:length]
 
-    def propose(self, last, most, choice):
+    def propose(self, last, most, sampler):
         draft, rows, counts = self.draft, [], []
         self.round += 1
         for b, token in zip(self.rows, last.tolist(), strict=True):

@@ -71,7 +71,7 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
 
 @pytest.mark.parametrize("name", ["chain", "tree", "ngram", "walked"])
 @pytest.mark.parametrize(
-    ("validation", "choice"),
+    ("validation", "sampler"),
     [
         ("greedy", Greedy),
         ("match", Greedy),
@@ -80,24 +80,24 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
         ("gumbel", GumbelCoupled),
     ],
 )
-def test_a_table_is_measured_as_its_rule_decodes(name, validation, choice, monkeypatch):
+def test_a_table_is_measured_as_its_rule_decodes(name, validation, sampler, monkeypatch):
     model = tiny.target("qwen3")
     draft, chosen, temperatures = drafts(model)[name], set(), set()
-    session, judge = type(draft.begin(1, 8)), measuring.acceptance_rule
+    session, rule_of = type(draft.begin(1, 8)), measuring.acceptance_rule
     propose = session.propose
 
-    def watched(self, last, width, choice):
-        chosen.add(type(choice))
-        return propose(self, last, width, choice)
+    def watched(self, last, width, sampler):
+        chosen.add(type(sampler))
+        return propose(self, last, width, sampler)
 
     def recorded(request, *more):
         temperatures.add(request.sampling.temperature)
-        return judge(request, *more)
+        return rule_of(request, *more)
 
     monkeypatch.setattr(session, "propose", watched)
     monkeypatch.setattr(measuring, "acceptance_rule", recorded)
     got = calibrate(model, draft, TEXT, contexts=(11,), seconds=1e-6, rule=validation)
-    assert chosen == {choice} and temperatures == {0.0 if validation == "greedy" else 1.0}
+    assert chosen == {sampler} and temperatures == {0.0 if validation == "greedy" else 1.0}
     assert got.described["rule"] == validation and got.fingerprint == fingerprint(model, draft, validation)
 
 

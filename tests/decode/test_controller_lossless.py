@@ -79,8 +79,8 @@ class Short(Scripted):
         session = super().begin(batch, length, offset)
         whole = session.propose
 
-        def propose(last, width, choice):
-            return cut(whole(last, self.block_size, choice), width)
+        def propose(last, width, sampler):
+            return cut(whole(last, self.block_size, sampler), width)
 
         session.propose = propose
         return session

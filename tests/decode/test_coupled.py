@@ -1,6 +1,5 @@
 """The coupled rule: one seed, one text, whatever the draft and the batch; the repetition penalty, too."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -24,6 +23,10 @@ WAYS = {
     "cut": Sampling(temperature=0.8, top_k=30, top_p=0.9, min_p=0.02),
     "penalty": Sampling(temperature=1.1, top_p=0.95, repetition_penalty=1.3),
     "greedy, penalty": Sampling(repetition_penalty=1.5),
+    "greedy, output": Sampling(presence_penalty=0.7, frequency_penalty=0.4),
+    "all penalties": Sampling(
+        temperature=0.9, repetition_penalty=1.2, presence_penalty=-0.6, frequency_penalty=0.5
+    ),
 }
 
 
@@ -47,8 +50,12 @@ def by_definition(family, way):
             logits = model.logits(model(torch.tensor([text])).hidden[:, -1])[0].clone()
             for token in set(text):
                 logits[token] *= how.repetition_penalty ** (1 if logits[token] < 0 else -1)
+            for token in text[len(prompt) :]:
+                logits[token] -= how.frequency_penalty
+            for token in set(text[len(prompt) :]):
+                logits[token] -= how.presence_penalty
             if how.temperature:
-                logits = shaped(logits, dataclasses.replace(how, repetition_penalty=1.0))
+                logits = shaped(logits, how.for_draft())
                 logits += noise.gumbel(noise.keys(key, torch.tensor(b), torch.tensor(place)), len(logits))
             text.append(int(logits.argmax()))
         items.append(text[len(prompt) :])

@@ -21,6 +21,7 @@ WAYS = {
     "top-p": Sampling(temperature=1.2, top_p=0.75),
     "min-p": Sampling(temperature=1.0, min_p=0.12),
     "penalty": Sampling(temperature=1.0, repetition_penalty=1.8),
+    "output": Sampling(temperature=1.0, presence_penalty=0.8, frequency_penalty=0.5),
     "all": Sampling(temperature=1.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
 }
 ROWS = 3500
@@ -79,10 +80,10 @@ def test_rows_that_offer_less_follow_it_too(rule):
 def test_guesses_that_nobody_drew_are_matched(rule, shape):
     toy, how = Toy(4), WAYS["top-k"]
     note = opened(judge(rule, how), toy)
-    certain = judge("match", how).choice
+    certain = judge("match", how).sampler
 
     class OnNote(type(note)):
-        choice = certain
+        sampler = certain
 
     note.__class__ = OnNote
     texts, taken = play(toy, note, shape, ROWS)
@@ -158,8 +159,8 @@ def test_a_length_may_not_depend_on_drawn_guesses():
 def first_guess(rule, toy, how, rows=20000):
     """Share of rounds in which the first draft token is accepted; overlap of p and q."""
     note = judge(rule, how, rows)
-    proposal = toy.propose(note.choice, "chain", rows, None)
-    result = note.verdict(proposal, toy.verify_logits(proposal))
+    proposal = toy.propose(note.sampler, "chain", rows, None)
+    result = note.verify(proposal, toy.verify_logits(proposal))
     p, q = (probabilities(t[0], how) for t in (toy.target, toy.draft))
     return sum(len(path) > 1 for path in result.path) / rows, p, q
 
@@ -228,7 +229,7 @@ def joint(p, tokens, taken, left, weight, toy, how):
 EXHAUSTED = [rules_drawn.reject_chain, rules_drawn.verify_block]
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if WAYS[w].repetition_penalty == 1])
+@pytest.mark.parametrize("way", [w for w in WAYS if not WAYS[w].penalises])
 @pytest.mark.parametrize("rule", EXHAUSTED, ids=lambda f: f.__name__)
 def test_exhaustively(rule, way):
     toy, how = Toy(7), WAYS[way]
@@ -244,7 +245,7 @@ def test_exhaustively(rule, way):
     assert (result.flatten() - toy.p(how)).abs().max() < 0.5 / G
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if WAYS[w].repetition_penalty == 1])
+@pytest.mark.parametrize("way", [w for w in WAYS if not WAYS[w].penalises])
 @pytest.mark.parametrize("apart", [0.3, 1.0, 3.0])
 def test_block_chances_to_the_last_digit(way, apart):
     """No random numbers: the chance of each length from h, and what is left, summed over all drafts."""
@@ -275,9 +276,9 @@ def test_what_is_left_when_nothing_is_left():
 
 def test_a_tree_of_drawn_guesses_is_refused_by_block_verification():
     note = judge("block", WAYS["top-k"])
-    proposal = Toy().propose(note.choice, "wide", ROWS, None)
+    proposal = Toy().propose(note.sampler, "wide", ROWS, None)
     with pytest.raises(ValueError, match="block verification judges chains"):
-        note.verdict(proposal, Toy().verify_logits(proposal))
+        note.verify(proposal, Toy().verify_logits(proposal))
 
 
 # ---- rules that are wrong ------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Habit(Forgetful):
 
     block_size = 3
 
-    def propose(self, last, width, choice):
+    def propose(self, last, width, sampler):
         follower = torch.tensor([4, 0, 5, 1, 6, 2, 3])
         first = follower[last]
         return Proposal(torch.stack((last, first, follower[first]), dim=1), [3] * len(last))

@@ -19,7 +19,7 @@ NEW, ROWS = 4, 1200
 
 class Tables(Forgetful):
     """Draft tokens by a table of logits after each token: a chain, or a tree with two draft tokens after the
-    last token and one and two behind those. Drawn one by one where the choice draws, else the best by
+    last token and one and two behind those. Drawn one by one where the sampler draws, else the best by
     scores."""
 
     block_size = 6
@@ -29,19 +29,19 @@ class Tables(Forgetful):
         self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(2)) * 1.5
         self.line = shape == "chain"
 
-    def propose(self, last, width, choice):
+    def propose(self, last, width, sampler):
         N, rows = len(self.parents), len(last)
         tokens, depth, q = [last], [0], [torch.zeros(rows, V)]
         for c in range(1, N):
             up = self.parents[c]
             depth.append(depth[up] + 1)
             logits = self.table[tokens[up]][:, None]
-            guess, drawn_from = choice.tokens(logits, depth[c])
+            guess, drawn_from = sampler.tokens(logits, depth[c])
             if drawn_from is not None:
                 q.append(drawn_from[:, 0])
             elif not self.line:
                 rank = self.parents[1:c].count(up)
-                guess = choice.scores(logits, depth[c]).topk(rank + 1).indices[..., -1]
+                guess = sampler.scores(logits, depth[c]).topk(rank + 1).indices[..., -1]
             tokens.append(guess[:, 0])
         parents = None if self.line else torch.tensor(self.parents).expand(rows, N)
         drawn = torch.stack(q, dim=1) if len(q) == N else None
@@ -90,8 +90,8 @@ def test_a_q_that_was_not_drawn_from_is_caught(rule):
     """The q of the place before: right in shape and sum."""
 
     class Late(Tables):
-        def propose(self, last, width, choice):
-            result = super().propose(last, width, choice)
+        def propose(self, last, width, sampler):
+            result = super().propose(last, width, sampler)
             return Proposal(result.tokens, result.counts, result.parents, result.q.roll(1, 1).roll(1, 2))
 
     request = Request(max_new_tokens=NEW, sampling=WAYS["as it is"], rule=rule)

@@ -44,7 +44,7 @@ class ScriptedTreeSession(ScriptedSession):
                 self.aux[b] += aux[:, i, :count].unbind(1)
         super().observe(tokens, None, counts)
 
-    def propose(self, last, most, choice):
+    def propose(self, last, most, sampler):
         draft, rows = self.draft, []
         self.round += 1
         assert draft.patient or most == draft.block_size
@@ -181,7 +181,7 @@ class Forked(Forgetful):
     block_size = 10
     parents = (0, 0, 0, 0, 1, 1, 2, 2, 3, 3)
 
-    def propose(self, last, width, choice):
+    def propose(self, last, width, sampler):
         step, columns = [0, 1, 3, 5, 0, 2, 1, 4, 3, 6], [last]
         for column in range(1, width):
             columns.append((columns[self.parents[column]] + step[column]) % V)

@@ -5,7 +5,7 @@ import math
 import torch
 
 from outpace.drafts.base import Proposal
-from outpace.ops.sampling import probabilities
+from outpace.ops.sampling import IN_PROMPT, OUTPUT, probabilities
 
 V = 4
 PROMPT = [2]
@@ -32,13 +32,13 @@ class Toy:
         total = torch.ones(len(texts), dtype=torch.float64)
         for n in range(3):
             logits = self.target[n][tuple(texts[:, i] for i in range(n))].expand(len(texts), V)
-            seen = torch.zeros(len(texts), V, dtype=torch.bool)
-            seen[:, PROMPT] = True
-            seen.scatter_(1, texts[:, :n], True)
+            seen = torch.zeros(len(texts), V, dtype=torch.int32)
+            seen[:, PROMPT] = IN_PROMPT
+            seen.scatter_add_(1, texts[:, :n], torch.full_like(texts[:, :n], OUTPUT, dtype=torch.int32))
             total *= probabilities(logits, how, seen).gather(1, texts[:, n : n + 1])[:, 0].double()
         return total
 
-    def propose(self, choice, shape, rows, counts):
+    def propose(self, sampler, shape, rows, counts):
         """A chain of two draft tokens, or a tree: drawn node by node, or the best few by their scores."""
         parents = SHAPES[shape] or [0, 0, 1]
         N = len(parents)
@@ -51,11 +51,11 @@ class Toy:
                 path, up = [tokens[up], *path], parents[up]
             depth.append(len(path) + 1)
             logits = self.draft[len(path)][tuple(path)].expand(rows, V)[:, None]
-            guess, drawn_from = choice.tokens(logits, depth[-1])
+            guess, drawn_from = sampler.tokens(logits, depth[-1])
             if drawn_from is not None:
                 q.append(drawn_from[:, 0])
             elif SHAPES[shape]:
-                guess = choice.scores(logits, depth[-1]).topk(siblings + 1).indices[..., -1]
+                guess = sampler.scores(logits, depth[-1]).topk(siblings + 1).indices[..., -1]
             tokens.append(guess[:, 0])
         tree = None if SHAPES[shape] is None else torch.tensor(parents).expand(rows, N)
         drawn = torch.stack(q, dim=1) if len(q) == N else None
@@ -83,8 +83,8 @@ class Toy:
 def play(toy, judge, shape, rows, counts=None, change=lambda proposal: proposal):
     """One round from PROMPT and plain draws up to three tokens -> texts [rows, 3], mean draft tokens
     accepted."""
-    proposal = change(toy.propose(judge.choice, shape, rows, counts))
-    result = judge.verdict(proposal, toy.verify_logits(proposal))
+    proposal = change(toy.propose(judge.sampler, shape, rows, counts))
+    result = judge.verify(proposal, toy.verify_logits(proposal))
     texts = [list(item[:3]) for item in result.tokens]
     while min(map(len, texts)) < 3:
         known = torch.tensor([[*t, -1, -1][:2] for t in texts])

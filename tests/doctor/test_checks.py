@@ -54,9 +54,9 @@ def test_blocks_by_the_book_equal_the_reference():
 
 def test_an_engine_that_decodes_wrongly_is_caught(monkeypatch):
     model = load_target(DEFAULT)
-    assert check_decoding(model).verdict == "pass"
+    assert check_decoding(model).status == "pass"
     monkeypatch.setattr("outpace.ops.mxfp4.unpack", lambda b, s: 2 * mxfp4.reference_unpack(b, s))
-    assert check_decoding(model).verdict == "fail"
+    assert check_decoding(model).status == "fail"
 
 
 def test_four_bit_integers_are_no_mxfp4(tmp_path):
@@ -73,7 +73,7 @@ def test_four_bit_integers_are_no_mxfp4(tmp_path):
         return (pair[:, 0] | (pair[:, 1] << 4)).to(torch.uint8).view_as(x)
 
     result = check_codes(load_target(plant(DEFAULT, tmp_path / "wrong", each("_blocks", integers))))
-    assert result.verdict == "fail" and "two's complement" in result.message  # type: ignore[attr-defined]
+    assert result.status == "fail" and "two's complement" in result.message  # type: ignore[attr-defined]
 
 
 def test_damaged_and_misfit_scales(tmp_path):
@@ -83,7 +83,7 @@ def test_damaged_and_misfit_scales(tmp_path):
     assert "means NaN" in check_codes(load_target(nan)).message
     small = plant(DEFAULT, tmp_path / "small", each("_blocks", lambda x, config: x & 0x99))  # 0 and 0.5 alone
     assert "scaled for another format" in check_codes(load_target(small)).message
-    assert check_codes(tiny.target("gpt_oss")).verdict == "skipped"
+    assert check_codes(tiny.target("gpt_oss")).status == "skipped"
 
 
 def test_orders_undo_each_other():
@@ -98,12 +98,12 @@ def test_orders_undo_each_other():
 def test_embedding_rows(twins, tmp_path):
     folder, _ = twins("llama")
     model, checkpoint = load_target(folder), open_checkpoint(folder)
-    assert check_embedding(model, checkpoint, IDS).verdict == "pass"
+    assert check_embedding(model, checkpoint, IDS).status == "pass"
     model.embed_tokens.weight.data = model.embed_tokens.weight.data.roll(1, 0)
     assert "differs from the file's rows" in check_embedding(model, checkpoint, IDS).message
     dead = plant(folder, tmp_path / "dead", each("embed_tokens.weight", _without_row(IDS[3])))
     result = check_embedding(load_target(dead), open_checkpoint(dead), IDS)
-    assert result.verdict == "warn" and result.evidence["odd"] == [IDS[3]]
+    assert result.status == "warn" and result.evidence["odd"] == [IDS[3]]
     nan = plant(folder, tmp_path / "nan", each("embed_tokens.weight", lambda x, config: x * math.nan))
     assert "NaN" in check_embedding(load_target(nan), open_checkpoint(nan), IDS).message
 
@@ -120,11 +120,11 @@ def test_heads(twins, tmp_path):
     folder, _ = twins("llama")
     tied = plant(folder, tmp_path / "tied", tie_word_embeddings=True)
     result = check_head(load_target(tied), open_checkpoint(tied))
-    assert result.verdict == "fail" and "another head, which nobody reads" in result.message
+    assert result.status == "fail" and "another head, which nobody reads" in result.message
     copied = plant(folder, tmp_path / "copied", planted.copy_head)
-    assert check_head(load_target(copied), open_checkpoint(copied)).verdict == "warn"
+    assert check_head(load_target(copied), open_checkpoint(copied)).status == "warn"
     right = plant(folder, tmp_path / "right", planted.copy_head, tie_word_embeddings=True)
-    assert check_head(load_target(right), open_checkpoint(right)).verdict == "pass"
+    assert check_head(load_target(right), open_checkpoint(right)).status == "pass"
 
 
 # -- what must hold in any model
@@ -143,9 +143,9 @@ def test_an_engine_without_sinks_is_caught(monkeypatch):
     monkeypatch.setattr("outpace.doctor.mechanics.causal_attend", without)
     exams = list(examine_layers(model, walk(model, IDS)))
     result = check_engine(exams)
-    assert result.verdict == "fail" and "as if by: missing sinks" in result.message
-    assert check_rows(exams).verdict == "fail"
-    assert check_router(exams, 5).verdict == "pass"
+    assert result.status == "fail" and "as if by: missing sinks" in result.message
+    assert check_rows(exams).status == "fail"
+    assert check_router(exams, 5).status == "pass"
 
 
 def test_an_engine_that_routes_elsewhere_is_caught(monkeypatch):
@@ -155,7 +155,7 @@ def test_an_engine_that_routes_elsewhere_is_caught(monkeypatch):
     monkeypatch.setattr(blocks, "router_logits", lambda x, w, b: -(x @ w.mT + b))
     monkeypatch.setattr(blocks, "route", lambda x, w, b, k, **how: route(x, -w, -b, k, **how))
     exams = list(examine_layers(model, walk(model, IDS)))
-    assert check_router(exams, 5).verdict == check_engine(exams).verdict == "fail"
+    assert check_router(exams, 5).status == check_engine(exams).status == "fail"
     assert "no known mistake" in check_engine(exams).message
 
 
@@ -165,7 +165,7 @@ def test_an_engine_that_routes_elsewhere_is_caught(monkeypatch):
 ])  # fmt: skip
 def test_angles_that_do_not_hold_are_caught(wrong, text):
     model = fresh("llama")
-    assert check_rope(model).verdict == "pass"
+    assert check_rope(model).status == "pass"
     model.inv = wrong(model.inv)
     assert text in check_rope(model).message
 
@@ -207,13 +207,13 @@ def test_the_plain_forward_reads_a_layer_in_every_known_way():
 
 def test_growth_and_nan():
     ours = walk(tiny.target("llama"), IDS)
-    assert check_growth(ours).verdict == "pass"
+    assert check_growth(ours).status == "pass"
     layers = list(ours.layers)
     layers[1] = dataclasses.replace(layers[1], out=layers[1].out * 1e6)
     assert "it grows" in check_growth(dataclasses.replace(ours, layers=layers)).message
     layers[1] = dataclasses.replace(layers[1], out=layers[1].out * math.nan)
     result = check_growth(dataclasses.replace(ours, layers=layers))
-    assert result.verdict == "fail" and "first out of layer 1" in result.message
+    assert result.status == "fail" and "first out of layer 1" in result.message
     json.loads(json.dumps(result.as_json(), allow_nan=False))
     layers[1] = dataclasses.replace(layers[1], mlp=torch.zeros_like(layers[1].mlp))
     still = dataclasses.replace(
@@ -225,11 +225,11 @@ def test_growth_and_nan():
 def test_chance_is_a_failure():
     logits = torch.zeros(20, 50)
     tokens = list(range(20))
-    assert check_text(logits, tokens).verdict == "fail"
+    assert check_text(logits, tokens).status == "fail"
     logits[torch.arange(19), torch.tensor(tokens[1:])] = 9.0
     result = check_text(logits, tokens)
-    assert result.verdict == "pass" and result.evidence["top_1"] == 1
-    assert check_text(logits * math.nan, tokens).verdict == "fail"
+    assert result.status == "pass" and result.evidence["top_1"] == 1
+    assert check_text(logits * math.nan, tokens).status == "fail"
 
 
 @pytest.mark.parametrize(("tokens", "period"), [
@@ -243,7 +243,7 @@ def test_loops(tokens, period):
 def test_a_cache_that_forgets_is_caught(monkeypatch):
     model = fresh("llama")
     result = speak(model, IDS)
-    assert len(result.tokens) == 32 and check_speech(result, "text", 97).verdict != "fail"
+    assert len(result.tokens) == 32 and check_speech(result, "text", 97).status != "fail"
     forward = Decoder.forward
 
     def forgetful(self, tokens, cache=None, **how):
@@ -251,7 +251,7 @@ def test_a_cache_that_forgets_is_caught(monkeypatch):
 
     monkeypatch.setattr(Decoder, "forward", forgetful)
     result = check_speech(speak(model, IDS), "text", 97)
-    assert result.verdict == "fail" and "through the cache" in result.message  # type: ignore[attr-defined]
+    assert result.status == "fail" and "through the cache" in result.message  # type: ignore[attr-defined]
 
 
 def test_the_text(tmp_path):
@@ -264,7 +264,7 @@ def test_the_text(tmp_path):
 
 
 def test_checks_are_plain_json():
-    check = Check(name="a", verdict="pass", message="b", evidence={"x": [float("inf"), (1.0, math.nan)]})
+    check = Check(name="a", status="pass", message="b", evidence={"x": [float("inf"), (1.0, math.nan)]})
     assert json.loads(json.dumps(check.as_json(), allow_nan=False))["evidence"] == {
         "x": ["inf", [1.0, "nan"]]
     }

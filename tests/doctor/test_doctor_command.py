@@ -43,8 +43,8 @@ def test_a_failure_exits_1_and_json_says_what(monkeypatch, capsys, tmp_path):
     fields = {check["name"]: check for check in json.loads(out)}
     assert fields["why the MLP departs"]["evidence"]["ours"] == ["split nibbles (GGML's order)"]
     assert fields["layers against the reference"]["evidence"]["0"]["departs"] == ["mlp"]
-    assert fields["column order of down"]["verdict"] == "fail"
-    assert {check["verdict"] for check in fields.values()} <= {"pass", "warn", "fail", "skipped"}
+    assert fields["column order of down"]["status"] == "fail"
+    assert {check["status"] for check in fields.values()} <= {"pass", "warn", "fail", "skipped"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from outpace.models.load import load_target
 
 
 def verdicts(**what):
-    return {c.name: c.verdict for c in examine(Examination(tokens=60, **what))}
+    return {c.name: c.status for c in examine(Examination(tokens=60, **what))}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -48,7 +48,7 @@ def test_every_family_against_its_gguf(family, type, tmp_path):
 
 def test_the_default_without_a_reference():
     values = {c.name: c for c in examine(Examination(path="default"))}
-    other = {name: c.verdict for name, c in values.items() if c.verdict != "pass"}
+    other = {name: c.status for name, c in values.items() if c.status != "pass"}
     assert other == {"chat template": "skipped"}
     assert len(values) >= 20
     for name in ("column order of down", "column order of gate and up", "pairing of gate and up rows"):
@@ -59,6 +59,6 @@ def test_the_default_without_a_reference():
 def test_the_default_against_transformers():
     pytest.importorskip("accelerate")
     values = {c.name: c for c in examine(Examination(path="default", reference="hf", layers=3))}
-    assert values["layers against the reference"].verdict == "pass"
+    assert values["layers against the reference"].status == "pass"
     assert len(values["layers against the reference"].evidence) == 3
-    assert values["prediction of a text"].verdict == "skipped"  # three layers say nothing
+    assert values["prediction of a text"].status == "skipped"  # three layers say nothing

@@ -33,18 +33,18 @@ def opened(tokenizer, count):
 
 def test_beginnings(tokenizer):
     assert "nothing in front" in check_beginning(tokenizer, PLAIN).message
-    assert check_beginning(opened(tokenizer, 1), PLAIN).verdict == "pass"
-    assert check_beginning(opened(tokenizer, 2), PLAIN).verdict == "fail"
+    assert check_beginning(opened(tokenizer, 1), PLAIN).status == "pass"
+    assert check_beginning(opened(tokenizer, 2), PLAIN).status == "fail"
     other = dataclasses.replace(PLAIN, bos_token_id=5)
-    assert check_beginning(opened(tokenizer, 1), other).verdict == "warn"
+    assert check_beginning(opened(tokenizer, 1), other).status == "warn"
 
 
 def test_harmony(tokenizer):
-    assert check_harmony(tokenizer, CONFIG).verdict == "pass"
-    assert check_harmony(tokenizer, PLAIN).verdict == "skipped"
+    assert check_harmony(tokenizer, CONFIG).status == "pass"
+    assert check_harmony(tokenizer, PLAIN).status == "skipped"
     bare = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     check = check_harmony(bare, CONFIG)
-    assert check.verdict == "warn" and "<|channel|>" in check.message
+    assert check.status == "warn" and "<|channel|>" in check.message
 
 
 def test_a_mark_that_is_split_into_pieces(tokenizer):
@@ -52,7 +52,7 @@ def test_a_mark_that_is_split_into_pieces(tokenizer):
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] != "<|channel|>"]
     check = check_harmony(Tokenizer.from_str(json.dumps(data)), CONFIG)
-    assert check.verdict == "fail" and "<|channel|> is" in check.message
+    assert check.status == "fail" and "<|channel|> is" in check.message
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ def test_a_mark_that_is_split_into_pieces(tokenizer):
 )
 def test_templates_of_gpt_oss(source, text, tokenizer):
     check = check_template(tokenizer, CONFIG, ChatTemplate(source=source), {3})
-    assert check.verdict == ("pass" if text is None else "fail"), check.message
+    assert check.status == ("pass" if text is None else "fail"), check.message
     assert text is None or text in check.message
 
 
 def test_templates_of_others(tokenizer):
     """What ends an answer must be a stop token, and somebody must ask for the answer."""
     turns = TURNS.replace("<|end|>", "<|return|>")
-    assert check_template(tokenizer, PLAIN, None, {3}).verdict == "skipped"
-    assert check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {3}).verdict == "pass"
+    assert check_template(tokenizer, PLAIN, None, {3}).status == "skipped"
+    assert check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {3}).status == "pass"
     result = check_template(tokenizer, PLAIN, ChatTemplate(source=turns + ASK), {1})
-    assert result.verdict == "warn" and "ends with <|return|>, which is no stop token" in result.message
+    assert result.status == "warn" and "ends with <|return|>, which is no stop token" in result.message
     result = check_template(tokenizer, PLAIN, ChatTemplate(source=turns), {3})
-    assert result.verdict == "warn" and "add_generation_prompt adds nothing" in result.message
+    assert result.status == "warn" and "add_generation_prompt adds nothing" in result.message
     begins = ChatTemplate(source="{{ bos_token }}" + turns + ASK, bos_token=SPECIAL[0])
     assert (
         "do not let the tokenizer add another"

@@ -27,44 +27,44 @@ def tokenizer():
 
 
 def test_a_healthy_one(tokenizer, tmp_path):
-    assert check_round_trip(tokenizer).verdict == "pass"
+    assert check_round_trip(tokenizer).status == "pass"
     assert check_vocabulary(tokenizer, CONFIG).message == "290 tokens, 300 rows (10 of them padding)"
-    assert check_special(tokenizer, CONFIG, tmp_path).verdict == "pass"
+    assert check_special(tokenizer, CONFIG, tmp_path).status == "pass"
 
 
 def test_text_that_comes_back_changed(tokenizer):
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\r", "")])
     check = check_round_trip(tokenizer)
-    assert check.verdict == "fail" and list(check.evidence["lost"]) == ["lines"]
+    assert check.status == "fail" and list(check.evidence["lost"]) == ["lines"]
 
 
 def test_what_the_normaliser_changes_is_no_fault(tokenizer):
     tokenizer.normalizer = normalizers.NFC()
     check = check_round_trip(tokenizer)
     assert (
-        check.verdict == "pass" and normalizers.NFC().normalize_str(NASTY["combining"]) != NASTY["combining"]
+        check.status == "pass" and normalizers.NFC().normalize_str(NASTY["combining"]) != NASTY["combining"]
     )
 
 
 def test_lost_outer_spaces_are_a_remark(tokenizer):
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     check = check_round_trip(tokenizer)
-    assert check.verdict == "warn" and check.evidence["outer_spaces"] == ["spaces"]
+    assert check.status == "warn" and check.evidence["outer_spaces"] == ["spaces"]
 
 
-@pytest.mark.parametrize(("rows", "verdict"), [(289, "fail"), (290, "pass"), (2000, "warn")])
-def test_ids_and_rows(tokenizer, rows, verdict):
+@pytest.mark.parametrize(("rows", "status"), [(289, "fail"), (290, "pass"), (2000, "warn")])
+def test_ids_and_rows(tokenizer, rows, status):
     config = dataclasses.replace(CONFIG, vocab_size=rows)
-    assert check_vocabulary(tokenizer, config).verdict == verdict
+    assert check_vocabulary(tokenizer, config).status == status
 
 
 def test_stop_ids_that_are_no_special_tokens(tokenizer, tmp_path):
     text = tokenizer.encode("return").ids[0]
     result = check_special(tokenizer, dataclasses.replace(CONFIG, eos_token_ids=(text, 299)), tmp_path)
-    assert result.verdict == "fail"
+    assert result.status == "fail"
     assert "an ordinary token" in result.message and "299 is no token" in result.message
     none = check_special(tokenizer, dataclasses.replace(CONFIG, eos_token_ids=()), tmp_path)
-    assert none.verdict == "warn" and "no stop token" in none.message
+    assert none.status == "warn" and "no stop token" in none.message
 
 
 def test_files_beside_the_weights_have_their_say(tokenizer, tmp_path):
@@ -73,7 +73,7 @@ def test_files_beside_the_weights_have_their_say(tokenizer, tmp_path):
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
     result = check_special(tokenizer, CONFIG, tmp_path)
-    assert result.verdict == "warn" and "'<|end|>' is none of the stop ids [3]" in result.message
+    assert result.status == "warn" and "'<|end|>' is none of the stop ids [3]" in result.message
 
 
 def published():
@@ -88,8 +88,8 @@ def published():
 def test_the_published_ids_of_gpt_oss(tmp_path):
     config = dataclasses.replace(CONFIG, vocab_size=PUBLISHED_VOCABULARY, eos_token_ids=(200002,))
     result = check_special(published(), config, tmp_path)
-    assert result.verdict == "warn" and result.message.startswith("<|call|> is not a stop id")
+    assert result.status == "warn" and result.message.startswith("<|call|> is not a stop id")
     whole = dataclasses.replace(config, eos_token_ids=(200002, 200012))
-    assert check_special(published(), whole, tmp_path).verdict == "pass"
+    assert check_special(published(), whole, tmp_path).status == "pass"
     moved = train_bpe([SAMPLE], 290)
     assert "<|start|> is 6, in gpt-oss it is 200006" in check_special(moved, whole, tmp_path).message

@@ -56,14 +56,14 @@ def each_alone(model, length):
 def test_weights_alone_tell_their_order(edit, wrong, words, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", edit))
     values = {c.name: c for c in check_orders(gather_marks(model))}
-    assert {name for name, c in values.items() if c.verdict == "fail"} == wrong
+    assert {name for name, c in values.items() if c.status == "fail"} == wrong
     assert all(words in values[name].message and values[name].evidence["z"] > 10 for name in wrong)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_random_weights_tell_nothing(family):
     for check in check_orders(gather_marks(tiny.target(family))):
-        assert check.verdict == "skipped", check.message
+        assert check.status == "skipped", check.message
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_random_weights_tell_nothing(family):
 )
 def test_a_text_tells_how_the_weights_want_to_be_read(edit, text, length, named, tmp_path):
     check = each_alone(load_target(plant(DEFAULT, tmp_path / "wrong", edit, **text)), length)
-    assert check.verdict == "fail"
+    assert check.status == "fail"
     assert check.message.startswith("read with " + named)
 
 
@@ -85,7 +85,7 @@ def test_explanations_that_are_as_good_are_all_named(tmp_path):
     """A base of 10,000 is wrong; some hundred tokens do not say which larger one is right."""
     wrong = plant(DEFAULT, tmp_path / "wrong", rope_parameters=ROPE | {"rope_theta": 1e4})
     check = each_alone(load_target(wrong), 192)
-    assert check.verdict == "fail" and "does not tell them apart" in check.message
+    assert check.status == "fail" and "does not tell them apart" in check.message
     assert all(f"RoPE base {base}" in check.message for base in ("150,000", "500,000", "1,000,000"))
 
 
@@ -94,7 +94,7 @@ def test_two_mistakes_at_once(tmp_path):
     values = {c.name: c for c in try_readings(model, text(96), math.inf)}
     named = "split nibbles (GGML's order) and expert scale off by one: halved, the"
     assert values["known mistakes"].message.startswith("read with " + named)
-    assert values["scale of the experts"].verdict == "skipped"  # no scale alone makes the text predictable
+    assert values["scale of the experts"].status == "skipped"  # no scale alone makes the text predictable
 
 
 @pytest.mark.parametrize(("by", "best"), [(0, None), (1, "halved"), (-1, "doubled")])
@@ -103,7 +103,7 @@ def test_scale_bias_127_or_128(by, best, tmp_path):
     check = check_scale(
         read_with(model, text(96), [AS_IS, *((name,) for name in SCALES)]), model.config.vocab_size
     )
-    assert check.verdict == ("fail" if best else "pass")
+    assert check.status == ("fail" if best else "pass")
     assert best is None or check.message.startswith(f"expert scale off by one: {best}")
 
 
@@ -114,10 +114,10 @@ def test_what_cannot_be_decided_is_not_guessed(tmp_path):
     result = read_with(model, text(64), [AS_IS, *((name,) for name in SCALES)])
     size = model.config.vocab_size
     for check in (check_scale(result, size), check_readings(result, size)):
-        assert check.verdict == "skipped" and check.message.startswith("undecided")
+        assert check.status == "skipped" and check.message.startswith("undecided")
 
 
 def test_a_large_model_is_not_made_to_wait():
     model = load_target(DEFAULT)
     values = {c.name: c for c in try_readings(model, text(16), 1e-9)}
-    assert values["known mistakes"].verdict == "skipped" and "--thorough" in values["known mistakes"].message
+    assert values["known mistakes"].status == "skipped" and "--thorough" in values["known mistakes"].message

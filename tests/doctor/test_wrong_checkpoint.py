@@ -143,7 +143,7 @@ def test_a_mistake_of_the_checkpoint_is_named(case, folders, tmp_path):
     result = against(plant(healthy, tmp_path / "wrong", edit, **value), healthy)
     why = {k: c for k, c in result.items() if k.startswith("why")}
     assert set(why) == {check}, [(c.name, c.message) for c in result.values()]
-    assert result["logits against the reference"].verdict == "fail"
+    assert result["logits against the reference"].status == "fail"
     evidence = why[check].evidence
     assert evidence["ours"] == ([] if ours is None else [ours]), why[check].message
     assert evidence["theirs"] == ([] if theirs is None else [theirs]), why[check].message
@@ -161,7 +161,7 @@ def test_what_no_known_mistake_explains_is_reported_to_be_so(folders, tmp_path):
     assert "none of the known mistakes explains it, nor any two of them" in why.message
     assert why.evidence["layers"] == [1] and "differ between the two files: v" in why.message
     assert "layer 1 is the first that departs" in result["layers against the reference"].message
-    assert result["logits against the reference"].verdict == "fail"
+    assert result["logits against the reference"].status == "fail"
     assert "the layers before them do not" in result["logits against the reference"].message
 
 
@@ -187,7 +187,7 @@ def test_tensors_that_rounding_does_not_explain(folders, rounded, tmp_path):
     """Sinks of zero cost some layers less than Q8_0 does; they are seen all the same."""
     wrong = plant(folders("gpt_oss"), tmp_path / "wrong", each("layers.1.self_attn.sinks", planted.zeros))
     value = against(wrong, "gguf", str(rounded))["layers against the reference"]
-    assert value.verdict == "warn" and value.message.endswith("not the same at all: sinks")
+    assert value.status == "warn" and value.message.endswith("not the same at all: sinks")
 
 
 def test_a_small_embedding_shows_the_eps(folders, tmp_path):
@@ -205,7 +205,7 @@ def test_a_head_that_was_overwritten(folders, tmp_path):
     result = against(folders("llama"), wrong)
     assert not [name for name in result if name.startswith("why")]
     assert "explained by tied head" in result["logits against the reference"].message
-    assert against(wrong, folders("llama"))["head"].verdict == "warn"
+    assert against(wrong, folders("llama"))["head"].status == "warn"
 
 
 def test_another_embedding_and_a_longer_one(folders, tmp_path):
@@ -226,19 +226,19 @@ def test_another_embedding_and_a_longer_one(folders, tmp_path):
 
 def test_two_different_models_are_not_compared(folders):
     result = against(folders("llama"), folders("qwen3"))
-    assert result["configs"].verdict == "fail" and "two different models" in result["configs"].message
+    assert result["configs"].status == "fail" and "two different models" in result["configs"].message
     assert "layers against the reference" not in result
 
 
 def test_configs_that_differ_are_shown(folders, tmp_path):
     """Not those that turn nothing else: this range ends on whole dimensions unless it is moved."""
-    for original, verdict in ((32, "pass"), (512, "warn")):
+    for original, status in ((32, "pass"), (512, "warn")):
         rope = ROPE | {"original_max_position_embeddings": original}
         right = plant(folders("gpt_oss"), tmp_path / f"right{original}", rope_parameters=rope)
         rope = rope | {"truncate": True}
         wrong = plant(folders("gpt_oss"), tmp_path / f"wrong{original}", rope_parameters=rope)
         configs = against(wrong, right)["configs"]
-        assert configs.verdict == verdict
+        assert configs.status == status
     assert configs.message == "rope.truncate True here, False there"
 
 

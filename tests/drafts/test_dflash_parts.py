@@ -208,15 +208,15 @@ def test_coupled_walks_take_what_the_noise_favours(name, sampling):
     (session, last), moved = (session_of(draft, target), tiny.tokens(2, seed=4)), 0
     for key in range(12):
         how = Sampling(temperature=0.8, **sampling)
-        choice = GumbelCoupled(how, key, streams=torch.tensor([3, 8]), places=torch.tensor([40, 7]))
-        proposal, previous = session.propose(last, 4, choice), last
+        sampler = GumbelCoupled(how, key, streams=torch.tensor([3, 8]), places=torch.tensor([40, 7]))
+        proposal, previous = session.propose(last, 4, sampler), last
         hidden, s = session.block_hidden(last)[:, 1:], draft.candidate_selector
         for t in range(3):
             rows, values, _ = top_k(session.head.logits(hidden[:, t]), s.top_k)
             ids = session.head.tokens(rows)
             scores = s.scores(previous, ids, values, s.hidden_projection(hidden[:, t]))
             everything = torch.full((2, tiny.VOCAB), -torch.inf).scatter(-1, ids, scores)
-            previous = choice.tokens(everything[:, None], t + 1)[0][:, 0]
+            previous = sampler.tokens(everything[:, None], t + 1)[0][:, 0]
             assert torch.equal(proposal.tokens[:, t + 1], previous)
         moved += int((proposal.tokens != session.propose(last, 4, Greedy()).tokens).any())
     assert moved > 3 and proposal.q is None

@@ -19,7 +19,7 @@ BLOCK, V = 5, 11
 class Block:
     """A block draft with fixed logits; remembers how it was used."""
 
-    block_size, target_layer_ids, words = BLOCK, (1, 3), DraftVocabulary(None, V)
+    block_size, target_layer_ids, vocab = BLOCK, (1, 3), DraftVocabulary(None, V)
 
     def __init__(self, batch=2, seed=0):
         self.message = torch.randn(batch, BLOCK - 1, V, generator=torch.Generator().manual_seed(seed)) * 2
@@ -157,17 +157,17 @@ def test_followers_differ_by_what_they_follow():
 def test_coupled_noise_falls_on_a_tree_as_on_the_text():
     """Every node of a depth has the noise of that place: the tree's chain is that of the coupled draft
     tokens."""
-    choice = GumbelCoupled(Sampling(temperature=0.8), 7, torch.tensor([3, 5]), torch.tensor([20, 11]))
+    sampler = GumbelCoupled(Sampling(temperature=0.8), 7, torch.tensor([3, 5]), torch.tensor([20, 11]))
     last = torch.tensor([9, 41])
     for parts in (PARTS["blind"], PARTS["selector"] | {"selector_top_k": 97}):
         chain, tree = opened(parts, branch=97)
-        line, proposal = (s.propose(last, w, choice) for s, w in ((chain, 5), (tree, 30)))
+        line, proposal = (s.propose(last, w, sampler) for s, w in ((chain, 5), (tree, 30)))
         assert line.tokens.tolist() != chain.propose(last, 5, Greedy()).tokens.tolist()
         for b in range(2):
             assert proposal.tokens[b, 1] == line.tokens[b, 1]
             second = [c for c in range(2, 30) if proposal.parents[b, c] == 1]
             assert not second or proposal.tokens[b, min(second)] == line.tokens[b, 2]
     level = torch.randn(2, 1, 97).expand(-1, 4, -1)
-    same, apart = choice.scores(level, 3, level=True), choice.scores(level, 3)
+    same, apart = sampler.scores(level, 3, level=True), sampler.scores(level, 3)
     assert all(torch.equal(same[:, i], same[:, 0]) for i in range(4))
     assert torch.equal(same[:, 0], apart[:, 0]) and not torch.equal(same[:, 1], apart[:, 1])

@@ -103,6 +103,7 @@ def test_draws_follow_p_of_any_sum_and_never_take_what_has_none():
 @pytest.mark.parametrize(
     "wrong",
     [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}]
+    + [{name: x} for name in ("presence_penalty", "frequency_penalty") for x in (2.1, -2.1, float("nan"))]
     + [{name: float("nan")} for name in ("temperature", "top_p", "min_p", "repetition_penalty")]
     + [{name: float("inf")} for name in ("temperature", "repetition_penalty")],
 )
@@ -112,6 +113,7 @@ def test_settings_that_are_refused(wrong):
 
 
 def test_a_draft_samples_without_the_penalty():
-    how = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2)
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": -0.3}
+    how = Sampling(temperature=0.8, top_p=0.9, **penalties)
     assert how.for_draft() == Sampling(temperature=0.8, top_p=0.9)
     assert how.for_draft(0.3) == Sampling(temperature=0.3, top_p=0.9)
