@@ -1,0 +1,85 @@
+"""Files, functions and classes that the docs name exist: `drafts/tree.py: DDTree.begin` is there, as written."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLACES = (ROOT, ROOT / "outpace", ROOT / "tests", ROOT / "docs")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if page.name != "log.md"]  # what was done on a day, under that day's names
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"^([\w/.-]+\.(?:py|c|toml|sh))(?:: *(.+))?$")
+DOTTED = re.compile(r"^([A-Z]\w+)\.(\w+)(?:\(.*\))?$")
+
+
+def names_of(path):
+    """Functions, classes and assigned names, as "name" and "Class.name"."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        names |= defined(node)
+        if isinstance(node, ast.ClassDef):
+            inner = [n for child in node.body for n in defined(child)]
+            inner += [
+                target.attr
+                for child in ast.walk(node)
+                if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
+                for target in [child]
+            ]
+            names |= {f"{node.name}.{name}" for name in inner} | set(inner)
+    return names
+
+
+def defined(node):
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Assign(targets=targets):
+            return {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()
+
+
+NAMES = {path: names_of(path) for path in sorted((ROOT / "outpace").rglob("*.py"))}
+CLASSES = {name for names in NAMES.values() for name in names if "." not in name and name[0].isupper()}
+MEMBERS = {name for names in NAMES.values() for name in names if "." in name}
+
+
+def located(name):
+    return next((place / name for place in PLACES if (place / name).is_file()), None)
+
+
+def wrong(span):
+    """What of one code span of a page is not there; None where all is."""
+    file = FILE.match(span)
+    if file and "/" in file[1]:
+        path = located(file[1])
+        if path is None:
+            return f"no file {file[1]}"
+        if path.suffix != ".py" or not file[2]:
+            return None
+        names = names_of(path)
+        parts = [part.strip().removesuffix("()").lstrip(".") for part in file[2].split(",")]
+        missing = [part for part in parts if re.fullmatch(r"[\w.]+", part) and part not in names]
+        return f"{file[1]} has no {', '.join(missing)}" if missing else None
+    member = DOTTED.match(span)
+    if member and member[1] in CLASSES and f"{member[1]}.{member[2]}" not in MEMBERS:
+        return f"{member[1]} has no {member[2]}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_names_is_there(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    assert [message for span in CODE.findall(text) if (message := wrong(span))] == []
+
+
+def test_what_is_not_there_is_noticed():
+    assert wrong("decode/generate.py: generate") is None
+    assert wrong("decode/generate.py: generate, nothing") == "decode/generate.py has no nothing"
+    assert wrong("decode/nothing.py: generate") == "no file decode/nothing.py"
+    assert wrong("Adaptive.width") is None
+    assert wrong("Adaptive.nothing") == "Adaptive has no nothing"
