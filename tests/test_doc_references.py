@@ -1,6 +1,7 @@
 """Files, functions and classes that the docs name exist: `drafts/tree.py: DDTree.begin` is there, as written."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def located(name):
 def wrong(span):
     """What of one code span of a page is not there; None where all is."""
     file = FILE.match(span)
-    if file and "/" in file[1]:
+    if file and ("/" in file[1] or file[2]):
         path = located(file[1])
         if path is None:
             return f"no file {file[1]}"
@@ -69,6 +70,18 @@ def wrong(span):
     if member and member[1] in CLASSES and f"{member[1]}.{member[2]}" not in MEMBERS:
         return f"{member[1]} has no {member[2]}"
     return None
+
+
+def test_python_in_the_pages_imports_what_is_there():
+    seen = 0
+    for page in PAGES:
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outpace."):
+                    module = importlib.import_module(node.module)
+                    assert [a.name for a in node.names if not hasattr(module, a.name)] == [], page.name
+                    seen += 1
+    assert seen > 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
