@@ -148,7 +148,7 @@ def test_inspect_default(monkeypatch, capsys):
         ),
         (
             ("generate", "default", "x", "--kv-budget", 512, "--kv-budget-set", "n_retrieval_blocks=3"),
-            "--kv-budget states how",
+            "--kv-budget sets the number",
         ),
         (("generate", "default", "x", "--kv-budget-lossy"), "go with --kv-budget TOKENS"),
         (("generate", "default", "x", "--no-mla"), "no latent KV to switch"),

@@ -1,4 +1,4 @@
-"""Files, functions and classes that the docs name exist: `drafts/tree.py: DDTree.begin` is there, as written."""
+"""Files, functions and classes that the docs name exist: `drafts/tree.py: DDTree.begin` is there."""
 
 import ast
 import importlib

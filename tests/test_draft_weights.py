@@ -77,7 +77,7 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
         (("calibrate", "--draft", "none", *PACKED), "'none' has no weights"),
         (
             ("bench", "--suite", "drafts", "--recipe", "x", "--out", "o", *PACKED),
-            "--draft-quant q8_0: in --suite drafts every method states it for itself",
+            "--draft-quant q8_0: in --suite drafts every method has its own",
         ),
         (
             ("export", "dflash", "--to", "zlab", "--out", "o", "--dtype", "q8_0"),

@@ -238,7 +238,7 @@ def test_a_mask_where_llama_cpp_does_not_look(planted):
 @pytest.mark.parametrize("key", ["sample_from_anchor", "shift_label"])
 def test_another_anchor_slot(planted, key):
     result = planted(samples.dflash(**PLAIN), "zlab", lambda c, t: c["dflash_config"].update({key: True}))
-    assert "draft tokens from another slot" in faults(result)["anchor slot"] and key in result.refused
+    assert "proposes from another slot" in faults(result)["anchor slot"] and key in result.refused
 
 
 def test_block_sizes_that_differ(planted):

@@ -342,7 +342,7 @@ def train_target(
 ) -> Decoder:
     """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense).
 
-    `init`: a trained target where the weights are the start, with optimizers that remember nothing. Raises
+    `init`: a trained target whose weights are the start, with optimizers that remember nothing. Raises
     ValueError where its config is not the recipe's.
     """
     model = build(recipe.config(token_id(tokenizer, END_OF_TEXT)))

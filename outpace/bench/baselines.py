@@ -33,7 +33,7 @@ def installed() -> bool:
 
 
 class BaselineTimer:
-    """Looks like a transformers streamer: the prompt first, then the tokens of every round."""
+    """Looks like a transformers streamer: the prompt first, then the tokens of every step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -73,7 +73,7 @@ class Baseline:
         return Timed(tokens=tokens, first_s=first, decode_s=decode, trace=trace)
 
     def dflash(self, prompts: Prompts, new_tokens: int, seed: int = 0) -> Timed:
-        """One prompt. The last round is left out of the trace where the end of the text cut it: what
+        """One prompt. The last step is left out of the trace where the end of the text cut it: what
         would have been accepted beyond the end is not known."""
         self._set(self.chosen["transformers-dflash", len(prompts)])
         tokens, first, decode, clock, seconds = self._generate(

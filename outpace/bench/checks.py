@@ -301,8 +301,8 @@ class OracleSession:
 
 
 def oracle_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int) -> CheckResult:
-    """Autoregressive decoding's own tokens as drafts: every round must accept all block - 1 of them, in a
-    batch and alone. A row that leaves the answer at a tie is counted and judged up to there."""
+    """Autoregressive decoding's own tokens as drafts: every step must accept all block - 1 of them, in a
+    batch and alone. A row that leaves the answer at a tie is counted, and compared up to there."""
     answers = generate(target, prompts, Request(max_new_tokens=new_tokens + 2 * block)).tokens
     texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
     total, short, rounds = LosslessCheck(), 0, 0
@@ -313,7 +313,7 @@ def oracle_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int
             check = compare(target, prompts[i], out.tokens[b], answers[i][:new_tokens])
             total += check
             lens = [row[b] for row in out.trace.accepted if row[b] >= 0]
-            if check.ties:  # the round that holds the tie cannot accept all, nor can any after it
+            if check.ties:  # the step that holds the tie cannot accept all, nor can any after it
                 lens = lens[: max(0, (check.checked - 2) // block)]
             rounds += len(lens)
             short += sum(n != block - 1 for n in lens)

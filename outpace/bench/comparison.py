@@ -92,14 +92,14 @@ def predicted(trace: Trace, cell: ResultCell, costs: Costs, speedup: float) -> d
 
 
 def reached(accepted: list[int]) -> list[float]:
-    """Of all rounds, the share that accepted at least 1, 2, .. draft tokens: what a chain verified to n
-    positions would commit is 1 + the sum of the first n - 1, as far as its rounds would be these."""
+    """Of all steps, the share that accepted at least 1, 2, .. draft tokens: what a chain verified to n
+    positions would commit is 1 + the sum of the first n - 1, as far as its steps would be these."""
     most = max(accepted, default=0)
     return [sum(a >= k for a in accepted) / len(accepted) for k in range(1, most + 1)]
 
 
 def remarks(about: dict[str, dict[str, Any]]) -> list[str]:
-    """Where the comparison is not on equal data, it reports it."""
+    """In what respect the drafts were not trained on equal data."""
     entries = []
     trained = {name: a["trained"] for name, a in about.items() if a["trained"]}
     unknown = [name for name, a in about.items() if a["kind"] != "n-gram" and not a["trained"]]
@@ -279,7 +279,7 @@ def _rules(report: dict[str, Any], temperature: float) -> list[str]:
 
 def _tau(report: dict[str, Any]) -> Any:
     """Greedy (or the first temperature's): a chain's tau if only its first positions were verified, read off
-    the accepted positions of the same rounds; a tree's as one point."""
+    the accepted positions of the same steps; a tree's as one point."""
     temperature = report["recipe"]["temperatures"][0]
     figure, panels = figure_of(1, 1, 4.2, f"tau against positions verified a round, T = {temperature:g}")
     axes, colours = panels[0], _colours(report)

@@ -162,7 +162,7 @@ SPARSELY, IN_LATENTS = {SPARSE, SPARSE_FULL, BOTH, BOTH_FULL}, set(LATENTS)
 class ContextSettings:
     """`columns` of a block; `budget`: tokens of partial KV, the buffer not among them. Each method is
     repeated until it took `cell_s` seconds at a context, at most `repeats` times and at least twice. `tau`:
-    tokens that a round brings, taken as given for the time of a token; the draft's time is not in it."""
+    tokens that a step brings, taken as given for the time of a token; the draft's time is not in it."""
 
     contexts: tuple[int, ...] = (K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
     columns: int = 8
@@ -336,7 +336,7 @@ def distinct(routing: list[torch.Tensor], k: int) -> float:
 
 
 def rated(cell: dict[str, Any], floor: float, settings: ContextSettings) -> dict[str, Any]:
-    """Next to the times: the share of the floor, and the time of a token if a round brings `tau`."""
+    """Next to the times: the share of the floor, and the time of a token if a step brings `tau`."""
     methods = {
         name: m | {"share_of_floor": round(m["bytes"] / floor / m["seconds"], 4) if m["bytes"] else None}
         for name, m in cell["methods"].items()
@@ -362,8 +362,8 @@ LEGEND = """\
 - of the floor: the bytes that must be read (weights once, experts as touched, keys and values), over the
   machine's reading rate, over the time. Low where arithmetic takes the time, as verifying many positions does
   on a CPU.
-- ms per token: what these times come to where a round brings tau tokens and all that passes on partial KV
-  is: rounds on partial KV until the buffer is full, then a refresh and the full pass. Computed, not run.
+- ms per token: what these times come to where a step brings tau tokens and all that passes on partial KV
+  is: steps on partial KV until the buffer is full, then a refresh and the full pass. Computed, not run.
 """
 
 

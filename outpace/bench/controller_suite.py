@@ -58,7 +58,7 @@ def cases(recipe: SuiteRecipe, opened: Opened, temperature: float) -> list[Case]
 
 
 def rule(temperature: float) -> str:
-    """Every length states the same text, so that lengths alone differ."""
+    """Every length generates the same text, so that lengths alone differ."""
     return "gumbel" if temperature else "match"
 
 

@@ -44,9 +44,9 @@ CHUNK = 4096  # rows of made-up context appended at once
 @dataclass(frozen=True, kw_only=True)
 class DraftContextSettings:
     """`shapes`: the draft as it is; the same weights without its window (where it has one); the published
-    draft of gpt-oss-20b with random weights. `observed`: verified tokens per round. A cell (shape, context,
+    draft of gpt-oss-20b with random weights. `observed`: verified tokens per step. A cell (shape, context,
     variant) is repeated until it has taken `cell_s` seconds, at most `repeats` times, and at least twice, or
-    once where one round takes longer than that.
+    once where one step takes longer than that.
     `acceptance`: "P+D", prompts of P and answers of D tokens, over which the variants really decode."""
 
     shapes: tuple[str, ...] = SHAPES
@@ -182,7 +182,7 @@ def open_sessions(
 
 @torch.inference_mode()
 def rehearse(sessions: dict[Variant, DFlashSession], settings: DraftContextSettings) -> None:
-    """One cheap round of each: kernels are built at their first use, and weights come from the disk."""
+    """One cheap step of each: kernels are built at their first use, and weights come from the disk."""
     context = min(CHUNK // 64, settings.contexts[0])
     grow(sessions, context, settings.seed)
     measure("rehearsal", sessions, context, replace(settings, repeats=1, cell_s=0.0))
@@ -210,7 +210,7 @@ def grow(sessions: dict[Variant, DFlashSession], context: int, seed: int) -> Non
 def measure(
     name: str, sessions: dict[Variant, DFlashSession], context: int, settings: DraftContextSettings
 ) -> list[dict[str, Any]]:
-    """One context: the variants take turns, first their round as it is, then taken apart."""
+    """One context: the variants take turns, first their step as it is, then taken apart."""
     some = next(iter(sessions.values()))
     config, target = some.draft.config, some.target
     rng = seeded(settings.seed, context, 1)
@@ -355,12 +355,12 @@ SHADES = (
     "#d0d0d0",
 )
 LEGEND = """\
-- ms: median of the repeats of a whole round at batch 1: a block drafted, then the verified tokens observed.
+- ms: median of the repeats of a whole step at batch 1: a block drafted, then the verified tokens observed.
 - share of the floor: the bytes that must be read, over the machine's reading rate, over the measured time.
   Above 100%, they lie in a cache of the processor; far below, arithmetic or many small calls take the time.
 - bytes: weights once, as stored, activations, and remembered keys and values. Norm weights are left out.
 - taken apart: the sum of the operations, each under its own clock; the rest of a step is what lies between.
-- tau: tokens committed per forward of the target, the bonus token included; all tokens over all rounds.
+- tau: tokens committed per forward of the target, the bonus token included; all tokens over all steps.
 """
 
 
@@ -456,7 +456,7 @@ def acceptance_table(report: Report) -> list[str]:
 
 
 def _over_context(report: dict[str, Any]) -> Any:
-    """One panel per shape: a round's time against context, both on logarithmic scales."""
+    """One panel per shape: a step's time against context, both on logarithmic scales."""
     shapes = list(report["shapes"])
     figure, panels = figure_of(1, len(shapes), 4.2, "One drafting step against context")
     for axes, shape in zip(panels, shapes, strict=True):

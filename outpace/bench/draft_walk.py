@@ -1,4 +1,4 @@
-"""One drafting round taken apart: a DFlash's own modules called one by one, timed, and what each reads."""
+"""One drafting step taken apart: a DFlash's own modules called one by one, timed, and what each reads."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ ABOUT = {
 
 
 class Recomputed(DFlashSession):
-    """Keeps c_s [B, n, C] and forms every layer's keys and values again in each round. Drafts what the served
+    """Keeps c_s [B, n, C] and forms every layer's keys and values again in each step. Drafts what the served
     session drafts."""
 
     def __init__(
@@ -257,7 +257,7 @@ def _mlp(layer: DFlashLayer, clock: DraftTimer) -> Callable[[Tensor], Tensor]:
 
 
 def walk_round(session: DFlashSession, last: Tensor, aux: Tensor, clock: DraftTimer) -> Proposal:
-    """One round: a block drafted after `last` [B], then aux [n, B, T, C] of T verified tokens observed."""
+    """One step: a block drafted after `last` [B], then aux [n, B, T, C] of T verified tokens observed."""
     if isinstance(session, Recomputed):
         with clock("context kv"):
             session.project()

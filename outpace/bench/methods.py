@@ -1,4 +1,4 @@
-"""A method of a comparison: which draft, in what shape it proposes, how its draft tokens are judged."""
+"""A method of a comparison: which draft, in what shape it proposes, how its draft tokens are verified."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ class MethodSpec:
     `draft`: a place under the suite's folder of drafts, "dflash", "suffix" or "ngram". `tree`, `depth`,
     `branch`: the shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual.
     `weights`: "q8_0" packs its matrices in 8-bit blocks; None: as in its files. `rules`: how draft tokens are
-    judged above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
+    verified above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
     `partial`: with partial KV, its `tokens`, perhaps its `mode`, and fields of cache.partial.PartialConfig.
     """
 
@@ -147,7 +147,7 @@ def kind_of(draft: BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix) -> str:
 
 
 def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
-    """What provenance.json next to the weights states; {} where there is none. Raises ValueError where it
+    """What provenance.json next to the weights holds; {} where there is none. Raises ValueError where it
     names another target."""
     path = (folder if folder.is_dir() else folder.parent) / "provenance.json"
     if not path.is_file():

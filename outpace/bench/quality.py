@@ -12,7 +12,7 @@ from outpace.bench.recall import RecallSettings, long_texts, of_needles
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
-from outpace.retrofit.evaluate import judge
+from outpace.retrofit.evaluate import evaluate
 from outpace.text.corpus import Document
 
 
@@ -53,7 +53,7 @@ class Quality:
         s = settings
         self.texts = long_texts(tokenizer, documents, s.length, s.texts)
         self.prompts = held_out_prompts(tokenizer, documents, s.prompts, s.prompt_tokens)
-        self.first = judge(target, self.texts)
+        self.first = evaluate(target, self.texts)
         self.answers = self._answers()
 
     def _answers(self) -> list[list[int]]:
@@ -67,7 +67,7 @@ class Quality:
     def now(self) -> dict[str, Any]:
         """nats per token; kl(first || now); same_likeliest token; agreement, the share of greedy answers up
         to their first difference; needles found, all distances together."""
-        value = judge(self.target, self.texts, self.first["log_probabilities"])
+        value = evaluate(self.target, self.texts, self.first["log_probabilities"])
         agreed = [alike(a, b) / len(a) for a, b in zip(self.answers, self._answers(), strict=True)]
         return {
             "nats": value["nats_per_token"],

@@ -176,7 +176,7 @@ LEGEND = """\
 - loss: nats per token of held-out files, read from their beginning: the mean over files of a stretch's mean.
 - the last quarter: what text far back is worth to what follows.
 - needles: a line `name = value` is so many tokens of a held-out file ahead of its name; found where
-  greedy decoding states all six digits of the value. One digit in ten is right by chance.
+  greedy decoding gives all six digits of the value. One digit in ten is right by chance.
 """
 
 

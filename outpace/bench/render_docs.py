@@ -4,7 +4,7 @@
     ...made...
     <!-- end -->
 
-The path is relative to the page. Where there is no such report yet, the table reports it. The kind "pictures"
+The path is relative to the page. Where there is no such report yet, the page says so. The kind "pictures"
 shows what lies next to the report.
 """
 

@@ -32,7 +32,7 @@ def result(
     alone: Runs | None,
     answer: str | None = None,
 ) -> dict[str, Any]:
-    """`answer`: the method where the text this one must repeat to the token; None: at temperature 0
+    """`answer`: the method whose text this one must repeat, token by token; None: at temperature 0
     plain's."""
     runs, plain = cell.runs[method], cell.runs["plain"]
     speeds = _speeds(runs)
@@ -79,7 +79,7 @@ def result(
 
 
 def joined(traces: Iterable[Trace]) -> Trace:
-    """The rounds of all of them."""
+    """The steps of all of them."""
     whole = Trace()
     for trace in traces:
         whole.proposed += trace.proposed
@@ -179,8 +179,8 @@ def coupled(runs: Runs, answers: Runs) -> LosslessCheck:
 
 
 def agreement(cell: ResultCell) -> dict[str, Any] | None:
-    """Do both DFlash implementations accept the same lengths, round by round? Each prompt is compared up
-    to its first difference: later rounds start from other tokens."""
+    """Do both DFlash implementations accept the same lengths, step by step? Each prompt is compared up
+    to its first difference: later steps start from other tokens."""
     theirs, ours = cell.runs.get("transformers-dflash"), cell.runs.get("dflash")
     if theirs is None or ours is None:
         return None

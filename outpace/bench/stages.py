@@ -161,7 +161,7 @@ def dflash_stages(
     w: Tensors, c: DFlashConfig, states: list[Tensor], block: Tensor, first: int, head: Tensor
 ) -> Stages:
     """states: per layer of target_layer_ids [S, C], of the verified tokens; block [B, C]: the embeddings of
-    the anchor and its MASKs, which are right after them. The verified text begins at rotary position first.
+    the anchor and its MASKs, which follow them. The verified text begins at rotary position first.
     head [N, C]."""
     S, B, D, eps = len(states[0]), len(block), c.head_dim, c.rms_norm_eps
     positions = list(range(first, first + S + B))
@@ -328,7 +328,7 @@ def _eagle3(
     last: int,
     offset: int,
 ) -> tuple[Stages, Stages]:
-    """Every pair of the text, and behind them, where the draft draft tokens in one pass, its masks."""
+    """Every pair of the text, and after them, if the draft proposes in one pass, its masks."""
     config = draft.config
     following = torch.cat((verified[:, 1:], verified.new_tensor([[last]])), dim=1)
     embeds, features = draft.embed(following, target), draft.fuse(aux)

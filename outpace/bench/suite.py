@@ -26,7 +26,7 @@ from outpace.models.load import fingerprint, named_tensors
 from outpace.text.corpus import Document
 
 TEXTS = ("held-out", "random")
-Tables = dict[tuple[str, str], Costs]  # by method, and one of decode.request.JUDGED
+Tables = dict[tuple[str, str], Costs]  # by method, and one of decode.request.COST_RULES
 PASSES = 3  # over all tables, one after the other: a busy minute of the machine meets one pass of some
 
 
@@ -195,8 +195,8 @@ def texts_of(
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRequest:
-    """Input of a suite. `documents`: the files where the text is decoded; `text`: token ids that costs
-    are measured over; `drafts`: the folder that the recipe's drafts lie in; `folder`: where the report
+    """Input of a suite. `documents`: the files whose text is decoded; `text`: token ids that costs
+    are measured over; `drafts`: the folder of the recipe's drafts; `folder`: where the report
     will."""
 
     target: Decoder
@@ -259,7 +259,7 @@ def as_plain_json(recipe: SuiteRecipe) -> dict[str, Any]:
 
 
 def describe_method(opened: Opened) -> dict[str, Any]:
-    """What a reader needs to judge a row: the draft's kind and weights, and what it was trained on."""
+    """What a reader needs to understand a row: the draft's kind and weights, and what it was trained on."""
     trained = opened.trained
     modules = [m for m in walk(opened.draft) if isinstance(m, nn.Module) and not isinstance(m, Decoder)]
     return {

@@ -107,7 +107,7 @@ def config_from(
 
 def _rope(fields: _Fields, factors: list[float] | None) -> dict[str, Any]:
     """YaRN's correction range: llama.cpp rounds it, the gpt-oss config does not, and the model is followed.
-    A key of our own, `rope.scaling.truncate`, states it for files that we write."""
+    A key of our own, `rope.scaling.truncate`, holds it in files that we write."""
     gpt_oss = fields.architecture == "gpt-oss"
     theta = float(fields.number("rope.freq_base", 150000.0 if gpt_oss else 10000.0))
     factor = float(fields.number("rope.scaling.factor", 1.0))

@@ -62,7 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def open_folder(folder: Path) -> HFCheckpoint:
     """Raises LoadError for a missing config, a missing, damaged or ambiguous shard, an index that names
-    files outside the folder, and a tensor that is not in the shard where the index states it is."""
+    files outside the folder, and a tensor that is not in the shard where the index places it."""
     config = read_config(folder)
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
@@ -101,7 +101,7 @@ def _sharded(folder: Path, config: dict[str, Any], index: Path) -> HFCheckpoint:
     for name, shard in shard_of.items():
         if file_of[name] is not files[shard]:
             there = file_of[name].path.name
-            raise LoadError(f"{index} states that {name} is in {shard}, and {there} holds it", "index")
+            raise LoadError(f"{index} says that {name} is in {shard}, and {there} holds it", "index")
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return HFCheckpoint(

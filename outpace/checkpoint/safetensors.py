@@ -43,7 +43,7 @@ DTYPES = {
 LARGEST = 2**62  # no axis and no offset is longer
 MOST_AXES = 16
 POINTER = b"version "  # how the text that Git LFS leaves in place of a large file begins
-# A private writable mapping is charged against the memory of the machine unless it states it will not be
+# A private writable mapping is charged against the memory of the machine unless it promises not to be
 # written to much: without this, a file larger than memory cannot be mapped. Linux only; 3.13 names it.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 

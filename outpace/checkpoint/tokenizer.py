@@ -31,7 +31,7 @@ def generation_stops(folder: Path) -> tuple[int, ...]:
     """The ids of `eos_token_id` in generation_config.json, none where there is no such file. config.json
     often names one alone: gpt-oss's `<|return|>`, while `<|call|>` ends a turn too.
 
-    Raises LoadError for a file that states anything else than ids.
+    Raises LoadError for a file that holds anything but ids.
     """
     path = folder / "generation_config.json"
     if not path.is_file():

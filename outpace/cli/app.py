@@ -104,7 +104,7 @@ def integer(text: str, where: str) -> int:
 
 
 def recipe_settings(cls: type[T], recipe: Path | None, pairs: list[str] | None, **more: Any) -> T:
-    """The recipe, what --set states on top, and what options of their own say (`more`) over both."""
+    """The recipe, --set on top of it, and options of the command (`more`) over both."""
     from outpace.config import load_settings, parse_overrides
 
     return load_settings(cls, recipe, parse_overrides(cls, pairs or []) | more)

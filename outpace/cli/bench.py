@@ -116,7 +116,7 @@ def bench(
         raise ValueError(f"--suite {suite} measures a target alone: leave --draft and --draft-quant out")
     if draft_weights is not None and compares:
         raise ValueError(
-            f"--draft-quant {draft_weights}: in --suite {suite} every method states it for itself, in the "
+            f"--draft-quant {draft_weights}: in --suite {suite} every method has its own, in the "
             f'--recipe: weights = "{draft_weights}"'
         )
     shown = Console(stderr=True) if as_json else console

@@ -77,7 +77,7 @@ def calibrate(
     """Measure the cost of drafting and verifying on this machine, for --speculate auto.
 
     Run it while the machine is otherwise idle. The table belongs to this target, draft, machine, number of
-    threads and rule; a changed one is measured again. A request where the rule has none goes by the greedy
+    threads and rule; a changed one is measured again. A request whose rule has none uses the greedy
     one.
 
     [bold]Examples[/bold]: outpace calibrate default --num-draft-tokens 16 --contexts 512,4096,16384
@@ -85,11 +85,11 @@ def calibrate(
     outpace calibrate default --draft dflash --acceptance gumbel
     """
     from outpace.decode.costs import cache_folder, fingerprint, table_path, write_costs
-    from outpace.decode.request import JUDGED
+    from outpace.decode.request import COST_RULES
     from outpace.loading import open_draft, open_target, own_draft
 
-    if rule not in JUDGED:
-        raise ValueError(f"--acceptance {rule}: it must be one of {', '.join(JUDGED)}")
+    if rule not in COST_RULES:
+        raise ValueError(f"--acceptance {rule}: it must be one of {', '.join(COST_RULES)}")
     if not seconds > 0:
         raise ValueError(f"--seconds {seconds}: give some time to measure in")
     places = [integer(part, "--contexts") for part in contexts.split(",")]

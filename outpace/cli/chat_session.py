@@ -52,7 +52,7 @@ class ChatTurn:
 
     @property
     def note(self) -> str | None:
-        """What the person should know, next to what was stated."""
+        """What the user should know, besides the answer."""
         if self.stopped:
             return "stopped"
         if self.calls and self.ended:
@@ -108,7 +108,7 @@ class ChatTurn:
 
 @dataclass
 class ChatSession:
-    """What a chat needs next to what was stated. One generator serves all answers: the same seed and the same
+    """What a chat needs besides its messages. One generator serves all answers: the same seed and the same
     messages give the same chat. Every answer begins with a prefill of the whole prompt: what was thought
     before the last answer is dropped from it, so it is rarely a continuation of the one before."""
 

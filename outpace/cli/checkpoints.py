@@ -30,7 +30,7 @@ def inspect(
 ) -> None:
     """Inspect a checkpoint: contents, and agreement with its config.json.
 
-    Compares names, shapes and dtypes, and states what is wrong and what to do about it.
+    Compares names, shapes and dtypes, and says what is wrong and how to fix it.
     Exits 1 where something is.
 
     [bold]Examples[/bold]: outpace inspect default --json
@@ -69,7 +69,7 @@ def synth(
 ) -> None:
     """Write random weights in the shape and the format of a published model.
 
-    For measuring load time, memory and speed without a download. What it states makes no sense:
+    For measuring load time, memory and speed without a download. Its output makes no sense:
     the tokenizer is the embedded one, and the head favours its 4,096 ids.
     A run that was stopped goes on with the shards it lacks.
 

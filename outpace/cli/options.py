@@ -161,9 +161,7 @@ def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | 
         return None
     overrides = parse_overrides(PartialConfig, pairs or [])
     if "n_retrieval_blocks" in overrides:
-        raise ValueError(
-            "--kv-budget-set n_retrieval_blocks: --kv-budget states how many tokens there are in all"
-        )
+        raise ValueError("--kv-budget-set n_retrieval_blocks: --kv-budget sets the number of tokens")
     fields = load_settings(PartialConfig, None, overrides, "--kv-budget-set")
     config = PartialConfig.within(tokens, **{name: getattr(fields, name) for name in overrides})
     return Partial(config=config, mode="lossy" if lossy else "lossless")

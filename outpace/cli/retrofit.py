@@ -143,7 +143,7 @@ def train_dsa(
 
 
 def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
-    """The target, its tokenizer and chat template, and the texts to train on and to judge by."""
+    """The target, its tokenizer and chat template, and the texts to train on and to evaluate on."""
     from outpace.checkpoint.open import open_checkpoint, target_path
     from outpace.checkpoint.tokenizer import open_template
     from outpace.loading import open_target

@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """`round_seconds`: from one round's tokens to the next one's. `top`: for each token the largest logits
+    """`round_seconds`: from one step's tokens to the next one's. `top`: for each token the largest logits
     it was chosen from, largest first; empty where they were not asked for."""
 
     text: str
@@ -55,7 +55,7 @@ class Streamed:
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
     def round_time(self, share: float) -> float:
-        """The time in seconds that a `share` of the rounds stayed within: 0.5 for the median."""
+        """The time in seconds that a `share` of the steps stayed within: 0.5 for the median."""
         ordered = sorted(self.round_seconds)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
@@ -120,7 +120,7 @@ class Streamed:
 
 
 class Largest:
-    """The K largest logits of every token. A round's logits come before its tokens, of which some may not
+    """The K largest logits of every token. A step's logits come before its tokens, of which some may not
     be kept."""
 
     def __init__(self, k: int, tokenizer: Tokenizer) -> None:
@@ -173,7 +173,7 @@ def no_answer(parts: list[ChatPart], tokens: int) -> str | None:
 
 
 def top_lines(streamed: Streamed) -> str:
-    """One line a token: itself, then the largest logits and where the they are."""
+    """One line a token: itself, then the largest logits and the tokens they belong to."""
     lines = []
     for i, (token, candidates) in enumerate(zip(streamed.tokens, streamed.top, strict=True)):
         chosen = next((repr(c.text) for c in candidates if c.token == token), f"<{token}>")

@@ -88,7 +88,7 @@ class VerifyResult:
 
 
 class AcceptanceRule(Protocol):
-    """One generation's rule. `sampler`: how the draft must choose its draft tokens in the coming round."""
+    """One generation's rule. `sampler`: how the draft must choose its draft tokens in the coming step."""
 
     @property
     def sampler(self) -> DraftSampler: ...
@@ -255,7 +255,7 @@ class Rejection(Match):
     after each rejection (SpecInfer, arXiv 2305.09781).
 
     q must be what each draft token was drawn from, given all positions before it. Draft tokens that nobody
-    drew (q None) are judged by exact match, which for them is the same rule.
+    drew (q None) are verified by exact match, which for them is the same rule.
     """
 
     def __init__(
@@ -293,14 +293,14 @@ class Rejection(Match):
 
 
 class BlockVerification(Rejection):
-    """Block verification (arXiv 2403.10444): the draft tokens of a chain are judged together, and the
+    """Block verification (arXiv 2403.10444): the draft tokens of a chain are verified jointly, and the
     longest prefix that passes is kept; never fewer in the mean than by rejection."""
 
     def accept(self, p: Tensor, q: Tensor, proposal: Proposal, u: Tensor) -> tuple[Tensor, Tensor]:
         """Raises ValueError for a tree."""
         if proposal.parents is not None:
             raise ValueError(
-                "block verification judges chains, and this draft draws a tree of draft tokens: "
+                "block verification is for chains, and this draft draws a tree of draft tokens: "
                 "use the rule rejection, match or gumbel, or let the draft propose a chain"
             )
         return verify_block(p, q, proposal.tokens, _counts(proposal), u)

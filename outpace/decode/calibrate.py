@@ -1,4 +1,4 @@
-"""Measuring a cost table: real rounds over real text, of every width in turn."""
+"""Measuring a cost table: real steps over real text, of every width in turn."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
 from outpace.decode.deferred import Deferred, verified
 from outpace.decode.generate import generate, next_token
-from outpace.decode.request import GREEDY, JUDGED, Request, acceptance_rule
+from outpace.decode.request import COST_RULES, GREEDY, Request, acceptance_rule
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal
 from outpace.kv.base import KVCache
@@ -25,7 +25,7 @@ LEAST_REPEATS, MOST_REPEATS = 3, 12
 ROUNDS = 3  # of a width in a turn; the first is not counted
 STEPS, SETTLED = 12, 4  # of one position, and of autoregressive decoding; those from SETTLED on are counted
 PREFILL, SHOWN = 512, 4  # a prompt's positions in a forward, and forwards at least
-# tokens of the run that states what a round takes alongside, and how often draft tokens are right
+# tokens of the run that measures what a step takes alongside, and how often draft tokens are right
 STEADY = 48
 SEED = 1  # of what is drawn while costs are measured
 ROUTED = 512  # tokens where the experts are counted
@@ -53,8 +53,8 @@ def calibrate(
     on_progress: OnNote | None = None,
 ) -> Costs:
     """text: token ids, real text of the kind that will be decoded; rows of a batch take turns in it.
-    seconds: about how long to measure, prefills not counted; at least six rounds of every width are.
-    rule: one of decode.request.JUDGED; a rule draws at temperature 1, and has the draft draw where it must.
+    seconds: about how long to measure, prefills not counted; at least six steps of every width are.
+    rule: one of decode.request.COST_RULES; sampled rules run at temperature 1.
 
     Raises ValueError for a context, a batch, a text or a rule that cannot be measured.
     """
@@ -110,8 +110,8 @@ def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = mat
 
 
 def _asked(rule: str) -> Request:
-    if rule not in JUDGED:
-        raise ValueError(f"no rule {rule!r} to measure; known: {', '.join(JUDGED)}")
+    if rule not in COST_RULES:
+        raise ValueError(f"no rule {rule!r} to measure; known: {', '.join(COST_RULES)}")
     if rule == GREEDY:
         return Request(max_new_tokens=1)
     return Request(max_new_tokens=1, sampling=Sampling(temperature=1.0), rule=rule)
@@ -202,7 +202,7 @@ class Timings:
     def point(self, batch: int, context: int, rest: float) -> Point:
         """Every turn as long as the mean of them, since a slow moment of the machine meets all widths of a
         turn; of each width the first quartile, which what else runs hardly moves; and all of them times one
-        factor: decoding pays for slow rounds too, so that together they take as long as all repeats took.
+        factor: decoding pays for slow steps too, so that together they take as long as all repeats took.
         They never fall as the width grows."""
         step_times, took = StepTimes(self.widths), [turn.seconds for turn in self.turns]
         for turn, seconds in zip(self.turns, took, strict=True):
@@ -246,9 +246,9 @@ def _measure(
 ) -> Iterator[float]:
     """Rounds over the text, each one token further, so that cache and draft see what they would see; the
     widths take turns, so that a slow moment of the machine meets all of them. In a turn a width has ROUNDS
-    rounds on end: rounds of one kind are a little faster among their like. Rounds of one position, which come
+    steps on end: steps of one kind are a little faster among their like. Rounds of one position, which come
     on end where drafting rests, and steps of autoregressive decoding, over a cache of their own, have STEPS
-    of them: neighbours read the same experts, where a wide round has just read all. Yields how much is
+    of them: neighbours read the same experts, where a wide step has just read all. Yields how much is
     done."""
     widths, wanted = timings.widths, draft.target_layer_ids
     kinds = (0, *widths)  # 0: autoregressive decoding
@@ -316,7 +316,7 @@ def _round(
     n: int,
     wanted: Sequence[int],
 ) -> tuple[float, float]:
-    """One round of n positions after ahead[:, 0], the last verified token; -> seconds of draft and verify.
+    """One step of n positions after ahead[:, 0], the last verified token; -> seconds of draft and verify.
     Only the root is kept, whatever was right: the text goes on as it is."""
     _wait(target)
     began = time.perf_counter()
@@ -343,7 +343,7 @@ def _wait(target: Decoder) -> None:
 
 
 def widened(proposal: Proposal, ahead: Tensor, n: int) -> Proposal:
-    """n positions in every row, as a round of that width has: what the draft did not fill, the text does,
+    """n positions in every row, as a step of that width has: what the draft did not fill, the text does,
     behind the last position. ahead [B, >= n], the text from the root on."""
     B, N = proposal.tokens.shape
     if N == n and min(proposal.counts) == n:

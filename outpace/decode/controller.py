@@ -1,6 +1,6 @@
-"""How many positions a round drafts and verifies: fixed, or what makes most tokens/s by a cost table.
+"""How many positions a step drafts and verifies: fixed, or what makes most tokens/s by a cost table.
 
-A decision reads what earlier rounds brought, and what the draft states of draft tokens that nobody drew. It
+A decision reads what earlier steps brought, and what the draft states of draft tokens that nobody drew. It
 is made before the target runs: it changes the speed and, at temperature 0 or under the coupled rule, nothing
 else.
 """
@@ -15,17 +15,17 @@ from outpace.drafts.base import Proposal
 from outpace.drafts.tree import cut
 from outpace.kv.tree import depths
 
-KEPT = 0.9  # what a round of draft tokens leaves of what was learnt before
+KEPT = 0.9  # what a step of draft tokens leaves of what was learnt before
 PRIOR_TRIALS = 3.0  # what held before weighs as much as so many trials of late
 LENT_TRIALS = 1.5  # of a deeper draft token: as good as the one it follows, until it was tried
 FIRST_TRIALS = 6.0  # of what the calibration found, against all that was tried since
-SLOWLY = 0.99  # and what a round leaves of that
+SLOWLY = 0.99  # and what a step leaves of that
 TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of the draft, not of the text
 
 
 class AcceptanceHistory:
-    """What became of the draft tokens of earlier rounds, fading. A round without the draft's own word is
-    predicted from `steps`, one with it from `trust`; `gains` states what the next proposal is likely to
+    """What became of the draft tokens of earlier steps, fading. A step without the draft's own word is
+    predicted from `steps`, one with it from `trust`; `gains` is what the next proposal is likely to
     bring."""
 
     def __init__(self, widest: int, prior: float) -> None:
@@ -37,7 +37,7 @@ class AcceptanceHistory:
         self.expected, self.observed = (
             [0.0] * widest,
             [0.0] * widest,
-        )  # by depth: survival as stated, and as it came
+        )  # by depth: survival as the draft predicted it, and as it came
         self.seen, self.seen_gain = [0.0] * widest, [0.0] * widest  # by position: proposals, their survival
 
     def fade(self, share: float) -> None:
@@ -46,7 +46,7 @@ class AcceptanceHistory:
             part[:] = [x * share for x in part]
 
     def drafts(self) -> None:
-        """A round of draft tokens begins."""
+        """A step of draft tokens begins."""
         self.fade(KEPT)
         self.all_tried *= SLOWLY
         self.all_taken *= SLOWLY
@@ -85,8 +85,8 @@ class AcceptanceHistory:
     # ---- with it ------------------------------------------------------------------------------------
 
     def trust(self, deepest: int) -> list[float]:
-        """By depth: what came of what the draft generated, over what it stated. Depths of which little is
-        known are believed as far as the one above."""
+        """By depth: the survival that came, over the survival that the draft predicted. Depths of
+        which little is known are trusted as far as the one above."""
         items = [1.0] * (deepest + 1)
         for d in range(1, len(items)):
             items[d] = (self.observed[d] + TRUST_TRIALS * items[d - 1]) / (self.expected[d] + TRUST_TRIALS)
@@ -150,13 +150,13 @@ SHARE = 0.01  # of the time that may be lost to probes, and to showing the draft
 LEFT = 0.25  # of that, what is left for probes where showing takes more
 CREDIT = 2.0  # probes that may be lost at the beginning of a text
 BANK = 8.0  # and later, where draft tokens gained as much before
-DEBT = 5.0  # rounds more that may be lost while they seem to pay
+DEBT = 5.0  # steps more that may be lost while they seem to pay
 GAP = 8  # plain steps from a probe that failed to the next
 STRETCH = 64  # tokens of context over which costs are taken as equal
 
 
 class Controller(Protocol):
-    """Asked by the loop, each round in this order. `predicted`: tokens of all rows and seconds that the round
+    """Asked by the loop, each step in this order. `predicted`: tokens of all rows and seconds that the step
     will bring, where it can say."""
 
     @property
@@ -181,7 +181,7 @@ class Controller(Protocol):
 
 
 class Fixed:
-    """So many positions in every round, or as many as the draft has: `columns` 1 is autoregressive
+    """So many positions in every step, or as many as the draft has: `columns` 1 is autoregressive
     decoding."""
 
     predicted = None
@@ -205,7 +205,7 @@ class Fixed:
 
 
 class Adaptive:
-    """Each round as many positions n as make (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest) largest,
+    """Each step as many positions n as make (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest) largest,
     summed over the rows, which share a forward (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147).
 
     Where no n beats autoregressive decoding, drafting rests and is probed. An account of what drafting loses
@@ -283,7 +283,7 @@ class Adaptive:
             self.record.add(parents[:n], depth, columns, value)
 
     def _drafts(self, pays: bool, loss: float) -> bool:
-        """Whether this round drafts. loss: seconds that are lost where it brings nothing."""
+        """Whether this step drafts. loss: seconds that are lost where it brings nothing."""
         self.spare = CREDIT * loss if self.spare is None else min(self.spare, BANK * loss)
         self.rests = not pays or self.spare < -DEBT * loss
         if not self.rests:
@@ -320,7 +320,7 @@ class Adaptive:
 @dataclass(frozen=True)
 class Table:
     """Costs of `rows` rows near one context, by positions (0 unused): of drafting so many, of the rest of a
-    round, of both; `show`: of what a plain step leaves for later; `wake`: of the first round after some.
+    step, of both; `show`: of what a plain step leaves for later; `wake`: of the first step after some.
     `even`: the positions of a step that just pays, where draft tokens are as likely right as that takes:
     what a probe asks for."""
 

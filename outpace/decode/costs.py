@@ -28,11 +28,11 @@ class Point:
     """Seconds at one batch size and one context (tokens remembered per row).
 
     verify[i], draft[i]: of widths[i] positions per row, root included. `verify` is the target's forward, its
-    logits and the verdict; `draft` is one proposal and the observation of what was verified (0 for one
-    position); `rest` is everything else of a step, the controller's own time included; `show` is showing the
-    draft one more token of every row after steps in which it rested, and `wake` what its first proposal then
-    takes more than the next ones; `plain` is a step of autoregressive decoding. `spread`: half of the
-    timings lie within this share of their median, for the median width.
+    logits and the acceptance rule; `draft` is one proposal and the observation of what was verified
+    (0 for one position); `rest` is everything else of a step, the controller's own time included; `show` is
+    showing the draft one more token of every row after steps in which it rested, and `wake` what its first
+    proposal then takes more than the next ones; `plain` is a step of autoregressive decoding. `spread`: half
+    of the timings lie within this share of their median, for the median width.
     """
 
     batch: int
@@ -108,7 +108,7 @@ class Costs:
         return self._at("draft", width, context, batch) if width > 1 else 0.0
 
     def rest_seconds(self, batch: int = 1) -> float:
-        """What a round takes alongside."""
+        """What a step takes alongside."""
         return self._near(batch).rest
 
     def show_seconds(self, batch: int = 1) -> float:
@@ -120,19 +120,19 @@ class Costs:
         return self._near(batch).wake
 
     def plain_seconds(self, context: float, batch: int = 1) -> float:
-        """A step of autoregressive decoding, where there is neither a draft to show states to nor a
-        verdict."""
+        """A step of autoregressive decoding, with neither a draft to show states to nor a
+        proposal to verify."""
         near = self._near(batch).batch
         points = sorted((p for p in self.points if p.batch == near), key=lambda p: p.context)
         return _line([p.context for p in points], [p.plain for p in points], max(context, points[0].context))
 
     def round_seconds(self, n: int, context: float, batch: int = 1, width: int | None = None) -> float:
-        """A whole round: drafted to `width` positions (default n), n of them verified."""
+        """A whole step: drafted to `width` positions (default n), n of them verified."""
         drafted = self.draft_seconds(width or n, context, batch)
         return drafted + self.verify_seconds(n, context, batch) + self.rest_seconds(batch)
 
     def break_even(self, n: int, context: float, batch: int = 1) -> float:
-        """The tau at which rounds of n positions are as fast as rounds without draft tokens."""
+        """The tau at which steps of n positions are as fast as steps without draft tokens."""
         return self.round_seconds(n, context, batch) / self.round_seconds(1, context, batch)
 
     @property
@@ -192,7 +192,7 @@ def rising(ys: list[float]) -> list[float]:
 
 
 def fingerprint(target: Decoder, draft: Draft, rule: str = GREEDY) -> str:
-    """Of target, draft, machine, and the acceptance rule (decode.request.JUDGED): a table measured for
+    """Of target, draft, machine, and the acceptance rule (decode.request.COST_RULES): a table measured for
     another of them is not used."""
     parts = [*machine(target).items(), ("target", identity(target)), ("draft", identity(draft))]
     parts += [("rule", rule)]

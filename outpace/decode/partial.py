@@ -22,7 +22,7 @@ from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.models.decoder import Decoder
 
 MODES = ("lossless", "lossy")
-LONGEST_REST = 64  # rounds
+LONGEST_REST = 64  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class PartialSession:
         return held < self.trusted and held + width <= self.cache.headroom and not ended
 
     def _go_over(self, proposal: Proposal, rule: AcceptanceRule) -> list[list[int]]:
-        """A round on partial KV; -> what each row generates."""
+        """One step on partial KV; -> the tokens of each row."""
         began = time.perf_counter()
         wanted = self.draft.target_layer_ids
         out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)

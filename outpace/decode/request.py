@@ -15,7 +15,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 
 GREEDY = "greedy"
-JUDGED = (GREEDY, *RULES)
+COST_RULES = (GREEDY, *RULES)
 
 OnTokens = Callable[[int, list[int]], bool | None]  # row, its new tokens -> True ends the row
 OnLogits = Callable[[int, Tensor], None]  # row, logits [n, V] of its next n tokens; the last may not be kept
@@ -29,9 +29,7 @@ class Request:
     stop: frozenset[int] = frozenset()  # a row ends with the first of these it emits
     prefill_chunk: int = 512
     offset: int = 0  # rotary positions begin here
-    rule: str = (
-        "match"  # how draft tokens are judged: one of RULES; autoregressive decoding heeds "gumbel" alone
-    )
+    rule: str = "match"  # the acceptance rule: one of RULES; autoregressive decoding heeds "gumbel" alone
     draft_temperature: float | None = None  # of draft tokens that are drawn; None: the target's
     streams: tuple[int, ...] = ()  # rule "gumbel": which noise each row hears; else the row's number
 
@@ -52,7 +50,7 @@ class Request:
 
     @property
     def effective_rule(self) -> str:
-        """One of JUDGED: the rule, or "greedy" at temperature 0, where all rules are one."""
+        """One of COST_RULES: the rule, or "greedy" at temperature 0, where all rules are one."""
         return self.rule if self.sampling.temperature else GREEDY
 
 

@@ -1,4 +1,4 @@
-"""What each round proposed, accepted and cost; what every measurement reads."""
+"""What each step proposed, accepted and cost; what every measurement reads."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a round was to bring, generated before the target ran, and what it brought: tokens of all rows."""
+    """What a step was to bring, generated before the target ran, and what it brought: tokens of all rows."""
 
     tokens: float
     seconds: float
@@ -29,25 +29,25 @@ class Stopwatch:
 
 @dataclass
 class Trace:
-    """Rounds after the prefill. A round of autoregressive decoding proposes nothing and commits one token."""
+    """Rounds after the prefill. A step of autoregressive decoding proposes nothing and commits one token."""
 
     proposed: list[list[int]] = field(
         default_factory=list
-    )  # per round and row: draft tokens offered in a line
+    )  # per step and row: draft tokens offered in a line
     accepted: list[list[int]] = field(
         default_factory=list
-    )  # per round and row: draft tokens taken; -1: row done
+    )  # per step and row: draft tokens taken; -1: row done
     nodes: list[list[int]] = field(
         default_factory=list
-    )  # per round and row: positions verified, root included
-    # per round and row: draft tokens that had passed on partial KV; no rounds at all where it was not asked
+    )  # per step and row: positions verified, root included
+    # per step and row: draft tokens that had passed on partial KV; no steps at all where it was not asked
     # for
     provisional: list[list[int]] = field(default_factory=list)
     partial_forwards: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
     )
-    predicted: list[Prediction] = field(default_factory=list)  # per round that a controller predicted
+    predicted: list[Prediction] = field(default_factory=list)  # per step that a controller predicted
 
     def timed(self, part: str) -> "Stopwatch":
         return Stopwatch(self.seconds, part)
@@ -66,7 +66,7 @@ class Trace:
         nodes: list[int] | None = None,
         provisional: list[int] | None = None,
     ) -> None:
-        """One round of the rows `alive`, out of `batch`. Without `nodes` the draft tokens stood in a line."""
+        """One step of the rows `alive`, out of `batch`. Without `nodes` the draft tokens stood in a line."""
         verified, offered, taken = [0] * batch, [0] * batch, [-1] * batch
         nodes = nodes or [p + 1 for p in proposed]
         for b, n, p, a in zip(alive, nodes, proposed, accepted, strict=True):
@@ -110,7 +110,7 @@ class Trace:
 
     @property
     def prediction_error(self) -> float:
-        """The predicted tokens/s over the measured ones of the same rounds, less 1."""
+        """The predicted tokens/s over the measured ones of the same steps, less 1."""
         taken = sum(f.seconds_taken for f in self.predicted)
         measured = sum(f.tokens_measured for f in self.predicted) / taken if taken else 0.0
         return self.predicted_tokens_per_s / measured - 1 if measured else 0.0
@@ -126,7 +126,7 @@ class Trace:
 
     @property
     def tau(self) -> float:
-        """Tokens committed per target forward, bonus included: total tokens / total rounds."""
+        """Tokens committed per target forward, bonus included: total tokens / total steps."""
         lens = self.accept_lens
         return (sum(lens) + len(lens)) / len(lens) if lens else 0.0
 
@@ -142,7 +142,7 @@ class Trace:
         return sum(self.accept_lens) / offered if offered else 0.0
 
     def accept_by_position(self) -> list[float]:
-        """Share of rounds that offered draft token k (k = 1, 2, ..) in which it was accepted."""
+        """Share of steps that offered draft token k (k = 1, 2, ..) in which it was accepted."""
         pairs = [
             (p, a)
             for ps, as_ in zip(self.proposed, self.accepted, strict=True)

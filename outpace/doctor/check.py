@@ -10,7 +10,7 @@ Status = Literal["pass", "warn", "fail", "skipped"]
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """`message` is for people: what was found, in one or a few sentences. `evidence` is for machines: plain
-    JSON values. "skipped" always states why, and is no failure."""
+    JSON values. "skipped" always says why, and is no failure."""
 
     name: str
     status: Status

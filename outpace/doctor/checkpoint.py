@@ -154,7 +154,7 @@ def _index_total(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     held = sum(slot.nbytes for file in checkpoint.files for slot in file.slots.values())
     if checkpoint.total_size != held:
-        message = f"the index states {repr(checkpoint.total_size)} bytes in all, the shards hold {held:,}"
+        message = f"the index adds up to {repr(checkpoint.total_size)} bytes in all, the shards hold {held:,}"
         fix = "every tensor the index names is there and whole; a shard of another version may be among them"
         yield Finding(name="index_total", message=message, fix=fix, fault=False)
 

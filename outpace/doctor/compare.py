@@ -139,7 +139,7 @@ def other_tensors(different: dict[str, float]) -> tuple[str, ...]:
 
 
 def noise_limit(different: dict[str, float]) -> float:
-    """What may differ by rounding: the median matrix states how coarse the formats are. Not the largest one:
+    """What may differ by rounding: the median matrix tells how coarse the formats are. Not the largest one:
     it may be a little wrong."""
     rounded = [e for n, e in different.items() if n in MATRICES and e <= OTHER_MATRIX]
     return max(EXACT, min(NOISE_FACTOR * median(rounded or [0.0]), MOST_NOISE))
@@ -248,7 +248,7 @@ def _float32_bytes(folder: Path, layers: int) -> int:
 
 
 def _free_bytes() -> int:
-    """What the kernel states can be had; without /proc, half of the machine's memory."""
+    """What the kernel reports as available; without /proc, half of the machine's memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         value = next(line for line in lines if line.startswith("MemAvailable:"))

@@ -184,7 +184,7 @@ def _explained(ours: tuple[str, ...], theirs: tuple[str, ...], items: list[Trial
     if ours and theirs and set(ours) & set(theirs):
         return f"the two sides differ by: {_any(ours)} {figures}"
     if ours:
-        message = f"read with {_any(ours)}, our weights say what the reference states {figures}"
+        message = f"read with {_any(ours)}, our weights give what the reference computes {figures}"
         return message + (f"; the other way round it is {_any(theirs)}" if theirs else "")
     return f"read with {_any(theirs)}, the reference's weights say what ours say {figures}"
 
@@ -216,7 +216,7 @@ def _spoken(half: Half) -> str:
     return "the MLP" if half == "mlp" else "attention"
 
 
-def judge(ours: float, theirs: float) -> str:
+def favoured_by_text(ours: float, theirs: float) -> str:
     """Losses of the text on both sides, in nats per token -> which of them speaks."""
     message = f"The text costs {ours:.2f} nats per token here and {theirs:.2f} there: "
     if ours < theirs - CLEARLY:
@@ -305,7 +305,7 @@ class Examination:
 
 
 def examine(what: Examination) -> Iterator[Check]:
-    """Raises ValueError for what cannot be opened: `outpace inspect` states why."""
+    """Raises ValueError for what cannot be opened: `outpace inspect` says why."""
     other = _other(what)
     if other is not None:
         open_checkpoint(other)  # what is wrong with it is reported at once, not after the rest
@@ -383,7 +383,7 @@ def _about_speech(
 def _against(
     what: Examination, other: Path, model: Decoder, ours: Walk, ids: list[int], validation: bool
 ) -> Iterator[Check]:
-    """`judged`: the text means something to both sides, so that its loss tells which is wrong."""
+    """`validation`: the text means something to both sides, so that its loss tells which is wrong."""
     same = other == target_path(what.path)
     its = None if same else load_target(other, layers=what.layers)
     if its is not None:
@@ -403,11 +403,11 @@ def _against(
 def compare(
     model: Decoder, ours: Walk, reference: Reference, ids: list[int], validation: bool
 ) -> Iterator[Check]:
-    """What a reference's walk over the same tokens states about ours."""
+    """What a reference's walk over the same tokens tells about ours."""
     yield check_embedded(ours, reference.walk, ids)
     layers = list(compare_layers(model, ours, reference))
     yield check_layers(layers)
     losses = [float(token_losses(w.logits, ids).mean()) for w in (ours, reference.walk)]
-    yield from explanations(layers, judge(*losses) if validation else "")
+    yield from explanations(layers, favoured_by_text(*losses) if validation else "")
     agree = not any(one.departs for one in layers)
     yield check_logits(model, ours, reference, layers_agree=agree)

@@ -280,7 +280,7 @@ def check_decoding(model: Decoder) -> Check:
 
 
 def _decoded(model: Decoder) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(format, what the engine makes of some rows, what the format states)."""
+    """(format, what the engine makes of some rows, what the format means)."""
     for module in model.modules():
         if isinstance(module, Quant):
             few = Quant(module.data.flatten(0, -2)[:4], module.format)

@@ -77,7 +77,7 @@ def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
 
 
 def mlp_mistakes(r: Reading, config: ModelConfig, *, experts: bool) -> list[Mistake]:
-    """Those that would change what this layer's MLP states; `experts` False for a dense one."""
+    """Those that would change what this layer's MLP computes; `experts` False for a dense one."""
     values: dict[str, dict[str, Any]] = {
         "post-attention norm without its weights": {"norm_weights": False},
         "gate and up swapped": {"gate_first": not r.gate_first},
@@ -163,7 +163,7 @@ EXACT = 1e-4
 ROUNDING = 2e-6
 
 
-Run = Callable[[Sequence[Reading]], list[Tensor]]  # what a layer states under each reading
+Run = Callable[[Sequence[Reading]], list[Tensor]]  # a layer's output under each reading
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def same_experts(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
 
 def telling(alike: Tensor | None, rows: int) -> Tensor:
     """[T] bool: the rows on which two MLPs can be compared. A router's near tie falls either way by rounding,
-    and then the MLP states something else altogether: a few such tokens are left out, many are a
+    and then the MLP computes something else altogether: a few such tokens are left out, many are a
     difference."""
     if alike is not None and float(alike.float().mean()) >= MOSTLY:
         return alike

@@ -15,7 +15,7 @@ class Proposal:
     """tokens [B, N] int64; position 0 is the last verified token, the rest are draft tokens for what follows.
 
     Row b proposes counts[b] - 1 draft tokens (counts[b] >= 1); positions past counts[b] are padding.
-    `parents` [B, N] int64 states which position each draft token follows, always a smaller one (position 0
+    `parents` [B, N] int64 is the position that each draft token follows, always a smaller one (position 0
     and padding follow themselves); None: each follows the one before it.
     `q` [B, N, V] float32: the distribution that the draft token of a position was drawn from (position 0
     unused); None: nothing was drawn, the draft tokens are certain.

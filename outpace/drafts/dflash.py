@@ -82,7 +82,7 @@ class DFlash(nn.Module):
     def denoise(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
         """x [B,T,C], B embedded blocks of T rows -> hidden [B,T,C]; the state at a MASK predicts that very
         position.
-        `attend` states how a block's queries meet the context's and the block's own keys. `recompute`: in
+        `attend` computes how a block's queries meet the context's and the block's own keys. `recompute`: in
         training, layers are run again in the backward."""
         for i, layer in enumerate(self.layers):
             inputs = (x, cos, sin, i, attend)
@@ -90,7 +90,7 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def guess(self, head: Head, hidden: Tensor, last: Tensor, sampler: DraftSampler) -> DraftTokens:
-        """hidden [B,n,C] of the n places after `last` [B]. With a confidence head, it states how sure."""
+        """hidden [B,n,C] of the n places after `last` [B]. A confidence head gives their survival."""
         parts = self.candidate_selector, self.markov_head
         result = guess(head, *parts, hidden, last, sampler)
         if self.confidence_head is None:

@@ -52,7 +52,7 @@ class Head:
         return torch.searchsorted(self.ids, tokens).clamp_(max=len(self.ids) - 1)
 
     def spread(self, logits: Tensor) -> Tensor:
-        """[..., N] -> over the target's vocabulary [..., V], -inf where the draft has no word."""
+        """[..., N] -> over the target's vocabulary [..., V], -inf outside the draft's."""
         if self.ids is None:
             return logits
         return spread(self.ids.expand(logits.shape), logits, self.vocab_size)

@@ -1,6 +1,6 @@
 """A small draft's forward with few calls: what is between two attentions is one call of several kernels.
 
-At the sizes of one sequence's round, half of a draft's time is spent on calling. `DFlash.denoise` and
+At the sizes of one sequence's step, half of a draft's time is spent on calling. `DFlash.denoise` and
 `DFlashLayer.context_kv` say what is computed; here is the same to the bit, for one size of batch and block.
 """
 

@@ -121,7 +121,7 @@ class Eagle3(nn.Module):
         own_head: bool = True,
         mapped: bool | None = None,
     ) -> None:
-        """`mapped`: the head's rows are some of the target's tokens, which `d2t` states; by default where
+        """`mapped`: the head's rows are some of the target's tokens, which `d2t` maps; by default where
         there are fewer of them."""
         super().__init__()
         self.config = config
@@ -167,7 +167,7 @@ class Eagle3(nn.Module):
 
     def forward(self, embeds: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """embeds of the next tokens and feature, both [B,T,C] -> hidden [B,T,C], before `norm`. `attend`
-        states whom each query sees."""
+        decides whom each query sees."""
         x = feature
         for i, layer in enumerate(self.layers):
             x = layer(x, embeds, cos, sin, i, attend)

@@ -1,4 +1,4 @@
-"""EAGLE-3 at work: verified states into its memory, then a chain, a dynamic tree, or all in one pass."""
+"""Decoding with EAGLE-3: verified states into its cache, then a chain, a dynamic tree, or one pass."""
 
 from dataclasses import dataclass, field, replace
 
@@ -100,7 +100,7 @@ class Eagle3Session:
     """The memory holds one entry for every pair (state of the token at t, token at t + 1) of verified text,
     at index and rotary position t. The pair of the newest state waits until its token is known, which is
     when the next proposal is asked for. What is proposed is written behind the verified pairs and never
-    kept: the next append overwrites it, so that a proposed state never outlives its round.
+    kept: the next append overwrites it, so that a proposed state never outlives its step.
     """
 
     def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int, slack: int = 0) -> None:
@@ -177,7 +177,7 @@ class Eagle3Session:
         return tokens[row, index], aux[:, row, index], total
 
     def _settle(self) -> None:
-        """Run every pair where the token is known; the newest state of each row goes on waiting."""
+        """Run every pair whose token is known; the newest state of each row goes on waiting."""
         tokens, aux, counts = self._all_held()
         known = [count - 1 for count in counts]
         if max(known):
@@ -206,7 +206,7 @@ class Eagle3Session:
         return self.draft.embed(following, self.target), self.draft.fuse(aux), counts
 
     def _run_pairs(self, last: Tensor) -> Tensor:
-        """-> hidden [B,1,C] of each row's newest pair, which states what follows `last`."""
+        """-> hidden [B,1,C] of each row's newest pair, which predicts what follows `last`."""
         embeds, features, counts = self._pairs(last)
         step = self.cache.begin(max(counts), counts)
         hidden = self._run(embeds, features, step)

@@ -31,7 +31,7 @@ class DraftSampler(Protocol):
 
 @dataclass(frozen=True)
 class Greedy:
-    """The argmax. `temperature` is the target's, as far as scores go: it states how flat the followers
+    """The argmax. `temperature` is the target's, as far as scores go: it decides how flat the followers
     are."""
 
     temperature: float = 1.0

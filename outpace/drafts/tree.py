@@ -241,14 +241,14 @@ def cut(proposal: Proposal, columns: int) -> Proposal:
 
 
 class BlockSession(RewindableSession, Protocol):
-    """A session where the draft proposes a whole block at once. `vocab`: its vocabulary."""
+    """A session of a draft that proposes a whole block at once. `vocab`: its vocabulary."""
 
     @property
     def vocab(self) -> DraftVocabulary: ...
 
     def block(self, last: Tensor, width: int) -> tuple[Tensor, Pairs | None]:
         """last [B] -> logits [B, width - 1, N] of its vocabulary, 1 .. width - 1 tokens after it, blind to
-        each other; and what a token adds to the logits of the next one, where the draft knows."""
+        each other; and what a token adds to the logits of the next one, if the draft has such a part."""
         ...
 
 

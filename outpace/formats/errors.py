@@ -133,7 +133,7 @@ def _shift(files: Files) -> str:
         value = files.inner.get(key, files.config.get(key))
         if value not in NEUTRAL[key]:
             return (
-                f"{key} is {str(value)[:40]}: this draft draft tokens from another slot, which readers of "
+                f"{key} is {str(value)[:40]}: this draft proposes from another slot, which readers of "
                 f"a plain "
                 "DFlash do not do"
             )

@@ -64,7 +64,7 @@ def export_draft(
     """Write a draft in a format; what comes back are the engines that will not take it as it is meant.
     `packed`: its matrices in 8-bit blocks (Q8_0), which only GGUF has.
 
-    Raises ValueError where the format cannot hold it or holds the other kind, where the target does not fit
+    Raises ValueError if the format cannot hold it or holds the other kind, where the target does not fit
     the draft, or is needed and missing.
     """
     kind = kind_of(draft)

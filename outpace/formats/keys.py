@@ -98,7 +98,7 @@ def once(where: str, what: str, places: Mapping[str, Any]) -> Any:
     fields = {place: value for place, value in places.items() if value is not None}
     values = list(fields.values())
     if any(value != values[0] for value in values):
-        message = "; ".join(f"{place} states {value}" for place, value in fields.items())
+        message = "; ".join(f"{place} is {value}" for place, value in fields.items())
         raise LoadError(f"{where} gives {what} twice, and differently: {message}. Make them agree")
     return values[0] if values else None
 

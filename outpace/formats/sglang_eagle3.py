@@ -178,7 +178,7 @@ def eagle3_config(
 
 
 def _window(where: str, layer: Mapping[str, Any], layers: int) -> tuple[tuple[str, ...], int]:
-    """LlamaConfig has no use_sliding_window: where layer_types reports it, the window is there."""
+    """LlamaConfig has no use_sliding_window: where layer_types has one, the window is there."""
     if WINDOW not in (layer.get("layer_types") or ()):
         return (FULL,) * layers, 0
     return read_layer_types(where, {**layer, "use_sliding_window": True}, layers)

@@ -210,7 +210,7 @@ def shared_copies(
     copied: tuple[str, ...] = (),
 ) -> list[str]:
     """Take embedding and head out of `held` (our name -> the file's): a DFlash uses the target's, and some
-    formats carry copies. Reports it, where they are not `copied` by us; raises LoadError where they are
+    formats carry copies. Adds a note, where they are not `copied` by us; raises LoadError where they are
     known to be something else."""
     notes = []
     for name in (EMBEDDING, HEAD):
@@ -271,7 +271,7 @@ def vocabulary_map(where: Path | str, rows: int, vocab_size: int, tensors: dict[
     if d2t is None:
         if rows != vocab_size:
             raise LoadError(
-                f"{where}: a head of {rows} rows for a vocabulary of {vocab_size} needs d2t, which states "
+                f"{where}: a head of {rows} rows for a vocabulary of {vocab_size} needs d2t, which says "
                 f"what "
                 "target token each row is"
             )

@@ -45,7 +45,7 @@ LLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
-STEPS = 3  # proposed tokens per round, where is not stated otherwise
+STEPS = 3  # proposed tokens per round, unless the config says otherwise
 
 
 def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3Draft, list[str]]:

@@ -244,7 +244,7 @@ def to_hf(config: DFlashConfig) -> dict[str, Any]:
     body = body_to_hf(
         config, layers=config.num_layers, layer_types=config.layer_types, window=config.sliding_window
     )
-    # where only windows are causal, silence reports it; true would reach the full layers too
+    # where only windows are causal, the key is left out; true would reach the full layers too
     windows_alone = config.causal and FULL in config.layer_types and not config.causal_full
     causal = {} if windows_alone else {"is_causal": config.causal or config.causal_full}
     name = architecture(config)

@@ -205,7 +205,7 @@ class KVCache:
         both_ways: bool = False,
         tree: Tree | None = None,
     ) -> StepMetadata:
-        """Open a forward of T positions; `counts` states how many of each row are real (default: all). Of a
+        """Open a forward of T positions; `counts` is how many of each row are real (default: all). Of a
         tree they are the positions after those it holds.
 
         Raises ValueError when a row would outgrow the cache.

@@ -34,7 +34,7 @@ class LatentProjection(Protocol):
 
     def values(self, value: Tensor, seen: Tensor) -> Tensor:
         """Weighted sums of latents [B,T,H,R], and what the weights add up to [B,T,H] -> the same sums of
-        values [B,T,H*D]: W_v_lat follows attention and not the other way round."""
+        values [B,T,H*D]: W_v_lat follows attention and not the other way step."""
         ...
 
 

@@ -81,7 +81,7 @@ class PartialConfig:
     n_sink_blocks: int = 2
     n_retrieval_blocks: int = 256
     n_window_blocks: int = 8
-    n_spec_tokens_buf: int = 20  # tokens accepted on partial KV before the full cache judges them
+    n_spec_tokens_buf: int = 20  # tokens accepted on partial KV before a pass with the full cache
     selector: str = "quest"  # one of SELECTORS, or INDEX
     reduce: str = "mean"  # over the queries of the last full forward: one of REDUCE
 

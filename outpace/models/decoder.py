@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         """tokens [B,T] int64. With a cache, row b appends its first counts[b] (default T) tokens to it;
         without one, the T tokens are whole sequences that begin at position `offset`.
 
-        `aux`: ids of the layers where the output is wanted; "layer l" is the output of block l, which
+        `aux`: ids of the layers whose output is wanted; "layer l" is the output of block l, which
         transformers calls hidden_states[l+1].
         """
         B, T = tokens.shape

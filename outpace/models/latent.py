@@ -127,6 +127,6 @@ def _up(part: Linear, c: Tensor, head: int | None, D: int) -> Tensor:
 
 
 def _pieces(c: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product where the rows do not depend on how many there are."""
+    """A product whose rows do not depend on how many there are."""
     few = c.split(MOST_ROWS) if len(c) > MOST_ROWS and not torch.is_grad_enabled() else (c,)
     return torch.cat([linear(piece, weight, bias) for piece in few])

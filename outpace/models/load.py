@@ -118,7 +118,7 @@ def load_target(
     if not difference.clean:
         raise LoadError(
             f"{checkpoint.folder} is not what its config describes:\n{explain(difference)}\n"
-            f"`outpace inspect {checkpoint.folder}` states what to do"
+            f"`outpace inspect {checkpoint.folder}` says what to do"
         )
     if layers is not None:
         config = first_layers(config, layers)

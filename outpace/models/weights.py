@@ -19,7 +19,7 @@ COPIED = 16 * 2**20  # bytes: below, q, k and v become one matrix; above, a call
 @dataclass(frozen=True)
 class Entry:
     """One parameter of ours. Its tensor is the named ones joined along their rows, in this order, then
-    viewed in the parameter's shape; `rows` states how many each has. `swapped` swaps the last two axes
+    viewed in the parameter's shape; `rows` is how many each has. `swapped` swaps the last two axes
     (gpt-oss stores dense experts as [E, in, out])."""
 
     param: str

@@ -43,7 +43,7 @@ class Quant(nn.Module):
 
 
 class Joined(nn.Module):
-    """A weight [N, K] where the rows lie in several matrices, one under the other: the contents of a file as
+    """A weight [N, K] whose rows lie in several matrices, one under the other: the contents of a file as
     q, k and v is used in place, in whatever formats it has."""
 
     def __init__(self, parts: list[Tensor | Quant]) -> None:

@@ -88,7 +88,7 @@ class Sizes:
 
 
 def sizes_of(name: str, hf: dict[str, Any], dense: str = "bf16") -> Sizes:
-    """hf: a config.json. Experts of a gpt-oss are MXFP4 where its quantization_config reports it, all else is
+    """hf: a config.json. Experts of a gpt-oss are MXFP4 if it has a quantization_config, all else is
     stored as BITS[dense]. Raises ValueError for another."""
     if dense not in BITS:
         raise ValueError(f"weights {dense!r}: it must be one of {', '.join(BITS)}")

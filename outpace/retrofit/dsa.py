@@ -24,7 +24,7 @@ from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.rope import rotate
 from outpace.ops.sampling import seeded
-from outpace.retrofit.evaluate import judge, read_by, states_of, texts_of
+from outpace.retrofit.evaluate import evaluate, read_by, states_of, texts_of
 from outpace.retrofit.pipeline import RetrofitSettings, open_for, save_retrofit, texts_for
 from outpace.retrofit.train import (
     FrozenRecipe,
@@ -334,7 +334,7 @@ def retrofit_dsa(
     on_stage(f"going over {settings.rows} texts with {len(layers)} layers")
     made = first_indexes(target, texts, layers, heads, dim)
     temper(target, made, texts[0], settings.keep)
-    before = judge(target, validation)
+    before = evaluate(target, validation)
     whose = fingerprint(target)
     on_stage("judging on held-out text")
     attach_index(target, made, settings.keep)
@@ -381,7 +381,7 @@ def numbers_of(target: Decoder) -> dict[str, int]:
 
 def index_metrics(target: Decoder, entries: list[list[int]], before: Mapping[str, Any]) -> dict[str, Any]:
     """What the indexes keep of the attention's mass, layer by layer; held-out loss with and without them."""
-    after = judge(target, entries, before["log_probabilities"])
+    after = evaluate(target, entries, before["log_probabilities"])
     plain = {name: value for name, value in before.items() if name != "log_probabilities"}
     del after["log_probabilities"]
     config = target.config

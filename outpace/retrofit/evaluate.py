@@ -36,7 +36,7 @@ def texts_of(
 
 
 @torch.inference_mode()
-def judge(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
+def evaluate(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
     """Held-out loss in nats per token; and against `before`, the log-probabilities of another target on the
     same texts, the mean KL(before || this) and the share of tokens where the most probable successor is the
     same."""

@@ -23,8 +23,8 @@ from outpace.models.load import fingerprint
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.sampling import seeded
-from outpace.retrofit.evaluate import judge, read_by, states_of, texts_of
-from outpace.retrofit.pipeline import JUDGED, RetrofitSettings, open_for, save_retrofit, texts_for
+from outpace.retrofit.evaluate import evaluate, read_by, states_of, texts_of
+from outpace.retrofit.pipeline import COST_RULES, RetrofitSettings, open_for, save_retrofit, texts_for
 from outpace.retrofit.train import (
     FrozenRecipe,
     learners,
@@ -307,7 +307,9 @@ def retrofit_mla(
     target, tokenizer = open_for(path, out)
     layers, rank = asked_of(target, settings)
     on_stage("reading text")
-    texts, validation = texts_for(tokenizer, documents, settings, extra=JUDGED if settings.searches else 0)
+    texts, validation = texts_for(
+        tokenizer, documents, settings, extra=COST_RULES if settings.searches else 0
+    )
     on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
     moments = calibrate(target, texts[: settings.rows], layers)
     table = [
@@ -319,11 +321,11 @@ def retrofit_mla(
     bases = bases_of(target, moments, settings.method, balance)
     ranks = settings.ranks(bases, rank)
     lost = errors(target, bases, moments, ranks)
-    before = judge(target, validation)
+    before = evaluate(target, validation)
     whose = fingerprint(target)
     attach(target, bases, ranks)
     on_stage("judging on held-out text")
-    after = judge(target, validation, before.pop("log_probabilities"))
+    after = evaluate(target, validation, before.pop("log_probabilities"))
     del after["log_probabilities"]
     remembered = (replace(target.config, use_mla_kv=False), target.config)
     numbers = [sum(map(config.kv_numbers, layers)) for config in remembered]
@@ -384,11 +386,11 @@ def chosen_balance(
     if not settings.searches:
         return settings.balance or BALANCE, {}
     tried = {}
-    before = judge(target, texts)["log_probabilities"]
+    before = evaluate(target, texts)["log_probabilities"]
     for balance in BALANCES:
         bases = bases_of(target, moments, settings.method, balance)
         attach(target, bases, settings.ranks(bases, rank))
-        tried[f"{balance:g}"] = judge(target, texts, before)["kl"]
+        tried[f"{balance:g}"] = evaluate(target, texts, before)["kl"]
         detach(target)
     return min(BALANCES, key=lambda b: tried[f"{b:g}"]), tried
 
@@ -468,7 +470,7 @@ def cached_texts(teacher: Teacher, recipe: MlaRecipe, step: int) -> list[tuple[T
 
 
 def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor) -> Tensor:
-    """rows [B, T] -> the error of what attention states relative to its size, mean over the layers."""
+    """rows [B, T] -> the error of the attention's output relative to its size, mean over the layers."""
     with torch.no_grad():
         target.use_mla_kv(False)
         states = states_of(target, rows)

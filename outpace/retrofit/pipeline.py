@@ -17,7 +17,7 @@ from outpace.models.decoder import Decoder
 from outpace.retrofit.evaluate import texts_of
 from outpace.text.corpus import Document, split
 
-JUDGED = 4  # texts
+COST_RULES = 4  # texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ def open_for(path: str, out: Path) -> tuple[Decoder, Tokenizer]:
 def texts_for(
     tokenizer: Tokenizer, documents: Sequence[Document], settings: RetrofitSettings, extra: int = 0
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Texts to calibrate on, `extra` more than settings.rows, and held-out ones to judge by."""
+    """Texts to calibrate on, `extra` more than settings.rows, and held-out ones to evaluate on."""
     train, held_out = split(list(documents))
     texts = texts_of(tokenizer, train, settings.rows + extra, settings.row_tokens, settings.seed)
-    return texts, texts_of(tokenizer, held_out, JUDGED, settings.row_tokens, settings.seed)
+    return texts, texts_of(tokenizer, held_out, COST_RULES, settings.row_tokens, settings.seed)
 
 
 def save_retrofit(

@@ -15,7 +15,7 @@ from outpace.checkpoint.save import write_json
 from outpace.formats.convert import write_folder
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
-from outpace.retrofit.evaluate import judge
+from outpace.retrofit.evaluate import evaluate
 from outpace.text.template import ChatTemplate
 from outpace.train.data import rows_of_step
 from outpace.train.trainer import fit, warmup_linear
@@ -95,7 +95,7 @@ def train_frozen(
 
 
 def once(folder: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """folder/untrained.json: how the retrofit was judged as it came, kept for a run that resumes."""
+    """folder/untrained.json: how the retrofit was evaluated before training, kept for a run that resumes."""
     path = folder / "untrained.json"
     if path.is_file():
         values: dict[str, Any] = json.loads(path.read_text())
@@ -109,11 +109,11 @@ def once(folder: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def three_losses(
     target: Decoder, texts: list[list[int]], switch: Callable[[bool], None], untrained: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Held-out loss of the original, of the retrofit before training (as judged then) and after it."""
+    """Held-out loss of the original, of the retrofit before training (as evaluated then) and after it."""
     switch(False)
-    original = judge(target, texts)
+    original = evaluate(target, texts)
     switch(True)
-    after = judge(target, texts, original.pop("log_probabilities"))
+    after = evaluate(target, texts, original.pop("log_probabilities"))
     del after["log_probabilities"]
     return {"texts": len(texts), "original": original, "untrained": untrained, "after": after}
 

@@ -269,7 +269,7 @@ class TeacherCache:
                 result = hashlib.file_digest(file, "sha256").hexdigest()
             if result != shard.sha256:
                 raise StoreError(
-                    f"{path} was altered: its sha256 is {result[:16]}.., meta.json states "
+                    f"{path} was altered: its sha256 is {result[:16]}.., meta.json says "
                     f"{shard.sha256[:16]}..; {REBUILD}"
                 )
         return self.meta.nbytes
@@ -295,7 +295,7 @@ def _check_size(folder: Path, shard: Shard) -> None:
         raise StoreError(f"{path} is missing: run the same `teacher build` again, which makes it again")
     size = path.stat().st_size
     if size != shard.nbytes:
-        raise StoreError(f"{path} holds {size:,} bytes, meta.json states {shard.nbytes:,}: {REBUILD}")
+        raise StoreError(f"{path} holds {size:,} bytes, meta.json says {shard.nbytes:,}: {REBUILD}")
 
 
 class _OpenShard:

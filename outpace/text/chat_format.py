@@ -26,7 +26,7 @@ class ChatPart:
 
 
 class ChatFormat(Protocol):
-    """What was stated so far, in a model's own format. An answer is fed in after `prompt`, then ended."""
+    """The messages so far, in a model's own format. An answer is fed in after `prompt`, then ended."""
 
     @property
     def stop(self) -> frozenset[int]: ...
@@ -56,5 +56,5 @@ class ChatFormat(Protocol):
         ...
 
     def end(self) -> list[ChatPart]:
-        """The answer is over, complete or not; -> all of it. What was stated becomes history."""
+        """The answer is over, complete or not; -> all of it. It becomes history."""
         ...

@@ -13,7 +13,7 @@ from outpace.text.tokenizer import PIECES, check_vocabulary, parse_tokenizer, pl
 KEY = "tokenizer.ggml."
 WHOLE = "tokenizer.huggingface.json"  # the GGUF specification's key for a whole tokenizer.json
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
-# Rules that no GGUF name means, and the name where the rule comes nearest. Of the embedded tokenizer's,
+# Rules that no GGUF name means, and the name whose rule comes nearest. Of the embedded tokenizer's,
 # `llama-bpe` differs only where an apostrophe that follows a letter, a digit or nothing opens a word that
 # begins like a contraction: r'test' is cut r|'test here, r|'t|est there.
 NEAREST: dict[tuple[str, ...], str] = {(PIECES,): "llama-bpe"}
@@ -220,7 +220,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
 
 
 def _surround(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Put the begin and end tokens around a text, where the file reports it. Where it states nothing, kinds
+    """Put the begin and end tokens around a text, where the file says so. Where it does not say, kinds
     of vocabulary that were always used with a begin token get one."""
     ids = special_ids(metadata)
     name = _typed(metadata, "pre", str, "default")

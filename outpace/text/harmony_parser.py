@@ -13,8 +13,8 @@ from outpace.text.messages import ANALYSIS, COMMENTARY, FINAL, Conversation, Dev
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A message as it was stated. `end`: the token that ended it, None where it was cut off. `faults`: what
-    was not as the format wants it; such a message is a draft token."""
+    """A message as the model wrote it. `end`: the token that ended it, None if cut off. `faults`: what does
+    not follow the format; such a message is a best guess."""
 
     message: Message
     end: Mark | None

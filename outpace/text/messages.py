@@ -15,7 +15,7 @@ class Message:
     """One message. What is in its header (all but `content`) is one word each, or None for absent.
 
     `recipient`: who is addressed, such as `functions.get_weather`; an assistant's message with one is a
-    call. `content_type` states what a call's content is written in; `constrained`: it was announced by
+    call. `content_type` is the format a call's content is written in; `constrained`: it was announced by
     `<|constrain|>`. `name`: a tool's full name (a tool must have one), or which of several users speaks.
     `supervised` False: training data holds this message, but a model shall not learn to say it.
 

@@ -123,7 +123,7 @@ def pack(
 
 
 class Rounds:
-    """A round begins at the token that the one before proposed wrong, or at the bonus: at hard places, seldom
+    """A step begins at the token that the one before proposed wrong, or at the bonus: at hard places, seldom
     those that anchors drawn anywhere in a text fall on. So whenever a text is seen again, its blocks are
     where those of the last time ended; two that met become one, and the place of the other is drawn again.
     """
@@ -132,7 +132,7 @@ class Rounds:
         self.begins = torch.full((samples, count), -1, dtype=torch.int32)  # -1: none yet
 
     def of(self, sample: int, prompt_length: int) -> Tensor:
-        """Positions [n] int64, repetitions included: decoding's first round begins with the response."""
+        """Positions [n] int64, repetitions included: decoding's first step begins with the response."""
         value = self.begins[sample]
         return torch.cat((value[value >= 0].long(), torch.tensor([prompt_length])))
 

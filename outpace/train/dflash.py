@@ -68,7 +68,7 @@ class DFlashRecipe(TrainingRecipe):
     sliding_window: int = 0  # of every layer; 0: they see all of the context
     target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; () is all of them
     anchors: int = 128  # of a row
-    rounds: bool = False  # they are where decoding's rounds would begin (train/data.py), not anywhere
+    rounds: bool = False  # they are where decoding's steps would begin (train/data.py), not anywhere
     loss: str = "ce"  # of train/losses.py: ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
     weights: str = "dpace"  # of the positions of a block: dpace, dpace-soft, decay, auf, flat
     alpha: float = 0.5  # D-PACE's smoothing
@@ -81,7 +81,7 @@ class DFlashRecipe(TrainingRecipe):
     selector_weight: float = 1.0  # of its loss
     markov: int = 0  # rank of the Markov head (DSpark: 256); 0: none
     markov_gated: bool = False
-    confidence: bool = False  # a head that states how sure a draft token is (DSpark)
+    confidence: bool = False  # a head that predicts whether a draft token is accepted (DSpark)
     confidence_weight: float = 1.0  # of its loss
     confident: str = (
         "match"  # learns where draft tokens are right; "overlap": 1 - TV, which needs final states
@@ -197,7 +197,7 @@ ROWS = 1024  # where the candidates are looked at together
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """loss: a scalar with its gradient to come; hits [A, n] bool: where the draft states the label, its
+    """loss: a scalar with its gradient to come; hits [A, n] bool: where the draft predicts the label, its
     predecessor given; more: for the log."""
 
     loss: Tensor
@@ -427,7 +427,7 @@ def train_dflash(
             rounds.ended(samples, packed.layout, result.hits)
         return StepLoss(result.loss, packed.row_tokens, accuracy(result.hits, packed.valid) | result.more)
 
-    def judge() -> dict[str, Any]:
+    def evaluate() -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         if kept:
             hits, valid, _ = validate(draft, target, cache, kept, recipe, layers)
@@ -438,7 +438,9 @@ def train_dflash(
         return metrics
 
     parts = {"rounds": rounds} if rounds else {}
-    if learn(draft, recipe, folder, "dflash", loss_of, judge, parts, by_adam=BY_ADAM, stop_after=stop_after):
+    if learn(
+        draft, recipe, folder, "dflash", loss_of, evaluate, parts, by_adam=BY_ADAM, stop_after=stop_after
+    ):
         if kept:
             hits, valid, sure = validate(draft, target, cache, kept, recipe, layers)
             draft.config = replace(draft.config, temperatures=fit_temperatures(sure, hits, valid))

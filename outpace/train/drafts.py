@@ -82,7 +82,7 @@ class TrainingRecipe:
         return len(cache) - int(len(cache) * self.held_out_share)
 
     def validation_samples(self, cache: Teacher) -> list[int]:
-        """Of those kept, the samples that are judged every time."""
+        """Of those kept, the samples that are evaluated every time."""
         return self._with_guesses(cache, range(self.trained(cache), len(cache))[:MOST_JUDGED])
 
     def training_samples(self, cache: Teacher) -> list[int]:
@@ -121,14 +121,14 @@ def learn(
     folder: Path,
     title: str,
     loss_of: Callable[[int], StepLoss],
-    judge: Callable[[], dict[str, Any]],
+    evaluate: Callable[[], dict[str, Any]],
     more: dict[str, Any] | None = None,
     *,
     by_adam: Sequence[str] = (),
     stop_after: int | None = None,
 ) -> bool:
     """Train `draft` in place on loss_of(step) of every step, from folder/checkpoint.pt where there is one;
-    -> whether the last step is done. `judge` is asked every `eval_every` steps and at the end. `more`: what a
+    -> whether the last step is done. `evaluate` runs every `eval_every` steps and at the end. `more`: what a
     checkpoint holds besides the draft and its optimizers. `by_adam`: as in `optimizers`."""
     learners = optimizers(draft, recipe, by_adam)
     warmup = max(1, round(recipe.steps * recipe.warmup_share))
@@ -149,7 +149,7 @@ def learn(
         metrics["tokens"] = result.tokens
         metrics["tokens_per_s"] = round(result.tokens / (time.perf_counter() - began), 1)
         if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
-            metrics |= judge()
+            metrics |= evaluate()
         return metrics
 
     parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}, **(more or {})}
@@ -243,7 +243,7 @@ def measure_tau(draft: Draft, target: Decoder, prompts: list[list[int]], new_tok
 def provenance(
     recipe: TrainingRecipe, config: Any, target: Decoder, cache: Teacher, folder: Path
 ) -> dict[str, Any]:
-    """What provenance.json states: enough to make this draft again, and to know where the it is."""
+    """What provenance.json states: enough to make this draft again, and to know what it was made from."""
     lines = [json.loads(line) for line in log_lines(folder)]
     return {
         "recipe": asdict(recipe),

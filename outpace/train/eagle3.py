@@ -488,13 +488,13 @@ def train_eagle3(
         validation, tokens = course.evaluate(rows, recipe.keep, seeded(recipe.seed, 1, step))
         return StepLoss(validation.loss, tokens, metrics_of(validation))
 
-    def judge() -> dict[str, Any]:
+    def evaluate() -> dict[str, Any]:
         metrics = course.validate(cache, kept) if kept else {}
         if held_out:
             metrics["tau"] = course.tau(held_out[: recipe.eval_prompts])
         return metrics
 
-    if learn(draft, recipe, folder, "eagle3", loss_of, judge, by_adam=BY_ADAM, stop_after=stop_after):
+    if learn(draft, recipe, folder, "eagle3", loss_of, evaluate, by_adam=BY_ADAM, stop_after=stop_after):
         values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
         save_eagle3(draft, folder / "draft")
         write_provenance(folder / "draft", values)

@@ -9,7 +9,7 @@ import torch
 from planted import both, each, plant
 
 from outpace.doctor.compare import Reference, compare_layers
-from outpace.doctor.explain import Examination, examine, judge
+from outpace.doctor.explain import Examination, examine, favoured_by_text
 from outpace.doctor.sides import walk
 from outpace.formats.convert import write_gguf
 from outpace.models.load import load_target
@@ -257,7 +257,7 @@ def test_transformers_on_another_folder(folders, tmp_path):
     (float("nan"), 3.0, "ours is the one that is wrong"),
 ])  # fmt: skip
 def test_the_text_tells_which_side_is_wrong(ours, theirs, message):
-    assert message in judge(ours, theirs)
+    assert message in favoured_by_text(ours, theirs)
 
 
 def test_a_near_tie_of_the_router_is_no_mistake(folders):

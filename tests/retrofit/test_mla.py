@@ -10,7 +10,7 @@ import torch
 from outpace.loading import open_target
 from outpace.models.load import fingerprint, load_target, named_tensors
 from outpace.retrofit import mla
-from outpace.retrofit.evaluate import judge
+from outpace.retrofit.evaluate import evaluate
 from outpace.retrofit.mla import MlaSettings, averaged, calibrate, retrofit_mla
 
 
@@ -171,7 +171,7 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
     assert 0 < after["kl"] < 1 and before["nats_per_token"] != after["nats_per_token"]
     assert set(report["balances_tried"]) == {"1", "0.3", "0.1", "0.03"}
     text = texts(rows=1, tokens=60)
-    value = judge(again, text, judge(whole, text)["log_probabilities"])
+    value = evaluate(again, text, evaluate(whole, text)["log_probabilities"])
     assert value["kl"] > 0 and value["same_likeliest"] < 1
     with pytest.raises(ValueError, match="is there already"):
         retrofit_mla("default", settings, documents, tmp_path / "out")

@@ -173,7 +173,7 @@ def test_a_missing_and_a_truncated_shard(tmp_path):
     data = shard.read_bytes()
     shard.write_bytes(data[:-7])
     for act in (cache.verify, lambda: TeacherCache.open(tmp_path)):
-        with pytest.raises(StoreError, match=r"shard-00001.* holds [\d,]+ bytes, meta.json states"):
+        with pytest.raises(StoreError, match=r"shard-00001.* holds [\d,]+ bytes, meta.json says"):
             act()
     with pytest.raises(StoreError, match=r"shard-00001.* cannot be read as a shard"):
         cache.sample(4)
