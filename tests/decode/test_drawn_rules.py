@@ -277,7 +277,7 @@ def test_what_is_left_when_nothing_is_left():
 def test_a_tree_of_drawn_guesses_is_refused_by_block_verification():
     note = judge("block", WAYS["top-k"])
     proposal = Toy().propose(note.sampler, "wide", ROWS, None)
-    with pytest.raises(ValueError, match="block verification judges chains"):
+    with pytest.raises(ValueError, match="block verification is for chains"):
         note.verify(proposal, Toy().verify_logits(proposal))
 
 
