@@ -2,9 +2,10 @@
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -90,7 +91,17 @@ def _value(wanted: Any, value: Any, source: str, key: str) -> Any:
     fitted, value = _fit(wanted, value)
     if not fitted:
         raise ValueError(f"{source}: `{key}` wants {_name(wanted)}, not {value!r}")
+    if any(isinstance(x, float) and not math.isfinite(x) for x in _leaves(value)):
+        raise ValueError(f"{source}: `{key}` is {value!r}: it must be finite")
     return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list | tuple | frozenset):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 def _fit(wanted: Any, value: Any) -> tuple[bool, Any]:

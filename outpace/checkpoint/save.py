@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outpace.checkpoint.hf import INDEX, SINGLE
+from outpace.checkpoint.publish import disk, published
 from outpace.checkpoint.safetensors import DTYPES
 
 SHARD_BYTES = 5 * 2**30
@@ -19,11 +20,14 @@ SHARD_BYTES = 5 * 2**30
 
 def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with disk(path, len(data)), temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -38,38 +42,27 @@ def save_checkpoint(
 ) -> None:
     """config.json and model.safetensors, or numbered shards with an index past `shard_bytes`.
 
-    Tensors are taken from the iterable one shard at a time, and may be views of the files they replace.
-    Files get their names only when whole; the config comes last, so a folder that has one is complete.
-    What was written of it is removed when the iterable raises.
+    Tensors are taken from the iterable one shard at a time, and may be views of the files they replace. The
+    folder is published whole (see `published`): a kill at any moment leaves the old one or the new one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[Path, list[str], int]] = []
     held: dict[str, Tensor] = {}
     size = 0
-    try:
+    with published(folder) as new:
         for name, tensor in tensors:
             if held and size + tensor.nbytes > shard_bytes:
-                shards.append(_write_shard(folder, len(shards), held))
+                shards.append(_write_shard(new, len(shards), held))
                 held, size = {}, 0
             held[name] = tensor.contiguous()
             size += tensor.nbytes
-        shards.append(_write_shard(folder, len(shards), held))
-    except BaseException:
-        for temporary, _, _ in shards:
-            temporary.unlink(missing_ok=True)
-        raise
-    remove_weights(folder)
-    if len(shards) == 1:
-        os.replace(shards[0][0], folder / SINGLE)
-    else:
-        finals = [shard_name(i, len(shards)) for i in range(len(shards))]
+        shards.append(_write_shard(new, len(shards), held))
+        finals = [shard_name(i, len(shards)) for i in range(len(shards))] if len(shards) > 1 else [SINGLE]
         for (temporary, _, _), final in zip(shards, finals, strict=True):
-            os.replace(temporary, folder / final)
-        total = sum(size for _, _, size in shards)
-        write_index(
-            folder, {final: names for final, (_, names, _) in zip(finals, shards, strict=True)}, total
-        )
-    write_json(folder / "config.json", config)
+            os.replace(temporary, new / final)
+        if len(shards) > 1:
+            names = {final: names for final, (_, names, _) in zip(finals, shards, strict=True)}
+            write_index(new, names, sum(size for _, _, size in shards))
+        write_json(new / "config.json", config)
 
 
 def remove_weights(folder: Path, kept: Container[str] = ()) -> None:
@@ -91,16 +84,11 @@ def write_index(folder: Path, names_of: dict[str, list[str]], total_bytes: int) 
 
 
 def _write_shard(folder: Path, n: int, held: dict[str, Tensor]) -> tuple[Path, list[str], int]:
-    temporary = folder / f"shard-{n}.safetensors.tmp"
-    try:
+    temporary, size = folder / f"shard-{n}.safetensors.tmp", sum(t.nbytes for t in held.values())
+    with disk(folder, size):
         save_file(held, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o666 & ~_umask())  # safetensors makes files that the owner alone may read
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary, list(held), sum(t.nbytes for t in held.values())
+    temporary.chmod(0o666 & ~_umask())  # safetensors makes files that the owner alone may read
+    return temporary, list(held), size
 
 
 def _umask() -> int:
@@ -126,7 +114,7 @@ def stream_file(
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
+        with disk(path, 8 + len(text) + end), temporary.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for chunk in chunks:
                 file.write(chunk)

@@ -119,10 +119,13 @@ def bench(
             f"--draft-quant {draft_weights}: in --suite {suite} every method has its own, in the "
             f'--recipe: weights = "{draft_weights}"'
         )
+    from outpace.checkpoint.publish import one_writer
+
     shown = Console(stderr=True) if as_json else console
     job = Job(suite, target, draft, draft_weights, drafts or Path(), recipe, set_, quick, out, corpus, shown)
-    report, page = RUNS[suite](job)
-    page.write(report, out)
+    with one_writer(out):
+        report, page = RUNS[suite](job)
+        page.write(report, out)
     if as_json:
         print(json.dumps(report))
         return

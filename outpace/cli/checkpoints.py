@@ -70,16 +70,17 @@ def synth(
     """Write random weights in the shape and the format of a published model.
 
     For measuring load time, memory and speed without a download. Its output makes no sense:
-    the tokenizer is the embedded one, and the head favours its 4,096 ids.
+    the tokenizer is the embedded one, and the head favours its ids.
     A run that was stopped goes on with the shards it lacks.
 
     [bold]Examples[/bold]: outpace synth big --like gpt-oss-20b  (13.8 GB)
     outpace synth small --like gpt-oss-120b --layers 2 --seed 7
     """
+    from outpace.checkpoint.publish import one_writer
     from outpace.formats import random_weights as make
 
     plan = make.plan(like, layers=layers, seed=seed, dtype=dtype)
-    with _bytes_bar() as bar:
+    with one_writer(path), _bytes_bar() as bar:
         task = bar.add_task(f"{like}, {plan.parameters / 1e9:.2f} billion parameters", total=plan.nbytes)
         written = make.synthesise(path, plan, overwrite=overwrite, on_bytes=lambda n: bar.advance(task, n))
     if as_json:

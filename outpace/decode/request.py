@@ -121,7 +121,8 @@ def prefill(
 ) -> Tensor:
     """Run the prompts through the target in chunks; -> the first token of every row [B].
 
-    Logits are formed for one position a row. `session` observes each chunk as it passes.
+    Logits are formed for one position a row. `session` observes each chunk as it passes. Raises ValueError
+    for logits that are not finite.
     """
     lengths = [len(p) for p in prompts]
     last_hidden = [torch.empty(0)] * len(prompts)
@@ -137,6 +138,11 @@ def prefill(
             if c and begin + c == n:
                 last_hidden[b] = out.hidden[b, c - 1]
     logits = target.logits(torch.stack(last_hidden))
+    if not bool(logits.amax().isfinite()):  # NaN and Inf both show in the largest
+        raise ValueError(
+            "the target's logits after the prompt are not finite: its weights are damaged, or overflow in "
+            "this precision; `outpace inspect MODEL --scan` names the tensors"
+        )
     if on_logits is not None:
         for b in range(len(prompts)):
             on_logits(b, logits[b : b + 1])

@@ -310,7 +310,7 @@ def examine(what: Examination) -> Iterator[Check]:
     if other is not None:
         open_checkpoint(other)  # what is wrong with it is reported at once, not after the rest
     checkpoint = open_checkpoint(target_path(what.path))
-    model = load_target(checkpoint, layers=what.layers)
+    model = load_target(checkpoint, layers=what.layers, finite=False)
     whole = model.config.num_layers == parse_config(checkpoint.config).num_layers
     tokenizer, why = _tokenizer(checkpoint)
     yield from _about_tokens(tokenizer, why, model, checkpoint)
@@ -385,7 +385,7 @@ def _against(
 ) -> Iterator[Check]:
     """`validation`: the text means something to both sides, so that its loss tells which is wrong."""
     same = other == target_path(what.path)
-    its = None if same else load_target(other, layers=what.layers)
+    its = None if same else load_target(other, layers=what.layers, finite=False)
     if its is not None:
         configs = check_configs(model.config, its.config)
         yield configs

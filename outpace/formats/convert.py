@@ -1,6 +1,5 @@
 """A target in one format -> the same in another: GGUF that llama.cpp reads, or HF safetensors."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor
 from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, add_metadata, gguf_name
 from outpace.checkpoint.gguf_config import ARCHITECTURES
 from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.publish import published, written
 from outpace.checkpoint.save import write_atomically
 from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.models.blocks import ExpertMatrix, Experts
@@ -80,25 +80,21 @@ def write_gguf(
         raise ValueError(f"type {type!r} is none of: {', '.join(TYPES)}")
     architecture = ARCHITECTURE_OF[model.config.architecture]
     items = plan(model, type)
-    temporary = path.with_name(path.name + ".tmp")
-    writer = gguf.GGUFWriter(temporary, architecture)
-    add_metadata(writer, _metadata(model.config, architecture) | (vocabulary or NO_VOCABULARY))
-    for item in items:
-        row = item.nbytes // prod(item.shape[:-1])
-        shape = (*item.shape[:-1], row)
-        writer.add_tensor_info(item.name, shape, np.dtype(np.uint8), item.nbytes, raw_dtype=item.kind)
-    try:
+    total = sum(item.nbytes for item in items)
+    with written(path, total) as temporary:
+        writer = gguf.GGUFWriter(temporary, architecture)
+        add_metadata(writer, _metadata(model.config, architecture) | (vocabulary or NO_VOCABULARY))
+        for item in items:
+            row = item.nbytes // prod(item.shape[:-1])
+            shape = (*item.shape[:-1], row)
+            writer.add_tensor_info(item.name, shape, np.dtype(np.uint8), item.nbytes, raw_dtype=item.kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        total = sum(item.nbytes for item in items)
         for item in items:
             writer.write_tensor_data(_bytes(item.make(), item.kind))
             on_bytes(item.nbytes, total)
         writer.close()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def convert_target(
@@ -139,10 +135,11 @@ def write_folder(
     dtype: torch.dtype | None = None,
 ) -> None:
     """HF safetensors, the tokenizer and the chat template. `dtype`: of what is not packed; None: as it is."""
-    save_target(model, out, dtype=dtype)
-    write_atomically(out / "tokenizer.json", tokenizer.to_str().encode())
-    if template is not None:
-        write_atomically(out / "chat_template.jinja", template.source.encode())
+    with published(out) as new:
+        save_target(model, new, dtype=dtype)
+        write_atomically(new / "tokenizer.json", tokenizer.to_str().encode())
+        if template is not None:
+            write_atomically(new / "chat_template.jinja", template.source.encode())
 
 
 def vocabulary_of(model: Decoder, tokenizer: Tokenizer, template: str | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from outpace.checkpoint.base import LoadError
 from outpace.checkpoint.gguf import add_metadata
 from outpace.checkpoint.gguf_header import Header, read_header
+from outpace.checkpoint.publish import written
 from outpace.drafts.quantize import pack, packs
 from outpace.formats.spec import EMBEDDING, HEAD, TargetFiles, canonical_rope
 from outpace.ops.quant import Quant, dense
@@ -236,9 +236,8 @@ def write_file(
     record = json.dumps({"config": asdict(config), "widened": widened}, sort_keys=True)
     if packed and not any(_multiplies(name, tensor) for name, tensor in tensors.items()):
         raise ValueError("q8_0: blocks of 32 divide the rows of none of its matrices; leave it as stored")
-    temporary = path.with_name(path.name + ".tmp")
-    writer = gguf.GGUFWriter(temporary, architecture)
-    try:
+    with written(path, sum(t.nbytes for t in tensors.values())) as temporary:
+        writer = gguf.GGUFWriter(temporary, architecture)
         writer.add_type("model")
         add_metadata(writer, {f"{architecture}.{key}": value for key, value in keys.items()})
         add_metadata(writer, {**vocabulary, RECORD: record})
@@ -250,16 +249,12 @@ def write_file(
             plain = tensor.float() if _vector(tensor) else tensor
             if plain.dtype not in KINDS:
                 raise ValueError(f"{name} is {plain.dtype}: GGUF has no such type; choose --dtype")
-            raw = plain.detach().contiguous()
-            data = raw.view(torch.uint8).numpy()
+            data = plain.detach().contiguous().view(torch.uint8).numpy()
             writer.add_tensor(name, data, raw_dtype=KINDS[plain.dtype])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _multiplies(name: str, tensor: Tensor) -> bool:

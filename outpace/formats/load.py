@@ -37,7 +37,7 @@ from outpace.formats.spec import (
     marks,
 )
 from outpace.formats.zlab import TokenId
-from outpace.models.load import assign, named_tensors
+from outpace.models.load import assign, check_finite, named_tensors
 from outpace.models.weights import Entry
 
 DFLASH, EAGLE3 = "DFlash", "EAGLE-3"
@@ -195,6 +195,7 @@ def load_draft(
     if FORMATS[detect(path)].kind == DFLASH:
         target = None  # it has neither embedding nor head
     value = read_draft(path, target, None if tokenizer is None else tokenizer.token_to_id)[1]
+    check_finite(f"{path}", value.tensors.items())
     draft = build_draft(value)
     return draft if quantize is None else quantised(draft, quantize)
 

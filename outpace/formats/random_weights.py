@@ -126,7 +126,7 @@ def _place(spec: Spec) -> int:
 def synthesise(
     folder: Path, plan: Plan, *, overwrite: bool = False, on_bytes: Callable[[int], None] = lambda n: None
 ) -> Written:
-    """Writes the checkpoint, a tokenizer.json (the embedded one, of 4,096 ids: enough to run text through,
+    """Writes the checkpoint, a tokenizer.json (the embedded one: enough to run text through,
     not the model's own), generation_config.json and synth.json, which records how it was made.
 
     It adds less than 200 MB to memory, whatever the size. Each tensor depends on the seed and its name

@@ -1,7 +1,7 @@
 """A checkpoint -> a target with its weights; a name left over on either side is an error."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -106,11 +106,14 @@ def load_target(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     layers: int | None = None,
+    finite: bool = True,
 ) -> Decoder:
     """Weights stay in the precision they are stored in (MXFP4 and GGUF's blocks packed, bfloat16, float16,
     float32), large ones in the mapped file; activations are `dtype`. `layers`: only the first so many.
+    `finite` False: weights may be NaN or Inf, for the doctor.
 
-    Raises LoadError when a tensor is missing, left over or of another shape.
+    Raises LoadError when a tensor is missing, left over or of another shape, or holds NaN or Inf (see
+    `check_finite`).
     """
     checkpoint = open_checkpoint(source) if isinstance(source, Path | str) else source
     config = parse_config(checkpoint.config)
@@ -131,8 +134,28 @@ def load_target(
         if isinstance(weight, Tensor):
             weight = weight.reshape(shapes[entry.param])
         assign(model, entry.param, weight.to(device))
+    if finite:
+        check_finite(f"{checkpoint.folder}", named_tensors(model))
     model.dtype = dtype
     return model.eval()
+
+
+SMALL, ALL = 2**20, 2**28  # bytes of a tensor that is always read, and of a model that is read whole
+
+
+def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises LoadError, naming the tensor, for weights that are NaN or Inf. Of a model above 256 MiB only the
+    tensors up to 1 MiB are read, so that opening stays quick: `outpace inspect --scan` reads all, and
+    decoding stops where logits are not finite."""
+    held = [(name, t) for name, t in tensors if t.is_floating_point() and not t.is_meta]
+    whole = sum(t.nbytes for _, t in held) <= ALL
+    for name, tensor in held:
+        if (whole or tensor.nbytes <= SMALL) and not tensor.isfinite().all():
+            count = int((~tensor.isfinite()).sum())
+            raise LoadError(
+                f"{where}: {name} holds {count:,} values that are NaN or Inf: the file is damaged, or its "
+                "training diverged; fetch it again, or take an earlier checkpoint"
+            )
 
 
 def first_layers(config: ModelConfig, layers: int) -> ModelConfig:

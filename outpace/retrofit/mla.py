@@ -24,7 +24,7 @@ from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.sampling import seeded
 from outpace.retrofit.evaluate import evaluate, read_by, states_of, texts_of
-from outpace.retrofit.pipeline import COST_RULES, RetrofitSettings, open_for, save_retrofit, texts_for
+from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, open_for, save_retrofit, texts_for
 from outpace.retrofit.train import (
     FrozenRecipe,
     learners,
@@ -308,7 +308,7 @@ def retrofit_mla(
     layers, rank = asked_of(target, settings)
     on_stage("reading text")
     texts, validation = texts_for(
-        tokenizer, documents, settings, extra=COST_RULES if settings.searches else 0
+        tokenizer, documents, settings, extra=HELD_OUT_TEXTS if settings.searches else 0
     )
     on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
     moments = calibrate(target, texts[: settings.rows], layers)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from tokenizers import Tokenizer
 
 from outpace.checkpoint.open import open_checkpoint, target_path
+from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_json
 from outpace.checkpoint.tokenizer import open_template
 from outpace.formats.convert import write_folder
@@ -17,7 +18,7 @@ from outpace.models.decoder import Decoder
 from outpace.retrofit.evaluate import texts_of
 from outpace.text.corpus import Document, split
 
-COST_RULES = 4  # texts
+HELD_OUT_TEXTS = 4  # texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,13 @@ def texts_for(
     """Texts to calibrate on, `extra` more than settings.rows, and held-out ones to evaluate on."""
     train, held_out = split(list(documents))
     texts = texts_of(tokenizer, train, settings.rows + extra, settings.row_tokens, settings.seed)
-    return texts, texts_of(tokenizer, held_out, COST_RULES, settings.row_tokens, settings.seed)
+    return texts, texts_of(tokenizer, held_out, HELD_OUT_TEXTS, settings.row_tokens, settings.seed)
 
 
 def save_retrofit(
     target: Decoder, tokenizer: Tokenizer, path: str, out: Path, report: dict[str, Any], name: str
 ) -> None:
     """out/: the checkpoint with the tokenizer and template that it came with, and its report."""
-    write_folder(target, out, tokenizer, open_template(open_checkpoint(target_path(path))))
-    write_json(out / name, report)
+    with published(out) as new:
+        write_folder(target, new, tokenizer, open_template(open_checkpoint(target_path(path))))
+        write_json(new / name, report)

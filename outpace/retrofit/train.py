@@ -1,6 +1,7 @@
 """What the trainings of retrofits share: a backbone that stays as it is, rows of text, judging and saving."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_json
 from outpace.formats.convert import write_folder
 from outpace.models.decoder import Decoder
@@ -82,7 +84,9 @@ def train_frozen(
             group["lr"] = recipe.lr * warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
         loss, metrics = losses(step)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = float(nn.utils.clip_grad_norm_(parameters, 1.0))
+        if not math.isfinite(norm):  # the step would spoil the weights
+            return {"loss": loss.item(), "grad_norm": norm}
         adam.step()
         adam.zero_grad(set_to_none=True)
         return {"loss": loss.item()} | metrics
@@ -137,6 +141,7 @@ def publish(
         "loss_curve": [[line["step"], round(line["loss"], 5)] for line in log[:: max(1, len(log) // 100)]],
         **values,
     }
-    write_folder(target, out, tokenizer, template)
-    write_json(out / name, report)
+    with published(out) as new:
+        write_folder(target, new, tokenizer, template)
+        write_json(new / name, report)
     return report

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from outpace.checkpoint.publish import disk, one_writer
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash_config import default_layer_ids
@@ -163,9 +164,22 @@ def build(
     build that is run again ends in the same bytes (on one machine, with one number of threads and the
     same kernels); finished shards are not made again. One shard is held in memory, about three times.
     Raises ValueError where the recipe does not fit the target or the documents; StoreError where the
-    folder holds another build or something else, where the disk is too small, or fills up.
+    folder holds another build or something else, or the disk is too small; LoadError
+    for a disk that fills up.
     """
     folder = Path(folder)
+    with one_writer(folder), disk(folder):
+        return _build(target, tokenizer, documents, folder, recipe, stop_after)
+
+
+def _build(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    documents: list[Document],
+    folder: Path,
+    recipe: TeacherRecipe,
+    stop_after: int | None,
+) -> TeacherCache:
     layer_ids = tuple(recipe.target_layer_ids) or default_layer_ids(target.config.num_layers)
     _check_fit(target, tokenizer, layer_ids, recipe)
     prompts = Prompts(documents, tokenizer)

@@ -122,13 +122,10 @@ def shard_name(index: int) -> str:
 
 
 def write_shard(folder: Path, index: int, tensors: dict[str, Tensor], relative_error: float) -> Shard:
-    """Raises StoreError where the disk refuses; then nothing of the shard is left behind."""
+    """Raises LoadError where the disk is full; then nothing of the shard is left behind."""
     data = save(tensors)
     path = folder / shard_name(index)
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise _not_written(path, len(data), error) from error
+    write_atomically(path, data)
     return Shard(
         file=path.name,
         sha256=hashlib.sha256(data).hexdigest(),
@@ -140,20 +137,7 @@ def write_shard(folder: Path, index: int, tensors: dict[str, Tensor], relative_e
 
 
 def write_meta(folder: Path, meta: TeacherMeta) -> None:
-    path = folder / "meta.json"
-    try:
-        write_json(path, asdict(meta))
-    except OSError as error:
-        raise _not_written(path, 0, error) from error
-
-
-def _not_written(path: Path, nbytes: int, error: OSError) -> StoreError:
-    path.with_name(path.name + ".tmp").unlink(missing_ok=True)
-    size = f" of {nbytes:,} bytes" if nbytes else ""
-    return StoreError(
-        f"{path}{size} could not be written ({error.strerror or error}). The finished shards are kept: "
-        "make room and run the same build again, it goes on from there"
-    )
+    write_json(folder / "meta.json", asdict(meta))
 
 
 def read_meta(folder: Path | str) -> TeacherMeta:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from outpace.checkpoint.publish import published
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import Head, confidence
@@ -445,8 +446,9 @@ def train_dflash(
             hits, valid, sure = validate(draft, target, cache, kept, recipe, layers)
             draft.config = replace(draft.config, temperatures=fit_temperatures(sure, hits, valid))
         values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
-        save_dflash(draft, folder / "draft")
-        write_provenance(folder / "draft", values)
+        with published(folder / "draft") as new:
+            save_dflash(draft, new)
+            write_provenance(new, values)
     return draft.requires_grad_(False)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,6 +72,14 @@ class TrainingRecipe:
         for name in ("rows", "steps", "save_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} {getattr(self, name)}: it must be above 0, and finite")
+        for name in ("muon_lr", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 0, and finite")
+        if not 0 <= self.warmup_share <= 1:
+            raise ValueError(f"warmup_share {self.warmup_share} is outside 0..1")
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"held_out_share {self.held_out_share} is outside 0..1: some must be trained on")
 
@@ -141,7 +150,9 @@ def learn(
                 group["lr"] = lr * factor
         result = loss_of(step)
         result.loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip)
+        norm = float(nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip))
+        if not math.isfinite(norm):  # the step would spoil the weights
+            return {"loss": result.loss.item(), "grad_norm": norm}
         for optimizer, _ in learners.values():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -153,9 +164,7 @@ def learn(
         return metrics
 
     parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}, **(more or {})}
-    fit(folder, recipe, update, parts, title=title, stop_after=stop_after)
-    done: int = json.loads(log_lines(folder)[-1])["step"] + 1
-    return done == recipe.steps
+    return fit(folder, recipe, update, parts, title=title, stop_after=stop_after) == recipe.steps
 
 
 def optimizers(

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from outpace.checkpoint.publish import published
 from outpace.drafts.eagle3 import Eagle3, Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.load import save_eagle3
@@ -496,6 +497,7 @@ def train_eagle3(
 
     if learn(draft, recipe, folder, "eagle3", loss_of, evaluate, by_adam=BY_ADAM, stop_after=stop_after):
         values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
-        save_eagle3(draft, folder / "draft")
-        write_provenance(folder / "draft", values)
+        with published(folder / "draft") as new:
+            save_eagle3(draft, new)
+            write_provenance(new, values)
     return draft.requires_grad_(False)

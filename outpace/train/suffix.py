@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outpace.checkpoint.publish import published
 from outpace.drafts.lookup import save_suffix
 from outpace.models.decoder import Decoder
 from outpace.ops.suffixes import Suffixes
@@ -16,9 +17,10 @@ def build_suffix(target: Decoder, cache: Teacher, folder: Path, count: int | Non
     """folder/draft holds the first `count` answers of this target's `cache`, and provenance.json."""
     began, used = time.perf_counter(), min(count or len(cache), len(cache))
     answers = Suffixes.of(joined(list(responses(cache, used))))
-    save_suffix(answers, target.config.vocab_size, folder / "draft")
-    hours = round((time.perf_counter() - began) / 3600, 4)
-    write_provenance(folder / "draft", origin(target, cache) | {"answers": used, "training_hours": hours})
+    with published(folder / "draft") as new:
+        save_suffix(answers, target.config.vocab_size, new)
+        hours = round((time.perf_counter() - began) / 3600, 4)
+        write_provenance(new, origin(target, cache) | {"answers": used, "training_hours": hours})
     return answers
 
 

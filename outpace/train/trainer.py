@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         def save_every(self) -> int: ...
 
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
+from outpace.checkpoint.publish import disk, one_writer, written
+from outpace.checkpoint.save import write_atomically
 from outpace.ops.fast import product_dtype
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
@@ -69,24 +69,40 @@ def fit(
     *,
     title: str,
     stop_after: int | None = None,
-) -> None:
-    """Call update(step) for every step from the last checkpoint to `recipe.steps`, logging what it returns.
+) -> int:
+    """Call update(step) for every step from the last checkpoint to `recipe.steps`, logging what it returns;
+    -> the step reached.
 
     `stateful` names the contents of a checkpoint (anything with state_dict and load_state_dict). Metrics
-    go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole, so
-    that a killed run resumes from the last one and its log is cut back to the same step. A recipe that
-    changed since is followed from there on, and the changed fields are named above the bar.
-    `stop_after` ends this call early, with a checkpoint (for tests and time limits).
-    Raises ValueError for a checkpoint that is damaged or of another run.
+    go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole. The
+    checkpoint alone decides where a run goes on, and holds the log up to it, which is written anew from
+    there. A recipe that changed since is followed from there on, and the changed fields are named above the
+    bar. `stop_after` ends this call early, with a checkpoint (for tests and time limits).
+    Raises ValueError for a checkpoint that is damaged or of another run, for a second process in the folder,
+    for a full disk, and at the first loss or weight that is not finite.
     """
     keep_heap()
     folder.mkdir(parents=True, exist_ok=True)
+    with one_writer(folder), disk(folder):
+        return _fit(folder, recipe, update, stateful, title, stop_after)
+
+
+def _fit(
+    folder: Path,
+    recipe: "Run",
+    update: Callable[[int], dict[str, Any]],
+    stateful: dict[str, Any],
+    title: str,
+    stop_after: int | None,
+) -> int:
     checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
     asked, steps = json.loads(json.dumps(asdict(recipe))), recipe.steps
-    first, before = _resume(checkpoint, log, stateful, steps) if checkpoint.exists() else (0, asked)
-    if not first:
-        log.unlink(missing_ok=True)
-    last = steps if stop_after is None else min(steps, first + stop_after)
+    first, before = 0, asked
+    records: list[str] = []  # the log
+    if checkpoint.exists():
+        first, before, records = _resume(checkpoint, log, stateful, steps)
+    write_atomically(log, "".join(records).encode())
+    last, saved = steps if stop_after is None else min(steps, first + stop_after), first
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -103,30 +119,65 @@ def fit(
         for step in range(first, last):
             began = time.perf_counter()
             metrics = update(step)
+            _check_finite(metrics, step, saved)
             record = {"step": step, **metrics, "seconds": round(time.perf_counter() - began, 4)}
-            lines.write(json.dumps(record) + "\n")
+            records.append(json.dumps(record) + "\n")
+            lines.write(records[-1])
             lines.flush()
             message = "  ".join(
                 f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr"
             )
             bar.update(task, advance=1, said=message)
             if (step + 1) % recipe.save_every == 0 or step + 1 == last:
-                _save(checkpoint, step + 1, asked, stateful)
+                os.fsync(lines.fileno())
+                _save(checkpoint, step + 1, saved, asked, records, stateful)
+                saved = step + 1
+    return last
 
 
-def _save(path: Path, step: int, recipe: dict[str, Any], stateful: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
+DIVERGED = (
+    "step {step}: {what} is not finite. Training has diverged: lower the learning rate; the last good "
+    "checkpoint is that of step {saved}"
+)
+
+
+def _check_finite(metrics: dict[str, Any], step: int, saved: int) -> None:
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            raise ValueError(DIVERGED.format(step=step, what=f"the {name} ({metrics[name]})", saved=saved))
+
+
+def _save(
+    path: Path, step: int, saved: int, recipe: dict[str, Any], records: list[str], stateful: dict[str, Any]
+) -> None:
     states = {k: v.state_dict() for k, v in stateful.items()}
-    torch.save({"step": step, "recipe": recipe, **states}, temporary)
-    os.replace(temporary, path)
+    wrong = next(_not_finite(states), None)
+    if wrong is not None:
+        raise ValueError(DIVERGED.format(step=step, what=wrong, saved=saved))
+    with written(path) as temporary:
+        torch.save({"step": step, "recipe": recipe, "log": "".join(records), **states}, temporary)
 
 
-def _resume(path: Path, log: Path, stateful: dict[str, Any], steps: int) -> tuple[int, dict[str, Any]]:
-    """-> the step to go on with, and the recipe as it was."""
+def _not_finite(value: Any, name: str = "") -> Iterator[str]:
+    """Names of the tensors in a state that hold NaN or Inf."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _not_finite(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+        yield name
+
+
+def _resume(
+    path: Path, log: Path, stateful: dict[str, Any], steps: int
+) -> tuple[int, dict[str, Any], list[str]]:
+    """-> the step to go on with, the recipe as it was, and the lines of the log up to there."""
+    begin = "delete it to begin this run again"
     try:
         saved = torch.load(path, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} cannot be read ({error}): delete it to begin this run again") from error
+        raise ValueError(f"{path} cannot be read ({error}): {begin}") from error
+    if not isinstance(saved, dict) or type(saved.get("step")) is not int:
+        raise ValueError(f"{path} is no checkpoint of a training: {begin}")
     step: int = saved["step"]
     other = f"{path} is of another run ({{}}): give this one another folder, or delete it to begin again"
     if step > steps:
@@ -134,13 +185,22 @@ def _resume(path: Path, log: Path, stateful: dict[str, Any], steps: int) -> tupl
     try:
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    except (KeyError, RuntimeError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(other.format("its weights or optimizers have other shapes")) from error
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    temporary = log.with_suffix(".tmp")
-    temporary.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
-    os.replace(temporary, log)
-    return step, saved.get("recipe", {})
+    if isinstance(saved.get("log"), str):
+        return step, saved.get("recipe", {}), saved["log"].splitlines(keepends=True)
+    return step, saved.get("recipe", {}), [line for line in _readable(log) if json.loads(line)["step"] < step]
+
+
+def _readable(log: Path) -> Iterator[str]:
+    """Whole lines of a log beside a checkpoint of before 0.2, which does not hold it."""
+    for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
+        try:
+            whole = isinstance(json.loads(line)["step"], int) and line.endswith("\n")
+        except (ValueError, KeyError, TypeError):
+            whole = False
+        if whole:
+            yield line
 
 
 NS = (3.4445, -4.7750, 2.0315)

@@ -17,6 +17,7 @@ import tiny
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from outpace.checkpoint.base import LoadError
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.load import fingerprint
@@ -255,7 +256,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, unbroken):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[largest] - 1, hard))
     try:
-        with pytest.raises(StoreError, match=r"could not be written .* make room and run the same build"):
+        with pytest.raises(LoadError, match=r"could not be written.* Make room and run the same command"):
             make(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
