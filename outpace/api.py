@@ -1,33 +1,33 @@
 """The Python API: load a target and a draft, generate text, stream it."""
 
-import datetime
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any, Literal, Self, overload
 
+import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
-from outpace.checkpoint.open import open_checkpoint, target_path
-from outpace.checkpoint.tokenizer import open_template
+from outpace.decode.controller import Controller
 from outpace.decode.generate import steps
+from outpace.decode.partial import Partial
 from outpace.decode.request import BatchRows, Request
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
-from outpace.loading import open_draft, open_target, own_draft
+from outpace.loading import open_chat, open_draft, open_target, own_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
-from outpace.text.chat_format import ChatFormat
-from outpace.text.harmony import speaks_harmony
-from outpace.text.harmony_parser import HarmonyChat
-from outpace.text.messages import FINAL, System, parse_conversation
-from outpace.text.template import TemplateChat
+from outpace.text.chat_format import ChatFormat, ChatPart
+from outpace.text.messages import FINAL
 from outpace.text.tokenizer import encode_prompt
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}, as the OpenAI API has it
+Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}, as in the OpenAI API
 Prompt = str | Sequence[int] | Sequence[Message]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,9 @@ class SamplingParams:
         ignore_eos: Generate beyond the model's own end tokens.
         acceptance: Acceptance rule above temperature 0: match, rejection, block or gumbel. All of them keep
             the target's distribution; with gumbel a seed gives one text with any draft, and without one.
+        draft_temperature: Temperature of the draft's own sampling (not with match); None is the target's.
+        prefill_chunk: Prompt tokens per forward of the target.
+        top_logits: Number of largest logits to return per token, for debugging; None returns none.
     """
 
     temperature: float = 0.0
@@ -64,11 +67,16 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     acceptance: str = "match"
+    draft_temperature: float | None = None
+    prefill_chunk: int = 512
+    top_logits: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for values out of range."""
         if not all(self.stop_strings) or (isinstance(self.stop, str) and not self.stop):
             raise ValueError("stop: an empty string would end every output")
+        if self.top_logits is not None and self.top_logits < 1:
+            raise ValueError(f"top_logits {self.top_logits}: it must be at least 1")
         self.request(frozenset())
 
     @property
@@ -76,31 +84,39 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def request(self, eos: frozenset[int]) -> Request:
-        """What the decoding loop takes; `eos`: the model's own end tokens."""
-        sampling = Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+        """The request of the decoding loop; `eos`: the model's own end tokens."""
+        return Request(
+            max_new_tokens=self.max_tokens,
+            sampling=Sampling(**{f.name: getattr(self, f.name) for f in fields(Sampling)}),
+            rule=self.acceptance,
+            draft_temperature=self.draft_temperature,
+            prefill_chunk=self.prefill_chunk,
+            stop=frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos),
         )
-        stop = frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos)
-        return Request(max_new_tokens=self.max_tokens, sampling=sampling, rule=self.acceptance, stop=stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A target and its tokenizer, as `load` returns them. `name` is what it was loaded by."""
+    """A target and its tokenizer, as `load` returns them. `name` is what it was loaded by, `layers` the
+    number of layers kept (None: all)."""
 
     name: str
     target: Decoder
     tokenizer: Tokenizer
+    layers: int | None = None
 
     @property
     def eos(self) -> frozenset[int]:
         return frozenset(self.target.config.eos_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One of the largest logits of a token."""
+
+    token: int
+    text: str
+    logit: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +127,15 @@ class GenerationOutput:
         text: The generated text; of a chat, the answer without the model's reasoning.
         tokens: The generated token ids, end token included.
         prompt_tokens: Tokens of the prompt.
-        finish_reason: "stop" (an end token or a stop string) or "length".
+        finish_reason: "stop" (an end token or a stop string), "length", or "abort" (a stream ended early).
         tau: Mean number of tokens committed per forward of the target, 1 without a draft; 0 if the prefill
             alone produced everything.
         tokens_per_second: After the first token, of this row; rows of a batch are decoded together.
         trace: Draft lengths, accepted tokens and times of every step, of the whole batch.
+        first_token_seconds: From the start of the generation to the first token.
+        step_seconds: From the tokens of one step to those of the next.
+        parts: Of a chat, its messages: reasoning, tool calls, the answer.
+        top_logits: For each token the largest logits, descending; empty unless requested.
     """
 
     text: str
@@ -125,16 +145,82 @@ class GenerationOutput:
     tau: float
     tokens_per_second: float
     trace: Trace
+    first_token_seconds: float
+    step_seconds: list[float]
+    parts: list[ChatPart]
+    top_logits: list[list[Candidate]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Text, tokens and measurements; without fields that do not apply."""
+        trace = self.trace
+        values: dict[str, Any] = {
+            "text": self.text,
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "finish_reason": self.finish_reason,
+            "tau": round(self.tau, 4),
+            "accept_rate": round(trace.accept_rate, 4),
+            "rounds": trace.rounds,
+            "tokens_per_s": round(self.tokens_per_second, 2),
+            "first_token_seconds": round(self.first_token_seconds, 5),
+            "seconds": {part: round(seconds, 5) for part, seconds in trace.seconds.items()},
+        }
+        values |= trace.partial_as_json()
+        if trace.predicted:
+            rate, error = trace.predicted_tokens_per_s, trace.prediction_error
+            values["predicted"] = {"tokens_per_s": round(rate, 2), "error": round(error, 4)}
+        if self.parts:
+            values["parts"] = [part.as_json() for part in self.parts]
+        if self.top_logits:
+            values["top_logits"] = [
+                [{"token": c.token, "text": c.text, "logit": round(c.logit, 4)} for c in candidates]
+                for candidates in self.top_logits
+            ]
+        return values
+
+    def timing(self) -> dict[str, float]:
+        """Seconds of the prefill, of the first token and of a step, and tokens per second."""
+        ordered = sorted(self.step_seconds) or [0.0]
+        times = {
+            "prefill": self.trace.seconds["prefill"],
+            "first_token": self.first_token_seconds,
+            "round_mean": sum(ordered) / len(ordered),
+            "round_p50": ordered[len(ordered) // 2],
+            "round_p95": ordered[int(0.95 * len(ordered))],
+        }
+        rounded = {name: round(seconds, 6) for name, seconds in times.items()}
+        return rounded | {"tokens_per_s": round(self.tokens_per_second, 2)}
+
+    def summary(self) -> str:
+        """The measurements in one line."""
+        trace = self.trace
+        seconds = ", ".join(f"{part} {1e3 * value:.0f} ms" for part, value in trace.seconds.items())
+        text = (
+            f"{self.prompt_tokens} + {len(self.tokens)} tokens, {self.tokens_per_second:.0f} tokens/s, "
+            f"tau {self.tau:.2f} over {trace.rounds} steps, "
+            f"first token after {1e3 * self.first_token_seconds:.0f} ms ({seconds})"
+        )
+        if trace.provisional:
+            confirmed, passed = trace.confirmed
+            text += (
+                f"; partial KV: {trace.partial_forwards} forwards, {confirmed} of {passed} tokens confirmed"
+            )
+        if trace.predicted:
+            rate, error = trace.predicted_tokens_per_s, trace.prediction_error
+            text += f"; {rate:.0f} tokens/s predicted, {error:+.0%} from measured"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPiece:
     """One token of a streamed output: its `text` ("" while a character is incomplete, or for reasoning), and
-    whether a draft proposed it. `finish_reason` is set on the last piece."""
+    whether a draft proposed it. Of a chat, `part` is what it adds to a message, reasoning included.
+    `finish_reason` is set on the last piece."""
 
     text: str
     token: int
     drafted: bool
+    part: ChatPart | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -149,7 +235,7 @@ def load(name: str = "default", *, layers: int | None = None) -> Model:
         LoadError: The path is missing, damaged or of another format (a ValueError).
     """
     target, tokenizer = open_target(name, layers)
-    return Model(name=name, target=target, tokenizer=tokenizer)
+    return Model(name=name, target=target, tokenizer=tokenizer, layers=layers)
 
 
 def load_draft(
@@ -165,7 +251,7 @@ def load_draft(
 
     Args:
         name: "ngram", "suffix" or "dflash" (the embedded ones), "none", the path of a DFlash, an EAGLE-3 or a
-            suffix index; None for the best one known for the target, if any.
+            suffix index; None for the best one known for the whole target, if any.
         model: The target.
         num_draft_tokens: Nodes of the draft tree, root included; 0 proposes a chain (suffix: its usual tree).
         num_steps: Depth of an EAGLE-3's proposal; 0 is its usual one.
@@ -175,8 +261,10 @@ def load_draft(
     Raises:
         ValueError: The path is no draft, does not fit the target, or has no such option.
     """
+    if name is None:
+        name = own_draft(model.name) if model.layers is None else "none"
     return open_draft(
-        own_draft(model.name) if name is None else name,
+        name,
         model.target,
         model.tokenizer,
         tree=num_draft_tokens,
@@ -226,8 +314,7 @@ def generate(
     """
     batch = _is_batch(prompt)
     prompts: Sequence[Prompt] = prompt if batch else [prompt]  # type: ignore[assignment,list-item]
-    rows = [_Row(model, each, sampling) for each in prompts]
-    trace = Trace()
+    rows, trace = [_Row(model, each, sampling) for each in prompts], Trace()
     for _ in _decode(model, rows, draft, sampling, trace):
         pass
     outputs = [row.output(trace, b) for b, row in enumerate(rows)]
@@ -240,14 +327,53 @@ def stream(
     *,
     draft: Draft | str | bool | None = None,
     sampling: SamplingParams = SamplingParams(),
-) -> Generator[StreamPiece, None, None]:
-    """Like `generate` for one prompt, token by token as they are committed. Closing the iterator ends the
-    generation."""
+    chat: ChatFormat | None = None,
+    controller: Controller | None = None,
+    partial: Partial | None = None,
+    rng: torch.Generator | None = None,
+) -> "TokenStream":
+    """Like `generate` for one prompt, token by token as they are committed.
+
+    Args:
+        model: The target.
+        prompt: A string, a list of token ids or a list of messages.
+        draft: As in `generate`.
+        sampling: Sampling parameters and limits.
+        chat: The chat format that made the prompt's token ids, and reads the output.
+        controller: Chooses the draft length of each step; None is the draft's own.
+        partial: Verifies on partial KV first; needs a draft and no controller.
+        rng: Random generator, instead of `sampling.seed`.
+
+    Raises:
+        ValueError: As `generate`, and for a batch.
+    """
     if _is_batch(prompt):
         raise ValueError("stream takes one prompt: use generate for a batch")
-    row = _Row(model, prompt, sampling)
-    for _ in _decode(model, [row], draft, sampling, Trace()):
-        yield from row.take()
+    row, trace = _Row(model, prompt, sampling, chat), Trace()
+    return TokenStream(row, _decode(model, [row], draft, sampling, trace, controller, partial, rng), trace)
+
+
+class TokenStream:
+    """An iterator over the `StreamPiece`s of one output."""
+
+    def __init__(self, row: "_Row", decoding: Iterator[None], trace: Trace) -> None:
+        self._row, self._trace = row, trace
+        self._pieces = (piece for _ in decoding for piece in row.take())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StreamPiece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the generation."""
+        self._pieces.close()
+
+    def finish(self) -> GenerationOutput:
+        """Ends the generation; -> the output so far, which becomes history in its chat."""
+        self.close()
+        return self._row.output(self._trace, 0)
 
 
 def _decode(
@@ -256,22 +382,32 @@ def _decode(
     draft: Draft | str | bool | None,
     sampling: SamplingParams,
     trace: Trace,
+    controller: Controller | None = None,
+    partial: Partial | None = None,
+    rng: torch.Generator | None = None,
 ) -> Iterator[None]:
     if draft is True:
         raise ValueError("draft=True: name a draft, or leave it out for the best one known")
     if draft is None or isinstance(draft, str):
         draft = load_draft(draft, model)
     request = sampling.request(frozenset().union(*(row.eos for row in rows)))
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    emitted = BatchRows(len(rows), request, lambda b, tokens: rows[b].add(tokens))
+    if rng is None:
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        rng = generator(seed, model.target.device)
+    began = time.perf_counter()
+    for row in rows:
+        row.stop, row.times = request.stop, [began]
     return steps(
         model.target,
         [row.prompt for row in rows],
         request,
         draft or None,
-        emitted,
+        BatchRows(len(rows), request, lambda b, tokens: rows[b].add(tokens)),
         trace,
-        rng=generator(seed, model.target.device),
+        controller=controller,
+        partial=partial,
+        rng=rng,
+        on_logits=(lambda b, logits: rows[b].add_logits(logits)) if sampling.top_logits else None,
     )
 
 
@@ -281,6 +417,25 @@ def _is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
     return not isinstance(prompt[0], int | Mapping)
 
 
+def check_text(model: Model, text: str) -> None:
+    """Raises ValueError for text that is not Unicode, or cannot fit the model's positions; before it is
+    tokenised, which takes long for long texts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid UTF-8 (character {error.start:,}): convert it first"
+        ) from None
+    positions = model.target.config.max_position_embeddings
+    if len(text) > positions:
+        longest = max(map(len, model.tokenizer.get_vocab()))
+        if len(text) > positions * longest:
+            raise ValueError(
+                f"a prompt of {len(text):,} characters has {len(text) // longest:,} tokens or more (none is "
+                f"longer than {longest} characters); this model's positions end at {positions:,}"
+            )
+
+
 @dataclass
 class _Row:
     """One prompt of a batch: its ids, and the output as it grows."""
@@ -288,50 +443,75 @@ class _Row:
     model: Model
     source: Prompt
     sampling: SamplingParams
+    chat: ChatFormat | None = None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish: FinishReason | None = None
+    top: list[list[Candidate]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.chat: ChatFormat | None = None
-        self.eos = self.model.eos
         if isinstance(self.source, str):
+            check_text(self.model, self.source)
             self.prompt = encode_prompt(self.model.tokenizer, self.source)
         elif self.source and isinstance(self.source[0], Mapping):
-            self.chat = _chat(self.model, self.source)  # type: ignore[arg-type]
-            self.prompt, self.eos = self.chat.prompt(), self.chat.stop
+            self.chat = self._chat(self.source)  # type: ignore[arg-type]
+            self.prompt = self.chat.prompt()
         else:
             self.prompt = [int(token) for token in self.source]  # type: ignore[arg-type]
         if not self.prompt:
             raise ValueError("the prompt is empty: give at least one token")
+        self.eos = self.model.eos if self.chat is None else self.chat.stop
+        self.stop: frozenset[int] = frozenset()
+        self.times: list[float] = []  # start, then the tokens of each step
         self._decoder = DecodeStream(skip_special_tokens=True)
         for token in self.prompt[-8:]:  # more than any character has tokens; the first token keeps its space
             self._decoder.step(self.model.tokenizer, token)
-        self._held = ""  # text that may be the beginning of a stop string
+        self._pending = ""  # text that may be the beginning of a stop string
         self._pieces: list[StreamPiece] = []
+
+    def _chat(self, messages: Sequence[Message]) -> ChatFormat:
+        for message in messages:
+            if isinstance(message.get("content"), str):
+                check_text(self.model, message["content"])
+        return open_chat(self.model.name, self.model.tokenizer, self.model.eos, messages=list(messages))
 
     def add(self, tokens: list[int]) -> bool:
         """The tokens of one step, all but the last proposed by the draft; -> whether a stop string came."""
+        self.times.append(time.perf_counter())
         for i, token in enumerate(tokens):
             self.tokens.append(token)
-            drafted = i < len(tokens) - 1
-            new, stopped = self._shown(self._text_of(token))
-            ended = token in self.sampling.stop_token_ids or (
-                token in self.eos and not self.sampling.ignore_eos
-            )
-            if stopped or ended:
+            part, text = None, ""
+            if self.chat is None:
+                text = self._decoder.step(self.model.tokenizer, token) or ""
+            elif (part := self.chat.feed(token)) is not None and part.kind == FINAL:
+                text = part.text
+            new, stopped = self._before_stop(text)
+            if stopped or token in self.stop:
                 self.finish = "stop"
             elif len(self.tokens) == self.sampling.max_tokens:
                 self.finish = "length"
             if self.finish is not None and not stopped:
-                new, self._held = new + self._held, ""
+                new, self._pending = new + self._pending, ""
             self.text += new
+            drafted = i < len(tokens) - 1
             self._pieces.append(
-                StreamPiece(text=new, token=token, drafted=drafted, finish_reason=self.finish)
+                StreamPiece(text=new, token=token, drafted=drafted, part=part, finish_reason=self.finish)
             )
             if self.finish is not None:
                 return stopped
         return False
+
+    def add_logits(self, logits: Tensor) -> None:
+        """logits [n, V] of the next n tokens; the last ones may not be kept."""
+        values, ids = logits.float().topk(min(self.sampling.top_logits or 0, logits.shape[-1]))
+        decode = self.model.tokenizer.decode
+        for tokens, sizes in zip(ids.tolist(), values.tolist(), strict=True):
+            self.top.append(
+                [
+                    Candidate(token=t, text=decode([t], skip_special_tokens=False), logit=x)
+                    for t, x in zip(tokens, sizes, strict=True)
+                ]
+            )
 
     def take(self) -> list[StreamPiece]:
         """The pieces since the last call."""
@@ -342,48 +522,31 @@ class _Row:
         """b: the row's number in the trace."""
         accepted = [step[b] for step in trace.accepted if step[b] >= 0]
         seconds = trace.decode_seconds
+        first = self.times[1] if len(self.times) > 1 else time.perf_counter()
         return GenerationOutput(
             text=self.text,
             tokens=self.tokens,
             prompt_tokens=len(self.prompt),
-            finish_reason=self.finish or "length",
+            finish_reason=self.finish or "abort",
             tau=(sum(accepted) + len(accepted)) / len(accepted) if accepted else 0.0,
-            tokens_per_second=(len(self.tokens) - 1) / seconds if seconds else 0.0,
+            tokens_per_second=max(len(self.tokens) - 1, 0) / seconds if seconds else 0.0,
             trace=trace,
+            first_token_seconds=first - self.times[0],
+            step_seconds=[after - before for before, after in pairwise(self.times[1:])],
+            parts=[] if self.chat is None else self.chat.end(),
+            top_logits=self.top[: len(self.tokens)],
         )
 
-    def _text_of(self, token: int) -> str:
-        if self.chat is None:
-            return self._decoder.step(self.model.tokenizer, token) or ""
-        part = self.chat.feed(token)
-        return part.text if part is not None and part.kind == FINAL else ""
-
-    def _shown(self, text: str) -> tuple[str, bool]:
+    def _before_stop(self, text: str) -> tuple[str, bool]:
         """-> the text to show now, and whether a stop string ended it."""
         stops = self.sampling.stop_strings
-        text, self._held = self._held + text, ""
-        items = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-        if items:
-            return text[: min(items)], True
+        text, self._pending = self._pending + text, ""
+        places = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+        if places:
+            return text[: min(places)], True
         longest = max((len(stop) for stop in stops), default=1)
         for at in range(max(0, len(text) - longest + 1), len(text)):
             if any(stop.startswith(text[at:]) for stop in stops):
-                self._held = text[at:]
+                self._pending = text[at:]
                 return text[:at], False
         return text, False
-
-
-def _chat(model: Model, messages: Sequence[Message]) -> ChatFormat:
-    """A chat with these messages in it."""
-    if speaks_harmony(model.tokenizer):
-        today = f"{datetime.date.today():%Y-%m-%d}"
-        harmony = HarmonyChat(model.tokenizer)
-        conversation = parse_conversation(list(messages), system=System(current_date=today))
-        harmony.conversation = conversation
-        return harmony
-    template = open_template(open_checkpoint(target_path(model.name)))
-    if template is None:
-        raise ValueError(f"{model.name} has neither Harmony's tokens nor a chat template: give a text")
-    chat = TemplateChat(model.tokenizer, template, model.eos)
-    chat.messages = [dict(message) for message in messages]
-    return chat

@@ -3,14 +3,17 @@
 "default" is the target that ships in the package, "dflash" and "suffix" are its drafts.
 """
 
+import datetime
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.checkpoint.open import DEFAULT, EMBEDDED, LoadError, open_checkpoint, target_path
-from outpace.checkpoint.tokenizer import generation_stops, open_tokenizer
+from outpace.checkpoint.tokenizer import generation_stops, open_template, open_tokenizer
 from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
@@ -21,7 +24,12 @@ from outpace.formats.spec import TargetFiles
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
 from outpace.ops.quant import dense
+from outpace.text.chat_format import ChatFormat
 from outpace.text.gguf_tokenizer import gguf_vocabulary
+from outpace.text.harmony import speaks_harmony
+from outpace.text.harmony_parser import HarmonyChat
+from outpace.text.messages import Developer, System, parse_conversation, parse_tools
+from outpace.text.template import TemplateChat
 from outpace.text.tokenizer import check_vocabulary
 
 DFLASH, SUFFIX = "dflash", "suffix"  # the drafts that ship with the embedded target
@@ -130,3 +138,45 @@ def draft_folder(path: str) -> Path:
             f"{folder} is not there: name a draft's place, {DFLASH!r}, {SUFFIX!r}, 'ngram' or 'none'"
         )
     return folder
+
+
+def open_chat(
+    name: str,
+    tokenizer: Tokenizer,
+    eos: frozenset[int],
+    *,
+    messages: list[Mapping[str, Any]] | None = None,
+    instructions: str | None = None,
+    reasoning: str = "medium",
+    functions: list[dict[str, Any]] | None = None,
+    date: str | None = None,
+) -> ChatFormat:
+    """A chat in the format of the checkpoint `name`: Harmony if the tokenizer has its tokens, else the chat
+    template. It begins with `messages` (as in the OpenAI API), or with `instructions` and `functions`.
+
+    Raises ValueError for a model without a chat format.
+    """
+    tools = parse_tools(functions, "--tools") if functions else ()
+    if speaks_harmony(tokenizer):
+        system = System(reasoning=reasoning, current_date=date or f"{datetime.date.today():%Y-%m-%d}")
+        harmony = HarmonyChat(tokenizer, system, Developer(instructions=instructions, tools=tools))
+        if messages is not None:
+            harmony.conversation = parse_conversation(messages, system=system)
+        return harmony
+    template = open_template(open_checkpoint(target_path(name)))
+    if template is None:
+        raise ValueError(
+            f"{name} has neither Harmony's tokens nor a chat template: give a text (outpace generate)"
+        )
+    wrapped = [f if "function" in f else {"type": "function", "function": f} for f in functions or []]
+    chat = TemplateChat(
+        tokenizer,
+        template,
+        eos,
+        instructions=instructions,
+        tools=wrapped or None,
+        reasoning_effort=reasoning,
+    )
+    if messages is not None:
+        chat.messages = [dict(message) for message in messages]
+    return chat

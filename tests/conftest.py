@@ -53,4 +53,4 @@ def few_repeats(monkeypatch):
     monkeypatch.setattr("outpace.decode.calibrate.LEAST_REPEATS", 2)
     monkeypatch.setattr("outpace.decode.calibrate.MOST_REPEATS", 2)
     monkeypatch.setattr("outpace.decode.calibrate.STEADY", 8)
-    monkeypatch.setattr("outpace.cli.calibrate.QUICK", 1e9)
+    monkeypatch.setattr("outpace.cli.costs.QUICK", 1e9)

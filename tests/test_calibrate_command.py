@@ -5,7 +5,7 @@ import json
 import pytest
 from test_cli import run
 
-from outpace.cli import calibrate as command
+from outpace.cli import costs as command
 
 QUICKLY = ("calibrate", "--contexts", 32, "--seconds", 0.1)
 pytestmark = pytest.mark.usefixtures("few_repeats")
@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr("outpace.decode.costs.Costs.noisy", False)
     options = ("generate", "default", "x = 1", "-n", 8, "--stats", "--cache-dir", tmp_path / "file")
     code, out, _ = run(monkeypatch, capsys, *options)
-    assert code == 0 and "could not be kept" in " ".join(out.split())
+    assert code == 0 and "could not be saved" in " ".join(out.split())
 
 
 def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
@@ -165,7 +165,7 @@ def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
         (("calibrate", "--draft", "none"), "nothing to calibrate without a draft"),
         (("calibrate", "--contexts", "1,b"), "--contexts: 'b' is not a whole number"),
         (("calibrate", "--batches", "0"), "at least 1 of each"),
-        (("calibrate", "--seconds", "0"), "--seconds 0.0: give some time"),
+        (("calibrate", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
     ],
 )
 def test_refusals(monkeypatch, capsys, tmp_path, arguments, message):

@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 import outpace
-from outpace.cli.chat_session import ChatSession, Screen, run
+from outpace.api import Model, SamplingParams
+from outpace.cli.chat import ChatSession, Screen, run
+from outpace.cli.generate import answer_note
 from outpace.cli.main import main
-from outpace.decode.request import Request
 from outpace.drafts.lookup import NGram
-from outpace.loading import open_target
 from outpace.models.decoder import Output
 from outpace.models.load import build, named_tensors
 from outpace.models.save import save_target
@@ -66,8 +66,9 @@ class Scripted:
 
 def session(target, **request):
     harmony_chat = HarmonyChat(TOKENIZER, System(reasoning="low"))
-    wanted = Request(**({"max_new_tokens": 100} | request))
-    return ChatSession(target, None, harmony_chat, wanted, torch.Generator())
+    sampling = SamplingParams(**({"max_tokens": 100} | request))
+    model = Model(name="scripted", target=target, tokenizer=TOKENIZER)
+    return ChatSession(model, harmony_chat, sampling, torch.Generator())
 
 
 def chat(target, *lines, forgiving=True, terminal=False, **request):
@@ -79,8 +80,8 @@ def chat(target, *lines, forgiving=True, terminal=False, **request):
     def speak(of):
         turns.append(of.answer(screen.part))
         screen.line_end()
-        if turns[-1].note:
-            screen.note(turns[-1].note)
+        if note := answer_note(turns[-1]):
+            screen.note(note)
 
     run(held, lines, speak, screen, forgiving=forgiving)
     return texts[0].getvalue(), texts[1].getvalue(), turns, held
@@ -94,8 +95,8 @@ def test_two_turns():
     target = Scripted(FIRST, SECOND)
     out, aside, turns, _ = chat(target, "one", "", "two?")
     assert out == "größe 🙂\ntwo\n" and aside == "hm\n"
-    assert [turn.answer for turn in turns] == ["größe 🙂", "two"]
-    assert all(turn.ended and not turn.stopped and turn.note is None for turn in turns)
+    assert [turn.text for turn in turns] == ["größe 🙂", "two"]
+    assert all(turn.finish_reason == "stop" and answer_note(turn) is None for turn in turns)
     assert shown(target.prompts[0]).endswith("<|start|>user<|message|>one<|end|><|start|>assistant")
     assert shown(target.prompts[1]).endswith(
         "<|start|>user<|message|>one<|end|><|start|>assistant<|channel|>final<|message|>größe 🙂<|end|>"
@@ -112,7 +113,7 @@ def test_a_terminal_gets_everything():
 def test_control_characters_do_not_reach_a_terminal():
     message = "<|channel|>final<|message|>a\x1b[2Jb\x07\x9bc\td<|return|>"
     out, _, turns, _ = chat(Scripted(message), "one", terminal=True)
-    assert out == "a\u241b[2Jb\u2407\ufffdc\td\n" and turns[0].answer == "a\x1b[2Jb\x07\x9bc\td"
+    assert out == "a\u241b[2Jb\u2407\ufffdc\td\n" and turns[0].text == "a\x1b[2Jb\x07\x9bc\td"
     out, _, _, _ = chat(Scripted(message), "one")  # a file gets what was stated
     assert out == "a\x1b[2Jb\x07\x9bc\td\n"
 
@@ -125,7 +126,7 @@ def test_a_call_and_its_result():
         '-> functions.x {"a": 1}',
         "(functions.x is called: /tool TEXT gives it the result)",
     ]
-    assert turns[0].calls == ["functions.x"]
+    assert [part.to for part in turns[0].parts] == ["functions.x"]
     assert "to=assistant<|channel|>commentary<|message|>7 degrees<|end|>" in shown(target.prompts[1])
 
 
@@ -136,7 +137,7 @@ def test_commands():
     )
     assert len(turns) == 2 and out == "größe 🙂\ntwo\n"
     assert "one" not in shown(target.prompts[1]) and "<|message|>/slash<|end|>" in shown(target.prompts[1])
-    assert "begins again" in aside and "/reset begins again" in aside
+    assert "conversation starts over" in aside and "/reset starts over" in aside
     assert "/nothing is no command" in aside and "no call waits for a result" in aside
     with pytest.raises(ValueError, match="/nothing is no command"):
         chat(Scripted(), "/nothing", forgiving=False)
@@ -145,35 +146,32 @@ def test_commands():
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
     target = Scripted(FIRST, SECOND, interrupt=9)
     out, aside, turns, _ = chat(target, "one", "two?")
-    assert turns[0].stopped and turns[0].trace is None and not turns[0].ended
+    assert turns[0].finish_reason == "abort" and len(turns[0].tokens) == 9
     assert "(stopped)" in aside and out.endswith("two\n")
-    assert "tau" not in turns[0].as_json() and "tau" not in turns[0].timing()
     assert "one" in shown(target.prompts[1])
     stopped = Scripted(FIRST, interrupt=0)
     assert chat(stopped, "one")[2][0].tokens == []
 
 
 def test_answers_that_are_cut_off_say_so():
-    _, aside, turns, _ = chat(Scripted(FIRST), "one", max_new_tokens=4)
-    assert aside.endswith("(no answer, cut off after 4 tokens: allow more with --max-tokens)\n")
-    assert not turns[0].ended
+    _, aside, turns, _ = chat(Scripted(FIRST), "one", max_tokens=4)
+    assert aside.endswith("(no answer (other), cut off after 4 tokens: allow more with --max-tokens)\n")
+    assert turns[0].finish_reason == "length"
     length = len(encode(TOKENIZER, FIRST))
-    out, aside, _, _ = chat(Scripted(FIRST), "one", max_new_tokens=length - 1)
+    out, aside, _, _ = chat(Scripted(FIRST), "one", max_tokens=length - 1)
     assert out == "größe 🙂\n" and f"(cut off after {length - 1} tokens" in aside
 
 
 def test_answers_without_the_format_are_shown_but_are_no_answers():
     out, aside, turns, _ = chat(Scripted("plain words<|return|>"), "one")
-    assert out == "" and turns[0].answer == ""
-    assert aside == "plain words\n(no answer: what came does not follow the model's format)\n"
+    assert out == "" and turns[0].text == ""
+    assert aside == "plain words\n(no answer (other), which is not the model's format)\n"
 
 
 def test_a_chat_that_outgrows_the_model():
     prompt = len(session(Scripted()).chat.prompt())
-    _, aside, turns, held = chat(
-        Scripted(SECOND, positions=prompt + 20), "one", "x " * 100, max_new_tokens=100
-    )
-    assert [turn.answer for turn in turns] == ["two"]
+    _, aside, turns, held = chat(Scripted(SECOND, positions=prompt + 20), "one", "x " * 100, max_tokens=100)
+    assert [turn.text for turn in turns] == ["two"]
     assert "this model's positions end at" in aside and "(/reset)" in aside
     assert (
         held.chat.conversation.messages[-1].content == "two"
@@ -181,18 +179,16 @@ def test_a_chat_that_outgrows_the_model():
 
 
 def test_with_a_real_target():
-    """The embedded model does not speak Harmony; it is still decoded as told, with a draft or without."""
-    target, tokenizer = open_target("default")
-    answers = []
+    """The embedded model does not speak Harmony; it is still decoded, with a draft or without."""
+    model, answers = outpace.load("default"), []
     for draft in (None, NGram()):
-        harmony_chat = HarmonyChat(tokenizer, System())
-        held = ChatSession(
-            target, draft, harmony_chat, Request(max_new_tokens=12), torch.Generator().manual_seed(0)
-        )
+        harmony_chat = HarmonyChat(model.tokenizer, System())
+        sampling = SamplingParams(max_tokens=12)
+        held = ChatSession(model, harmony_chat, sampling, torch.Generator().manual_seed(0), draft)
         harmony_chat.say("def main():")
         parts = []
         turn = held.answer(parts.append)
-        assert len(turn.tokens) == 12 and not turn.ended
+        assert len(turn.tokens) == 12 and turn.finish_reason == "length"
         assert [part.kind for part in parts] == ["other"] and parts == turn.parts
         answers.append(turn.tokens)
     assert answers[0] == answers[1]
@@ -243,7 +239,7 @@ def test_chat_in_the_raw_and_with_everything_set(monkeypatch, capsys, tmp_path):
         *options,
         stdin="a\nb\n",
     )
-    assert code == 0 and out.strip() and "loaded in" in err and "tokens/s; " in err
+    assert code == 0 and out.strip() and "loaded in" in err and "tokens/s, tau" in err
 
 
 def test_a_part_of_the_model(monkeypatch, capsys):

@@ -1,17 +1,18 @@
-"""`outpace generate`: chat, timing, layers and largest logits; what is off costs nothing."""
+"""Streams and `outpace generate`: text, chat, timing, layers, largest logits."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 from test_cli import run as outpace
 
+from outpace.api import Model, SamplingParams, stream
 from outpace.checkpoint.open import EMBEDDED
-from outpace.cli.text_stream import Largest, answer_reader, no_answer, reader, run, timing_table, top_lines
-from outpace.decode.request import Request
+from outpace.cli.generate import answer_note
 from outpace.drafts.lookup import NGram
-from outpace.ops.sampling import Sampling
+from outpace.models.decoder import Output
 from outpace.text.gguf_tokenizer import tokenizer_from_gguf
 from outpace.text.harmony_parser import HarmonyChat
 from outpace.text.tokenizer import SPECIAL, encode, read_tokenizer, train_bpe
@@ -31,14 +32,15 @@ def few():
     return train_bpe([TEXT], len(SPECIAL) + 256)
 
 
-def go(few, draft, largest=None, new=20, **how):
-    request = Request(max_new_tokens=new, sampling=Sampling(**how))
+def go(few, draft, family="gpt_oss", **sampling):
+    model = Model(name=family, target=tiny.target(family), tokenizer=few)
     prompt = tiny.tokens(1, 11)[0].tolist()
-    written = []
-    target = tiny.target("gpt_oss")
-    done = run(target, draft, prompt, reader(few, prompt), request, 7, written.append, largest)
-    assert "".join(written) == done.text
-    return target, prompt, done
+    options = {"max_tokens": 20, "ignore_eos": True} | sampling
+    pieces = stream(model, prompt, draft=draft or False, sampling=SamplingParams(**options))
+    text = "".join(piece.text for piece in pieces)
+    output = pieces.finish()
+    assert text == output.text
+    return model.target, prompt, output
 
 
 # ---- largest logits --------------------------------------------------------------------------------
@@ -47,79 +49,105 @@ def go(few, draft, largest=None, new=20, **how):
 @pytest.mark.parametrize("draft", [None, NGram()])
 @pytest.mark.parametrize("new", [1, 2, 20])
 def test_largest_logits_are_those_of_one_long_forward(few, draft, new):
-    target, prompt, done = go(few, draft, Largest(4, few), new)
-    whole = torch.tensor([prompt + done.tokens[:-1]])
+    target, prompt, output = go(few, draft, top_logits=4, max_tokens=new)
+    whole = torch.tensor([prompt + output.tokens[:-1]])
     with torch.inference_mode():
         logits = target.logits(target(whole).hidden[0, len(prompt) - 1 :])
     values, ids = logits.topk(4)
-    assert [[c.token for c in item] for item in done.top] == ids.tolist()
-    assert [item[0].token for item in done.top] == done.tokens  # temperature 0
-    torch.testing.assert_close(torch.tensor([[c.logit for c in item] for item in done.top]), values)
-    assert done.top[0][1].text == few.decode([int(ids[0, 1])], skip_special_tokens=False)
-    assert len(top_lines(done).splitlines()) == len(done.tokens)
+    top = output.top_logits
+    assert [[c.token for c in row] for row in top] == ids.tolist()
+    assert [row[0].token for row in top] == output.tokens  # temperature 0
+    torch.testing.assert_close(torch.tensor([[c.logit for c in row] for row in top]), values)
+    assert top[0][1].text == few.decode([int(ids[0, 1])], skip_special_tokens=False)
 
 
-def test_a_stop_token_amid_a_proposal_ends_the_logits_too(few):
-    *_, free = go(few, NGram(), Largest(1, few))
-    request = Request(max_new_tokens=20, stop=frozenset(free.tokens[7:8]))
-    prompt = tiny.tokens(1, 11)[0].tolist()
-    done = run(tiny.target("gpt_oss"), NGram(), prompt, lambda t: "", request, 7, print, Largest(2, few))
-    assert len(done.top) == len(done.tokens) <= 8
+def test_a_stop_token_inside_a_proposal_ends_the_logits_too(few):
+    *_, free = go(few, NGram())
+    *_, output = go(few, NGram(), stop_token_ids=free.tokens[7:8], top_logits=2)
+    assert len(output.top_logits) == len(output.tokens) <= 8
 
 
 def test_more_than_the_vocabulary_is_all_of_it(few):
-    _, _, done = go(few, None, Largest(10_000, few), 2)
-    assert len(done.top[0]) == tiny.VOCAB
+    *_, output = go(few, None, top_logits=10_000, max_tokens=2)
+    assert len(output.top_logits[0]) == tiny.VOCAB
 
 
-def test_without_them_nothing_is_sorted(few, monkeypatch):
+@pytest.mark.parametrize("draft", [None, NGram()])
+def test_without_top_logits_nothing_is_sorted(few, monkeypatch, draft):
     def never(*args, **kwargs):
         raise AssertionError("sorted")
 
     for name in ("topk", "sort", "argsort"):
         monkeypatch.setattr(torch.Tensor, name, never)
         monkeypatch.setattr(torch, name, never)
-    model = tiny.target("llama")  # it has no router; its topk would be the model's own
-    prompt = tiny.tokens(1, 11)[0].tolist()
-    for draft in (None, NGram()):
-        done = run(model, draft, prompt, lambda t: "", Request(max_new_tokens=5), 0, print)
-        assert len(done.tokens) == 5 and done.top == []
-        with pytest.raises(AssertionError, match="sorted"):
-            run(model, draft, prompt, lambda t: "", Request(max_new_tokens=5), 0, print, Largest(1, few))
+    *_, output = go(few, draft, "llama", max_tokens=5)  # no router: its topk would be the model's own
+    assert len(output.tokens) == 5 and output.top_logits == []
+    with pytest.raises(AssertionError, match="sorted"):
+        go(few, draft, "llama", max_tokens=5, top_logits=1)
 
 
 # ---- timing ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft", [None, NGram()])
-def test_times_of_rounds(few, draft):
-    _, _, done = go(few, draft)
-    assert len(done.round_seconds) == len(done.trace.accepted) and min(done.round_seconds) > 0
-    times = done.timing()
+def test_times_of_steps(few, draft):
+    *_, output = go(few, draft)
+    seconds = output.step_seconds
+    assert len(seconds) == len(output.trace.accepted) and min(seconds) > 0
+    times = output.timing()
     assert 0 < times["prefill"] <= times["first_token"]
-    assert min(done.round_seconds) <= times["round_p50"] + 1e-6
-    assert times["round_p50"] <= times["round_p95"] <= max(done.round_seconds) + 1e-6
-    assert done.round_time(0.0) == min(done.round_seconds) and done.round_time(1.0) == max(done.round_seconds)
-    assert timing_table(0.5, done, done).row_count == 6
+    assert min(seconds) <= times["round_p50"] + 1e-6
+    assert times["round_p50"] <= times["round_p95"] <= max(seconds) + 1e-6
 
 
-def test_a_single_token_has_no_rounds(few):
-    _, _, done = go(few, None, new=1)
-    assert done.round_seconds == [] and done.timing()["round_p95"] == 0
+def test_a_single_token_has_no_steps(few):
+    *_, output = go(few, None, max_tokens=1)
+    assert output.step_seconds == [] and output.timing()["round_p95"] == 0
 
 
-# ---- what people read ------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A target whose outputs are the given tokens."""
+
+    def __init__(self, tokens, vocab_size, positions=1000):
+        self.tokens, self.at = tokens, 0
+        self.device = torch.device("cpu")
+        self.config = SimpleNamespace(
+            vocab_size=vocab_size, max_position_embeddings=positions, eos_token_ids=()
+        )
+
+    def make_cache(self, batch, length, **more):
+        return SimpleNamespace(lengths=[0] * batch)
+
+    def __call__(self, tokens, cache, **more):
+        return Output(torch.zeros(*tokens.shape, 1), None, [])
+
+    def logits(self, hidden):
+        logits = torch.zeros(*hidden.shape[:-1], self.config.vocab_size)
+        logits[..., self.tokens[self.at]] = 1
+        self.at += 1
+        return logits
+
+
+def pieces_of(tokenizer, prompt, tokens, chat=None):
+    """-> the texts of a stream of these tokens, and the output."""
+    target = Scripted(tokens, tokenizer.get_vocab_size())
+    model = Model(name="scripted", target=target, tokenizer=tokenizer)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=len(tokens))
+    pieces = stream(model, prompt, draft=False, sampling=sampling, chat=chat)
+    return [piece.text for piece in pieces], pieces.finish()
 
 
 @pytest.mark.parametrize("text", [TEXT, "\U0001f642\U0001f642 \u65e5\u672c", " a"])
 def test_pieces_are_whole_characters(tokenizer, text):
     ids = encode(tokenizer, text)
-    for at in range(len(ids)):
+    for at in range(1, len(ids)):
         prompt = tokenizer.decode(ids[:at])
         if "\ufffd" in prompt:  # a prompt is a whole text
             continue
-        read = reader(tokenizer, ids[:at])
-        pieces = [read(token) for token in ids[at:]]
+        pieces, _ = pieces_of(tokenizer, ids[:at], ids[at:])
         assert prompt + "".join(pieces) == text
         assert all("\ufffd" not in piece for piece in pieces)
 
@@ -133,30 +161,39 @@ def test_sentencepiece_keeps_the_space_after_a_prompt():
         "tokenizer.ggml.scores": [0.0, 0.0, *range(0, -7, -1)],
     }
     made = tokenizer_from_gguf(metadata)
-    prompt = encode(made, "Hi")
-    assert reader(made, prompt)(8) == " yo" and reader(made, [])(8) == "yo"
+    assert pieces_of(made, encode(made, "Hi"), [8])[0] == [" yo"]
 
 
-SAID = (
+ANSWER = (
     "<|channel|>analysis<|message|>Hm, two.<|end|><|start|>assistant<|channel|>final<|message|>"
     "2 + 2 = 4 \U0001f642<|return|>"
 )
 
 
-def test_of_an_answer_only_the_final_channel_is_read(tokenizer):
-    harmony_chat = HarmonyChat(tokenizer)
-    harmony_chat.say("What is 2 + 2?")
-    harmony_chat.prompt()
-    read = answer_reader(harmony_chat)
-    assert "".join(read(token) for token in encode(tokenizer, SAID)) == "2 + 2 = 4 \U0001f642"
-    assert no_answer(harmony_chat.end(), 30) is None
-    harmony_chat.prompt()
-    read = answer_reader(harmony_chat)
-    cut = SAID.partition("<|end|>")[0]
-    assert "".join(read(token) for token in encode(tokenizer, cut)) == ""
-    assert no_answer(harmony_chat.end(), 12).startswith(
-        "no answer in 12 tokens (analysis): allow more with -n"
+def test_the_text_of_an_answer_is_its_final_channel(tokenizer):
+    harmony = HarmonyChat(tokenizer)
+    harmony.say("What is 2 + 2?")
+    pieces, output = pieces_of(tokenizer, harmony.prompt(), encode(tokenizer, ANSWER), harmony)
+    assert "".join(pieces) == output.text == "2 + 2 = 4 \U0001f642" and output.finish_reason == "stop"
+    assert [part.kind for part in output.parts] == ["analysis", "final"] and answer_note(output) is None
+    cut = encode(tokenizer, ANSWER.partition("<|end|>")[0])
+    pieces, output = pieces_of(tokenizer, harmony.prompt(), cut, harmony)
+    assert output.text == "" and output.finish_reason == "length"
+    assert answer_note(output).startswith(
+        f"no answer (analysis), cut off after {len(cut)} tokens: allow more"
     )
+
+
+def test_an_output_finished_early_is_aborted(tokenizer):
+    harmony = HarmonyChat(tokenizer)
+    harmony.say("What is 2 + 2?")
+    target = Scripted(encode(tokenizer, ANSWER), tokenizer.get_vocab_size())
+    model = Model(name="scripted", target=target, tokenizer=tokenizer)  # type: ignore[arg-type]
+    pieces = stream(model, harmony.prompt(), draft=False, chat=harmony)
+    next(pieces), next(pieces)
+    output = pieces.finish()
+    assert len(output.tokens) == 2 and output.finish_reason == "abort" and list(pieces) == []
+    assert answer_note(output) == "stopped"
 
 
 # ---- the command -----------------------------------------------------------------------------------
@@ -165,7 +202,7 @@ def test_of_an_answer_only_the_final_channel_is_read(tokenizer):
 def test_chat_prints_no_tags(monkeypatch, capsys):
     code, out, err = outpace(monkeypatch, capsys, "generate", "default", "What is 2 + 2?", "--chat", "-n", 12)
     assert code == 0 and "<|" not in out
-    assert "no answer in" in err  # the embedded model was never trained to chat
+    assert "no answer (" in err  # the embedded model was never trained to chat
     code, out, _ = outpace(
         monkeypatch, capsys, "generate", "default", "What is 2 + 2?", "--chat", "-n", 12, "--json"
     )
@@ -224,7 +261,7 @@ def test_layers_and_largest_logits(monkeypatch, capsys):
     [
         (("--layers", LAYERS + 1), f"layers {LAYERS + 1}: give 1 to {LAYERS}"),
         (("--layers", 3, "--draft", "dflash"), f"num_target_layers {LAYERS}; this one has 3"),
-        (("--top-logits", 0), "top_logits 0: ask for at least 1"),
+        (("--top-logits", 0), "top_logits 0: it must be at least 1"),
     ],
 )
 def test_refusals(monkeypatch, capsys, arguments, message):

@@ -1,4 +1,4 @@
-"""The command calibrate, and which controller a request gets: --speculate, --num-speculative-tokens."""
+"""The command calibrate: measures, shows and plots the cost table of a target and a draft."""
 
 import json
 from pathlib import Path
@@ -8,59 +8,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import (
-    AsJson,
-    Branch,
-    Depth,
-    DraftWeights,
-    OwnDraft,
-    Target,
-    TreeColumns,
-    app,
-    console,
-    integer,
-)
+from outpace.cli.app import AsJson, Target, app, console, integer
+from outpace.cli.costs import measure_costs, stored_costs
+from outpace.cli.options import DraftOptions, with_options
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from outpace.decode.controller import Controller
     from outpace.decode.costs import Costs
-    from outpace.drafts.base import Draft as AnyDraft
-    from outpace.models.decoder import Decoder
-
-QUICK = 5.0  # seconds that a request may spend on its own cost table
-METHODS = ("auto", "off", "always")
-
-Method = Annotated[
-    str,
-    typer.Option(
-        "--speculate",
-        help="Speculation: auto (the fastest draft length on this machine, or autoregressive), always "
-        "(the draft's full length) or off (autoregressive).",
-    ),
-]
-Verify = Annotated[
-    int | None,
-    typer.Option(
-        "--num-speculative-tokens", help="Draft tokens per step, fixed. Default: chosen by the controller."
-    ),
-]
-CacheDir = Annotated[
-    Path | None, typer.Option(help="Folder of cost tables. Default: outpace in the user's cache folder.")
-]
 
 
 @app.command()
+@with_options
 def calibrate(
     target: Target = "default",
-    draft: OwnDraft = None,
-    draft_weights: DraftWeights = None,
-    tree: TreeColumns = 0,
-    depth: Depth = 0,
-    branch: Branch = 0,
-    rule: Annotated[
-        str, typer.Option("--acceptance", help="Acceptance rule: greedy, match, rejection, block, gumbel.")
+    *,
+    options: DraftOptions,
+    acceptance: Annotated[
+        str, typer.Option(help="Acceptance rule: greedy, match, rejection, block, gumbel.")
     ] = "greedy",
     contexts: Annotated[
         str, typer.Option(help="Context lengths (cached tokens) to measure at.")
@@ -71,7 +34,6 @@ def calibrate(
         bool, typer.Option("--force", help="New measurement even where a table exists.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="PNG file for a plot of the costs.")] = None,
-    cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the cost of drafting and verifying on this machine, for --speculate auto.
@@ -84,153 +46,41 @@ def calibrate(
     outpace calibrate gpt-oss-20b --draft DRAFT --batches 1,8 --plot costs.png
     outpace calibrate default --draft dflash --acceptance gumbel
     """
-    from outpace.decode.costs import cache_folder, fingerprint, table_path, write_costs
+    from outpace.api import load
+    from outpace.decode.costs import cache_folder, table_path, write_costs
     from outpace.decode.request import COST_RULES
-    from outpace.loading import open_draft, open_target, own_draft
 
-    if rule not in COST_RULES:
-        raise ValueError(f"--acceptance {rule}: it must be one of {', '.join(COST_RULES)}")
+    if acceptance not in COST_RULES:
+        raise ValueError(f"--acceptance {acceptance}: it must be one of {', '.join(COST_RULES)}")
     if not seconds > 0:
-        raise ValueError(f"--seconds {seconds}: give some time to measure in")
-    places = [integer(part, "--contexts") for part in contexts.split(",")]
-    rows = [integer(part, "--batches") for part in batches.split(",")]
-    loaded, tokenizer = open_target(target)
-    shape = {"tree": tree, "depth": depth, "branch": branch}
-    bound = open_draft(draft or own_draft(target), loaded, tokenizer, **shape, quantize=draft_weights)
-    if bound is None:
-        raise ValueError("there is nothing to calibrate without a draft: name one with --draft")
-    folder = cache_dir or cache_folder()
-    path = table_path(folder, fingerprint(loaded, bound, rule))
-    costs, why = (None, None) if force else kept(loaded, bound, folder, rule)
-    if why:
-        Console(stderr=True).print(why, style="dim", highlight=False, soft_wrap=True)
+        raise ValueError(f"--seconds {seconds}: it must be above 0")
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
+    lengths = [integer(part, "--contexts") for part in contexts.split(",")]
+    sizes = [integer(part, "--batches") for part in batches.split(",")]
+    model = load(target)
+    draft = options.load_draft(model)
+    if draft is None:
+        raise ValueError("there is nothing to calibrate without a draft: name one with --draft")
+    folder = options.cache_dir or cache_folder()
+    costs, unusable = (None, None) if force else stored_costs(model, draft, folder, acceptance)
+    if unusable:
+        Console(stderr=True).print(unusable, style="dim", highlight=False, soft_wrap=True)
     if costs is None:
-        path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be kept is better known beforehand
-        costs = _measured(loaded, bound, tokenizer, rule, places, rows, seconds, quiet=as_json)
+        (folder / "costs").mkdir(parents=True, exist_ok=True)  # fails before the measurement, not after
+        costs = measure_costs(model, draft, acceptance, lengths, sizes, seconds, quiet=as_json)
         write_costs(costs, folder)
+    path = table_path(folder, costs.fingerprint)
     if plot is not None:
         _draw(costs, plot)
     if as_json:
-        print(json.dumps(as_json_table(costs) | {"file": str(path)}))
+        print(json.dumps(_as_json(costs) | {"file": str(path)}))
         return
     _show(costs)
-    console.print(f"kept in {path}", style="dim", highlight=False, soft_wrap=True)
+    console.print(f"saved in {path}", style="dim", highlight=False, soft_wrap=True)
 
 
-def kept(target: "Decoder", draft: "AnyDraft", folder: Path, rule: str) -> "tuple[Costs | None, str | None]":
-    """-> the table kept for this target, draft, machine and rule, or why one that lies there is not used."""
-    from outpace.checkpoint.base import LoadError
-    from outpace.decode.costs import fingerprint, read_costs
-
-    try:
-        return read_costs(folder, fingerprint(target, draft, rule)), None
-    except LoadError as error:
-        return None, f"{error}; measuring again"
-
-
-def controller_for(
-    target: "Decoder",
-    draft: "AnyDraft | None",
-    tokenizer: "Tokenizer",
-    rule: str,
-    method: str,
-    verify: int | None,
-    cache_dir: Path | None = None,
-) -> "tuple[AnyDraft | None, Controller | None, str]":
-    """What a request asked for -> its draft, its controller, and what people are told of it. `rule`: the
-    request's.
-
-    Raises ValueError for what cannot be had.
-    """
-    from outpace.decode.controller import Adaptive, Fixed
-
-    if method not in METHODS:
-        raise ValueError(f"--speculate {method}: it must be one of {', '.join(METHODS)}")
-    if verify is not None and (method == "off" or draft is None):
-        raise ValueError(
-            f"--num-speculative-tokens {verify}: there are no draft tokens to verify without a draft"
-        )
-    if draft is None or method == "off":
-        return None, None, "autoregressive decoding"
-    if verify is not None:
-        if not 1 <= verify < draft.block_size:
-            raise ValueError(
-                f"--num-speculative-tokens {verify}: this draft proposes 1 to {draft.block_size - 1} tokens"
-            )
-        return draft, Fixed(verify + 1), f"draft length {verify} in every step"
-    if method == "always":
-        return draft, None, "full draft length in every step"
-    costs, note = _table_for_auto(target, draft, tokenizer, rule, cache_dir)
-    return draft, None if costs is None else Adaptive(costs), note
-
-
-def _table_for_auto(
-    target: "Decoder", draft: "AnyDraft", tokenizer: "Tokenizer", rule: str, cache_dir: Path | None
-) -> "tuple[Costs | None, str]":
-    from outpace.decode.calibrate import quick
-    from outpace.decode.costs import cache_folder, write_costs
-    from outpace.decode.request import GREEDY
-
-    folder = cache_dir or cache_folder()
-    costs, why = kept(target, draft, folder, rule)
-    if costs is not None:
-        return costs, "draft length chosen by measured costs"
-    expected = quick(target, draft, enough=QUICK)
-    if expected > QUICK:
-        near = None if rule == GREEDY else kept(target, draft, folder, GREEDY)[0]
-        if near is not None:
-            return near, f"draft length chosen by greedy costs (outpace calibrate --acceptance {rule})"
-        message = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
-        return None, f"full draft length in every step: {message}" + (f"; {why}" if why else "")
-    costs = _measured(target, draft, tokenizer, rule, [256], [1], 0.5, quiet=True)
-    if costs.noisy:
-        return None, "full draft length in every step: the machine is too busy to measure costs"
-    message = f"draft length chosen by costs measured in about {expected:.1f} s"
-    try:
-        write_costs(costs, folder)
-    except OSError as error:
-        message += f", which could not be kept ({error})"
-    return costs, message + (f"; {why}" if why else "")
-
-
-def _measured(
-    target: "Decoder",
-    draft: "AnyDraft",
-    tokenizer: "Tokenizer",
-    rule: str,
-    contexts: list[int],
-    batches: list[int],
-    seconds: float,
-    quiet: bool,
-) -> "Costs":
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from outpace.decode.calibrate import calibrate as measure
-    from outpace.text.corpus import read_corpus, split
-
-    wanted, text = max(contexts) + 4096, list[int]()
-    for document in split(read_corpus())[1]:
-        if len(text) >= wanted:
-            break
-        text += tokenizer.encode(document.text[:20000], add_special_tokens=False).ids
-    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task("", total=1.0)
-        return measure(
-            target,
-            draft,
-            text,
-            contexts=contexts,
-            batches=batches,
-            seconds=seconds,
-            rule=rule,
-            on_progress=lambda done: bar.update(task, completed=done),
-        )
-
-
-def as_json_table(costs: "Costs") -> dict[str, Any]:
+def _as_json(costs: "Costs") -> dict[str, Any]:
     from dataclasses import asdict
 
     result = asdict(costs)
@@ -240,44 +90,35 @@ def as_json_table(costs: "Costs") -> dict[str, Any]:
 
 
 def _show(costs: "Costs") -> None:
-    message = "; ".join(f"{name} {value}" for name, value in costs.described.items())
-    console.print(message, style="dim", highlight=False, soft_wrap=True)
+    lines = ["; ".join(f"{name} {value}" for name, value in costs.described.items())]
     for p in costs.points:
-        title = f"batch {p.batch}, {p.context:,.0f} tokens remembered"
-        table = Table(title=title, title_justify="left")
-        for name in ("columns", "draft ms", "verify ms", "round ms", "break-even"):
+        title = f"batch {p.batch}, {p.context:,.0f} cached tokens"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in ("positions", "draft ms", "verify ms", "step ms", "break-even"):
             table.add_column(name, justify="right")
         if costs.touched:
             table.add_column(f"of {costs.touched.experts} experts", justify="right")
-            table.add_column("random", justify="right")
+            table.add_column("independent", justify="right")
         for i, n in enumerate(costs.widths):
-            whole = costs.round_seconds(n, p.context, p.batch)
-            cells = [f"{1e3 * x:.3f}" for x in (p.draft[i], p.verify[i], whole)]
-            even = f"{costs.break_even(n, p.context, p.batch):.2f}"
-            table.add_row(str(n), *cells, even, *_experts(costs, i))
+            times = (p.draft[i], p.verify[i], costs.round_seconds(n, p.context, p.batch))
+            cells = [*(f"{1e3 * x:.3f}" for x in times), f"{costs.break_even(n, p.context, p.batch):.2f}"]
+            if costs.touched and i < len(costs.touched.measured):
+                touched = costs.touched
+                cells += [f"{touched.measured[i]:.2f}", f"{touched.independent(touched.widths[i]):.2f}"]
+            table.add_row(str(n), *cells)
         console.print(table)
-        console.print(
-            f"a round takes {1e3 * p.rest:.3f} ms alongside, autoregressive decoding {1e3 * p.plain:.3f} "
-            f"ms per token, "
-            f"showing the draft one that it missed {1e3 * p.show:.3f} ms, waking it {1e3 * p.wake:.3f} ms; "
-            f"half of the timings lie within {p.spread:.0%}",
-            style="dim",
-            highlight=False,
+        lines.append(
+            f"{title}: overhead {1e3 * p.rest:.3f} ms per step, autoregressive decoding {1e3 * p.plain:.3f} "
+            f"ms per token, pending states {1e3 * p.show:.3f} ms, first proposal after a pause "
+            f"{1e3 * p.wake:.3f} ms; half of the timings lie within {p.spread:.0%}"
         )
-    lines = [f"a draft token after a right one was right in {costs.acceptance:.0%} of the cases"]
+    lines.append(f"a draft token after an accepted one was accepted in {costs.acceptance:.0%} of the cases")
     if costs.touched:
-        lines.append(f"experts beyond one token's: {costs.touched.rho:.2f} of what independent ones would be")
+        lines.append(f"experts beyond one token's: {costs.touched.rho:.2f} of the independent ones")
     if costs.noisy:
         lines.append("[bold]the machine was busy: measure again, with --force, when it is not[/bold]")
     for line in lines:
-        console.print(line, style="dim", highlight=False)
-
-
-def _experts(costs: "Costs", i: int) -> list[str]:
-    touched = costs.touched
-    if touched is None or i >= len(touched.measured):
-        return []
-    return [f"{touched.measured[i]:.2f}", f"{touched.independent(touched.widths[i]):.2f}"]
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
 def _draw(costs: "Costs", path: Path) -> None:
@@ -299,7 +140,7 @@ def _draw(costs: "Costs", path: Path) -> None:
             label=f"draft, {name}",
         )
         even.plot(costs.widths, [costs.break_even(n, p.context, p.batch) for n in costs.widths], marker="o")
-    seconds.set(xlabel="positions a round", ylabel="ms", ylim=0)
-    even.set(xlabel="positions a round", ylabel="tau at which it pays", ylim=0)
+    seconds.set(xlabel="positions per step", ylabel="ms", ylim=0)
+    even.set(xlabel="positions per step", ylabel="break-even tau", ylim=0)
     seconds.legend(fontsize=7, frameon=False)
     figure.savefig(path, format="png")

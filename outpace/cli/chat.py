@@ -1,26 +1,39 @@
-"""Commands on conversations: chat, rows."""
+"""The command chat: messages typed, piped or given; answers streamed; every answer becomes history."""
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
+from rich.segment import Segment, Segments
 
-from outpace.cli.app import MaxTokens, Target, app, console
-from outpace.cli.options import GenerationOptions, with_options
+from outpace.cli.app import Target, app, console, read_text
+from outpace.cli.generate import answer_note
+from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
 
-    from outpace.cli.chat_session import ChatSession, Screen
+    from outpace.api import GenerationOutput, Model, SamplingParams
+    from outpace.drafts.base import Draft
     from outpace.text.chat_format import ChatFormat, ChatPart
-    from outpace.text.sft_rows import TrainingRow
 
 BLOCK = '"""'  # a line of it begins and ends a message of several lines
+HELP = "/reset starts over, /tool TEXT gives a call its result, /quit ends; Ctrl-C stops an answer"
+STYLES = {"final": "", "commentary": "italic", "analysis": "dim", "call": "cyan", "other": "dim red"}
+# a model may write anything, and a terminal obeys control characters: they are shown, not sent
+VISIBLE = (
+    {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}
+    | {127: 0x2421}
+    | dict.fromkeys(range(128, 160), 0xFFFD)
+)
 
 
 @app.command()
@@ -43,7 +56,7 @@ def chat(
     date: Annotated[str | None, typer.Option(help="Date given to the model. Default: today.")] = None,
     *,
     options: GenerationOptions,
-    max_new_tokens: MaxTokens = 2048,
+    max_tokens: MaxTokens = 2048,
     raw: Annotated[
         bool, typer.Option("--raw", help="Raw output: tokens as generated, tags included.")
     ] = False,
@@ -58,7 +71,7 @@ def chat(
     """Chat with a model; reasoning is dimmed, tool calls are marked.
 
     Every line is a message (between two lines of \"\"\" several are one); piped lines are taken one by
-    one. /reset begins again, /tool TEXT gives a call its result, /quit ends, Ctrl-C stops an answer. Where
+    one. /reset starts over, /tool TEXT gives a call its result, /quit ends, Ctrl-C stops an answer. Where
     the output is no terminal, it gets the answers alone.
 
     [bold]Examples[/bold]: outpace chat gpt-oss-20b --draft ngram --reasoning high
@@ -66,73 +79,216 @@ def chat(
     outpace chat gpt-oss-20b --temperature 1 --top-p 0.95 --repetition-penalty 1.1 --acceptance rejection
     git diff | outpace chat gpt-oss-20b --system "Review this." -m - > review.md
     """
-    import time
-
-    from outpace.cli.chat_session import ChatSession, Screen, run
+    from outpace.api import load
+    from outpace.loading import open_chat
     from outpace.ops.sampling import generator
 
-    request = options.request(max_new_tokens)
-    functions = None if tools is None else _json_file(tools)
+    sampling = options.sampling(max_tokens)
+    functions = None if tools is None else _functions(tools)
     screen = Screen(console, Console(stderr=True))
     began = time.perf_counter()
-    target, tokenizer, bound = options.open(path, layers)
-    stop = frozenset(target.config.eos_token_ids)
-    dialogue = open_chat(path, tokenizer, stop, instructions, reasoning, functions, date)
-    near = options.partial()
-    used, controller, notes = options.speculation(target, bound, tokenizer, request.effective_rule)
-    rng = generator(options.seed, target.device)
-    session = ChatSession(target, used, dialogue, request, rng, controller, near)
+    model = load(path, layers=layers)
+    talk = open_chat(
+        path,
+        model.tokenizer,
+        model.eos,
+        instructions=instructions,
+        reasoning=reasoning,
+        functions=functions,
+        date=date,
+    )
+    draft, how, note = options.speculation(model, sampling)
+    rng = generator(options.seed, model.target.device)
+    session = ChatSession(model, talk, sampling, rng, draft, how)
     if timing:
-        screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {notes}")
+        screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {note}")
     typed = not message and sys.stdin.isatty()
+    piped = (line.rstrip("\n") for line in sys.stdin)
     run(
         session,
-        _file_text(message) if message else _typed() if typed else (line.rstrip("\n") for line in sys.stdin),
-        _speaker(screen, tokenizer, raw=raw, timing=timing, as_json=as_json),
+        _given(message) if message else _typed() if typed else piped,
+        _printer(screen, model.tokenizer, raw=raw, timing=timing, as_json=as_json),
         screen,
         forgiving=typed,
     )
 
 
-def open_chat(
-    path: str,
-    tokenizer: "Tokenizer",
-    stop: frozenset[int],
-    instructions: str | None,
-    reasoning: str,
-    functions: list[dict[str, Any]] | None,
-    date: str | None,
-) -> "ChatFormat":
-    """Harmony where the tokenizer speaks it, else the checkpoint's chat template."""
-    import datetime
+@dataclass
+class ChatSession:
+    """A model, its chat format with the messages so far, and how answers are generated. One random generator
+    serves all answers: the same seed and messages give the same chat. Every answer begins with a prefill of
+    the whole prompt: reasoning before the last answer is dropped from it, so it is rarely a continuation."""
 
-    from outpace.checkpoint.open import open_checkpoint, target_path
-    from outpace.checkpoint.tokenizer import open_template
-    from outpace.text.harmony import speaks_harmony
-    from outpace.text.harmony_parser import HarmonyChat
-    from outpace.text.messages import Developer, System, parse_tools
-    from outpace.text.template import TemplateChat
+    model: "Model"
+    chat: "ChatFormat"
+    sampling: "SamplingParams"
+    rng: "torch.Generator"
+    draft: "Draft | None" = None
+    how: dict[str, Any] | None = None  # `controller` and `partial` of api.stream
 
-    tools = parse_tools(functions, "--tools") if functions else ()
-    if speaks_harmony(tokenizer):
-        system = System(reasoning=reasoning, current_date=date or f"{datetime.date.today():%Y-%m-%d}")
-        return HarmonyChat(tokenizer, system, Developer(instructions=instructions, tools=tools))
-    template = open_template(open_checkpoint(target_path(path)))
-    if template is None:
-        raise ValueError(f"{path} has neither Harmony's tokens nor a chat template: try outpace generate")
-    wrapped = [f if "function" in f else {"type": "function", "function": f} for f in functions or []]
-    return TemplateChat(
-        tokenizer,
-        template,
-        stop,
-        instructions=instructions,
-        tools=wrapped or None,
-        reasoning_effort=reasoning,
-    )
+    def say(self, text: str) -> None:
+        """Add a message of the user. Raises ValueError for one that is too long."""
+        from outpace.api import check_text
+
+        check_text(self.model, text)
+        self.chat.say(text)
+
+    def answer(
+        self, on_part: Callable[["ChatPart"], None], on_token: Callable[[int], None] | None = None
+    ) -> "GenerationOutput":
+        """Generate an answer; Ctrl-C stops it. Raises ValueError where the conversation is too long."""
+        from outpace.api import stream
+
+        ids = self.chat.prompt()
+        positions = self.model.target.config.max_position_embeddings
+        if len(ids) >= positions:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens, and this model's positions end at {positions}: "
+                "start over (/reset)"
+            )
+        limit = min(self.sampling.max_tokens, positions - len(ids))
+        pieces = stream(
+            self.model,
+            ids,
+            draft=self.draft or False,
+            sampling=replace(self.sampling, max_tokens=limit),
+            chat=self.chat,
+            rng=self.rng,
+            **self.how or {},
+        )
+        streamed: set[int] = set()
+        try:
+            for piece in pieces:
+                if on_token is not None:
+                    on_token(piece.token)
+                if piece.part is not None:
+                    streamed.add(piece.part.index)
+                    on_part(piece.part)
+        except KeyboardInterrupt:
+            pass
+        output = pieces.finish()
+        for part in output.parts:
+            if part.index not in streamed:  # it is empty, or its kind was not known while it streamed
+                on_part(part)
+        return output
 
 
-def _file_text(messages: list[str]) -> Iterator[str]:
-    """Nothing in them is a command."""
+class Screen:
+    """Answers on a terminal: reasoning dimmed, calls marked. Where the output is not a terminal, it gets the
+    answer and nothing else; all else goes to `stderr`."""
+
+    def __init__(self, out: Console, stderr: Console) -> None:
+        self.out = out
+        self.stderr = out if out.is_terminal else stderr
+        self._line: tuple[Console, str, int] | None = None  # console, kind and message before the cursor
+
+    def part(self, part: "ChatPart") -> None:
+        console = self.out if part.kind in ("final", "commentary") else self.stderr
+        style = STYLES[part.kind]
+        if self._line != (console, part.kind, part.index):
+            self.line_end()
+            if part.kind == "call":
+                self._write(console, f"-> {part.to} ", f"bold {style}")
+            self._line = (console, part.kind, part.index)
+        self._write(console, part.text, style)
+
+    def raw(self, text: str) -> None:
+        self._line = (self.out, "raw", 0)
+        self._write(self.out, text, "")
+
+    def line_end(self) -> None:
+        if self._line is not None:
+            self._write(self._line[0], "\n", "")
+        self._line = None
+
+    def note(self, text: str, style: str = "dim") -> None:
+        self.line_end()
+        self._write(self.stderr, f"({text})\n", style)
+
+    @staticmethod
+    def _write(console: Console, text: str, style: str) -> None:
+        shown = text.translate(VISIBLE) if console.is_terminal else text
+        # a Segment is printed as it is: rich's texts turn tabs into spaces
+        segments = Segments([Segment(shown, console.get_style(style or "none"))])
+        console.print(segments, end="", soft_wrap=True)
+
+
+def run(
+    session: ChatSession,
+    lines: Iterable[str],
+    answer: Callable[[ChatSession], None],
+    screen: Screen,
+    *,
+    forgiving: bool,
+) -> None:
+    """Answer every line; `answer` generates and shows. A line that begins with / is a command.
+
+    Raises ValueError for what cannot be done; with `forgiving` that is reported and the chat goes on.
+    """
+    for line in lines:
+        command, _, rest = line.partition(" ")
+        try:
+            match command:
+                case "/quit" | "/exit":
+                    return
+                case "/reset":
+                    session.chat.reset()
+                    screen.note("the conversation starts over")
+                    continue
+                case "/help":
+                    screen.note(HELP)
+                    continue
+                case "/tool":
+                    session.chat.give_result(rest)
+                case _ if command.startswith("/") and not command.startswith("//"):
+                    raise ValueError(f"{command} is no command: {HELP}; a text may begin with //")
+                case _ if not line.strip():
+                    continue
+                case _:
+                    session.say(line.removeprefix("/") if line.startswith("//") else line)
+            try:
+                answer(session)
+            except ValueError:
+                session.chat.take_back()  # it was never answered
+                raise
+        except ValueError as error:
+            if not forgiving:
+                raise
+            screen.note(str(error), "red")
+
+
+def _printer(
+    screen: Screen, tokenizer: "Tokenizer", *, raw: bool, timing: bool, as_json: bool
+) -> Callable[[ChatSession], None]:
+    """Generates an answer and shows it in the form of the options."""
+    from tokenizers.decoders import DecodeStream
+
+    def hide(part: "ChatPart") -> None:
+        pass
+
+    def answer(session: ChatSession) -> None:
+        if as_json:
+            output = session.answer(hide)
+            parts = [part.as_json() for part in output.parts]
+            values = output.as_json() | {"answer": output.text, "parts": parts, "note": answer_note(output)}
+            print(json.dumps(values), flush=True)
+            return
+        if raw:
+            decoder = DecodeStream(skip_special_tokens=False)
+            output = session.answer(hide, lambda token: screen.raw(decoder.step(tokenizer, token) or ""))
+        else:
+            output = session.answer(screen.part)
+        screen.line_end()
+        if note := answer_note(output):
+            screen.note(note)
+        if timing:
+            screen.note(output.summary())
+
+    return answer
+
+
+def _given(messages: list[str]) -> Iterator[str]:
+    """The messages of --message; none of them is a command."""
     for message in messages:
         text = sys.stdin.read() if message == "-" else message
         if not text.strip():
@@ -142,8 +298,6 @@ def _file_text(messages: list[str]) -> Iterator[str]:
 
 def _typed() -> Iterator[str]:
     """Lines, or blocks of them, until the input ends."""
-    import contextlib
-
     with contextlib.suppress(ImportError):  # arrow keys and a history, where Python has it
         import readline  # noqa: F401
     while True:
@@ -163,91 +317,11 @@ def _typed() -> Iterator[str]:
         yield line
 
 
-def _speaker(
-    screen: "Screen", tokenizer: "Tokenizer", *, raw: bool, timing: bool, as_json: bool
-) -> "Callable[[ChatSession], None]":
-    """Lets the model answer, and shows it in the way that was asked for."""
-    from tokenizers.decoders import DecodeStream
-
-    def nothing(part: "ChatPart") -> None:
-        pass
-
-    def speak(session: "ChatSession") -> None:
-        if as_json:
-            print(json.dumps(session.answer(nothing).as_json()), flush=True)
-            return
-        if raw:
-            decoder = DecodeStream(skip_special_tokens=False)
-            turn = session.answer(nothing, lambda token: screen.raw(decoder.step(tokenizer, token) or ""))
-        else:
-            turn = session.answer(screen.part)
-        screen.line_end()
-        if turn.note:
-            screen.note(turn.note)
-        if timing:
-            screen.note(turn.timing())
-
-    return speak
-
-
-@app.command()
-def rows(
-    target: Target,
-    file: Annotated[
-        Path, typer.Argument(help='JSONL file: {"messages": [..], "tools": [..]} on every line.')
-    ],
-    reasoning: Annotated[
-        str, typer.Option(help="Reasoning effort of conversations that do not set it.")
-    ] = "medium",
-    date: Annotated[str | None, typer.Option(help="Date given to the model in those. Default: none.")] = None,
-    show: Annotated[int | None, typer.Option(help="Number of rows to print.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row: ids and mask.")] = False,
-) -> None:
-    """Turn conversations into training rows for gpt-oss, and show which tokens are supervised.
-
-    [bold]Examples[/bold]: outpace rows default chats.jsonl --show 3
-    outpace rows gpt-oss-20b chats.jsonl --json > rows.jsonl
-    """
-    from outpace.checkpoint.open import open_checkpoint, target_path
-    from outpace.checkpoint.tokenizer import open_tokenizer
-    from outpace.text.harmony import HarmonyTokens
-    from outpace.text.messages import System
-    from outpace.text.sft_rows import read_rows
-
-    tokens = HarmonyTokens(open_tokenizer(open_checkpoint(target_path(target))))
-    count, total, supervised, longest, lines = 0, 0, 0, 0, 0
-    wanted = show if show is not None else (sys.maxsize if as_json else 1)
-    last = 0
-    for row in read_rows(file, tokens, system=System(reasoning=reasoning, current_date=date)):
-        if count < wanted and as_json:
-            print(json.dumps(row.as_json()))
-        elif count < wanted:
-            console.rule(f"line {row.line}, turn {row.turn}", style="dim")
-            console.print(_picture(row, tokens.tokenizer), highlight=False, soft_wrap=True)
-        count, total, supervised = count + 1, total + len(row.ids), supervised + sum(row.mask)
-        longest, lines, last = max(longest, len(row.ids)), lines + (row.line != last), row.line
-    if as_json:
-        return
-    share = f", {supervised / total:.1%} of them supervised; the longest row has {longest:,}" if total else ""
-    console.print(f"{lines:,} conversations, {count:,} rows, {total:,} tokens{share}", highlight=False)
-
-
-def _picture(row: "TrainingRow", tokenizer: "Tokenizer") -> Text:
-    """What the model is given, dimmed, and what it learns to say, in green, or in brackets where there are
-    no colours."""
-    picture = Text()
-    for supervised, ids in row.spans():
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-        marked = f"\u27e6{text}\u27e7" if supervised and not console.color_system else text
-        picture.append(marked, style="green" if supervised else "dim")
-    return picture
-
-
-def _json_file(path: Path) -> list[dict[str, Any]]:
+def _functions(path: Path) -> list[dict[str, Any]]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, list):
-        raise ValueError(f"{path}: a list of functions is wanted")
-    return data
+        functions = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(functions, list):
+        raise ValueError(f"{path}: it must hold a list of functions")
+    return functions

@@ -1,12 +1,13 @@
-"""Commands on checkpoints: inspect, synth."""
+"""Commands on checkpoints: inspect, synth, convert."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -15,8 +16,12 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 
 from outpace.cli.app import AsJson, Target, app, console
+
+if TYPE_CHECKING:
+    from outpace.doctor.checkpoint import Inspection, Report
 
 
 @app.command()
@@ -37,7 +42,6 @@ def inspect(
     outpace inspect FOLDER --scan
     """
     from outpace.checkpoint.open import target_path
-    from outpace.cli.display import show_report
     from outpace.doctor.checkpoint import validate_checkpoint
 
     with _bytes_bar() as bar:
@@ -48,7 +52,7 @@ def inspect(
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:
-        show_report(report, console)
+        _show_report(report)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -93,6 +97,84 @@ def synth(
             highlight=False,
             soft_wrap=True,
         )
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or 'default'.")],
+    out: Annotated[
+        Path, typer.Argument(help="Output: a name that ends in .gguf, or a folder for safetensors.")
+    ],
+    type: Annotated[
+        str,
+        typer.Option(
+            help="Number format of the matrices: bf16, f16, f32, or q8_0 in GGUF. MXFP4 experts are kept."
+        ),
+    ] = "bf16",
+    overwrite: Annotated[bool, typer.Option(help="Overwriting of existing files.")] = False,
+) -> None:
+    """Write a target as GGUF (for llama.cpp) or as HF safetensors, tokenizer and chat template included.
+
+    MXFP4 experts go over bit for bit, both ways; one tensor is in memory at a time.
+
+    [bold]Examples[/bold]: outpace convert default small.gguf --type q8_0
+    outpace convert gpt-oss-20b-mxfp4.gguf gpt-oss-20b
+    """
+    from outpace.formats.convert import convert_target
+
+    with _bytes_bar() as bar:
+        task = bar.add_task(f"{out.name}", total=None)
+        convert_target(
+            source,
+            out,
+            type,
+            overwrite=overwrite,
+            on_bytes=lambda n, total: bar.update(task, advance=n, total=total),
+        )
+    console.print(f"{out}: written; `outpace inspect {out}` looks into it", highlight=False)
+
+
+def _show_inspection(inspection: "Inspection") -> None:
+    c = inspection.config
+    console.print(f"[bold]{c.architecture}[/bold]  {inspection.folder}", highlight=False)
+    windows = sum(bool(c.window(i)) for i in range(c.num_layers))
+    sliding = f" ({windows} with a window of {c.sliding_window})" if windows else ""
+    experts = f"{c.num_experts} experts, {c.experts_per_token} per token; " if c.num_experts else ""
+    console.print(
+        f"{c.num_layers} layers{sliding}, width {c.hidden_size}, "
+        f"{c.num_heads} heads on {c.num_kv_heads} kv heads of {c.head_dim}; {experts}"
+        f"vocabulary {c.vocab_size:,}; positions to {c.max_position_embeddings:,} ({c.rope.kind} rope)",
+        highlight=False,
+    )
+    table = Table("part", "parameters", "bytes", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part, (parameters, nbytes) in inspection.parts.items():
+        table.add_row(part, f"{parameters:,}", f"{nbytes:,}")
+    table.add_row("total", f"{inspection.parameters:,}", f"{inspection.nbytes:,}", style="bold")
+    console.print(table)
+    stored = ", ".join(f"{k} {v:,} bytes" for k, v in inspection.dtypes.items())
+    console.print(
+        f"active per token: {inspection.active_parameters:,} parameters; stored as {stored}; "
+        f"KV cache grows by {inspection.kv_bytes_per_token:,} bytes per token (float32)",
+        highlight=False,
+    )
+
+
+def _show_report(report: "Report") -> None:
+    """Contents of the checkpoint, then each finding with its fix."""
+    if report.inspection is not None:
+        _show_inspection(report.inspection)
+    for finding in report.findings:
+        style = "red" if finding.fault else "yellow"
+        console.print(
+            f"[bold {style}]{finding.name}[/bold {style}]: {escape(finding.message)}", highlight=False
+        )
+        if finding.fix:
+            console.print(f"  -> {escape(finding.fix)}", highlight=False)
+    if report.passed:
+        scope = "every value scanned" if report.deep else "headers only; --scan reads every value"
+        console.print(f"names, shapes and dtypes are what the config describes ({scope})", style="green")
 
 
 def _bytes_bar() -> Progress:

@@ -1,21 +1,22 @@
 """The console script: every command, and errors that end in one line."""
 
+import sys
+
 from rich.console import Console
 from rich.markup import escape
 
 from outpace.cli import (  # noqa: F401 - they add their commands
-    bench,
     calibrate,
     chat,
     checkpoints,
-    convert,
     demo,
     doctor,
     drafts,
-    measuring,
+    generate,
+    measure,
     plan,
     retrofit,
-    text,
+    rows,
     training,
 )
 from outpace.cli.app import app
@@ -23,10 +24,18 @@ from outpace.cli.app import app
 
 def main() -> None:
     """The console script: errors meant for people end in one line, not in a traceback."""
+    if sys.stdout is None:  # closed by the shell: >&-
+        sys.exit("error: the standard output is closed: redirect it to a file")
     try:
         app()
+    except UnicodeDecodeError as error:  # files are decoded where they are read
+        _fail(f"the input is not UTF-8 (byte {error.start:,}): convert it first")
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(
-            f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
-        raise SystemExit(2) from None
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True).print(
+        f"[bold red]error:[/bold red] {escape(message)}", highlight=False, soft_wrap=True
+    )
+    raise SystemExit(2) from None

@@ -1,51 +1,78 @@
-"""Options that generate and chat share: draft, speculation, partial KV, sampling."""
+"""Options that commands share: one dataclass for the draft, one for generation."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from outpace.cli.app import (
-    Branch,
-    Depth,
-    DraftTemperature,
-    DraftWeights,
-    MinP,
-    OwnDraft,
-    Rule,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    TreeColumns,
-)
-from outpace.cli.calibrate import CacheDir, Method, Verify, controller_for
-
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+    from outpace.api import Model, SamplingParams
     from outpace.decode.controller import Controller
     from outpace.decode.partial import Partial
-    from outpace.decode.request import Request
     from outpace.drafts.base import Draft
-    from outpace.models.decoder import Decoder
+
+SPECULATE = ("auto", "off", "always")
+
+DraftQuant = Annotated[
+    str | None,
+    typer.Option(
+        help="Number format of the draft's matrices: q8_0 (8-bit blocks). Default: as stored. The output "
+        "stays the same.",
+    ),
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Number of tokens to generate at most.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
-    """Every field is an option of the commands that `with_options` wraps."""
+class DraftOptions:
+    """The draft of a target. Every field is an option of the commands that `with_options` wraps."""
 
-    draft: OwnDraft = None
-    draft_weights: DraftWeights = None
-    tree: TreeColumns = 0
-    depth: Depth = 0
-    branch: Branch = 0
-    method: Method = "auto"
-    verify: Verify = None
-    cache_dir: CacheDir = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft: a path in any known format, 'suffix', 'dflash', 'ngram' or 'none'. Left out, the "
+            "best one known for the target: suffix for the default one, none for others."
+        ),
+    ] = None
+    draft_quant: DraftQuant = None
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Nodes of the draft tree per step, root included (0 = a chain).")
+    ] = 0
+    num_steps: Annotated[
+        int, typer.Option(help="Depth of an EAGLE-3's proposal, in tokens (0 = its usual one).")
+    ] = 0
+    topk: Annotated[int, typer.Option(help="Children per node of a draft tree (0 = the usual number).")] = 0
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of cost tables. Default: outpace in the user's cache folder."),
+    ] = None
+
+    def load_draft(self, model: "Model") -> "Draft | None":
+        from outpace.api import load_draft
+
+        shape = {name: getattr(self, name) for name in ("num_draft_tokens", "num_steps", "topk")}
+        return load_draft(self.draft, model, **shape, quantize=self.draft_quant)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(DraftOptions):
+    """Draft, speculation, partial KV and sampling."""
+
+    speculate: Annotated[
+        str,
+        typer.Option(
+            help="Speculation: auto (the fastest draft length on this machine, or autoregressive), always "
+            "(the draft's full length) or off (autoregressive).",
+        ),
+    ] = "auto"
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(help="Draft tokens per step, fixed. Default: chosen by the controller."),
+    ] = None
     kv_budget: Annotated[
         int,
         typer.Option(
@@ -55,9 +82,7 @@ class GenerationOptions:
     ] = 0
     kv_budget_set: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Field of partial KV, repeatable: --kv-budget-set selector=recent.",
-        ),
+        typer.Option(help="Field of partial KV, repeatable: --kv-budget-set selector=recent."),
     ] = None
     kv_budget_lossy: Annotated[
         bool,
@@ -66,10 +91,15 @@ class GenerationOptions:
             help="LOSSY: no verification with the full cache. The output differs from the model's.",
         ),
     ] = False
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
+    temperature: Annotated[
+        float, typer.Option("--temperature", "--temp", help="Sampling temperature (0 = greedy).")
+    ] = 0.0
+    top_k: Annotated[int, typer.Option(help="Top-k sampling: number of tokens kept (0 = all).")] = 0
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: probability mass kept (1 = all).")] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(help="Minimum probability of a token, relative to the most likely one (0 = off)."),
+    ] = 0.0
     repetition_penalty: Annotated[
         float,
         typer.Option(help="Penalty on tokens of the prompt and the output (1 = off, above 1: rarer)."),
@@ -83,98 +113,123 @@ class GenerationOptions:
             help="Penalty on tokens for each time that the output contains them, -2 to 2 (0 = off)."
         ),
     ] = 0.0
-    rule: Rule = "match"
-    draft_temperature: DraftTemperature = None
-    seed: Seed = 0
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            help="Acceptance rule above temperature 0: match, rejection, block or gumbel. All keep the "
+            "target's distribution; with gumbel a seed gives one text, with any draft. Trees that are not "
+            "sampled are matched under rejection and block, too.",
+        ),
+    ] = "match"
+    draft_temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of the draft's own sampling (not with match). Default: the target's."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0
 
-    def request(self, max_new_tokens: int, **more: Any) -> "Request":
+    def sampling(self, max_tokens: int, **more: Any) -> "SamplingParams":
         """Raises ValueError for values out of range."""
-        from outpace.decode.request import Request
-        from outpace.ops.sampling import Sampling
+        from outpace.api import SamplingParams
 
-        names = [f.name for f in fields(Sampling)]
-        sampling = Sampling(**{name: getattr(self, name) for name in names})
-        return Request(
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            rule=self.rule,
-            draft_temperature=self.draft_temperature,
-            **more,
-        )
-
-    def open(self, name: str, layers: int | None) -> "tuple[Decoder, Tokenizer, Draft | None]":
-        """The model, and its draft: without --draft the best one known for the whole target."""
-        from outpace.loading import open_draft, open_target, own_draft
-
-        target, tokenizer = open_target(name, layers)
-        shape = {"tree": self.tree, "depth": self.depth, "branch": self.branch}
-        chosen = self.draft or (own_draft(name) if layers is None else "none")
-        return target, tokenizer, open_draft(chosen, target, tokenizer, **shape, quantize=self.draft_weights)
+        shared = {f.name for f in fields(self)} & {f.name for f in fields(SamplingParams)}
+        given = {name: getattr(self, name) for name in shared}
+        return SamplingParams(max_tokens=max_tokens, **given, **more)
 
     def partial(self) -> "Partial | None":
-        return partial_of(self.kv_budget, self.kv_budget_set, self.kv_budget_lossy)
+        """Raises ValueError for unknown fields and impossible sizes, and for options without --kv-budget."""
+        from outpace.config import load_settings, parse_overrides
+        from outpace.decode.partial import Partial
+        from outpace.kv.partial import PartialConfig
+
+        if not self.kv_budget:
+            if self.kv_budget_set or self.kv_budget_lossy:
+                raise ValueError("--kv-budget-set and --kv-budget-lossy go with --kv-budget TOKENS")
+            return None
+        overrides = parse_overrides(PartialConfig, self.kv_budget_set or [])
+        if "n_retrieval_blocks" in overrides:
+            raise ValueError("--kv-budget-set n_retrieval_blocks: --kv-budget sets the number of tokens")
+        settings = load_settings(PartialConfig, None, overrides, "--kv-budget-set")
+        given = {name: getattr(settings, name) for name in overrides}
+        config = PartialConfig.within(self.kv_budget, **given)
+        return Partial(config=config, mode="lossy" if self.kv_budget_lossy else "lossless")
 
     def speculation(
-        self, target: "Decoder", draft: "Draft | None", tokenizer: "Tokenizer", rule: str
-    ) -> "tuple[Draft | None, Controller | None, str]":
-        """The draft to use, the controller of its length, and a note for people. With partial KV there is no
-        controller: it knows full passes alone. Raises ValueError for options that contradict each other."""
+        self, model: "Model", sampling: "SamplingParams"
+    ) -> "tuple[Draft | None, dict[str, Any], str]":
+        """-> the draft to use, the arguments `controller` and `partial` of `api.stream`, and a note for the
+        user. Partial KV has no controller, which knows the costs of full passes only.
+
+        Raises ValueError for options that contradict each other.
+        """
         from outpace.drafts.lookup import NullDraft
 
-        near = self.partial()
-        if near is None:
-            return controller_for(target, draft, tokenizer, rule, self.method, self.verify, self.cache_dir)
-        return draft or NullDraft(), None, partial_note(near, draft is not None, self.method, self.verify)
+        partial, draft = self.partial(), self.load_draft(model)
+        if partial is None:
+            draft, controller, note = self._controller(model, draft, sampling)
+            return draft, {"controller": controller}, note
+        fixed = self.num_speculative_tokens
+        if self.speculate == "off":
+            raise ValueError("--speculate off has no draft tokens to verify: with --kv-budget, leave it out")
+        if fixed is not None:
+            raise ValueError(
+                f"--num-speculative-tokens {fixed} is for full verification; with --kv-budget, leave it out"
+            )
+        positions = model.target.config.max_position_embeddings
+        if self.kv_budget > positions:
+            raise ValueError(f"--kv-budget {self.kv_budget}: this model's positions end at {positions}")
+        note = f"draft tokens verified on {partial.config.static_size:,} tokens of KV a layer, then on all"
+        note = ("" if draft else "the target drafts for itself; ") + note
+        return draft or NullDraft(), {"partial": partial}, note + "; LOSSY" * (partial.mode == "lossy")
+
+    def _controller(
+        self, model: "Model", draft: "Draft | None", sampling: "SamplingParams"
+    ) -> "tuple[Draft | None, Controller | None, str]":
+        from outpace.cli.costs import costs_for_auto
+        from outpace.decode.controller import Adaptive, Fixed
+
+        fixed = self.num_speculative_tokens
+        if self.speculate not in SPECULATE:
+            raise ValueError(f"--speculate {self.speculate}: it must be one of {', '.join(SPECULATE)}")
+        if draft is None or self.speculate == "off":
+            if fixed is not None:
+                raise ValueError(
+                    f"--num-speculative-tokens {fixed}: there are no draft tokens to verify without a draft"
+                )
+            return None, None, "autoregressive decoding"
+        if fixed is not None:
+            if not 1 <= fixed < draft.block_size:
+                raise ValueError(
+                    f"--num-speculative-tokens {fixed}: this draft proposes "
+                    f"1 to {draft.block_size - 1} tokens"
+                )
+            return draft, Fixed(fixed + 1), f"draft length {fixed} in every step"
+        if self.speculate == "always":
+            return draft, None, "full draft length in every step"
+        rule = sampling.request(frozenset()).effective_rule
+        costs, note = costs_for_auto(model, draft, rule, self.cache_dir)
+        return draft, None if costs is None else Adaptive(costs), note
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes `options: GenerationOptions` -> one with each of its fields as an option."""
-    signature, hints = inspect.signature(command), get_type_hints(GenerationOptions, include_extras=True)
+    """A command whose parameter `options` is one of the dataclasses above -> one with each of its fields as
+    an option."""
+    signature = inspect.signature(command)
+    kind = signature.parameters["options"].annotation
+    hints = get_type_hints(kind, include_extras=True)
     shared = [
         inspect.Parameter(
             f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=f.default, annotation=hints[f.name]
         )
-        for f in fields(GenerationOptions)
+        for f in fields(kind)
     ]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        chosen = {f.name: values.pop(f.name) for f in fields(GenerationOptions)}
-        command(**values, options=GenerationOptions(**chosen))
+        given = {f.name: values.pop(f.name) for f in fields(kind)}
+        command(**values, options=kind(**given))
 
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
         parameters += shared if name == "options" else [parameter]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
-
-
-def partial_of(tokens: int, pairs: list[str] | None, lossy: bool) -> "Partial | None":
-    """Raises ValueError for fields and sizes that cannot be, and for what is reported without --kv-budget."""
-    from outpace.config import load_settings, parse_overrides
-    from outpace.decode.partial import Partial
-    from outpace.kv.partial import PartialConfig
-
-    if not tokens:
-        if pairs or lossy:
-            raise ValueError("--kv-budget-set and --kv-budget-lossy go with --kv-budget TOKENS")
-        return None
-    overrides = parse_overrides(PartialConfig, pairs or [])
-    if "n_retrieval_blocks" in overrides:
-        raise ValueError("--kv-budget-set n_retrieval_blocks: --kv-budget sets the number of tokens")
-    fields = load_settings(PartialConfig, None, overrides, "--kv-budget-set")
-    config = PartialConfig.within(tokens, **{name: getattr(fields, name) for name in overrides})
-    return Partial(config=config, mode="lossy" if lossy else "lossless")
-
-
-def partial_note(partial: "Partial", draft: bool, method: str, verify: int | None) -> str:
-    """What people are told of it. Raises ValueError where it does not go with the rest."""
-    if method == "off":
-        raise ValueError("--speculate off has no draft tokens to verify: with --kv-budget, leave it out")
-    if verify is not None:
-        raise ValueError(
-            f"--num-speculative-tokens {verify} is for full verification; with --kv-budget, leave it out"
-        )
-    kept = f"{partial.config.static_size:,} tokens of KV a layer, then the full pass"
-    whose = "draft tokens verified" if draft else "the target drafts for itself"
-    return f"{whose} on {kept}" + ("; LOSSY" if partial.mode == "lossy" else "")
