@@ -1,8 +1,9 @@
-"""A TOML recipe plus overrides -> one frozen dataclass; a key nobody knows is an error."""
+"""A TOML recipe plus overrides -> one frozen dataclass; a key nobody knows is an error. The cache folder."""
 
 import dataclasses
 import difflib
 import math
+import os
 import tomllib
 import types
 from collections.abc import Iterator, Sequence
@@ -187,3 +188,11 @@ def _make(cls: type[T], values: dict[str, Any], source: str) -> T:
     if missing:
         raise ValueError(f"{source}: `{missing[0]}` is not set and has no default")
     return cls(**values)
+
+
+def cache_folder() -> Path:
+    """For measured tables: $OUTPACE_CACHE, else $XDG_CACHE_HOME/outpace, else ~/.cache/outpace."""
+    own, users = os.environ.get("OUTPACE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    return (Path(users) if users else Path.home() / ".cache") / "outpace"

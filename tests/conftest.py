@@ -21,14 +21,15 @@ def _seed():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cost_tables(tmp_path_factory):
-    """Commands that calibrate find no table of an earlier run, and leave none."""
-    from outpace.decode import costs as cost_file
+def _own_cache_folder(tmp_path_factory):
+    """Nothing measured or checked by an earlier run is found, and nothing is left."""
+    from outpace import config
+    from outpace.text import tokenizer
 
-    folder = tmp_path_factory.mktemp("costs")
-    kept, cost_file.cache_folder = cost_file.cache_folder, lambda: folder
+    folder, original = tmp_path_factory.mktemp("cache"), config.cache_folder
+    config.cache_folder = tokenizer.cache_folder = lambda: folder
     yield
-    cost_file.cache_folder = kept
+    config.cache_folder = tokenizer.cache_folder = original
 
 
 @pytest.fixture(scope="session")

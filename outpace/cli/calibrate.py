@@ -47,7 +47,8 @@ def calibrate(
     outpace calibrate default --draft dflash --acceptance gumbel
     """
     from outpace.api import load
-    from outpace.decode.costs import cache_folder, table_path, write_costs
+    from outpace.config import cache_folder
+    from outpace.decode.costs import table_path, write_costs
     from outpace.decode.request import COST_RULES
 
     if acceptance not in COST_RULES:

@@ -30,8 +30,9 @@ def costs_for_auto(
     model: "Model", draft: "Draft", rule: str, folder: Path | None
 ) -> "tuple[Costs | None, str]":
     """The table of a request with --speculate auto, measured if that is quick; and a note for the user."""
+    from outpace.config import cache_folder
     from outpace.decode.calibrate import quick
-    from outpace.decode.costs import cache_folder, write_costs
+    from outpace.decode.costs import write_costs
     from outpace.decode.request import GREEDY
 
     folder = folder or cache_folder()

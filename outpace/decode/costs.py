@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cached_property
@@ -250,14 +249,6 @@ def identity(thing: Any) -> str:
 
 
 FORMAT = 3
-
-
-def cache_folder() -> Path:
-    """Where tables are kept: $OUTPACE_CACHE, else $XDG_CACHE_HOME/outpace, else ~/.cache/outpace."""
-    own, users = os.environ.get("OUTPACE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    return (Path(users) if users else Path.home() / ".cache") / "outpace"
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:

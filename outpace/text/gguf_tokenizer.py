@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from outpace.text.pre_tokenizers import NAMED, PreTokenizer, pre_tokenizer_named, pre_tokenizer_of
-from outpace.text.tokenizer import PIECES, check_vocabulary, parse_tokenizer, plain_errors, surroundings
+from outpace.text.tokenizer import PIECES, check_vocabulary, parse_tokenizer, surroundings, wrapped_errors
 
 KEY = "tokenizer.ggml."
 WHOLE = "tokenizer.huggingface.json"  # the GGUF specification's key for a whole tokenizer.json
@@ -52,7 +52,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens, types = _tokens(metadata)
     if metadata.get(WHOLE) is not None:
         return _whole(metadata[WHOLE], tokens, types)
-    with plain_errors("the GGUF vocabulary cannot be read"):
+    with wrapped_errors("the GGUF vocabulary cannot be read"):
         build = _byte_level if model == "gpt2" else _sentencepiece
         tokenizer = build(metadata, tokens, types)
         added = [(AddedToken(t, normalized=False), types[i]) for i, t in enumerate(tokens)]

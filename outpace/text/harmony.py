@@ -22,7 +22,7 @@ from outpace.text.messages import (
     is_bare_type,
     is_tool_name,
 )
-from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
+from outpace.text.tokenizer import END_OF_TEXT, PlainEncoder, token_id
 
 Schema = dict[str, Any]
 NUMBERS = {"integer": "number"}  # by JSON schema's name, where TypeScript has another
@@ -322,7 +322,8 @@ class HarmonyTokens:
         self.ids: dict[Mark, int] = {mark: token_id(tokenizer, mark) for mark in Mark}
         self.marks: dict[int, Mark] = {id: mark for mark, id in self.ids.items()}
         self.end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
-        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._plain = PlainEncoder(tokenizer)
+        self._added = self._plain.added
 
     @property
     def stop(self) -> frozenset[int]:
@@ -331,16 +332,11 @@ class HarmonyTokens:
         return frozenset(ends if self.end_of_text is None else ends | {self.end_of_text})
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
-        """Marks as their ids, everything else as text."""
+        """Marks as their ids, everything else as text: `<|start|>` in it is nine characters."""
         ids: list[int] = []
         for piece in pieces:
-            ids += [self.ids[piece]] if isinstance(piece, Mark) else self.encode_text(piece)
+            ids += [self.ids[piece]] if isinstance(piece, Mark) else self._plain.encode(piece)
         return ids
-
-    def encode_text(self, text: str) -> list[int]:
-        """Ordinary tokens alone: `<|start|>` in a text is nine characters, not the special token."""
-        ids = encode(self.tokenizer, text)
-        return ids if self._added.isdisjoint(ids) else encode(self._ordinary, text)
 
     def text_bytes(self, token: int) -> bytes | None:
         """The bytes per token means; None for a special token, and for an id the tokenizer lacks."""
@@ -348,13 +344,6 @@ class HarmonyTokens:
             return None
         name = self.tokenizer.id_to_token(token)
         return None if name is None else b"".join(self._bytes.get(c) or c.encode() for c in name)
-
-    @cached_property
-    def _ordinary(self) -> Tokenizer:
-        """The tokenizer without its added tokens. A switch for it exists, but it would change the
-        tokenizer of everyone else too. Only made when a text calls for it: large vocabularies take long."""
-        data = json.loads(self.tokenizer.to_str())
-        return Tokenizer.from_str(json.dumps(data | {"added_tokens": [], "post_processor": None}))
 
     @cached_property
     def _bytes(self) -> dict[str, bytes]:

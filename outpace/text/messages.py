@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
+MAX_DEPTH = 64  # of nested JSON: schemas are read recursively
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ class Tool:
     def __post_init__(self) -> None:
         if self.name.split() != [self.name]:
             raise ValueError(f"tool name {self.name!r}: it must be one word, without spaces")
+        check_depth(self.parameters, f"the schema of tool {self.name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,19 @@ class Conversation:
 
 JsonValue = dict[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def check_depth(value: Any, place: str) -> None:
+    """Raises ValueError for JSON nested more than MAX_DEPTH levels deep."""
+    level, depth = [value], 0
+    while level := [
+        inner
+        for one in level
+        if isinstance(one, dict | list)
+        for inner in (one.values() if isinstance(one, dict) else one)
+    ]:
+        if (depth := depth + 1) > MAX_DEPTH:
+            raise ValueError(f"{place} is nested more than {MAX_DEPTH} levels deep: flatten it")
 
 
 def fail(place: str, problem: str) -> NoReturn:
@@ -284,11 +299,14 @@ class MessageReader:
                 self.done.append(call.message)
             channel, author = call.message.channel or channel, call.message.recipient or author
         content = values.get("content")
-        if isinstance(content, dict) or (isinstance(content, list) and not _are_parts(content)):
+        parts = isinstance(content, list) and _are_parts(content)
+        if isinstance(content, dict | list) and not parts:
             content = json.dumps(content, ensure_ascii=False)
         result = text(content, f"{place}.content")
         values = {key: value for key, value in values.items() if key != "name"}
-        header = {"name": author, "channel": channel, "recipient": "assistant"}
+        header: JsonValue = {"name": author, "channel": channel, "recipient": "assistant"}
+        if parts and name and "tool_call_id" not in values:  # openai_harmony's JSON states the whole header
+            header = {"name": name}
         self.done.append(_message(values, place, role="tool", content=result, **header))
 
     def _answered(self, id: str | None, name: str | None, place: str) -> Call | None:
@@ -393,6 +411,7 @@ def parse_conversation(value: Any, *, system: System | None = None) -> Conversat
         value = {"messages": value}
     if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
         raise ValueError("a conversation is a JSON object with a list of `messages`")
+    check_depth(value, "the conversation")
     for key in value:
         near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
         if near and key not in KEYS:

@@ -11,12 +11,12 @@ import torch
 from test_lossless import random_dflash
 
 from outpace.checkpoint.base import LoadError
+from outpace.config import cache_folder
 from outpace.decode.calibrate import touched_experts, width_grid
 from outpace.decode.costs import (
     Costs,
     Point,
     Touched,
-    cache_folder,
     fingerprint,
     read_costs,
     rising,

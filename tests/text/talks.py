@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import outpace
 from outpace.text.harmony import HarmonyTokens, Mark
 from outpace.text.messages import Conversation, Developer, Message, System, Tool
+from outpace.text.template import ChatTemplate
 from outpace.text.tokenizer import encode, read_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -83,3 +84,8 @@ def conversations(draw, contents=TEXTS):
     developer = Developer(instructions=text, tools=tools) if text or tools else None
     system = System(reasoning="low", current_date="2025-06-28") if draw(st.booleans()) else None
     return Conversation(messages=value, system=system, developer=developer)
+
+
+def render(source, messages, *, bos_token=None, eos_token=None, **more):
+    template = ChatTemplate(source=source, bos_token=bos_token, eos_token=eos_token)
+    return template.render(messages, **more)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talks import analysis, call, final, result, user
 
+from outpace.text.harmony import render
 from outpace.text.messages import (
     Conversation,
     Developer,
@@ -185,6 +186,41 @@ def test_openai_harmonys_own_json():
         ),
         messages=(user("hi"),),
     )
+
+
+def test_a_tool_message_of_openai_harmony_has_the_header_that_it_states():
+    """Upstream's test_does_not_drop_if_ongoing_analysis: neither recipient nor channel are filled in."""
+    name, text = "functions.lookup_weather", '{"temperature": 20}'
+    stated = {"role": "tool", "name": name, "content": [{"type": "text", "text": text}]}
+    calls = {
+        "role": "assistant",
+        "channel": "commentary",
+        "recipient": name,
+        "content_type": "<|constrain|>json",
+        "content": [{"type": "text", "text": "{}"}],
+    }
+    assert render(read(calls, stated)).endswith(
+        f"<|call|><|start|>{name}<|message|>{text}<|end|><|start|>assistant"
+    )
+    full = stated | {"recipient": "assistant", "channel": "commentary"}
+    assert read(calls, full).messages[1] == result(name, text)
+    assert read(calls, stated | {"recipient": "all"}).messages[1].recipient is None
+    for other in ({"tool_call_id": None, "content": text}, {"content": text}):  # OpenAI's, and plain
+        assert read(calls, stated | other).messages[1] == result(name, text)
+
+
+def test_json_nested_too_deeply():
+    deep = {"type": "object"}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"x": deep}}
+    too_deep = "is nested more than 64 levels deep: flatten it"
+    with pytest.raises(ValueError, match=f"the schema of tool 'f' {too_deep}"):
+        Tool(name="f", parameters=deep)
+    with pytest.raises(ValueError, match=rf"tools\[0\]: the schema of tool 'f' {too_deep}"):
+        parse_tools([{"name": "f", "parameters": deep}])
+    for value in (asked() | {"metadata": deep}, called(("1", "a", deep))):
+        with pytest.raises(ValueError, match=f"the conversation {too_deep}"):
+            read(value)
 
 
 def test_settings_stand_over_the_default():

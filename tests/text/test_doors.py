@@ -8,10 +8,11 @@ import warnings
 
 import nasty
 import pytest
+from talks import render
 
-from outpace.text import sandbox
+from outpace.text import template as template_module
 from outpace.text.gguf_tokenizer import gguf_vocabulary, special_ids, tokenizer_from_gguf
-from outpace.text.template import ChatTemplate, folder_template, gguf_template, render
+from outpace.text.template import ChatTemplate, folder_template, gguf_template
 from outpace.text.tokenizer import SPECIAL, check_vocabulary, encode, encode_prompt, read_tokenizer, train_bpe
 
 WRONG = [
@@ -159,7 +160,7 @@ def test_tokenizer_config_json(tmp_path):
 
 
 def test_chat_templates(monkeypatch):
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(template_module, "SECONDS", 0.5)
     rng = random.Random(2)
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": nasty.QUOTES}]
 

@@ -77,7 +77,7 @@ def test_a_name_never_becomes_a_special_token():
 
 def test_the_tokenizer_stays_as_it_was():
     before = TOKENIZER.to_str()
-    TOKENS.encode_text("a <|start|> b")
+    TOKENS.encode(["a <|start|> b"])
     assert TOKENIZER.to_str() == before and not TOKENIZER.encode_special_tokens
 
 

@@ -1,9 +1,16 @@
 """Templates from strangers: no way to Python's internals, no endless loop, no value that fills the memory."""
 
-import pytest
+import os
+import resource
+import signal
+import threading
+import time
 
-from outpace.text import sandbox
-from outpace.text.template import render
+import pytest
+from talks import render
+
+from outpace.text import template as template_module
+from outpace.text.sandbox import SANDBOX, Sandbox
 
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
 
@@ -25,7 +32,6 @@ TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         "{{ range.__self__ }}",
         "{{ dict.__base__ }}",
         "{{ dict.mro() }}",
-        "{{ namespace(__class__=1) }}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1%}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'role': 'x'}) }}",
@@ -41,9 +47,10 @@ def test_no_way_out_of_the_sandbox(template):
     except ValueError as error:
         assert "chat template" in str(error)
     else:
-        assert text.replace("Undefined", "").strip("[], ") == ""  # an attribute that is not there
+        assert text.replace("Undefined", "").strip("[], ") == ""  # an attribute that does not exist
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 GROW = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}%s{%% endfor %%}"
 
 
@@ -90,15 +97,141 @@ GROW = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}%s{%% endfor %
         "{{ [1] | slice(1000000000) | list }}",
         "{{ [1] | batch(1000000000, 0) | list }}",
         "{{ [[1] * 99999] * 999 | sum(start=[]) }}",
-        "{{ 'x'.translate({120: 'y' * 9999}) }}",
         "{{ 'x' | center(1000000000) }}",
         "{{ lipsum(100000) }}",
     ],
 )
-def test_bombs_are_refused_in_bounded_time(template, monkeypatch):
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.1)
-    with pytest.raises(ValueError, match="chat template"):
+def test_bombs_are_refused_in_bounded_time(template, limits):
+    with pytest.raises(ValueError, match="the chat template"):
         render(template, TALK)
+
+
+def test_memory_of_the_parent_stays_bounded(limits):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="needs more than 256 MiB of memory"):
+        render("{{ ('x' * 999999999) | length }}", TALK)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
+
+
+def test_the_text_is_bounded_and_the_reason_is_given(limits, monkeypatch):
+    monkeypatch.setattr(template_module, "MAX_OUTPUT", 100)
+    assert len(render("{{ 'x' * 100 }}", TALK)) == 100
+    with pytest.raises(ValueError, match=r"the chat template stops: its text is longer than 100 characters"):
+        render("{{ 'x' * 100 }}y", TALK)
+    with pytest.raises(ValueError, match=r"the chat template takes more than 0\.4 seconds"):
+        render(ENDLESS, TALK)
+
+
+def test_messages_carry_no_control_characters():
+    for bad in ("\x1b[31m\x07", "\x9b2J", "\u202e", "\r\b"):
+        with pytest.raises(ValueError) as error:
+            render("{{ raise_exception(messages[0].content) }}", [{"role": "user", "content": bad}])
+        assert str(error.value).isprintable() and len(str(error.value)) < 100
+    with pytest.raises(ValueError) as error:
+        render("{{ x | no\x1bsuch }}", TALK)
+    assert str(error.value).isprintable()
+
+
+def test_one_child_serves_many_renders_and_is_replaced_when_it_dies():
+    render("a", TALK)
+    process = SANDBOX._process
+    render("b", TALK)
+    assert SANDBOX._process is process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert render("c", TALK) == "c"
+    assert SANDBOX._process is not process
+
+
+def test_threads_and_forks_share_no_pipe():
+    results = {}
+
+    def work(i):
+        results[i] = render("{{ x }}" * 1000, TALK, x=i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: str(i) * 1000 for i in range(4)}
+    parent = SANDBOX._process
+    if (pid := os.fork()) == 0:
+        ok = render("{{ 1 }}", TALK) == "1" and SANDBOX._process is not parent
+        os.killpg(SANDBOX._process.pid, signal.SIGKILL)
+        os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert render("{{ 2 }}", TALK) == "2" and SANDBOX._process is parent
+
+
+def test_ctrl_c_leaves_no_reply_behind(monkeypatch):
+    box = Sandbox()
+    request = {"seconds": 5, "memory": 2**29, "stand_ins": {}, "variables": {}, "characters": 99}
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        box.run(
+            "render",
+            source=ENDLESS,
+            **request,
+        )
+    assert box.run("render", source="next", **request) == "next"
+    box._kill()
+
+
+NESTED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+TUPLES = "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
+NUMBERS = "{% set l = range(100000) | list %}"
+HUGE = "{% set ns = namespace(n=10 ** 4000) %}{% for i in range(9) %}{% set ns.n = ns.n * ns.n %}{% endfor %}"
+ATTACKS = {
+    "percent format": "{% set s = '%(' * 200000 %}{% for i in range(999) %}{{ s % 1 }}{% endfor %}",
+    "regex on the braces": "{{ ('{' * 16000000).format(1) }}",
+    "select in a list": NUMBERS + "{{ l | select('in', l) | list | length }}",
+    "reject in a list": NUMBERS + "{{ l | reject('in', l) | list | length }}",
+    "a filtered loop": NUMBERS + "{% for x in l if x in l %}{% endfor %}",
+    "in a string": "{% set s = 'a' * 9999999 %}{% for i in range(99999) if (s ~ 'b') in s %}{% endfor %}",
+    "nested lists compared": NESTED + "{{ ns.x == ns.y }}",
+    "nested lists ordered": NESTED + "{{ ns.x < ns.y }}",
+    "nested tuples hashed": TUPLES + "{{ {ns.x: 1} }}",
+    "nested tuples made unique": TUPLES + "{{ [ns.x, 1] | unique | list }}",
+    "huge floor division": HUGE + "{% for i in range(999) %}{% set x = ns.n * 3 // (ns.n + 1) %}{% endfor %}",
+    "huge modulo": HUGE + "{% for i in range(999) %}{% set x = ns.n ** 3 % (ns.n + 1) %}{% endfor %}",
+    "huge power": "{{ 7 ** 100000000 % 3 }}",
+    "compiling": "{% for a in x %}{{ a.b.c[1:2] ~ a ~ (a if a else a) }}{% endfor %}" * 15000,
+    "compiling one expression": "{{ " + "a + " * 100000 + "1 }}",
+    "folding constants": "{{ " + "'a' * 99999999 ~ " * 99 + "1 }}",
+    "to_bytes": "{{ (1).to_bytes(4000000000, 'big') | length }}",
+    "indent with a text": "{{ ('a\n' * 999999) | indent('x' * 16000) }}",
+    "tojson with an indent of text": "{{ range(100000) | list | tojson(indent='x' * 99999) }}",
+    "tojson with separators": "{{ range(100000) | list | tojson(separators=('x' * 99999, ':')) }}",
+    "a width of four digits": "{{ ('{0:9999}' * 199999).format(1) }}",
+    "a width in percent format": "{{ ('%09999d' * 199999) % ((1,) * 199999) }}",
+    "a width from an argument": "{{ '{:>{}}'.format(1, 4000000000) }}",
+    "zfill": "{{ '1'.zfill(4000000000) }}",
+}
+
+
+@pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
+def test_attacks_end_within_the_limits(source, limits, monkeypatch):
+    """The kinds that a limit inside the interpreter does not stop: each is one long call of C code."""
+    begun = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"the chat template (takes|needs more|crashes|stops|is nested|is not)"
+    ):
+        render(source, TALK)
+    assert time.monotonic() - begun < limits + 2
+    monkeypatch.setattr(template_module, "SECONDS", 10.0)
+    assert render("{{ messages[0].content }}", TALK) == "Hello"  # the next render has a new child
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    monkeypatch.setattr(template_module, "SECONDS", 0.4)
+    monkeypatch.setattr(template_module, "MEMORY", 2**28)
+    return 0.4
 
 
 def test_the_bounds_leave_space_for_long_conversations():

@@ -62,13 +62,21 @@ def test_turns(tokenizer):
     assert prompt(chat, tokenizer) == begin + "<|im_start|>assistant\n"
 
 
-def test_a_prompt_that_opens_the_thought(tokenizer):
-    chat = open_chat(tokenizer, opening="<think>\n")
-    _, parts = feed(chat, tokenizer, "hm</think>yes<|im_end|>")
-    assert [(p.kind, p.text) for p in parts] == [("analysis", "hm"), ("final", "yes")]
-    chat = open_chat(tokenizer, opening="<think>\n\n</think>\n\n")
-    _, parts = feed(chat, tokenizer, "yes<|im_end|>")
-    assert [(p.kind, p.text) for p in parts] == [("final", "yes")]
+def test_a_prompt_that_opens_the_reasoning(tokenizer):
+    def answer(opening, text):
+        source = CHATML.source.replace("{{ opening }}", opening)
+        chat = TemplateChat(tokenizer, ChatTemplate(source=source), open_chat(tokenizer).stop)
+        return [(part.kind, part.text) for part in feed(chat, tokenizer, text)[1]]
+
+    assert answer("<think>\n", "hm</think>yes<|im_end|>") == [("analysis", "hm"), ("final", "yes")]
+    assert answer("<think>\n\n</think>\n\n", "yes<|im_end|>") == [("final", "yes")]
+
+
+def test_reasoning_in_a_message_opens_none(tokenizer):
+    chat = open_chat(tokenizer)
+    chat.say("what does <think> mean?")
+    chat.prompt()
+    assert chat.feed(encode(tokenizer, "a")[0]).kind == "final"
 
 
 def test_answers_that_are_cut_off(tokenizer):

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
 
+from outpace.checkpoint.open import EMBEDDED
 from outpace.text import tokenizer as module
 from outpace.text.tokenizer import (
     END_OF_TEXT,
@@ -14,11 +15,11 @@ from outpace.text.tokenizer import (
     encode,
     encode_prompt,
     parse_tokenizer,
-    plain_errors,
     read_tokenizer,
     surroundings,
     token_id,
     train_bpe,
+    wrapped_errors,
 )
 
 TEXT = (
@@ -72,15 +73,15 @@ def test_reading(tokenizer, tmp_path):
         read_tokenizer(tmp_path)
 
 
-def test_a_token_nobody_knows(tokenizer):
+def test_an_unknown_token(tokenizer):
     assert token_id(tokenizer, END_OF_TEXT) == 1
-    with pytest.raises(ValueError, match=r"knows no <\|nothing\|>"):
+    with pytest.raises(ValueError, match=r"has no <\|nothing\|> token"):
         token_id(tokenizer, "<|nothing|>")
 
 
 def test_a_file_too_large_to_be_one(tokenizer, tmp_path, monkeypatch):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setattr(module, "MOST_BYTES", 2**10)
+    monkeypatch.setattr(module, "MAX_BYTES", 2**10)
     with pytest.raises(ValueError, match="the limit is 0: it is no tokenizer"):
         read_tokenizer(tmp_path)
 
@@ -114,15 +115,74 @@ def test_a_panic_of_the_library_is_a_plain_error(tokenizer):
 
     with (
         pytest.raises(ValueError, match="the thing is broken: index out of range"),
-        plain_errors("the thing is broken"),
+        wrapped_errors("the thing is broken"),
     ):
         raise PanicException("index out of range")
-    with pytest.raises(KeyboardInterrupt), plain_errors("never stated"):
+    with pytest.raises(KeyboardInterrupt), wrapped_errors("not used"):
         raise KeyboardInterrupt
+
+
+def changed(tokenizer, **model):
     data = json.loads(tokenizer.to_str())
-    data["model"]["continuing_subword_prefix"] = "longer than every token"  # a real one
-    with pytest.raises(ValueError, match="it is not a tokenizer"):
-        parse_tokenizer(json.dumps(data), "it")
+    normalizer = model.pop("normalizer", data["normalizer"])
+    return json.dumps(data | {"model": data["model"] | model, "normalizer": normalizer})
+
+
+def doubling(times, replace=None):
+    step = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
+    return {"type": "Sequence", "normalizers": [replace or step] * times}
+
+
+@pytest.mark.parametrize("prefix", ["x", "longer than every token", "\u0120"])
+def test_a_file_that_aborts_the_process_of_the_library(tokenizer, prefix):
+    with pytest.raises(ValueError, match=r"it is not a tokenizer.json that can be read: "):
+        parse_tokenizer(changed(tokenizer, continuing_subword_prefix=prefix), "it")
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        doubling(30),
+        {"type": "Sequence", "normalizers": [doubling(15), doubling(15)]},
+        doubling(9, {"type": "Replace", "pattern": {"Regex": ""}, "content": "\u4e00"}),
+        doubling(9, {"type": "Prepend", "prepend": "ab"}),
+    ],
+)
+def test_a_normalizer_that_fills_the_memory(tokenizer, normalizer):
+    with pytest.raises(ValueError, match=r"its normalizer makes up to .* characters of one; the limit"):
+        parse_tokenizer(changed(tokenizer, normalizer=normalizer), "it")
+    assert parse_tokenizer(changed(tokenizer, normalizer=doubling(8)), "it")
+
+
+def test_a_file_too_slow_or_too_large_to_load(tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "CHECK_MEMORY", 2**27)
+    large = json.loads(tokenizer.to_str())
+    large["model"]["vocab"] |= {f"token {i}": i + 9999 for i in range(400_000)}
+    with pytest.raises(ValueError, match=r"it is not a tokenizer.json .* needs more than 128 MiB of memory"):
+        parse_tokenizer(json.dumps(large), "it")
+    monkeypatch.setattr(module, "CHECK_MEMORY", 2**31)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"it is not a tokenizer.json .* takes more than 0.05 seconds"):
+        parse_tokenizer(json.dumps(large), "it")
+
+
+def test_a_file_is_checked_once(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "new")
+    text = tokenizer.to_str()
+    parse_tokenizer(text, "it")
+    monkeypatch.setattr(module.SANDBOX, "run", None)  # a second check would fail
+    assert encode(parse_tokenizer(text.encode(), "it"), TEXT) == encode(tokenizer, TEXT)
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        parse_tokenizer(text + " ", "it")
+    assert read_tokenizer(EMBEDDED / "target")  # the package's own needs none
+
+
+def test_errors_of_encoding_are_wrapped(tokenizer):
+    unknown = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    for text, broken in (("b", unknown), ("\ud800", tokenizer)):
+        for attempt in (encode, encode_prompt):
+            with pytest.raises(ValueError, match="the tokenizer cannot encode"):
+                attempt(broken, text)
 
 
 @pytest.mark.parametrize(
