@@ -9,13 +9,15 @@ from indexers import indexed_target
 from latents import latent_target
 from typer.testing import CliRunner
 
+from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.app import app
 from outpace.cli.main import main
+from outpace.decode.costs import Costs, Point, Touched, write_costs
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import named_tensors
 from outpace.models.published import PUBLISHED
 from outpace.plan.devices import DEVICES, parse_hardware
-from outpace.plan.estimate import Choices, plan
+from outpace.plan.estimate import TYPICAL, Choices, plan
 from outpace.plan.sizes import retrofitted, sizes_of, trainable
 
 
@@ -143,7 +145,23 @@ def test_speed_with_a_draft():
     value = plan(sizes, DEVICES["h100"], 1, choices)["decode"]["before"]
     assert value["draft_over_step"] == pytest.approx(0.74, abs=0.01)
     assert value["verify_over_step"] == pytest.approx(1.87, abs=0.03)
+    rate, overhead = TYPICAL * DEVICES["h100"].bandwidth, choices.layer_overhead
+    step = value["bytes_per_step"] / rate
+    drafted = (value["verify_over_step"] + value["draft_over_step"]) * step + 25 * overhead
+    assert value["speedup"] == pytest.approx(3.0 * (step + 24 * overhead) / drafted)
+    bare = Choices(context=1, draft_parameters=8e8 + head, tau=3.0, columns=8, layer_overhead=0.0)
+    value = plan(sizes, DEVICES["h100"], 1, bare)["decode"]["before"]
     assert value["speedup"] == pytest.approx(3.0 / (value["verify_over_step"] + value["draft_over_step"]))
+
+
+def test_the_estimate_lies_in_the_range_and_counts_the_calls():
+    sizes = published("gpt-oss-20b")
+    for overhead in (0.0, 1e-4, 1e-3):
+        value = plan(sizes, DEVICES["h100"], 1, Choices(layer_overhead=overhead))["decode"]["before"]
+        low, high = value["expected_tokens_per_s"]
+        assert low < value["estimated_tokens_per_s"] < high < value["bound_tokens_per_s"]
+        seconds = value["bytes_per_step"] / (TYPICAL * DEVICES["h100"].bandwidth) + 24 * overhead
+        assert value["estimated_tokens_per_s"] == pytest.approx(1 / seconds)
 
 
 def test_hardware_by_name():
@@ -160,6 +178,8 @@ def test_hardware_by_name():
         ({"rank": -1}, "rank -1"),
         ({"tokens": float("nan")}, "tokens nan"),
         ({"tokens": float("inf")}, "tokens inf"),
+        ({"context": 10**30}, "context 1000000000000000000000000000000"),
+        ({"expert_overlap": 1.5}, "expert_overlap 1.5"),
         ({"tau": 3.0}, "tau without a draft"),
     ],
 )
@@ -190,3 +210,46 @@ def test_the_command(tmp_path):
         (["plan", "20b", "--rank", "-4"], "rank -4"),
     ):
         assert named in str(run(app, wrong).exception)
+
+
+def measured_plan(*arguments):
+    assert callable(main)
+    return json.loads(CliRunner().invoke(app, ["plan", *arguments, "--hardware", "this", "--json"]).stdout)
+
+
+@pytest.fixture
+def quick_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr("outpace.decode.costs.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("outpace.bench.machine.read_bandwidth", lambda: 2e10)
+    monkeypatch.setattr("outpace.bench.machine.multiply_rate", lambda: 1e11)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    return tmp_path
+
+
+def test_the_embedded_model_on_this_machine(quick_machine, monkeypatch):
+    data = measured_plan("default", "--context", "64")
+    assert data["model"]["name"] == "default" and data["model"]["layers"] == 12
+    overhead = data["choices"]["layer_overhead"]
+    assert 1e-6 < overhead < 1e-1 and overhead != Choices().layer_overhead and data["warnings"] == []
+    assert measured_plan("default", "--set", "layer_overhead=0.5")["choices"]["layer_overhead"] == 0.5
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
+    (warning,) = measured_plan("default")["warnings"]
+    assert "busy while it was measured (load 99.0 on" in warning
+
+
+def test_a_cost_table_gives_overhead_and_overlap(quick_machine):
+    """One second per step of the target, and a measured rho."""
+    config = sizes_of("default", json.loads((EMBEDDED / "target" / "config.json").read_text())).config
+    touched = Touched(experts=config.num_experts, per_token=2, widths=(1,), measured=(2.0,), rho=0.83)
+    costs = Costs(
+        fingerprint="f" * 64,
+        widths=(1,),
+        points=(Point(batch=1, context=64, verify=(1.0,), draft=(0.0,), rest=0.0, plain=1.0),),
+        acceptance=0.5,
+        touched=touched,
+        described={"target": f"{config.architecture}, {config.num_layers} layers"},
+    )
+    write_costs(costs, quick_machine)
+    data = measured_plan("default", "--context", "64")
+    assert data["choices"]["expert_overlap"] == 0.83
+    assert data["decode"]["before"]["estimated_tokens_per_s"] == pytest.approx(1.0, rel=1e-3)

@@ -1,19 +1,28 @@
-"""The command plan: what a retrofit, a draft and decoding would take, before anything is loaded or bought."""
+"""The command plan: memory, speed and cost of a model, before anything is downloaded or bought."""
 
 import json
+import statistics
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from outpace.cli.app import AsJson, Recipe, Set, app, console, recipe_settings
 
+if TYPE_CHECKING:
+    from outpace.plan.devices import Device
+    from outpace.plan.estimate import Choices
+    from outpace.plan.sizes import Sizes
+
+BUSY = 0.25  # load per core, above which a measurement reads low
+
 
 @app.command("plan")
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Model: 20b, 120b, qwen3-8b, .., a checkpoint or its config.json.")
+        str, typer.Argument(help="Model: default, 20b, 120b, qwen3-8b, .., a checkpoint or its config.json.")
     ],
     hardware: Annotated[str, typer.Option(help="Hardware, count and kind: 8xh200, rtx-4090, this.")] = "h200",
     weights: Annotated[
@@ -38,21 +47,32 @@ def plan(
 ) -> None:
     """Estimate parameters, memory, bytes per step, device-hours and dollars on given hardware.
 
-    Lists every assumption and loads nothing. `--set` changes fields without an option: columns, kv_bits, ..
+    Lists every assumption. `--hardware this` measures this machine, and uses the cost table of the model if
+    `outpace calibrate` made one. `--set` changes fields without an option: columns, kv_bits, ..
 
     [bold]Examples[/bold]: outpace plan 120b --hardware 8xh200 --rank 512 --index-dim 256 --tokens 1e9
     outpace plan 20b --hardware rtx-4090 --weights q8 --draft 8e8 --tau 3.5 --context 32768
     outpace plan qwen3-8b --hardware this --json
     """
+    from outpace.plan.devices import DEVICES, parse_hardware
     from outpace.plan.estimate import Choices
     from outpace.plan.estimate import plan as planned
     from outpace.plan.sizes import sizes_of
 
-    values: dict[str, float] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
-    given = values | {"batch": batch, "rank": rank, "index_dim": index_dim, "top_k": top_k}
+    count, name = parse_hardware(hardware)
+    sizes, warnings = sizes_of(*_config(model), weights), []
+    given: dict[str, Any] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
+    given |= {"batch": batch, "rank": rank, "index_dim": index_dim, "top_k": top_k}
     choices = recipe_settings(Choices, recipe, set_, **given)
-    count, device = _device(hardware, price)
-    report = planned(sizes_of(*_config(model), weights), device, count, choices)
+    if name == "this":
+        device, measured, warnings = _this_machine(sizes, choices)
+        typed = {pair.partition("=")[0] for pair in set_ or []}
+        choices = replace(choices, **{key: x for key, x in measured.items() if key not in typed})
+    else:
+        device = DEVICES[name]
+    if price is not None:
+        device = replace(device, price=_price(price))
+    report = planned(sizes, device, count, choices) | {"warnings": warnings}
     if as_json:
         print(json.dumps(report))
     else:
@@ -61,47 +81,80 @@ def plan(
 
 def _config(model: str) -> tuple[str, dict[str, Any]]:
     """A name or a path -> what it is called, and its config.json. Raises ValueError for neither."""
+    from outpace.checkpoint.open import DEFAULT, is_gguf, open_checkpoint, target_path
     from outpace.checkpoint.strict_json import read_object
     from outpace.models.published import PUBLISHED
 
     name = {"20b": "gpt-oss-20b", "120b": "gpt-oss-120b"}.get(model.lower(), model.lower())
     if name in PUBLISHED:
         return name, PUBLISHED[name]
-    path = Path(model)
+    path = target_path(model) if model == DEFAULT else Path(model)
+    if is_gguf(path):
+        return path.name, open_checkpoint(path).config
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{model}: no such model or file; models are {', '.join(PUBLISHED)}")
-    return path.parent.name or model, read_object(path)
+        raise ValueError(f"{model}: no such model or file; models are {', '.join((DEFAULT, *PUBLISHED))}")
+    return model if model == DEFAULT else path.parent.name or model, read_object(path)
 
 
-def _device(hardware: str, price: str | None) -> tuple[int, Any]:
-    from dataclasses import replace
-
-    from outpace.plan.devices import DEVICES, parse_hardware
-
-    count, name = parse_hardware(hardware)
-    device = _this_machine() if name == "this" else DEVICES[name]
-    if price is None:
-        return count, device
+def _price(text: str) -> tuple[float, float]:
     try:
-        low, high = (float(x) for x in price.split("-"))
+        low, high = (float(x) for x in text.split("-"))
     except ValueError:
-        raise ValueError(f"--price {price}: two numbers, such as 2.5-4") from None
-    if not 0 <= low <= high:
-        raise ValueError(f"--price {price}: the lower one first, such as 2.5-4")
-    return count, replace(device, price=(low, high))
+        raise ValueError(f"--price {text}: two numbers, such as 2.5-4") from None
+    if not 0 <= low <= high < float("inf"):
+        raise ValueError(f"--price {text}: the lower one first, such as 2.5-4")
+    return low, high
 
 
-def _this_machine() -> Any:
-    """Measured: what its memory gives, what its processors multiply."""
+def _this_machine(sizes: "Sizes", choices: "Choices") -> "tuple[Device, dict[str, float], list[str]]":
+    """-> this machine as measured, fields of the plan that a measurement gives, and warnings."""
     import torch
 
     from outpace.bench.machine import machine, multiply_rate, read_bandwidth
+    from outpace.decode.costs import stored_for
     from outpace.plan.devices import Device
 
     with console.status("measuring this machine"):
-        memory = (machine(torch.device("cpu"))["memory_gib"] or 0) * 2**30
-        return Device("this", memory, read_bandwidth(), multiply_rate())
+        known = machine(torch.device("cpu"))
+        device = Device("this", (known["memory_gib"] or 0) * 2**30, read_bandwidth(), multiply_rate())
+        measured, warnings = {}, []
+        costs = stored_for(sizes.config)
+        if costs is None:
+            measured["layer_overhead"] = _embedded_overhead(device, choices)
+        else:
+            point = min(costs.points, key=lambda p: (p.batch != 1, abs(p.context - choices.context)))
+            at = replace(choices, context=round(point.context), batch=point.batch)
+            measured["layer_overhead"] = _overhead(sizes, device, at, point.plain)
+            if costs.touched:
+                measured["expert_overlap"] = min(max(costs.touched.rho, 0.0), 1.0)
+    if known.get("load_1min", 0) > BUSY * known["cores"]:
+        warnings.append(
+            f"this machine was busy while it was measured (load {known['load_1min']} on {known['cores']} "
+            "cores): the real speeds are higher; run again when it is idle"
+        )
+    return device, measured, warnings
+
+
+def _overhead(sizes: "Sizes", device: "Device", choices: "Choices", seconds: float) -> float:
+    """Seconds per layer of a measured autoregressive step, less the time of its bytes."""
+    from outpace.plan.estimate import TYPICAL, step_bytes
+
+    reading = step_bytes(sizes, choices) / (TYPICAL * device.bandwidth)
+    return max(seconds - reading, 0.0) / sizes.config.num_layers
+
+
+def _embedded_overhead(device: "Device", choices: "Choices") -> float:
+    """`_overhead` of the embedded model, from 32 steps."""
+    from outpace.api import SamplingParams, generate, load
+    from outpace.plan.sizes import sizes_of
+
+    sampling = SamplingParams(max_tokens=33, ignore_eos=True)
+    model = load()
+    generate(model, "import os", draft=False, sampling=sampling)  # warm-up
+    output = generate(model, "import os", draft=False, sampling=sampling)
+    seconds = statistics.median(output.step_seconds)
+    return _overhead(sizes_of(*_config("default")), device, replace(choices, context=32, batch=1), seconds)
 
 
 def _bytes(n: float) -> str:
@@ -120,19 +173,20 @@ def _show(report: dict[str, Any]) -> None:
     device = report["hardware"]
     table = Table("", "as it is", *(("with the retrofit",) if after else ()), title=_title(model, device))
 
-    def row(name: str, of: str, say: Any) -> None:
-        table.add_row(name, *(say(side) for side in report[of].values() if side))
+    def row(name: str, group: str, text: Any) -> None:
+        table.add_row(name, *(text(side) for side in report[group].values() if side))
 
     row("weights", "memory", lambda m: _bytes(m["weights"]))
     row("KV, bytes per token", "memory", lambda m: f"{m['kv_bytes_per_token']:,.0f}")
     row(f"KV of {report['choices']['context']:,} tokens", "memory", lambda m: _bytes(m["kv"]))
-    row("all, draft included", "memory", lambda m: _bytes(m["total"]))
-    row("read in a step", "decode", lambda d: _bytes(d["bytes_per_step"]))
+    row("total, draft included", "memory", lambda m: _bytes(m["total"]))
+    row("read per step", "decode", lambda d: _bytes(d["bytes_per_step"]))
     row("tokens/s, bound", "decode", lambda d: f"{d['bound_tokens_per_s']:,.0f}")
-    row("tokens/s, expected", "decode", lambda d: _range(d["expected_tokens_per_s"]))
+    row("tokens/s, range", "decode", lambda d: _range(d["expected_tokens_per_s"]))
+    row("tokens/s, estimate", "decode", lambda d: f"{d['estimated_tokens_per_s']:,.0f}")
     if report["choices"]["draft_parameters"]:
-        row("verifying a round / a step", "decode", lambda d: f"{d['verify_over_step']:.2f}")
-        row("drafting a round / a step", "decode", lambda d: f"{d['draft_over_step']:.2f}")
+        row("verification / step, bytes", "decode", lambda d: f"{d['verify_over_step']:.2f}")
+        row("drafting / step, bytes", "decode", lambda d: f"{d['draft_over_step']:.2f}")
     if report["choices"]["tau"]:
         row("speedup by the draft", "decode", lambda d: f"{d['speedup']:.2f}x")
     console.print(table)
@@ -151,8 +205,10 @@ def _show(report: dict[str, Any]) -> None:
         console.print(
             f"training on {training['tokens']:,.0f} tokens: {hours}; {parts}; {cached}", highlight=False
         )
-    for item in report["assumptions"]:
-        console.print(f"- {item}", style="dim", highlight=False)
+    for line in report["assumptions"]:
+        console.print(f"- {line}", style="dim", highlight=False)
+    for warning in report["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
 
 
 def _title(model: dict[str, Any], device: dict[str, Any]) -> str:

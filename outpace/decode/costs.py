@@ -17,6 +17,7 @@ from outpace.checkpoint.save import write_json
 from outpace.checkpoint.strict_json import read_object
 from outpace.decode.request import GREEDY
 from outpace.drafts.base import Draft
+from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
 from outpace.ops.fast import kernels
@@ -275,6 +276,21 @@ def read_costs(folder: Path, fingerprint: str) -> Costs | None:
     if costs.fingerprint != fingerprint:
         raise LoadError(f"{path} was measured for another target, draft or machine: {costs.described}")
     return costs
+
+
+def stored_for(config: ModelConfig, folder: Path | None = None) -> Costs | None:
+    """The newest stored table of a target of this shape, on this machine; None without one."""
+    shape = f"{config.architecture}, {config.num_layers} layers"
+    files = sorted((folder or cache_folder()).glob("costs/*.json"), key=lambda path: -path.stat().st_mtime)
+    for path in files:
+        try:
+            costs = from_json(read_object(path), str(path))
+        except LoadError:
+            continue
+        experts = costs.touched.experts if costs.touched else 0
+        if costs.described.get("target") == shape and experts == config.num_experts and not costs.noisy:
+            return costs
+    return None
 
 
 def from_json(values: dict[str, Any], where: str) -> Costs:

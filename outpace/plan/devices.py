@@ -1,4 +1,4 @@
-"""Machines that a plan may name, by what their makers say; prices are draft tokens, and printed as such."""
+"""Devices by their makers' figures; prices are rough market prices."""
 
 import re
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ DEVICES = {
 }
 
 
-def parse_hardware(message: str) -> tuple[int, str]:
+def parse_hardware(text: str) -> tuple[int, str]:
     """ "8xh200" -> 8, "h200". Raises ValueError for a name that is not known, or no count."""
-    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*)", message.strip().lower())
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*)", text.strip().lower())
     known = ", ".join((*DEVICES, "this"))
-    if match is None or match[2] not in (*DEVICES, "this") or match[1] in ("0", "00"):
-        raise ValueError(f"hardware {message!r}: a count and a name such as 8xh200; known are {known}")
+    if match is None or match[2] not in (*DEVICES, "this") or int(match[1] or 1) == 0:
+        raise ValueError(f"hardware {text!r}: give a count and a name such as 8xh200; known are {known}")
     return int(match[1] or 1), match[2]

@@ -1,4 +1,4 @@
-"""What a retrofit, a draft and decoding would take on given hardware, and what is assumed for that."""
+"""Memory, speed and training cost of a model, a retrofit and a draft on given hardware, with assumptions."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -8,40 +8,45 @@ from outpace.models.indexer import usual_heads
 from outpace.plan.devices import Device
 from outpace.plan.sizes import Sizes, retrofitted, trainable
 
-OF_BOUND = (0.3, 0.75)  # of the bandwidth bound, where measured engines lie, one sequence at a time
-MFU = (0.15, 0.45)  # of the products a second, in training
+EFFICIENCY = (0.3, 0.75)  # share of the memory bandwidth that measured engines reach, one sequence at a time
+TYPICAL = 0.47  # their geometric mean
+MFU = (0.15, 0.45)  # share of the products a second, in training
 ADAMW = 16  # bytes of a trained parameter: float32 master, gradient and two moments
-GIGA, TERA = 1e9, 1e12
-WITHIN = 32  # states of a token, each as wide as the model, that a block's backward needs
-KINSHIP = 0.6  # of neighbours' experts: measured at 4 tokens
+BLOCK_STATES = 32  # states of a token, each as wide as the model, that a block's backward needs
+# seconds of Outpace's calls: `outpace plan default --hardware this` on one core of an AMD EPYC with AVX-512
+LAYER_OVERHEAD = 1.5e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What is planned. Raises ValueError for what cannot be."""
+    """What is planned. Raises ValueError for values out of range."""
 
     context: int = 131072
     batch: int = 1
     rank: int = 0  # of latent KV, 0: none
     index_dim: int = 0  # of sparse attention, 0: none
-    index_heads: int = 0  # as many as a retrofit would take
+    index_heads: int = 0  # 0: as many as a retrofit takes
     top_k: int = 2048
     kv_bits: float = 16.0
     draft_parameters: float = 0.0  # 0: no draft
     draft_bits: float = 16.0
-    columns: int = 8  # verified in a round
-    tau: float = 0.0  # tokens per round; 0: unknown, and no speed with the draft is reported
+    columns: int = 8  # positions verified in a step
+    tau: float = 0.0  # tokens per step; 0: unknown, and no speed with the draft is reported
     tokens: float = 0.0  # to train on; 0: nothing is trained
     row_tokens: int = 4096
     cached_layers: int = 5  # of the target, in a teacher cache
     cache_bits: float = 16.0
+    layer_overhead: float = LAYER_OVERHEAD  # seconds per layer and forward, besides reading memory
+    expert_overlap: float = 0.6  # rho of `Sizes.experts_touched`; 1: tokens choose independently
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 1 if field.name in ("context", "batch", "columns", "row_tokens") else 0
-            if not value >= least or value == float("inf"):
-                raise ValueError(f"plan: {field.name} {value}: it must be at least {least}")
+            if not least <= value <= 1e18:
+                raise ValueError(f"plan: {field.name} {value}: it must be {least} to 1e18")
+        if self.expert_overlap > 1:
+            raise ValueError(f"plan: expert_overlap {self.expert_overlap}: it must be at most 1")
         if self.tau and not self.draft_parameters:
             raise ValueError("plan: tau without a draft: give draft_parameters too")
 
@@ -52,35 +57,31 @@ def plan(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dict[s
         choices = replace(choices, index_heads=usual_heads(sizes.config.num_heads))
     keep = TopKConfig(top_k=choices.top_k, min_context=choices.top_k) if choices.index_dim else None
     made = retrofitted(sizes, choices.rank, choices.index_dim, choices.index_heads, keep)
-    changed = bool(choices.rank or choices.index_dim)
-    values = {
-        "model": _model(sizes),
-        "hardware": asdict(device) | {"devices": devices},
-        "choices": asdict(choices),
-        "memory": {"before": _memory(sizes, choices), "after": _memory(made, choices) if changed else None},
-        "decode": {
-            "before": _decode(sizes, device, devices, choices),
-            "after": _decode(made, device, devices, choices) if changed else None,
-        },
-        "fits": _memory(made, choices)["total"] <= device.memory * devices,
-        "training": _training(sizes, made, device, devices, choices) if choices.tokens else None,
-        "teacher_cache_bytes": choices.tokens * _cached(sizes, choices),
-    }
-    learnt = {"trainable_parameters": trainable(made.config)}
-    return values | learnt | {"assumptions": assumptions(device, choices)}
-
-
-def _model(sizes: Sizes) -> dict[str, Any]:
+    sides = {"before": sizes, "after": made if choices.rank or choices.index_dim else None}
+    memory = {name: side and _memory(side, choices) for name, side in sides.items()}
     config = sizes.config
     return {
-        "name": sizes.name,
-        "layers": config.num_layers,
-        "full_attention_layers": len(sizes.full_layers),
-        "parameters": sizes.parameters,
-        "active_parameters": round(sizes.active),
-        "weight_bytes": sizes.nbytes,
-        "kv_bytes_per_token": sizes.kv_growing(),
-        "step_bytes": sizes.weights_read(),
+        "model": {
+            "name": sizes.name,
+            "layers": config.num_layers,
+            "full_attention_layers": len(sizes.full_layers),
+            "parameters": sizes.parameters,
+            "active_parameters": round(sizes.active),
+            "weight_bytes": sizes.nbytes,
+            "kv_bytes_per_token": sizes.kv_growing(),
+            "step_bytes": sizes.weights_read(),
+        },
+        "hardware": asdict(device) | {"devices": devices},
+        "choices": asdict(choices),
+        "memory": memory,
+        "decode": {name: side and _decode(side, device, devices, choices) for name, side in sides.items()},
+        "fits": _memory(made, choices)["total"] <= device.memory * devices,
+        "training": _training(sizes, made, device, devices, choices) if choices.tokens else None,
+        # per token: its id, the states of some layers and the last one
+        "teacher_cache_bytes": choices.tokens
+        * (4 + (choices.cached_layers + 1) * config.hidden_size * choices.cache_bits / 8),
+        "trainable_parameters": trainable(made.config),
+        "assumptions": assumptions(device, choices),
     }
 
 
@@ -97,32 +98,38 @@ def _memory(sizes: Sizes, choices: Choices) -> dict[str, float]:
     }
 
 
+def step_bytes(sizes: Sizes, choices: Choices, positions: int = 1) -> float:
+    """Bytes that a forward over `positions` per sequence reads; a batch shares the weights, not the KV."""
+    weights = sizes.weights_read(choices.batch * positions, choices.expert_overlap)
+    return weights + choices.batch * sizes.kv_read(choices.context, choices.kv_bits / 8)
+
+
 def _decode(sizes: Sizes, device: Device, devices: int, choices: Choices) -> dict[str, Any]:
-    """Of one sequence; weights are shared by a batch, memories are not."""
-    number, rate = choices.kv_bits / 8, device.bandwidth * devices
-    kv = choices.batch * sizes.kv_read(choices.context, number)
-    one = sizes.weights_read(choices.batch, KINSHIP) + kv
+    rate, batch = device.bandwidth * devices, choices.batch
+    step, overhead = step_bytes(sizes, choices), choices.layer_overhead * sizes.config.num_layers
+
+    def speed(efficiency: float) -> float:
+        return batch / (step / (efficiency * rate) + overhead)
+
     values: dict[str, Any] = {
-        "bytes_per_step": one,
-        "bound_tokens_per_s": choices.batch * rate / one,
-        "expected_tokens_per_s": [choices.batch * share * rate / one for share in OF_BOUND],
+        "bytes_per_step": step,
+        "overhead_seconds": overhead,
+        "bound_tokens_per_s": batch * rate / step,
+        "expected_tokens_per_s": [speed(efficiency) for efficiency in EFFICIENCY],
+        "estimated_tokens_per_s": speed(TYPICAL),
     }
     if choices.draft_parameters:
-        drafted = choices.draft_parameters * choices.draft_bits / 8
-        verify = sizes.weights_read(choices.batch * choices.columns, KINSHIP) + kv
-        values |= {"verify_over_step": verify / one, "draft_over_step": drafted / one}
+        draft = choices.draft_parameters * choices.draft_bits / 8
+        verify = step_bytes(sizes, choices, choices.columns)
+        values |= {"verify_over_step": verify / step, "draft_over_step": draft / step}
         if choices.tau:
-            values["speedup"] = choices.tau * one / (verify + drafted)
+            seconds = (verify + draft) / (TYPICAL * rate) + overhead + choices.layer_overhead
+            values["speedup"] = choices.tau * batch / seconds / speed(TYPICAL)
     return values
 
 
-def _cached(sizes: Sizes, choices: Choices) -> float:
-    """Bytes of a token in a teacher cache: its id, the states of some layers and the last one."""
-    return 4 + (choices.cached_layers + 1) * sizes.config.hidden_size * choices.cache_bits / 8
-
-
 def _training(sizes: Sizes, made: Sizes, device: Device, devices: int, choices: Choices) -> dict[str, Any]:
-    """The backbone is frozen: a teacher's forward, a student's, and a backward that asks for states alone."""
+    """The backbone is frozen: a teacher's forward, a student's, and a backward for the states alone."""
     learnt = trainable(made.config) + choices.draft_parameters
     config, T = sizes.config, choices.row_tokens
     # a token's products with the T / 2 before it, twice: scores, and values
@@ -136,7 +143,7 @@ def _training(sizes: Sizes, made: Sizes, device: Device, devices: int, choices: 
         "weights": sizes.nbytes,
         "optimizer": ADAMW * learnt,
         # every block's input in 16 bits, and what one block forms again for its backward
-        "activations": 2.0 * T * config.hidden_size * (config.num_layers + WITHIN),
+        "activations": 2.0 * T * config.hidden_size * (config.num_layers + BLOCK_STATES),
         "device_hours": [h * devices for h in hours],
         "hours": hours,
     }
@@ -146,19 +153,23 @@ def _training(sizes: Sizes, made: Sizes, device: Device, devices: int, choices: 
 
 
 def assumptions(device: Device, choices: Choices) -> list[str]:
-    """In words, to be printed with the numbers."""
-    rate, headroom, flops = device.bandwidth / GIGA, device.memory / GIGA, device.flops / TERA
-    items = [
-        f"a device: {rate:,.0f} GB/s, {headroom:,.0f} GB, {flops:,.1f} TFLOP/s",
-        f"expected speed: {OF_BOUND[0]:.0%} to {OF_BOUND[1]:.0%} of the bandwidth bound",
-        f"experts of n tokens: K + {KINSHIP} (E (1 - (1 - K/E)^n) - K)",
+    """One line each."""
+    rate, memory, flops = device.bandwidth / 1e9, device.memory / 1e9, device.flops / 1e12
+    overhead = f"{1e6 * choices.layer_overhead:,.0f} us per layer and forward"
+    usual = ", measured on one CPU core by outpace plan default --hardware this"
+    low, high = (f"{share:.0%}" for share in EFFICIENCY)
+    lines = [
+        f"a device: {rate:,.0f} GB/s, {memory:,.0f} GB, {flops:,.1f} TFLOP/s",
+        f"speed: {low} to {high} of the bandwidth, estimate {TYPICAL:.0%}",
+        f"call overhead: {overhead}{usual * (choices.layer_overhead == LAYER_OVERHEAD)}",
+        f"experts of n tokens: K + {choices.expert_overlap:.2f} (E (1 - (1 - K/E)^n) - K)",
     ]
     if choices.rank:
-        items.append("the products that make keys and values of latents are not counted, only bytes")
+        lines.append("the products that make keys and values of latents are not counted, only bytes")
     if choices.tokens:
         price = "no price is known" if device.price is None else "${} to ${} an hour".format(*device.price)
-        items.append(f"training at {MFU[0]:.0%} to {MFU[1]:.0%} of the products a second; {price}")
-        items.append(f"AdamW: {ADAMW} bytes a trained parameter; rows of {choices.row_tokens}, one at a time")
+        lines.append(f"training at {MFU[0]:.0%} to {MFU[1]:.0%} of the products a second; {price}")
+        lines.append(f"AdamW: {ADAMW} bytes a trained parameter; rows of {choices.row_tokens}, one at a time")
     if choices.draft_parameters and not choices.tau:
-        items.append("no tau was given, so no speed with the draft is reported")
-    return items
+        lines.append("no tau was given, so no speed with the draft is reported")
+    return lines

@@ -1,4 +1,4 @@
-"""How large a model is, from its config alone: parameters, bytes of weights, of its memory, of one step."""
+"""Size of a model from its config alone: parameters, bytes of weights, of the KV cache, of a step."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,12 +8,8 @@ from outpace.models.config import ModelConfig
 from outpace.models.load import parse_config, wanted_tensors
 from outpace.models.weights import count
 
-BITS = {
-    "bf16": 16.0,
-    "fp8": 8.0,
-    "q8": 8.5,
-}  # of a weight that is not MXFP4; q8: GGUF's Q8_0
-DENSE = ("attention", "mlp", "router", "head", "norms", "retrofit")  # read whole for every token
+BITS = {"bf16": 16.0, "fp8": 8.0, "q8": 8.5}  # of a weight that is not MXFP4; q8: GGUF's Q8_0
+DENSE = {"attention", "mlp", "router", "head", "norms", "retrofit"}  # read whole for every token
 
 
 @dataclass(frozen=True)
@@ -34,62 +30,61 @@ class Sizes:
 
     @property
     def active(self) -> float:
-        """Parameters that a token's forward multiplies: no embedding row is, a tied head is."""
-        config = self.config
-        used = config.experts_per_token / config.num_experts if config.num_experts else 0.0
-        head = "embedding" if config.tie_word_embeddings else "head"
-        read = {*DENSE, head}
-        share = {"experts": used} | dict.fromkeys(read, 1.0)
-        return sum(n * share.get(part, 0.0) for part, (n, _) in self.parts.items())
+        """Parameters that a token's forward multiplies: no embedding row, but a tied head."""
+        return self._read(0, 1, 1.0)
 
     @property
     def full_layers(self) -> list[int]:
         return self.config.full_layers
 
-    def experts_touched(self, tokens: int, kinship: float = 1.0) -> float:
-        """Of each layer, by n tokens of one sequence: K + kinship (E (1 - (1 - K/E)^n) - K). With 1, each
-        draws its own (MoESD, arXiv 2505.19645); neighbours share some: 0.6 has been measured."""
+    def experts_touched(self, tokens: int, rho: float = 1.0) -> float:
+        """Per layer, by n tokens of one sequence: K + rho (E (1 - (1 - K/E)^n) - K). With rho 1, each chooses
+        independently (MoESD, arXiv 2505.19645); neighbouring tokens share experts."""
         E, K = self.config.num_experts, self.config.experts_per_token
         if not E:
             return 0.0
         alone = E * (1 - (1 - K / E) ** tokens)
-        return K + kinship * (alone - K)
+        return K + rho * (alone - K)
 
-    def weights_read(self, tokens: int = 1, kinship: float = 1.0) -> float:
+    def weights_read(self, tokens: int = 1, rho: float = 1.0) -> float:
         """Bytes of weights that a forward over `tokens` of one sequence reads."""
-        head = {"embedding"} if self.config.tie_word_embeddings else set()
-        dense = sum(b for part, (_, b) in self.parts.items() if part in {*DENSE, *head})
-        experts = self.parts.get("experts", (0, 0.0))[1]
-        share = self.experts_touched(tokens, kinship) / self.config.num_experts if experts else 0.0
-        return dense + share * experts
+        return self._read(1, tokens, rho)
+
+    def _read(self, kind: int, tokens: int, rho: float) -> float:
+        """kind: 0 counts parameters, 1 bytes."""
+        config = self.config
+        whole = DENSE | ({"embedding"} if config.tie_word_embeddings else set())
+        touched = self.experts_touched(tokens, rho) / config.num_experts if config.num_experts else 0.0
+        share = dict.fromkeys(whole, 1.0) | {"experts": touched}
+        return sum(numbers[kind] * share.get(part, 0.0) for part, numbers in self.parts.items())
 
     def kv_growing(self, number: float = 2.0) -> float:
-        """Bytes that a token adds to the memory of the layers with full attention; `number`: bytes of one."""
+        """Bytes that a token adds to the KV cache of full-attention layers; `number`: bytes of one."""
         config = self.config
         return number * sum(config.kv_numbers(i) + config.index_numbers(i) for i in self.full_layers)
 
     def kv_bytes(self, context: int, number: float = 2.0) -> float:
-        """Of one sequence; layers with a sliding window remember no more than it."""
+        """Of one sequence; layers with a sliding window cache no more than it."""
         config, full = self.config, set(self.full_layers)
         windows = [i for i in range(config.num_layers) if i not in full]
-        held = sum(config.kv_numbers(i) * min(context, config.window(i)) for i in windows)
-        return self.kv_growing(number) * context + number * held
+        windowed = sum(config.kv_numbers(i) * min(context, config.window(i)) for i in windows)
+        return self.kv_growing(number) * context + number * windowed
 
     def kv_read(self, context: int, number: float = 2.0) -> float:
-        """Bytes of memory that one token's step reads; with an index, all its keys and what it chooses."""
-        config, looked = self.config, 0.0
+        """Bytes of KV cache that one token's step reads; with an index, its keys and the chosen tokens."""
+        config, total = self.config, 0.0
         for i in range(config.num_layers):
             seen = min(context, config.window(i) or context)
             if i in config.dsa_layers and config.use_dsa:
-                looked += config.dsa_index_dim * context
+                total += config.dsa_index_dim * context
                 seen = config.dsa_keep.most(context)
-            looked += config.kv_numbers(i) * seen
-        return number * looked
+            total += config.kv_numbers(i) * seen
+        return number * total
 
 
 def sizes_of(name: str, hf: dict[str, Any], dense: str = "bf16") -> Sizes:
     """hf: a config.json. Experts of a gpt-oss are MXFP4 if it has a quantization_config, all else is
-    stored as BITS[dense]. Raises ValueError for another."""
+    stored as BITS[dense]. Raises ValueError for another `dense`."""
     if dense not in BITS:
         raise ValueError(f"weights {dense!r}: it must be one of {', '.join(BITS)}")
     config = parse_config(hf)
@@ -97,8 +92,8 @@ def sizes_of(name: str, hf: dict[str, Any], dense: str = "bf16") -> Sizes:
     wanted = wanted_tensors(config, "mxfp4" if packed else "dense")
     specs = [(n, tuple(t.shape), "U8" if t.dtype.itemsize == 1 else "BF16") for n, t in wanted.items()]
     parts, _ = count(specs)
-    kept = {"experts"} if packed else set()
-    scaled = {p: (n, b if p in kept else b * BITS[dense] / 16) for p, (n, b) in parts.items()}
+    scale = BITS[dense] / 16
+    scaled = {p: (n, b if packed and p == "experts" else b * scale) for p, (n, b) in parts.items()}
     return Sizes(name, config, scaled)
 
 
