@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 UNIONS = (Union, types.UnionType)
+LARGEST = 2**31 - 1
 
 
 def load_settings(
@@ -25,7 +26,8 @@ def load_settings(
     a float is wanted; nothing else is converted, except str to Path and list to tuple.
 
     Raises ValueError for a recipe that cannot be read, an unknown key (naming the nearest known one),
-    a value of the wrong type, a missing one, and whatever the dataclass itself refuses.
+    a value of the wrong type, a missing one, whatever the dataclass itself refuses, and whole numbers that
+    are negative or above 2^31 - 1 (seeds may have 64 bits).
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -33,11 +35,14 @@ def load_settings(
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"recipe {path} cannot be read: {error.strerror or error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"recipe {path} is not TOML: {error}") from error
     recipe = _values(cls, values, str(path), "")
     override = _values(cls, overrides, source, "")
-    return _make(cls, _merge(recipe, override), f"{path}" if path else "the settings")
+    values, where = _merge(recipe, override), f"{path}" if path else "the settings"
+    made = _make(cls, values, where)
+    _check_sizes(values, where)
+    return made
 
 
 def parse_overrides(cls: type, pairs: Sequence[str]) -> dict[str, Any]:
@@ -61,7 +66,7 @@ def _read(text: str) -> Any:
     for toml in (text, f"[{text}]") if "," in text else (text,):
         try:
             return tomllib.loads(f"x = {toml}")["x"]
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             pass
     return [_read(part) for part in text.removesuffix(",").split(",")] if "," in text else text
 
@@ -92,16 +97,25 @@ def _value(wanted: Any, value: Any, source: str, key: str) -> Any:
     fitted, value = _fit(wanted, value)
     if not fitted:
         raise ValueError(f"{source}: `{key}` wants {_name(wanted)}, not {value!r}")
-    if any(isinstance(x, float) and not math.isfinite(x) for x in _leaves(value)):
+    if not all(isinstance(x, int) or math.isfinite(x) for x in _numbers(value)):
         raise ValueError(f"{source}: `{key}` is {value!r}: it must be finite")
     return value
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _check_sizes(values: dict[str, Any], source: str) -> None:
+    """Whole numbers are sizes and counts, unless they are seeds."""
+    for key, value in values.items():
+        low, high = (-(2**63), 2**64 - 1) if key.endswith("seed") else (0, LARGEST)
+        for number in _numbers(value):
+            if type(number) is int and not low <= number <= high:
+                raise ValueError(f"{source}: `{key}` is {number}: it must be {low} to {high}")
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
     if isinstance(value, dict | list | tuple | frozenset):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(inner)
-    else:
+            yield from _numbers(inner)
+    elif isinstance(value, int | float):
         yield value
 
 

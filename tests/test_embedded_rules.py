@@ -140,7 +140,7 @@ def test_chat_with_a_rule(monkeypatch, capsys):
         (("--draft-temperature", "0.5"), "with the rule match no draft token is drawn"),
         (
             ("--acceptance", "block", "--draft-temperature", "0"),
-            "draft_temperature 0.0 is not a number above 0",
+            "draft_temperature 0.0 is outside [1e-06, 1e+06]",
         ),
     ],
 )

@@ -219,7 +219,7 @@ def measured_plan(*arguments):
 
 @pytest.fixture
 def quick_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr("outpace.decode.costs.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("outpace.config.cache_folder", lambda: tmp_path)
     monkeypatch.setattr("outpace.bench.machine.read_bandwidth", lambda: 2e10)
     monkeypatch.setattr("outpace.bench.machine.multiply_rate", lambda: 1e11)
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))

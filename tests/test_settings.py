@@ -92,6 +92,11 @@ def test_conversions(recipe):
         ("name = 'a'", ["`steps`", "not set"]),
         ("steps = 0", ["steps 0"]),
         ("steps = ", ["recipe.toml", "not TOML"]),
+        ("steps = " + "[" * 5000 + "]" * 5000, ["recipe.toml", "not TOML"]),
+        ("steps = 1\nids = [1, 1000000000000]", ["`ids`", "1000000000000"]),
+        ("steps = 99999999999999999999999999", ["`steps`", "2147483647"]),
+        ("steps = 1\ninner = {size = -1}", ["-1", "0 to"]),
+        ("steps = 1\nlimit = -5", ["`limit`", "-5"]),
     ],
 )
 def test_refusals(recipe, text, message):
@@ -130,6 +135,11 @@ def test_refused_overrides():
     ):
         with pytest.raises(ValueError, match=value):
             load_settings(Recipe, None, overrides)
+
+
+def test_deep_overrides_are_words():
+    deep = "[" * 5000 + "]" * 5000
+    assert parse_overrides(Recipe, [f"name={deep}"]) == {"name": deep}
 
 
 def test_a_recipe_that_is_not_there(tmp_path):

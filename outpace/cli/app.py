@@ -50,11 +50,15 @@ def _about(
     """Lossless speculative decoding for GPT-OSS, Qwen3 and Llama: train drafts, decode, check, measure."""
 
 
-def integer(text: str, where: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{where}: {text!r} is not a whole number") from None
+def integers(text: str, option: str) -> list[int]:
+    """A comma list. Raises ValueError for anything else."""
+    values = []
+    for part in text.split(","):
+        try:
+            values.append(int(part))
+        except ValueError:
+            raise ValueError(f"{option}: {part!r} is not a whole number") from None
+    return values
 
 
 def read_text(path: Path) -> str:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Target, app, console, integer
+from outpace.cli.app import AsJson, Target, app, console, integers
 from outpace.cli.costs import measure_costs, stored_costs
 from outpace.cli.options import DraftOptions, with_options
 
@@ -57,8 +57,7 @@ def calibrate(
         raise ValueError(f"--seconds {seconds}: it must be above 0")
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
-    lengths = [integer(part, "--contexts") for part in contexts.split(",")]
-    sizes = [integer(part, "--batches") for part in batches.split(",")]
+    lengths, sizes = integers(contexts, "--contexts"), integers(batches, "--batches")
     model = load(target)
     draft = options.load_draft(model)
     if draft is None:

@@ -185,6 +185,7 @@ def _bytes_bar() -> Progress:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=(stderr := Console(stderr=True)),
         transient=True,
+        disable=not stderr.is_terminal,
     )

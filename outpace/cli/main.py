@@ -25,13 +25,17 @@ from outpace.cli.app import app
 def main() -> None:
     """The console script: errors meant for people end in one line, not in a traceback."""
     if sys.stdout is None:  # closed by the shell: >&-
-        sys.exit("error: the standard output is closed: redirect it to a file")
+        _fail("the standard output is closed: redirect it to a file")
     try:
         app()
     except UnicodeDecodeError as error:  # files are decoded where they are read
         _fail(f"the input is not UTF-8 (byte {error.start:,}): convert it first")
     except (ValueError, OSError) as error:
         _fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # torch's name for it
+            _fail("not enough memory: use smaller sizes or a shorter context")
+        raise
 
 
 def _fail(message: str) -> None:

@@ -60,7 +60,7 @@ def plan(
     from outpace.plan.sizes import sizes_of
 
     count, name = parse_hardware(hardware)
-    sizes, warnings = sizes_of(*_config(model), weights), []
+    sizes, warnings = sizes_of(*_config(model), weights), list[str]()
     given: dict[str, Any] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
     given |= {"batch": batch, "rank": rank, "index_dim": index_dim, "top_k": top_k}
     choices = recipe_settings(Choices, recipe, set_, **given)
@@ -107,10 +107,11 @@ def _price(text: str) -> tuple[float, float]:
     return low, high
 
 
-def _this_machine(sizes: "Sizes", choices: "Choices") -> "tuple[Device, dict[str, float], list[str]]":
+def _this_machine(sizes: "Sizes", choices: "Choices") -> "tuple[Device, dict[str, Any], list[str]]":
     """-> this machine as measured, fields of the plan that a measurement gives, and warnings."""
     import torch
 
+    from outpace.config import cache_folder
     from outpace.bench.machine import machine, multiply_rate, read_bandwidth
     from outpace.decode.costs import stored_for
     from outpace.plan.devices import Device
@@ -118,8 +119,8 @@ def _this_machine(sizes: "Sizes", choices: "Choices") -> "tuple[Device, dict[str
     with console.status("measuring this machine"):
         known = machine(torch.device("cpu"))
         device = Device("this", (known["memory_gib"] or 0) * 2**30, read_bandwidth(), multiply_rate())
-        measured, warnings = {}, []
-        costs = stored_for(sizes.config)
+        measured, warnings = dict[str, Any](), list[str]()
+        costs = stored_for(sizes.config, cache_folder())
         if costs is None:
             measured["layer_overhead"] = _embedded_overhead(device, choices)
         else:

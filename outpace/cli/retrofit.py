@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Corpus, Recipe, Set, Target, app, console, recipe_settings, train_app
+from outpace.cli.app import (
+    AsJson,
+    Corpus,
+    Recipe,
+    Set,
+    Target,
+    app,
+    console,
+    recipe_settings,
+    resumable,
+    train_app,
+)
 
 retrofit_app = typer.Typer(no_args_is_help=True, help="Reduce the KV cache of a trained target.")
 app.add_typer(retrofit_app, name="retrofit")
@@ -115,9 +126,11 @@ def train_mla(
     settings = recipe_settings(MlaRecipe, recipe, set_)
     given = _opened(target, corpus)
     if cache is not None:
-        whose = fingerprint(given["target"], retrofits=False)
-        given["teacher"] = TeacherCache.open(cache, target_fingerprint=whose, final=True)
-    _summary(train(settings, folder=out, **given), out)
+        original = fingerprint(given["target"], retrofits=False)
+        given["teacher"] = TeacherCache.open(cache, target_fingerprint=original, final=True)
+    with resumable(out):
+        report = train(settings, folder=out, **given)
+    _summary(report, out)
 
 
 @train_app.command("dsa")
@@ -139,7 +152,10 @@ def train_dsa(
     from outpace.retrofit.dsa import train_dsa as train
 
     settings = recipe_settings(DsaRecipe, recipe, set_)
-    _summary(train(settings, folder=out, **_opened(target, corpus)), out)
+    given = _opened(target, corpus)
+    with resumable(out):
+        report = train(settings, folder=out, **given)
+    _summary(report, out)
 
 
 def _opened(target: str, corpus: Path | None) -> dict[str, Any]:

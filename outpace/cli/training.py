@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,11 +13,18 @@ from outpace.cli.app import (
     Set,
     Target,
     console,
-    integer,
+    integers,
     recipe_settings,
+    resumable,
     teacher_app,
     train_app,
 )
+
+if TYPE_CHECKING:
+    from outpace.api import Model
+    from outpace.teacher.store import TeacherCache
+    from outpace.train.dflash import DFlashRecipe
+    from outpace.train.eagle3 import Eagle3Recipe
 
 Loss = Annotated[
     str | None,
@@ -53,25 +60,20 @@ def train_dflash(
     [bold]Examples[/bold]: outpace train dflash --cache work/cache --out work/dflash --weights dpace
     outpace train dflash --cache work/cache --out work/dflash --loss 0.1*ce+0.9*tv --set selector=64
     """
-    from outpace.bench.prompts import held_out_prompts
-    from outpace.loading import draft_folder, open_dflash, open_target
-    from outpace.models.load import fingerprint
-    from outpace.teacher.store import TeacherCache
-    from outpace.text.corpus import read_corpus, split
+    from outpace.api import load
+    from outpace.loading import open_dflash
     from outpace.train import dflash
-    from outpace.train.drafts import read_provenance
 
-    given = {name: value for name, value in (("loss", loss), ("weights", weights)) if value is not None}
-    settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **given)
+    settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **_given(loss=loss, weights=weights))
     if init in ("none", "ngram"):
         raise ValueError(f"--init {init}: it means no weights; name a draft's folder, or 'dflash'")
-    loaded, tokenizer = open_target(target)
-    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded), final=settings.final)
-    _, held_out = split(read_corpus(corpus))
-    prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
-    start = None if init is None else open_dflash(init, tokenizer)
-    before = None if init is None else read_provenance(draft_folder(init))
-    dflash.train_dflash(settings, loaded, tokenizer, teacher, prompts, out, init=start, started_from=before)
+    model = load(target)
+    start = None if init is None else open_dflash(init, model.tokenizer)
+    teacher, prompts, before = _data(model, cache, settings, corpus, init)
+    with resumable(out):
+        dflash.train_dflash(
+            settings, model.target, model.tokenizer, teacher, prompts, out, init=start, started_from=before
+        )
     console.print(f"{out / 'draft'}: saved")
 
 
@@ -98,27 +100,49 @@ def train_eagle3(
     outpace train eagle3 --cache work/cache --out work/lk --loss lk --recipe recipes/eagle3-default.toml
     outpace train eagle3 --cache work/cache --out work/p-eagle --recipe recipes/p-eagle.toml
     """
-    from outpace.bench.prompts import held_out_prompts
+    from outpace.api import load
     from outpace.drafts.eagle3 import Eagle3
-    from outpace.loading import draft_folder, open_target, open_weights
+    from outpace.loading import open_weights
+    from outpace.train import eagle3
+
+    settings = recipe_settings(eagle3.Eagle3Recipe, recipe, set_, **_given(loss=loss))
+    model = load(target)
+    start = None if init is None else open_weights(init, model.target, model.tokenizer)
+    if init is not None and not isinstance(start, Eagle3):
+        raise ValueError(f"--init {init}: it is no EAGLE-3; name the folder of one")
+    assert start is None or isinstance(start, Eagle3)
+    teacher, prompts, before = _data(model, cache, settings, corpus, init)
+    with resumable(out):
+        eagle3.train_eagle3(
+            settings, model.target, model.tokenizer, teacher, prompts, out, init=start, started_from=before
+        )
+    console.print(f"{out / 'draft'}: saved")
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Those of the options that were set."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _data(
+    model: "Model",
+    cache: Path,
+    settings: "DFlashRecipe | Eagle3Recipe",
+    corpus: Path | None,
+    init: str | None,
+) -> "tuple[TeacherCache, list[list[int]], Any]":
+    """-> the teacher cache, held-out prompts, the provenance of the draft `init`."""
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.loading import draft_folder
     from outpace.models.load import fingerprint
     from outpace.teacher.store import TeacherCache
     from outpace.text.corpus import read_corpus, split
-    from outpace.train import eagle3
     from outpace.train.drafts import read_provenance
 
-    settings = recipe_settings(eagle3.Eagle3Recipe, recipe, set_, **({} if loss is None else {"loss": loss}))
-    loaded, tokenizer = open_target(target)
-    start = None if init is None else open_weights(init, loaded, tokenizer)
-    if init is not None and not isinstance(start, Eagle3):
-        raise ValueError(f"--init {init}: it is no EAGLE-3; name the folder of one")
-    before = None if init is None else read_provenance(draft_folder(init))
-    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded), final=settings.final)
-    _, held_out = split(read_corpus(corpus))
-    prompts = held_out_prompts(tokenizer, held_out, settings.eval_prompts, 256)
-    assert start is None or isinstance(start, Eagle3)
-    eagle3.train_eagle3(settings, loaded, tokenizer, teacher, prompts, out, init=start, started_from=before)
-    console.print(f"{out / 'draft'}: saved")
+    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(model.target), final=settings.final)
+    held_out = split(read_corpus(corpus))[1]
+    prompts = held_out_prompts(model.tokenizer, held_out, settings.eval_prompts, 256)
+    return teacher, prompts, None if init is None else read_provenance(draft_folder(init))
 
 
 @train_app.command("suffix")
@@ -171,12 +195,12 @@ def teacher_build(
 
     more: dict[str, object] = {"final": True} if final else {}
     if position_offsets is not None:
-        parts = position_offsets.split(",")
-        more["position_offsets"] = [integer(x, "--position-offsets") for x in parts]
+        more["position_offsets"] = integers(position_offsets, "--position-offsets")
     settings = recipe_settings(build.TeacherRecipe, recipe, set_, **more)
     loaded, tokenizer = open_target(target)
     train, _ = split(read_corpus(corpus))
-    built = build.build(loaded, tokenizer, train, out, settings)
+    with resumable(out):
+        built = build.build(loaded, tokenizer, train, out, settings)
     size = f"{built.meta.tokens:,} tokens, {built.meta.nbytes / 2**20:,.1f} MiB"
     console.print(f"{out}: {len(built)} samples, {size}")
 
@@ -186,11 +210,11 @@ def teacher_info(path: Path, as_json: AsJson = False) -> None:
     """Describe a teacher cache and the target it belongs to."""
     from outpace.teacher.store import TeacherCache
 
-    given = TeacherCache.open(path, unfinished=True).describe()
+    description = TeacherCache.open(path, unfinished=True).describe()
     if as_json:
-        print(json.dumps(given, indent=2))
+        print(json.dumps(description, indent=2))
     else:
-        for key, value in given.items():
+        for key, value in description.items():
             console.print(f"{key:>20}  {value}", highlight=False)
 
 

@@ -278,10 +278,10 @@ def read_costs(folder: Path, fingerprint: str) -> Costs | None:
     return costs
 
 
-def stored_for(config: ModelConfig, folder: Path | None = None) -> Costs | None:
+def stored_for(config: ModelConfig, folder: Path) -> Costs | None:
     """The newest stored table of a target of this shape, on this machine; None without one."""
     shape = f"{config.architecture}, {config.num_layers} layers"
-    files = sorted((folder or cache_folder()).glob("costs/*.json"), key=lambda path: -path.stat().st_mtime)
+    files = sorted(folder.glob("costs/*.json"), key=lambda path: -path.stat().st_mtime)
     for path in files:
         try:
             costs = from_json(read_object(path), str(path))

@@ -1,6 +1,5 @@
 """What is asked of a decoding loop, what it gives back, and the prefill both loops share."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ from outpace.decode.trace import Trace
 from outpace.drafts.base import DraftSession
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder
-from outpace.ops.sampling import Sampling
+from outpace.ops.sampling import Sampling, check_scale
 
 GREEDY = "greedy"
 COST_RULES = (GREEDY, *RULES)
@@ -41,8 +40,8 @@ class Request:
             raise ValueError(f"limits {list(self.limits)}: each must lie in 1..{self.max_new_tokens}")
         if self.rule not in RULES:
             raise ValueError(f"rule {self.rule!r}: it must be one of {', '.join(RULES)}")
-        if self.draft_temperature is not None and not 0 < self.draft_temperature < math.inf:
-            raise ValueError(f"draft_temperature {self.draft_temperature} is not a number above 0")
+        if self.draft_temperature is not None:
+            check_scale("draft_temperature", self.draft_temperature)
         if self.draft_temperature is not None and self.rule == "match":
             raise ValueError(
                 "draft_temperature: with the rule match no draft token is drawn; name another rule"

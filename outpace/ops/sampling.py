@@ -1,5 +1,6 @@
 """Logits -> probabilities -> token; every draw takes its generator."""
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,13 @@ from outpace.kernels import cpu, cpu_noise
 from outpace.ops.fast import kernel
 
 FEW = 512  # likely tokens
+SMALLEST, LARGEST = 1e-6, 1e6  # temperatures and penalties that float32 logits survive
+
+
+def check_scale(name: str, value: float) -> None:
+    """Raises ValueError for a divisor of logits that leaves nothing of them in float32."""
+    if not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{name} {value} is outside [{SMALLEST:g}, {LARGEST:g}]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,9 @@ class Sampling:
             raise ValueError(
                 f"repetition_penalty {self.repetition_penalty} is not above 0 (1 changes nothing)"
             )
+        check_scale("repetition_penalty", self.repetition_penalty)
+        if self.temperature:  # 0 is greedy
+            check_scale("temperature", self.temperature)
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:  # refuses nan, too
                 raise ValueError(f"{name} {getattr(self, name)} is outside [-2, 2] (0 changes nothing)")
@@ -65,9 +76,14 @@ class Sampling:
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """What a person's seed means. Raises ValueError for one of more than 64 bits."""
+    """The generator of a user's seed. Raises ValueError for more than 64 bits.
+
+    torch's generator on the CPU reads 32 bits of a seed: larger ones are hashed, so that every bit counts.
+    """
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed {seed}: it must lie in -2^63 .. 2^64 - 1")
+    if not 0 <= seed <= LOW:
+        seed = int.from_bytes(hashlib.sha256(str(seed % 2**64).encode()).digest()[:4])
     return torch.Generator(device).manual_seed(seed)
 
 

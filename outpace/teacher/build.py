@@ -73,6 +73,7 @@ class Prompts:
 
 
 CAPTURE_TOKENS = 2048  # of one capturing pass, padding included: longer ones pad more and miss the cache
+MOST_SAMPLES = 10_000_000
 LENGTHS, PROMPT, RESPONSE = range(3)  # streams of random numbers
 
 
@@ -101,8 +102,8 @@ class TeacherRecipe:
 
     def __post_init__(self) -> None:
         for name in ("samples", "shard_samples", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+            if not 1 <= getattr(self, name) <= MOST_SAMPLES:
+                raise ValueError(f"{name} {getattr(self, name)}: it must be 1 to {MOST_SAMPLES:,}")
         for name in ("prompt_tokens", "response_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:

@@ -20,6 +20,7 @@ MAX_BYTES = 256 * 2**20  # of a tokenizer.json; the largest published ones have 
 CHECK_SECONDS = 60.0
 CHECK_MEMORY = 3 * 2**30  # bytes of address space; the largest published ones take 1 GiB
 CHECKED = "checked_tokenizers.txt"  # in the cache folder, one line per tokenizer.json
+MAX_VOCABULARY = 2**20
 SPECIAL = (
     "<|startoftext|>",
     END_OF_TEXT,
@@ -38,6 +39,8 @@ PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of exactly `vocab_size` ids, the special tokens first. Deterministic."""
+    if not len(SPECIAL) + 256 <= vocab_size <= MAX_VOCABULARY:  # the library aborts the process
+        raise ValueError(f"vocab_size {vocab_size}: it must be {len(SPECIAL) + 256} to {MAX_VOCABULARY:,}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
