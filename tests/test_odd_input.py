@@ -172,3 +172,25 @@ def test_ctrl_c_of_a_teacher_says_how_to_resume(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err, err
     assert f"the same command resumes from {out}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "needed"),
+    [
+        ("convert default folder", "folder", True),
+        ("convert default model.gguf", "model.gguf", True),
+        ("export dflash --to zlab --out draft", "draft", True),
+        ("train dflash --cache cache --out run --set rows=1 --set steps=2 --set eval_every=2", "run", False),
+    ],
+)
+def test_a_full_disk_is_one_line(tmp_path, arguments, name, needed):
+    """`ulimit -f` ends writes as a full disk does, at 1,000 blocks of 1 KiB."""
+    if arguments.startswith("train"):
+        lengths = "--set samples=3 --set prompt_tokens=[8,12] --set response_tokens=[10,14]"
+        assert shell(f"outpace teacher build --out cache {lengths}", cwd=tmp_path).returncode == 0
+    ended = shell(f"ulimit -f 1000; outpace {arguments}", cwd=tmp_path)
+    message = ended.stderr.strip()
+    assert ended.returncode == 2 and len(message.splitlines()) == 1, message
+    assert f"{name}" in message and "the disk is full or a limit is reached" in message
+    assert "bytes are free there" in message and ("it needs" in message) == needed
+    assert not (tmp_path / name).exists() or arguments.startswith("train")

@@ -15,8 +15,15 @@ from outpace.checkpoint.base import LoadError
 STAGING = ".writing"  # ends the name of a folder that is being written
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# what libraries make of it: safetensors' own error, and torch.save's, which names no cause
-FULL_WORDS = ("No space left", "File too large", "PytorchStreamWriter failed", "iostream error")
+# what libraries make of it: safetensors' own error, and torch.save's and numpy's, which name no cause
+FULL_WORDS = (
+    "No space left",
+    "File too large",
+    "PytorchStreamWriter failed",
+    "inline_container",
+    "iostream error",
+    "requested and",
+)
 
 
 @contextmanager
@@ -140,6 +147,8 @@ def disk(path: Path, nbytes: int | None = None) -> Iterator[None]:
         full = getattr(error, "errno", None) in FULL or any(word in str(error) for word in FULL_WORDS)
         if not full:
             raise
+        if path.name.endswith(STAGING):  # the name that the user gave
+            path = path.with_name(path.name.removeprefix(".").removesuffix(STAGING))
         place = next(p for p in (path, *path.parents) if p.exists())
         needed = "" if nbytes is None else f"it needs {nbytes:,} bytes, "
         raise LoadError(

@@ -111,8 +111,8 @@ def _this_machine(sizes: "Sizes", choices: "Choices") -> "tuple[Device, dict[str
     """-> this machine as measured, fields of the plan that a measurement gives, and warnings."""
     import torch
 
-    from outpace.config import cache_folder
     from outpace.bench.machine import machine, multiply_rate, read_bandwidth
+    from outpace.config import cache_folder
     from outpace.decode.costs import stored_for
     from outpace.plan.devices import Device
 
