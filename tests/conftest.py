@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from outpace.kernels import bindings
+
 settings.register_profile(
     "outpace", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -46,6 +48,18 @@ def twins(tmp_path_factory):
         return made[family]
 
     return twin
+
+
+@pytest.fixture
+def force_kernels(monkeypatch):
+    """force_kernels(False): the plain references run; True: the C kernels, or the test is skipped."""
+
+    def force(on):
+        if on and not bindings.available():
+            pytest.skip(f"no CPU kernels: {bindings.why_not()}")
+        monkeypatch.setattr(bindings, "available", lambda: on)
+
+    return force
 
 
 @pytest.fixture

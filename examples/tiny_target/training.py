@@ -19,7 +19,7 @@ from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import build
 from outpace.models.save import dense_tensors
-from outpace.ops.fast import product_dtype
+from outpace.ops.dispatch import product_dtype
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document

@@ -20,7 +20,7 @@ from outpace.drafts.base import Draft
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
-from outpace.ops.fast import kernels
+from outpace.ops.dispatch import built
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def machine(target: Decoder) -> dict[str, str]:
         "vector": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "kernels": "none" if cuda else kernels(),
+        "kernels": "none" if cuda else built(),
         "torch": torch.__version__,
         "outpace": version("outpace"),
     }

@@ -26,7 +26,7 @@ from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
-from outpace.ops.fast import few
+from outpace.ops.dispatch import use_kernel
 from outpace.ops.quant import Joined, Quant
 from outpace.ops.rope import inverse_frequencies, rope_tables
 
@@ -200,7 +200,7 @@ class DFlashSession:
     def context_kv(self, aux: Tensor, step: StepMetadata) -> list[tuple[Tensor, Tensor]]:
         """aux [n,B,T,C] of verified tokens -> k and v [B,K,T,D] of every layer, good until the next call."""
         draft, positions, T = self.draft, step.storage + self.cache.offset, aux.shape[2]
-        if T <= draft.block_size and self.in_one_piece and few(aux[0]):
+        if T <= draft.block_size and self.in_one_piece and use_kernel(aux[0], few_rows=True):
             if T not in self.fast_contexts:
                 parts = draft.config, self.layers, draft.fc, draft.hidden_norm, draft.inv
                 self.fast_contexts[T] = FastContext(*parts, aux.shape[1], T)
@@ -252,7 +252,7 @@ class DFlashSession:
             view = self.cache.layers[layer].append(k, v, sees)
             return attend_view(q, view, config.window(layer), None, scale)
 
-        if self.in_one_piece and few(x):
+        if self.in_one_piece and use_kernel(x, few_rows=True):
             B, T, _ = x.shape
             if T not in self.fast_blocks:
                 self.fast_blocks[T] = FastBlock(config, self.layers, self.draft.norm, self.draft.inv, B, T)

@@ -13,7 +13,7 @@ from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_heads import AFTER, BEFORE, BlockConv
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
 from outpace.models.blocks import Linear, RMSNorm
-from outpace.ops.fast import Program
+from outpace.ops.dispatch import Program
 from outpace.ops.quant import Joined, Quant, Weight
 
 

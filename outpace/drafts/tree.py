@@ -18,7 +18,7 @@ from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.tree import Tree
 from outpace.ops.candidates import top_k
-from outpace.ops.fast import kernel
+from outpace.ops.dispatch import use_kernel
 
 MOST_NODES = 1024  # of a tree: the target's logits of all of them are formed at once
 
@@ -73,7 +73,7 @@ def best_first(
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, falling: values float32 and ids."""
-    if kernel(scores) and k <= 64:  # what the kernel takes: for more, `top_k` would sort the row
+    if use_kernel(scores) and k <= 64:  # what the kernel takes: for more, `top_k` would sort the row
         ids, values, _ = top_k(scores.contiguous(), k)
         return values, ids
     top, ids = scores.topk(min(k, scores.shape[-1]), dim=-1)

@@ -13,16 +13,11 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("cpu.c")
+from outpace.kernels.layouts import SOURCE, kernels, sources
+
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC"]
 # gcc for some CPUs leaves a lone chain of products and sums unfused: a row would then depend on its company
 FLAGS += ["--param=avoid-fma-max-bits=0"]
-FUNCTIONS = (
-    *("linear", "rms_norm", "rms_norm_backward", "rope", "attend", "route", "moe", "unpack_mxfp4"),
-    *("gated", "gated_backward", "angles", "turn_heads", "argmax", "blocks", "expand_rows"),
-    *("perturb", "grow", "move", "index_scores", "choose", "latent_keys"),
-    *("block_conv", "block_conv_backward", "top", "walk", "run"),
-)
 
 
 def _openmp() -> str | None:
@@ -54,9 +49,8 @@ def _run(*command: str) -> str:
 
 def _build(compiler: str, openmp: str | None) -> ctypes.CDLL:
     version = _run(compiler, "--version")
-    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.c"))]
     flags = [*FLAGS, *os.environ.get("OUTPACE_CFLAGS", "").split()]
-    parts = [*sources, version, _flags_of_this_cpu(), torch.__version__, str(openmp), *flags]
+    parts = [sources(), version, _flags_of_this_cpu(), torch.__version__, str(openmp), *flags]
     target = _cache() / f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +82,7 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
         except (OSError, RuntimeError) as error:  # no place to write to; no home
             why = str(error)
         else:
-            for name in FUNCTIONS:
+            for name in kernels(sources()):
                 getattr(library, name).argtypes = [ctypes.c_char_p]
                 getattr(library, name).restype = None
             return library, None

@@ -5,7 +5,7 @@ static void add_to(const Sum *o) { for (long i = 0; i < o->n; i++) o->y[i] += o-
 typedef struct { int64_t which; const void *with; } Call;
 typedef struct { const Call *calls; int64_t count; } Program;
 void run(const Program *p) {
-    for (const Call *c = p->calls; c < p->calls + p->count; c++) switch (c->which) {  // in the order of cpu_program.py
+    for (const Call *c = p->calls; c < p->calls + p->count; c++) switch (c->which) {  // read by layouts.py
         case 0: linear(c->with); break;
         case 1: rms_norm(c->with); break;
         case 2: rope(c->with); break;

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels import cpu
+from outpace.kernels.bindings import use_kernel
 from outpace.kv.base import LayerCache
 from outpace.kv.metadata import FEW, KVView, StepMetadata
 from outpace.kv.topk import Index
@@ -92,8 +92,7 @@ class LatentCache(LayerCache):
     def _late(self, k: Tensor, step: StepMetadata) -> bool:
         """Whether attention can sum latents, and values be made of the sums: where a kernel runs it."""
         short = step.T <= FEW or step.tree is not None
-        fits = k.dtype == torch.float32 and k.device.type == "cpu" and self.head_dim % 8 == 0
-        return short and fits and not torch.is_grad_enabled() and cpu.available()
+        return short and self.head_dim % 8 == 0 and use_kernel(k)
 
     def _joined(self, old: Tensor, new: Tensor, step: StepMetadata) -> Tensor:
         """old [B,K,n,D] and new [B,K,T,D] -> [B,K,n+T,D], each new one at its index."""

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu, cpu_cache
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 
 def move(memories: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
     """memories [B, K, S + 1, D], S of each its own; source, target [B, n] int64: indices of tokens, which lie
     in slot index % S, or -1 in both for none. In place; all sources are read before a target is written."""
-    if source.device.type == "cpu" and cpu.available():
-        cpu_cache.move(memories, source, target)
+    if use_kernel(source):
+        bindings.move(memories, source, target)
     else:
         reference_move(memories, source, target)
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels import cpu, cpu_index
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 from outpace.kv.tree import Tree
 
 Lists = tuple[Tensor, Tensor]  # storage indices [B, T, N] int64, ascending, and how many count [B, T]
@@ -139,17 +140,17 @@ def score(index: Index, keys: Tensor, place: QueryPositions, seen: int) -> Tenso
     """[B, T, seen] float32; undefined where a query does not look."""
     q, w = index.q.float().contiguous(), index.w.float().contiguous()
     if _kernel(q, keys):
-        return cpu_index.scores(q, w, keys, place.start, seen, place.tree is None)
+        return bindings.index_scores(q, w, keys, place.start, seen, place.tree is None)
     return reference_scores(q, w, keys[:, :seen].float())
 
 
 def pick(scores: Tensor, place: QueryPositions, wanted: Tensor, width: int, keep: TopKConfig) -> Lists:
-    if scores.device.type != "cpu" or not cpu.available():
+    if not use_kernel(wanted):
         return reference_pick(scores, place, wanted, width, keep)
     tree = place.tree
     given = (None, None) if tree is None else (tree.sees, tree.depth)
     counts, fixed = place.counts, (keep.sinks, keep.recent)
-    return cpu_index.choose(scores, place.start, counts, wanted.contiguous(), width, *fixed, *given)
+    return bindings.choose(scores, place.start, counts, wanted.contiguous(), width, *fixed, *given)
 
 
 def reference_scores(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
@@ -232,5 +233,5 @@ def _everything(place: QueryPositions, width: int) -> Lists:
 def _kernel(q: Tensor, keys: Tensor) -> bool:
     """Where the kernel can take them."""
     H, D = q.shape[2:]
-    fits = D % 8 == 0 and D <= 256 and H <= cpu_index.MOST_HEADS and keys.dtype == torch.float32
-    return fits and q.device.type == "cpu" and not torch.is_grad_enabled() and cpu.available()
+    fits = D % 8 == 0 and D <= 256 and H <= bindings.MOST_INDEX_HEADS and keys.dtype == torch.float32
+    return fits and use_kernel(q)

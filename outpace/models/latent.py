@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.fast import MOST_ROWS, kernel
+from outpace.ops.dispatch import MOST_ROWS, use_kernel
 from outpace.ops.latent import keys_, panels
 from outpace.ops.linear import linear
 from outpace.ops.rope import rotate
@@ -55,7 +55,7 @@ class Latent(nn.Module):
         flat = rows.reshape(-1, rows.shape[-1])
         c, inverse = flat[:, : self.rank], flat[:, self.rank :]
         v = _up(self.v_up, c, head, D).reshape(*rows.shape[:-2], n, -1, D).transpose(-3, -2)
-        if head is None and D % 8 == 0 and kernel(rows):
+        if head is None and D % 8 == 0 and use_kernel(rows):
             made = rows.new_empty(*rows.shape[:-2], self.kv_heads, n, D)
             self.keys_(made.view(-1, *made.shape[-3:]), rows.view(-1, *rows.shape[-2:]), cos, sin, norm)
             return made, v

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 from outpace.kv.metadata import FEW, KVView
-from outpace.ops.fast import kernel
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
@@ -41,7 +41,7 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
     kernel is chosen for cached attention. For a chain of more than FEW the flash kernel's blocked products
     win."""
     (B, T, H, D), step = q.shape, view.step
-    if D % 8 == 0 and kernel(q):
+    if D % 8 == 0 and use_kernel(q):
         given = q, view.k, view.v, step.starts, window, sinks, scale
         how: dict[str, Any] | None = None
         if view.lists is not None:
@@ -52,10 +52,10 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
         elif T <= FEW:
             how = {"both_ways": step.both_ways, "first": view.first}
         if how is not None and view.values is None:
-            return cpu.attend(*given, **how)
+            return bindings.attend(*given, **how)
         if how is not None and view.values is not None:
             seen = torch.empty(B, T, H)
-            return view.values(cpu.attend(*given, **how, seen=seen).unflatten(-1, (H, -1)), seen)
+            return view.values(bindings.attend(*given, **how, kv_share=seen).unflatten(-1, (H, -1)), seen)
     assert view.values is None, "latents mean values where the kernel runs"
     one_way = not step.both_ways and step.tree is None and view.lists is None
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet

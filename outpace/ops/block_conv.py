@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu_drafts
-from outpace.ops.fast import rows_kernel
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 
 def block_conv(x: Tensor, base: Tensor, delta: Tensor, side: int) -> Tensor:
@@ -17,7 +17,7 @@ def block_conv(x: Tensor, base: Tensor, delta: Tensor, side: int) -> Tensor:
 
     A tap never reaches into another block. Summed in float32, result in x's dtype.
     """
-    if rows_kernel(x) and delta.dtype == x.dtype:
+    if use_kernel(x, backward=True) and delta.dtype == x.dtype:
         if not torch.is_grad_enabled():
             return _forward(x, base, delta, side)
         if base.dtype == torch.float32:
@@ -39,7 +39,7 @@ def reference_block_conv(x: Tensor, base: Tensor, delta: Tensor, side: int) -> T
 
 def _forward(x: Tensor, base: Tensor, delta: Tensor, side: int) -> Tensor:
     rows, coefficients = x.reshape(-1, x.shape[-1]), delta.reshape(-1, *delta.shape[-3:])
-    return cpu_drafts.block_conv(rows, base, coefficients, x.shape[-2], side).view(x.shape)
+    return bindings.block_conv(rows, base, coefficients, x.shape[-2], side).view(x.shape)
 
 
 class _BlockConv(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _BlockConv(torch.autograd.Function):
         above, rows = (t.reshape(-1, x.shape[-1]).contiguous() for t in (dy, x))
         coefficients = delta.reshape(-1, *delta.shape[-3:])
         how = x.shape[-2], ctx.side
-        dx, d_base, d_one = cpu_drafts.block_conv_backward(above, rows, base, coefficients, *how)
+        dx, d_base, d_one = bindings.block_conv_backward(above, rows, base, coefficients, *how)
         d_delta = torch.zeros_like(coefficients)
         d_delta[:, ctx.side] = d_one
         return dx.view(x.shape), d_base, d_delta.view(delta.shape), None

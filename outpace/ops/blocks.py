@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu
-from outpace.ops.fast import rows_kernel
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def block_attend(
 
     Through the kernel no mask and no scores outlive a tile; elsewhere through the plain reference.
     """
-    if rows_kernel(q):
+    if use_kernel(q, backward=True):
         tensors = (x.contiguous() for x in (q, k, v, context_k, context_v))
         out: Tensor = _Blocks.apply(*tensors, layout, window, causal, scale)  # type: ignore[no-untyped-call]
         return out
@@ -110,12 +110,12 @@ class _Blocks(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, layout, window, causal, scale = args
         ctx.how = (layout.first, layout.context, layout.seen), layout.block, window, causal, scale
-        out, lse = cpu.blocks(tuple(inputs), ctx.how)
+        out, lse = bindings.blocks(tuple(inputs), ctx.how)
         ctx.save_for_backward(*inputs, out, lse)
         return out.to(inputs[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        result = cpu.blocks_backward(tuple(inputs), ctx.how, out, lse, grad.contiguous())
+        result = bindings.blocks_backward(tuple(inputs), ctx.how, out, lse, grad.contiguous())
         return *result, None, None, None, None

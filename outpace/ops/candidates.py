@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu_drafts
-from outpace.ops.fast import kernel
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """logits [..., N] -> the min(k, N) largest of each row, falling, the first among equals first: ids int64
     and values float32 [..., k]; and the rows' log-sum-exp [...] float32."""
     k = min(k, logits.shape[-1])
-    if kernel(logits) and logits.is_contiguous() and k <= cpu_drafts.MOST_CANDIDATES:
-        ids, values, lse = cpu_drafts.top(logits.view(-1, logits.shape[-1]), k)
+    if use_kernel(logits) and logits.is_contiguous() and k <= bindings.MOST_CANDIDATES:
+        ids, values, lse = bindings.top(logits.view(-1, logits.shape[-1]), k)
         shape = logits.shape[:-1]
         return ids.view(*shape, k), values.view(*shape, k), lse.view(shape)
     return reference_top_k(logits, k)
@@ -35,8 +35,8 @@ def walk(
     -> the chosen ids [B, n] int64, and how likely each was, [B, n] float32: its share of the row, whose
     log-sum-exp `lse` [B, n] is over all logits; what is no candidate keeps its own.
     """
-    if kernel(h) and ids.shape[-1] <= cpu_drafts.MOST_CANDIDATES and before.dtype == after.dtype:
-        return cpu_drafts.walk(*(t.contiguous() for t in (last, ids, values, lse, h, before, after)))
+    if use_kernel(h) and ids.shape[-1] <= bindings.MOST_CANDIDATES and before.dtype == after.dtype:
+        return bindings.walk(*(t.contiguous() for t in (last, ids, values, lse, h, before, after)))
     return reference_walk(last, ids, values, lse, h, before, after)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu_latent
+from outpace.kernels import bindings
 from outpace.ops.rope import reference_rotate
 
 
@@ -12,7 +12,7 @@ def keys_(
 ) -> None:
     """`reference_keys` by the kernel, written to out, a part of [B, K, n, D]; for float32 on a CPU, D a
     multiple of 8. A token's key does not depend on how many there are."""
-    cpu_latent.keys_(out, rows, w, bias, cos.contiguous(), sin.contiguous(), gain)
+    bindings.latent_keys_(out, rows, w, bias, cos.contiguous(), sin.contiguous(), gain)
 
 
 def reference_keys(
@@ -31,5 +31,5 @@ def reference_keys(
 
 def panels(weight: Tensor, head_dim: int) -> Tensor:
     """[K*D, R] as a Linear holds it -> [K*D/P, R, P] float32, as both take it."""
-    P = cpu_latent.PANEL if head_dim % cpu_latent.PANEL == 0 else 8
+    P = bindings.PANEL if head_dim % bindings.PANEL == 0 else 8
     return weight.detach().to(torch.float32).unflatten(0, (-1, P)).transpose(1, 2).contiguous()

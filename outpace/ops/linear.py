@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels import cpu
-from outpace.ops.fast import few
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 from outpace.ops.quant import Joined, Quant, Weight, dense
 
 PIECE = 2**25  # weights of another precision are converted so many at a time: a head may have 600 million
@@ -20,9 +20,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         biases = [None] * len(weight.rows) if bias is None else bias.split(weight.rows)
         parts = zip(weight.parts, biases, strict=True)
         return torch.cat([linear(x, w, b) for w, b in parts], dim=-1)
-    if few(x):
+    if use_kernel(x, few_rows=True):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        return cpu.linear(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return bindings.linear(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
     return reference_linear(x, weight, bias)
 
 

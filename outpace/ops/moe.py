@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 from outpace.ops import mxfp4
-from outpace.ops.fast import few, kernel
 from outpace.ops.norm import ALPHA, clamped_swiglu, silu_mul
 from outpace.ops.quant import Quant, Weight, dense
 
@@ -36,8 +36,8 @@ def route(
     gpt-oss takes the top k logits first and softmaxes those; Qwen3-MoE softmaxes all, then takes
     the top k and, with `norm_topk_prob`, renormalises.
     """
-    if few(x) and isinstance(weight, Tensor):
-        return cpu.route(x, weight, bias, k, softmax_first, renormalise)
+    if use_kernel(x, few_rows=True) and isinstance(weight, Tensor):
+        return bindings.route(x, weight, bias, k, softmax_first, renormalise)
     logits = router_logits(x, weight, bias)
     if not softmax_first:
         top, experts = logits.topk(k, dim=-1)
@@ -65,12 +65,12 @@ def run_experts(
     `limit` set: gpt-oss's clamped SwiGLU over interleaved rows; None: silu(gate) * up over halves. Where
     `gate` is given (GGUF), gates and ups are two matrices [E,F,C].
     """
-    if kernel(x):
+    if use_kernel(x):
         style = "silu" if limit is None else "gpt_oss"
         how = (style, limit or 0.0, ALPHA, gate, gate_bias)
 
         def weigh(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            return cpu.moe(x, experts, weights, up, up_bias, down, down_bias, *how)
+            return bindings.moe(x, experts, weights, up, up_bias, down, down_bias, *how)
 
         if len(x) <= SOME:
             return weigh(x, experts, weights)

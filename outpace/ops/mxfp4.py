@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 32
@@ -16,8 +17,8 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -
     Safetensors order: two values a byte, low nibble first, value = E2M1 * 2^(scale-127). Exact in
     float32 and in bfloat16.
     """
-    if blocks.device.type == "cpu" and dtype == torch.float32 and cpu.available():
-        return cpu.unpack_mxfp4(blocks.contiguous(), scales.contiguous())
+    if dtype == torch.float32 and use_kernel(blocks):
+        return bindings.unpack_mxfp4(blocks.contiguous(), scales.contiguous())
     return reference_unpack(blocks, scales).to(dtype)
 
 

@@ -6,17 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels import cpu
-from outpace.ops.fast import kernel, rows_kernel
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 ALPHA = 1.702  # of gpt-oss's gate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., C], weight [C] -> [..., C]; statistics in float32, result in x's dtype."""
-    if kernel(x):
-        return cpu.rms_norm(_rows(x), weight, eps).view(x.shape)
-    if rows_kernel(x) and weight.dtype == torch.float32:
+    if use_kernel(x):
+        return bindings.rms_norm(_rows(x), weight, eps).view(x.shape)
+    if use_kernel(x, backward=True) and weight.dtype == torch.float32:
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
     return reference_rms_norm(x, weight, eps)
 
@@ -27,9 +27,9 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[..., 2F], gate in the first half -> [..., F]: silu(gate) * up."""
-    if kernel(gate_up):
-        return _halved(cpu.gated(_rows(gate_up), None, 1.0), gate_up)
-    if rows_kernel(gate_up):
+    if use_kernel(gate_up):
+        return _halved(bindings.gated(_rows(gate_up), None, 1.0), gate_up)
+    if use_kernel(gate_up, backward=True):
         return _Gated.apply(gate_up, None, 1.0)  # type: ignore[no-any-return, no-untyped-call]
     return reference_silu_mul(gate_up)
 
@@ -41,9 +41,9 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """gpt-oss: [..., 2F] with gate in the even and up in the odd columns -> [..., F]."""
-    if kernel(gate_up):
-        return _halved(cpu.gated(_rows(gate_up), limit, ALPHA), gate_up)
-    if rows_kernel(gate_up):
+    if use_kernel(gate_up):
+        return _halved(bindings.gated(_rows(gate_up), limit, ALPHA), gate_up)
+    if use_kernel(gate_up, backward=True):
         return _Gated.apply(gate_up, limit, ALPHA)  # type: ignore[no-any-return, no-untyped-call]
     return reference_clamped_swiglu(gate_up, limit)
 
@@ -69,12 +69,12 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return cpu.rms_norm(_rows(x), weight, eps).view(x.shape)
+        return bindings.rms_norm(_rows(x), weight, eps).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        dx, dw = cpu.rms_norm_backward(_rows(dy), _rows(x), weight, ctx.eps)
+        dx, dw = bindings.rms_norm_backward(_rows(dy), _rows(x), weight, ctx.eps)
         return dx.view(x.shape), dw, None
 
 
@@ -83,9 +83,9 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.how = limit, alpha
-        return _halved(cpu.gated(_rows(gate_up), limit, alpha), gate_up)
+        return _halved(bindings.gated(_rows(gate_up), limit, alpha), gate_up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        return cpu.gated_backward(_rows(dy), _rows(gate_up), *ctx.how).view(gate_up.shape), None, None
+        return bindings.gated_backward(_rows(dy), _rows(gate_up), *ctx.how).view(gate_up.shape), None, None

@@ -5,9 +5,10 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor, nn
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
-PACKED = tuple(cpu.BLOCKS_KIND)  # formats a product exists for; gguf unpacks all others at loading
+PACKED = tuple(bindings.BLOCKS_KIND)  # formats a product exists for; gguf unpacks all others at loading
 
 
 class Quant(nn.Module):
@@ -30,8 +31,8 @@ class Quant(nn.Module):
 
     def dense(self) -> Tensor:
         """float32 [..., N, K], exactly the values that the blocks mean."""
-        if self.data.device.type == "cpu" and cpu.available():
-            return cpu.expand(self)
+        if use_kernel(self.data):
+            return bindings.expand(self)
         return reference_dense(self.data, self.format)
 
     def __getitem__(self, index: int | slice | Tensor) -> "Quant":

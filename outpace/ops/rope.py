@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu
-from outpace.ops.fast import MOST_ROWS, few, rows_kernel
+from outpace.kernels import bindings
+from outpace.kernels.bindings import MOST_ROWS, use_kernel
 from outpace.ops.norm import rms_norm
 
 
@@ -81,8 +81,8 @@ def rope_tables(positions: Tensor, inv: Tensor, concentration: float) -> tuple[T
     Angles are formed in float64: at position 131,072 a bfloat16 angle is noise and a float32 one is
     off by up to 0.008 rad.
     """
-    if positions.numel() <= MOST_ROWS and positions.device.type == "cpu" and cpu.available():
-        tables = cpu.angles(positions.reshape(-1).contiguous(), inv, concentration)
+    if positions.numel() <= MOST_ROWS and use_kernel(positions):
+        tables = bindings.angles(positions.reshape(-1).contiguous(), inv, concentration)
         return tables[0].view(*positions.shape, -1), tables[1].view(*positions.shape, -1)
     angles = positions.to(torch.float64)[..., None] * inv
     return (angles.cos() * concentration).float(), (angles.sin() * concentration).float()
@@ -102,17 +102,17 @@ def rotate_heads(
     first normalised: q/k norm comes before the rotation. `qkv` may be overwritten.
     """
     D = 2 * cos.shape[-1]
-    if few(qkv):
+    if use_kernel(qkv, few_rows=True):
         flat = qkv.view(-1, qkv.shape[-1])
         angles = cos.reshape(-1, D // 2), sin.reshape(-1, D // 2)
-        cpu.rope_(flat, *angles, heads, kv_heads, D, *(norms or ()))
+        bindings.rope_(flat, *angles, heads, kv_heads, D, *(norms or ()))
         q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=2)
         return q, k, v
     split = heads, kv_heads, kv_heads
-    if norms is None and rows_kernel(qkv):
+    if norms is None and use_kernel(qkv, backward=True):
         whole = qkv.unflatten(-1, (-1, D))
-        turned: Tensor = _Turned.apply(whole, cos, sin, heads + kv_heads)  # type: ignore[no-untyped-call]
-        q, k, v = turned.split(split, dim=2)
+        rotated: Tensor = _Rotated.apply(whole, cos, sin, heads + kv_heads)  # type: ignore[no-untyped-call]
+        q, k, v = rotated.split(split, dim=2)
         return q, k, v
     q, k, v = qkv.unflatten(-1, (-1, D)).split(split, dim=2)
     if norms is not None:
@@ -122,8 +122,8 @@ def rotate_heads(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves: x [B, T, H, D], cos and sin [B, T, D/2]; dimension i pairs with i + D/2."""
-    if rows_kernel(x):
-        return _Turned.apply(x, cos, sin, x.shape[2])  # type: ignore[no-any-return, no-untyped-call]
+    if use_kernel(x, backward=True):
+        return _Rotated.apply(x, cos, sin, x.shape[2])  # type: ignore[no-any-return, no-untyped-call]
     return reference_rotate(x, cos, sin)
 
 
@@ -133,23 +133,23 @@ def reference_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class _Turned(torch.autograd.Function):
-    """The first `turned` heads of x [B, T, H, D] rotated, in one pass; the gradient is rotated back."""
+class _Rotated(torch.autograd.Function):
+    """The first `rotated` heads of x [B, T, H, D] rotated, in one pass; the gradient is rotated back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turned = turned
-        return _turn(x, cos, sin, turned, 1.0)
+        ctx.rotated = rotated
+        return _rotate(x, cos, sin, rotated, 1.0)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(dy, cos, sin, ctx.turned, -1.0), None, None, None
+        return _rotate(dy, cos, sin, ctx.rotated, -1.0), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, sign: float) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, sign: float) -> Tensor:
     B, T, _, D = x.shape
     cos, sin = (a.expand(B, T, -1).reshape(-1, D // 2).contiguous() for a in (cos, sin))
     rows = x.reshape(B * T, *x.shape[2:]).contiguous()
-    return cpu.turn_heads(rows, cos, sin, turned, sign).view(x.shape)
+    return bindings.rotate_heads(rows, cos, sin, rotated, sign).view(x.shape)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu, cpu_noise
-from outpace.ops.fast import kernel
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 FEW = 512  # likely tokens
 SMALLEST, LARGEST = 1e-6, 1e6  # temperatures and penalties that float32 logits survive
@@ -168,8 +168,8 @@ def probabilities(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> 
 
 def greedy(logits: Tensor) -> Tensor:
     """[..., V] -> [...] int64: the first of the largest."""
-    if kernel(logits) and logits.is_contiguous():
-        return cpu.argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:-1])
+    if use_kernel(logits) and logits.is_contiguous():
+        return bindings.argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:-1])
     return logits.argmax(-1)
 
 
@@ -235,8 +235,8 @@ def gumbel(keys: Tensor, V: int) -> Tensor:
 def perturbed(scores: Tensor, keys: Tensor) -> Tensor:
     """scores [..., V] float32 (log p, up to a constant per row; -inf is never drawn), keys [...] -> their sum
     with the noise; its argmax is a draw from p."""
-    if kernel(scores):
+    if use_kernel(scores):
         V = scores.shape[-1]
-        rows = cpu_noise.perturb(scores.contiguous().view(-1, V), keys.contiguous().view(-1))
+        rows = bindings.perturb(scores.contiguous().view(-1, V), keys.contiguous().view(-1))
         return rows.view(scores.shape)
     return scores + gumbel(keys, scores.shape[-1])

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.kernels import cpu, cpu_suffix
+from outpace.kernels import bindings
+from outpace.kernels.bindings import use_kernel
 
 SORTED = 64  # tokens of a suffix that decide its place
 CONTEXTS = (16, 8, 4, 2)  # how many of the last tokens are looked for, the most telling first
@@ -77,9 +78,9 @@ class Suffixes:
     def grow(self, history: Tensor, nodes: int) -> Grown:
         """history [m] int32, a text so far -> the most probable `nodes` positions after it, best first; fewer
         where less is known."""
-        if not cpu.available():
+        if not use_kernel(self.text):
             return self.lookup(history.tolist()).grow(nodes)
-        result = cpu_suffix.grow(
+        result = bindings.grow(
             self.text,
             self.order,
             history,

@@ -19,7 +19,7 @@ from outpace.decode.request import Request
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
-from outpace.ops.fast import product_dtype
+from outpace.ops.dispatch import product_dtype
 from outpace.ops.sampling import seeded
 from outpace.train.data import AnchorSample
 from outpace.train.trainer import Muon, fit, warmup_cosine

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from outpace.checkpoint.publish import disk, one_writer, written
 from outpace.checkpoint.save import write_atomically
-from outpace.ops.fast import product_dtype
+from outpace.ops.dispatch import product_dtype
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 

@@ -236,11 +236,8 @@ def test_survival_is_the_product_of_scaled_chances():
 @torch.inference_mode()
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("name", [n for n in PARTS if "words" not in n and n not in ("DSpark", "lean")])
-def test_a_warm_start_continues_to_the_bit(name, kernels, monkeypatch):
-    if not kernels:
-        for module in ("outpace.ops.fast", "outpace.ops.block_conv", "outpace.ops.candidates"):
-            for function in ("kernel", "few", "rows_kernel"):
-                monkeypatch.setattr(f"{module}.{function}", lambda x: False, raising=False)
+def test_a_warm_start_continues_to_the_bit(name, kernels, force_kernels):
+    force_kernels(kernels)
     target, plain = tiny.target("gpt_oss"), random_draft()
     draft = DFlash(dataclasses.replace(CONFIG, **PARTS[name])).eval()
     draft.reset_parts(torch.Generator().manual_seed(1))

@@ -8,14 +8,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
 from outpace.ops import mxfp4
 from outpace.ops.linear import linear, reference_linear
 from outpace.ops.moe import run_experts
 from outpace.ops.quant import Joined, Quant, dense, reference_dense, rows
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"kernels not built: {cpu.why_not()}")
-FORMATS = tuple(cpu.BLOCKS_KIND)
+pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"kernels not built: {bindings.why_not()}")
+FORMATS = tuple(bindings.BLOCKS_KIND)
 
 
 def blocks(format, *shape, seed=0, wild=False):
@@ -78,7 +78,7 @@ def test_product(format, columns):
 @pytest.mark.parametrize("format", ["Q8_0", "MXFP4", "Q4_K"])
 @pytest.mark.parametrize("limit", [7.0, None])
 @torch.inference_mode()
-def test_experts_with_gates_apart(format, limit, monkeypatch):
+def test_experts_with_gates_apart(format, limit, force_kernels):
     """One matrix of gates and ups in turn (gpt-oss) or gates first (Qwen3), and the two halves of it."""
     E, F, C, M, k = 5, 256, 512, 9, 2
     gate, up, down = blocks(format, E, F, C), blocks(format, E, F, C, seed=1), blocks(format, E, C, F, seed=2)
@@ -95,7 +95,7 @@ def test_experts_with_gates_apart(format, limit, monkeypatch):
     for times in (1, 20):  # one call of the kernel, and two
         got = run_experts(x.repeat(times, 1), index.repeat(times, 1), weights.repeat(times, 1), *given)
         assert (got - wanted.repeat(times, 1)).abs().max() < 1e-4 * wanted.abs().max()
-    monkeypatch.setattr("outpace.ops.moe.kernel", lambda x: False)
+    force_kernels(False)
     grouped = run_experts(x, index, weights, *given)
     assert (grouped - wanted).abs().max() < 1e-4 * wanted.abs().max()
 

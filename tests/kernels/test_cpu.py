@@ -11,7 +11,7 @@ import pytest
 import torch
 from nearly import DTYPES, close
 
-from outpace.kernels import build, cpu
+from outpace.kernels import bindings, build
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -48,24 +48,24 @@ def test_linear_is_a_matrix_product(dtype, n, k):
     for m in (1, 3, 4, 5, 33, 70):
         x = torch.randn(m, k)
         truth = x.double() @ w.double().T
-        close(cpu.linear(x, w), truth)
-        close(cpu.linear(x, w, bias), truth + bias.double())
+        close(bindings.linear(x, w), truth)
+        close(bindings.linear(x, w, bias), truth + bias.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n, k", [(29, 72), (13, 1100), (301, 1056)])
 def test_linear_rows_do_not_depend_on_each_other(dtype, n, k):
     w, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(40, k)
-    alone = torch.cat([cpu.linear(row[None], w, bias) for row in x])
+    alone = torch.cat([bindings.linear(row[None], w, bias) for row in x])
     for m in [*range(1, 34), 40]:
-        assert torch.equal(cpu.linear(x[:m], w, bias), alone[:m])
+        assert torch.equal(bindings.linear(x[:m], w, bias), alone[:m])
 
 
 def test_linear_does_not_depend_on_the_number_of_threads():
     w, x, answers = torch.randn(640, 544), torch.randn(5, 544), []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
-        answers.append(cpu.linear(x, w))
+        answers.append(bindings.linear(x, w))
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 
 
@@ -85,10 +85,12 @@ def test_rope_turns_queries_and_keys_only(h, d, norms):
         cos, sin = angle.double().cos()[:, None], angle.double().sin()[:, None]
         heads[:, part] = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     rows = [
-        cpu.rope_(qkv[i : i + 1].clone(), angle[i : i + 1].cos(), angle[i : i + 1].sin(), h, k, d, *weights)
+        bindings.rope_(
+            qkv[i : i + 1].clone(), angle[i : i + 1].cos(), angle[i : i + 1].sin(), h, k, d, *weights
+        )
         for i in range(m)
     ]
-    assert cpu.rope_(qkv, angle.cos(), angle.sin(), h, k, d, *weights) is qkv
+    assert bindings.rope_(qkv, angle.cos(), angle.sin(), h, k, d, *weights) is qkv
     close(qkv, heads.flatten(1))
     assert torch.equal(qkv, torch.cat(rows))
 
@@ -120,7 +122,7 @@ def reference(q, k, v, start, window, sinks, scale, tree=None, depth=None):
 
 
 def same(*arguments, tolerance=1e-5):
-    close(cpu.attend(*arguments), reference(*arguments), tolerance)
+    close(bindings.attend(*arguments), reference(*arguments), tolerance)
 
 
 def family(parents):
@@ -184,7 +186,7 @@ def test_attend_both_ways(window, t):
     start, depth = torch.tensor([300, 119]), torch.arange(t).repeat(b, 1)
     q, (k, v), sinks = queries(b, t, h, kv, d), rings(b, kv, s, d, start, t), torch.randn(h)
     truth = reference(q, k, v, start, window, sinks, 0.3, torch.ones(b, t, t, dtype=torch.bool), depth)
-    close(cpu.attend(q, k, v, start, window, sinks, 0.3, both_ways=True), truth)
+    close(bindings.attend(q, k, v, start, window, sinks, 0.3, both_ways=True), truth)
 
 
 @pytest.mark.parametrize("window", [0, 33, 130])
@@ -193,7 +195,7 @@ def test_attend_rows_do_not_depend_on_length_batch_or_ring(window, g, d):
     b, t, kv, s = 2, 12, 2, 300
     start = torch.tensor([250, 118])
     q, (k, v), sinks = queries(b, t, g * kv, kv, d), rings(b, kv, s, d, start, t), torch.randn(g * kv)
-    together = cpu.attend(q, k, v, start, window, sinks, d**-0.5)
+    together = bindings.attend(q, k, v, start, window, sinks, d**-0.5)
     small = window + t if window else s + 5  # a ring of another size, with the same tokens
     for i in range(b):
         k2, v2 = torch.full((2, 1, kv, small, d), math.nan)
@@ -201,12 +203,14 @@ def test_attend_rows_do_not_depend_on_length_batch_or_ring(window, g, d):
         index = torch.arange(max(0, last - small), last)
         k2[0, :, index % small], v2[0, :, index % small] = k[i, :, index % s], v[i, :, index % s]
         for j in range(t):
-            one = cpu.attend(q[i : i + 1, j : j + 1], k2, v2, start[i : i + 1] + j, window, sinks, d**-0.5)
+            one = bindings.attend(
+                q[i : i + 1, j : j + 1], k2, v2, start[i : i + 1] + j, window, sinks, d**-0.5
+            )
             assert torch.equal(one[0, 0], together[i, j])
     chain = torch.ones(t, t, dtype=torch.bool).tril().expand(b, t, t).contiguous()
     depth = torch.arange(t).expand(b, t).contiguous()
     if not window:
-        assert torch.equal(cpu.attend(q, k, v, start, window, sinks, d**-0.5, chain, depth), together)
+        assert torch.equal(bindings.attend(q, k, v, start, window, sinks, d**-0.5, chain, depth), together)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -217,14 +221,14 @@ def test_attend_gives_a_tree_path_the_bits_of_plain_decoding(window):
     q, (k, v), sinks = queries(1, t, h, kv, d), rings(1, kv, s, d, start, t), torch.randn(h)
     if window:
         tree &= depth[:, None] - depth < window
-    verified = cpu.attend(q, k, v, start, window, sinks, 0.1, tree[None], depth[None])
-    late = cpu.attend(q[:, 5:], k, v, start, window, sinks, 0.1, tree[None, 5:], depth[None, 5:])
+    verified = bindings.attend(q, k, v, start, window, sinks, 0.1, tree[None], depth[None])
+    late = bindings.attend(q[:, 5:], k, v, start, window, sinks, 0.1, tree[None, 5:], depth[None, 5:])
     assert torch.equal(late, verified[:, 5:])  # of columns that came before, the keys alone
     slots = torch.tensor(path) + 124
     for x in (k, v):
         x[:, :, 124 : 124 + len(path)] = x[:, :, slots].clone()
     for i, node in enumerate(path):
-        plain = cpu.attend(q[:, node : node + 1], k, v, start + i, window, sinks, 0.1)
+        plain = bindings.attend(q[:, node : node + 1], k, v, start + i, window, sinks, 0.1)
         assert torch.equal(plain[0, 0], verified[0, node])
 
 
@@ -242,7 +246,7 @@ def test_attend_survives_extreme_scores_and_sinks():
 def test_route(softmax_first, renormalise):
     m, e, c, k = 40, 19, 72, 5
     x, w, b = torch.randn(m, c), torch.randn(e, c), torch.randn(e)
-    index, weight = cpu.route(x, w, b, k, softmax_first, renormalise)
+    index, weight = bindings.route(x, w, b, k, softmax_first, renormalise)
     logits = x.double() @ w.double().T + b.double()
     if softmax_first:
         truth, chosen = logits.softmax(-1).topk(k)
@@ -253,13 +257,13 @@ def test_route(softmax_first, renormalise):
     assert torch.equal(index, chosen)
     close(weight, truth, 1e-6)
     for i in range(m):
-        one = cpu.route(x[i : i + 1], w, b, k, softmax_first, renormalise)
+        one = bindings.route(x[i : i + 1], w, b, k, softmax_first, renormalise)
         assert torch.equal(one[0][0], index[i]) and torch.equal(one[1][0], weight[i])
 
 
 def test_route_takes_the_lowest_index_among_equals():
     bias = torch.tensor([0.0, 1, 0, 1, 1, 2, 0])
-    index, weight = cpu.route(torch.zeros(2, 8), torch.randn(7, 8), bias, 4, False, False)
+    index, weight = bindings.route(torch.zeros(2, 8), torch.randn(7, 8), bias, 4, False, False)
     assert index.tolist() == [[5, 1, 3, 4]] * 2
     close(weight[0], torch.tensor([2.0, 1, 1, 1]).softmax(0), 1e-6)
 
@@ -303,11 +307,11 @@ def test_moe(form, c, f, style):
             index[:, 0] = 4  # more rows for one expert than a block takes
             index[:, 1:] = torch.tensor([10, 0])
         for a, b in (biases, (None, None)):
-            ours = cpu.moe(x, index, weight, up, a, down, b, style)
+            ours = bindings.moe(x, index, weight, up, a, down, b, style)
             close(ours, moe_reference(x, index, weight, plain_up, a, plain_down, b, style))
         for i in range(m):
             row = slice(i, i + 1)
-            one = cpu.moe(x[row], index[row], weight[row], up, None, down, None, style)
+            one = bindings.moe(x[row], index[row], weight[row], up, None, down, None, style)
             assert torch.equal(one, ours[row])
 
 
@@ -321,14 +325,14 @@ def test_mxfp4_golden_bytes():
     truth[0, :16] = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     truth[0, 62], truth[0, 63] = -48.0, 48.0
     truth[1, 64], truth[1, 65] = 1 / 128, 0.5 / 128
-    assert torch.equal(cpu.unpack_mxfp4(blocks, scales), truth)
+    assert torch.equal(bindings.unpack_mxfp4(blocks, scales), truth)
 
 
 def test_mxfp4_unpacks_every_byte_and_scale_exactly():
     blocks, scales = torch.arange(4096).byte().view(256, 1, 16), torch.arange(256).byte().view(256, 1)
-    assert torch.equal(cpu.unpack_mxfp4(blocks[:255], scales[:255]), unpack(blocks, scales)[:255])
+    assert torch.equal(bindings.unpack_mxfp4(blocks[:255], scales[:255]), unpack(blocks, scales)[:255])
     blocks, scales = packed(5, 301, 1056)
-    assert torch.equal(cpu.unpack_mxfp4(blocks, scales), unpack(blocks, scales))
+    assert torch.equal(bindings.unpack_mxfp4(blocks, scales), unpack(blocks, scales))
 
 
 # ---- the build
@@ -343,16 +347,16 @@ def fresh():
 
 def test_switched_off(fresh, monkeypatch):
     monkeypatch.setenv("OUTPACE_KERNELS", "0")
-    assert not cpu.available() and "OUTPACE_KERNELS" in cpu.why_not()
+    assert not bindings.available() and "OUTPACE_KERNELS" in bindings.why_not()
 
 
 def test_without_a_compiler(fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(cpu, "_c", cpu._Library())
-    assert not cpu.available() and "no C compiler" in cpu.why_not()
+    monkeypatch.setattr(bindings, "_c", bindings._Library())
+    assert not bindings.available() and "no C compiler" in bindings.why_not()
     with pytest.raises(RuntimeError, match="no C compiler"):
-        cpu.gated(torch.zeros(1, 2), None, 1.0)
+        bindings.gated(torch.zeros(1, 2), None, 1.0)
 
 
 def test_with_a_compiler_that_fails(fresh, monkeypatch, tmp_path):
@@ -361,13 +365,13 @@ def test_with_a_compiler_that_fails(fresh, monkeypatch, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    assert not cpu.available() and "no such thing" in cpu.why_not()
+    assert not bindings.available() and "no such thing" in bindings.why_not()
     assert not list((tmp_path / "cache").iterdir())
 
 
 SCRIPT = """
 import pathlib, torch
-from outpace.kernels.cpu import linear
+from outpace.kernels.bindings import linear
 assert linear(torch.ones(9, 96), torch.ones(777, 96)).sum() == 9 * 96 * 777
 maps = pathlib.Path("/proc/self/maps")
 lines = maps.read_text().splitlines() if maps.exists() else []
@@ -377,7 +381,11 @@ assert len(names) < 2, f"more than one OpenMP runtime: {names}"
 
 
 def test_two_processes_build_at_once_and_load_one_openmp(tmp_path):
-    env = {**os.environ, "OUTPACE_CACHE": str(tmp_path), "PYTHONPATH": str(Path(cpu.__file__).parents[2])}
+    env = {
+        **os.environ,
+        "OUTPACE_CACHE": str(tmp_path),
+        "PYTHONPATH": str(Path(bindings.__file__).parents[2]),
+    }
     both = [subprocess.Popen([sys.executable, "-c", SCRIPT], env=env) for _ in range(2)]
     assert [one.wait() for one in both] == [0, 0]
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]

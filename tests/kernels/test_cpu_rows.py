@@ -7,7 +7,7 @@ import pytest
 import torch
 from nearly import DTYPES, close
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -22,9 +22,9 @@ def seed():
 @pytest.mark.parametrize("c", [5, 72, 96, 2880])
 def test_rms_norm(dtype, c):
     x, w = torch.randn(40, c), torch.randn(c).to(dtype)
-    ours = cpu.rms_norm(x, w, 1e-5)
+    ours = bindings.rms_norm(x, w, 1e-5)
     close(ours, x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * w.double())
-    assert torch.equal(ours, torch.cat([cpu.rms_norm(row[None], w, 1e-5) for row in x]))
+    assert torch.equal(ours, torch.cat([bindings.rms_norm(row[None], w, 1e-5) for row in x]))
 
 
 STYLES = [(None, 1.0), (7.0, 1.702)]  # SiLU over halves; gpt-oss's clamped pairs
@@ -46,12 +46,12 @@ def test_gated_and_its_gradient(dtype, bar, limit, alpha, f):
     exact = x.double().requires_grad_()
     truth = gate(exact, limit, alpha)
     (d_truth,) = torch.autograd.grad(truth, exact, dy.double())
-    ours, d_ours = cpu.gated(x, limit, alpha), cpu.gated_backward(dy, x, limit, alpha)
+    ours, d_ours = bindings.gated(x, limit, alpha), bindings.gated_backward(dy, x, limit, alpha)
     assert ours.dtype == d_ours.dtype == dtype
     for result, wanted in ((ours, truth.detach()), (d_ours, d_truth)):
         close(result.float(), wanted, bar)
-    assert torch.equal(ours, torch.cat([cpu.gated(row[None], limit, alpha) for row in x]))
-    assert cpu.gated(torch.tensor([[math.nan, 1.0]], dtype=dtype), limit, alpha).isnan().all()
+    assert torch.equal(ours, torch.cat([bindings.gated(row[None], limit, alpha) for row in x]))
+    assert bindings.gated(torch.tensor([[math.nan, 1.0]], dtype=dtype), limit, alpha).isnan().all()
 
 
 @pytest.mark.parametrize("dtype, bar", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
@@ -61,27 +61,27 @@ def test_rms_norm_backward(dtype, bar, c):
     exact, weight = x.double().requires_grad_(), w.double().requires_grad_()
     truth = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * weight
     wanted = torch.autograd.grad(truth, (exact, weight), dy.double())
-    dx, dw = cpu.rms_norm_backward(dy, x, w, 1e-5)
+    dx, dw = bindings.rms_norm_backward(dy, x, w, 1e-5)
     assert dx.dtype == dtype
     close(dx.float(), wanted[0], bar)
     close(dw, wanted[1], 1e-5)
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        again = cpu.rms_norm_backward(dy, x, w, 1e-5)
+        again = bindings.rms_norm_backward(dy, x, w, 1e-5)
         assert torch.equal(dx, again[0]) and torch.equal(dw, again[1])
 
 
 @pytest.mark.parametrize("n", [1, 7, 16, 300, 4099])
 def test_argmax_takes_the_first_of_equals(n):
     x = torch.randint(-3, 3, (40, n)).float()
-    assert cpu.argmax(x).tolist() == [row.index(max(row)) for row in x.tolist()]
-    assert cpu.argmax(torch.full((2, n), -math.inf)).tolist() == [0, 0]
+    assert bindings.argmax(x).tolist() == [row.index(max(row)) for row in x.tolist()]
+    assert bindings.argmax(torch.full((2, n), -math.inf)).tolist() == [0, 0]
 
 
 def test_angles_far_out():
     positions = torch.tensor([0, 1, 4097, 131_072, 2**30])
     inv = torch.rand(24, dtype=torch.float64)
-    cos, sin = cpu.angles(positions, inv, 1.3)
+    cos, sin = bindings.angles(positions, inv, 1.3)
     exact = positions.double()[:, None] * inv
     close(cos, exact.cos() * 1.3, 1e-7)
     close(sin, exact.sin() * 1.3, 1e-7)

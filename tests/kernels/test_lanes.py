@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="-mno-avx512f is an x86 flag")
-@pytest.mark.skipif(not cpu.available(), reason=f"kernels not built: {cpu.why_not()}")
+@pytest.mark.skipif(not bindings.available(), reason=f"kernels not built: {bindings.why_not()}")
 def test_eight_lanes_pass_the_same_tests():
     tests = [str(HERE / name) for name in ("test_cpu.py", "test_cpu_rows.py", "test_block_formats.py")]
     tests.append(str(HERE.parent / "ops" / "test_noise.py"))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from nearly import close
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
 from outpace.ops.latent import keys_, panels, reference_keys
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
+pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
 
 
 def sample(B, n, R, K, D, normed, tables):

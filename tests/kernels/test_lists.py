@@ -7,10 +7,10 @@ import torch
 from nearly import close
 from test_cpu import queries, rings
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
 from outpace.ops.attention import attend
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
+pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
 
 
 @pytest.mark.parametrize("g, d", [(1, 64), (3, 24), (8, 64), (5, 128)])
@@ -19,8 +19,8 @@ def test_attend_sees_the_tokens_of_a_list_and_reads_no_other(g, d):
     start = torch.tensor([350, 118])
     q, (k, v), sinks = queries(b, t, g * kv, kv, d), rings(b, kv, s, d, start, t), torch.randn(g * kv)
     every = torch.arange(s).expand(b, t, s).contiguous(), start[:, None] + torch.arange(t) + 1
-    dense = cpu.attend(q, k, v, start, 0, sinks, d**-0.5)
-    assert torch.equal(cpu.attend(q, k, v, start, 0, sinks, d**-0.5, lists=every), dense)
+    dense = bindings.attend(q, k, v, start, 0, sinks, d**-0.5)
+    assert torch.equal(bindings.attend(q, k, v, start, 0, sinks, d**-0.5, lists=every), dense)
 
     many = torch.randint(1, 119, (b, t))
     many[1, 3] = 0  # padding
@@ -36,11 +36,11 @@ def test_attend_sees_the_tokens_of_a_list_and_reads_no_other(g, d):
     wanted = attend(q, k.nan_to_num(), v.nan_to_num(), allowed, sinks, d**-0.5)
     for x in (k, v):
         x.transpose(1, 2)[unread] = math.nan
-    result = cpu.attend(q, k, v, start, 0, sinks, d**-0.5, lists=(lists, many))
+    result = bindings.attend(q, k, v, start, 0, sinks, d**-0.5, lists=(lists, many))
     real = many > 0
     close(result[real], wanted[real].double())
     assert not result[~real].any()
     for i, j in ((0, 0), (1, 7)):  # a row does not depend on its company
         one = lists[i : i + 1, j : j + 1].contiguous(), many[i : i + 1, j : j + 1].contiguous()
         alone = q[i : i + 1, j : j + 1], k[i : i + 1], v[i : i + 1], start[i : i + 1]
-        assert torch.equal(cpu.attend(*alone, 0, sinks, d**-0.5, lists=one)[0, 0], result[i, j])
+        assert torch.equal(bindings.attend(*alone, 0, sinks, d**-0.5, lists=one)[0, 0], result[i, j])

@@ -6,11 +6,11 @@ import trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.kernels import cpu, cpu_index
+from outpace.kernels import bindings
 from outpace.kv.topk import Index, QueryPositions, TopKConfig, choose, reference_pick, reference_scores
 from outpace.kv.tree import Tree
 
-needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
+needs_kernels = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
 
 
 def sample(B, T, S, heads=3, dim=8, seed=0):
@@ -95,7 +95,7 @@ def test_what_is_chosen_is_what_a_loop_chooses(starts, T, keep, branched, seed):
 def test_scores_of_the_kernel(heads):
     index, keys = sample(2, 37, 300, heads, dim=24)
     start = torch.tensor([260, 0])
-    result = cpu_index.scores(index.q, index.w, keys, start, 297, chain=True)
+    result = bindings.index_scores(index.q, index.w, keys, start, 297, chain=True)
     wanted = reference_scores(index.q, index.w, keys[:, :297])
     for b, first in enumerate(start.tolist()):
         for t in range(37):
@@ -108,19 +108,18 @@ def test_scores_of_the_kernel(heads):
 def test_a_query_s_scores_do_not_depend_on_its_company():
     index, keys = sample(1, 40, 900, heads=5, dim=16)
     start = torch.tensor([700])
-    together = cpu_index.scores(index.q, index.w, keys, start, 740, chain=True)
+    together = bindings.index_scores(index.q, index.w, keys, start, 740, chain=True)
     for t in range(40):
         q, w = index.q[:, t : t + 1].contiguous(), index.w[:, t : t + 1].contiguous()
-        alone = cpu_index.scores(q, w, keys, start + t, 701 + t, chain=True)
+        alone = bindings.index_scores(q, w, keys, start + t, 701 + t, chain=True)
         assert torch.equal(alone[0, 0], together[0, t, : 701 + t])
 
 
 @pytest.mark.parametrize("where", ["kernel", "reference"])
 @torch.inference_mode()
-def test_of_equals_the_later_ones(where):
+def test_of_equals_the_later_ones(where, force_kernels):
     """An index gives many tokens exactly 0."""
-    if where == "kernel" and not cpu.available():
-        pytest.skip(f"no CPU kernels: {cpu.why_not()}")
+    force_kernels(where == "kernel")
     keep, place = TopKConfig(top_k=10, min_context=0, sinks=2, recent=3), place_of([49], 1)
     scores = torch.zeros(1, 1, 50)
     scores[..., 7], scores[..., 20:30] = 1.0, -0.5

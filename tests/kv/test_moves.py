@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outpace.kernels import cpu
+from outpace.kernels import bindings
 from outpace.kv.moves import move, reference_move
 
 
@@ -26,4 +26,4 @@ def test_every_layer_moves_as_row_by_row(dtype):
         way(got, source, target)
         for a, b, size in zip(got, wanted, sizes, strict=True):
             assert torch.equal(a[:, :, :size], b[:, :, :size])
-    assert cpu.available()  # else the kernel was not tried
+    assert bindings.available()  # else the kernel was not tried

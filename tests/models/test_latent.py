@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from outpace.checkpoint.open import LoadError
 from outpace.doctor.checkpoint import inspect_target
-from outpace.kernels import cpu
+from outpace.kernels import bindings
 from outpace.kv.latent import LatentCache
 from outpace.models.latent import LatentMaps
 from outpace.models.load import fingerprint, load_target, parse_config
@@ -58,7 +58,7 @@ def test_cached_and_not_say_the_same_at_low_rank(family, window):
         assert torch.equal(in_chunks(latent, tokens, 5), alone)
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.why_not()}")
+@pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
 @torch.inference_mode()
 def test_no_value_is_made_of_a_single_latent_where_the_kernel_runs(monkeypatch):
     """Sums of latents go through W_v_lat, sinks and all; elsewhere values come first. Both say the same."""

@@ -8,22 +8,18 @@ import tiny
 import torch
 import trees
 
-from outpace.kernels import cpu
 from outpace.kv.tree import Tree
 from outpace.models.load import build, named_tensors
-from outpace.ops.fast import MOST_ROWS
+from outpace.ops.dispatch import MOST_ROWS
 
 HEADS = {"qwen3": 16, "qwen3_moe": 24}  # dims of heads that the kernels take: multiples of 8
 PREFIXES = (23, 5, 12)  # of the rows; the tiny windows are 7
 
 
 @pytest.fixture(params=["kernels", "reference"])
-def way(request, monkeypatch):
+def way(request, force_kernels):
     """Both attention paths. What the kernels give must be autoregressive decoding's to the bit."""
-    if request.param == "reference":
-        monkeypatch.setattr(cpu, "available", lambda: False)
-    elif not cpu.available():
-        pytest.skip(f"kernels not built: {cpu.why_not()}")
+    force_kernels(request.param == "kernels")
     return request.param
 
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.kernels import cpu
-from outpace.ops import suffixes
+from outpace.kernels import bindings
 from outpace.ops.suffixes import (
     BRANCH,
     CONTEXTS,
@@ -118,7 +117,7 @@ def test_a_tree_is_what_searching_finds(text, tail):
 @settings(deadline=None)
 @given(texts, tails, st.integers(1, 40))
 def test_the_kernel_agrees_to_the_bit(text, tail, nodes):
-    assert cpu.available()
+    assert bindings.available()
     answers = of(text)
     assert grow(answers, tail, nodes) == answers.lookup(tail).grow(nodes)
 
@@ -132,10 +131,10 @@ def test_the_first_columns_are_the_best_tree_of_so_many(text, tail, nodes, more)
     assert all(parent <= column for column, parent in enumerate(many.parents))
 
 
-def test_where_there_are_no_kernels_it_is_the_same(monkeypatch):
+def test_where_there_are_no_kernels_it_is_the_same(force_kernels):
     answers = of([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, -1, 3, 1, 4, 1, 5, 8, -1])
     wanted = grow(answers, [3, 1, 4, 1, 5], 6)
-    monkeypatch.setattr(suffixes.cpu, "available", lambda: False)
+    force_kernels(False)
     assert grow(answers, [3, 1, 4, 1, 5], 6) == wanted
     assert {wanted.tokens[0], wanted.tokens[1]} == {9, 8}
 

@@ -10,7 +10,7 @@ import torch
 
 from outpace.cli.main import main
 from outpace.formats.load import load_draft
-from outpace.ops.fast import product_dtype
+from outpace.ops.dispatch import product_dtype
 
 TINY = ("num_heads=2", "head_dim=16", "intermediate_size=40", "rows=1", "steps=2", "eval_prompts=1")
 QUICK = [x for s in (*TINY, "save_every=1", "eval_every=2", "eval_new_tokens=8") for x in ("--set", s)]

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from outpace.ops.fast import product_dtype
+from outpace.ops.dispatch import product_dtype
 
 
 def seconds(dtype):

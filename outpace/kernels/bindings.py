@@ -1,0 +1,541 @@
+"""ctypes bindings of the C kernels in cpu.c, and the predicate that decides where they run."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.build import available as available
+from outpace.kernels.build import built as built
+from outpace.kernels.build import load
+from outpace.kernels.build import why_not as why_not
+from outpace.kernels.layouts import kernels, packers, sources
+
+KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 3}
+MXFP4 = 2
+BLOCKS_KIND = {"MXFP4": 4, "Q8_0": 5, "Q4_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}  # as GGUF files hold them
+STYLES = ("gpt_oss", "silu")
+MOST_ROWS = 512  # above, a row of x leaves the cache before the next weights come, and oneDNN wins
+PANEL = 16  # numbers of a key that `latent_keys_` multiplies at once
+MOST_INDEX_HEADS, MOST_HEAD_DIM = 64, 256
+MOST_CANDIDATES, MOST_TAPS = 64, 16
+MOST_CONTEXTS, MOST_SAMPLES, MOST_RECENT, MOST_BRANCH = 8, 64, 16, 16
+
+
+def use_kernel(x: Tensor, *, backward: bool = False, few_rows: bool = False) -> bool:
+    """True where a C kernel takes `x`: the kernels are built, x lies on a CPU, and is an integer tensor or a
+    float32 one while no gradient is recorded. With `backward`, the kernel has a backward pass: x may be
+    bfloat16 and record a gradient. With `few_rows`, x [..., C] has at most MOST_ROWS rows.
+    """
+    if x.is_floating_point():
+        if backward:
+            fits = x.dtype in (torch.float32, torch.bfloat16)
+        else:
+            fits = x.dtype == torch.float32 and not torch.is_grad_enabled()
+        if not fits or (few_rows and x.numel() > MOST_ROWS * x.shape[-1]):
+            return False
+    return x.device.type == "cpu" and available()
+
+
+class _Library:
+    """Attributes are the C functions, and by the name of the struct that each takes the function that packs
+    its fields, in the order of the typedef: `_c.argmax(_c.Largest(x, y, M, N, threads))`. (ctypes would spend
+    0.1 us on every argument.) The first access loads them all, later ones are plain attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        library, reason = load()
+        if library is None:
+            raise RuntimeError(f"CPU kernels are not available: {reason}")
+        for function in kernels(sources()):
+            setattr(self, function, getattr(library, function))
+        for struct_name, packer in packers(sources()).items():
+            setattr(self, struct_name, packer.pack)
+        return self.__dict__[name]
+
+
+_c = _Library()
+_threads = torch.get_num_threads
+_empty = torch.empty
+
+
+def _address(tensor: Tensor | None) -> int:
+    """0 for a tensor that is absent."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _address_and_kind(tensor: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), KIND[tensor.dtype])
+
+
+class Quantised(Protocol):
+    """Rows in a format of BLOCKS_KIND: `data` uint8 [..., N, bytes of a row], `shape` [..., N, K]."""
+
+    data: Tensor
+    format: str
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Matrix = Tensor | Quantised
+Packed = tuple[Tensor, Tensor]  # MXFP4 of safetensors: blocks uint8 [..., G, 16], scales uint8 [..., G]
+Experts = Matrix | Packed  # [E, N, K]
+
+
+def _matrix(w: Matrix) -> tuple[int, int]:
+    """Address and kind of a weight."""
+    if isinstance(w, Tensor):
+        assert w.is_contiguous()
+        return w.data_ptr(), KIND[w.dtype]
+    assert w.data.is_contiguous()
+    return w.data.data_ptr(), BLOCKS_KIND[w.format]
+
+
+def linear(x: Tensor, w: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] @ w [N, K].T + bias [N] -> [M, N]."""
+    m, k = x.shape
+    n, columns = w.shape
+    assert columns == k and x.is_contiguous()
+    y = _empty(m, n)
+    b, b_kind = (0, 0) if bias is None else (bias.data_ptr(), KIND[bias.dtype])
+    data, kind = _matrix(w)
+    _c.linear(_c.Linear(x.data_ptr(), data, kind, b, b_kind, y.data_ptr(), m, n, k, _threads()))
+    return y
+
+
+def expand(w: Quantised) -> Tensor:
+    """Blocks [..., N, K] -> float32 of that shape, exactly what their format means."""
+    *_, k = w.shape
+    y = _empty(*w.shape)
+    _c.expand_rows(_c.Expand(w.data.data_ptr(), y.data_ptr(), _matrix(w)[1], y.numel() // k, k, _threads()))
+    return y
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [..., G, 16], scales uint8 [..., G] -> float32 [..., G * 32]."""
+    assert blocks.is_contiguous() and scales.is_contiguous() and blocks.shape[-1] == 16
+    y = _empty(*scales.shape[:-1], scales.shape[-1] * 32)
+    tensors = blocks.data_ptr(), scales.data_ptr(), y.data_ptr()
+    _c.unpack_mxfp4(_c.Packed(*tensors, scales.numel(), _threads()))
+    return y
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * w over the last dimension of x [M, C], float32 or bfloat16."""
+    m, c = x.shape
+    assert x.is_contiguous() and w.is_contiguous()
+    y = torch.empty_like(x)
+    kinds = KIND[x.dtype], KIND[w.dtype]
+    _c.rms_norm(_c.Norm(x.data_ptr(), w.data_ptr(), y.data_ptr(), *kinds, eps, m, c, _threads()))
+    return y
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of rms_norm: dy and x [M, C], w [C] float32 -> dx like x, dw [C] float32."""
+    m, c = x.shape
+    assert x.is_contiguous() and dy.is_contiguous() and dy.dtype == x.dtype and w.dtype == torch.float32
+    dx, dw = torch.empty_like(x), _empty(c)
+    tensors = (t.data_ptr() for t in (x, w, dy, dx, dw))
+    _c.rms_norm_backward(_c.NormBack(*tensors, KIND[x.dtype], eps, m, c, _threads()))
+    return dx, dw
+
+
+def rope_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotates the query and key heads of qkv [M, (H + 2K) * D] in place, after a norm per head if given."""
+    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    (q, q_kind), (k, k_kind) = _address_and_kind(q_norm), _address_and_kind(k_norm)
+    tensors = qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), q, k, q_kind, k_kind
+    _c.rope(_c.Rope(*tensors, eps, len(qkv), n_heads, n_kv, head_dim, _threads()))
+    return qkv
+
+
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, sign: float = 1.0) -> Tensor:
+    """x [M, H, D] float32 or bfloat16, cos and sin [M, D/2] -> a copy where the first `rotated` heads are
+    rotated; sign -1 rotates back."""
+    m, h, d = x.shape
+    assert x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and cos.shape == (m, d // 2)
+    y = torch.empty_like(x)
+    tensors = x.data_ptr(), y.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    _c.turn_heads(_c.Turn(*tensors, KIND[x.dtype], m, h, rotated, d, sign, _threads()))
+    return y
+
+
+def angles(positions: Tensor, inv: Tensor, concentration: float) -> tuple[Tensor, Tensor]:
+    """positions [M] int64, inv [n] float64 -> cos and sin of their products [M, n], times concentration."""
+    assert positions.is_contiguous() and positions.dtype == torch.int64
+    assert inv.is_contiguous() and inv.dtype == torch.float64
+    m, half = len(positions), len(inv)
+    cos, sin = _empty(m, half), _empty(m, half)
+    tables = cos.data_ptr(), sin.data_ptr()
+    _c.angles(_c.Angles(positions.data_ptr(), inv.data_ptr(), concentration, *tables, m, half))
+    return cos, sin
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    window: int,
+    sinks: Tensor | None,
+    scale: float,
+    tree: Tensor | None = None,
+    depth: Tensor | None = None,
+    both_ways: bool = False,
+    first: Tensor | None = None,
+    lists: tuple[Tensor, Tensor] | None = None,
+    kv_share: Tensor | None = None,
+) -> Tensor:
+    """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> [B, T, H * D].
+    Values may have another number Dv of dimensions, and be one head's [B, 1, S, Dv] for all.
+    Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
+
+    New token t is at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
+    them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it is
+    at start + depth, and sees of the U tokens after the first `start` those that tree names: of its ancestors
+    and itself, those in its window. With lists, storage indices [B, T, N] and their counts [B, T],
+    both int64, each new token sees those and nothing else is read. `kv_share` [B, T, H] is written: the sum
+    of the weights of the keys, which is 1 minus the weight of the sink.
+    """
+    b, t, h, d = q.shape
+    _, kv, s, _ = k.shape
+    u = t if tree is None else tree.shape[2]
+    q_b, q_t, q_h, q_1 = q.stride()
+    k_b, k_h, k_s, k_1 = k.stride()
+    v_b, v_h, v_s, v_1 = v.stride()
+    v_h = v_h if v.shape[1] == kv else 0
+    assert q_h == k_s == d and q_1 == k_1 == v_1 == 1 and v.shape[1] in (1, kv) and v.shape[2] >= s
+    assert h <= 64 * kv and d <= MOST_HEAD_DIM and d % 8 == 0
+    assert tree is None or (tree.is_contiguous() and depth is not None and depth.is_contiguous())
+    dv = v.shape[3]
+    y = _empty(b, t, h * dv)
+    sink, sink_kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
+    index, counts, n = 0, 0, 0
+    if lists is not None:
+        assert not window and all(x.is_contiguous() and x.dtype == torch.int64 for x in lists)
+        index, counts, n = lists[0].data_ptr(), lists[1].data_ptr(), lists[0].shape[2]
+    assert kv_share is None or (kv_share.is_contiguous() and kv_share.shape == (b, t, h))
+    tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), start.data_ptr(), _address(first)
+    rules = _address(tree), 0 if tree is None else _address(depth), sink, sink_kind, index, counts
+    sizes = q_b, q_t, k_b, k_h, v_b, v_h, v_s, b, t, u, n, h, kv, d, dv, s, window, both_ways
+    outputs = y.data_ptr(), _address(kv_share)
+    _c.attend(_c.Attend(*tensors, *rules, *outputs, *sizes, scale, _threads()))
+    return y
+
+
+def route(
+    x: Tensor, w: Tensor, b: Tensor | None, k: int, softmax_first: bool, renormalise: bool
+) -> tuple[Tensor, Tensor]:
+    """The k largest of x [M, C] @ w [E, C].T + b [E] -> index int64 [M, k], weight [M, k], sorted."""
+    m, c = x.shape
+    e = len(w)
+    assert x.is_contiguous() and w.is_contiguous() and k <= e
+    index, weight = _empty(m, k, dtype=torch.int64), _empty(m, k)
+    tensors = x.data_ptr(), w.data_ptr(), KIND[w.dtype], *_address_and_kind(b), index.data_ptr()
+    _c.route(_c.Route(*tensors, weight.data_ptr(), m, e, c, k, softmax_first, renormalise, _threads()))
+    return index, weight
+
+
+def _experts(w: Experts, bias: Tensor | None, first: int = 0) -> tuple[int, int, int, int, int]:
+    """Weights from row `first` of the first expert on."""
+    b, kind = (0, 0) if bias is None else (bias.data_ptr() + first * bias.element_size(), KIND[bias.dtype])
+    if isinstance(w, tuple):
+        blocks, scales = w
+        skipped = first * scales.shape[-1] if first else 0
+        return blocks.data_ptr() + 16 * skipped, scales.data_ptr() + skipped, MXFP4, b, kind
+    data, format = _matrix(w)
+    row = w.shape[-1] * w.element_size() if isinstance(w, Tensor) else w.data.shape[-1]
+    return data + first * row, 0, format, b, kind
+
+
+def moe(
+    x: Tensor,
+    idx: Tensor,
+    weight: Tensor,
+    up: Experts,
+    up_bias: Tensor | None,
+    down: Experts,
+    down_bias: Tensor | None,
+    style: str,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    gate: Experts | None = None,
+    gate_bias: Tensor | None = None,
+) -> Tensor:
+    """x [M, C] through its experts idx [M, k], weighed and summed -> [M, C].
+
+    up [E, 2F, C] and down [E, C, F] are float32, bfloat16, float16, MXFP4 pairs or GGUF blocks. style
+    "gpt_oss": rows of up alternate gate and up, clamped; "silu": all gates, then all ups. Where `gate` is
+    given, it holds the gates and up the ups, both [E, F, C].
+    """
+    m, c = x.shape
+    e, _, f = (down[0].shape[0], 0, down[1].shape[-1] * 32) if isinstance(down, tuple) else down.shape
+    assert x.is_contiguous() and idx.is_contiguous() and weight.is_contiguous() and style in STYLES
+    y = _empty(m, c)
+    clamped = style == "gpt_oss"
+    interleaved = clamped and gate is None
+    gates = _experts(up, up_bias) if gate is None else _experts(gate, gate_bias)
+    ups = _experts(up, up_bias, f if gate is None and not interleaved else 0)
+    rows = f if gate is not None else 2 * f  # of an expert in the matrix of its gates
+    experts = *gates, *ups, *_experts(down, down_bias)
+    sizes = y.data_ptr(), m, c, f, e, idx.shape[1], rows, interleaved, clamped
+    scales = limit, alpha if clamped else 1.0
+    _c.moe(_c.Moe(x.data_ptr(), idx.data_ptr(), weight.data_ptr(), *experts, *sizes, *scales, _threads()))
+    return y
+
+
+def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
+    """gate_up [M, 2F], float32 or bfloat16 -> [M, F]: gate * sigmoid(alpha * gate) * up.
+
+    With a limit, gate and up alternate, are clamped, and up + 1 takes the place of up; without one
+    the gates are the first half.
+    """
+    y = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    _c.gated(_pack_gates(gate_up, None, y, limit, alpha))
+    return y
+
+
+def gated_backward(dy: Tensor, gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
+    """Gradient of gated: dy [M, F], gate_up [M, 2F] -> [M, 2F]."""
+    assert dy.is_contiguous() and dy.dtype == gate_up.dtype
+    out = torch.empty_like(gate_up)
+    _c.gated_backward(_pack_gates(gate_up, dy, out, limit, alpha))
+    return out
+
+
+def _pack_gates(x: Tensor, dy: Tensor | None, out: Tensor, limit: float | None, alpha: float) -> Any:
+    assert x.is_contiguous()
+    tensors = x.data_ptr(), _address(dy), out.data_ptr(), KIND[x.dtype]
+    sizes = len(x), x.shape[1] // 2, limit is not None
+    return _c.Gates(*tensors, *sizes, limit or 0.0, alpha, _threads())
+
+
+def argmax(x: Tensor) -> Tensor:
+    """x [M, N] -> the index of each row's largest value, the first among equals, [M] int64."""
+    assert x.is_contiguous() and x.shape[1]
+    y = _empty(len(x), dtype=torch.int64)
+    _c.argmax(_c.Largest(x.data_ptr(), y.data_ptr(), *x.shape, _threads()))
+    return y
+
+
+def perturb(x: Tensor, keys: Tensor) -> Tensor:
+    """x [M, N] float32, keys [M] int64 -> x + noise, a function of the row's key and the column."""
+    assert x.is_contiguous() and keys.is_contiguous() and keys.dtype == torch.int64 and len(keys) == len(x)
+    y = torch.empty_like(x)
+    _c.perturb(_c.Noise(x.data_ptr(), keys.data_ptr(), y.data_ptr(), *x.shape, _threads()))
+    return y
+
+
+def top(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, N] float32 -> the k <= N largest of each row, falling, the first among equals first: ids [M, k]
+    int64 and values [M, k]; and the rows' log-sum-exp [M]."""
+    m, n = x.shape
+    assert x.is_contiguous() and 1 <= k <= min(n, MOST_CANDIDATES)
+    ids, values, lse = _empty(m, k, dtype=torch.int64), _empty(m, k), _empty(m)
+    tensors = x.data_ptr(), ids.data_ptr(), values.data_ptr(), lse.data_ptr()
+    _c.top(_c.Top(*tensors, m, n, k, _threads()))
+    return ids, values, lse
+
+
+def walk(
+    last: Tensor, ids: Tensor, values: Tensor, lse: Tensor, h: Tensor, before: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """last [M] int64, candidates ids [M, n, k] int64 with their logits `values`, rows' log-sum-exp [M, n], h
+    [M, n, r] float32, codebooks `before` and `after` [V, r] -> the chosen ids [M, n] int64, and the
+    probability of each [M, n]."""
+    m, n, k = ids.shape
+    r = h.shape[-1]
+    tensors = last, ids, values, lse, h, before, after
+    assert all(t.is_contiguous() for t in tensors) and before.dtype == after.dtype and k <= MOST_CANDIDATES
+    out, confidence = _empty(m, n, dtype=torch.int64), _empty(m, n)
+    inputs = *(t.data_ptr() for t in tensors), KIND[before.dtype]
+    _c.walk(_c.Walk(*inputs, out.data_ptr(), confidence.data_ptr(), m, n, k, r, _threads()))
+    return out, confidence
+
+
+def block_conv(x: Tensor, base: Tensor, delta: Tensor, block: int, side: int) -> Tensor:
+    """x [M, C], base [taps, C], delta [M, sides, taps, groups], of which `side` counts -> [M, C]."""
+    out = torch.empty_like(x)
+    _c.block_conv(_pack_conv(x, base, delta, block, side, out))
+    return out
+
+
+def block_conv_backward(
+    dy: Tensor, x: Tensor, base: Tensor, delta: Tensor, block: int, side: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> the gradients of x [M, C], of base [taps, C] float32, and of delta's side [M, taps, groups]."""
+    dx, d_base = torch.empty_like(x), _empty(*base.shape)
+    d_delta = delta.new_empty(len(x), *delta.shape[2:])
+    _c.block_conv_backward(_pack_conv(x, base, delta, block, side, dx, dy, d_delta, d_base))
+    return dx, d_base, d_delta
+
+
+def _pack_conv(
+    x: Tensor,
+    base: Tensor,
+    delta: Tensor,
+    block: int,
+    side: int,
+    out: Tensor,
+    dy: Tensor | None = None,
+    d_delta: Tensor | None = None,
+    d_base: Tensor | None = None,
+) -> Any:
+    m, c = x.shape
+    _, sides, taps, groups = delta.shape
+    assert x.is_contiguous() and base.is_contiguous() and delta.is_contiguous() and delta.dtype == x.dtype
+    assert m % block == 0 and c % groups == 0 and taps <= MOST_TAPS
+    assert dy is None or (dy.is_contiguous() and dy.dtype == x.dtype)
+    first = delta.data_ptr() + side * taps * groups * delta.element_size()
+    inputs = x.data_ptr(), first, base.data_ptr(), _address(dy), KIND[x.dtype], KIND[base.dtype]
+    outputs = out.data_ptr(), _address(d_delta), _address(d_base)
+    return _c.Conv(*inputs, *outputs, m, block, c, taps, c // groups, sides * taps * groups, _threads())
+
+
+Inputs = tuple[Tensor, ...]  # q [N, H, D], k and v [N, K, D], context_k and context_v [S, K, D], of one dtype
+# first [R+1], context [R+1] and seen [A] of ops.blocks.Layout; the length of a block, the window, whether a
+# query does not see the later ones of its block, the scale
+BlockRules = tuple[tuple[Tensor, Tensor, Tensor], int, int, bool, float]
+
+
+def blocks(inputs: Inputs, rules: BlockRules) -> tuple[Tensor, Tensor]:
+    """-> out [N, H * D] and the log-sum-exp of every query's scores [N, H], both float32; inputs float32 or
+    bfloat16."""
+    n, h, d = inputs[0].shape
+    out, lse = _empty(n, h * d), _empty(n, h)
+    _c.blocks(_pack_blocks(inputs, rules, out, lse, ()))
+    return out, lse
+
+
+def blocks_backward(inputs: Inputs, rules: BlockRules, out: Tensor, lse: Tensor, grad: Tensor) -> Inputs:
+    """grad [N, H * D] of out -> the gradients of the inputs, each like its own."""
+    result = tuple(map(torch.empty_like, inputs))
+    _c.blocks(_pack_blocks(inputs, rules, out, lse, (grad, *result)))
+    return result
+
+
+def _pack_blocks(inputs: Inputs, rules: BlockRules, out: Tensor, lse: Tensor, gradients: Inputs) -> Any:
+    q, k, _, context_k, _ = inputs
+    ranges, block, window, causal, scale = rules
+    first, context, seen = ranges
+    assert all(x.is_contiguous() and x.dtype == q.dtype for x in (*inputs, *gradients))
+    assert len(seen) * block == len(q) and int(first[-1]) == len(seen) and int(context[-1]) == len(context_k)
+    tensors = *(x.data_ptr() for x in inputs), KIND[q.dtype], *(x.data_ptr() for x in ranges)
+    outputs = [x.data_ptr() for x in (out, lse, *gradients)] + [0] * (0 if gradients else 6)
+    sizes = len(first) - 1, block, q.shape[1], k.shape[1], q.shape[2], window, causal
+    return _c.Blocks(*tensors, *outputs, *sizes, scale, _threads())
+
+
+def move(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+    """caches [B, K, S + 1, D], of one dtype, S of each its own; source, target [B, n] int64: indices of
+    tokens, each in slot index % S, or -1 in both for none. In place."""
+    first = caches[0]
+    B, K, _, D = first.shape
+    assert source.is_contiguous() and target.is_contiguous() and source.shape == target.shape
+    assert all(m.is_contiguous() and m.dtype == first.dtype and m.shape[:2] == (B, K) for m in caches)
+    table = torch.tensor([x for m in caches for x in (m.data_ptr(), m.shape[2] - 1)], dtype=torch.int64)
+    tensors = table.data_ptr(), source.data_ptr(), target.data_ptr()
+    _c.move(_c.Moves(*tensors, len(caches), B, K, source.shape[1], D * first.element_size()))
+
+
+def index_scores(q: Tensor, w: Tensor, keys: Tensor, start: Tensor, seen: int, chain: bool) -> Tensor:
+    """q [B, T, H, D], w [B, T, H], keys [B, S, D] of which the first `seen` may count, start [B] int64 -> sum
+    over heads of w max(q . k, 0), [B, T, seen] float32; undefined for keys that no query looks at: those from
+    start on, or in a chain after the query."""
+    b, t, h, d = q.shape
+    assert q.is_contiguous() and w.is_contiguous() and keys.stride()[1:] == (d, 1) and seen <= keys.shape[1]
+    assert d % 8 == 0 and d <= MOST_HEAD_DIM and h <= MOST_INDEX_HEADS
+    assert q.dtype == w.dtype == keys.dtype == torch.float32
+    y = _empty(b, t, seen)
+    tensors = q.data_ptr(), w.data_ptr(), keys.data_ptr(), start.data_ptr(), y.data_ptr()
+    _c.index_scores(_c.Score(*tensors, keys.stride(0), b, t, h, d, seen, chain, _threads()))
+    return y
+
+
+def choose(
+    scores: Tensor,
+    start: Tensor,
+    counts: Tensor,
+    wanted: Tensor,
+    width: int,
+    sinks: int,
+    recent: int,
+    tree: Tensor | None,
+    depth: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See `kv.topk.choose`: -> lists [B, T, width] int64, ascending, and the length of each [B, T]; -1
+    where scores are not finite."""
+    b, t, s = scores.shape
+    u = t if tree is None else tree.shape[2]
+    for x in (scores, start, counts, wanted, tree, depth):
+        assert x is None or x.is_contiguous()
+    assert (tree is None) == (depth is None)
+    lists, lengths = _empty(b, t, width, dtype=torch.int64), _empty(b, t, dtype=torch.int64)
+    tensors = scores.data_ptr(), start.data_ptr(), counts.data_ptr(), _address(tree), _address(depth)
+    outputs = wanted.data_ptr(), lists.data_ptr(), lengths.data_ptr()
+    _c.choose(_c.Choose(*tensors, *outputs, b, t, u, s, width, sinks, recent, _threads()))
+    return lists, lengths
+
+
+def latent_keys_(
+    y: Tensor, rows: Tensor, w: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None
+) -> None:
+    """Writes y [B, K, n, D], a part of more tokens: rows [B, n, R ..] @ W + bias, W [R, K * D] as w
+    [K * D / P, R, P]; each head times the number behind the R and gain [D] where that is given, rotated by
+    cos and sin [B or 1, n, D / 2]; all float32. A token's key does not depend on how many there are."""
+    b, k, n, d = y.shape
+    panels, r, p = w.shape
+    assert rows.shape[:2] == (b, n) and rows.shape[2] >= r + (k if gain is not None else 0)
+    assert panels * p == k * d and p in (8, PANEL) and d % p == 0 and d % 8 == 0 and d <= MOST_HEAD_DIM
+    assert y.stride()[2:] == (d, 1) and rows.stride(2) == 1
+    assert all(t.is_contiguous() for t in (w, bias, cos, sin))
+    assert cos.shape == sin.shape and cos.shape[1:] == (n, d // 2) and len(cos) in (1, b)
+    t_b = 0 if len(cos) == 1 else n * (d // 2)
+    tensors = (t.data_ptr() for t in (rows, w, bias, cos, sin))
+    strides = rows.stride(0), rows.stride(1), t_b, y.stride(0), y.stride(1)
+    sizes = b, n, r, k, d, p, gain is not None
+    _c.latent_keys(_c.Unfold(*tensors, _address(gain), y.data_ptr(), *strides, *sizes, _threads()))
+
+
+def grow(
+    text: Tensor,
+    order: Tensor,
+    history: Tensor,
+    nodes: int,
+    *,
+    contexts: tuple[int, ...],
+    samples: int,
+    recent: int,
+    branch: int,
+    deepest: int,
+    doubt: float,
+    own_doubt: float,
+    enough: float,
+) -> tuple[list[int], list[int], list[float]]:
+    """text, order [n] int32, `order` sorts the suffixes of text; history [m] int32; contexts descending ->
+    tokens, parents and path probabilities."""
+    assert text.dtype == order.dtype == history.dtype == torch.int32 and len(text) == len(order)
+    assert text.is_contiguous() and order.is_contiguous() and history.is_contiguous()
+    assert 2 * len(contexts) <= MOST_CONTEXTS and list(contexts) == sorted(contexts, reverse=True)
+    assert samples <= MOST_SAMPLES and recent <= MOST_RECENT and branch <= MOST_BRANCH
+    lengths = torch.tensor(contexts, dtype=torch.int64)
+    result, reach = _empty(2, nodes, dtype=torch.int64), _empty(nodes, dtype=torch.float64)
+    count = _empty(1, dtype=torch.int64)
+    inputs = (t.data_ptr() for t in (text, order, history, lengths))
+    sizes = len(text), len(history), len(contexts), nodes, samples, recent, branch, deepest
+    outputs = (t.data_ptr() for t in (result[0], result[1], reach, count))
+    _c.grow(_c.Grow(*inputs, *sizes, doubt, own_doubt, enough, *outputs))
+    n = int(count)
+    tokens, parents = result[:, :n].tolist()
+    return tokens, parents, reach[:n].tolist()

@@ -1,0 +1,17 @@
+"""Kernel dispatch: the predicate for the C kernels, their `Program`, and the dtype of products."""
+
+import torch
+
+from outpace.kernels.bindings import MOST_ROWS as MOST_ROWS
+from outpace.kernels.bindings import built as built
+from outpace.kernels.bindings import use_kernel as use_kernel
+from outpace.kernels.program import Program as Program
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where it is multiplied as such: on GPUs, and on CPUs that oneDNN has kernels for (AVX-512 and
+    later). Elsewhere torch widens one element at a time, fifty times slower than float32: float32 there."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    supported = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if supported else torch.float32
