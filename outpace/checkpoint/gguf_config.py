@@ -66,6 +66,13 @@ def config_from(
     fields = _Fields(path, metadata, architecture)
     name, model_type = ARCHITECTURES[architecture]
     hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
+    head_dim = fields.count("attention.key_length", max(hidden // heads, 1))
+    rotated = fields.count("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise LoadError(
+            f"{path}: metadata '{architecture}.rope.dimension_count' is {rotated}, and a head has {head_dim} "
+            "dimensions: RoPE over a part of a head is not supported"
+        )
     values = {
         "architectures": [name],
         "model_type": model_type,
@@ -74,7 +81,7 @@ def config_from(
         "num_hidden_layers": fields.count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.count("attention.head_count_kv", heads),
-        "head_dim": fields.count("attention.key_length", max(hidden // heads, 1)),
+        "head_dim": head_dim,
         "max_position_embeddings": fields.count("context_length"),
         "rms_norm_eps": float(fields.number("attention.layer_norm_rms_epsilon")),
         "tie_word_embeddings": tied,

@@ -7,7 +7,6 @@ and trusts every count it meets; its constants and number formats are used all t
 import mmap
 import struct
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def _tensor_table(cursor: "_Cursor", count: int, metadata: dict[str, Any]) -> di
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise LoadError(f"{path}: general.alignment is {alignment!r}, not a power of two")
     begin = -(-cursor.at // alignment) * alignment
-    tensors, spans = {}, []
+    tensors, expected = {}, 0
     for name, (shape, kind, offset) in fields.items():
         values, size = GGML_QUANT_SIZES[kind]
         if 0 in shape or prod(shape) > MOST_VALUES or shape[0] % values:
@@ -112,18 +111,26 @@ def _tensor_table(cursor: "_Cursor", count: int, metadata: dict[str, Any]) -> di
                 f"{path}: {name!r} has the shape {shape[::-1]}, impossible for {kind.name} "
                 f"(rows are multiples of {values})"
             )
+        if offset != expected:
+            relation = "overlaps" if offset < expected else "leaves a gap after"
+            raise LoadError(
+                f"{path}: {name!r} begins at byte {offset:,} of the tensors, not at {expected:,}, and "
+                f"{relation} the one before it: a type, a shape or an offset is damaged; fetch the file again"
+            )
         nbytes, start = prod(shape) // values * size, begin + offset
-        if start + nbytes > len(cursor.data) or offset % alignment:
+        if start + nbytes > len(cursor.data):
             raise LoadError(
                 f"{path}: {name!r} would end at byte {start + nbytes:,} of {len(cursor.data):,}: "
                 "the file is cut off or damaged; fetch it again"
             )
         tensors[name] = TensorInfo(shape=shape[::-1], format=kind.name, start=start, nbytes=nbytes)
-        spans.append((start, start + nbytes, name))
-    spans.sort()
-    for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end:
-            raise LoadError(f"{path}: the tensors {one!r} and {other!r} overlap: the file is damaged")
+        expected = -(-(offset + nbytes) // alignment) * alignment
+    if tensors and len(cursor.data) > begin + expected:
+        rest = len(cursor.data) - begin - expected
+        raise LoadError(
+            f"{path}: {rest:,} bytes follow the last tensor, {name!r}: a type or a shape is damaged; fetch "
+            "the file again"
+        )
     return tensors
 
 

@@ -1,5 +1,6 @@
 """ModelConfig: what a config.json specifies, in our terms."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from reprlib import repr  # short, however long or deep the value
 from typing import Any
@@ -88,10 +89,11 @@ class ModelConfig:
         if self.head_dim % 2 or self.head_dim < 2:
             fault = "odd" if self.head_dim % 2 else "below 2"
             raise ValueError(f"config: head_dim {self.head_dim} is {fault}; rotary halves need an even one")
-        if self.rope.kind == "factors" and len(self.rope.factors) != self.head_dim // 2:
+        factors = self.head_dim // 2 if self.rope.kind == "factors" else 0
+        if len(self.rope.factors) != factors:
             raise ValueError(
-                f"config: {len(self.rope.factors)} rope factors for a head_dim of {self.head_dim}: "
-                "half as many are wanted"
+                f"config: {len(self.rope.factors)} rope factors for a head_dim of {self.head_dim} and "
+                f"the rope type {self.rope.kind!r}: {factors} are needed"
             )
         if self.mla_ranks and len(self.mla_ranks) != self.num_layers:
             raise ValueError(
@@ -122,10 +124,6 @@ def need(hf: dict[str, Any], key: str) -> Any:
     if hf.get(key) is None:
         raise ValueError(f"config.json lacks `{key}`")
     return hf[key]
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
 def parse_rope(hf: dict[str, Any], default_theta: float = 10000.0) -> RopeConfig:
@@ -179,158 +177,185 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 FAR = 2**24  # larger than any axis of a model that fits a disk
-COUNTS = {  # whole numbers from 1 to ..; null and a missing key mean the default
-    "vocab_size": FAR,
-    "hidden_size": 2**20,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "intermediate_size": FAR,
-    "moe_intermediate_size": FAR,
-    "num_experts": 4096,
-    "num_local_experts": 4096,
-    "num_experts_per_tok": 4096,
-    "experts_per_token": 4096,
-    "decoder_sparse_step": 1024,
-    "dsa_index_dim": 256,
-    "dsa_index_heads": 64,
-    "dsa_recent": 2**40,
-    "max_position_embeddings": 2**40,
-}
-LENGTHS = {  # from 0
-    "sliding_window": 2**40,
-    "max_window_layers": 2**20,
-    "dsa_min_context": 2**40,
-    "dsa_sinks": 2**40,
-}
-NUMBERS = {  # (above, up to)
-    "rms_norm_eps": (0.0, 1.0),
-    "swiglu_limit": (0.0, 1e6),
-    "dsa_top_k": (0.0, 1e12),
-    "dsa_top_p": (0.0, 1.0),
-    "dsa_least_mass": (0.0, 1.0),
-    "swiglu_alpha": (0.0, 1e6),
-    "rope_theta": (1.0, 1e12),
-}
-FLAGS = (
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "use_sliding_window",
-    "norm_topk_prob",
-    "use_mla_kv",
-    "use_dsa",
-)
-IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
-ROPE_COUNTS = {"original_max_position_embeddings": 2**40}
-ROPE_NUMBERS = {
-    "rope_theta": (1.0, 1e12),
-    "factor": (0.0, 1e6),
-    "beta_fast": (0.0, 1e6),
-    "beta_slow": (0.0, 1e6),
-    "attention_factor": (0.0, 1e6),
-    "low_freq_factor": (0.0, 1e6),
-    "high_freq_factor": (0.0, 1e6),
-}
 MOST_EXPERTS = 2**16  # over all layers
 
 
+@dataclass(frozen=True)
+class Rule:
+    """The values a key of config.json may have, and their description for the error message."""
+
+    accepts: Callable[[Any], bool]
+    wanted: str
+
+
+def _whole(least: int, most: int) -> Rule:
+    wanted = f"a whole number from {least} to {most:,}"
+    return Rule(lambda v: type(v) is int and least <= v <= most, wanted)
+
+
+def _number(above: float, most: float) -> Rule:
+    wanted = f"a number above {above:g}, up to {most:g}"
+    return Rule(lambda v: type(v) in (int, float) and above < v <= most, wanted)  # NaN is in no range
+
+
+def _list(item: Callable[[Any], bool], wanted: str, least: int = 0, most: int = 10**6) -> Rule:
+    return Rule(lambda v: isinstance(v, list) and least <= len(v) <= most and all(map(item, v)), wanted)
+
+
+def _only(*known: Any) -> Rule:
+    wanted = f"{known[0]}: nothing else is supported" if known else "left out: it is not supported"
+    return Rule(lambda v: type(v) in map(type, known) and v in known, wanted)
+
+
+def _token(value: Any) -> bool:
+    """-1 means none in older files."""
+    return type(value) is int and -1 <= value < FAR
+
+
+FLAG = Rule(lambda v: isinstance(v, bool), "true or false")
+LAYERS = _list(lambda v: type(v) is int, "a list of layers")
+STRINGS = _list(lambda v: isinstance(v, str) and v.isprintable(), "a list of strings")
+STRING = Rule(lambda v: isinstance(v, str), "a string")
+TOKEN = Rule(_token, "a token's id")
+OBJECT = Rule(lambda v: isinstance(v, dict), "an object, or null")
+RANK = _whole(1, 2**20)
+FACTOR = _number(0.0, 1e30)
+KEYS = {  # every key that a parser reads; null and a missing key mean the default of the architecture
+    "architectures": STRINGS,
+    "vocab_size": _whole(1, FAR),
+    "hidden_size": _whole(1, 2**20),
+    "num_hidden_layers": _whole(1, 1024),
+    "num_attention_heads": _whole(1, 2**16),
+    "num_key_value_heads": _whole(1, 2**16),
+    "head_dim": _whole(1, 2**16),
+    "intermediate_size": _whole(1, FAR),
+    "moe_intermediate_size": _whole(1, FAR),
+    "num_experts": _whole(1, 4096),
+    "num_local_experts": _whole(1, 4096),
+    "num_experts_per_tok": _whole(1, 4096),
+    "experts_per_token": _whole(1, 4096),
+    "decoder_sparse_step": _whole(1, 1024),
+    "max_position_embeddings": _whole(1, 2**40),
+    "sliding_window": _whole(0, 2**40),
+    "max_window_layers": _whole(0, 2**20),
+    "rms_norm_eps": _number(0.0, 1.0),
+    "swiglu_limit": _number(0.0, 1e6),
+    "swiglu_alpha": _number(0.0, 1e6),
+    "rope_theta": _number(1.0, 1e12),
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "use_sliding_window": FLAG,
+    "norm_topk_prob": FLAG,
+    "eos_token_id": Rule(
+        lambda v: _token(v) or (isinstance(v, list) and all(map(_token, v))), "a token's id or a list of them"
+    ),
+    "bos_token_id": TOKEN,
+    "pad_token_id": TOKEN,
+    "layer_types": STRINGS,
+    "mlp_only_layers": LAYERS,
+    "hidden_act": _only("silu", "swish"),
+    "partial_rotary_factor": _only(1, 1.0),
+    "rope_parameters": OBJECT,
+    "rope_scaling": OBJECT,
+    "use_mla_kv": FLAG,
+    "mla_layers": LAYERS,
+    "mla_latent_dim": Rule(
+        lambda v: all(map(RANK.accepts, v if isinstance(v, list) else [v])),
+        f"{RANK.wanted}, or a list of them",
+    ),
+    "use_dsa": FLAG,
+    "dsa_layers": LAYERS,
+    "dsa_index_dim": _whole(1, 256),
+    "dsa_index_heads": _whole(1, 64),
+    "dsa_top_k": _number(0.0, 1e12),
+    "dsa_top_p": _number(0.0, 1.0),
+    "dsa_least_mass": _number(0.0, 1.0),
+    "dsa_min_context": _whole(0, 2**40),
+    "dsa_sinks": _whole(0, 2**40),
+    "dsa_recent": _whole(1, 2**40),
+}
+ROPE_KEYS = {  # of the objects rope_parameters and rope_scaling
+    "rope_type": STRING,
+    "type": STRING,
+    "rope_theta": _number(1.0, 1e12),
+    "factor": _number(0.0, 1e6),
+    "factors": _list(FACTOR.accepts, f"a list of up to 32,768 numbers, each {FACTOR.wanted[2:]}", 1, 2**15),
+    "original_max_position_embeddings": _whole(1, 2**40),
+    "beta_fast": _number(0.0, 1e6),
+    "beta_slow": _number(0.0, 1e6),
+    "truncate": FLAG,
+    "attention_factor": _number(0.0, 1e6),
+    "low_freq_factor": _number(0.0, 1e6),
+    "high_freq_factor": _number(0.0, 1e6),
+    "mscale": _only(),
+    "mscale_all_dim": _only(),
+}
+
+
 def check_values(hf: dict[str, Any]) -> None:
-    """Raises ValueError naming the key and what it should be. States nothing of keys that are missing, and
-    nothing of keys that no parser of ours reads."""
-    _strings(hf, "architectures")
-    for key, most in COUNTS.items():
-        _whole(hf, key, 1, most)
-    for key, most in LENGTHS.items():
-        _whole(hf, key, 0, most)
-    for key, (above, most_of_it) in NUMBERS.items():
-        _number(hf, key, above, most_of_it)
-    for key in FLAGS:
-        if not isinstance(hf.get(key), bool | None):
-            raise _wrong(key, hf[key], "true or false")
-    for key in IDS:
-        _ids(hf, key)
-    _strings(hf, "layer_types")
-    for key in ("mlp_only_layers", "mla_layers", "dsa_layers"):
-        layers = hf.get(key)
-        if layers is not None and not (isinstance(layers, list) and all(type(i) is int for i in layers)):
-            raise _wrong(key, layers, "a list of layers")
-    rank = hf.get("mla_latent_dim")
-    for each in rank if isinstance(rank, list) else [rank]:
-        _whole({"mla_latent_dim": each}, "mla_latent_dim", 1, 2**20)
+    """Raises ValueError naming the key and the values it may have. Ignores keys that are missing or that no
+    parser of ours reads."""
+    _check(hf, KEYS, "")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = hf.get(key) or {}
+        _check(rope, ROPE_KEYS, f"{key}.")
+        low, high = rope.get("low_freq_factor") or 1.0, rope.get("high_freq_factor") or 4.0
+        if low >= high:
+            raise ValueError(f"config.json: {key}.low_freq_factor {low} is not below high_freq_factor {high}")
     experts = hf.get("num_local_experts") or hf.get("num_experts") or 1
     if experts * (hf.get("num_hidden_layers") or 1) > MOST_EXPERTS:
         raise ValueError(
             f"config.json: {experts} experts in each layer are more than {MOST_EXPERTS:,} in all"
         )
-    _rope(hf, "rope_parameters")
-    _rope(hf, "rope_scaling")
-    _only(hf, "hidden_act", ("silu", "swish"))
-    _only(hf, "partial_rotary_factor", (1, 1.0))
 
 
-def _rope(hf: dict[str, Any], key: str) -> None:
-    value = hf.get(key)
-    if value is None:
-        return
-    if not isinstance(value, dict):
-        raise _wrong(key, value, "an object, or null")
-    for inner in ("rope_type", "type"):
-        if not isinstance(value.get(inner), str | None):
-            raise _wrong(f"{key}.{inner}", value[inner], "a string")
-    for inner, most in ROPE_COUNTS.items():
-        _whole(value, inner, 1, most, f"{key}.")
-    for inner, (above, most_of_it) in ROPE_NUMBERS.items():
-        _number(value, inner, above, most_of_it, f"{key}.")
-    if not isinstance(value.get("truncate"), bool | None):
-        raise _wrong(f"{key}.truncate", value["truncate"], "true or false")
-    low, high = value.get("low_freq_factor") or 1.0, value.get("high_freq_factor") or 4.0
-    if low >= high:
-        raise ValueError(f"config.json: {key}.low_freq_factor {low} is not below high_freq_factor {high}")
-    for inner in ("mscale", "mscale_all_dim"):
-        _only(value, inner, (), f"{key}.")
+def _check(values: dict[str, Any], rules: dict[str, Rule], prefix: str) -> None:
+    for key, rule in rules.items():
+        value = values.get(key)
+        if value is not None and not rule.accepts(value):
+            raise ValueError(f"config.json: `{prefix}{key}` is {repr(value)}; it should be {rule.wanted}")
 
 
-def _whole(values: dict[str, Any], key: str, least: int, most: int, prefix: str = "") -> None:
-    value = values.get(key)
-    if value is not None and not (type(value) is int and least <= value <= most):
-        raise _wrong(prefix + key, value, f"a whole number from {least} to {most:,}")
+FIELDS = {  # of ModelConfig, and their keys, in every architecture
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "attention_bias": "attention_bias",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
 
 
-def _number(values: dict[str, Any], key: str, above: float, most: float, prefix: str = "") -> None:
-    value = values.get(key)
-    if value is None:
-        return
-    if type(value) not in (int, float) or not above < value <= most:  # NaN is in no range
-        raise _wrong(prefix + key, value, f"a number above {above:g}, up to {most:g}")
+def parse_fields(hf: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """FIELDS and the special tokens of a config.json whose values are checked. `defaults`: of keys that may
+    be missing. Raises ValueError for another one that is missing."""
+    defaults = {"attention_bias": False, "tie_word_embeddings": False} | defaults
+    eos = hf.get("eos_token_id", ())
+    return {field: need(defaults | hf, key) for field, key in FIELDS.items()} | {
+        "eos_token_ids": tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        "bos_token_id": hf.get("bos_token_id"),
+        "pad_token_id": hf.get("pad_token_id"),
+    }
 
 
-def _strings(hf: dict[str, Any], key: str) -> None:
-    value = hf.get(key)
-    if value is None:
-        return
-    if not isinstance(value, list) or not all(isinstance(v, str) and v.isprintable() for v in value):
-        raise _wrong(key, value, "a list of strings")
-
-
-def _ids(hf: dict[str, Any], key: str) -> None:
-    """-1 means none in older files. Only eos may be several."""
-    value = hf.get(key)
-    many = value if isinstance(value, list) and key == "eos_token_id" else [value]
-    if value is not None and not all(type(v) is int and -1 <= v < FAR for v in many):
-        raise _wrong(key, value, "a token's id" + (" or a list of them" if key == "eos_token_id" else ""))
-
-
-def _only(values: dict[str, Any], key: str, known: tuple[Any, ...], prefix: str = "") -> None:
-    value = values.get(key)
-    if value is not None and value not in known:
-        only = f"only {known[0]}" if known else "no value of it"
-        raise ValueError(f"config.json: {prefix}{key} {repr(value)} is not supported, {only}")
-
-
-def _wrong(key: str, value: Any, wanted: str) -> ValueError:
-    return ValueError(f"config.json: `{key}` is {repr(value)}; it should be {wanted}")
+def fields_to_hf(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """The keys that every architecture has."""
+    return {
+        "architectures": [config.architecture],
+        "model_type": model_type,
+        **{key: getattr(config, field) for field, key in FIELDS.items()},
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "use_cache": True,
+        "initializer_range": 0.02,
+        **rope_to_hf(config.rope),
+    }
 
 
 SHARES = ("dsa_top_p", "dsa_least_mass")  # left out where they are 0

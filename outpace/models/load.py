@@ -16,7 +16,7 @@ from outpace.models.blocks import Layout
 from outpace.models.config import ModelConfig, check_values, parse_dsa, parse_mla
 from outpace.models.decoder import Decoder
 from outpace.models.weights import Entry
-from outpace.ops.quant import Weight
+from outpace.ops.quant import Quant, Weight
 
 RETROFIT = ("mla_", "dsa_", "use_mla", "use_dsa")  # fields of a config
 ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {
@@ -135,11 +135,12 @@ def load_target(
             weight = weight.reshape(shapes[entry.param])
         assign(model, entry.param, weight.to(device))
     if finite:
-        check_finite(f"{checkpoint.folder}", named_tensors(model))
+        check_finite(f"{checkpoint.folder}", stored_values(model))
     model.dtype = dtype
     return model.eval()
 
 
+NAN_SCALE = 255  # of E8M0
 SMALL, ALL = 2**20, 2**28  # bytes of a tensor that is always read, and of a model that is read whole
 
 
@@ -147,15 +148,30 @@ def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises LoadError, naming the tensor, for weights that are NaN or Inf. Of a model above 256 MiB only the
     tensors up to 1 MiB are read, so that opening stays quick: `outpace inspect --scan` reads all, and
     decoding stops where logits are not finite."""
-    held = [(name, t) for name, t in tensors if t.is_floating_point() and not t.is_meta]
-    whole = sum(t.nbytes for _, t in held) <= ALL
-    for name, tensor in held:
-        if (whole or tensor.nbytes <= SMALL) and not tensor.isfinite().all():
-            count = int((~tensor.isfinite()).sum())
+    stored = [(name, t) for name, t in tensors if not t.is_meta]
+    whole = sum(t.nbytes for _, t in stored) <= ALL
+    for name, tensor in stored:
+        if not whole and tensor.nbytes > SMALL:
+            continue
+        if tensor.is_floating_point():
+            wrong = ~tensor.isfinite()
+        elif name.endswith(".scales"):
+            wrong = tensor == NAN_SCALE
+        else:
+            continue
+        if wrong.any():
             raise LoadError(
-                f"{where}: {name} holds {count:,} values that are NaN or Inf: the file is damaged, or its "
-                "training diverged; fetch it again, or take an earlier checkpoint"
+                f"{where}: {name} holds {int(wrong.sum()):,} values that are NaN or Inf: the file is "
+                "damaged, or its training diverged; fetch it again, or use an earlier checkpoint"
             )
+
+
+def stored_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, and of GGUF's blocks the scales."""
+    yield from named_tensors(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Quant):
+            yield f"{name}.scales", module.scales()
 
 
 def first_layers(config: ModelConfig, layers: int) -> ModelConfig:

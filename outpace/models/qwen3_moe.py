@@ -4,7 +4,7 @@ from typing import Any
 
 from outpace.models import llama
 from outpace.models.blocks import MLP, Experts, Layout
-from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_rope, token_ids
+from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_fields, parse_rope
 from outpace.models.decoder import Decoder, DecoderBlock
 from outpace.models.weights import Entry, backbone_weights, dense_mlp, split_experts
 
@@ -30,41 +30,28 @@ class Qwen3Moe(Decoder):
 
 
 def parse(hf: dict[str, Any]) -> ModelConfig:
-    layers = need(hf, "num_hidden_layers")
-    sparse_step = hf.get("decoder_sparse_step") or 1
+    head_dim = need(hf, "hidden_size") // need(hf, "num_attention_heads")
+    values = parse_fields(hf, head_dim=head_dim, max_position_embeddings=32768, rms_norm_eps=1e-6)
+    layers, sparse_step = values["num_layers"], hf.get("decoder_sparse_step", 1)
     dense = set(hf.get("mlp_only_layers") or ())
     windows = bool(hf.get("use_sliding_window") and hf.get("sliding_window"))
     return ModelConfig(
+        **values,
         architecture="Qwen3MoeForCausalLM",
-        vocab_size=need(hf, "vocab_size"),
-        hidden_size=need(hf, "hidden_size"),
-        num_layers=layers,
-        num_heads=need(hf, "num_attention_heads"),
-        num_kv_heads=need(hf, "num_key_value_heads"),
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        intermediate_size=need(hf, "intermediate_size"),
         rope=parse_rope(hf),
         layer_types=(WINDOW if windows else FULL,) * layers,  # unlike dense Qwen3, all or none
-        sliding_window=hf.get("sliding_window") or 0 if windows else 0,
-        max_position_embeddings=hf.get("max_position_embeddings", 32768),
-        rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-        attention_bias=hf.get("attention_bias", False),
+        sliding_window=hf["sliding_window"] if windows else 0,
         qk_norm=True,
-        tie_word_embeddings=hf.get("tie_word_embeddings", False),
         num_experts=hf.get("num_experts") or need(hf, "num_local_experts"),
         experts_per_token=need(hf, "num_experts_per_tok"),
         expert_size=need(hf, "moe_intermediate_size"),
         norm_topk_prob=hf.get("norm_topk_prob", False),
         moe_layers=tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(layers)),
-        eos_token_ids=token_ids(hf.get("eos_token_id")),
-        bos_token_id=hf.get("bos_token_id"),
-        pad_token_id=hf.get("pad_token_id"),
     )
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     return llama.to_hf(config) | {
-        "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,

@@ -9,6 +9,15 @@ from outpace.kernels import bindings
 from outpace.kernels.bindings import use_kernel
 
 PACKED = tuple(bindings.BLOCKS_KIND)  # formats a product exists for; gguf unpacks all others at loading
+# the bytes of a block that hold its scales, float16 but for MXFP4's exponent
+SCALES = {
+    "MXFP4": slice(1),
+    "Q8_0": slice(2),
+    "Q4_0": slice(2),
+    "Q4_K": slice(4),
+    "Q5_K": slice(4),
+    "Q6_K": slice(208, 210),
+}
 
 
 class Quant(nn.Module):
@@ -28,6 +37,12 @@ class Quant(nn.Module):
     def shape(self) -> torch.Size:
         values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.format]]
         return torch.Size((*self.data.shape[:-1], self.data.shape[-1] // nbytes * values))
+
+    def scales(self) -> Tensor:
+        """[..., N, blocks, 1 or 2]: float16, or for MXFP4 the exponents, uint8."""
+        _, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.format]]
+        part = self.data.unflatten(-1, (-1, nbytes))[..., SCALES[self.format]].contiguous()
+        return part if self.format == "MXFP4" else part.view(torch.float16)
 
     def dense(self) -> Tensor:
         """float32 [..., N, K], exactly the values that the blocks mean."""

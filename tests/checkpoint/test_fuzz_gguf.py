@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from outpace.checkpoint.base import LoadError
+from outpace.checkpoint.gguf_header import read_header
 from outpace.checkpoint.open import open_checkpoint
 from outpace.formats.convert import write_gguf
 from outpace.models.load import load_target
@@ -125,11 +126,37 @@ def test_named_faults(tmp_path, data, message):
         open_checkpoint(path)
 
 
-def test_overlapping_tensors(tmp_path):
-    infos = b"".join(text(n) + struct.pack("<IQIQ", 1, 16, 0, at) for n, at in ((b"a", 0), (b"b", 32)))
+F32, F16 = 0, 1
+
+
+def two_tensors(first=F32, second=F32, at=64, rest=b""):
+    """a and b of 16 values each; the tensors' bytes are those of two float32 ones."""
+    infos = b"".join(
+        text(name) + struct.pack("<IQIQ", 1, 16, code, offset)
+        for name, code, offset in ((b"a", first, 0), (b"b", second, at))
+    )
+    data = header(2, 0, infos)
+    return data + bytes(-len(data) % 32) + bytes(128) + rest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"at": 32}, "'b' begins at byte 32 of the tensors, not at 64, and overlaps"),
+        ({"at": 96}, "'b' begins at byte 96 of the tensors, not at 64, and leaves a gap"),
+        ({"at": 65}, "not at 64"),
+        ({"first": F16}, "'b' begins at byte 64 of the tensors, not at 32, and leaves a gap"),
+        ({"second": F16}, "32 bytes follow the last tensor, 'b'"),
+        ({"rest": bytes(32)}, "32 bytes follow the last tensor"),
+    ],
+)
+def test_tensors_fill_the_file(tmp_path, changes, message):
+    """A smaller type in the table would read another tensor's bytes."""
     path = tmp_path / "it.gguf"
-    path.write_bytes(header(2, 0, infos) + bytes(256))
-    with pytest.raises(LoadError, match="'a' and 'b' overlap"):
+    path.write_bytes(two_tensors())
+    assert list(read_header(path).tensors) == ["a", "b"]
+    path.write_bytes(two_tensors(**changes))
+    with pytest.raises(LoadError, match=message):
         open_checkpoint(path)
 
 

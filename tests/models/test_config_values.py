@@ -29,20 +29,15 @@ FINE = {  # keys for which some of these are values like any other
     "layer_types": ([],),
     "mlp_only_layers": ([], [4]),
     "architectures": ([],),
+    "swiglu_alpha": (1.5,),
 }
-KEYS = (
-    *config_values.COUNTS,
-    *config_values.LENGTHS,
-    "rms_norm_eps",
-    "rope_theta",
-    "swiglu_limit",
-    *config_values.IDS,
-    "architectures",
-    "layer_types",
-    "mlp_only_layers",
-)
+OTHER = ("mla_layers", "dsa_layers", "mla_latent_dim", "rope_parameters", "rope_scaling")  # tested below
+FLAGS = [key for key, rule in config_values.KEYS.items() if rule is config_values.FLAG]
+KEYS = [key for key in config_values.KEYS if key not in (*FLAGS, *OTHER)]
 CASES = [(k, v) for k in KEYS for v in WRONG if repr(v) not in map(repr, FINE.get(k, ()))]
-FLAGS = [(key, v) for key in config_values.FLAGS for v in ("true", 1, 0, [], {})]
+CASES += [(key, v) for key in FLAGS for v in ("true", 1, 0, [], {})]
+CASES += [(key, v) for key in OTHER[:2] for v in ("4", 4, True, {}, ["4"], [1.5])]
+CASES += [("mla_latent_dim", v) for v in ("4", 0, -3, [0], ["4"], [4, 2.5], {"a": 1}, 10**30)]
 BASE = tiny.QWEN3_MOE | {"layer_types": None, "swiglu_limit": None}
 
 
@@ -58,20 +53,24 @@ def test_wrong_values(key, value):
     refused(BASE | {key: value}, key)
 
 
-@pytest.mark.parametrize(("key", "value"), FLAGS, ids=str)
-def test_wrong_flags(key, value):
-    refused(BASE | {key: value}, key)
-
-
 @pytest.mark.parametrize("value", [v for v in WRONG if v not in ({},)], ids=str)
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_a_rope_that_is_no_object(key, value):
     refused(BASE | {key: value}, key)
 
 
-ROPE = [(k, v) for k in config_values.ROPE_NUMBERS for v in WRONG if v != 1.5]
-ROPE += [("original_max_position_embeddings", v) for v in WRONG]
-ROPE += [("rope_type", 4), ("rope_type", ["yarn"]), ("truncate", 1), ("truncate", "no")]
+ROPE_FINE = dict.fromkeys(config_values.ROPE_KEYS, (1.5,)) | {
+    "factors": ([4],),
+    "rope_type": ("4", ""),
+    "type": ("4", ""),
+    "truncate": (True,),
+    "original_max_position_embeddings": (),
+    "mscale": (),
+    "mscale_all_dim": (),
+}
+ROPE = [(k, v) for k, fine in ROPE_FINE.items() for v in WRONG if repr(v) not in map(repr, fine)]
+ROPE += [("factors", v) for v in ([0.0], [-1.0], [1.0, float("nan")], [float("inf")], ["1"], [True])]
+ROPE += [("factors", v) for v in ([1.0] * 40000, [None], [[1.0]], {"0": 1.0})]
 
 
 @pytest.mark.parametrize(("key", "value"), ROPE, ids=lambda v: ascii(v)[:24])
@@ -102,13 +101,19 @@ def test_keys_that_must_be_there(key, null):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'; it should be silu: nothing else is supported"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
         ({"num_experts_per_tok": 6}, "6 experts per token of 5"),
         ({"hidden_size": 4, "head_dim": None}, "head_dim 0 is below 2"),
         ({"num_experts": 4096, "num_hidden_layers": 1024}, "4096 experts in each layer"),
         ({"architectures": ["\u001b[2J"]}, "`architectures`"),
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0}}, "rope_parameters.mscale"),
+        (
+            {"rope_parameters": {"rope_type": "factors", "factors": [1.0] * 3}},
+            "3 rope factors for a head_dim",
+        ),
+        ({"rope_parameters": {"rope_type": "factors"}}, "0 rope factors"),
+        ({"rope_scaling": {"rope_type": "default", "factors": [1.0] * 8}}, "rope type 'default': 0 are"),
         ({"rope_parameters": {"low_freq_factor": 4, "high_freq_factor": 4}}, "not below high_freq_factor"),
     ],
 )
