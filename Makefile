@@ -15,7 +15,7 @@ WHEELS := --only-binary :all: --constraint requirements-dev.txt
 # of llama.cpp, the library alone
 ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES TESTS SERVER,-DLLAMA_BUILD_$(part)=OFF)
 
-.PHONY: help install oracle demo test lint docs format clean
+.PHONY: help install oracle demo test mutants lint docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test     style, types and tests, in WORKERS=2 processes"
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
+	@echo "make mutants  plants known bugs one at a time: a test must catch each (AREAS=engine for some)"
 	@echo "make docs     the documentation site -> site/"
 	@echo "make lint     style and types;  make format  rewrite the style"
 	@echo "make clean    remove everything that was built, .venv included"
@@ -51,6 +52,9 @@ demo: $(STAMP)
 
 test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations=15 --durations-min=1
+
+mutants: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py $(AREAS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -6,7 +6,9 @@ import pytest
 import tiny
 import torch
 from dflash_drafts import random_dflash
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
@@ -14,8 +16,9 @@ from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.formats.load import load_draft, save_dflash
 from outpace.models import load as loading
-from outpace.models.load import check_finite, load_target
+from outpace.models.load import check_finite, load_target, stored_values
 from outpace.models.save import save_target
+from outpace.ops.quant import SCALES, Quant
 from outpace.ops.sampling import Sampling
 
 
@@ -95,3 +98,28 @@ def test_what_ships_is_finite():
     assert json.loads((EMBEDDED / "target" / "config.json").read_text())["architectures"]
     load_target(EMBEDDED / "target")
     load_draft(EMBEDDED / "dflash")
+
+
+def test_a_packed_target_is_refused_for_its_scales(tmp_path):
+    save_target(tiny.target("gpt_oss"), tmp_path, pack=True)
+    load_target(tmp_path)
+    spoil(tmp_path, "model.layers.2.mlp.experts.down_proj_scales", 255)
+    with pytest.raises(ValueError, match=r"2\.mlp\.down\.scales holds 1 values that are NaN or Inf"):
+        load_target(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"])
+def test_scales_of_blocks_are_found(format):
+    """One scale of a block at a time is made NaN: the values of that block become NaN or Inf, no others."""
+    values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
+    weight = Quant(torch.randint(1, 100, (3, 4 * nbytes), dtype=torch.uint8), format)
+    check_finite("it", stored_values(nn.ModuleDict({"w": weight})))
+    places = range(0 if format != "Q6_K" else 208, SCALES[format].stop, 1 if format == "MXFP4" else 2)
+    for at in places:
+        broken = weight.data.clone()
+        broken[1, 2 * nbytes + at : 2 * nbytes + at + places.step] = 255
+        spoiled = Quant(broken, format)
+        assert not spoiled.dense()[1, 2 * values : 3 * values].isfinite().all()
+        assert spoiled.dense()[0].isfinite().all()
+        with pytest.raises(ValueError, match=r"it: w\.scales holds 1 values"):
+            check_finite("it", stored_values(nn.ModuleDict({"w": spoiled})))

@@ -256,3 +256,27 @@ def test_promises_that_cannot_be_kept():
         cache.rewind([29])
     with pytest.raises(AssertionError, match="5 and 4 more; the buffer has 8 positions"):
         cache.begin(4)
+
+
+def test_summaries_stay_with_their_rows():
+    """When rows leave a batch, the others choose the blocks that a cache made for them alone would choose."""
+    config = PartialConfig(
+        block_size=3, n_sink_blocks=1, n_retrieval_blocks=2, n_window_blocks=1, n_spec_tokens_buf=4
+    )
+    full = KVCache(3, 80, 8, WINDOWS, K, D)
+    cache = PartialCache(full, config, 8)
+    append(full, 50, [50, 38, 45], 1)
+    cache.refresh()
+    full.select([2, 0])
+    cache.select([2, 0])
+    append(full, 5, None, 2)
+    cache.refresh()
+    alone = PartialCache(full, config, 8)
+    alone.refresh()
+    assert cache.static == alone.static
+    for ours, wanted in zip(cache.partials, alone.partials, strict=True):
+        for b, (n, length) in enumerate(zip(alone.static, full.lengths, strict=True)):
+            blocks = length // config.block_size
+            assert torch.equal(ours.k[b, :, :n], wanted.k[b, :, :n])
+            assert torch.equal(ours.low[b, :, :blocks], wanted.low[b, :, :blocks])
+            assert torch.equal(ours.high[b, :, :blocks], wanted.high[b, :, :blocks])

@@ -315,3 +315,15 @@ def test_written_names_are_read_names(files, family):
         if leaf == "weight" and path.endswith("mlp.up"):
             assert weight_of(target, f"{path.removesuffix('up')}gate.weight").shape
         assert not any(t.is_meta for _, t in named_tensors(target)), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_rope_over_a_part_of_a_head_is_refused(family, files, tmp_path):
+    data = bytearray((files / f"{family}.gguf").read_bytes())
+    key = f"{family}.rope.dimension_count".encode()
+    at = data.index(key) + len(key)
+    assert struct.unpack_from("<II", data, at) == (4, load_target(files / f"{family}.gguf").config.head_dim)
+    struct.pack_into("<I", data, at + 4, 4)
+    (tmp_path / "it.gguf").write_bytes(data)
+    with pytest.raises(LoadError, match=r"rope\.dimension_count' is 4, and a head has"):
+        load_target(tmp_path / "it.gguf")

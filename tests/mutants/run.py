@@ -1,0 +1,116 @@
+"""Mutation testing: plants one bug at a time in a copy of the repository and runs the tests that must fail.
+
+    python tests/mutants/run.py [AREA ..] [-k TEXT]
+
+AREA is a file of this folder (engine, decode, ..), TEXT a part of a mutant's name. Exits 1 if a mutant
+survives, if its source text is not in the file exactly once, or if its tests fail without it.
+"""
+
+import argparse
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "site", "*_cache", "__pycache__", "shared", "demo-report")
+LIMIT = 600  # seconds of one run of the tests; a mutant that makes them hang counts as caught
+OUTCOMES = {0: "survived", 1: "caught"}  # by pytest's exit status
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    source: str
+    replacement: str
+    tests: str  # separated by spaces
+
+
+def areas() -> dict[str, list[Mutant]]:
+    """Every file of this folder that defines MUTANTS."""
+    found = {}
+    for path in sorted(HERE.glob("*.py")):
+        if path.name not in ("run.py", "test_mutants.py"):
+            found[path.stem] = [Mutant(*fields) for fields in runpy.run_path(str(path))["MUTANTS"]]
+    return found
+
+
+def mismatch(mutant: Mutant, root: Path = ROOT) -> str | None:
+    """Why a mutant cannot be applied; None if it can."""
+    path = root / mutant.file
+    if not path.is_file():
+        return f"no file {mutant.file}"
+    count = path.read_text(encoding="utf-8").count(mutant.source)
+    if count != 1:
+        return f"its source text is {count} times in {mutant.file}"
+    if mutant.source == mutant.replacement:
+        return "it changes nothing"
+    absent = [test for test in mutant.tests.split() if not (root / test.split("::")[0]).exists()]
+    return f"no tests {absent[0]}" if absent else None
+
+
+def run_tests(root: Path, tests: str) -> int:
+    """-> pytest's exit status; 1 if the tests hang."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "OUTPACE_CACHE": str(root / ".kernels"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    try:
+        return subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, timeout=LIMIT, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return 1
+
+
+def outcome(mutant: Mutant, root: Path) -> str:
+    """Applies the mutant to the copy in `root`, runs its tests, restores the file."""
+    problem = mismatch(mutant, root)
+    if problem is not None:
+        return problem
+    path = root / mutant.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(mutant.source, mutant.replacement), encoding="utf-8")
+    try:
+        status = run_tests(root, mutant.tests)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    return OUTCOMES.get(status, f"pytest ended with status {status}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("area", nargs="*", choices=[*areas(), []])
+    parser.add_argument("-k", default="", metavar="TEXT")
+    options = parser.parse_args()
+    chosen = [
+        (area, mutant)
+        for area, mutants in areas().items()
+        for mutant in mutants
+        if (not options.area or area in options.area) and options.k in mutant.name
+    ]
+    results, clean = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "copy"
+        shutil.copytree(ROOT, root, ignore=LEFT_OUT)
+        for area, mutant in chosen:
+            if mutant.tests not in clean:
+                clean[mutant.tests] = run_tests(root, mutant.tests) == 0
+            result = outcome(mutant, root) if clean[mutant.tests] else "its tests fail without it"
+            results.append(result)
+            print(f"{area:10} {mutant.name:52} {result}", flush=True)
+    caught = results.count("caught")
+    print(f"{caught} of {len(results)} mutants caught")
+    return int(caught < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
