@@ -33,11 +33,11 @@ class Mutant(NamedTuple):
 
 def areas() -> dict[str, list[Mutant]]:
     """Every file of this folder that defines MUTANTS."""
-    found = {}
+    mutants = {}
     for path in sorted(HERE.glob("*.py")):
         if path.name not in ("run.py", "test_mutants.py"):
-            found[path.stem] = [Mutant(*fields) for fields in runpy.run_path(str(path))["MUTANTS"]]
-    return found
+            mutants[path.stem] = [Mutant(*fields) for fields in runpy.run_path(str(path))["MUTANTS"]]
+    return mutants
 
 
 def mismatch(mutant: Mutant, root: Path = ROOT) -> str | None:
