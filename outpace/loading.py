@@ -36,7 +36,7 @@ DFLASH, SUFFIX = "dflash", "suffix"  # the drafts that ship with the embedded ta
 
 
 def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenizer]:
-    """`layers`: only the first so many, for debugging. Stop tokens of generation_config.json are added.
+    """`layers`: number of layers to keep, for debugging. Stop tokens of generation_config.json are added.
 
     Raises ValueError where the tokenizer has ids that the model has no rows for.
     """
@@ -58,19 +58,19 @@ def open_draft(
     branch: int = 0,
     quantize: str | None = None,
 ) -> BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix | None:
-    """ "none", "ngram", "dflash" (the embedded DFlash), "suffix" (the embedded answers), or the place of a
-    DFlash or EAGLE-3 in any format we read, or of other answers (`drafts.suffix`).
+    """The draft `path`: "none", "ngram", "dflash" (the embedded DFlash), "suffix" (the embedded index), or
+    the path of a DFlash or EAGLE-3 in any known format, or of a suffix index.
 
-    `tree`: positions of the tree it proposes, root included; 0: a chain, of answers the usual tree. `depth`:
-    the most draft tokens in a line, of an EAGLE-3. `branch`: followers looked at of each node (EAGLE-3) or
-    of each place (DFlash). 0 of these two: as usual. `quantize`: "q8_0" packs its matrices in 8-bit blocks,
-    as `drafts.load.load_draft` does.
-    Raises ValueError for what this kind of draft cannot be told.
+    tree: nodes of the draft tree, root included; 0: a chain, of a suffix index its usual tree. depth: tokens
+    of an EAGLE-3's longest branch. branch: children per node (EAGLE-3) or candidates per position (DFlash).
+    0: the usual number. quantize: "q8_0" packs its matrices in 8-bit blocks.
+
+    Raises ValueError for options that this kind of draft does not have.
     """
     if not weightless(path, quantize) and is_suffix(draft_folder(path)):
         if quantize is not None or depth or branch:
             raise ValueError(
-                f"{path} looks answers up, and has no depth, no branch and no weights to pack: leave these "
+                f"{path} is a suffix index, without num_steps, topk and weights to quantize: leave these "
                 "out, or name a DFlash or an EAGLE-3"
             )
         return load_suffix(draft_folder(path), target.config.vocab_size, tree or NODES)
@@ -78,11 +78,11 @@ def open_draft(
     if isinstance(draft, Eagle3):
         return BoundEagle3(draft, target, TreeShape.of(tree, depth, branch))
     if depth:
-        raise ValueError(f"depth {depth}: an EAGLE-3 alone walks so many steps, and {path!r} is none")
+        raise ValueError(f"num_steps {depth}: only an EAGLE-3 has it, and {path!r} is none")
     if tree and draft is None:
-        raise ValueError(f"tree {tree}: {path!r} proposes no trees")
+        raise ValueError(f"num_draft_tokens {tree}: {path!r} proposes no trees")
     if branch and not tree:
-        raise ValueError(f"branch {branch}: say of how many nodes the tree shall be (tree)")
+        raise ValueError(f"topk {branch}: it is for trees; give num_draft_tokens too")
     if draft is None:
         return NGram() if path == "ngram" else None
     bound = draft.bind(target)
@@ -90,7 +90,7 @@ def open_draft(
 
 
 def own_draft(target: str) -> str:
-    """The name of the draft that is used where none is named: the fastest that ships with this target."""
+    """The default draft of a target: the fastest one that ships with it."""
     return SUFFIX if target == DEFAULT else "none"
 
 

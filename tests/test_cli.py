@@ -181,14 +181,14 @@ def test_inspect_default(monkeypatch, capsys):
         (("generate", "default", "x", "--num-draft-tokens", "5000"), "a tree of 5000 nodes: at most 1024"),
         (
             ("generate", "default", "x", "--num-draft-tokens", "8", "--draft", "ngram"),
-            "tree 8: 'ngram' proposes no trees",
+            "num_draft_tokens 8: 'ngram' proposes no trees",
         ),
-        (("generate", "default", "x", "--topk", "8", "--draft", "dflash"), "branch 8: say of how many nodes"),
+        (("generate", "default", "x", "--topk", "8", "--draft", "dflash"), "topk 8: it is for trees"),
         (
             ("generate", "default", "x", "--num-steps", "8", "--draft", "dflash"),
-            "depth 8: an EAGLE-3 alone walks",
+            "num_steps 8: only an EAGLE-3 has it",
         ),
-        (("generate", "default", "x", "--num-steps", "8"), "suffix looks answers up, and has no depth"),
+        (("generate", "default", "x", "--num-steps", "8"), "suffix is a suffix index, without num_steps"),
         (("generate", "default", "x", "-n", "200000"), "positions end at"),
         (("bench", "--out", "x", "--set", "batchs=1"), "did you mean `batches`"),
         (("bench", "--out", "x", "--set", "batches"), "write key=value"),
@@ -197,6 +197,18 @@ def test_inspect_default(monkeypatch, capsys):
         (("train", "dflash", "--cache", "x", "--out", "x", "--init", "ngram"), "means no weights"),
         (("teacher", "verify", "no/cache"), "no/cache"),
         (("teacher", "build", "--out", "x", "--position-offsets", "0,far"), "'far' is not a whole number"),
+        (
+            ("teacher", "build", "--out", "x", "--position-offsets", 10**20),
+            "`position_offsets` is 1000000000",
+        ),
+        (
+            ("teacher", "build", "--out", "x", "--set", f"samples={2 * 10**9}"),
+            "samples 2000000000: it must be",
+        ),
+        (
+            ("train", "dflash", "--cache", "x", "--out", "x", "--set", f"rows={10**12}"),
+            "`rows` is 1000000000000",
+        ),
     ],
 )
 def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):

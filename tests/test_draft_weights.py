@@ -72,7 +72,7 @@ def test_suites_measure_a_packed_draft(monkeypatch, capsys, tmp_path, suite):
         (("generate", "default", "x", *OWN, "--draft-quant", "int4"), "draft weights 'int4': known are q8_0"),
         (
             ("generate", "default", "x", *PACKED),
-            "suffix looks answers up, and has no depth, no branch and no weights",
+            "suffix is a suffix index, without num_steps, topk and weights",
         ),
         (("calibrate", "--draft", "none", *PACKED), "'none' has no weights"),
         (

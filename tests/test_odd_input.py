@@ -16,6 +16,7 @@ from outpace.api import Model
 from outpace.cli.main import main
 from outpace.loading import open_target
 from outpace.ops.sampling import Sampling, generator
+from outpace.text.tokenizer import train_bpe
 
 NUMBERS = st.one_of(
     st.sampled_from(["0", "-1", "1", "2", "nan", "inf", "-inf", "1e-45", "1e-300", "1e300", "0.5", "-0.0"]),
@@ -119,6 +120,23 @@ def test_a_prompt_file_that_is_not_utf8(monkeypatch, capsys, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfer")
     code, _, err = run(monkeypatch, capsys, "generate", "default", "--prompt-file", tmp_path / "latin.txt")
     assert code == 2 and "latin.txt is not UTF-8 (byte 2)" in " ".join(err.split())
+
+
+def test_a_vocabulary_that_no_memory_holds_is_refused():
+    with pytest.raises(ValueError, match="vocab_size 1000000000000: it must be 266 to 1,048,576"):
+        train_bpe(["text"], 10**12)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
+)
+def test_memory_that_runs_out_is_one_line(monkeypatch, capsys, error):
+    def load(name, layers=None):
+        raise error
+
+    monkeypatch.setattr("outpace.api.load", load)
+    code, _, err = run(monkeypatch, capsys, "generate", "default", "x")
+    assert code == 2 and "not enough memory" in err and "Traceback" not in err
 
 
 def test_every_bit_of_a_seed_counts():

@@ -136,7 +136,7 @@ def test_answers_of_another_vocabulary_are_refused(tmp_path):
 
 @pytest.mark.parametrize("asked", [{"depth": 3}, {"tree": 8, "branch": 2}, {"quantize": "q8_0"}, {"tree": 1}])
 def test_what_it_cannot_be_decided_is_refused(asked):
-    with pytest.raises(ValueError, match=r"no depth, no branch and no weights to pack|proposes nothing"):
+    with pytest.raises(ValueError, match=r"without num_steps, topk and weights to quantize|proposes nothing"):
         open_draft("suffix", *open_target("default"), **asked)
 
 

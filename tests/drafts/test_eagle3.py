@@ -286,8 +286,8 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
     assert isinstance(tree, DDTree) and (tree.nodes, tree.branch) == (11, 3)
     assert isinstance(ask("ngram"), NGram) and ask("none") is None
     for path, value, note in (
-        (dflash, {"depth": 3}, "an EAGLE-3 alone walks"),
-        (dflash, {"branch": 3}, "how many nodes"),
+        (dflash, {"depth": 3}, "only an EAGLE-3 has it"),
+        (dflash, {"branch": 3}, "give num_draft_tokens too"),
         ("ngram", {"tree": 9}, "'ngram' proposes no trees"),
         ("none", {"tree": 9}, "'none' proposes no trees"),
         (eagle, {"branch": 3}, "branch 3 grows a tree"),
