@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.bench.lossless import LosslessCheck, compare, in_float32, is_tie
+from outpace.bench.metrics import LosslessCheck, compare, in_float32, is_tie
 from outpace.bench.run import Prompts
 from outpace.decode.generate import generate
 from outpace.decode.request import Request

@@ -1,4 +1,4 @@
-"""What the numbers were measured on: the machine, the versions, the commit, the command line."""
+"""Provenance of a measurement: machine, versions, commit, command line; sizes of models; memory bandwidth."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,8 @@ PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "safetensors", "nu
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores this process may use, threads, memory, load at this moment, accelerator."""
+    """Processor, vector width, cores available to this process, threads, memory, current load,
+    accelerator."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     values: dict[str, Any] = {
         "processor": _processor(),
@@ -44,7 +45,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that matter; those not installed are left out."""
+    """Versions of Python and of the packages in use; packages that are not installed are left out."""
     values = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -55,27 +56,58 @@ def versions() -> dict[str, str]:
 
 
 def provenance() -> dict[str, Any]:
-    """{"date", "command", "commit"}; commit is None outside a git checkout, "+" marks local changes."""
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    """{"date", "command", "commit", "not_for_publication"}; the last is the reason, or None. A report counts
+    as reproducible only from a commit without uncommitted changes; reports/ and docs/ may change, since they
+    do not influence a measurement."""
+    changes = _git("status", "--porcelain", "--", ":/", ":(top,exclude)reports", ":(top,exclude)docs")
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    commit = _git("rev-parse", "HEAD") if tracked else None
+    reason = None
+    if commit is None:
+        reason = "not measured in a git checkout"
+    elif changes != "":
+        reason = f"measured with uncommitted changes: {', '.join(_paths(changes or '')) or 'unknown'}"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(command),
-        "commit": _commit(Path(__file__).parent),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit,
+        "not_for_publication": reason,
     }
 
 
-def _commit(folder: Path) -> str | None:
-    def git(*args: str) -> str:
-        done = subprocess.run(
-            ["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True
-        )
-        return done.stdout.strip()
+def unpublishable(report: dict[str, Any]) -> str | None:
+    """The reason why documentation must not show this report; None where it may."""
+    run, chip = report.get("provenance", report), report.get("machine")
+    if run.get("not_for_publication"):
+        return str(run["not_for_publication"])
+    if str(run.get("commit")).endswith("+"):  # how reports before this field marked it
+        return "measured with uncommitted changes"
+    missing = [f"its {name}" for name in ("commit", "date") if not run.get(name)]
+    keys = ("processor", "vector", "cores", "threads", "load_1min")
+    missing += [f"the machine's {name}" for name in keys if not isinstance(chip, dict) or name not in chip]
+    return f"the report does not state {', '.join(missing)}" if missing else None
 
+
+def _paths(changes: str, most: int = 3) -> list[str]:
+    """The first paths of `git status --porcelain`, and how many more there are."""
+    paths = [line[2:].strip() for line in changes.splitlines()]
+    return paths[:most] + ([f"{len(paths) - most} more"] if len(paths) > most else [])
+
+
+def _git(*arguments: str) -> str | None:
+    """Standard output; None where git fails or is not there."""
     try:
-        tracked = git("ls-files", "--error-unmatch", Path(__file__).name)
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "") if tracked else None
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip("\n")
 
 
 def _processor() -> str:
@@ -95,7 +127,7 @@ def _memory_gib() -> float | None:
 
 
 def parameters(module: nn.Module) -> int:
-    """Weights that are packed count as well."""
+    """Number of weights, packed ones included."""
     packed = (prod(part.shape) for part in module.modules() if isinstance(part, Quant))
     return sum(p.numel() for p in module.parameters()) + sum(packed)
 
@@ -129,8 +161,8 @@ def describe_draft(draft: DFlash) -> dict[str, Any]:
 
 
 def weight_bytes(target: Decoder, experts: float | None = None) -> int:
-    """Weights that a forward through the layers reads, as they are stored; neither embedding nor head.
-    `experts`: how many of a layer's are touched; None: those of one token."""
+    """Bytes of weights, as stored, that a forward through the layers reads, without embedding and head.
+    `experts`: experts read per layer; None: those of one token."""
     config = target.config
     touched = config.experts_per_token if experts is None else experts
     share = touched / config.num_experts if config.num_experts else 0.0
@@ -142,8 +174,7 @@ def weight_bytes(target: Decoder, experts: float | None = None) -> int:
 
 
 def read_bandwidth(gib: float = 1.0, repeats: int = 5) -> float:
-    """Bytes per second that all threads together read from memory: the best of a few sums of a large
-    tensor."""
+    """Memory bandwidth of all threads together in bytes/s: the best of a few sums over a large tensor."""
     numbers = torch.ones(int(gib * 2**28))
     best = 0.0
     for _ in range(repeats):
@@ -154,7 +185,7 @@ def read_bandwidth(gib: float = 1.0, repeats: int = 5) -> float:
 
 
 def multiply_rate(size: int = 2048, repeats: int = 5) -> float:
-    """Products and sums a second of a square float32 product with all threads: the best of a few."""
+    """Floating-point operations/s of a square float32 product with all threads: the best of a few."""
     a, b = torch.ones(size, size), torch.ones(size, size)
     best = 0.0
     for _ in range(repeats):

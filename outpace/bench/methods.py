@@ -1,5 +1,6 @@
-"""A method of a comparison: which draft, in what shape it proposes, how its draft tokens are verified."""
+"""Methods of a comparison: a draft, the shape of its proposals, and how they are verified."""
 
+import dataclasses
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
+from outpace.bench.machine import parameters
 from outpace.bench.run import Method, Prompts, Timed, timed
 from outpace.config import load_settings
 from outpace.decode.acceptance import RULES
@@ -24,21 +27,26 @@ from outpace.drafts.tree import DDTree
 from outpace.kv.partial import PartialConfig
 from outpace.loading import DFLASH, SUFFIX, draft_folder, open_draft
 from outpace.models.decoder import Decoder
+from outpace.models.load import named_tensors
 from outpace.ops.sampling import Sampling
 
-PLAIN = "plain"
+PROVENANCE = {  # a report's key -> the key in a draft's provenance.json
+    "tokens": "training_tokens",
+    "hours": "training_hours",
+    "steps": "steps",
+    "cache_sha256": "cache_sha256",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:
-    """How one row of a comparison decodes. A table of a suite's recipe.
+    """A method of a suite's recipe: a table [methods.NAME].
 
-    `draft`: a place under the suite's folder of drafts, "dflash", "suffix" or "ngram". `tree`, `depth`,
-    `branch`: the shape of its proposals, as `load.open_draft` takes them; 0: a chain, and as usual.
-    `weights`: "q8_0" packs its matrices in 8-bit blocks; None: as in its files. `rules`: how draft tokens are
-    verified above temperature 0, where it makes a difference. `controller`: with it, without it, or both.
-    `partial`: with partial KV, its `tokens`, perhaps its `mode`, and fields of cache.partial.PartialConfig.
-    """
+    `draft`: a folder under the suite's --drafts, or "dflash", "suffix" or "ngram". `tree`, `depth`,
+    `branch`: the shape of its proposals, as in `loading.py: open_draft`; 0: a chain of the usual length.
+    `weights`: "q8_0" quantises its matrices to 8 bits; None: as stored. `rules`: acceptance rules above
+    temperature 0. `controller`: without it, with it, or both. `partial`: partial KV with `tokens` per layer,
+    optionally `mode` and fields of `kv/partial.py: PartialConfig`."""
 
     draft: str
     tree: int = 0
@@ -50,19 +58,19 @@ class MethodSpec:
     partial: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def near(self) -> Partial | None:
-        """Raises ValueError for sizes that cannot be."""
+    def partial_kv(self) -> Partial | None:
+        """Raises ValueError for impossible sizes."""
         if not self.partial:
             return None
         values = dict(self.partial)
         tokens, mode = values.pop("tokens", None), values.pop("mode", "lossless")
         if not isinstance(tokens, int) or "n_retrieval_blocks" in values:
             raise ValueError("a method's partial: `tokens` is the number of tokens kept per layer in all")
-        load_settings(PartialConfig, None, values, "a method's partial")  # refuses what it does not know
+        load_settings(PartialConfig, None, values, "a method's partial")  # refuses unknown keys
         return Partial(config=PartialConfig.within(tokens, **values), mode=mode)
 
     def __post_init__(self) -> None:
-        if self.near is not None and True in self.controller:
+        if self.partial_kv is not None and True in self.controller:
             raise ValueError("a method's partial: controllers know full passes alone; controller = [false]")
         unknown = [rule for rule in self.rules if rule not in RULES]
         if unknown or not self.rules:
@@ -75,21 +83,40 @@ class MethodSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
-    """A method's draft, ready to propose. `kind` and `bytes` for the report; `trained`: what its provenance
-    states, empty for what was not trained."""
+class LoadedMethod:
+    """A method with its draft loaded. `provenance`: of the draft's training, empty where there was none."""
 
     name: str
     spec: MethodSpec
     draft: Draft
     kind: str
-    trained: dict[str, Any]
+    provenance: dict[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        """For the report: the draft's kind, its weights, and the data of its training."""
+        modules = [m for m in _fields(self.draft) if isinstance(m, nn.Module) and not isinstance(m, Decoder)]
+        nbytes = sum(t.nbytes for m in modules for _, t in named_tensors(m))
+        if isinstance(self.draft, Suffix):
+            nbytes += self.draft.answers.text.nbytes + self.draft.answers.order.nbytes
+        trained = {name: self.provenance.get(key) for name, key in PROVENANCE.items()}
+        return {
+            "kind": self.kind,
+            "draft": self.spec.draft,
+            "weights": self.spec.weights,
+            "tree": self.spec.tree,
+            **({"partial": self.spec.partial} if self.spec.partial else {}),
+            "columns": self.draft.block_size,
+            "parameters": sum(map(parameters, modules)),
+            "bytes": nbytes,
+            "trained": trained if self.provenance else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One line of a table: a method at a temperature, under a rule, perhaps verifying at most `width`
-    positions of what is drafted, perhaps with the controller. `method` "plain" has none of the last two."""
+    """One row of a table: a method at a temperature under a rule, with drafts cut to `width` positions (0:
+    the draft's own length), or `steered` by the controller. The method "plain" is autoregressive
+    decoding."""
 
     method: str
     temperature: float
@@ -99,41 +126,35 @@ class Case:
 
     @property
     def request(self) -> Request:
-        """But for how long: no stop tokens, so that all emit equally many."""
+        """Without stop tokens, so that every method emits equally many; its length is set per run."""
         return Request(max_new_tokens=1, sampling=Sampling(temperature=self.temperature), rule=self.rule)
 
     @property
     def label(self) -> str:
-        items = [self.method, f"T={self.temperature:g}", self.rule]
-        items += [f"width {self.width}"] if self.width else []
-        return ", ".join([*items, "controller"] if self.steered else items)
+        parts = [self.method, f"T={self.temperature:g}", self.rule]
+        parts += [f"width {self.width}"] * bool(self.width) + ["controller"] * self.steered
+        return ", ".join(parts)
 
 
-def open_method(
+def load_method(
     name: str, spec: MethodSpec, drafts: Path, target: Decoder, tokenizer: Tokenizer, fingerprint: str
-) -> Opened:
-    """Raises ValueError, naming the method, for a draft that is not there, that was trained for another
+) -> LoadedMethod:
+    """Raises ValueError, naming the method, for a draft that does not exist, that was trained for another
     target, or that cannot propose in this shape."""
+    folder = drafts / spec.draft  # takes precedence over an embedded draft of that name
+    embedded = spec.draft in (DFLASH, SUFFIX, "ngram") and not folder.exists()
+    path = spec.draft if embedded else str(folder)
     try:
-        return _open(name, spec, drafts, target, tokenizer, fingerprint)
+        provenance = {} if path == "ngram" else _provenance(draft_folder(path), fingerprint)
+        shape = {"tree": spec.tree, "depth": spec.depth, "branch": spec.branch}
+        draft = open_draft(path, target, tokenizer, **shape, quantize=spec.weights)
     except ValueError as error:
         raise ValueError(f"method {name!r}: {error}") from error
-
-
-def _open(
-    name: str, spec: MethodSpec, drafts: Path, target: Decoder, tokenizer: Tokenizer, fingerprint: str
-) -> Opened:
-    local = drafts / spec.draft  # a folder of that name comes before an embedded draft
-    embedded = spec.draft in (DFLASH, SUFFIX, "ngram") and not local.exists()
-    place = spec.draft if embedded else str(local)
-    trained = {} if place == "ngram" else provenance_of(draft_folder(place), fingerprint)
-    shape = {"tree": spec.tree, "depth": spec.depth, "branch": spec.branch}
-    draft = open_draft(place, target, tokenizer, **shape, quantize=spec.weights)
     assert draft is not None, "a name that means no draft is no folder"
-    return Opened(name=name, spec=spec, draft=draft, kind=kind_of(draft), trained=trained)
+    return LoadedMethod(name=name, spec=spec, draft=draft, kind=_kind(draft), provenance=provenance)
 
 
-def kind_of(draft: BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix) -> str:
+def _kind(draft: BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix) -> str:
     match draft:
         case NGram():
             return "n-gram"
@@ -143,12 +164,11 @@ def kind_of(draft: BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix) -> str:
             return "P-EAGLE" if draft.draft.config.parallel else "EAGLE-3"
         case DDTree(draft=BoundDFlash() as bound) | (BoundDFlash() as bound):
             return f"DFlash, {parts_of(bound.draft.config)}".removesuffix(", none")
-    raise AssertionError(f"no kind of draft that open_draft gives: {draft}")
+    raise AssertionError(f"open_draft returned an unknown kind: {draft}")
 
 
-def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
-    """What provenance.json next to the weights holds; {} where there is none. Raises ValueError where it
-    names another target."""
+def _provenance(folder: Path, fingerprint: str) -> dict[str, Any]:
+    """provenance.json next to the weights; {} where there is none. Raises ValueError for another target's."""
     path = (folder if folder.is_dir() else folder.parent) / "provenance.json"
     if not path.is_file():
         return {}
@@ -162,6 +182,14 @@ def provenance_of(folder: Path, fingerprint: str) -> dict[str, Any]:
     return values
 
 
+def _fields(draft: Any) -> list[Any]:
+    """The fields of a bound draft and of the dataclasses it wraps."""
+    fields = []
+    for value in vars(draft).values():
+        fields += [value, *(_fields(value) if dataclasses.is_dataclass(value) else [])]
+    return fields
+
+
 def run_case(
     case: Case,
     target: Decoder,
@@ -169,11 +197,9 @@ def run_case(
     costs: Costs | None = None,
     partial: Partial | None = None,
 ) -> Method:
-    """`draft`: None for autoregressive decoding; `costs`: of a steered case. One controller serves all
-    runs, and remembers.
-
-    Raises ValueError for a width that the draft does not have.
-    """
+    """`draft`: None for autoregressive decoding; `costs`: the cost table of a steered case, where one
+    controller serves all runs and keeps its state. Raises ValueError for a width beyond the draft's block
+    size."""
     if draft is not None and case.width and not 1 <= case.width <= draft.block_size:
         raise ValueError(f"width {case.width}: {case.method} proposes at most {draft.block_size} positions")
     controller: Controller | None = Fixed(case.width) if case.width else None
@@ -184,17 +210,9 @@ def run_case(
     def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
         request = replace(case.request, max_new_tokens=new_tokens)
         rng = torch.Generator(target.device).manual_seed(seed)
+        options: dict[str, Any] = {"controller": controller, "partial": partial, "rng": rng}
         return timed(
-            lambda note: generate(
-                target,
-                prompts,
-                request,
-                draft,
-                controller=controller,
-                partial=partial,
-                rng=rng,
-                on_tokens=note,
-            )
+            lambda on_tokens: generate(target, prompts, request, draft, on_tokens=on_tokens, **options)
         )
 
     return run

@@ -1,4 +1,4 @@
-"""What a target makes of a long context: held-out loss by position, and does it find what stood far back?"""
+"""The suite recall: held-out loss by position, and retrieval of notes (needles) far back in the context."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.bench.report import Column, Page, Report, bare, figure_of, table
-from outpace.bench.run import Run, plain_json, progress
+from outpace.bench.report import BLUE, RED, Columns, Page, Report, figure_of, label, table
+from outpace.bench.run import Bar, Run, at_least
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
@@ -29,8 +29,8 @@ FIRST = 256  # tokens of the first bucket; each further one is as long as all be
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings:
     """`texts` held-out files of `length` tokens, read from the beginning. The loss of their last quarter is
-    also taken with no more than `near` to twice as many tokens before each: the value of the rest.
-    `needles` notes, "name = value", are asked for at each of `distances` tokens."""
+    also measured with only the `near` to 2 `near` preceding tokens, which shows the value of the earlier
+    ones. `needles` notes, "name = value", at each of `distances` tokens."""
 
     length: int = 8192
     texts: int = 8
@@ -42,9 +42,7 @@ class RecallSettings:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("texts", "needles", "batch", "chunk", "near"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"recall: {name} {getattr(self, name)}: it must be at least 1")
+        at_least(self, "recall", texts=1, needles=1, batch=1, chunk=1, near=1)
         if self.length < max(2 * FIRST, 4 * self.near):
             raise ValueError(
                 f"recall: length {self.length}: at least {2 * FIRST}, and four times near {self.near}"
@@ -63,9 +61,9 @@ def run_recall(
     settings: RecallSettings,
     folder: Path,
     console: Console,
-) -> dict[str, Any]:
-    """-> the report. `documents`: held-out ones. What was measured before a stop is read from
-    folder/progress.jsonl. Raises ValueError where files or positions are too few."""
+) -> Report:
+    """-> the report. `documents`: held-out ones. A stopped run continues from folder/progress.jsonl. Raises
+    ValueError for too few files or positions."""
     longest = max(settings.length, max(settings.distances) + FIRST)
     if longest > target.config.max_position_embeddings:
         raise ValueError(
@@ -73,27 +71,23 @@ def run_recall(
             f"{target.config.max_position_embeddings:,}: lower length and distances"
         )
     texts = long_texts(tokenizer, documents, settings.length + 1, settings.texts)
-    run = Run(target, folder, settings=plain_json(settings))
-    with progress(console) as bar:
-        task = bar.add_task("recall", total=len(texts) + len(settings.distances))
+    run = Run(target, folder, settings=settings)
+    with Bar(console, "recall", len(texts) + len(settings.distances)) as bar:
 
         def once(name: str, measure: Callable[[], Any]) -> Any:
-            bar.update(task, description=name)
-            value = run.once(name, measure)
-            bar.advance(task)
-            return value
+            bar.step(name)
+            return run.once(name, measure)
 
-        losses = [once(f"text {i}", partial(of_text, target, row, settings)) for i, row in enumerate(texts)]
+        losses = [once(f"text {i}", partial(text_loss, target, row, settings)) for i, row in enumerate(texts)]
         needles = [
-            once(f"distance {n}", partial(of_needles, target, tokenizer, texts, n, settings))
+            once(f"distance {n}", partial(find_needles, target, tokenizer, texts, n, settings))
             for n in settings.distances
         ]
-    buckets, last = ([fmean(x) for x in zip(*(of[key] for of in losses), strict=True)] for key in losses[0])
-    edges = [0, *ends(settings.length)]
-    loss = [
-        {"begin": a, "end": b, "nats": round(x, 4)}
-        for (a, b), x in zip(pairwise(edges), buckets, strict=True)
-    ]
+    buckets, last = (
+        [fmean(x) for x in zip(*(loss[key] for loss in losses), strict=True)] for key in losses[0]
+    )
+    edges = pairwise([0, *ends(settings.length)])
+    loss = [{"begin": a, "end": b, "nats": round(x, 4)} for (a, b), x in zip(edges, buckets, strict=True)]
     quarter = {"all": round(last[0], 4), "near": round(last[1], 4)}
     return run.report(loss=loss, last_quarter=quarter, needles=needles)
 
@@ -101,40 +95,43 @@ def run_recall(
 def long_texts(
     tokenizer: Tokenizer, documents: Sequence[Document], length: int, count: int
 ) -> list[list[int]]:
-    items: list[list[int]] = []
+    """The first `length` tokens of `count` held-out files. Raises ValueError where fewer are long enough."""
+    texts: list[list[int]] = []
     for document in sorted(documents, key=lambda d: d.name):
         ids = encode(tokenizer, document.text)
-        if len(ids) >= length and len(items) < count:
-            items.append(ids[:length])
-    if len(items) < count:
+        if len(ids) >= length and len(texts) < count:
+            texts.append(ids[:length])
+    if len(texts) < count:
         raise ValueError(
-            f"recall: {len(items)} held-out files have {length:,} tokens, and {count} are wanted: lower "
+            f"recall: {len(texts)} held-out files have {length:,} tokens, and {count} are wanted: lower "
             "texts or length, or name a larger --corpus"
         )
-    return items
+    return texts
 
 
 def ends(length: int) -> list[int]:
-    items = [FIRST]
-    while items[-1] < length:
-        items.append(min(2 * items[-1], length))
-    return items
+    """Ends of the position buckets: FIRST, doubled up to `length`."""
+    edges = [FIRST]
+    while edges[-1] < length:
+        edges.append(min(2 * edges[-1], length))
+    return edges
 
 
 @torch.inference_mode()
 def nll(target: Decoder, row: Sequence[int], chunk: int) -> Tensor:
-    """[n - 1] nats of every token but the first, read in chunks over a cache."""
+    """Loss in nats [n - 1] of every token but the first, computed in chunks over a cache."""
     tokens = torch.tensor([row], device=target.device)
-    cache, items = target.make_cache(1, len(row)), []
+    cache, losses = target.make_cache(1, len(row)), []
     for begin in range(0, len(row) - 1, chunk):
         hidden = target(tokens[:, begin : min(begin + chunk, len(row) - 1)], cache).hidden[0]
         labels = tokens[0, begin + 1 : begin + 1 + len(hidden)]
-        items.append(F.cross_entropy(target.logits(hidden).float(), labels, reduction="none"))
-    return torch.cat(items)
+        losses.append(F.cross_entropy(target.logits(hidden).float(), labels, reduction="none"))
+    return torch.cat(losses)
 
 
-def of_text(target: Decoder, row: list[int], settings: RecallSettings) -> dict[str, list[float]]:
-    """Mean nats by bucket; and of the last quarter, with all of the text before and with what is near."""
+def text_loss(target: Decoder, row: list[int], settings: RecallSettings) -> dict[str, list[float]]:
+    """Mean loss by bucket; and of the last quarter, with all of the preceding text and with the near part
+    only."""
     loss, length, near = nll(target, row, settings.chunk), settings.length, settings.near
     edges = [0, *ends(length)]
     buckets = [float(loss[a:b].mean()) for a, b in pairwise(edges)]
@@ -146,10 +143,11 @@ def of_text(target: Decoder, row: list[int], settings: RecallSettings) -> dict[s
     return {"buckets": buckets, "last": [float(loss[begin:].mean()), float(torch.cat(parts).mean())]}
 
 
-def of_needles(
+def find_needles(
     target: Decoder, tokenizer: Tokenizer, texts: list[list[int]], distance: int, settings: RecallSettings
 ) -> dict[str, Any]:
-    """A note, `distance` tokens of a held-out file, the note's name: does greedy decoding give its value?"""
+    """Prompts of a note, `distance` tokens of a held-out file, and the note's name; found where greedy
+    decoding gives the note's value."""
     rng = seeded(settings.seed, distance)
     prompts, values = [], []
     for i in range(settings.needles):
@@ -178,13 +176,11 @@ LEGEND = """\
 - needles: a line `name = value` is so many tokens of a held-out file ahead of its name; found where
   greedy decoding gives all six digits of the value. One digit in ten is right by chance.
 """
-
-
-LOSS: tuple[Column, ...] = (
+LOSS: Columns = (
     ("position", lambda r: [r["begin"], r["end"]], "{:,} .. {:,}"),
     ("loss, nats", "nats", "{:.3f}"),
 )
-NEEDLES: tuple[Column, ...] = (
+NEEDLES: Columns = (
     ("needle, tokens back", "distance", "{:,}"),
     ("found", lambda r: [r["found"], r["of"]], "{} of {}"),
     ("digits right", "digits", "{:.0%}"),
@@ -208,25 +204,18 @@ def _body(report: Report) -> list[str]:
     return [*loss_table(report), message, "", *needle_table(report), LEGEND]
 
 
-def _over_distance(report: dict[str, Any]) -> Any:
+def _plot(report: Report) -> Any:
     figure, (left, right) = figure_of(1, 2, 3.6, "A long context")
     loss, needles = report["loss"], report["needles"]
-    left.plot([r["end"] for r in loss], [r["nats"] for r in loss], "o-", color="#2a6f97", markersize=3.5)
-    left.set_ylabel("held-out loss, nats")
-    left.set_xlabel("position")
-    items = [100 * r["found"] / r["of"] for r in needles]
-    right.plot([r["distance"] for r in needles], items, "o-", color="#c1666b", markersize=3.5)
-    right.set_ylabel("needles found, %")
-    right.set_xlabel("tokens back")
+    left.plot([r["end"] for r in loss], [r["nats"] for r in loss], "o-", color=BLUE, markersize=3.5)
+    percent = [100 * r["found"] / r["of"] for r in needles]
+    right.plot([r["distance"] for r in needles], percent, "o-", color=RED, markersize=3.5)
     right.set_ylim(-3, 103)
+    label(left, "position", "held-out loss, nats")
+    label(right, "tokens back", "needles found, %")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        bare(axes)
     return figure
 
 
-PAGE = Page(
-    "What a target makes of a long context",
-    _body,
-    plots={"recall.png": ("Needles and loss", _over_distance)},
-)
+PAGE = Page("Recall in a long context", _body, plots={"recall.png": ("Needles and loss", _plot)})

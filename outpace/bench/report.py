@@ -1,4 +1,4 @@
-"""A report as files: report.json, a Markdown page whose tables are declared by their columns, and plots."""
+"""A report as files: report.json, a Markdown page with tables declared as columns, and plots."""
 
 import importlib.util
 import io
@@ -10,21 +10,22 @@ from typing import Any
 from outpace.checkpoint.save import write_atomically, write_json
 
 Report = dict[str, Any]
-Value = str | Callable[[Any], Any]  # a dotted path into a row, or a function of it
+Value = str | Callable[[Any], Any]  # a dotted path into a row, or a function of the row
 Column = tuple[str, Value, str]  # heading, value, format such as "{:.2f}x"
+Columns = tuple[Column, ...]
 DPI = 200  # 8 inches wide: sharp at the 800 pixels a README shows
 
 
 def cell(row: Mapping[str, Any], value: Value, form: str) -> str:
-    """A path that is missing on the way, and None, give "-". A tuple or list fills several places of the
-    format."""
-    content = value(row) if callable(value) else dig(row, value)
+    """None and a missing path give "-"; a tuple or list fills several places of the format."""
+    content = value(row) if callable(value) else get(row, value)
     if content is None:
         return "-"
     return form.format(*content) if isinstance(content, tuple | list) else form.format(content)
 
 
-def dig(row: Any, path: str) -> Any:
+def get(row: Any, path: str) -> Any:
+    """The value at a dotted path; None where a key is missing."""
     for key in path.split("."):
         row = None if row is None else row.get(key)
     return row
@@ -38,10 +39,73 @@ def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> list[
     return [*lines, ""]
 
 
+def nested(key: str, column: Column) -> Column:
+    """The same column, read from row[key]."""
+    heading, value, form = column
+    return (
+        heading,
+        lambda row: row[key] and (value(row[key]) if callable(value) else get(row[key], value)),
+        form,
+    )
+
+
+def scaled(path: str, factor: float) -> Callable[[Any], float | None]:
+    def read(row: Any) -> float | None:
+        value = get(row, path)
+        return None if value is None else factor * value
+
+    return read
+
+
+# ---- columns that several suites share ---------------------------------------------------------------
+
+
+def mismatches(*checks: dict[str, int] | None) -> str | None:
+    """Tokens that differ from autoregressive decoding / tokens compared, and ties."""
+    known = [c for c in checks if c is not None and c["checked"]]
+    if not known:
+        return None
+    ties = sum(c["ties"] for c in known)
+    message = f"{sum(c['violations'] for c in known):,} / {sum(c['checked'] for c in known):,}"
+    return f"{message}, {ties} ties" if ties else message
+
+
+METHOD: Column = ("method", "method", "{}")
+TAU: Column = ("tau", "tau", "{:.2f}")
+SPEEDUP: Column = ("speedup", "speedup", "{:.2f}x")
+RATE: Column = ("tokens/s", "tokens_per_s", "{:.0f}")
+RULE: Column = ("acceptance rule", lambda r: r["rule"] if r["temperature"] else "greedy", "{}")
+MISMATCHED: Column = ("mismatched tokens", lambda r: mismatches(r["lossless"]), "{}")
+PREDICTED: Columns = (  # the controller's expectation and its error
+    (
+        "predicted speedup",
+        lambda r: (p := r["predicted"]) and [p["speedup"], p["speedup_error"]],
+        "{:.2f}x, {:+.0%}",
+    ),
+    ("error in tokens/s", "predicted.error", "{:+.0%}"),
+)
+QUALITY: Columns = (
+    ("same top-1", "quality.same_likeliest", "{:.1%}"),
+    ("agrees", "quality.agreement", "{:.0%}"),
+    (
+        "needles",
+        lambda r: ", ".join(f"{n['found']} of {n['of']}" for n in r["quality"]["needles"]) or None,
+        "{}",
+    ),
+)
+KV_BYTES: Columns = (
+    ("KV, bytes", "memory.bytes_per_token", "{:,.0f}"),
+    ("read", "memory.bytes_read", "{:,.0f}"),
+)
+
+
+# ---- the page ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Page:
-    """How one suite's report is shown. `measured`: the header line that says what ran; `body`: Markdown
-    lines under the header; `plots`: file name -> caption and what draws it."""
+    """The report of one suite. `measured`: the header line that describes the run; `body`: Markdown lines
+    below the header; `plots`: file name -> caption and drawing function."""
 
     title: str
     body: Callable[[Report], list[str]]
@@ -49,68 +113,60 @@ class Page:
     plots: dict[str, tuple[str, Callable[[Report], Any]]] = field(default_factory=dict)
 
     def markdown(self, report: Report, plots: bool = True) -> str:
-        lines = [machine_line(report), versions_line(report)]
-        if isinstance(report.get("target"), dict):
-            lines.append(target_line(report["target"]))
-        lines += [f"**Measured**: {self.measured(report)}"] if self.measured else []
+        lines = header(report)
+        lines[-1:-1] = [f"**Measured**: {self.measured(report)}"] if self.measured else []
         # two blanks at the end are a line break in Markdown
-        page = [f"# {self.title}", "", *(line + "  " for line in (*lines, run_line(report))), ""]
-        page += self.body(report)
+        page = [f"# {self.title}", "", *(line + "  " for line in lines), "", *self.body(report)]
         remarks = list(report.get("remarks", ()))
         if self.plots and not plots:
             remarks.append("no plots: they need matplotlib (pip install 'outpace[bench]')")
         if remarks:
             page += ["## Remarks", "", *(f"- {line}" for line in remarks), ""]
-        if plots:
-            for name, (caption, _) in self.plots.items():
-                page += [f"![{caption}]({name})", ""]
+        for name, (caption, _) in self.plots.items() if plots else ():
+            page += [f"![{caption}]({name})", ""]
         return "\n".join(page)
 
     def write(self, report: Report, folder: Path) -> None:
-        """folder/report.json, report.md and the plots; each appears whole or not at all. Without matplotlib
-        there are no plots, and report.md says so."""
+        """folder/report.json, report.md and the plots, each written atomically. Without matplotlib there are
+        no plots, and report.md notes it."""
         folder.mkdir(parents=True, exist_ok=True)
         plots = importlib.util.find_spec("matplotlib") is not None
         write_json(folder / "report.json", report)
-        if plots:
-            for name, (_, draw) in self.plots.items():
-                save_figure(draw(report), folder / name)
+        for name, (_, draw) in self.plots.items() if plots else ():
+            image = io.BytesIO()
+            draw(report).savefig(image, format="png")
+            write_atomically(folder / name, image.getvalue())
         write_atomically(folder / "report.md", self.markdown(report, plots).encode())
 
 
-def machine_line(report: Report) -> str:
-    m = report["machine"]
-    where = m.get("accelerator", m["processor"])
-    message = f"**Machine**: {where}, {m['cores']} cores ({m['threads']} threads), {m['memory_gib']} GiB"
-    return message + (f"; load before the run {m['load_1min']}" if "load_1min" in m else "")
-
-
-def versions_line(report: Report) -> str:
-    return "**Versions**: " + ", ".join(f"{name} {v}" for name, v in report["versions"].items())
-
-
-def target_line(t: dict[str, Any]) -> str:
-    experts = f", {t['experts']} experts, {t['experts_per_token']} a token" if t["experts"] else ""
-    return (
-        f"**Target**: {t['architecture']}, {t['layers']} layers of width {t['hidden_size']}{experts}, "
-        f"vocabulary {t['vocab_size']}, {t['bytes'] / 2**20:.1f} MiB, computed in {t['compute_dtype']} "
-        f"(`{t['fingerprint'][:12]}`)"
-    )
-
-
-def run_line(report: Report) -> str:
+def header(report: Report) -> list[str]:
+    """Machine, versions, target and command of a run."""
+    m, t = report["machine"], report.get("target")
+    chip = f"{m['processor']} ({m['vector']})" if "vector" in m else m["processor"]
+    load = f"; load before the run {m['load_1min']}" if "load_1min" in m else ""
+    cores = f"{m['cores']} cores ({m['threads']} threads)"
+    lines = [
+        f"**Machine**: {m.get('accelerator', chip)}, {cores}, {m['memory_gib']} GiB{load}",
+        "**Versions**: " + ", ".join(f"{name} {v}" for name, v in report["versions"].items()),
+    ]
+    if isinstance(t, dict):
+        experts = f", {t['experts']} experts, {t['experts_per_token']} per token" if t["experts"] else ""
+        lines.append(
+            f"**Target**: {t['architecture']}, {t['layers']} layers of width {t['hidden_size']}{experts}, "
+            f"vocabulary {t['vocab_size']}, {t['bytes'] / 2**20:.1f} MiB, computed in {t['compute_dtype']} "
+            f"(`{t['fingerprint'][:12]}`)"
+        )
     commit = f", commit {report['commit'][:12]}" if report["commit"] else ""
-    return f"**Run**: {report['date']}{commit}, `{report['command']}`, {report['seconds']} s"
+    lines.append(f"**Run**: {report['date']}{commit}, `{report['command']}`, {report['seconds']} s")
+    if report.get("not_for_publication"):
+        lines.insert(0, f"**Not for publication**: {report['not_for_publication']}")
+    return lines
 
 
-def differ(*counts: dict[str, int] | None) -> str:
-    """Tokens that differ from autoregressive decoding's / tokens compared, and ties."""
-    known = [c for c in counts if c is not None and c["checked"]]
-    if not known:
-        return "-"
-    ties = sum(c["ties"] for c in known)
-    message = f"{sum(c['violations'] for c in known):,} / {sum(c['checked'] for c in known):,}"
-    return f"{message}, {ties} ties" if ties else message
+# ---- plots -------------------------------------------------------------------------------------------
+
+BLUE, RED, YELLOW, GREEN, PURPLE, GREY = "#2a6f97", "#c1666b", "#e3a857", "#5b8c5a", "#8c5a7c", "#8f8f8f"
+PALETTE = (BLUE, YELLOW, RED, GREEN, PURPLE, "#8fb8de", "#b0813d", GREY, "#3f3f3f", "#b4c7a0", "#d0d0d0")
 
 
 def figure_of(rows: int, columns: int, height: float, title: str) -> tuple[Any, list[Any]]:
@@ -119,19 +175,37 @@ def figure_of(rows: int, columns: int, height: float, title: str) -> tuple[Any, 
 
     figure = Figure(figsize=(8, height), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=12)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    held = io.BytesIO()
-    figure.savefig(held, format="png")
-    write_atomically(path, held.getvalue())
+def label(axes: Any, x: str = "", y: str = "", title: str = "", legend: bool = False) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
+    if legend:
+        axes.legend(frameon=False, fontsize=8)
 
 
-def bare(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
+def named_rows(axes: Any, names: Sequence[str]) -> None:
+    """Horizontal bars 0, 1, ..: their names, the first on top."""
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+
+
+def stacked_bars(axes: Any, parts: Mapping[str, Sequence[float]], horizontal: bool = False) -> None:
+    """Bars 0, 1, .. of several parts each: part -> its size in every bar."""
+    ends = [0.0] * len(next(iter(parts.values())))
+    for (name, sizes), colour in zip(parts.items(), PALETTE, strict=False):
+        place = {"left" if horizontal else "bottom": ends}
+        draw = axes.barh if horizontal else axes.bar
+        draw(range(len(sizes)), sizes, 0.7, color=colour, label=name, **place)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
 
 
 def context_axis(axes: Any, contexts: Sequence[int]) -> None:
@@ -140,7 +214,10 @@ def context_axis(axes: Any, contexts: Sequence[int]) -> None:
     axes.set_yscale("log")
     axes.set_xticks(contexts, [short(n) for n in contexts], fontsize=8)
     axes.set_xlabel("context, tokens")
-    bare(axes)
+
+
+def integer_axis(axes: Any) -> None:
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def short(tokens: int) -> str:

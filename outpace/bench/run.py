@@ -1,16 +1,16 @@
-"""One run of a suite: what was measured before a stop, methods taking turns, and the frame of the report."""
+"""A benchmark run: timed generations, interleaved methods, resumption, the header of the report."""
 
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outpace.bench.machine import describe_target, machine, provenance, versions
 from outpace.decode.request import Generation, OnTokens
@@ -18,14 +18,14 @@ from outpace.decode.trace import Prediction, Trace
 from outpace.models.decoder import Decoder
 
 Prompts = Sequence[Sequence[int]]
-Groups = list[list[list[int]]]  # of prompts, each decoded as one batch
+Groups = list[list[list[int]]]  # groups of prompts, each group decoded as one batch
 WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One timed generation. `first_s` runs from the call to the first token of all rows, `decode_s` from
-    there to the return: the same two clocks for every method, ours or another library's."""
+    """One timed generation. `first_s`: from the call to the first token of all rows; `decode_s`: from there
+    to the return. Every method, ours or another library's, is timed with these two clocks."""
 
     tokens: list[list[int]]
     first_s: float
@@ -37,9 +37,18 @@ class Timed:
         """Tokens emitted within decode_s: all but the first of each row."""
         return sum(len(row) - 1 for row in self.tokens)
 
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Timed":
+        trace = values["trace"]
+        predicted = [Prediction(**p) for p in trace["predicted"]]
+        return cls(**values | {"trace": Trace(**trace | {"predicted": predicted})})
+
 
 Method = Callable[[Prompts, int, int], Timed]  # prompts of equal length, new tokens, seed
-Runs = dict[tuple[int, int], Timed]  # (repeat, group of prompts) -> what ran
+Runs = dict[tuple[int, int], Timed]  # (repeat, group of prompts) -> timed generation
 
 
 def timed(generate: Callable[[OnTokens], Generation]) -> Timed:
@@ -55,59 +64,31 @@ def timed(generate: Callable[[OnTokens], Generation]) -> Timed:
     return Timed(tokens=out.tokens, first_s=first - began, decode_s=ended - first, trace=out.trace)
 
 
-def plain_json(settings: Any) -> Any:
-    """A dataclass of settings as it reads back from JSON."""
-    return json.loads(json.dumps(dataclasses.asdict(settings)))
-
-
-class Run:
-    """`asked` (settings, the draft's fingerprint..) and the target decide whether what an earlier run kept
-    in folder/progress.jsonl answers this one. The machine is looked at before anything is measured."""
-
-    def __init__(self, target: Decoder, folder: Path, **asked: Any) -> None:
-        self.began = time.perf_counter()
-        about = describe_target(target)
-        self.kept = Kept(folder, {**asked, "target": about})
-        self.frame = {
-            **provenance(),
-            "machine": machine(target.device),
-            "versions": versions(),
-            "target": about,
-            **asked,
-        }
-
-    def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What `measure` gave, now or before a stop."""
-        if name not in self.kept:
-            self.kept[name] = measure()
-        return self.kept[name]
-
-    def report(self, **results: Any) -> dict[str, Any]:
-        """The whole report: nothing needs to be kept any longer."""
-        self.kept.done()
-        return {**self.frame, **results, "seconds": round(time.perf_counter() - self.began, 1)}
-
-
-class Kept:
-    """Values by name in folder/progress.jsonl; its first line is `key`. A file of another key (other
-    settings, target or draft) is not read: what it holds answers another question; the first value kept
-    replaces it. A line that a kill cut short was never kept."""
+class Results:
+    """Measured values by name in folder/progress.jsonl, for a run that continues after a stop. The first
+    line is `key`; a file with another key (other settings, target or draft) is ignored and replaced by the
+    first value. A line cut short by a kill is dropped."""
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         self.path = folder / "progress.jsonl"
         self.head = _line({"key": key})
         self.values: dict[str, Any] = {}
-        self.size = 0  # bytes of the file that are ours and whole
+        self.size = 0  # bytes of complete lines under this key
         data = self.path.read_bytes() if self.path.is_file() else b""
         if data.startswith(self.head):
-            whole = data[: data.rindex(b"\n") + 1]
-            self.size = len(whole)
-            for line in whole[len(self.head) :].splitlines():
+            complete = data[: data.rindex(b"\n") + 1]
+            self.size = len(complete)
+            for line in complete[len(self.head) :].splitlines():
                 self.values |= json.loads(line)
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.values)
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The value of `name`: from the file, or measured now."""
+        if name not in self.values:
+            self[name] = measure()
+        return self.values[name]
+
+    def named(self, prefix: str) -> dict[str, Any]:
+        return {name: value for name, value in self.values.items() if name.startswith(prefix)}
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -126,90 +107,145 @@ class Kept:
             self.size = file.tell()
         self.values[name] = value
 
-    def done(self) -> None:
-        self.path.unlink(missing_ok=True)
-
 
 def _line(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
-def turn_order(names: list[str], repeat: int, group: int) -> Iterator[str]:
-    """The first of a turn changes."""
-    shift = (repeat + group) % len(names)
-    yield from names[shift:]
-    yield from names[:shift]
+class Run:
+    """One run of a suite. Results of an earlier, stopped run in `folder` are reused if the target and
+    `inputs` (settings, the draft's fingerprint, ..) are the same. The machine is described before anything
+    is measured."""
+
+    def __init__(self, target: Decoder, folder: Path, **inputs: Any) -> None:
+        self.began = time.perf_counter()
+        inputs = json.loads(json.dumps(inputs, default=dataclasses.asdict))
+        target_json = describe_target(target)
+        self.results = Results(folder, {**inputs, "target": target_json})
+        self.header = {
+            **provenance(),
+            "machine": machine(target.device),
+            "versions": versions(),
+            "target": target_json,
+            **inputs,
+        }
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        return self.results.once(name, measure)
+
+    def report(self, **results: Any) -> dict[str, Any]:
+        """The complete report; removes progress.jsonl."""
+        self.results.path.unlink(missing_ok=True)
+        return {**self.header, **results, "seconds": round(time.perf_counter() - self.began, 1)}
 
 
-def seed_of(seed: int, repeat: int, group: int) -> int:
+def seed_for(seed: int, repeat: int, group: int) -> int:
     """The same for every method of a turn."""
     return seed * 1_000_003 + repeat * 1009 + group
 
 
-def take_turns(
+class Schedule(Protocol):
+    """What `interleave` reads of a suite's settings."""
+
+    @property
+    def repeats(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def interleave(
     name: str,
     methods: dict[str, Method],
     groups: Groups,
     new_tokens: int,
-    repeats: int,
-    seed: int,
-    kept: Kept,
+    schedule: Schedule,
+    results: Results,
     on_run: Callable[[str], None],
-    left_out: Callable[[str, int, int], bool] = lambda method, repeat, group: False,
+    skip: Callable[[str, int, int], bool] = lambda method, repeat, group: False,
     deadline: float | None = None,
 ) -> dict[str, Runs]:
-    """-> runs by method. The methods take turns over the same prompts, repeat after repeat, so that a slow
-    minute of the machine meets all of them. Whole turns are kept under `name`; those that are kept already
-    are not run again. A short unmeasured run of every method goes first. `on_run` is told the method of each
-    run; `left_out`: (method, repeat, group) that do not run. After `deadline` (of time.perf_counter) no
-    further repeat begins."""
+    """-> runs by method. All methods decode one group of prompts before the next group starts, so that a slow
+    minute of the machine affects all of them; the first method of a turn rotates. A short warm-up of every
+    method is not measured. Complete turns are stored in `results` under `name`, and stored turns are not run.
+    `on_run` is called with the method of each run; `skip` (method, repeat, group) leaves runs out; no further
+    repeat starts after `deadline` (of time.perf_counter)."""
     runs: dict[str, Runs] = {method: {} for method in methods}
-    warm = False
-    for repeat in range(repeats):
+    names, warm = list(methods), False
+    for repeat in range(schedule.repeats):
         if repeat and deadline is not None and time.perf_counter() > deadline:
             break
         for group, prompts in enumerate(groups):
             key = f"{name}, repeat {repeat}, group {group}"
-            if key not in kept:
-                if not warm:
-                    for method, run in methods.items():
-                        if not left_out(method, 0, 0):
-                            run(groups[0], min(WARMUP_TOKENS, new_tokens), seed)
-                    warm = True
-                turn = {}
-                for method in turn_order(list(methods), repeat, group):
-                    if not left_out(method, repeat, group):
-                        on_run(method)
-                        done = methods[method](prompts, new_tokens, seed_of(seed, repeat, group))
-                        turn[method] = as_json(done)
-                kept[key] = turn
-            else:
-                for method in kept[key]:
+            if key in results:
+                for method in results[key]:
                     on_run(method)
-            for method, values in kept[key].items():
-                runs[method][repeat, group] = from_json(values)
+            else:
+                for method in names if not warm else ():
+                    if not skip(method, 0, 0):
+                        methods[method](groups[0], min(WARMUP_TOKENS, new_tokens), schedule.seed)
+                warm, turn = True, {}
+                first = (repeat + group) % len(names)
+                for method in (*names[first:], *names[:first]):
+                    if not skip(method, repeat, group):
+                        on_run(method)
+                        seed = seed_for(schedule.seed, repeat, group)
+                        turn[method] = methods[method](prompts, new_tokens, seed).as_json()
+                results[key] = turn
+            for method, values in results[key].items():
+                runs[method][repeat, group] = Timed.from_json(values)
     return {method: done for method, done in runs.items() if done}
 
 
-def as_json(run: Timed) -> dict[str, Any]:
-    return dataclasses.asdict(run)
+class Bar:
+    """A progress bar; each `step` names the work that starts and advances by one."""
+
+    def __init__(self, console: Console, name: str, total: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console)
+        self.task = self.progress.add_task(name, total=total)
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def step(self, description: str) -> None:
+        self.progress.update(self.task, description=description, advance=1)
+
+    def at(self, completed: int) -> None:
+        self.progress.update(self.task, completed=completed)
 
 
-def from_json(values: dict[str, Any]) -> Timed:
-    trace = values["trace"]
-    predicted = [Prediction(**f) for f in trace["predicted"]]
-    return Timed(**values | {"trace": Trace(**trace | {"predicted": predicted})})
+def at_least(settings: Any, suite: str, **least: int) -> None:
+    """Raises ValueError for a field of `settings` below its least value."""
+    for name, bound in least.items():
+        if getattr(settings, name) < bound:
+            raise ValueError(f"{suite}: {name} {getattr(settings, name)}: it must be at least {bound}")
 
 
-def progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+def check_contexts(suite: str, contexts: Sequence[int]) -> None:
+    if not contexts or min(contexts) < 1 or list(contexts) != sorted(set(contexts)):
+        raise ValueError(f"{suite}: contexts {list(contexts)}: give counts of tokens, ascending, each once")
 
 
-def advancing(bar: Progress, task: TaskID, before: str = "") -> Callable[[str], None]:
-    """For `on_run`: the bar shows the method that runs, and moves on by one."""
+def check_known(suite: str, field: str, values: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ValueError for a value that is not among `known`, and for none at all."""
+    unknown = [x for x in values if x not in known]
+    if unknown or not list(values):
+        message = (
+            f"no {field.removesuffix('s')} {unknown[0]!r}" if unknown else f"name at least one of {field}"
+        )
+        raise ValueError(f"{suite}: {message}; known: {', '.join(known)}")
 
-    def on_run(method: str) -> None:
-        bar.update(task, description=before + method, advance=1)
 
-    return on_run
+def prompt_and_answer(suite: str, regime: str) -> tuple[int, int]:
+    """ "P+D" -> tokens of the prompt, tokens decoded."""
+    prompt, _, new = regime.partition("+")
+    if prompt.isdigit() and new.isdigit() and int(prompt) and int(new) > 1:
+        return int(prompt), int(new)
+    raise ValueError(
+        f'{suite}: regime {regime!r}: write "P+D" such as "64+128", with at least 2 decoded tokens, which is '
+        "the least that can be timed after the first"
+    )

@@ -194,7 +194,8 @@ def _recall(job: Job) -> Measured:
 
 
 def _memory(job: Job) -> Measured:
-    from outpace.bench.memory import PAGE, MemorySettings, run_memory
+    from outpace.bench.retrofits import MEMORY_PAGE as PAGE
+    from outpace.bench.retrofits import MemorySettings, run_memory
     from outpace.loading import open_draft, open_target
 
     settings = job.settings(MemorySettings)
@@ -209,7 +210,8 @@ def _memory(job: Job) -> Measured:
 
 
 def _pareto(job: Job) -> Measured:
-    from outpace.bench.pareto import PAGE, ParetoSettings, run_pareto
+    from outpace.bench.retrofits import PARETO_PAGE as PAGE
+    from outpace.bench.retrofits import ParetoSettings, run_pareto
     from outpace.loading import open_target
 
     settings = job.settings(ParetoSettings)
@@ -219,30 +221,25 @@ def _pareto(job: Job) -> Measured:
 
 
 def _methods(job: Job) -> Measured:
-    from outpace.bench import comparison, controller_suite, lossless_suite
+    from outpace.bench.comparison import SUITES
     from outpace.bench.suite import SuiteRecipe, SuiteRequest, calibration_text
     from outpace.loading import open_target
 
-    settings = job.settings(SuiteRecipe)
+    recipe = job.settings(SuiteRecipe)
     loaded, tokenizer = open_target(job.target)
     train, held_out = job.documents()
-    asked = SuiteRequest(
+    request = SuiteRequest(
         target=loaded,
         tokenizer=tokenizer,
         documents=held_out,
-        recipe=settings,
+        recipe=recipe,
         drafts=job.drafts,
-        text=calibration_text(tokenizer, train),
+        calibration_text=calibration_text(tokenizer, train),
         folder=job.out,
         console=job.shown,
     )
-    match job.suite:
-        case "drafts":
-            return comparison.run_comparison(asked), comparison.PAGE
-        case "lossless":
-            return lossless_suite.run_lossless(asked), lossless_suite.PAGE
-        case _:
-            return controller_suite.run_controller(asked), controller_suite.PAGE
+    run, page = SUITES[job.suite]
+    return run(request), page
 
 
 RUNS: dict[str, Callable[[Job], Measured]] = {

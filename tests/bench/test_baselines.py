@@ -8,8 +8,8 @@ import torch
 from dflash_drafts import random_dflash
 
 from outpace.bench.baselines import open_baseline
-from outpace.bench.lossless import compare
 from outpace.bench.methods import Case, run_case
+from outpace.bench.metrics import compare
 from outpace.drafts.dflash import DFlash
 from outpace.models.config import WINDOW
 from outpace.models.load import build, named_tensors

@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +11,20 @@ from dflash_drafts import random_dflash
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench import comparison, controller_suite, lossless_suite, methods
-from outpace.bench import run as turns
-from outpace.bench.comparison import reached, remarks, run_comparison
-from outpace.bench.controller_suite import run_controller
-from outpace.bench.lossless_suite import run_lossless
-from outpace.bench.methods import Case, MethodSpec, open_method
-from outpace.bench.run import Kept, Timed
-from outpace.bench.suite import SuiteRecipe, SuiteRequest, texts_of
+from outpace.bench import comparison, methods
+from outpace.bench.comparison import (
+    COMPARISON_PAGE,
+    CONTROLLER_PAGE,
+    LOSSLESS_PAGE,
+    remarks,
+    run_comparison,
+    run_controller,
+    run_lossless,
+    share_accepting,
+)
+from outpace.bench.methods import Case, MethodSpec, load_method
+from outpace.bench.run import Results, Timed, interleave, seed_for
+from outpace.bench.suite import SuiteRecipe, SuiteRequest, prompts_of
 from outpace.checkpoint.save import write_json
 from outpace.config import load_settings
 from outpace.decode.generate import generate
@@ -96,14 +103,14 @@ def quiet():
     return Console(file=io.StringIO(), width=80)
 
 
-def given(target, tokenizer, drafts, folder, asked):
+def request_for(target, tokenizer, drafts, folder, recipe):
     return SuiteRequest(
         target=target,
         tokenizer=tokenizer,
         documents=DOCUMENTS,
-        recipe=asked,
+        recipe=recipe,
         drafts=drafts,
-        text=tiny.tokens(200).tolist(),
+        calibration_text=tiny.tokens(200).tolist(),
         folder=folder,
         console=quiet(),
     )
@@ -111,7 +118,7 @@ def given(target, tokenizer, drafts, folder, asked):
 
 @pytest.fixture(scope="module")
 def report(target, tokenizer, drafts, tmp_path_factory):
-    return run_comparison(given(target, tokenizer, drafts, tmp_path_factory.mktemp("out"), recipe()))
+    return run_comparison(request_for(target, tokenizer, drafts, tmp_path_factory.mktemp("out"), recipe()))
 
 
 def test_every_method_runs_at_every_temperature_under_its_rules(report):
@@ -156,7 +163,7 @@ def test_texts_are_plain_decodings_where_they_must_be(report):
             assert lossless["checked"] == 0
 
 
-def test_shapes_are_the_ones_asked_for(report):
+def test_shapes_are_the_ones_settings_for(report):
     assert {name: about["columns"] for name, about in report["methods"].items()} == {
         "ngram": 8,
         "DFlash": 5,
@@ -174,7 +181,7 @@ def test_shapes_are_the_ones_asked_for(report):
 
 
 def test_files_read_well(report, tmp_path):
-    comparison.PAGE.write(report, tmp_path)
+    COMPARISON_PAGE.write(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     text = (tmp_path / "report.md").read_text()
     assert "| EAGLE-3 tree | gumbel |" in text and "0 / 40" in text
@@ -194,35 +201,35 @@ def test_a_method_that_changes_the_text_is_caught(target, tokenizer, drafts, tmp
         return out
 
     monkeypatch.setattr(methods, "generate", wrong)
-    asked = recipe(methods={"DFlash": {"draft": "dflash", "controller": [False]}})
-    comparison = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
+    settings = recipe(methods={"DFlash": {"draft": "dflash", "controller": [False]}})
+    comparison = run_comparison(request_for(target, tokenizer, drafts, tmp_path, settings))
     counts = {
         (r["temperature"], r["rule"]): r["lossless"] for r in comparison["results"] if r["method"] != "plain"
     }
     assert counts[0.0, "match"]["violations"] == 2 and counts[0.0, "match"]["checked"] == 2 * 10
     assert counts[1.0, "gumbel"]["violations"] == 4
-    total = run_lossless(given(target, tokenizer, drafts, tmp_path / "lossless", asked))
+    total = run_lossless(request_for(target, tokenizer, drafts, tmp_path / "lossless", settings))
     assert total["violations"] == 2 * 2  # of two batches the first row, greedy and coupled
-    assert "4 violations" in lossless_suite.PAGE.markdown(total)
+    assert "4 violations" in LOSSLESS_PAGE.markdown(total)
 
 
 def test_the_lossless_suite_counts_every_method_twice(target, tokenizer, drafts, tmp_path):
-    result = run_lossless(given(target, tokenizer, drafts, tmp_path, recipe()))
+    result = run_lossless(request_for(target, tokenizer, drafts, tmp_path, recipe()))
     assert (result["violations"], result["ties"], result["prompts"]) == (0, 0, 4)
     cases = [(r["method"], r["temperature"], r["steered"]) for r in result["results"]]
     assert len(cases) == len(set(cases)) == 2 * (3 * 2 + 3)
     assert all(r["checked"] == 4 * 12 for r in result["results"])
     assert result["checked"] == 18 * 4 * 12
-    assert "0 violations, 0 ties" in lossless_suite.PAGE.markdown(result)
+    assert "0 violations, 0 ties" in LOSSLESS_PAGE.markdown(result)
     points = [(p["batch"], p["context"]) for costs in result["costs"].values() for p in costs["points"]]
     assert len(points) == len(result["costs"]) and {batch for batch, _ in points} == {2}
     assert not (tmp_path / "progress.jsonl").exists()
 
 
-def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tmp_path):
+def test_the_controller_is_compared_with_every_length(target, tokenizer, drafts, tmp_path):
     few = {name: METHODS[name] for name in ("ngram", "DFlash tree", "P-EAGLE")}
-    asked = recipe(methods=few, repeats=1)
-    controller = run_controller(given(target, tokenizer, drafts, tmp_path, asked))
+    settings = recipe(methods=few, repeats=1)
+    controller = run_controller(request_for(target, tokenizer, drafts, tmp_path, settings))
     scenes = [(r["text"], r["temperature"], r["method"]) for r in controller["results"]]
     two = ("ngram", "DFlash tree")
     assert scenes == [(x, t, m) for x in ("held-out", "random") for t in (0.0, 1.0) for m in two]
@@ -235,16 +242,16 @@ def test_the_controller_stands_beside_every_length(target, tokenizer, drafts, tm
         assert r["over_plain"] == pytest.approx(steered / r["plain_tokens_per_s"], abs=2e-3)
         assert all(f["lossless"]["checked"] == 2 * 10 for f in (*r["fixed"], r["controller"]))
         assert not any(f["lossless"]["violations"] for f in (*r["fixed"], r["controller"]))
-    assert "| random | 1 | DFlash tree |" in controller_suite.PAGE.markdown(controller)
+    assert "| random | 1 | DFlash tree |" in CONTROLLER_PAGE.markdown(controller)
     alone = recipe(methods={"P-EAGLE": METHODS["P-EAGLE"]})
     with pytest.raises(ValueError, match="no method of this recipe has a controller"):
-        run_controller(given(target, tokenizer, drafts, tmp_path, alone))
+        run_controller(request_for(target, tokenizer, drafts, tmp_path, alone))
 
 
 def test_random_text_is_random_and_holds_no_end(target, tokenizer):
-    asked = recipe(prompt_tokens=50)
-    drawn = texts_of("random", 40, asked, target, tokenizer, DOCUMENTS)
-    assert drawn == texts_of("random", 40, asked, target, tokenizer, DOCUMENTS)
+    request = request_for(target, tokenizer, None, None, recipe(prompt_tokens=50))
+    drawn = prompts_of("random", 40, request)
+    assert drawn == prompts_of("random", 40, request)
     assert {len(p) for p in drawn} == {50} and len(set(map(tuple, drawn))) == 40
     used = {t for p in drawn for t in p}
     assert len(used) > 250 and not used & set(target.config.eos_token_ids)
@@ -259,24 +266,24 @@ def fake(seconds):
 
 
 def test_turns_are_kept_and_not_run_again(tmp_path):
-    items = []
+    ran = []
     named = {name: fake(i + 1.0) for i, name in enumerate("abc")}
-    groups = [[[1]], [[2]]]
-    first = turns.take_turns("x", named, groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), items.append)
-    assert items == [*"abc", *"bca", *"bca", *"cab"]
-    assert first["b"][1, 0].tokens == [[turns.seed_of(5, 1, 0) % 97, 9]]
-    again = turns.take_turns(
-        "x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 1}), items.append
+    groups, schedule = [[[1]], [[2]]], SimpleNamespace(repeats=2, seed=5)
+    first = interleave("x", named, groups, 9, schedule, Results(tmp_path, {"of": 1}), ran.append)
+    assert ran == [*"abc", *"bca", *"bca", *"cab"]
+    assert first["b"][1, 0].tokens == [[seed_for(5, 1, 0) % 97, 9]]
+    again = interleave(
+        "x", dict.fromkeys("abc"), groups, 9, schedule, Results(tmp_path, {"of": 1}), ran.append
     )
     assert again == first
     assert again["c"][0, 1].trace.predicted == [Prediction(2.5, 0.25, 2, 0.5)]
     with pytest.raises(TypeError):  # another key: nothing is kept, and None is no method
-        turns.take_turns("x", dict.fromkeys("abc"), groups, 9, 2, 5, Kept(tmp_path, {"of": 2}), items.append)
+        interleave("x", dict.fromkeys("abc"), groups, 9, schedule, Results(tmp_path, {"of": 2}), ran.append)
 
 
 def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monkeypatch):
-    asked = recipe(methods={"ngram": METHODS["ngram"]})
-    honest, ran = comparison.take_turns, []
+    settings = recipe(methods={"ngram": METHODS["ngram"]})
+    honest, ran = comparison.interleave, []
 
     def stopping(name, *rest):
         ran.append(name)
@@ -284,13 +291,13 @@ def test_a_stopped_comparison_goes_on(target, tokenizer, drafts, tmp_path, monke
             raise RuntimeError("the power failed")
         return honest(name, *rest)
 
-    monkeypatch.setattr(comparison, "take_turns", stopping)
+    monkeypatch.setattr(comparison, "interleave", stopping)
     with pytest.raises(RuntimeError, match="the power failed"):
-        run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
+        run_comparison(request_for(target, tokenizer, drafts, tmp_path, settings))
     kept = dict(x for line in read_lines(tmp_path)[1:] for x in line.items())
     assert len(kept) == 7 and sum(key.startswith("T=0, ") for key in kept) == 4
     assert kept["costs of ngram, greedy"]["widths"] == [1, 2, 3, 4, 5, 6, 7, 8]
-    result = run_comparison(given(target, tokenizer, drafts, tmp_path, asked))
+    result = run_comparison(request_for(target, tokenizer, drafts, tmp_path, settings))
     ours = [
         kept[f"T=0, repeat {r}, group {g}"]["plain, T=0, match"]["decode_s"] for r in (0, 1) for g in (0, 1)
     ]
@@ -303,28 +310,26 @@ def read_lines(folder):
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
-def test_what_is_kept_survives_a_kill(tmp_path):
-    kept = Kept(tmp_path, {"of": (1, 2)})
-    assert kept.names == [] and not (tmp_path / "progress.jsonl").exists()
-    kept["a"], kept["b"] = [1, None], {"x": 2.5}
+def test_results_survive_a_kill(tmp_path):
+    results = Results(tmp_path, {"of": (1, 2)})
+    assert results.values == {} and not (tmp_path / "progress.jsonl").exists()
+    results["a"], results["b"] = [1, None], {"x": 2.5}
     with (tmp_path / "progress.jsonl").open("ab") as file:
         file.write(b'{"c":[1,2')  # killed while it wrote
-    again = Kept(tmp_path, {"of": [1, 2]})
-    assert {name: again[name] for name in again.names} == {"a": [1, None], "b": {"x": 2.5}}
+    again = Results(tmp_path, {"of": [1, 2]})
+    assert again.values == {"a": [1, None], "b": {"x": 2.5}}
     assert "c" not in again
     again["d"] = 4
     assert read_lines(tmp_path) == [{"key": {"of": [1, 2]}}, {"a": [1, None]}, {"b": {"x": 2.5}}, {"d": 4}]
-    other = Kept(tmp_path, {"of": 3})
-    assert other.names == []
+    other = Results(tmp_path, {"of": 3})
+    assert other.values == {}
     other["e"] = 5
     assert read_lines(tmp_path) == [{"key": {"of": 3}}, {"e": 5}]
-    other.done()
-    assert not list(tmp_path.iterdir())
 
 
-def test_what_was_reached_is_of_all_rounds():
-    assert reached([0, 3, 1, 0]) == [0.5, 0.25, 0.25]
-    assert reached([0, 0]) == [] == reached([])
+def test_share_accepting_counts_all_steps():
+    assert share_accepting([0, 3, 1, 0]) == [0.5, 0.25, 0.25]
+    assert share_accepting([0, 0]) == [] == share_accepting([])
 
 
 def test_unequal_data_is_reported():
@@ -343,15 +348,15 @@ def test_unequal_data_is_reported():
     assert "teacher caches differ (a: x, s: None)" in other[0]
 
 
-def opened(target, tokenizer, drafts, **message):
-    return open_method("M", MethodSpec(**message), drafts, target, tokenizer, fingerprint(target))
+def loaded(target, tokenizer, drafts, **message):
+    return load_method("M", MethodSpec(**message), drafts, target, tokenizer, fingerprint(target))
 
 
 def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
     other = tiny.target("llama")
     with pytest.raises(ValueError, match=r"method 'M': .*dflash was trained for another target"):
         spec = MethodSpec(draft="dflash")
-        open_method("M", spec, drafts, other, tokenizer, fingerprint(other))
+        load_method("M", spec, drafts, other, tokenizer, fingerprint(other))
 
 
 @pytest.mark.parametrize(
@@ -367,11 +372,11 @@ def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
 )
 def test_shapes_a_draft_cannot_propose_are_refused(target, tokenizer, drafts, text, message):
     with pytest.raises(ValueError, match=message):
-        opened(target, tokenizer, drafts, **text)
+        loaded(target, tokenizer, drafts, **text)
 
 
 def test_a_width_the_draft_does_not_have_is_refused(target, tokenizer, drafts):
-    method = opened(target, tokenizer, drafts, draft="dflash")
+    method = loaded(target, tokenizer, drafts, draft="dflash")
     case = Case(method="M", temperature=0.0, rule="match", width=6)
     with pytest.raises(ValueError, match="width 6: M proposes at most 5 positions"):
         methods.run_case(case, target, method.draft)

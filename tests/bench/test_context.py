@@ -14,17 +14,17 @@ from outpace.bench.context import (
     PAGE,
     ContextSettings,
     cost_table,
-    distinct,
+    experts_used,
     latent_table,
-    rated,
     run_context,
+    with_rates,
 )
 from outpace.bench.machine import weight_bytes
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import fingerprint, named_tensors
 
 QUIET = Console(quiet=True)
-ASKED = {
+SETTINGS = {
     "contexts": (24, 60), "columns": 3, "budget": 30, "block_size": 2, "n_spec_tokens_buf": 5, "tau": 2.0,
     "repeats": 2, "cell_s": 0.0, "top_k": 90, "index_dim": 8, "index_heads": 2,
 }  # fmt: skip
@@ -32,7 +32,7 @@ ASKED = {
 
 def test_a_report_of_what_was_run(tmp_path):
     model = tiny.target("gpt_oss")
-    report = run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
+    report = run_context(model, ContextSettings(**SETTINGS), tmp_path, QUIET)
     near, far = report["cells"]
     latent = {"latent", "latent full"}
     assert set(near["methods"]) == {"plain", "full"} | latent
@@ -62,7 +62,7 @@ def test_sparse_attention_beside_it(own, tmp_path):
     keep = TopKConfig(top_k=80, min_context=80)
     model = indexed_target("gpt_oss", keep)[1] if own else tiny.target("gpt_oss")
     before = fingerprint(model)
-    asked = ContextSettings(**ASKED | {"contexts": (24, 120), "top_k": 80})
+    asked = ContextSettings(**SETTINGS | {"contexts": (24, 120), "top_k": 80})
     near, far = run_context(model, asked, tmp_path, QUIET)["cells"]
     assert set(near["methods"]) == {"plain", "full", "latent", "latent full"}
     assert set(far["methods"]) == {*context.METHODS, *context.LATENTS}
@@ -84,7 +84,7 @@ def test_latents_beside_it(family, own, tmp_path):
     """With the target's own latents, or ones of random weights that are gone afterwards."""
     model = latent_target(family, rank=5)[1] if own else tiny.target(family)
     before = fingerprint(model)
-    asked = ContextSettings(**ASKED | {"contexts": (24, 120), "top_k": 80, "latent": 0.25})
+    asked = ContextSettings(**SETTINGS | {"contexts": (24, 120), "top_k": 80, "latent": 0.25})
     far = run_context(model, asked, tmp_path, QUIET)["cells"][1]
     assert fingerprint(model) == before and model.config.use_mla_kv == own
     config = model.config
@@ -106,7 +106,7 @@ def test_what_a_token_takes():
     methods = {
         name: {"seconds": s, "bytes": None if name == "refresh" else 10} for name, s in seconds.items()
     }
-    result = rated({"methods": methods}, 20.0, ContextSettings(**ASKED | {"tau": 3.0}))
+    result = with_rates({"methods": methods}, 20.0, ContextSettings(**SETTINGS | {"tau": 3.0}))
     assert result["seconds_per_token"] == {"plain": 1.0, "full": 1.0, "partial": 1.0}
     assert result["methods"]["partial"]["share_of_floor"] == 0.25
     assert result["verification_speedup"] == 1.5
@@ -123,7 +123,7 @@ def test_bytes_of_the_weights_by_hand():
     dense = tiny.target("qwen3")
     assert weight_bytes(dense) == sum(t.nbytes for n, t in named_tensors(dense) if n.startswith("layers."))
     logits = torch.tensor([[3.0, 2, 1, 0], [0, 2, 3, 1]])
-    assert distinct([logits, logits[:1]], 2) == 2.5 and distinct([], 2) == 0
+    assert experts_used([logits, logits[:1]], 2) == 2.5 and experts_used([], 2) == 0
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
@@ -139,9 +139,9 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(context, "measure", once)
     measured.append(60)
     with pytest.raises(KeyboardInterrupt):
-        run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
+        run_context(model, ContextSettings(**SETTINGS), tmp_path, QUIET)
     measured.remove(60)
-    report = run_context(model, ContextSettings(**ASKED), tmp_path, QUIET)
+    report = run_context(model, ContextSettings(**SETTINGS), tmp_path, QUIET)
     assert measured == [24, 60] and [c["context"] for c in report["cells"]] == [24, 60]
 
 
@@ -158,13 +158,13 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
 )
 def test_settings_that_cannot_be(message, error):
     with pytest.raises(ValueError, match=error):
-        ContextSettings(**ASKED | message)
+        ContextSettings(**SETTINGS | message)
 
 
 def test_contexts_that_do_not_fit(tmp_path):
     model = tiny.target("qwen3")
     with pytest.raises(ValueError, match="positions end at"):
-        run_context(model, ContextSettings(**ASKED | {"contexts": (tiny.LONGEST,)}), tmp_path, QUIET)
+        run_context(model, ContextSettings(**SETTINGS | {"contexts": (tiny.LONGEST,)}), tmp_path, QUIET)
     with pytest.raises(ValueError, match="and memory_gib is 1e-06"):
-        run_context(model, ContextSettings(**ASKED, memory_gib=1e-6), tmp_path, QUIET)
+        run_context(model, ContextSettings(**SETTINGS, memory_gib=1e-6), tmp_path, QUIET)
     assert not list(tmp_path.iterdir())

@@ -9,20 +9,20 @@ import tiny
 import torch
 from rich.console import Console
 
-from outpace.bench import draft_context, draft_shapes
+from outpace.bench import draft_context, draft_steps
 from outpace.bench.draft_context import PAGE, QUICK, DraftContextSettings, run_draft_context
-from outpace.bench.draft_shapes import needed_bytes, published_draft
-from outpace.bench.draft_walk import (
+from outpace.bench.draft_steps import (
     OPERATIONS,
     SESSIONS,
     VARIANTS,
-    DraftTimer,
     NoiseCached,
     Recomputed,
-    Remembering,
-    walk_block,
-    walk_round,
-    work_of_round,
+    StepTimer,
+    VariantDraft,
+    needed_bytes,
+    published_draft,
+    taken_apart,
+    work_of_step,
 )
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -121,7 +121,7 @@ def test_every_variant_says_what_plain_decoding_says(variant):
     target = tiny.target("gpt_oss")
     request = Request(max_new_tokens=25)
     answer = generate(target, PROMPTS, request).tokens
-    bound = Remembering(made(6), target, variant)
+    bound = VariantDraft(made(6), target, variant)
     assert generate(target, PROMPTS, request, bound).tokens == answer
 
 
@@ -133,7 +133,7 @@ def test_caching_noise_costs_acceptance():
     prompt = tokenizer.encode("class Box:\n    " + text + text.replace("area", "size")).ids
     taus = {}
     for variant in VARIANTS:
-        bound = Remembering(draft, target, variant)
+        bound = VariantDraft(draft, target, variant)
         taus[variant] = generate(target, [prompt], Request(max_new_tokens=100), bound).trace.tau
     assert taus["recomputed"] == taus["cached"] > 1.2
     assert taus["noise cached"] < taus["cached"] - 0.2
@@ -143,31 +143,29 @@ def test_caching_noise_costs_acceptance():
 @pytest.mark.parametrize(
     ("window", "parts"), [(0, {}), (6, {}), (6, CONVOLVED), (7, {"causal": True, "causal_full": True})]
 )
-def test_the_walk_is_the_session(variant, window, parts):
-    draft, target = made(window, **parts), tiny.target("gpt_oss")
-    served, taken_apart = (session_after(variant, draft, 1)[0] for _ in range(2))
-    last, aux, clock = tiny.tokens(2), torch.randn(2, 2, 3, 96), DraftTimer()
+def test_a_step_taken_apart_is_the_served_step(variant, window, parts):
+    draft = made(window, **parts)
+    served, timed = (session_after(variant, draft, 1)[0] for _ in range(2))
+    last, aux, timer = tiny.tokens(2), torch.randn(2, 2, 3, 96), StepTimer()
     with torch.inference_mode():
-        note = served.propose(last, 5, Greedy())
+        proposal = served.propose(last, 5, Greedy())
         served.observe(tiny.tokens(2, 3), aux, [3, 3])
-        walked = walk_round(taken_apart, last, aux, clock)
-        assert torch.equal(walked.tokens, note.tokens)
-        assert torch.equal(session_hidden(served), session_hidden(taken_apart))
-    assert served.cache.lengths == taken_apart.cache.lengths or variant == "recomputed"
-    names = {name for name, seconds in clock.seconds.items() if not seconds}
-    idle = {"fc", "context kv"} if variant == "noise cached" else set()
-    assert names == idle | (set() if "conv_kernel_size" in parts else {"convolution"})
-    with torch.inference_mode():
-        assert torch.equal(
-            walk_block(served, last, DraftTimer()).tokens, served.propose(last, 5, Greedy()).tokens
-        )
-    assert target is served.target
+        with taken_apart(timed, timer):
+            assert torch.equal(timed.propose(last, 5, Greedy()).tokens, proposal.tokens)
+            timed.observe(tiny.tokens(2, 3), aux, [3, 3])
+        assert torch.equal(session_hidden(served), session_hidden(timed))
+        before = dict(timer.seconds)
+        timed.propose(last, 5, Greedy())  # outside, nothing is timed any more
+    assert timer.seconds == before and timed.in_one_piece == served.in_one_piece
+    idle = {name for name, seconds in timer.seconds.items() if not seconds}
+    expected = {"fc", "context kv"} if variant == "noise cached" else set()
+    assert idle == expected | (set() if "conv_kernel_size" in parts else {"convolution"})
 
 
 def test_the_work_of_a_round_is_counted_by_hand():
     """C 96, 3 layers of 6 heads of 10 over 2, MLP 44, V 97, blocks of 5, two features; float32."""
     draft, target = made(0), tiny.target("gpt_oss")
-    work = work_of_round(draft, target, "cached", 1000, 3)
+    work = work_of_step(draft, target, "cached", 1000, 3)
     assert set(work) == set(OPERATIONS)
     assert work["fc"].nbytes == 4 * (96 * 192 + 3 * 192)
     assert work["fc"].flops == 2 * 96 * 192 * 3
@@ -179,15 +177,15 @@ def test_the_work_of_a_round_is_counted_by_hand():
     assert work["mlp"].flops == 3 * 2 * 5 * (88 * 96 + 96 * 44)
     assert work["head"].nbytes == 4 * (97 * 96 + 4 * 96)
     assert work["embedding"].nbytes == 4 * 5 * 96
-    again = work_of_round(draft, target, "recomputed", 1000, 3)
+    again = work_of_step(draft, target, "recomputed", 1000, 3)
     assert again["context kv"].nbytes == pytest.approx(3 * 4 * (40 * 96 + 1000 * 96))
     assert again["q/k/v"] == work["q/k/v"]
-    lean = work_of_round(made(0, draft_vocab_size=31, **CONVOLVED), target, "cached", 1000, 3)
+    lean = work_of_step(made(0, draft_vocab_size=31, **CONVOLVED), target, "cached", 1000, 3)
     assert lean["head"].nbytes == pytest.approx(4 * (31 * 96 + 4 * 96))
     assert lean["convolution"].nbytes == 3 * 2 * 4 * (2 * 2 * 6 * 96 + 5 * 96)
-    noisy = work_of_round(draft, target, "noise cached", 1000, 3)
+    noisy = work_of_step(draft, target, "noise cached", 1000, 3)
     assert noisy["fc"].nbytes == noisy["context kv"].nbytes == 0
-    windowed = work_of_round(made(6), target, "recomputed", 1000, 3)
+    windowed = work_of_step(made(6), target, "recomputed", 1000, 3)
     assert windowed["attention"].nbytes == 3 * 4 * 2 * (5 + 5) * 2 * 10
     assert windowed["context kv"].nbytes == pytest.approx(3 * 4 * (40 * 96 + 6 * 96))
 
@@ -273,7 +271,7 @@ def test_a_stopped_run_goes_on(tmp_path, calm, monkeypatch):
     honest, seen = draft_context.measure, []
 
     def stopping(name, sessions, context, asked):
-        if name != "rehearsal":
+        if name != "warm-up":
             seen.append((name, context))
             if len(seen) == 3:
                 raise RuntimeError("the power failed")
@@ -297,9 +295,9 @@ def test_a_stopped_run_goes_on(tmp_path, calm, monkeypatch):
 
 def test_the_large_shape_is_made_and_measured(tmp_path, calm, monkeypatch):
     """Its path with its sizes divided: bfloat16 weights, a target that is only embedding and head."""
-    like = dict(draft_shapes.PUBLISHED["gpt-oss-20b"]) | {"hidden_size": 64, "vocab_size": 300}
-    monkeypatch.setitem(draft_shapes.PUBLISHED, "gpt-oss-20b", like)
-    monkeypatch.setattr(draft_shapes, "published_draft", small_published)
+    like = dict(draft_steps.PUBLISHED["gpt-oss-20b"]) | {"hidden_size": 64, "vocab_size": 300}
+    monkeypatch.setitem(draft_steps.PUBLISHED, "gpt-oss-20b", like)
+    monkeypatch.setattr(draft_steps, "published_draft", small_published)
     report = run(tmp_path, shapes=("gpt-oss-20b",), contexts=(5000,), acceptance=())
     about = report["shapes"]["gpt-oss-20b"]
     assert (about["weights"], about["keys_and_values"]) == (["bfloat16"], "float32")
@@ -345,7 +343,7 @@ def test_a_foreign_draft_is_refused(tmp_path, calm):
         ({"contexts": ()}, r"contexts \[\]: give counts"),
         ({"contexts": (8, 4)}, "ascending"),
         ({"contexts": (0, 4)}, "give counts"),
-        ({"repeats": 0}, "repeats 0 must be at least 1"),
+        ({"repeats": 0}, "repeats 0: it must be at least 1"),
         ({"acceptance": ("256",)}, 'write "P\\+D"'),
     ],
 )

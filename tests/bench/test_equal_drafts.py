@@ -10,7 +10,7 @@ import tiny
 from rich.console import Console
 from test_prompts import document
 
-from outpace.bench.comparison import PAGE, run_comparison
+from outpace.bench.comparison import COMPARISON_PAGE, run_comparison
 from outpace.bench.render_docs import update_page
 from outpace.bench.suite import SuiteRecipe, SuiteRequest
 from outpace.config import load_settings
@@ -89,7 +89,7 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     suite = load_settings(SuiteRecipe, None, suite | few | {"temperatures": [0.0]})
     folder, quiet = tmp_path / "reports", Console(file=io.StringIO())
     text = tiny.tokens(200).tolist()
-    given = {"recipe": suite, "drafts": work, "text": text, "folder": folder, "console": quiet}
+    given = {"recipe": suite, "drafts": work, "calibration_text": text, "folder": folder, "console": quiet}
     report = run_comparison(SuiteRequest(target=target, tokenizer=tokenizer, documents=documents, **given))
     assert report["remarks"] == []  # one cache, one budget, everyone's origin known
     trained = {name: a["trained"] for name, a in report["methods"].items() if name != "n-gram"}
@@ -102,7 +102,7 @@ def test_the_walk_ends_in_a_report_on_equal_data(walked, tmp_path):
     kinds = {name: a["kind"] for name, a in report["methods"].items()}
     assert kinds["DFlash 2"].startswith("DFlash, convolutions 2 x")
     assert (kinds["P-EAGLE"], kinds["EAGLE-3 tree"]) == ("P-EAGLE", "EAGLE-3")
-    PAGE.write(report, folder)
+    COMPARISON_PAGE.write(report, folder)
     page = tmp_path / "page.md"
     page.write_text("Before.\n\n<!-- table: greedy reports/report.json -->\n<!-- end -->\n\nAfter.\n")
     assert update_page(page)

@@ -3,8 +3,8 @@
 import tiny
 import torch
 
-from outpace.bench import lossless
-from outpace.bench.lossless import LosslessCheck, compare_coupled
+from outpace.bench import metrics
+from outpace.bench.metrics import LosslessCheck, compare_coupled
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.ops.sampling import Sampling
@@ -42,7 +42,7 @@ def test_only_scores_with_the_noise_of_that_very_place_can_tie(monkeypatch):
         low, high = 0.0, 60.0
         for _ in range(16):
             middle = (low + high) / 2
-            monkeypatch.setattr(lossless, "TIE", middle)
+            monkeypatch.setattr(metrics, "TIE", middle)
             result = compared([*answer[:3], token, *answer[4:]], answer, request, row)
             low, high = (low, middle) if result.ties or not result.violations else (middle, high)
         gaps[token] = high

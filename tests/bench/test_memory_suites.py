@@ -7,18 +7,23 @@ import pytest
 import torch
 from rich.console import Console
 
-from outpace.bench import memory as memory_suite
-from outpace.bench import memory as suite
-from outpace.bench import pareto as pareto_suite
-from outpace.bench.memory import (
+from outpace.bench import retrofits
+from outpace.bench.retrofits import (
+    MEMORY_PAGE,
+    PARETO_PAGE,
     MemorySettings,
-    Way,
+    ParetoSettings,
+    Quality,
+    QualitySettings,
+    Setting,
+    agreeing,
+    kv_memory,
     memory_table,
+    pareto_table,
     run_memory,
-    ways_of,
+    run_pareto,
+    settings_for,
 )
-from outpace.bench.pareto import ParetoSettings, pareto_table, run_pareto
-from outpace.bench.quality import Quality, QualitySettings, alike, remembered
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.lookup import NGram
@@ -31,7 +36,7 @@ from outpace.text.corpus import read_corpus, split
 
 QUIET = Console(quiet=True)
 READ = {"texts": 1, "length": 300, "needles": 2, "distances": (40,), "prompts": 2, "prompt_tokens": 200}
-ASKED = MemorySettings(**READ, new_tokens=24, repeats=1, partial=176)
+SETTINGS = MemorySettings(**READ, new_tokens=24, repeats=1, partial=176)
 LAYERS = [1, 3, 5, 7, 9, 11]
 
 
@@ -64,14 +69,14 @@ def retrofitted(original, documents):
 @pytest.fixture(scope="module")
 def report(retrofitted, original, documents, tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, folder, QUIET)
-    memory_suite.PAGE.write(memory, folder)
+    memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], SETTINGS, folder, QUIET)
+    MEMORY_PAGE.write(memory, folder)
     return memory, folder
 
 
 def test_every_row_is_lossless_against_its_own_target(report):
     result, _ = report
-    assert [row["name"] for row in result["rows"]] == [way.name for way in ways_of_both()]
+    assert [row["name"] for row in result["rows"]] == [row.name for row in settings_for_both()]
     assert result["violations"] == 0
     against = {row["name"]: row["lossless_against"] for row in result["rows"]}
     assert against["+ draft, partial KV"] == "plain" and against["all"] == "latent KV, sparse"
@@ -80,17 +85,17 @@ def test_every_row_is_lossless_against_its_own_target(report):
     assert all(row["confirmed"][1] > 0 for row in result["rows"] if row["partial"])
 
 
-def ways_of_both():
+def settings_for_both():
     return [
-        Way("plain"),
-        Way("+ draft", draft=True),
-        Way("+ draft, partial KV", draft=True, partial=True),
-        Way("latent KV", mla=True),
-        Way("latent KV + draft", mla=True, draft=True),
-        Way("sparse", dsa=True),
-        Way("sparse + draft", dsa=True, draft=True),
-        Way("latent KV, sparse", mla=True, dsa=True),
-        Way("all", mla=True, dsa=True, draft=True, partial=True),
+        Setting("plain"),
+        Setting("+ draft", draft=True),
+        Setting("+ draft, partial KV", draft=True, partial=True),
+        Setting("latent KV", mla=True),
+        Setting("latent KV + draft", mla=True, draft=True),
+        Setting("sparse", dsa=True),
+        Setting("sparse + draft", dsa=True, draft=True),
+        Setting("latent KV, sparse", mla=True, dsa=True),
+        Setting("all", mla=True, dsa=True, draft=True, partial=True),
     ]
 
 
@@ -119,12 +124,12 @@ def test_files_and_tables(report):
     assert json.loads((folder / "report.json").read_text()) == result
     assert (folder / "memory.png").stat().st_size > 5000
     assert sorted(p.name for p in folder.iterdir()) == ["memory.png", "report.json", "report.md"]
-    assert len(memory_table(result)) == 12 and "| all |" in memory_suite.PAGE.markdown(result)
+    assert len(memory_table(result)) == 12 and "| all |" in MEMORY_PAGE.markdown(result)
 
 
 def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_path, monkeypatch):
     """A row where the text is not its target's plain text is counted."""
-    honest = suite.generate
+    honest = retrofits.generate
 
     def wrong(target, prompts, request, draft=None, **more):
         result = honest(target, prompts, request, draft, **more)
@@ -133,9 +138,9 @@ def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_pat
         result.tokens[0][5] = (result.tokens[0][5] + 1) % 300
         return result
 
-    monkeypatch.setattr(suite, "generate", wrong)
-    memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], ASKED, tmp_path, QUIET)
-    assert memory["violations"] == 2 * sum(way.draft for way in ways_of_both())
+    monkeypatch.setattr(retrofits, "generate", wrong)
+    memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], SETTINGS, tmp_path, QUIET)
+    assert memory["violations"] == 2 * sum(row.draft for row in settings_for_both())
     assert retrofitted.config.use_mla_kv and retrofitted.config.use_dsa  # as it was
 
 
@@ -146,18 +151,18 @@ def test_agreement_by_hand(original, documents):
     for prompt, answer in zip(quality.prompts, quality.answers, strict=True):
         assert generate(target, [prompt], Request(max_new_tokens=12)).tokens == [answer]
     quality.answers = [[*a[:6], -1, *a[7:]] for a in quality.answers]
-    value = quality.now()
+    value = quality.measure()
     assert value["agreement"] == 0.5 and abs(value["kl"]) < 1e-5 and value["needles"] == []
-    assert alike([1, 2, 3], [1, 2, 3]) == 3 and alike([1, 2, 3], [2, 2, 3]) == 0
+    assert agreeing([1, 2, 3], [1, 2, 3]) == 3 and agreeing([1, 2, 3], [2, 2, 3]) == 0
 
 
-def test_ways_of_targets_with_less(original, retrofitted):
+def test_settings_of_targets_with_less(original, retrofitted):
     with pytest.raises(ValueError, match="this target has none"):
-        ways_of(original[0])
+        settings_for(original[0])
     model = copy.deepcopy(retrofitted)
     dsa.detach_index(model)
-    assert [w.name for w in ways_of(model)][3:] == ["latent KV", "latent KV + draft", "all"]
-    assert ways_of(model)[-1] == Way("all", mla=True, draft=True, partial=True)
+    assert [w.name for w in settings_for(model)][3:] == ["latent KV", "latent KV + draft", "all"]
+    assert settings_for(model)[-1] == Setting("all", mla=True, draft=True, partial=True)
 
 
 SMALL = {"fractions": (0.5,), "methods": ("pca",), "shares": (0.25,), "rows": 2, "row_tokens": 256}
@@ -173,14 +178,14 @@ def test_pareto_points(original, retrofitted, documents, tmp_path):
     names = ["original", "x", "latents, pca, 50%", "index, 25% of the context"]
     assert [p["name"] for p in result["points"]] == names
     first, x, latents, index = result["points"]
-    assert first["memory"] == remembered(whole, 300) and first["quality"]["kl"] == 0
+    assert first["memory"] == kv_memory(whole, 300) and first["quality"]["kl"] == 0
     assert latents["memory"]["bytes_per_token"] == first["memory"]["bytes_per_token"] / 2
     assert index["memory"]["bytes_read"] == pytest.approx(6 * 4 * (16 + 128 * 75 / 300))
     assert x["quality"]["kl"] > 0 and latents["quality"]["kl"] > 0 and index["quality"]["kl"] > 0
-    pareto_suite.PAGE.write(result, tmp_path)
+    PARETO_PAGE.write(result, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == result
     assert (tmp_path / "pareto.png").stat().st_size > 5000
-    assert len(pareto_table(result)) == 7 and "+0.00%" in pareto_suite.PAGE.markdown(result)
+    assert len(pareto_table(result)) == 7 and "+0.00%" in PARETO_PAGE.markdown(result)
 
 
 def test_pareto_starts_from_an_original_and_its_own_retrofits(original, retrofitted, documents, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.bench.render_docs import MARKED, PICTURES, TABLES, filled, update_page
+from outpace.bench.render_docs import MARKED, PICTURES, TABLES, render, update_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,7 +31,7 @@ def test_the_pages_say_what_their_reports_say():
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text()
         kinds |= {kind for _, kind, _, _, _ in MARKED.findall(text)}
-        assert filled(text, DOCS) == text, f"run: outpace tables docs/{page.name}"
+        assert render(text, DOCS) == text, f"run: outpace tables docs/{page.name}"
     assert kinds == {*TABLES, PICTURES}
 
 
@@ -52,7 +52,7 @@ def test_pictures_are_those_beside_the_report(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("report.json", "b.png", "a.png"):
         (tmp_path / "deep" / name).write_text("{}")
-    result = filled("<!-- table: pictures deep/report.json -->\n<!-- end -->\n", tmp_path)
+    result = render("<!-- table: pictures deep/report.json -->\n<!-- end -->\n", tmp_path)
     assert result.splitlines()[1:-1] == ["", "![a](deep/a.png)", "", "![b](deep/b.png)"]
 
 
@@ -66,4 +66,4 @@ def test_pictures_are_those_beside_the_report(tmp_path):
 )
 def test_markers_that_mean_nothing_are_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
-        filled(text, tmp_path)
+        render(text, tmp_path)

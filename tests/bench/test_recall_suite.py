@@ -13,11 +13,11 @@ from outpace.bench.recall import (
     PAGE,
     RecallSettings,
     ends,
+    find_needles,
     needle_table,
     nll,
-    of_needles,
-    of_text,
     run_recall,
+    text_loss,
 )
 from outpace.decode.request import Generation
 from outpace.decode.trace import Trace
@@ -53,7 +53,7 @@ def test_buckets_and_the_last_quarter_by_hand(monkeypatch):
         "nll",
         lambda target, part, chunk: torch.tensor(part[1:], dtype=torch.float) + 1000 * (part[0] > 0),
     )
-    result = of_text(None, row, RecallSettings(**SMALL))
+    result = text_loss(None, row, RecallSettings(**SMALL))
     assert result["buckets"] == [128.5, 384.5, 556.5] and ends(600) == [256, 512, 600]
     assert result["last"] == [525.5, 1525.5]  # tokens 451 .. 600, the same in both
 
@@ -76,7 +76,7 @@ def test_a_perfect_reader_finds_every_needle(monkeypatch):
     monkeypatch.setattr(recall, "generate", reader)
     settings = RecallSettings(**SMALL)
     for distance in (40, 300):
-        result = of_needles(target, tokenizer, texts, distance, settings)
+        result = find_needles(target, tokenizer, texts, distance, settings)
         wanted = (4, 1.0) if distance == 40 else (0, round(5 / 6, 4))
         assert (result["found"], result["digits"]) == wanted and result["of"] == 4
     assert min(seen[4:]) - max(seen[:4]) > 250
@@ -85,7 +85,7 @@ def test_a_perfect_reader_finds_every_needle(monkeypatch):
 def test_a_report_and_its_resumption(tmp_path, monkeypatch):
     target, tokenizer = open_target("default")
     held_out, measured = split(read_corpus())[1], []
-    honest = recall.of_needles
+    honest = recall.find_needles
 
     def once(target, tokenizer, texts, distance, settings):
         measured.append(distance)
@@ -93,7 +93,7 @@ def test_a_report_and_its_resumption(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return honest(target, tokenizer, texts, distance, settings)
 
-    monkeypatch.setattr(recall, "of_needles", once)
+    monkeypatch.setattr(recall, "find_needles", once)
     with pytest.raises(KeyboardInterrupt):
         run_recall(target, tokenizer, held_out, RecallSettings(**SMALL), tmp_path, QUIET)
     report = run_recall(target, tokenizer, held_out, RecallSettings(**SMALL), tmp_path, QUIET)

@@ -14,9 +14,9 @@ from rich.console import Console
 from test_prompts import document
 
 from outpace.bench import methods as ours
-from outpace.bench import results, speed
-from outpace.bench.lossless import LosslessCheck, compare, is_tie
-from outpace.bench.run import Kept, Timed, take_turns
+from outpace.bench import metrics, speed
+from outpace.bench.metrics import LosslessCheck, compare, is_tie
+from outpace.bench.run import Results, Timed, interleave
 from outpace.bench.speed import METHODS, PAGE, BenchSettings, demo_settings, lengths, print_report
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -106,13 +106,13 @@ def test_a_speedup_sets_runs_of_one_turn_against_each_other():
 
     plain = runs(2.0, 6.0, 4.0, 12.0, 2.0, 6.0)  # the whole machine is slow in the second repeat
     twice = runs(1.0, 3.0, 2.0, 6.0, 1.0, 3.0)
-    assert results.over(plain, plain) == 1.0 and results.over(twice, plain) == 2.0
+    assert metrics.speed_ratio(plain, plain) == 1.0 and metrics.speed_ratio(twice, plain) == 2.0
     once = runs(1.0, 3.0, 2.0, 6.0, 9.0, 3.0)  # and for one run alone in the third
-    assert results.over(once, plain) == 2.0
+    assert metrics.speed_ratio(once, plain) == 2.0
     uneven = runs(1.0, 6.0, 2.0, 12.0, 1.0, 6.0)  # of the first group alone twice as fast: 7 s for 8
-    assert results.over(uneven, plain) == pytest.approx(8 / 7)
+    assert metrics.speed_ratio(uneven, plain) == pytest.approx(8 / 7)
     shorter = {turn: run(seconds.decode_s / 4, 3) for turn, seconds in plain.items()}
-    assert results.over(shorter, plain) == 1.0  # a token takes as long, there are fewer
+    assert metrics.speed_ratio(shorter, plain) == 1.0  # a token takes as long, there are fewer
 
 
 def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
@@ -121,12 +121,12 @@ def test_rates_are_tokens_over_seconds_and_medians_of_repeats():
         trace.seconds |= {"draft": decode_s / 4, "verify": decode_s / 2}
         return Timed(tokens=[[7] * 9, [7] * 9], first_s=first_s, decode_s=decode_s, trace=trace)
 
-    cell = results.ResultCell("x", 2, 9, [[[1] * 6] * 2] * 2, {})
+    cell = metrics.ResultCell("x", 2, 9, [[[1] * 6] * 2] * 2, {})
     seconds = {0: (1.0, 3.0), 1: (2.0, 2.0), 2: (6.0, 2.0)}
     cell.runs["plain"] = {(r, g): run(s[g]) for r, s in seconds.items() for g in (0, 1)}
     cell.runs["dflash"] = {(r, g): run(s[g] / 2) for r, s in seconds.items() for g in (0, 1)}
     cell.runs["transformers"] = {(0, 0): run(4.0)}
-    values = {m: results.result(None, cell, m, 1.0, None) for m in cell.runs}
+    values = {m: metrics.result(None, cell, m, 1.0) for m in cell.runs}
     assert values["plain"]["tokens_per_s_repeats"] == [8.0, 8.0, 4.0]  # 2 groups x 2 rows x 8 tokens
     assert values["plain"]["tokens_per_s"] == 8.0
     assert values["dflash"]["speedup"] == 2.0
@@ -202,25 +202,23 @@ def turns(cell, settings):
         return Timed(tokens=[[7] * 9], first_s=0.5, decode_s=1.0, trace=Trace())
 
     methods = {name: partial(method, name) for name in names}
-    left_out = partial(speed._left_out, cell, settings)
     with tempfile.TemporaryDirectory() as folder:
-        kept = Kept(Path(folder), {})
-        asked = (cell.groups, cell.new_tokens, settings.repeats, settings.seed, kept, str)
-        runs = take_turns("cell", methods, *asked, left_out)
+        inputs = (cell.groups, cell.new_tokens, settings, Results(Path(folder), {}), str)
+        runs = interleave("cell", methods, *inputs, partial(settings.skips, cell))
     assert {(*turn, name) for name, of in runs.items() for turn in of} == set(ran)
-    assert len(ran) == speed._planned(cell, methods, settings)
+    assert len(ran) == speed.planned_runs(cell, methods, settings)
     return ran
 
 
-def test_methods_take_turns(target, tokenizer):
+def test_methods_are_interleaved(target, tokenizer):
     settings = BenchSettings(regimes=("11+19",), batches=(1,), prompts=3, repeats=2, baseline_prompts=2)
-    cell = results.ResultCell("11+19", 1, 19, [[[1]]] * 3, {})
+    cell = metrics.ResultCell("11+19", 1, 19, [[[1]]] * 3, {})
     plan = turns(cell, settings)
     ours = [(r, g, m) for r, g, m in plan if m in OURS]
     assert len(ours) == 2 * 3 * 2
     assert len({ours[i][2] for i in (0, 2, 4, 6)}) == 2  # the first of a turn changes
     assert [(r, g) for r, g, m in plan if m == "transformers"] == [(0, 0), (0, 1)]
-    wide = results.ResultCell("11+19", 2, 19, [[[1]] * 2], {})
+    wide = metrics.ResultCell("11+19", 2, 19, [[[1]] * 2], {})
     assert "transformers-dflash" not in {m for _, _, m in turns(wide, settings)}
 
 
@@ -295,7 +293,7 @@ def test_what_was_not_checked_or_does_not_repeat_is_printed_so(report):
     print_report(report | {"results": [sampled, drifting]}, console)
     message = " ".join(console.file.getvalue().split())
     assert "not checked" in message and "0 / 70" in message
-    assert speed._unrepeated(drifting).endswith("batch 8: 3 rows of repeats differ from the first")
+    assert speed.unrepeated_remark(drifting).endswith("batch 8: 3 rows of repeats differ from the first")
 
 
 def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
@@ -314,11 +312,11 @@ def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
     [
         ({"methods": ("plain", "eagle")}, "no method 'eagle'; known: transformers, "),
         ({"regimes": ("middle",)}, "no regime 'middle'; known: short, long, or"),
-        ({"regimes": ("4+1",)}, "decodes 1 token"),
+        ({"regimes": ("4+1",)}, "with at least 2 decoded tokens"),
         ({"batches": (1, 9)}, r"must lie in 1..4"),
         ({"batches": ()}, r"must lie in 1..4"),
-        ({"repeats": 0}, "repeats 0 must be at least 1"),
-        ({"methods": ()}, "at least one method"),
+        ({"repeats": 0}, "repeats 0: it must be at least 1"),
+        ({"methods": ()}, "name at least one of methods"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes, message):

@@ -25,7 +25,7 @@ def test_the_recipe_that_the_others_spoil_is_read():
         ({"methods": {"a": {"draft": "x", "controller": []}}}, "true, false, or both"),
         ({"batch": 3}, "prompts 2 do not fill batches of 3"),
         ({"lossless_batch": 3}, "lossless_prompts 4 do not fill"),
-        ({"repeats": 0}, "repeats 0 must be at least 1"),
+        ({"repeats": 0}, "repeats 0: it must be at least 1"),
         ({"new_tokens": 1}, "nothing to time"),
         ({"temperatures": [-1.0]}, "none below 0"),
         ({"widths": [1]}, "so at least 2"),
