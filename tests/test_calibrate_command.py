@@ -32,7 +32,7 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_request_goes_by_the_table_of_its_rule_or_by_the_greedy_one(monkeypatch, capsys, tmp_path):
+def test_a_request_uses_the_table_of_its_rule_or_the_greedy_one(monkeypatch, capsys, tmp_path):
     drawn = (
         "generate",
         "default",
@@ -66,7 +66,7 @@ def test_a_request_goes_by_the_table_of_its_rule_or_by_the_greedy_one(monkeypatc
     assert code == 2 and "--acceptance typical: it must be one of greedy, match" in err
 
 
-def test_every_method_says_the_same(monkeypatch, capsys, tmp_path):
+def test_the_text_is_the_same_with_every_method(monkeypatch, capsys, tmp_path):
     names, items = set(), []
     options = (
         "generate",
@@ -105,7 +105,7 @@ def test_every_method_says_the_same(monkeypatch, capsys, tmp_path):
     ]
 
 
-def test_stats_say_what_was_predicted(monkeypatch, capsys, tmp_path):
+def test_stats_show_the_prediction(monkeypatch, capsys, tmp_path):
     run(monkeypatch, capsys, *QUICKLY, "--cache-dir", tmp_path, "--json")
     code, out, _ = run(
         monkeypatch, capsys, "generate", "default", "x = 1", "-n", 16, "--stats", "--cache-dir", tmp_path

@@ -29,7 +29,7 @@ def test_generate_streams_the_same_text_that_json_holds(monkeypatch, capsys):
     assert len(result["tokens"]) == 24 and result["tau"] >= 1
 
 
-def test_every_draft_says_the_same(monkeypatch, capsys):
+def test_the_text_is_the_same_with_every_draft(monkeypatch, capsys):
     texts = set()
     for draft in (
         ["none"],
@@ -43,7 +43,7 @@ def test_every_draft_says_the_same(monkeypatch, capsys):
     assert len(texts) == 1
 
 
-def test_partial_kv_says_the_same_unless_it_is_reported_to_be_lossy(monkeypatch, capsys, tmp_path):
+def test_partial_kv_changes_no_text_unless_it_is_lossy(monkeypatch, capsys, tmp_path):
     prompt = tmp_path / "prompt.py"
     prompt.write_text("".join(f"def f_{i}(x):\n    return {i * i} + x\n" for i in range(40)))
     given = ("generate", "default", "--prompt-file", prompt, "-n", 60, "--ignore-eos")

@@ -212,3 +212,16 @@ def test_a_full_disk_is_one_line(tmp_path, arguments, name, needed):
     assert f"{name}" in message and "the disk is full or a limit is reached" in message
     assert "bytes are free there" in message and ("it needs" in message) == needed
     assert not (tmp_path / name).exists() or arguments.startswith("train")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "mla", "dsa"])
+def test_ctrl_c_of_a_training_says_how_to_resume(monkeypatch, capsys, tmp_path, kind):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    module = "outpace.train" if kind in ("dflash", "eagle3") else "outpace.retrofit"
+    monkeypatch.setattr(f"{module}.{kind}.train_{kind}", interrupted)
+    monkeypatch.setattr("outpace.cli.training._data", lambda *arguments: (None, [], None))
+    arguments = ("--cache", tmp_path) if module == "outpace.train" else ("default",)
+    code, _, err = run(monkeypatch, capsys, "train", kind, *arguments, "--out", tmp_path / "run")
+    assert code == 130 and f"the same command resumes from {tmp_path / 'run'}" in err.replace("\n", "")
