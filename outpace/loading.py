@@ -19,7 +19,7 @@ from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.drafts.lookup import NODES, NGram, Suffix, is_suffix, load_suffix
 from outpace.drafts.tree import DDTree
-from outpace.formats.load import load_dflash, load_draft
+from outpace.formats.load import load_dflash, load_draft, target_fingerprints
 from outpace.formats.spec import TargetFiles
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
@@ -104,11 +104,15 @@ def open_weights(
     return load_draft(draft_folder(path), tokenizer, loaded_files(target, tokenizer), quantize=quantize)
 
 
-def open_dflash(path: str, tokenizer: Tokenizer, quantize: str | None = None) -> DFlash | None:
-    """`open_weights` for those who can use nothing but a DFlash. Raises LoadError for another kind."""
+def open_dflash(
+    path: str, tokenizer: Tokenizer, quantize: str | None = None, target: Decoder | None = None
+) -> DFlash | None:
+    """`open_weights` for callers that can use nothing but a DFlash. Raises LoadError for another kind, and
+    for the draft of another target than `target`."""
     if weightless(path, quantize):
         return None
-    return load_dflash(draft_folder(path), tokenizer, quantize=quantize)
+    files = None if target is None else loaded_files(target, tokenizer)
+    return load_dflash(draft_folder(path), tokenizer, files, quantize=quantize)
 
 
 def weightless(path: str, quantize: str | None) -> bool:
@@ -127,6 +131,7 @@ def loaded_files(target: Decoder, tokenizer: Tokenizer) -> TargetFiles:
         head=lambda: target.dense_head,
         tokenizer=lambda: tokenizer,
         vocabulary=lambda: gguf_vocabulary(tokenizer, target.config.vocab_size),
+        fingerprints=lambda: target_fingerprints(target),
         packed=not (isinstance(target.head, Tensor) and isinstance(embedding, Tensor)),
     )
 

@@ -57,7 +57,7 @@ def target_files(folder):
 def edited(folder, target, draft, name, edit):
     """The draft in a format, after `edit(config, tensors)` -> its folder."""
     out = folder / name
-    export_draft(draft, name, out, target)
+    export_draft(draft, name, out, target, allow_lossy=True)
     config = json.loads((out / "config.json").read_text())
     tensors = load_file(out / "model.safetensors")
     edit(config, tensors)

@@ -10,7 +10,7 @@ from outpace.bench.stages import eagle3_feature, eagle3_stages, norm
 from outpace.drafts.eagle3 import Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.drafts.vocab import DraftVocabulary
-from outpace.formats.load import describe_eagle3
+from outpace.formats.load import describe_draft
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
 
@@ -59,7 +59,7 @@ class Oracle:
 
     def __post_init__(self):
         draft = self.bound.draft
-        described = describe_eagle3(draft)
+        described = describe_draft(draft)
         self.w, self.c = described.tensors, described.config
         self.features = eagle3_feature(self.w, self.c, list(self.aux))
         own = self.w.get("embed_tokens.weight")

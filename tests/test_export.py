@@ -16,7 +16,7 @@ from outpace.bench.methods import Case, run_case
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
 from outpace.formats.export import check_fit, export_draft, import_draft
-from outpace.formats.load import build_dflash, describe_dflash, load_dflash, read_draft, save_dflash
+from outpace.formats.load import build_dflash, describe_draft, load_dflash, read_draft, save_draft
 
 GREEDY = Case(method="ours", temperature=0.0)
 EMBEDDED_DRAFT = EMBEDDED / "dflash"
@@ -89,9 +89,10 @@ def test_an_eagle3_goes_out_and_comes_back(run, target, tmp_path):
 
 def test_what_an_engine_will_misread_is_reported(run, target, tmp_path):
     export_draft(samples.dflash(**samples.WINDOWS), "zlab", tmp_path / "d")
-    _, output, _ = run(
-        *("export", tmp_path / "d", "--to", "speculators", "--out", tmp_path / "s", "--target", target.path)
-    )
+    export = ("export", tmp_path / "d", "--to", "speculators", "--out", tmp_path / "s")
+    code, _, err = run(*export, "--target", target.path)
+    assert code == 2 and "--allow-lossy-format" in err and not (tmp_path / "s").exists()
+    _, output, _ = run(*export, "--target", target.path, "--allow-lossy-format")
     assert "window: speculators anchors it at the block's start" in output
 
 
@@ -210,8 +211,8 @@ def test_a_draft_of_any_format_runs(target, tmp_path):
 
 def test_what_training_saves_is_what_export_writes(tmp_path):
     draft = samples.dflash()
-    save_dflash(build_dflash(draft), tmp_path / "saved", torch.float32)
-    export_draft(describe_dflash(build_dflash(draft)), "zlab", tmp_path / "exported")
+    save_draft(build_dflash(draft), tmp_path / "saved", torch.float32)
+    export_draft(describe_draft(build_dflash(draft)), "zlab", tmp_path / "exported")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
 

@@ -14,7 +14,7 @@ from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.formats.load import load_draft, save_dflash
+from outpace.formats.load import load_draft, save_draft
 from outpace.models import load as loading
 from outpace.models.load import check_finite, load_target, stored_values
 from outpace.models.save import save_target
@@ -38,7 +38,7 @@ def test_a_target_is_refused_with_the_tensors_name(tmp_path, value):
 
 
 def test_a_draft_is_refused_with_the_tensors_name(tmp_path):
-    save_dflash(random_dflash(tiny.target("qwen3")), tmp_path)
+    save_draft(random_dflash(tiny.target("qwen3")), tmp_path)
     load_draft(tmp_path)
     spoil(tmp_path, "fc.weight", float("nan"))
     with pytest.raises(ValueError, match=r"fc\.weight holds 1 values that are NaN or Inf"):

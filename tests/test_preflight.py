@@ -75,7 +75,7 @@ def test_nested_layer_ids_only(planted):
 
 def test_layer_ids_on_top_only(planted):
     result = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: c["eagle_config"].pop(IDS))
-    assert apart(result, "layer ids") == {"SGLang": "hs 2, 3, 3"}
+    assert apart(result, "layer ids") == {"SGLang": "hs 2, 3, 3", "SpecForge": "hs 2, 3, 3"}
 
 
 def test_layer_ids_off_by_one_for_vllm(planted):
@@ -285,7 +285,7 @@ def test_a_biased_draft_is_only_refused_by_llama_cpp_and_transformers(planted):
     }
 
 
-def test_an_embedding_of_its_own(planted):
+def test_an_own_embedding(planted):
     def edit(config, tensors):
         tensors["embed_tokens.weight"] = torch.ones(samples.VOCAB, 96)
 
@@ -306,7 +306,7 @@ def test_a_precision_that_is_not_the_tensors(planted, dtype):
 
 def test_norms_that_sglang_does_not_have(planted):
     result = planted(samples.eagle3(norm_before_residual=True, norm_before_fc=True), "sglang-eagle3")
-    assert apart(result, "norms") == {"SGLang": "eps 1e-05, raw residual"}
+    assert apart(result, "norms") == dict.fromkeys(("SGLang", "SpecForge"), "eps 1e-05, raw residual")
 
 
 def test_a_norm_that_speculators_and_vllm_default_differently(planted):
@@ -321,7 +321,14 @@ def test_a_norm_that_speculators_and_vllm_default_differently(planted):
 
 def test_eagle_3_1_in_llama_cpp(planted):
     result = planted(samples.eagle3(norm_output=True), "sglang-eagle3")
-    assert set(apart(result, "norms")) == {"llama.cpp"}
+    assert set(apart(result, "norms")) == {"llama.cpp", "SpecForge"}
+
+
+def test_norm_output_false_takes_the_norm_before_the_head_away_in_specforge(planted):
+    plain = planted(samples.eagle3(), "sglang-eagle3")
+    assert plain.clean and row(plain, "norms").cells["SpecForge"].state == "same"
+    false = planted(samples.eagle3(), "sglang-eagle3", lambda c, t: c.update(norm_output=False))
+    assert apart(false, "norms") == {"SpecForge": "eps 1e-05, raw residual, none before the head"}
 
 
 # ---- another target; one engine; what is shown ------------------------------------------------------------
@@ -386,7 +393,7 @@ def test_a_target_may_be_gguf(target, tmp_path):
     ("key", "value", "message"),
     [
         ("dflash.block_size", 9, "dflash.block_size is 9"),
-        ("tokenizer.ggml.mask_token_id", 3, "mask_token_id was changed"),
+        ("tokenizer.ggml.mask_token_id", 3, "mask_token_id is 3"),
     ],
 )
 def test_a_gguf_that_was_edited_after_it_was_written(target, tmp_path, key, value, message):

@@ -18,6 +18,7 @@ from outpace.bench.run import Method, Prompts, Timed
 from outpace.decode.trace import Trace
 from outpace.drafts.dflash import DFlash, parts_of
 from outpace.formats.load import weight_map
+from outpace.formats.spec import dflash_shapes
 from outpace.models.config import FULL, rope_to_hf
 from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
@@ -247,7 +248,7 @@ def _renamed(draft: DFlash) -> dict[str, Tensor]:
     }
     tensors = dict(named_tensors(draft))
     values = {}
-    for entry in weight_map(draft.config):
+    for entry in weight_map(dflash_shapes(draft.config)):
         for name, part in zip(entry.names, entry.split(tensors[entry.param].detach().float()), strict=True):
             values[names.get(name, name)] = part.clone()
     return values

@@ -33,6 +33,9 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Number format: bf16, f32, or q8_0 for gguf. Default: as stored.")
     ] = None,
+    allow_lossy_format: Annotated[
+        bool, typer.Option(help="Write the draft though an engine that loads the format computes otherwise.")
+    ] = False,
 ) -> None:
     """Export a draft to the format of an engine.
 
@@ -53,11 +56,13 @@ def export(
         raise ValueError(f"{out} is the draft itself: choose another place")
     result, description, notes = read_draft(path, files)
     precision = None if dtype is None else DTYPES.get(dtype)
-    remarks = export_draft(description, to, out, files, precision, packed=dtype == PACKED)
+    warnings = export_draft(
+        description, to, out, files, precision, packed=dtype == PACKED, allow_lossy=allow_lossy_format
+    )
     for note in notes:
         console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
-    for remark in remarks:
-        text = f"[yellow]{remark.check}:[/yellow] {remark.engine} {escape(remark.message)}"
+    for warning in warnings:
+        text = f"[yellow]{warning.check}:[/yellow] {warning.engine} {escape(warning.message)}"
         console.print(text, highlight=False, soft_wrap=True)
     console.print(f"{escape(str(out))}: written as {to} (from {result})", highlight=False)
 
@@ -95,7 +100,8 @@ def preflight(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="Engine to report, repeatable: outpace, SGLang, vLLM, speculators, llama.cpp, transformers."
+            help="Engine to report, repeatable: outpace, SGLang, vLLM, SpecForge, speculators, "
+            "llama.cpp, transformers."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -145,7 +145,7 @@ def _speed(job: Job) -> Measured:
 
     settings = job.settings(BenchSettings)
     loaded, tokenizer = open_target(job.target)
-    dflash = open_dflash(job.draft, tokenizer, job.weights)
+    dflash = open_dflash(job.draft, tokenizer, job.weights, loaded)
     suffix = open_draft(SUFFIX, loaded, tokenizer) if own_draft(job.target) == SUFFIX else None
     held_out = job.documents()[1]
     return run_bench(loaded, dflash, tokenizer, held_out, settings, job.out, job.shown, suffix), PAGE
@@ -166,7 +166,7 @@ def _draft_context(job: Job) -> Measured:
     values = (QUICK if job.quick else {}) | parse_overrides(DraftContextSettings, job.set_ or [])
     settings = load_settings(DraftContextSettings, job.recipe, values)
     loaded, tokenizer = open_target(job.target)
-    dflash = open_dflash(job.draft, tokenizer, job.weights)
+    dflash = open_dflash(job.draft, tokenizer, job.weights, loaded)
     if dflash is None:
         raise ValueError(f"--draft {job.draft}: draft-context takes a DFlash apart; name one")
     held_out = job.documents()[1]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from outpace.formats.engines import View
-from outpace.formats.keys import NEUTRAL
+from outpace.formats.fields import NEUTRAL
 from outpace.formats.spec import TargetFiles, vocabulary_map
 from outpace.ops.quant import Quant
 
@@ -49,9 +49,9 @@ class Files:
         return ""
 
 
-def find_faults(files: Files, target: TargetFiles, meant: View) -> dict[str, str]:
+def find_errors(files: Files, target: TargetFiles, meant: View) -> dict[str, str]:
     """Row -> what is wrong, and the fix. `meant`: the draft in words, as far as it could be read."""
-    faults = {
+    errors = {
         "layer ids": _depth(meant, target),
         "hidden sizes": _sizes(files, target, meant),
         "vocabulary": _vocabulary(files, target),
@@ -60,7 +60,7 @@ def find_faults(files: Files, target: TargetFiles, meant: View) -> dict[str, str
         "attention bias": _biases(files),
         "dtype": _quantised(files),
     }
-    return {check: value for check, value in faults.items() if value}
+    return {check: value for check, value in errors.items() if value}
 
 
 def _states(meant: View) -> list[int]:

@@ -10,10 +10,19 @@ from torch import Tensor
 
 from outpace.checkpoint.gguf import GGUFCheckpoint
 from outpace.checkpoint.open import EMBEDDED, Checkpoint, LoadError, open_checkpoint, target_path
-from outpace.checkpoint.tokenizer import open_tokenizer
-from outpace.formats.load import CANONICAL, EAGLE3, FORMATS, detect, kind_of, read_draft
-from outpace.formats.spec import HEAD, Description, DFlashDraft, FormatWarning, TargetFiles, converted, stored
-from outpace.models.load import parse_config
+from outpace.checkpoint.tokenizer import generation_stops, open_tokenizer
+from outpace.formats.load import CANONICAL, FORMATS, detect, kind_of, read_draft, target_fingerprints
+from outpace.formats.spec import (
+    EAGLE3,
+    HEAD,
+    Description,
+    DFlashDraft,
+    FormatWarning,
+    TargetFiles,
+    converted,
+    stored,
+)
+from outpace.models.load import load_target, parse_config
 from outpace.text.gguf_tokenizer import gguf_vocabulary
 
 EMBEDDING = "model.embed_tokens.weight"  # of a target
@@ -40,7 +49,16 @@ def open_target_files(path: str) -> TargetFiles:
         head=partial(_head, checkpoint, config.tie_word_embeddings),
         tokenizer=tokenizer,
         vocabulary=partial(_vocabulary, checkpoint, config.vocab_size),
+        fingerprints=lambda: _fingerprints(checkpoint),
     )
+
+
+def _fingerprints(checkpoint: Checkpoint) -> list[str]:
+    """Of the target as commands open it, with the stop tokens of generation_config.json."""
+    target = load_target(checkpoint)
+    stops = (*target.config.eos_token_ids, *generation_stops(checkpoint.folder))
+    target.config = replace(target.config, eos_token_ids=tuple(dict.fromkeys(stops)))
+    return target_fingerprints(target)
 
 
 def _head(checkpoint: Checkpoint, tied: bool) -> Tensor:
@@ -60,9 +78,11 @@ def export_draft(
     target: TargetFiles | None = None,
     dtype: torch.dtype | None = None,
     packed: bool = False,
+    allow_lossy: bool = False,
 ) -> list[FormatWarning]:
-    """Write a draft in a format; what comes back are the engines that will not take it as it is meant.
-    `packed`: its matrices in 8-bit blocks (Q8_0), which only GGUF has.
+    """Write a draft in a format -> warnings on the engines that will misread it.
+    `packed`: its matrices in 8-bit blocks (Q8_0), which only GGUF has. `allow_lossy`: write it though one of
+    the engines that load the format computes something else.
 
     Raises ValueError if the format cannot hold it or holds the other kind, where the target does not fit
     the draft, or is needed and missing.
@@ -78,17 +98,17 @@ def export_draft(
     if chosen.kind != kind:
         of_kind = [name for name, f in FORMATS.items() if f.kind == kind]
         raise ValueError(f"--to {to} holds a {chosen.kind}; this is a {kind}: choose {' or '.join(of_kind)}")
-    result = chosen.remarks(draft)
-    fatal = [remark for remark in result if remark.fatal]
-    if fatal:
-        text = "; ".join(f"{r.engine} {r.message}" for r in fatal)
-        raise ValueError(f"{to} cannot hold this draft: {text}")
+    warnings = chosen.warnings(draft)
+    for refused, end in ((True, ""), (False, "; --allow-lossy-format writes it nevertheless")):
+        lost = [w for w in warnings if (w.fatal if refused else w.lossy and not allow_lossy)]
+        if lost:
+            message = "; ".join(f"{w.engine} {w.message}" for w in lost)
+            raise ValueError(f"{to} cannot hold this draft: {message}{end}")
     check_fit(draft, target)
     check_place(out, is_file=is_gguf)
     out.parent.mkdir(parents=True, exist_ok=True)
-    more = {"packed": True} if packed else {}
-    chosen.write(replace(draft, tensors=converted(draft.tensors, dtype)), out, target, **more)
-    return result
+    chosen.write(replace(draft, tensors=converted(draft.tensors, dtype)), out, target, packed)
+    return warnings
 
 
 def check_place(out: Path, is_file: bool) -> None:
@@ -110,8 +130,15 @@ def import_draft(path: Path, out: Path, target: TargetFiles | None = None) -> tu
     to = CANONICAL[kind_of(draft)]
     if out.exists() and path.resolve() == out.resolve():
         raise ValueError(f"{out} is the draft itself: choose another folder")
-    for remark in export_draft(draft, to, out, target):
-        notes.append(f"{remark.check}: {remark.engine} {remark.message}")
+    if target is not None and target.fingerprints is not None and draft.target_fingerprint:
+        actual = target.fingerprints()
+        if draft.target_fingerprint not in actual:
+            notes.append(
+                f"bound to {target.path} (fingerprint {actual[0][:12]}); it was made for another target"
+            )
+            draft = replace(draft, target_fingerprint=actual[0])
+    for warning in export_draft(draft, to, out, target):
+        notes.append(f"{warning.check}: {warning.engine} {warning.message}")
     return name, to, notes
 
 

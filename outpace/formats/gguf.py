@@ -1,11 +1,14 @@
-"""What both kinds of draft share in llama.cpp's format: names, numbers, rope, and a record of the rest."""
+"""DFlash and EAGLE-3 in GGUF: architectures "dflash" and "eagle3" of llama.cpp.
+
+A record of our own ("outpace.draft") holds the config and what llama.cpp has no keys for.
+"""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,16 +20,51 @@ from outpace.checkpoint.base import LoadError
 from outpace.checkpoint.gguf import add_metadata
 from outpace.checkpoint.gguf_header import Header, read_header
 from outpace.checkpoint.publish import written
+from outpace.drafts.dflash_config import DFlashConfig
+from outpace.drafts.eagle3 import Eagle3Config
 from outpace.drafts.quantize import pack, packs
-from outpace.formats.spec import EMBEDDING, HEAD, TargetFiles, canonical_rope
+from outpace.formats.base import Format, draft_rows
+from outpace.formats.engines import View, field_view
+from outpace.formats.fields import (
+    NEEDED,
+    ConfigFile,
+    Field,
+    Fields,
+    Place,
+    TokenId,
+    fingerprint_in,
+    write_fields,
+)
+from outpace.formats.spec import (
+    DFLASH,
+    EAGLE3,
+    EMBEDDING,
+    HEAD,
+    Description,
+    DFlashDraft,
+    Eagle3Draft,
+    FormatWarning,
+    Read,
+    TargetFiles,
+    canonical,
+    canonical_rope,
+    check_shapes,
+    describe,
+    leave_out_copies,
+    parts_warning,
+    vocabulary_map,
+    wanted_shapes,
+    warn,
+)
+from outpace.models.config import FULL, WINDOW
 from outpace.ops.quant import Quant, dense
 from outpace.ops.rope import RopeConfig, inverse_frequencies
 
-T = TypeVar("T")
-
 # of our own: the whole config and the precision of what had to be widened. llama.cpp does not read it
 RECORD = "outpace.draft"
+FINGERPRINT = "outpace.target_fingerprint"
 ROPE_FACTORS = "rope_freqs.weight"
+MASK = "tokenizer.ggml.mask_token_id"
 WHOLE = {"fc.weight": "fc.weight", "norm.weight": "output_norm.weight"}
 WHOLE |= {EMBEDDING: "token_embd.weight", HEAD: "output.weight"}
 OF_LAYER = {
@@ -47,42 +85,253 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """A GGUF file's fields under one architecture, with errors that name the key."""
+def common(architecture: str) -> Fields:
+    """llama.cpp's keys of both kinds."""
+    rows: tuple[tuple[str, str, type, Any, str], ...] = (
+        ("vocab_size", "vocab_size", int, NEEDED, ""),
+        ("hidden_size", "embedding_length", int, NEEDED, ""),
+        ("num_layers", "block_count", int, NEEDED, ""),
+        ("intermediate_size", "feed_forward_length", int, NEEDED, ""),
+        ("num_heads", "attention.head_count", int, NEEDED, ""),
+        ("num_kv_heads", "attention.head_count_kv", int, lambda values: values["num_heads"], ""),
+        ("head_dim", "attention.key_length", int, lambda v: v["hidden_size"] // v["num_heads"], ""),
+        ("head_dim", "attention.value_length", int, lambda values: values["head_dim"], ""),
+        ("head_dim", "rope.dimension_count", int, lambda values: values["head_dim"], ""),
+        ("rms_norm_eps", "attention.layer_norm_rms_epsilon", float, NEEDED, ""),
+        ("max_position_embeddings", "context_length", int, NEEDED, ""),
+    )
+    return tuple(
+        Field(name=name, places=(Place(f"{architecture}.{key}"),), kind=kind, default=default, most=2**31)
+        for name, key, kind, default, _ in rows
+    )
 
-    header: Header
+
+DFLASH_FIELDS = (
+    *common("dflash"),
+    Field(name="block_size", places=(Place("dflash.block_size"),), default=16, row="block size"),
+    Field(name="target_layer_ids", places=(Place("dflash.target_layers"),), kind=list, row="layer ids"),
+    Field(name="mask_token_id", places=(Place(MASK),), row="mask token"),
+)
+EAGLE3_FIELDS = (
+    *common("eagle3"),
+    Field(name="layer_ids", places=(Place("eagle3.target_layers"),), kind=list, row="layer ids"),
+    Field(name="target_hidden_size", places=(Place("eagle3.target_hidden_size"),)),
+    *(
+        Field(name=name, places=(Place(f"eagle3.{name}"),), kind=bool, default=False)
+        for name in ("norm_before_residual", "norm_before_fc")
+    ),
+)
+UNSUPPORTED = {  # keys of DFlash's successors -> the value that changes nothing
+    "attention.scale": 0.0,
+    "attention.value_scale": 0.0,
+    "conv_kernel_size": 0,
+    "embedding_scale": 0.0,
+    "final_logit_softcapping": 0.0,
+    "hyper_connection_count": 0,
+    "logit_scale": 0.0,
+    "sample_from_anchor": False,
+    "selector_rank": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GGUFFormat(Format):
+    """One architecture of llama.cpp. `parse(file, header)` reads a file without our record; `keys(config)` is
+    what llama.cpp reads; `encoder_norm`: our name of its enc.output_norm."""
+
     architecture: str
+    config_type: Callable[..., Any]
+    parse: Callable[[ConfigFile, Header], Any]
+    keys: Callable[[Any], dict[str, Any]]
+    encoder_norm: str
 
-    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        name = f"{self.architecture}.{key}"
-        value = self.header.metadata.get(name, default)
-        if value is None:
-            raise LoadError(f"{self.header.path}: the metadata lacks {name}")
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind or (kind is int and not 0 <= value < 2**31):  # type: ignore[operator]
+    def open(self, path: Path, target: TargetFiles | None = None) -> tuple[Header, ConfigFile]:
+        header = read_header(path)
+        architecture = header.metadata.get("general.architecture")
+        if architecture != self.architecture:
             raise LoadError(
-                f"{self.header.path}: metadata {name} is {str(value)[:60]!r}, not {kind.__name__}"
+                f"{path}: general.architecture is {str(architecture)[:60]!r}, not {self.architecture!r}"
             )
-        return value  # type: ignore[return-value]
+        values = {k: shortest(v) if type(v) is float else v for k, v in header.metadata.items()}
+        return header, ConfigFile(where=str(path), values=values, target=target)
 
-    def numbers(self, key: str, kind: type[T]) -> list[T]:
-        items: list[Any] = self.get(key, list)
-        if not all(type(value) is kind for value in items):
-            raise LoadError(f"{self.header.path}: metadata {self.architecture}.{key} is {str(items)[:60]!r}")
-        return items
+    def name(self, ours: str) -> str:
+        return "enc.output_norm.weight" if ours == self.encoder_norm else gguf_name(ours)
 
-    def has(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self.header.metadata
+    def read(self, path: Path, target: TargetFiles | None = None, token_id: TokenId | None = None) -> Read:
+        """Raises LoadError. Others' files of a DFlash do not hold the depth of the target: name it."""
+        header, file = self.open(path, target)
+        for key, neutral in UNSUPPORTED.items():
+            if file.values.get(f"dflash.{key}", neutral) != neutral:
+                raise file.error(f"dflash.{key} is not supported")
+        record = read_record(file)
+        config = self._recorded(file, record[0]) if record else self.parse(file, header)
+        widened, notes = record[1] if record else {}, file.notes
+        ours = {self.name(name): name for name in (EMBEDDING, HEAD)}
+        there = {ours.get(name, name) for name in header.tensors}
+        wanted = wanted_shapes(config, there)
+        ours |= {self.name(name): name for name in wanted}
+        held = {ours.get(name, name): name for name in header.tensors if name != ROPE_FACTORS}
+        if self.kind == DFLASH:
+            notes += leave_out_copies(
+                str(path), held, lambda name: tensor_of(header, name), target, kind=self.kind
+            )
+        check_shapes(path, wanted, {name: header.tensors[theirs].shape for name, theirs in held.items()})
+        tensors = {n: narrowed(tensor_of(header, held[n]), widened.get(held[n])) for n in wanted}
+        if isinstance(config, Eagle3Config):
+            if "d2t" in tensors:  # target ids
+                tensors["d2t"] = tensors["d2t"] - torch.arange(len(tensors["d2t"]))
+            for name, heads in _rotated(config).items():
+                tensors[name] = halves(tensors[name], heads)
+        vocabulary_map(path, draft_rows(config), config.vocab_size, tensors)
+        return describe(config, tensors, fingerprint_in(file, FINGERPRINT)), notes
+
+    def _recorded(self, file: ConfigFile, fields: dict[str, Any]) -> Any:
+        """The config of our record, which must agree with the keys that llama.cpp reads."""
+        try:
+            config = self.config_type(**fields)
+            wanted = self.keys(config)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise file.error(f"its record is damaged ({error!r})") from error
+        for key, value in wanted.items():
+            given = file.values.get(key)
+            same = given == value
+            if isinstance(value, float) and isinstance(given, float):
+                same = np.float32(given) == np.float32(value)
+            if not same:
+                raise file.error(
+                    f"{key} is {str(given)[:60]}, and {RECORD} was made for {str(value)[:60]}: the file was "
+                    "changed after it was written; export it again"
+                )
+        return config
+
+    def write(
+        self, draft: Description, path: Path, target: TargetFiles | None = None, packed: bool = False
+    ) -> None:
+        """The file holds the target's vocabulary; embedding and head are the target's when llama.cpp runs it.
+        Raises ValueError without a target, and for a dtype that GGUF does not have."""
+        if target is None:
+            raise ValueError("a GGUF draft carries its target's vocabulary: give --target")
+        config: Any = draft.config
+        tensors = {self.name(name): tensor for name, tensor in draft.tensors.items() if name != "t2d"}
+        if isinstance(config, Eagle3Config):
+            for name, heads in _rotated(config).items():
+                tensors[self.name(name)] = pairs(draft.tensors[name], heads)
+            if "d2t" in tensors:
+                tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        if by_factors(config.rope):
+            tensors[ROPE_FACTORS] = rope_factors(config.rope, config.head_dim)
+        keys = self.keys(config)
+        metadata = keys | target.vocabulary() | keys  # keys first, in order and in precedence
+        if draft.target_fingerprint:
+            metadata[FINGERPRINT] = draft.target_fingerprint
+        write_file(path, self.architecture, metadata, tensors, config, packed)
 
 
-def open_metadata(path: Path | str, architecture: str) -> Metadata:
-    header = read_header(Path(path))
-    value = header.metadata.get("general.architecture")
-    if value != architecture:
-        raise LoadError(f"{path}: general.architecture is {str(value)[:60]!r}, not {architecture!r}")
-    return Metadata(header, architecture)
+# ---- DFlash ------------------------------------------------------------------------------------------
+
+
+def parse_dflash(file: ConfigFile, header: Header) -> DFlashConfig:
+    fields = file.read(DFLASH_FIELDS)
+    window = file.get("dflash.attention.sliding_window") or 0
+    slides = file.get("dflash.attention.sliding_window_pattern") if window else None
+    slides = [False] * fields["num_layers"] if slides is None else slides
+    if not isinstance(slides, list) or len(slides) != fields["num_layers"]:
+        raise file.error(f"dflash.attention.sliding_window_pattern is not of {fields['num_layers']} layers")
+    causal = file.checked("dflash.attention.causal", file.values.get("dflash.attention.causal", False), bool)
+    return canonical(
+        DFlashConfig(
+            **file.depth(fields | {"num_target_layers": 0}),
+            rope=read_rope(file, header, "dflash", fields["head_dim"]),
+            layer_types=tuple(WINDOW if slide else FULL for slide in slides),
+            sliding_window=file.checked("dflash.attention.sliding_window", window, int),
+            causal=causal and any(slides),
+            causal_full=causal and not all(slides),
+        )
+    )
+
+
+def dflash_keys(config: DFlashConfig) -> dict[str, Any]:
+    values = write_fields(DFLASH_FIELDS, config) | rope_keys(config.rope, "dflash")
+    values["dflash.attention.causal"] = config.one_way
+    if WINDOW in config.layer_types:
+        values["dflash.attention.sliding_window"] = config.sliding_window
+        values["dflash.attention.sliding_window_pattern"] = [t == WINDOW for t in config.layer_types]
+    return values
+
+
+def dflash_warnings(draft: DFlashDraft) -> list[FormatWarning]:
+    c = draft.config
+    result = warn(
+        "llama.cpp",
+        (c.attention_bias, "attention bias", "has no attention biases"),
+        (c.mask_token_id is None, "mask token", "knows no learned mask_embedding"),
+        (c.causal and not c.one_way, "block sees", "is causal in all layers or in none"),
+        fatal=True,
+    )
+    return result + parts_warning(c, "llama.cpp")
+
+
+# ---- EAGLE-3 -----------------------------------------------------------------------------------------
+
+
+def _rotated(config: Eagle3Config) -> dict[str, int]:
+    """llama.cpp turns pairs (2i, 2i + 1) here, all other engines i with i + D/2: rows are in its order."""
+    at = "midlayer.self_attn."
+    return {f"{at}q_proj.weight": config.num_heads, f"{at}k_proj.weight": config.num_kv_heads}
+
+
+def pairs(rows: Tensor, heads: int) -> Tensor:
+    """Each head's rows i and i + D/2 -> 2i and 2i + 1."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def halves(rows: Tensor, heads: int) -> Tensor:
+    """`pairs` undone."""
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def parse_eagle3(file: ConfigFile, header: Header) -> Eagle3Config:
+    fields = file.read(EAGLE3_FIELDS)
+    if fields["num_layers"] != 1:
+        raise file.error("only EAGLE-3 of one layer is supported")
+    rows = header.tensors.get("d2t") or header.tensors.get("output.weight")
+    return Eagle3Config(
+        **fields,
+        draft_vocab_size=rows.shape[0] if rows else fields["vocab_size"],
+        rope=canonical_rope(read_rope(file, header, "eagle3", fields["head_dim"])),
+    )
+
+
+def eagle3_keys(config: Eagle3Config) -> dict[str, Any]:
+    return write_fields(EAGLE3_FIELDS, config) | rope_keys(config.rope, "eagle3")
+
+
+def eagle3_warnings(draft: Eagle3Draft) -> list[FormatWarning]:
+    c = draft.config
+    return warn(
+        "llama.cpp",
+        (len(c.layer_ids) != 3, "layer ids", f"joins three states, not {len(c.layer_ids)}"),
+        (c.fc_norm, "norms", "has no norm per state (fc_norm)"),
+        (c.norm_output, "norms", "feeds back the state before the norm"),
+        (c.sliding_window, "window", "has no window here"),
+        (c.num_layers > 1, "layers", "has one layer"),
+        (c.parallel, "one pass", "draft tokens step by step"),
+        fatal=True,
+    )
+
+
+def views(fields: Fields, *rows: str) -> Callable[[ConfigFile], dict[str, View]]:
+    """Only the rows that can differ from our record; the rest is read alike by construction."""
+
+    def read(file: ConfigFile) -> dict[str, View]:
+        view = field_view(file, fields, "llama.cpp")
+        return {"llama.cpp": {row: view[row] for row in rows}}
+
+    return read
+
+
+# ---- the file ----------------------------------------------------------------------------------------
 
 
 def tensor_of(header: Header, name: str) -> Tensor:
@@ -106,41 +355,6 @@ def gguf_name(name: str) -> str:
     return f"blk.{parts[1]}.{OF_LAYER[stem]}.{kind}" if stem in OF_LAYER else name
 
 
-def common_keys(config: Any, layers: int) -> dict[str, Any]:
-    """`config` a DFlashConfig or an Eagle3Config; keys without the architecture's name."""
-    return {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": config.head_dim,
-        **rope_keys(config.rope),
-    }
-
-
-def common_fields(value: Metadata) -> dict[str, Any]:
-    heads = value.get("attention.head_count", int)
-    width = value.get("embedding_length", int)
-    return {
-        "hidden_size": width,
-        "num_heads": heads,
-        "num_kv_heads": value.get("attention.head_count_kv", int, heads),
-        "head_dim": value.get("attention.key_length", int, width // max(heads, 1)),
-        "intermediate_size": value.get("feed_forward_length", int),
-        "rms_norm_eps": shortest(value.get("attention.layer_norm_rms_epsilon", float)),
-        "max_position_embeddings": value.get("context_length", int),
-        "vocab_size": value.get(
-            "vocab_size", int, len(value.header.metadata.get("tokenizer.ggml.tokens") or ()) or None
-        ),
-    }
-
-
 def shortest(value: float) -> float:
     """What was meant by a number that went through float32: 1e-05, not 9.99999974e-06."""
     return float(str(np.float32(value)))
@@ -159,7 +373,8 @@ def _own_concentration(rope: RopeConfig) -> float:
     return 0.1 * math.log(rope.factor) + 1.0 if known else 1.0
 
 
-def rope_keys(rope: RopeConfig) -> dict[str, Any]:
+def rope_keys(rope: RopeConfig, architecture: str) -> dict[str, Any]:
+    """`attn_factor` is what is left next to llama.cpp's own factor on cos and sin."""
     values: dict[str, Any] = {"rope.freq_base": float(rope.theta)}
     scaling = "none" if by_factors(rope) or rope.kind == "default" else rope.kind
     values["rope.scaling.type"] = scaling
@@ -170,7 +385,7 @@ def rope_keys(rope: RopeConfig) -> dict[str, Any]:
     more = rope.concentration / _own_concentration(rope)
     if more != 1.0:
         values["rope.scaling.attn_factor"] = more
-    return values
+    return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
 def rope_factors(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -179,57 +394,58 @@ def rope_factors(rope: RopeConfig, head_dim: int) -> Tensor:
     return (inverse_frequencies(plain, head_dim) / inverse_frequencies(rope, head_dim)).float()
 
 
-def read_rope(metadata: Metadata, head_dim: int, target: TargetFiles | None) -> tuple[RopeConfig, list[str]]:
+def read_rope(file: ConfigFile, header: Header, architecture: str, head_dim: int) -> RopeConfig:
     """Of a file without our record. Factors are the target's rope where that has the same frequencies."""
-    theta = shortest(metadata.get("rope.freq_base", float, 10000.0))
-    kind = metadata.get("rope.scaling.type", str, "linear")
-    factor = shortest(metadata.get("rope.scaling.factor", float, 0.0)) or 1.0
-    more = metadata.get("rope.scaling.attn_factor", float, 1.0)
-    if ROPE_FACTORS in metadata.header.tensors:
-        return _from_factors(metadata, theta, head_dim, more, target)
+
+    def value(key: str, kind: type, default: Any) -> Any:
+        path = f"{architecture}.{key}"
+        stated = file.get(path)
+        return default if stated is None else file.checked(path, stated, kind, most=2**31)
+
+    theta = value("rope.freq_base", float, 10000.0)
+    kind, factor = value("rope.scaling.type", str, "linear"), value("rope.scaling.factor", float, 0.0) or 1.0
+    more = value("rope.scaling.attn_factor", float, 1.0)
+    if ROPE_FACTORS in header.tensors:
+        return _from_factors(file, tensor_of(header, ROPE_FACTORS), theta, head_dim, more)
     if kind == "yarn":
-        original = metadata.get("context_length", int)
-        original = metadata.get("rope.scaling.original_context_length", int, original)
+        original = value("rope.scaling.original_context_length", int, value("context_length", int, 0))
         rope = RopeConfig(theta=theta, kind="yarn", factor=factor, original_max_position=original)
         if more == 1.0:
-            return rope, []
-        return RopeConfig(**{**asdict(rope), "attention_factor": shortest(more * rope.concentration)}), []
+            return rope
+        return RopeConfig(**{**asdict(rope), "attention_factor": shortest(more * rope.concentration)})
     if more != 1.0 or kind not in ("none", "linear"):
-        raise LoadError(
-            f"{metadata.header.path}: a rope of type {kind!r} with attn_factor {more} is not supported"
-        )
+        raise file.error(f"a rope of type {kind!r} with attn_factor {more} is not supported")
     scaled = kind == "linear" and factor != 1.0
-    return RopeConfig(theta=theta, kind="linear", factor=factor) if scaled else RopeConfig(theta=theta), []
+    return RopeConfig(theta=theta, kind="linear", factor=factor) if scaled else RopeConfig(theta=theta)
 
 
-def _from_factors(
-    metadata: Metadata, theta: float, head_dim: int, more: float, target: TargetFiles | None
-) -> tuple[RopeConfig, list[str]]:
-    factors = tensor_of(metadata.header, ROPE_FACTORS)
-    if target is not None and factors.shape == (head_dim // 2,):
-        rope = canonical_rope(target.config.rope)
+def _from_factors(file: ConfigFile, factors: Tensor, theta: float, head_dim: int, more: float) -> RopeConfig:
+    if file.target is not None and factors.shape == (head_dim // 2,):
+        rope = canonical_rope(file.target.config.rope)
         same = rope.theta == theta and torch.allclose(rope_factors(rope, head_dim), factors, rtol=1e-5)
         if same and math.isclose(rope.concentration, more, rel_tol=1e-5):
-            return rope, ["the rope's frequencies are those of the target; its rope is taken"]
+            file.notes.append("the rope's frequencies are those of the target; its rope is taken")
+            return rope
     if more != 1.0:
-        raise LoadError(
-            f"{metadata.header.path}: {ROPE_FACTORS} with attn_factor {more:g} is YaRN, and the file does "
-            "not hold its parameters: name the target, its rope is tried"
+        raise file.error(
+            f"{ROPE_FACTORS} with attn_factor {more:g} is YaRN, and the file does not hold its parameters: "
+            "name the target, its rope is tried"
         )
-    rope = RopeConfig(theta=theta, kind="factors", factors=tuple(factors.tolist()))
-    return rope, ["the rope is one factor per frequency, which only GGUF can say; --target may name its kind"]
+    file.notes.append(
+        "the rope is one factor per frequency, which only GGUF can say; --target may name its kind"
+    )
+    return RopeConfig(theta=theta, kind="factors", factors=tuple(factors.tolist()))
 
 
 def write_file(
     path: Path,
     architecture: str,
-    keys: Mapping[str, Any],
-    vocabulary: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     config: Any,
     packed: bool = False,
 ) -> None:
-    """`keys` without the architecture's name, `tensors` by llama.cpp's names. Vectors are widened to float32,
+    """`tensors` by llama.cpp's names. Vectors are widened to float32,
     which llama.cpp wants of norms. `packed`: matrices become blocks of Q8_0, but for those that blocks do not
     divide and the embedding, which is read a row at a time. The file gets its name when it is whole."""
     widened = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if _vector(t)}
@@ -239,8 +455,7 @@ def write_file(
     with written(path, sum(t.nbytes for t in tensors.values())) as temporary:
         writer = gguf.GGUFWriter(temporary, architecture)
         writer.add_type("model")
-        add_metadata(writer, {f"{architecture}.{key}": value for key, value in keys.items()})
-        add_metadata(writer, {**vocabulary, RECORD: record})
+        add_metadata(writer, {**metadata, RECORD: record})
         for name, tensor in tensors.items():
             if packed and _multiplies(name, tensor):
                 blocks = pack(tensor).data.contiguous().numpy()
@@ -267,9 +482,9 @@ def _vector(tensor: Tensor) -> bool:
     return tensor.dim() < 2 and tensor.is_floating_point()
 
 
-def read_record(given: Metadata) -> tuple[dict[str, Any], dict[str, torch.dtype]] | None:
+def read_record(file: ConfigFile) -> tuple[dict[str, Any], dict[str, torch.dtype]] | None:
     """(config's fields, GGUF's name -> the precision a vector had) of a file we wrote, None of others'."""
-    text = given.header.metadata.get(RECORD)
+    text = file.values.get(RECORD)
     if text is None:
         return None
     try:
@@ -283,24 +498,34 @@ def read_record(given: Metadata) -> tuple[dict[str, Any], dict[str, torch.dtype]
         if not all(isinstance(dtype, torch.dtype) for dtype in widened.values()):
             raise TypeError("no dtype")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise LoadError(f"{given.header.path}: the metadata {RECORD} is damaged ({error!r})") from error
+        raise file.error(f"the metadata {RECORD} is damaged ({error!r})") from error
     return fields, widened
-
-
-def check_record(metadata: Metadata, keys: Mapping[str, Any]) -> None:
-    """The record speaks for the keys that llama.cpp reads only while they say the same. Raises LoadError."""
-    for key, value in keys.items():
-        given = metadata.header.metadata.get(f"{metadata.architecture}.{key}")
-        same = given == value
-        if isinstance(value, float) and isinstance(given, float):
-            same = np.float32(given) == np.float32(value)
-        if not same:
-            raise LoadError(
-                f"{metadata.header.path}: {metadata.architecture}.{key} is {str(given)[:60]}, and {RECORD} "
-                f"was made for {str(value)[:60]}: the file was changed after it was written; export it again"
-            )
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A widened vector as it was; exact, since it was widened from there."""
     return tensor if dtype is None or dtype == tensor.dtype else tensor.to(dtype)
+
+
+DFLASH_FORMAT = GGUFFormat(
+    kind=DFLASH,
+    engines=("llama.cpp",),
+    warnings=dflash_warnings,
+    views=views(DFLASH_FIELDS, "layer ids", "block size", "mask token"),
+    architecture="dflash",
+    config_type=lambda **fields: canonical(DFlashConfig(**fields)),
+    parse=parse_dflash,
+    keys=dflash_keys,
+    encoder_norm="hidden_norm.weight",
+)
+EAGLE3_FORMAT = GGUFFormat(
+    kind=EAGLE3,
+    engines=("llama.cpp",),
+    warnings=eagle3_warnings,
+    views=views(EAGLE3_FIELDS, "layer ids"),
+    architecture="eagle3",
+    config_type=lambda **fields: Eagle3Config(**{**fields, "rope": canonical_rope(fields["rope"])}),
+    parse=parse_eagle3,
+    keys=eagle3_keys,
+    encoder_norm="input_norm.weight",
+)

@@ -11,27 +11,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from outpace.checkpoint.open import open_checkpoint
-from outpace.formats import engines as views
-from outpace.formats import gguf_dflash as format_gguf_dflash
-from outpace.formats import gguf_eagle3 as format_gguf_eagle3
-from outpace.formats.engines import REFUSES, Held, View
-from outpace.formats.errors import Files, find_faults, find_notes
-from outpace.formats.gguf import Metadata, open_metadata
-from outpace.formats.keys import check_types
-from outpace.formats.load import DFLASH, EAGLE3, FORMATS, detect, kind_of, read_draft
+from outpace.formats.base import FolderFormat
+from outpace.formats.engines import REFUSES, View, description_view
+from outpace.formats.errors import Files, find_errors, find_notes
+from outpace.formats.fields import ConfigFile
+from outpace.formats.gguf import GGUFFormat
+from outpace.formats.load import CANONICAL, FORMATS, detect, kind_of, read_draft
 from outpace.formats.spec import (
+    DFLASH,
+    EAGLE3,
     EMBEDDING,
     HEAD,
     Description,
-    DFlashDraft,
     TargetFiles,
     is_targets,
     stored,
 )
-from outpace.models.config import ModelConfig
 
 OURS = "outpace"
-ENGINES = (OURS, "SGLang", "vLLM", "speculators", "llama.cpp", "transformers")
+ENGINES = (OURS, "SGLang", "vLLM", "SpecForge", "speculators", "llama.cpp", "transformers")
 CHECKS = {
     DFLASH: (
         *("layer ids", "hidden sizes", "norms", "rope", "positions", "window", "block sees", "parts"),
@@ -43,14 +41,14 @@ CHECKS = {
         *("vocabulary", "attention bias", "embedding, head", "dtype"),
     ),
 }
-FOLDERS: dict[str, Callable[[dict[str, Any], Held, ModelConfig | None], dict[str, View]]] = {
-    "zlab": views.zlab,
-    "speculators": views.speculators,
-    "transformers": views.transformers,
-    "sglang-eagle3": views.sglang_eagle3,
-    "speculators-eagle3": views.speculators_eagle3,
+SHORT = {
+    OURS: "ours",
+    "SGLang": "SGL",
+    "SpecForge": "SF",
+    "speculators": "spec",
+    "llama.cpp": "l.cpp",
+    "transformers": "tf",
 }
-SHORT = {OURS: "ours", "SGLang": "SGL", "speculators": "spec", "llama.cpp": "l.cpp", "transformers": "tf"}
 CONVERTER = "llama.cpp"  # reads HF folders through its own convert_hf_to_gguf
 
 
@@ -102,28 +100,27 @@ def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINE
     name = detect(path)
     kind = FORMATS[name].kind
     draft, refused, notes = _read(path, target)
-    files, seen = _look(path, name, target)
-    ours = views.of_description(draft) if draft is not None else None
-    if ours and name not in FOLDERS:
-        seen = {engine: ours | view for engine, view in seen.items()}
-    home = seen[next(e for e in FORMATS[name].engines if e in seen)]
-    meant = ours or home
-    faults, strange = find_faults(files, target, meant), find_notes(files, target)
+    files, readings = _open(path, name, target)
+    ours = None if draft is None else description_view(draft)
+    if ours and isinstance(FORMATS[name], GGUFFormat):
+        readings = {engine: ours | view for engine, view in readings.items()}
+    meant = ours or readings[next(e for e in FORMATS[name].engines if e in readings)]
+    errors, strange = find_errors(files, target, meant), find_notes(files, target)
     rows = []
     for check in CHECKS[kind]:
         shared = files.words(check)
         cells = {
-            e: _cell(e, check, name, draft, ours if e == OURS else seen.get(e), meant, shared)
+            e: _cell(e, check, name, draft, ours if e == OURS else readings.get(e), meant, shared)
             for e in ENGINES
             if e in engines
         }
-        fault, note = faults.get(check, ""), strange.get(check, "")
-        if fault:
+        error, note = errors.get(check, ""), strange.get(check, "")
+        if error:
             cells = {
                 e: PreflightCell("wrong", c.message) if c.state == "same" else c for e, c in cells.items()
             }
-        value, remedy = meant.get(check) or shared, _fix(check, name, draft, cells)
-        rows.append(PreflightRow(check=check, message=value, cells=cells, fault=fault, note=note, fix=remedy))
+        value, fix = meant.get(check) or shared, _fix(check, name, draft, cells)
+        rows.append(PreflightRow(check=check, message=value, cells=cells, fault=error, note=note, fix=fix))
     return Preflight(
         path=str(path), format=name, kind=kind, target=target.path, rows=rows, refused=refused, notes=notes
     )
@@ -137,31 +134,22 @@ def _read(path: Path, target: TargetFiles) -> tuple[Description | None, str, lis
     return draft, "", notes
 
 
-def _look(path: Path, name: str, target: TargetFiles) -> tuple[Files, dict[str, View]]:
-    """The files as they are, and what each engine that opens them takes."""
-    if name in FOLDERS:
-        checkpoint = open_checkpoint(path)
-        check_types(str(path), checkpoint.config)
-        specs = {n.removeprefix("model."): (shape, dtype) for n, shape, dtype in checkpoint.specs()}
-        files = Files(config=checkpoint.config, specs=specs, get=checkpoint.get)
-        held = {n.removeprefix("model."): n for n in checkpoint.names()}
-        for n in (EMBEDDING, HEAD):
-            if n in held and is_targets(n, stored(checkpoint, held[n]), target):
-                del held[n]
-        return files, FOLDERS[name](checkpoint.config, held, target.config)
-    module = format_gguf_dflash if name == "gguf" else format_gguf_eagle3
-    metadata = open_metadata(path, module.ARCHITECTURE)
-    specs = {n: (info.shape, info.format) for n, info in metadata.header.tensors.items()}
-    return Files(config={}, specs=specs, get=None), {"llama.cpp": _gguf_view(metadata, name)}
-
-
-def _gguf_view(value: Metadata, name: str) -> View:
-    """Only what can part from our record; the rest is read alike by construction."""
-    values = {"layer ids": views.states(value.header.metadata.get(f"{value.architecture}.target_layers"))}
-    if name == "gguf":
-        values["block size"] = str(value.header.metadata.get("dflash.block_size", 16))
-        values["mask token"] = str(value.header.metadata.get(format_gguf_dflash.MASK))
-    return values
+def _open(path: Path, name: str, target: TargetFiles) -> tuple[Files, dict[str, View]]:
+    """The files as they are, and the reading of each engine that opens them."""
+    chosen = FORMATS[name]
+    if isinstance(chosen, GGUFFormat):
+        header, file = chosen.open(path, target)
+        specs = {n: (info.shape, info.format) for n, info in header.tensors.items()}
+        return Files(config={}, specs=specs, get=None), chosen.views(file)
+    checkpoint = open_checkpoint(path)
+    specs = {n.removeprefix("model."): (shape, dtype) for n, shape, dtype in checkpoint.specs()}
+    names = {n.removeprefix("model."): n for n in checkpoint.names()}
+    for n in (EMBEDDING, HEAD):
+        if n in names and is_targets(n, stored(checkpoint, names[n]), target):
+            del names[n]
+    file = ConfigFile(where=str(path), values=checkpoint.config, target=target, names=names.keys())
+    file.check_types()
+    return Files(config=checkpoint.config, specs=specs, get=checkpoint.get), chosen.views(file)
 
 
 def _cell(
@@ -177,31 +165,31 @@ def _cell(
     if engine == OURS:
         return PreflightCell("", "") if view is None else PreflightCell("same", view.get(check) or shared)
     direct = engine in FORMATS[name].engines
-    remark = None if draft is None else _remark(engine, check, name if direct else None, draft)
+    warning = None if draft is None else _warning(engine, check, name if direct else None, draft)
     if view is not None:
         value = view.get(check, shared)
         if value.startswith(REFUSES):
             return PreflightCell("refuses", value.removeprefix(REFUSES))
         if value and value != (meant.get(check) or shared):
             return PreflightCell("differs", value)
-        if remark is not None and direct:
-            return remark
+        if warning is not None and direct:
+            return warning
         return PreflightCell("same" if value or not direct else "", value)
     if draft is None or not _formats_of(engine, draft):
         return PreflightCell("", "")
-    return remark or PreflightCell("export", "")
+    return warning or PreflightCell("export", "")
 
 
 def _formats_of(engine: str, draft: Description) -> list[str]:
     return [n for n, f in FORMATS.items() if f.kind == kind_of(draft) and engine in f.engines]
 
 
-def _remark(engine: str, check: str, name: str | None, draft: Description) -> PreflightCell | None:
+def _warning(engine: str, check: str, name: str | None, draft: Description) -> PreflightCell | None:
     """What the engine cannot hold, in the format it reads here or would be given."""
     names = [name] if name else _formats_of(engine, draft)[:1]
-    for remark in (r for n in names for r in FORMATS[n].remarks(draft)):
-        if (remark.engine, remark.check) == (engine, check):
-            return PreflightCell("refuses" if remark.fatal else "differs", remark.message)
+    for warning in (w for n in names for w in FORMATS[n].warnings(draft)):
+        if (warning.engine, warning.check) == (engine, check):
+            return PreflightCell("refuses" if warning.fatal else "differs", warning.message)
     return None
 
 
@@ -209,17 +197,18 @@ def _fix(check: str, name: str, draft: Description | None, cells: dict[str, Pref
     """Nothing fixes what an engine cannot do, however it is written."""
     parted = [e for e, c in cells.items() if c.state == "differs"]
     if draft is not None:
-        parted = [e for e in parted if _remark(e, check, name, draft) is None]
+        parted = [e for e in parted if _warning(e, check, name, draft) is None]
     if draft is None or not parted:
         return ""
     direct = [e for e in parted if e in FORMATS[name].engines]
-    mends = []
-    if direct and name in FOLDERS:
-        again = "zlab" if isinstance(draft, DFlashDraft) else "sglang-eagle3"
-        mends.append(f"`outpace import` (or `export --to {again}`) writes it in every place")
-    if CONVERTER in parted and name in FOLDERS:
-        mends.append("convert with `outpace export --to gguf`, not with convert_hf_to_gguf")
-    return "; ".join(mends)
+    fixes = []
+    folder = isinstance(FORMATS[name], FolderFormat)
+    if direct and folder:
+        again = CANONICAL[kind_of(draft)]
+        fixes.append(f"`outpace import` (or `export --to {again}`) writes it in every place")
+    if CONVERTER in parted and folder:
+        fixes.append("convert with `outpace export --to gguf`, not with convert_hf_to_gguf")
+    return "; ".join(fixes)
 
 
 def show_preflight(result: Preflight, console: Console) -> None:
@@ -252,10 +241,10 @@ def show_preflight(result: Preflight, console: Console) -> None:
     exported = any(c.state == "export" for row in result.rows for c in row.cells.values())
     if exported:
         say("[dim]→: after `outpace export`; the engine does not open this format[/dim]")
-    say(_verdict(result), style="green" if result.clean else "bold red")
+    say(_summary(result), style="green" if result.clean else "bold red")
 
 
-def _verdict(result: Preflight) -> str:
+def _summary(result: Preflight) -> str:
     if result.clean:
         return "every engine takes the same"
     cells = (item for row in result.rows for item in row.cells.items())

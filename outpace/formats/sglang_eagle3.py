@@ -1,63 +1,119 @@
-"""EAGLE-3 in SGLang's format, which vLLM reads too; the one we keep an EAGLE-3 in."""
+"""EAGLE-3 in SGLang's format, which vLLM reads too; the one in which we keep an EAGLE-3."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from outpace.checkpoint.open import Checkpoint, LoadError, open_checkpoint
-from outpace.checkpoint.save import save_checkpoint
+from outpace.checkpoint.open import LoadError
 from outpace.drafts.eagle3 import Eagle3Config
-from outpace.formats.keys import (
-    BODY,
-    body_fields,
-    body_to_hf,
-    check_types,
-    inner_object,
-    once,
+from outpace.formats.base import FolderFormat
+from outpace.formats.engines import (
+    REFUSES,
+    View,
+    converter_view,
+    default_states,
+    eagle3_norms,
+    eagle3_view,
+    one_pass,
+    source,
+)
+from outpace.formats.fields import (
+    ConfigFile,
+    Field,
+    Fields,
+    Place,
+    body,
+    layer_keys,
+    nested,
     read_layer_types,
     read_rope,
-    refuse_meaning,
-    unknown_keys,
-    whole,
-    whole_numbers,
-    words,
+    write_fields,
 )
 from outpace.formats.spec import (
+    EAGLE3,
     EMBEDDING,
     HEAD,
     Eagle3Draft,
     FormatWarning,
     TargetFiles,
     canonical_rope,
-    check_shapes,
-    eagle3_shapes,
-    is_targets,
-    main_dtype,
-    stored,
-    vocabulary_map,
+    warn,
 )
 from outpace.models.config import FULL, WINDOW
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SGLang's, vLLM's
 IDS = "eagle_aux_hidden_state_layer_ids"
-NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-PARALLEL, MASK = "parallel_drafting", "ptd_token_id"  # vLLM's keys for P-EAGLE
-KEYS = BODY | words(
-    f"{IDS} eagle_config draft_vocab_size target_hidden_size use_aux_norm {PARALLEL} {MASK} {' '.join(NORMS)}"
-)
-INNER_KEYS = words(f"{IDS} norm_before_fc")
+NESTED_IDS = f"eagle_config.{IDS}"
 LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 
-def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[Eagle3Draft, list[str]]:
-    """Raises LoadError where tensors are missing, left over or misshapen, where d2t and t2d disagree, and
-    where the config contradicts itself. Without a list of layers the target must be named."""
-    checkpoint = open_checkpoint(folder)
-    config, notes = parse(checkpoint.config, str(folder), target)
-    held = {our_name(name): name for name in checkpoint.names()}
-    if len(held) < len(checkpoint.names()):
-        raise LoadError(f"{folder} holds a tensor twice, with and without a prefix")
-    return assemble(str(folder), config, checkpoint, held, notes, target)
+def norms(*more: Field) -> Fields:
+    """The four flags on top of the file, or as in `more`.
+
+    `norm_output` is left out where it is false, the default of SGLang, vLLM and speculators: SpecForge's
+    class has another key of that name, the norm before the head, which is true by default."""
+    special = {row.name: row for row in more}
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return tuple(
+        special.get(
+            name,
+            Field(name=name, places=(Place(name),), kind=bool, default=False, sparse=name == "norm_output"),
+        )
+        for name in names
+    )
+
+
+# missing sizes are the layer's own
+SIZES = (
+    Field(
+        name="target_hidden_size",
+        places=(Place("target_hidden_size"),),
+        default=lambda values: values["hidden_size"],
+        least=1,
+    ),
+    Field(
+        name="draft_vocab_size",
+        places=(Place("draft_vocab_size"),),
+        default=lambda values: values["vocab_size"],
+        least=1,
+    ),
+)
+FIELDS = (
+    *body(num_hidden_layers=1),
+    *SIZES,
+    Field(
+        name="layer_ids",
+        kind=list,
+        places=(
+            Place(NESTED_IDS, "SGLang adds 1", offset=1),
+            Place(IDS, "vLLM and llama.cpp take it as it is"),
+        ),
+        default=None,
+        row="layer ids",
+        engines={
+            "SGLang": (NESTED_IDS,),
+            "SpecForge": (NESTED_IDS,),
+            "vLLM": (IDS,),
+            "llama.cpp": (IDS,),
+        },
+    ),
+    *norms(
+        Field(
+            name="norm_before_fc",
+            kind=bool,
+            default=False,
+            places=(
+                Place("eagle_config.norm_before_fc", "vLLM"),
+                Place("norm_before_fc", "vLLM, llama.cpp's converter"),
+            ),
+        ),
+    ),
+    # vLLM's keys for P-EAGLE
+    Field(name="parallel", places=(Place("parallel_drafting"),), kind=bool, default=False, sparse=True),
+    Field(name="mask_token_id", places=(Place("ptd_token_id"),), default=None),
+)
+OLD_FC_NORM = "use_aux_norm"  # SGLang's older name
+SPECFORGE_FEEDBACK = "feeds back the state before the norm: steps 2 and 3 differ"
 
 
 def our_name(name: str) -> str:
@@ -67,204 +123,135 @@ def our_name(name: str) -> str:
     return name
 
 
-def assemble(
-    where: str,
-    config: Eagle3Config,
-    checkpoint: Checkpoint,
-    held: dict[str, str],
-    notes: list[str],
-    target: TargetFiles | None,
-    copied: tuple[str, ...] = (),
-) -> tuple[Eagle3Draft, list[str]]:
-    """Check and take the tensors. `held`: our name -> the file's; `copied`: known to be the target's."""
-    biases = sorted(name for name in held if name.endswith(".bias"))
-    if biases:
-        raise LoadError(
-            f"{where} holds {', '.join(biases[:3])}: EAGLE-3 has no biases; SGLang would drop those of q, k "
-            "and v in silence"
+def parse(file: ConfigFile) -> Eagle3Config:
+    """Raises LoadError. Without a list of layers the target must be named."""
+    file.check_keys(FIELDS, OLD_FC_NORM)
+    if (file.values.get("architectures") or [""])[0] not in ARCHITECTURES:
+        raise file.error(f"architectures {file.values.get('architectures')} is none of {list(ARCHITECTURES)}")
+    fields = file.read(FIELDS)
+    fields["fc_norm"] = fields["fc_norm"] or bool(file.get(OLD_FC_NORM))
+    if fields["layer_ids"] and (file.get(IDS) is None or file.get(NESTED_IDS) is None):
+        where = "nested only; vLLM and llama.cpp's converter do not look there and read their defaults"
+        if file.get(NESTED_IDS) is None:
+            where = "on top only; SGLang does not look there and reads its defaults"
+        file.notes.append(f"{IDS} is {where}. Written again, it is in both places")
+    return eagle3_config(file, file.values, fields)
+
+
+def eagle3_config(file: ConfigFile, layer: Mapping[str, Any], fields: dict[str, Any]) -> Eagle3Config:
+    """`layer` is the Llama config, `fields` what the table of the format read. Raises LoadError."""
+    if fields.pop("attention_bias"):
+        raise file.error("attention_bias is true, and EAGLE-3's q, k and v have none")
+    fields["layer_ids"] = fields["layer_ids"] or _default_ids(file)
+    if not fields["parallel"]:
+        fields["mask_token_id"] = None
+    types: tuple[str, ...] = (FULL,)
+    window = 0
+    if WINDOW in (layer.get("layer_types") or ()):  # LlamaConfig has no use_sliding_window
+        types, window = read_layer_types(
+            file.where, {**layer, "use_sliding_window": True}, fields["num_layers"]
         )
-    notes = notes + _targets_own(where, checkpoint, held, target, copied)
-    head = HEAD in held or config.draft_vocab_size != config.vocab_size
-    wanted = eagle3_shapes(config, embedding=EMBEDDING in held, head=head, mapped="d2t" in held)
-    if "d2t" in held and "t2d" not in held:
-        del wanted["t2d"]
-    shapes = {name: checkpoint.shape(theirs) for name, theirs in held.items()}
-    mask = "mask_hidden"
-    if shapes.get(mask, ())[:2] == (1, 1):  # as speculators' code has it
-        shapes[mask] = shapes[mask][1:]
-    check_shapes(where, wanted, shapes)
-    tensors = {name: stored(checkpoint, held[name]).reshape(wanted[name]) for name in wanted}
-    notes += vocabulary_map(where, config.draft_vocab_size, config.vocab_size, tensors)
-    return Eagle3Draft(config=config, tensors=tensors), notes
-
-
-def _targets_own(
-    where: str,
-    checkpoint: Checkpoint,
-    held: dict[str, str],
-    target: TargetFiles | None,
-    copied: tuple[str, ...],
-) -> list[str]:
-    """Take embedding and head out of `held` where they are the target's."""
-    notes = []
-    for name in (EMBEDDING, HEAD):
-        if name not in held or (name == HEAD and "d2t" in held):
-            continue
-        same = None
-        if target is not None and not target.packed:
-            same = is_targets(name, stored(checkpoint, held[name]), target)
-        if target is not None and name in copied and same is False:
-            raise LoadError(
-                f"{where}: {name} should be a copy of the target's, and is not that of {target.path}"
-            )
-        if name in copied or same:
-            del held[name]
-            notes += [] if name in copied else [f"{name} left out: it is the target's"]
-        elif name == EMBEDDING and same is None:
-            notes.append(f"{name} is taken as the draft's own; name the target to have the two compared")
-    return notes
-
-
-def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[Eagle3Config, list[str]]:
-    check_types(where, hf)
-    if (hf.get("architectures") or [""])[0] not in ARCHITECTURES:
-        raise LoadError(f"{where}: architectures {hf.get('architectures')} is none of {list(ARCHITECTURES)}")
-    inner = inner_object(where, hf, "eagle_config")
-    refuse_meaning(where, hf)
-    refuse_meaning(where, inner, "eagle_config.")
-    layer_ids, notes = _layer_ids(where, hf, inner, target)
-    before_fc = {
-        "eagle_config.norm_before_fc (vLLM)": inner.get("norm_before_fc"),
-        "norm_before_fc (vLLM, llama.cpp's converter)": hf.get("norm_before_fc"),
-    }
-    norms = {key: hf.get(key) for key in NORMS}
-    norms["norm_before_fc"] = once(where, "norm_before_fc", before_fc)
-    norms["fc_norm"] = norms["fc_norm"] or hf.get("use_aux_norm")  # SGLang's older name
-    config, more = eagle3_config(where, hf, hf, layer_ids, norms)
-    notes += more + unknown_keys(hf, KEYS) + unknown_keys(inner, INNER_KEYS, "eagle_config.")
-    return config, notes
-
-
-def eagle3_config(
-    where: str, hf: Mapping[str, Any], layer: dict[str, Any], layer_ids: list[int], norms: Mapping[str, Any]
-) -> tuple[Eagle3Config, list[str]]:
-    """`layer` is the Llama config of the one layer, `hf` the object that has the draft's own keys."""
-    layers = whole(where, "num_hidden_layers", layer.get("num_hidden_layers", 1), 1)
-    if layer.get("attention_bias"):
-        raise LoadError(f"{where}: attention_bias is true, and EAGLE-3's q, k and v have none")
-    rope, notes = read_rope(where, layer, default_theta=10000.0)
-    types, window = _window(where, layer, layers)
     if len(set(types)) > 1:
+        raise file.error(f"layer_types {list(types)}: only EAGLE-3 with layers of one kind is supported")
+    rope = canonical_rope(read_rope(file, layer, default_theta=10000.0))
+    return Eagle3Config(**fields, rope=rope, sliding_window=window)
+
+
+def _default_ids(file: ConfigFile) -> tuple[int, ...]:
+    """Every engine chooses by the target's depth where a file has no list."""
+    states = default_states(file.target)
+    if states is None:
         raise LoadError(
-            f"{where}: layer_types {list(types)}: only EAGLE-3 with layers of one kind is supported"
+            f"{file.where} lists no {IDS}: engines choose by the target's depth. Name it (--target)"
         )
-    parallel = hf.get(PARALLEL) or False
-    fields = body_fields(layer)
-    defaults = {"target_hidden_size": fields["hidden_size"], "draft_vocab_size": fields["vocab_size"]}
-    sizes = {key: whole(where, key, hf.get(key) or default, 1) for key, default in defaults.items()}
-    config = Eagle3Config(
-        **fields,
-        target_hidden_size=sizes["target_hidden_size"],
-        draft_vocab_size=sizes["draft_vocab_size"],
-        rope=canonical_rope(rope),
-        layer_ids=tuple(layer_ids),
-        sliding_window=window,
-        num_layers=layers,
-        parallel=parallel,
-        mask_token_id=hf.get(MASK) if parallel else None,
-        **{key: bool(norms.get(key)) for key in NORMS},
-    )
-    return config, notes
+    file.notes.append(f"no {IDS}: every engine reads hidden_states {states}")
+    return tuple(k - 1 for k in states)
 
 
-def _window(where: str, layer: Mapping[str, Any], layers: int) -> tuple[tuple[str, ...], int]:
-    """LlamaConfig has no use_sliding_window: where layer_types has one, the window is there."""
-    if WINDOW not in (layer.get("layer_types") or ()):
-        return (FULL,) * layers, 0
-    return read_layer_types(where, {**layer, "use_sliding_window": True}, layers)
-
-
-def _layer_ids(
-    where: str, hf: dict[str, Any], inner: dict[str, Any], target: TargetFiles | None
-) -> tuple[list[int], list[str]]:
-    """Nested, id k is hidden_states[k+1] (SGLang); on top, vLLM and llama.cpp take hidden_states[k]."""
-    nested = whole_numbers(where, f"eagle_config.{IDS}", inner.get(IDS))
-    top = whole_numbers(where, IDS, hf.get(IDS))
-    states = {
-        f"eagle_config.{IDS} (SGLang adds 1)": nested and [k + 1 for k in nested],
-        f"{IDS} (vLLM and llama.cpp take it as it is)": top,
-    }
-    result = once(where, "the hidden_states to read", states)
-    if result:
-        missed = ""
-        if top is None:
-            missed = "nested only; vLLM and llama.cpp's converter do not look there and read their defaults"
-        if nested is None:
-            missed = "on top only; SGLang does not look there and reads its defaults"
-        notes = [f"{IDS} is {missed}. Written again, it is in both places"] if missed else []
-        return [k - 1 for k in result], notes
-    return default_ids(where, target)
-
-
-def default_ids(where: str, target: TargetFiles | None) -> tuple[list[int], list[str]]:
-    """What EAGLE itself and every engine read where no list is given: a rule of the target's depth."""
-    if target is None:
-        raise LoadError(f"{where} lists no {IDS}: engines choose by the target's depth. Name it (--target)")
-    layers = target.config.num_layers
-    states = [2, layers // 2, layers - 3]
-    return [k - 1 for k in states], [f"no {IDS}: every engine reads hidden_states {states}"]
-
-
-def to_hf(draft: Eagle3Draft) -> dict[str, Any]:
+def to_hf(draft: Eagle3Draft, target: TargetFiles | None = None) -> dict[str, Any]:
     """config.json, every fact in all the places where an engine looks for it."""
-    c = draft.config
-    nested: dict[str, Any] = {"use_aux_hidden_state": True, IDS: list(c.layer_ids)}
-    if c.norm_before_fc:
-        nested["norm_before_fc"] = True
     return {
         "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
-        "eagle_config": nested,
-        IDS: [k + 1 for k in c.layer_ids],
-        **layer_to_hf(c),
+        **nested({"eagle_config.use_aux_hidden_state": True, **write_fields(FIELDS, draft.config)}),
+        **eagle3_layer(draft.config),
         # null has SGLang take the target's head
-        "draft_vocab_size": c.draft_vocab_size if draft.own_head else None,
-        "target_hidden_size": c.target_hidden_size,
-        **{key: getattr(c, key) for key in NORMS},
-        **({PARALLEL: True, MASK: c.mask_token_id} if c.parallel else {}),
+        "draft_vocab_size": draft.config.draft_vocab_size if draft.own_head else None,
     }
 
 
-def layer_to_hf(c: Eagle3Config) -> dict[str, Any]:
+def eagle3_layer(c: Eagle3Config, prefix: str = "") -> dict[str, Any]:
     types = (WINDOW if c.sliding_window else FULL,) * c.num_layers
-    body = body_to_hf(c, layers=c.num_layers, layer_types=types, window=c.sliding_window)
-    return {
-        **body,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "num_aux_hidden_states": len(c.layer_ids),
-    }
+    more = {"mlp_bias": False, "num_aux_hidden_states": len(c.layer_ids)}
+    return layer_keys(c, types, c.sliding_window, prefix) | {prefix + key: v for key, v in more.items()}
 
 
-def remarks(draft: Eagle3Draft) -> list[FormatWarning]:
-    c, own = draft.config, "serve with --speculative-draft-window-size"
-    faults = (
-        ("norms", "adds the raw feature, not the normed one", c.norm_before_residual),
-        ("norms", "has no norm before fc", c.norm_before_fc),
-        ("window", f"reads none from the files: {own} {c.sliding_window - 1}", c.sliding_window > 0),
-        ("embedding, head", "uses the target's embedding", draft.own_embedding),
-        ("layers", "runs the first alone", c.num_layers > 1),
-        ("one pass", "draft tokens step by step", c.parallel),
+def warnings(draft: Eagle3Draft) -> list[FormatWarning]:
+    c, flag = draft.config, "serve with --speculative-draft-window-size"
+    learned = c.parallel and c.mask_token_id is None
+    result = warn(
+        "SGLang",
+        (c.norm_before_residual, "norms", "adds the raw feature, not the normed one"),
+        (c.norm_before_fc, "norms", "has no norm before fc"),
+        (c.sliding_window, "window", f"reads none from the files: {flag} {c.sliding_window - 1}"),
+        (draft.own_embedding, "embedding, head", "uses the target's embedding"),
+        (c.num_layers > 1, "layers", "runs the first alone"),
+        (c.parallel, "one pass", "draft tokens step by step"),
     )
-    items = [
-        FormatWarning(check=check, engine="SGLang", message=value) for check, value, has in faults if has
-    ]
-    if c.parallel and c.mask_token_id is None:
-        text = "knows no learned mask_embedding"
-        items.append(FormatWarning(check="one pass", engine="vLLM", message=text))
-    return items
+    result += warn(
+        "SpecForge",
+        (c.norm_before_residual, "norms", "adds the raw feature, not the normed one"),
+        (c.norm_before_fc, "norms", "has no norm before fc"),
+        (len(c.layer_ids) != 3, "layer ids", "joins three states"),
+        (draft.own_embedding, "embedding, head", "uses the target's embedding"),
+        (c.norm_output, "norms", SPECFORGE_FEEDBACK),
+        (c.sliding_window, "window", "has none"),
+        (c.num_layers > 1, "layers", "runs the first alone"),
+        (c.parallel, "one pass", "trains step by step"),
+    )
+    return result + warn("vLLM", (learned, "one pass", "knows no learned mask_embedding"))
 
 
-def write(draft: Eagle3Draft, folder: Path, target: TargetFiles | None = None) -> None:
-    config = to_hf(draft) | {"dtype": main_dtype(draft.tensors)}
-    save_checkpoint(folder, config, draft.tensors.items())
+def views(file: ConfigFile) -> dict[str, View]:
+    hf = file.values
+    eps, output = file.get("rms_norm_eps"), file.get("norm_output")
+    before_fc = file.first("eagle_config.norm_before_fc", "norm_before_fc")
+    base = partial(eagle3_view, file, FIELDS, hf)
+    whole = hf.get("draft_vocab_size") is None
+    sglang = base("SGLang") | {
+        "norms": eagle3_norms(eps, False, False, file.first("fc_norm", OLD_FC_NORM), output),
+        "window": "none",
+        "layers": "1",
+        "one pass": one_pass(False, None),
+        "embedding, head": source(False, HEAD in file.names and not whole),
+    }
+    vllm = base("vLLM") | {
+        "norms": eagle3_norms(eps, hf.get("norm_before_residual"), before_fc, hf.get("fc_norm"), output),
+        "embedding, head": source(EMBEDDING in file.names, HEAD in file.names),
+    }
+    # its norm_output is the norm before the head; the state it feeds back is always the one before
+    specforge_norms = eagle3_norms(eps, False, False, file.first("fc_norm", OLD_FC_NORM), False)
+    specforge = base("SpecForge") | {
+        "norms": specforge_norms + (", none before the head" if output is False else ""),
+        "window": "none",
+        "layers": "1",
+        "one pass": one_pass(False, None),
+        "embedding, head": source(False, True) if HEAD in file.names else REFUSES + "it needs a head",
+    }
+    if len(file.get(NESTED_IDS) or (1, 2, 3)) != 3:
+        specforge["layer ids"] = REFUSES + "it joins three states"
+    llama_cpp = converter_view(file, hf, base("llama.cpp"))
+    if hf.get("parallel_drafting") and "mask_embedding" in file.names:
+        vllm["one pass"] = REFUSES + "it knows no learned mask_embedding"
+    return {"SGLang": sglang, "vLLM": vllm, "SpecForge": specforge, "llama.cpp": llama_cpp}
+
+
+FORMAT = FolderFormat(
+    kind=EAGLE3,
+    engines=("SGLang", "vLLM", "SpecForge"),
+    warnings=warnings,
+    views=views,
+    parse=parse,
+    to_hf=to_hf,
+    our_name=our_name,
+)

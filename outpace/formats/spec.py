@@ -1,6 +1,6 @@
-"""A draft as files hold it, whichever engine they were written for: one description per kind."""
+"""A draft independent of file formats: a config and named tensors, one description per kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,43 +19,50 @@ from outpace.ops.quant import dense
 from outpace.ops.rope import RopeConfig
 
 TensorShape = tuple[int, ...]
+Shapes = dict[str, TensorShape]
 
+DFLASH, EAGLE3 = "DFlash", "EAGLE-3"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 # what a rope of each kind is made of; the other fields of a RopeConfig mean nothing there
 ROPE_FIELDS = {
-    "default": ("theta",),
-    "linear": ("theta", "factor"),
-    "llama3": ("theta", "factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "theta",
-        "factor",
-        "original_max_position",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-    ),
-    "factors": ("theta", "factors"),
+    "default": "theta",
+    "linear": "theta factor",
+    "llama3": "theta factor original_max_position low_freq_factor high_freq_factor",
+    "yarn": "theta factor original_max_position beta_fast beta_slow truncate attention_factor",
+    "factors": "theta factors",
 }
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatWarning:
-    """What a format, or one of the engines that read it, cannot hold of a draft. `fatal`: all that read
-    the format would take it wrongly, so it is not written."""
+    """A property of a draft that a format, or an engine that loads it, cannot express. `fatal`: every engine
+    that loads the format would misread it, so it is not written. `lossy`: one of them would, and it is
+    written on request."""
 
     check: str  # a row of `outpace preflight`
     engine: str
     message: str
     fatal: bool = False
+    lossy: bool = False
+
+
+def warn(
+    engine: str, *rows: tuple[Any, str, str], fatal: bool = False, lossy: bool = False
+) -> list[FormatWarning]:
+    """A warning for each row (applies, check, message) that applies."""
+    return [
+        FormatWarning(check=check, engine=engine, message=message, fatal=fatal, lossy=lossy)
+        for applies, check, message in rows
+        if applies
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFiles:
-    """The target that a draft belongs to: some formats need its name, its embedding, head or tokenizer.
+    """The target of a draft: some formats need its name, its embedding, head or tokenizer.
 
-    `embedding` and `head` give [V, C]. `packed`: not in a precision that a copy of them could have, so that
-    none can be told from the draft's own.
+    `embedding` and `head` return [V, C]. `packed`: in blocks, so that copies of them in a draft's files
+    cannot be recognised.
     """
 
     path: str
@@ -65,44 +72,8 @@ class TargetFiles:
     tokenizer: Callable[[], Tokenizer]
     vocabulary: Callable[[], dict[str, Any]]  # as GGUF's tokenizer.* metadata
     packed: bool = False
-
-
-def stored(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor as it is stored; blocks of GGUF are unpacked to float32."""
-    value = checkpoint.get(name)
-    return value if isinstance(value, Tensor) else dense(value)
-
-
-def canonical_rope(rope: RopeConfig) -> RopeConfig:
-    """Fields that the kind does not use, at their defaults."""
-    used = {name: getattr(rope, name) for name in ROPE_FIELDS[rope.kind]}
-    return RopeConfig(kind=rope.kind, **used)
-
-
-def canonical(config: DFlashConfig) -> DFlashConfig:
-    """One way to say each draft: layer types written out; no window and no causality of layers that it does
-    not have."""
-    windows = WINDOW in config.layer_types
-    return replace(
-        config,
-        rope=canonical_rope(config.rope),
-        layer_types=config.layer_types or (FULL,) * config.num_layers,
-        sliding_window=config.sliding_window if windows else 0,
-        causal=config.causal and windows,
-        causal_full=config.causal_full and (not windows or FULL in config.layer_types),
-    )
-
-
-def without_parts(config: DFlashConfig, engine: str) -> list[FormatWarning]:
-    """Of formats that hold a plain DFlash alone."""
-    value = parts_of(config)
-    if value == "none":
-        return []
-    return [
-        FormatWarning(
-            check="parts", engine=engine, message=f"holds a plain DFlash, without {value}", fatal=True
-        )
-    ]
+    # those that a draft of it may carry, see models.load.fingerprint; a call hashes every weight
+    fingerprints: Callable[[], list[str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +82,7 @@ class DFlashDraft:
 
     config: DFlashConfig
     tensors: Mapping[str, Tensor]
+    target_fingerprint: str = ""  # of the target it was made for; "" where that is not known
 
     def __post_init__(self) -> None:
         assert self.config == canonical(self.config)
@@ -122,11 +94,12 @@ class Eagle3Draft:
 
     `d2t` int64 [draft_vocab] holds offsets (draft id i means target id i + d2t[i]), `t2d` bool
     [vocab] is true at those ids; both are absent where the vocabularies are the same. `embed_tokens.weight`
-    is there where the draft has an embedding of its own, `lm_head.weight` unless the target's serves.
+    is there where the draft has an embedding of its own, `lm_head.weight` unless it uses the target's.
     """
 
     config: Eagle3Config
     tensors: Mapping[str, Tensor]
+    target_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         c = self.config
@@ -147,50 +120,88 @@ class Eagle3Draft:
 
 
 Description = DFlashDraft | Eagle3Draft
-Read = tuple[Description, list[str]]  # and what a person should know about these files
+Read = tuple[Description, list[str]]  # and notes on the files
 
 
-def dflash_shapes(c: DFlashConfig) -> dict[str, TensorShape]:
-    """z-lab's names and what each holds."""
+def describe(
+    config: DFlashConfig | Eagle3Config, tensors: Mapping[str, Tensor], fingerprint: str = ""
+) -> Description:
+    """The description of a draft of either kind, its config canonical."""
+    if isinstance(config, DFlashConfig):
+        return DFlashDraft(config=canonical(config), tensors=tensors, target_fingerprint=fingerprint)
+    config = replace(config, rope=canonical_rope(config.rope))
+    return Eagle3Draft(config=config, tensors=tensors, target_fingerprint=fingerprint)
+
+
+def canonical_rope(rope: RopeConfig) -> RopeConfig:
+    """Fields that the kind does not use, at their defaults."""
+    used = {name: getattr(rope, name) for name in ROPE_FIELDS[rope.kind].split()}
+    return RopeConfig(kind=rope.kind, **used)
+
+
+def canonical(config: DFlashConfig) -> DFlashConfig:
+    """One config per draft: layer types written out; no window and no causality of layers that it does
+    not have."""
+    windows = WINDOW in config.layer_types
+    return replace(
+        config,
+        rope=canonical_rope(config.rope),
+        layer_types=config.layer_types or (FULL,) * config.num_layers,
+        sliding_window=config.sliding_window if windows else 0,
+        causal=config.causal and windows,
+        causal_full=config.causal_full and (not windows or FULL in config.layer_types),
+    )
+
+
+def parts_warning(config: DFlashConfig, engine: str) -> list[FormatWarning]:
+    """Of formats that hold a plain DFlash alone."""
+    parts = parts_of(config)
+    return warn(engine, (parts != "none", "parts", f"holds a plain DFlash, without {parts}"), fatal=True)
+
+
+# ---- tensors -----------------------------------------------------------------------------------------
+
+
+def _layer_shapes(c: Any, at: str, *, width: int, qk_norm: bool = False, bias: bool = False) -> Shapes:
+    """One decoder layer; q, k and v read `width` values."""
     C, D, F = c.hidden_size, c.head_dim, c.intermediate_size
     q, kv = c.num_heads * D, c.num_kv_heads * D
-    values: dict[str, TensorShape] = {"fc.weight": (C, len(c.target_layer_ids) * C)}
+    values: Shapes = {f"{at}{name}_layernorm.weight": (C,) for name in ("input", "post_attention")}
+    if qk_norm:
+        values |= {f"{at}self_attn.{name}_norm.weight": (D,) for name in "qk"}
+    for name, rows, columns in (("q", q, width), ("k", kv, width), ("v", kv, width), ("o", C, q)):
+        values[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
+        if bias:
+            values[f"{at}self_attn.{name}_proj.bias"] = (rows,)
+    values |= {f"{at}mlp.{name}_proj.weight": (F, C) for name in ("gate", "up")}
+    return values | {f"{at}mlp.down_proj.weight": (C, F)}
+
+
+def dflash_shapes(c: DFlashConfig) -> Shapes:
+    """z-lab's names and the shape of each tensor."""
+    C = c.hidden_size
+    values: Shapes = {"fc.weight": (C, len(c.target_layer_ids) * C)}
     values |= {"hidden_norm.weight": (C,), "norm.weight": (C,)}
     if c.mask_token_id is None:
         values["mask_embedding"] = (C,)
     for i in range(c.num_layers):
-        at = f"layers.{i}."
-        values |= {f"{at}{n}_layernorm.weight": (C,) for n in ("input", "post_attention")}
-        values |= {f"{at}self_attn.{n}_norm.weight": (D,) for n in "qk"}
-        for name, rows, columns in (("q", q, C), ("k", kv, C), ("v", kv, C), ("o", C, q)):
-            values[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
-            if c.attention_bias:
-                values[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        values |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
-        values[f"{at}mlp.down_proj.weight"] = (C, F)
+        values |= _layer_shapes(c, f"layers.{i}.", width=C, qk_norm=True, bias=c.attention_bias)
     return values | shapes_of_parts(c)
 
 
-def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool) -> dict[str, TensorShape]:
-    """SGLang's names and what each holds; the last three say which of the optional tensors are there."""
-    C, D, F = c.hidden_size, c.head_dim, c.intermediate_size
-    q, kv = c.num_heads * D, c.num_kv_heads * D
-    states = len(c.layer_ids)
-    values: dict[str, TensorShape] = {"fc.weight": (C, states * c.target_hidden_size), "norm.weight": (C,)}
-    values["midlayer.hidden_norm.weight"] = (C,)
+def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool) -> Shapes:
+    """SGLang's names and the shape of each tensor; the flags are for the optional ones."""
+    C, states = c.hidden_size, len(c.layer_ids)
+    joined = states * c.target_hidden_size
+    values: Shapes = {"fc.weight": (C, joined), "norm.weight": (C,), "midlayer.hidden_norm.weight": (C,)}
     for i in range(c.num_layers):
-        at, width = (f"layers.{i}.", C) if i else ("midlayer.", 2 * C)
-        values |= {f"{at}{n}_layernorm.weight": (C,) for n in ("input", "post_attention")}
-        for name, rows, columns in (("q", q, width), ("k", kv, width), ("v", kv, width), ("o", C, q)):
-            values[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
-        values |= {f"{at}mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")}
-        values[f"{at}mlp.down_proj.weight"] = (C, F)
+        values |= _layer_shapes(c, f"layers.{i}." if i else "midlayer.", width=C if i else 2 * C)
     if c.parallel:
-        values["mask_hidden"] = (1, states * c.target_hidden_size)
+        values["mask_hidden"] = (1, joined)
     if c.parallel and c.mask_token_id is None:
         values["mask_embedding"] = (C,)
     if c.norm_before_fc:
-        values["input_norm.weight"] = (states * c.target_hidden_size,)
+        values["input_norm.weight"] = (joined,)
     if c.fc_norm:
         values |= {f"fc_norm.{i}.weight": (c.target_hidden_size,) for i in range(states)}
     if embedding:
@@ -202,54 +213,72 @@ def eagle3_shapes(c: Eagle3Config, *, embedding: bool, head: bool, mapped: bool)
     return values
 
 
-def shared_copies(
+def wanted_shapes(config: DFlashConfig | Eagle3Config, names: Collection[str]) -> Shapes:
+    """The tensors that a file with these `names` must have: t2d may be missing, it follows from d2t."""
+    if isinstance(config, DFlashConfig):
+        return dflash_shapes(config)
+    head = HEAD in names or config.draft_vocab_size != config.vocab_size
+    wanted = eagle3_shapes(config, embedding=EMBEDDING in names, head=head, mapped="d2t" in names)
+    if "t2d" not in names:
+        wanted.pop("t2d", None)
+    return wanted
+
+
+def stored(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor as it is stored; blocks of GGUF are unpacked to float32."""
+    value = checkpoint.get(name)
+    return value if isinstance(value, Tensor) else dense(value)
+
+
+def leave_out_copies(
     where: str,
-    checkpoint: Checkpoint,
     held: dict[str, str],
+    get: Callable[[str], Tensor],
     target: TargetFiles | None,
-    copied: tuple[str, ...] = (),
+    *,
+    kind: str,
+    copied: Collection[str] = (),
 ) -> list[str]:
-    """Take embedding and head out of `held` (our name -> the file's): a DFlash uses the target's, and some
-    formats carry copies. Adds a note, where they are not `copied` by us; raises LoadError where they are
-    known to be something else."""
+    """Remove the target's embedding and head from `held` (our name -> the file's), and return notes.
+
+    A DFlash has neither; an EAGLE-3 keeps its own. `copied`: known to be copies. Raises LoadError for copies
+    of another target's, and for a DFlash with its own.
+    """
     notes = []
     for name in (EMBEDDING, HEAD):
-        if name not in held:
+        if name not in held or (name == HEAD and "d2t" in held):
             continue
-        copy = stored(checkpoint, held.pop(name))
-        if target is None:
-            if name not in copied:
-                notes.append(f"{name} left out, the target's serves; name the target to have them compared")
-            continue
-        if not is_targets(name, copy, target):
+        same = None
+        if target is not None and not target.packed:
+            same = is_targets(name, get(held[name]), target)
+        if same is False and name in copied:
             raise LoadError(
-                f"{where} holds a {name} that is not the target's ({target.path}). vLLM would use it, SGLang "
-                "the target's; a DFlash with its own is not supported"
+                f"{where}: {name} is not a copy of the target's, which is {target and target.path}"
             )
+        if same is False and kind == DFLASH:
+            raise LoadError(
+                f"{where} holds a {name} that is not the target's ({target and target.path}). vLLM would use "
+                "it, SGLang the target's; a DFlash with its own is not supported"
+            )
+        if same or kind == DFLASH or name in copied:
+            del held[name]
+            compared = "" if same else "; name the target to have the two compared"
+            notes += [] if name in copied else [f"{name} left out: it is the target's{compared}"]
+        elif name == EMBEDDING and same is None:
+            notes.append(f"{name} is taken as the draft's own; name the target to have the two compared")
     return notes
 
 
 def is_targets(name: str, copy: Tensor, target: TargetFiles) -> bool:
     """Whether an embedding or a head is the target's, in the precision of the copy."""
-    theirs = target.embedding() if name == EMBEDDING else target.head()
-    return torch.equal(copy, theirs.to(copy.dtype))
-
-
-def target_layers(where: str, values: Mapping[str, Any], target: TargetFiles | None) -> int:
-    """How many layers the target has: what we left in the files under "outpace", or the target's own.
-    Raises LoadError without either."""
-    layers = values.get("num_target_layers")
-    if type(layers) is int and layers > 0:
-        return layers
-    if target is None:
-        raise LoadError(f"{where} does not say how many layers its target has: name the target (--target)")
-    return target.config.num_layers
+    original = target.embedding() if name == EMBEDDING else target.head()
+    return torch.equal(copy, original.to(copy.dtype))
 
 
 def check_shapes(
     where: Path | str, wanted: Mapping[str, TensorShape], held: Mapping[str, TensorShape]
 ) -> None:
-    """Raises LoadError, naming each side's tensors, where the two are not the same."""
+    """Raises LoadError, naming the tensors of either side, where the two are not the same."""
     wrong = [(n, wanted[n], held[n]) for n in wanted if n in held and held[n] != wanted[n]]
     difference = Comparison(sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys()), wrong)
     if difference.clean:
@@ -265,15 +294,14 @@ def check_shapes(
 
 
 def vocabulary_map(where: Path | str, rows: int, vocab_size: int, tensors: dict[str, Tensor]) -> list[str]:
-    """Check `d2t` and `t2d` of a head of `rows` rows against each other, make a missing `t2d`, and say so.
-    Raises LoadError."""
+    """Check `d2t` and `t2d` of a head of `rows` rows against each other, and make a missing `t2d`, with a
+    note. Raises LoadError."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None:
         if rows != vocab_size:
             raise LoadError(
-                f"{where}: a head of {rows} rows for a vocabulary of {vocab_size} needs d2t, which says "
-                f"what "
-                "target token each row is"
+                f"{where}: a head of {rows} rows for a vocabulary of {vocab_size} needs d2t, the target "
+                "token of each row"
             )
         if t2d is not None:
             raise LoadError(f"{where} holds t2d without d2t")
@@ -300,7 +328,7 @@ def vocabulary_map(where: Path | str, rows: int, vocab_size: int, tensors: dict[
 
 
 def marks(ids: Tensor, vocab_size: int) -> Tensor:
-    """t2d: bool [vocab], true at the target ids that the draft can say."""
+    """t2d: bool [vocab], true at the target ids that the draft can propose."""
     result = torch.zeros(vocab_size, dtype=torch.bool)
     result[ids] = True
     return result
@@ -318,27 +346,3 @@ def converted(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[
     return {
         name: t.to(dtype) if dtype is not None and t.is_floating_point() else t for name, t in tensors.items()
     }
-
-
-def main_dtype(tensors: Mapping[str, Tensor]) -> str:
-    """What config.json calls the precision: that of `fc`, the largest tensor that every draft has."""
-    return str(tensors["fc.weight"].dtype).removeprefix("torch.")
-
-
-def rope_in_words(rope: RopeConfig) -> str:
-    """Equal words for equal ropes."""
-    message = f"theta {rope.theta:g}"
-    match rope.kind:
-        case "linear":
-            message += f", linear /{rope.factor:g}"
-        case "llama3":
-            ends = f"{rope.low_freq_factor:g}..{rope.high_freq_factor:g}"
-            message += f", llama3 x{rope.factor:g} of {rope.original_max_position}, {ends}"
-        case "yarn":
-            message += f", yarn x{rope.factor:g} of {rope.original_max_position}"
-            message += f", betas {rope.beta_fast:g}/{rope.beta_slow:g}"
-            message += ", rounded range" if rope.truncate else ", exact range"
-            message += "" if rope.attention_factor is None else f", cos x{rope.attention_factor:g}"
-        case "factors":
-            message += f", by {len(rope.factors)} factors ({sum(rope.factors):g})"
-    return message

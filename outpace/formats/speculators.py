@@ -1,58 +1,56 @@
-"""DFlash in speculators' format: what vLLM and speculators' own code load."""
+"""DFlash, EAGLE-3 and P-EAGLE in speculators' format: what vLLM and speculators' own code load."""
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from outpace.checkpoint.open import LoadError, open_checkpoint
-from outpace.checkpoint.save import save_checkpoint
-from outpace.drafts.dflash import temperatures_in, temperatures_out
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.formats.keys import (
-    BODY,
-    body_fields,
-    body_to_hf,
-    check_types,
-    inner_object,
+from outpace.drafts.eagle3 import Eagle3Config
+from outpace.formats.base import FolderFormat
+from outpace.formats.engines import (
+    View,
+    converter_view,
+    eagle3_norms,
+    eagle3_view,
+    engine_rope,
+    field_view,
+    layer_types,
+    one_pass,
+    sees,
+    source,
+    windows,
+)
+from outpace.formats.fields import (
+    OWN_DEPTH,
+    OWN_TEMPERATURES,
+    ConfigFile,
+    Field,
+    Fields,
+    Place,
+    body,
+    layer_keys,
+    nested,
     read_layer_types,
     read_rope,
-    refuse_meaning,
-    unknown_keys,
-    whole,
-    whole_numbers,
-    words,
+    write_fields,
 )
+from outpace.formats.sglang_eagle3 import IDS, SIZES, eagle3_config, eagle3_layer, norms, our_name
 from outpace.formats.spec import (
+    DFLASH,
+    EAGLE3,
     EMBEDDING,
     HEAD,
     DFlashDraft,
+    Eagle3Draft,
     FormatWarning,
     TargetFiles,
     canonical,
-    check_shapes,
-    dflash_shapes,
-    main_dtype,
-    shared_copies,
-    stored,
-    target_layers,
-    without_parts,
+    parts_warning,
+    warn,
 )
 from outpace.formats.zlab import narrow_window
-from outpace.models.config import FULL, WINDOW, check_values, need
+from outpace.models.config import FULL, WINDOW, check_values
 
-TYPE = "dflash"
-COPIED = "copied_from_target"
-ENVELOPE = words(
-    "speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size "
-    "target_hidden_size has_no_defaults_at_init"
-)
-KEYS = ENVELOPE | words(
-    "block_size aux_hidden_state_layer_ids mask_token_id sliding_window_non_causal max_anchors emb_dim auf "
-    "pure_draft_prefix_len gru_hidden_dim lambda_base_start lambda_base_decay_ratio"
-)
-# transformer_layer_config is written as the difference from these
+LAYER = "transformer_layer_config."
+# a file has what differs from these, the defaults of transformers' Qwen3Config and LlamaConfig
 QWEN3 = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -62,117 +60,82 @@ QWEN3 = {
     "num_key_value_heads": 32,
     "head_dim": 128,
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
 }
-
-
-def read(folder: Path | str, target: TargetFiles | None = None) -> tuple[DFlashDraft, list[str]]:
-    """Raises LoadError. Files of others say nothing of the target's size: name the target."""
-    checkpoint = open_checkpoint(folder)
-    config, notes = parse(checkpoint.config, str(folder), target)
-    held = {name: name for name in checkpoint.names()}
-    copied = copied_names(str(folder), checkpoint.config)
-    notes += shared_copies(str(folder), checkpoint, held, target, copied)
-    check_shapes(folder, dflash_shapes(config), {n: checkpoint.shape(theirs) for n, theirs in held.items()})
-    tensors = {name: stored(checkpoint, name) for name in dflash_shapes(config)}
-    return DFlashDraft(config=config, tensors=tensors), notes
-
-
-def copied_names(where: str, hf: dict[str, Any]) -> tuple[str, ...]:
-    """Which tensors we wrote as copies of the target's; of files of others, none."""
-    value = inner_object(where, hf, "outpace").get(COPIED)
-    return tuple(name for name in (EMBEDDING, HEAD) if isinstance(value, list) and name in value)
-
-
-def parse(hf: dict[str, Any], where: str, target: TargetFiles | None) -> tuple[DFlashConfig, list[str]]:
-    layer, notes = open_envelope(where, hf, TYPE, "qwen3", QWEN3, KEYS)
-    rope, rope_noted = read_rope(where, layer, default_theta=10000.0)
-    layers = need(layer, "num_hidden_layers")
-    types, window = read_layer_types(where, layer, layers)
-    states = whole_numbers(where, "aux_hidden_state_layer_ids", hf.get("aux_hidden_state_layer_ids"))
-    if not states:
-        raise LoadError(f"{where}: aux_hidden_state_layer_ids is missing; vLLM needs it")
-    fields = body_fields(layer)
-    if hf.get("draft_vocab_size") not in (None, fields["vocab_size"]):
-        raise LoadError(
-            f"{where}: a DFlash over {hf['draft_vocab_size']} of {fields['vocab_size']} tokens is not "
-            "supported"
-        )
-    if hf.get("target_hidden_size") not in (None, fields["hidden_size"]):
-        raise LoadError(
-            f"{where}: target_hidden_size {hf['target_hidden_size']} is not the draft's own width"
-        )
-    causal, causal_noted = _causal(where, hf, types)
-    config = DFlashConfig(
-        **fields,
-        num_layers=layers,
-        rope=rope,
-        block_size=whole(where, "block_size", hf.get("block_size", 8), 2, 4096),
-        target_layer_ids=tuple(k - 1 for k in states),
-        num_target_layers=target_layers(where, inner_object(where, hf, "outpace"), target),
-        temperatures=temperatures_in(where, inner_object(where, hf, "outpace")),
-        mask_token_id=whole(where, "mask_token_id", need(hf, "mask_token_id")),
-        attention_bias=layer.get("attention_bias") or False,
-        layer_types=types,
-        sliding_window=window,
-        causal=causal,
-    )
-    return canonical(config), notes + rope_noted + causal_noted + window_notes(config.layer_types)
-
-
-def open_envelope(
-    where: str,
-    hf: dict[str, Any],
-    kind: str,
-    model_type: str,
-    defaults: Mapping[str, Any],
-    keys: Iterable[str],
-) -> tuple[dict[str, Any], list[str]]:
-    """speculators' config.json -> its transformer_layer_config, whole, and notes. Raises LoadError."""
-    check_types(where, hf)
-    if hf.get("speculators_model_type") != kind:
-        raise LoadError(
-            f"{where}: speculators_model_type {hf.get('speculators_model_type')!r} is not {kind!r}"
-        )
-    value = inner_object(where, hf, "transformer_layer_config")
-    if value.get("model_type", model_type) != model_type:
-        raise LoadError(
-            f"{where}: transformer_layer_config.model_type {value['model_type']!r} is not supported, "
-            f"only {model_type!r}"
-        )
-    layer = {**defaults, **{k: v for k, v in value.items() if v is not None or k not in defaults}}
-    check_values(layer)
-    refuse_meaning(where, hf)
-    refuse_meaning(where, layer, "transformer_layer_config.")
-    notes = unknown_keys(hf, keys) + unknown_keys(layer, BODY, "transformer_layer_config.")
-    return layer, notes
-
-
-def _causal(where: str, hf: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, list[str]]:
-    """Of windowed layers; speculators' code always lets full ones see both ways."""
-    value = hf.get("sliding_window_non_causal")
-    if value is None and WINDOW in types:
-        raise LoadError(
-            f"{where}: without sliding_window_non_causal, speculators' code takes windows as causal and vLLM "
-            "takes them as not. Write which"
-        )
-    older = "sliding_window_non_causal false: older vLLM makes full_attention layers causal too"
-    return value is False, [older] if value is False and FULL in types else []
-
-
+LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+MASK = Field(name="mask_token_id", places=(Place("mask_token_id"),), default=None, row="mask token")
+DFLASH_FIELDS = (
+    *body(LAYER, **QWEN3),
+    Field(
+        name="target_layer_ids",
+        kind=list,
+        places=(Place("aux_hidden_state_layer_ids"),),
+        default=None,
+        row="layer ids",
+    ),
+    Field(
+        name="block_size",
+        places=(Place("block_size"),),
+        default=8,
+        least=2,
+        most=4096,
+        row="block size",
+        engines={"vLLM": ()},
+    ),
+    MASK,
+    OWN_DEPTH,
+    OWN_TEMPERATURES,
+)
+EAGLE3_FIELDS = (
+    *body(LAYER, **LLAMA),
+    *SIZES,
+    Field(name="layer_ids", kind=list, places=(Place(IDS),), default=None, row="layer ids"),
+    *norms(),
+    MASK,
+)
+DFLASH_MORE = (
+    "sliding_window_non_causal max_anchors emb_dim auf pure_draft_prefix_len gru_hidden_dim "
+    "lambda_base_start lambda_base_decay_ratio draft_vocab_size target_hidden_size"
+)
+EAGLE3_MORE = "embed_requires_grad enable_sp_ulysses"
+ENVELOPE = "speculators_model_type speculators_version speculators_config has_no_defaults_at_init "
+# speculators_model_type of an EAGLE-3 -> what config.json calls the classes of the model and of its config
+CLASSES = {
+    "eagle3": ("Eagle3DraftModel", "Eagle3SpeculatorConfig"),
+    "peagle": ("PEagleSpeculator", "PEagleSpeculatorConfig"),
+}
+STEPS = 3  # proposed tokens per round, unless the config says otherwise
 OWN_WINDOW = "anchors it at the block's start and does not count the token itself"
 
 
-def window_notes(types: tuple[str, ...]) -> list[str]:
-    read = "it is read here as vLLM reads it, by slot and with the token itself"
-    return [f"window: speculators' own code {OWN_WINDOW}; {read}"] if WINDOW in types else []
-
-
-def seal_envelope(
-    kind: str, config_class: str, layer: dict[str, Any], tokens: int, target: TargetFiles | None
+def _open(
+    file: ConfigFile, kinds: tuple[str, ...], fields: Fields, more: str, model_type: str, window: int | None
 ) -> dict[str, Any]:
-    """The part of config.json that all of speculators' kinds share. Raises ValueError without a target."""
+    """Check a file of one of the `kinds` -> its transformer_layer_config. Raises LoadError."""
+    file.check_keys(fields, ENVELOPE + more, prefix=LAYER)
+    kind = file.get("speculators_model_type")
+    if kind not in kinds:
+        raise file.error(f"speculators_model_type {kind!r} is not {kinds[0]!r}")
+    layer = file.section("transformer_layer_config")
+    if layer.get("model_type", model_type) != model_type:
+        raise file.error(
+            f"transformer_layer_config.model_type {layer['model_type']!r} is not supported, only "
+            f"{model_type!r}"
+        )
+    if window and layer.get("sliding_window") is None:
+        layer["sliding_window"] = window
+    check_values(layer)
+    return layer
+
+
+def _envelope(kind: str, config_class: str, model_type: str, tokens: int, target: Any) -> dict[str, Any]:
+    """Key path -> value of what all kinds have. Raises ValueError without a target."""
     if target is None:
         raise ValueError("speculators' files name their target and hold its embedding: give --target")
     method = {
@@ -191,62 +154,184 @@ def seal_envelope(
             "proposal_methods": [method],
             "verifier": {"name_or_path": target.path, "architectures": [target.config.architecture]},
         },
-        "transformer_layer_config": layer,
+        f"{LAYER}model_type": model_type,
     }
 
 
-def copies(tensors: Mapping[str, Tensor], target: TargetFiles) -> dict[str, Tensor]:
-    """The target's embedding and head, in the draft's precision, where the draft has none of its own."""
-    dtype = tensors["fc.weight"].dtype
-    theirs = {EMBEDDING: target.embedding, HEAD: target.head}
-    return {name: get().to(dtype) for name, get in theirs.items() if name not in tensors}
+# ---- DFlash ------------------------------------------------------------------------------------------
 
 
-def to_hf(config: DFlashConfig, target: TargetFiles | None) -> dict[str, Any]:
-    body = body_to_hf(
-        config, layers=config.num_layers, layer_types=config.layer_types, window=config.sliding_window
+def parse_dflash(file: ConfigFile) -> DFlashConfig:
+    """Raises LoadError. Without the depth of the target, which others do not write, it must be named."""
+    layer = _open(file, ("dflash",), DFLASH_FIELDS, DFLASH_MORE, "qwen3", 4096)
+    fields = file.read(DFLASH_FIELDS)
+    if not fields["target_layer_ids"]:
+        raise file.error("aux_hidden_state_layer_ids is missing; vLLM needs it")
+    if fields["mask_token_id"] is None:
+        raise file.error("mask_token_id is missing")
+    if file.get("draft_vocab_size") not in (None, fields["vocab_size"]):
+        raise file.error(
+            f"a DFlash over {file.get('draft_vocab_size')} of {fields['vocab_size']} tokens is not supported"
+        )
+    if file.get("target_hidden_size") not in (None, fields["hidden_size"]):
+        raise file.error(f"target_hidden_size {file.get('target_hidden_size')} is not the draft's own width")
+    types, window = read_layer_types(file.where, layer, fields["num_layers"])
+    if WINDOW in types:
+        read = "it is read here as vLLM reads it, by slot and with the token itself"
+        file.notes.append(f"window: speculators' own code {OWN_WINDOW}; {read}")
+    return canonical(
+        DFlashConfig(
+            **file.depth(fields),
+            rope=read_rope(file, layer, default_theta=10000.0),
+            layer_types=types,
+            sliding_window=window,
+            causal=_causal(file, types),
+        )
     )
-    layer = {"model_type": "qwen3", **body, "attention_bias": config.attention_bias}
-    return {
+
+
+def _causal(file: ConfigFile, types: tuple[str, ...]) -> bool:
+    """Of windowed layers; speculators' code always lets full ones see both ways."""
+    value = file.get("sliding_window_non_causal")
+    if value is None and WINDOW in types:
+        raise file.error(
+            "without sliding_window_non_causal, speculators' code takes windows as causal and vLLM "
+            "takes them as not. Write which"
+        )
+    if value is False and FULL in types:
+        file.notes.append(
+            "sliding_window_non_causal false: older vLLM makes full_attention layers causal too"
+        )
+    return value is False
+
+
+def dflash_to_hf(draft: DFlashDraft, target: TargetFiles | None) -> dict[str, Any]:
+    c = draft.config
+    flat = {
         "architectures": ["DFlashDraftModel"],
-        **seal_envelope(TYPE, "DFlashSpeculatorConfig", layer, config.block_size - 1, target),
-        "draft_vocab_size": config.vocab_size,
+        **_envelope("dflash", "DFlashSpeculatorConfig", "qwen3", c.block_size - 1, target),
+        **write_fields(DFLASH_FIELDS, c),
+        **layer_keys(c, c.layer_types, c.sliding_window, LAYER),
+        "draft_vocab_size": c.vocab_size,
         "target_hidden_size": None,
-        "block_size": config.block_size,
-        "aux_hidden_state_layer_ids": [k + 1 for k in config.target_layer_ids],
-        "mask_token_id": config.mask_token_id,
         # true even where no layer has a window: older vLLM reads false as "every layer is causal"
-        "sliding_window_non_causal": not config.causal,
+        "sliding_window_non_causal": not c.causal,
         "sample_from_anchor": False,
-        "outpace": {
-            "num_target_layers": config.num_target_layers,
-            COPIED: [EMBEDDING, HEAD],
-            **temperatures_out(config),
-        },
+        "outpace.copied_from_target": [EMBEDDING, HEAD],
+    }
+    return nested(flat)
+
+
+def dflash_warnings(draft: DFlashDraft) -> list[FormatWarning]:
+    c = draft.config
+    older = "older builds make full_attention layers causal too"
+    result = warn(
+        "vLLM", (c.mask_token_id is None, "mask token", "has no learned mask_embedding"), fatal=True
+    )
+    result += warn("speculators", (WINDOW in c.layer_types, "window", OWN_WINDOW), lossy=True)
+    result += warn("vLLM", (c.causal and FULL in c.layer_types, "block sees", older))
+    for engine in ("vLLM", "speculators"):
+        message = "has no word for causal full_attention layers"
+        result += warn(engine, (c.causal_full, "block sees", message), fatal=True)
+    return result + narrow_window(c, "vLLM") + parts_warning(c, "vLLM")
+
+
+def dflash_views(file: ConfigFile) -> dict[str, View]:
+    layer = file.section("transformer_layer_config")
+    types, window = layer_types(layer)
+    non_causal = file.get("sliding_window_non_causal")
+    # vLLM, before it resolved this per layer
+    older = [not (True if non_causal is None else non_causal)] * len(types)
+    own = [not non_causal and t == WINDOW for t in types]
+    base = {
+        "rope": engine_rope(layer, "vLLM", 10000.0),
+        "window": windows(types, window),
+        "embedding, head": source(EMBEDDING in file.names, HEAD in file.names),
+    }
+    return {
+        engine: field_view(file, DFLASH_FIELDS, engine) | base | {"block sees": sees(types, causal)}
+        for engine, causal in (("vLLM", older), ("speculators", own))
     }
 
 
-def remarks(draft: DFlashDraft) -> list[FormatWarning]:
-    config, items = draft.config, []
-    if config.mask_token_id is None:
-        text = "has no learned mask_embedding"
-        items.append(FormatWarning(check="mask token", engine="vLLM", message=text, fatal=True))
-    if WINDOW in config.layer_types:
-        items.append(FormatWarning(check="window", engine="speculators", message=OWN_WINDOW))
-    if config.causal and FULL in config.layer_types:
-        text = "older builds make full_attention layers causal too"
-        items.append(FormatWarning(check="block sees", engine="vLLM", message=text))
-    if config.causal_full:
-        text = "has no word for causal full_attention layers"
-        items += [
-            FormatWarning(check="block sees", engine=e, message=text, fatal=True)
-            for e in ("vLLM", "speculators")
-        ]
-    return items + narrow_window(config, "vLLM") + without_parts(config, "vLLM")
+# ---- EAGLE-3 -----------------------------------------------------------------------------------------
 
 
-def write(draft: DFlashDraft, folder: Path, target: TargetFiles | None = None) -> None:
-    config = to_hf(draft.config, target)
-    assert target is not None
-    tensors = {**draft.tensors, **copies(draft.tensors, target)}
-    save_checkpoint(folder, config | {"dtype": main_dtype(draft.tensors)}, tensors.items())
+def parse_eagle3(file: ConfigFile) -> Eagle3Config:
+    """Raises LoadError, for the reasons that SGLang's format has."""
+    layer = _open(file, tuple(CLASSES), EAGLE3_FIELDS, EAGLE3_MORE, "llama", None)
+    parallel = file.get("speculators_model_type") == "peagle"
+    if parallel and file.get("mask_token_id") is None:
+        raise file.error("mask_token_id is missing; without it nothing means the later draft tokens")
+    if file.get("norm_before_residual") is None:
+        raise file.error(
+            "norm_before_residual is missing; vLLM takes true, speculators' code and llama.cpp's "
+            "converter false. Write which"
+        )
+    return eagle3_config(file, layer, file.read(EAGLE3_FIELDS) | {"parallel": parallel})
+
+
+def eagle3_to_hf(draft: Eagle3Draft, target: TargetFiles | None) -> dict[str, Any]:
+    c = draft.config
+    kind = "peagle" if c.parallel else "eagle3"
+    model_class, config_class = CLASSES[kind]
+    flat = {
+        "architectures": [model_class],
+        **_envelope(kind, config_class, "llama", STEPS, target),
+        **write_fields(EAGLE3_FIELDS, c),
+        **eagle3_layer(c, LAYER),
+        "target_hidden_size": None if c.target_hidden_size == c.hidden_size else c.target_hidden_size,
+        "embed_requires_grad": draft.own_embedding,
+        "outpace.copied_from_target": [name for name in (EMBEDDING, HEAD) if name not in draft.tensors],
+    }
+    return nested(flat)
+
+
+def eagle3_warnings(draft: Eagle3Draft) -> list[FormatWarning]:
+    c = draft.config
+    result = warn(
+        "speculators",
+        (c.hidden_size != c.target_hidden_size, "hidden sizes", "wants a draft as wide as its target"),
+        (len(c.layer_ids) != 3, "layer ids", "joins three states"),
+    )
+    learned = c.parallel and c.mask_token_id is None
+    for engine in ("speculators", "vLLM"):
+        result += warn(engine, (learned, "one pass", "knows no learned mask_embedding"), fatal=True)
+    return result
+
+
+def eagle3_views(file: ConfigFile) -> dict[str, View]:
+    layer = file.section("transformer_layer_config")
+    eps, residual = layer.get("rms_norm_eps"), file.get("norm_before_residual")
+    more = (file.get("norm_before_fc"), file.get("fc_norm"), file.get("norm_output"))
+    parallel = file.get("speculators_model_type") == "peagle"
+    base = eagle3_view(file, EAGLE3_FIELDS, layer, "vLLM") | {
+        "one pass": one_pass(parallel, file.get("mask_token_id")),
+        "embedding, head": source(EMBEDDING in file.names, HEAD in file.names),
+    }
+    vllm = base | {"norms": eagle3_norms(eps, residual in (None, True), *more)}
+    own = base | {"norms": eagle3_norms(eps, residual, *more)}
+    return {"vLLM": vllm, "speculators": own, "llama.cpp": converter_view(file, layer, base)}
+
+
+DFLASH_FORMAT = FolderFormat(
+    kind=DFLASH,
+    engines=("vLLM", "speculators"),
+    warnings=dflash_warnings,
+    views=dflash_views,
+    parse=parse_dflash,
+    to_hf=dflash_to_hf,
+    our_name=lambda name: name,
+    copies=True,
+)
+EAGLE3_FORMAT = FolderFormat(
+    kind=EAGLE3,
+    engines=("vLLM", "speculators"),
+    warnings=eagle3_warnings,
+    views=eagle3_views,
+    parse=parse_eagle3,
+    to_hf=eagle3_to_hf,
+    our_name=our_name,
+    their_name=lambda name: name.replace("midlayer.", "layers.0."),
+    copies=True,
+)

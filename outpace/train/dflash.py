@@ -17,7 +17,7 @@ from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import Head, confidence
 from outpace.drafts.dflash_heads import Selector
 from outpace.drafts.sampler import Greedy
-from outpace.formats.load import save_dflash
+from outpace.formats.load import save_draft
 from outpace.models.config import FULL, WINDOW
 from outpace.models.decoder import Decoder
 from outpace.ops.blocks import block_attend
@@ -447,7 +447,7 @@ def train_dflash(
             draft.config = replace(draft.config, temperatures=fit_temperatures(sure, hits, valid))
         values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
         with published(folder / "draft") as new:
-            save_dflash(draft, new)
+            save_draft(draft, new)
             write_provenance(new, values)
     return draft.requires_grad_(False)
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from outpace.checkpoint.publish import published
 from outpace.drafts.eagle3 import Eagle3, Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
-from outpace.formats.load import save_eagle3
+from outpace.formats.load import save_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.ops.unrolled import Unrolled, unrolled_attend
@@ -498,6 +498,6 @@ def train_eagle3(
     if learn(draft, recipe, folder, "eagle3", loss_of, evaluate, by_adam=BY_ADAM, stop_after=stop_after):
         values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
         with published(folder / "draft") as new:
-            save_eagle3(draft, new)
+            save_draft(draft, new)
             write_provenance(new, values)
     return draft.requires_grad_(False)

@@ -30,7 +30,7 @@ from outpace.config import load_settings
 from outpace.decode.generate import generate
 from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.eagle3 import Eagle3, Eagle3Config
-from outpace.formats.load import save_dflash, save_eagle3
+from outpace.formats.load import save_draft
 from outpace.models.load import build, fingerprint, named_tensors
 from outpace.text.tokenizer import train_bpe
 
@@ -86,7 +86,7 @@ def drafts(tmp_path_factory, target):
     }
     for seed, (name, draft) in enumerate(made.items()):
         tiny.randomise(named_tensors(draft), seed=seed + 5)
-        (save_dflash if name == "dflash" else save_eagle3)(draft, folder / name)
+        save_draft(draft, folder / name)
         values = {"target_fingerprint": fingerprint(target), "training_tokens": 7000, "training_hours": 0.5}
         write_json(folder / name / "provenance.json", values | {"steps": 3, "cache_sha256": "c" * 64})
     return folder

@@ -40,6 +40,7 @@ class Rules:
     fc_norm: bool = False
     norm_output: bool = False
     window: int = 0
+    head_norm: bool = True  # the norm before the head
     in_pairs: bool = False
 
 
@@ -73,7 +74,7 @@ def run_chain(w, rules, states, parts, embedding, tokens, last, head, targets, s
         fed = final if rules.norm_output else h
         if position >= len(tokens) - 1:
             row = torch.full((len(embedding),), -math.inf, dtype=torch.float64)
-            row[targets] = final @ head.double().T
+            row[targets] = (final if rules.head_norm else h) @ head.double().T
             logits.append(row)
             items.append(int(row.argmax()))
             following.append(items[-1])
@@ -102,6 +103,25 @@ def sglang_eagle3(folder, hs, embedding, head, tokens, last, window=0):
         fc_norm=config.get("fc_norm", False),
         norm_output=config.get("norm_output", False),
         window=window and window + 1,
+    )
+    return run_chain(w, rules, states, len(ids), embedding, tokens, last, own, by_offset(w, len(own)))
+
+
+def specforge_eagle3(folder, hs, embedding, head, tokens, last):
+    """SpecForge's class, which trains in this format: three states, one layer, the target's embedding. Its
+    `norm_output` is the norm before the head, true by default; it always feeds back the state before it."""
+    config, w = open_folder(folder)
+    w = {n.replace("midlayer.", "layers.0."): t for n, t in w.items()}
+    ids = [k + 1 for k in config["eagle_config"][EAGLE_IDS]]
+    assert len(ids) == 3 and config["num_hidden_layers"] == 1
+    states = torch.cat([hs[k].double() for k in ids], -1)
+    own = w["lm_head.weight"]
+    rules = Rules(
+        eps=config["rms_norm_eps"],
+        dim=config["head_dim"],
+        rope=hf_rope(old_rope(config), config["head_dim"]),
+        fc_norm=config.get("fc_norm", False),
+        head_norm=config.get("norm_output", True),
     )
     return run_chain(w, rules, states, len(ids), embedding, tokens, last, own, by_offset(w, len(own)))
 

@@ -15,7 +15,7 @@ from outpace.checkpoint.open import LoadError
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig, default_layer_ids
 from outpace.drafts.sampler import Greedy
-from outpace.formats.load import load_dflash, save_dflash
+from outpace.formats.load import load_dflash, save_draft
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import named_tensors
 from outpace.ops.rope import RopeConfig
@@ -282,7 +282,7 @@ def test_a_draft_of_another_target(changes, message):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_round_trip(name, tmp_path):
     draft = random_draft(**VARIANTS[name])
-    save_dflash(draft, tmp_path, torch.float32)
+    save_draft(draft, tmp_path, torch.float32)
     again = load_dflash(tmp_path)
     ours = {k: v for k, v in vars(draft.config).items() if k != "layer_types"}
     assert ours == {k: v for k, v in vars(again.config).items() if k != "layer_types"}
@@ -293,7 +293,7 @@ def test_round_trip(name, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    save_dflash(random_draft(), tmp_path / "draft", torch.float32)
+    save_draft(random_draft(), tmp_path / "draft", torch.float32)
     return tmp_path / "draft"
 
 
@@ -337,13 +337,13 @@ def test_older_files_have_the_block_size_at_the_top(folder):
 @pytest.mark.parametrize(("message", "causal"), [(None, True), (True, True), (False, False)])
 def test_a_window_is_causal_unless_the_config_says_no(tmp_path, message, causal):
     windows = VARIANTS["window"] | {"layer_types": (WINDOW,) * 3}
-    save_dflash(random_draft(**windows), tmp_path, torch.float32)
+    save_draft(random_draft(**windows), tmp_path, torch.float32)
     tiny.write_config(tmp_path, is_causal=message)
     assert load_dflash(tmp_path).config.causal is causal
 
 
 def test_is_causal_counts_for_every_layer(tmp_path):
-    save_dflash(random_draft(**VARIANTS["window"]), tmp_path, torch.float32)
+    save_draft(random_draft(**VARIANTS["window"]), tmp_path, torch.float32)
     tiny.write_config(tmp_path, is_causal=True)
     config = load_dflash(tmp_path).config
     assert config.causal and config.causal_full and config.one_way

@@ -17,7 +17,7 @@ from outpace.drafts.lookup import NGram
 from outpace.drafts.sampler import Greedy
 from outpace.drafts.tree import DDTree
 from outpace.formats.export import export_draft
-from outpace.formats.load import build_eagle3, describe_eagle3, detect, load_draft, save_eagle3
+from outpace.formats.load import build_eagle3, describe_draft, detect, load_draft, save_draft
 from outpace.formats.preflight import PreflightCell, preflight
 from outpace.loading import loaded_files, open_draft, open_target
 from outpace.models.load import named_tensors
@@ -147,7 +147,7 @@ def test_configs_that_are_refused(changes, message):
 def test_what_is_described_is_what_was_built(variant):
     described = samples.eagle3(torch.bfloat16, **samples.EAGLE3S[variant])
     draft = build_eagle3(described)
-    samples.same(described, describe_eagle3(draft))
+    samples.same(described, describe_draft(draft))
     assert {n for n, _ in named_tensors(draft) if n.startswith("layers.")} == {
         f"layers.{i}.{n}.weight"
         for i in range(described.config.num_layers)
@@ -160,10 +160,10 @@ def test_what_is_described_is_what_was_built(variant):
 def test_save_and_load_come_back(changes, tmp_path):
     target = tiny.target("gpt_oss")
     draft = random_eagle3(target, **changes)
-    save_eagle3(draft, tmp_path / "draft", torch.float32)
+    save_draft(draft, tmp_path / "draft", torch.float32)
     assert detect(tmp_path / "draft") == "sglang-eagle3"
     again = load_draft(tmp_path / "draft")
-    samples.same(describe_eagle3(draft), describe_eagle3(again))
+    samples.same(describe_draft(draft), describe_draft(again))
     session = [BoundEagle3(d, target, TreeShape(depth=3)).begin(1, 20) for d in (draft, again)]
     text = tiny.tokens(1, 9)
     with torch.inference_mode():
@@ -172,7 +172,7 @@ def test_save_and_load_come_back(changes, tmp_path):
             one.observe(text, aux, [9])
         a, b = (one.propose(torch.tensor([8]), 4, Greedy()) for one in session)
     assert torch.equal(a.tokens, b.tokens)
-    save_eagle3(draft, tmp_path / "draft")
+    save_draft(draft, tmp_path / "draft")
     stored = load_file(tmp_path / "draft" / "model.safetensors")
     assert stored["fc.weight"].dtype == torch.bfloat16 and stored["d2t"].dtype == torch.int64
 
@@ -236,7 +236,7 @@ def test_every_format_opens_and_drafts(name, opened, tmp_path):
     export_draft(described, name, out, files)
     bound = open_draft(str(out), target, tokenizer)
     assert isinstance(bound, BoundEagle3) and bound.block_size == 6
-    samples.same(described, describe_eagle3(bound.draft))
+    samples.same(described, describe_draft(bound.draft))
 
 
 def test_layers_that_follow_from_the_targets_depth(opened, tmp_path):
@@ -271,7 +271,7 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(opened, tmp_path):
 
 def test_shapes_a_person_may_ask_for(opened, tmp_path):
     folder, target, tokenizer = opened
-    save_eagle3(build_eagle3(samples.eagle3()), tmp_path / "e")
+    save_draft(build_eagle3(samples.eagle3()), tmp_path / "e")
     export_draft(samples.dflash(), "zlab", tmp_path / "d")
     eagle, dflash = str(tmp_path / "e"), str(tmp_path / "d")
 

@@ -8,14 +8,11 @@ import draft_samples as samples
 import pytest
 
 from outpace.checkpoint.open import LoadError
-from outpace.formats import sglang_eagle3 as format_sglang_eagle3
-from outpace.formats import speculators_eagle3 as format_speculators_eagle3
-from outpace.formats import zlab as format_zlab
+from outpace.formats import gguf, sglang_eagle3, speculators, zlab
 from outpace.formats.export import export_draft
-from outpace.formats.gguf import write_file
-from outpace.formats.gguf_dflash import keys
+from outpace.formats.fields import ConfigFile
 from outpace.formats.load import detect, read_draft
-from outpace.formats.spec import canonical_rope, dflash_shapes, eagle3_shapes
+from outpace.formats.spec import DFlashDraft, canonical_rope, dflash_shapes, eagle3_shapes
 from outpace.models.config import FULL
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -108,26 +105,31 @@ SPECULATORS_GPT_OSS = {
 }
 
 
+def parsed(parse, hf, target=None):
+    file = ConfigFile(where="a draft", values=hf, target=target)
+    return parse(file), file.notes
+
+
 # ---- the published configs -----------------------------------------------------------------------------
 
 
 def test_z_labs_gpt_oss_20b():
     """1.46 GiB in bfloat16 were published; the shapes come to that."""
-    config, notes = format_zlab.parse(ZLAB_GPT_OSS, "z-lab")
+    config, notes = parsed(zlab.parse, ZLAB_GPT_OSS)
     assert notes == []
     assert config.target_layer_ids == (1, 6, 11, 16, 21) and config.block_size == 8
     assert config.attention_bias and config.mask_token_id == 200000
     assert (config.rope.kind, config.rope.theta, config.rope.truncate) == ("yarn", 150000.0, False)
     size = sum(math.prod(shape) for shape in dflash_shapes(config).values())
     assert 2 * size / 2**30 == pytest.approx(1.46, abs=0.005)
-    again = format_zlab.to_hf(config)
-    assert format_zlab.parse(again, "again") == (config, [])
+    again = zlab.to_hf(DFlashDraft(config=config, tensors={}))
+    assert parsed(zlab.parse, again) == (config, [])
     assert again["dflash_config"]["block_size"] == 8 and again[IDS] == [2, 7, 12, 17, 22]
 
 
 def test_specforges_eagle3_of_gpt_oss_20b():
     """Only SGLang reads these layers; no rope is given, which everyone reads as 10,000."""
-    config, notes = format_sglang_eagle3.parse(SPECFORGE_GPT_OSS, "SpecForge", None)
+    config, notes = parsed(sglang_eagle3.parse, SPECFORGE_GPT_OSS)
     assert config.layer_ids == (1, 11, 21) and config.target_hidden_size == 2880
     assert config.rope.theta == 10000 and config.max_position_embeddings == 4096
     assert ["nested only" in n for n in notes] == [True, False] and "no rope_theta" in notes[1]
@@ -144,8 +146,8 @@ def deep(target, layers=24):
 def test_speculators_eagle3_of_gpt_oss_20b(target):
     """No list of layers: everyone's default, by the depth of the target."""
     with pytest.raises(LoadError, match=f"lists no {IDS}: engines choose by the target's depth"):
-        format_speculators_eagle3.parse(SPECULATORS_GPT_OSS, "speculators", None)
-    config, notes = format_speculators_eagle3.parse(SPECULATORS_GPT_OSS, "speculators", deep(target))
+        parsed(speculators.parse_eagle3, SPECULATORS_GPT_OSS)
+    config, notes = parsed(speculators.parse_eagle3, SPECULATORS_GPT_OSS, deep(target))
     assert config.layer_ids == (1, 11, 20)  # hidden_states 2, L // 2, L - 3
     assert "hidden_states [2, 12, 21]" in notes[0]
     assert config.norm_before_residual and not config.norm_before_fc and config.rope.theta == 500000
@@ -213,7 +215,8 @@ def test_a_gguf_of_others(target, tmp_path, variant):
 def test_a_gguf_of_its_successors(target, tmp_path, key):
     value = {"sample_from_anchor": True, "selector_rank": 256, "logit_scale": 0.5}[key]
     draft = samples.dflash()
-    write_file(tmp_path / "d.gguf", "dflash", {**keys(draft.config), key: value}, {}, {}, draft.config)
+    keys = gguf.dflash_keys(draft.config) | {f"dflash.{key}": value}
+    gguf.write_file(tmp_path / "d.gguf", "dflash", keys, {}, draft.config)
     with pytest.raises(LoadError, match=f"dflash.{key} is not supported"):
         read_draft(tmp_path / "d.gguf", target)
 

@@ -12,9 +12,9 @@ import tiny
 import torch
 
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
-from outpace.formats import zlab as format_zlab
 from outpace.formats.export import export_draft
-from outpace.formats.load import DFLASH, EAGLE3, FORMATS, build_dflash, build_eagle3, detect, read_draft
+from outpace.formats.load import FORMATS, build_dflash, build_eagle3, detect, read_draft
+from outpace.formats.spec import DFLASH, EAGLE3
 
 LAST = 77
 OF_DFLASH = [name for name, f in FORMATS.items() if f.kind == DFLASH]
@@ -37,7 +37,7 @@ OF_ONE_STEP = [v for v in samples.EAGLE3S if v not in ("two layers", "one pass",
 def written(draft, name, folder, target):
     """The draft in a format, or None where it must be refused."""
     out = folder / (f"{name}.gguf" if name.startswith("gguf") else name)
-    export_draft(draft, name, out, target)
+    export_draft(draft, name, out, target, allow_lossy=True)
     assert detect(out) == name
     return out
 
@@ -102,7 +102,7 @@ def test_a_window_narrower_than_the_block_is_refused(name, target, tmp_path):
 def test_a_learned_mask_is_ours_alone(target, tmp_path):
     """It is kept in z-lab's layout; no engine knows the tensor, so no export of it is made."""
     draft = samples.dflash(mask_token_id=None)
-    format_zlab.write(draft, tmp_path / "kept")
+    FORMATS["zlab"].write(draft, tmp_path / "kept")
     samples.same(draft, read_draft(tmp_path / "kept")[1])
     for name in OF_DFLASH:
         with pytest.raises(ValueError, match="learned mask_embedding"):
@@ -208,13 +208,44 @@ def test_every_engine_takes_the_same_eagle3(variant, name, reader, target, tmp_p
     assert same is not (reader is eagle3.sglang_eagle3 and variant in MISREAD)
 
 
+def specforge_and_ours(folder, draft):
+    hs, tokens = samples.hidden_states(9), tiny.tokens(1, 9)[0].tolist()
+    theirs = eagle3.specforge_eagle3(folder, hs, samples.embedding(), samples.head(), tokens, LAST)
+    pairs = zip(theirs.logits, our_chain(draft, hs).logits, strict=True)
+    return [(a[a.isfinite()] - b[b.isfinite()]).abs().max().item() for a, b in pairs]
+
+
+@pytest.mark.parametrize("variant", [*samples.ROPES, "whole vocabulary"])
+def test_specforge_reads_the_same_eagle3(variant, target, tmp_path):
+    """Its class takes norm_output false as "no norm before the head": the key must not be there."""
+    draft = samples.eagle3(**samples.EAGLE3S[variant])
+    assert max(specforge_and_ours(written(draft, "sglang-eagle3", tmp_path, target), draft)) < 1e-3
+    folder = samples.edited(
+        tmp_path, target, draft, "sglang-eagle3", lambda c, t: c.update(norm_output=False)
+    )
+    assert min(specforge_and_ours(folder, draft)) > 0.1
+
+
+def test_specforge_differs_at_steps_2_and_3_with_norm_output(target, tmp_path):
+    draft = samples.eagle3(fc_norm=True, norm_output=True)
+    first, *later = specforge_and_ours(written(draft, "sglang-eagle3", tmp_path, target), draft)
+    assert first < 1e-3 and min(later) > 1e-2
+    warnings = export_draft(draft, "sglang-eagle3", tmp_path / "again", target)
+    assert [(w.engine, w.check) for w in warnings] == [("SpecForge", "norms")]
+    assert "steps 2 and 3 differ" in warnings[0].message
+
+
 def test_what_engines_will_misread_is_remarked(target, tmp_path):
     def notes(draft, name):
-        return {(r.engine, r.check) for r in export_draft(draft, name, tmp_path / name, target)}
+        return {
+            (r.engine, r.check) for r in export_draft(draft, name, tmp_path / name, target, allow_lossy=True)
+        }
 
     for variant in MISREAD:
         check = "embedding, head" if variant == "own embedding" else "norms"
-        assert notes(samples.eagle3(**samples.EAGLE3S[variant]), "sglang-eagle3") == {("SGLang", check)}
+        assert notes(samples.eagle3(**samples.EAGLE3S[variant]), "sglang-eagle3") == {
+            (engine, check) for engine in ("SGLang", "SpecForge")
+        }
     window = samples.dflash(**samples.WINDOWS)
     assert notes(window, "speculators") == {("speculators", "window")}
     assert notes(window, "zlab") == set()

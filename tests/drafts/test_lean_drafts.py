@@ -17,7 +17,7 @@ from outpace.drafts.dflash_decode import BigramBias
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.drafts.quantize import quantised
 from outpace.formats.export import export_draft
-from outpace.formats.load import build_draft, load_draft, read_draft, save_dflash
+from outpace.formats.load import build_draft, load_draft, read_draft, save_draft
 from outpace.loading import open_weights
 from outpace.models.blocks import Linear
 from outpace.models.load import named_tensors
@@ -128,7 +128,7 @@ def test_only_gguf_holds_blocks(target, tmp_path):
 def test_a_packed_file_is_a_quarter_of_float32(tmp_path):
     """Of the matrices: 34 bytes for 32 values."""
     draft = drafted(num_heads=8, head_dim=8, intermediate_size=64)
-    save_dflash(draft, tmp_path, torch.float32)
+    save_draft(draft, tmp_path, torch.float32)
     packed = load_draft(tmp_path, quantize="q8_0")
     sizes = {n: m.weight for n, m in packed.named_modules() if isinstance(m, Linear)}
     assert all(isinstance(weight, Quant) for weight in sizes.values())

@@ -10,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.checkpoint.open import LoadError
-from outpace.formats import sglang_eagle3 as format_sglang_eagle3
-from outpace.formats import speculators as format_speculators
-from outpace.formats import speculators_eagle3 as format_speculators_eagle3
-from outpace.formats import transformers as format_transformers
-from outpace.formats import zlab as format_zlab
-from outpace.formats.errors import Files, find_faults, find_notes
+from outpace.formats.base import FolderFormat
+from outpace.formats.errors import Files, find_errors, find_notes
 from outpace.formats.export import export_draft
-from outpace.formats.keys import check_types
+from outpace.formats.fields import ConfigFile
 from outpace.formats.load import FORMATS, load_dflash, read_draft
-from outpace.formats.preflight import FOLDERS
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -127,7 +122,7 @@ def test_windows_whose_causality_is_not_given(edited):
 
 def test_an_eagle3_is_no_dflash(tmp_path):
     export_draft(samples.eagle3(), "sglang-eagle3", tmp_path / "e")
-    with pytest.raises(LoadError, match="is an EAGLE-3, where a DFlash is asked for"):
+    with pytest.raises(LoadError, match="is an EAGLE-3, where a DFlash is needed"):
         load_dflash(tmp_path / "e")
 
 
@@ -140,16 +135,8 @@ JSON = st.recursive(
 )
 
 
-def configs(target):
-    """Format -> a config.json that is right, and its parser."""
-    d, e = samples.dflash(**samples.MIXED), samples.eagle3()
-    return {
-        "zlab": (format_zlab.to_hf(d.config), format_zlab.parse),
-        "speculators": (format_speculators.to_hf(d.config, target), format_speculators.parse),
-        "transformers": (format_transformers.to_hf(d.config), format_transformers.parse),
-        "sglang-eagle3": (format_sglang_eagle3.to_hf(e), format_sglang_eagle3.parse),
-        "speculators-eagle3": (format_speculators_eagle3.to_hf(e, target), format_speculators_eagle3.parse),
-    }
+DRAFTS = {"DFlash": samples.dflash(**samples.MIXED), "EAGLE-3": samples.eagle3()}
+FOLDERS = {name: chosen for name, chosen in FORMATS.items() if isinstance(chosen, FolderFormat)}
 
 
 def places(config):
@@ -161,8 +148,9 @@ def places(config):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_any_value_anywhere_is_read_or_refused(target, name):
     """And what preflight states of it is reported, not raised."""
-    good, parse = configs(target)[name]
-    more = (False, None) if name == "zlab" else (target,)
+    chosen = FOLDERS[name]
+    good = chosen.to_hf(DRAFTS[chosen.kind], target)
+    known = None if name == "zlab" else target
 
     @settings(max_examples=150, deadline=None)
     @given(data=st.data())
@@ -172,17 +160,18 @@ def test_any_value_anywhere_is_read_or_refused(target, name):
             where, key = data.draw(st.sampled_from(places(config)))
             where[key] = data.draw(JSON)
         try:
-            parse(copy.deepcopy(config), "fuzz", *more)
+            chosen.parse(ConfigFile(where="fuzz", values=copy.deepcopy(config), target=known))
         except ValueError as error:
             assert len(str(error)) < 700
+        file = ConfigFile(where="fuzz", values=config, target=target)
         try:
-            check_types("fuzz", config)
+            file.check_types()
         except ValueError:
             return
         files = Files(config=config, specs={}, get=None)
-        for meant in FOLDERS[name](config, set(), target.config).values():
+        for meant in chosen.views(file).values():
             assert all(isinstance(words, str) for words in meant.values())
-            find_faults(files, target, meant)
+            find_errors(files, target, meant)
         find_notes(files, target)
 
     read()

@@ -10,7 +10,7 @@ import torch
 from taught import PROMPTS, TOKENIZER, TrainedSetup
 
 from outpace.formats.load import load_dflash
-from outpace.formats.zlab import to_hf
+from outpace.formats.spec import canonical
 from outpace.models.config import FULL, WINDOW
 from outpace.train.data import pack
 from outpace.train.dflash import DFlashRecipe, Objective, block_states, init_dflash, train_dflash
@@ -146,7 +146,7 @@ def test_what_a_run_leaves(target, cache, tmp_path):
     draft = train_dflash(recipe, target, TOKENIZER, cache, PROMPTS, tmp_path)
     assert all(p.dtype == torch.float32 for p in draft.parameters())
     loaded = load_dflash(tmp_path / "draft")
-    assert to_hf(loaded.config) == to_hf(draft.config)
+    assert canonical(loaded.config) == canonical(draft.config)
     for p, q in zip(draft.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(p.bfloat16(), q.bfloat16())
     lines = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
