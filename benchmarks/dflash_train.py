@@ -16,7 +16,6 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,13 @@ from torch import Tensor, nn
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.ops.rope import RopeConfig
+from outpace.teacher.store import TeacherSample
 from outpace.train.data import Packed, pack
 from outpace.train.dflash import DFlashRecipe, Objective, block_states, init_dflash
+from outpace.train.drafts import DraftVocabulary
 from outpace.train.losses import decay_weights
 
 PEERS = "8 heads x 32, 2 kv heads, MLP 768 (assumed)"
-
-
-@dataclass(frozen=True)
-class Row:
-    tokens: Tensor
-    prompt_length: int
-    aux: Tensor
-    offset: int = 0
-    final: Tensor | None = None
 
 
 class Ends(nn.Module):
@@ -91,15 +83,21 @@ def gpt_oss_20b() -> DFlashConfig:
     )
 
 
-def random_row(config: DFlashConfig, length: int, dtype: torch.dtype = torch.float32) -> Row:
+def random_row(config: DFlashConfig, length: int, dtype: torch.dtype = torch.float32) -> TeacherSample:
     rng = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, config.vocab_size, (length,), generator=rng)
     aux = torch.randn(len(config.target_layer_ids), length, config.hidden_size, generator=rng)
-    return Row(tokens, 8, aux.to(dtype))
+    return TeacherSample(tokens, 8, aux.to(dtype), 0, 0.0)
 
 
 def plain_step(
-    draft: DFlash, ends: Ends, row: Row, packed: Packed, dtype: torch.dtype, head: Tensor, gamma: float
+    draft: DFlash,
+    ends: Ends,
+    row: TeacherSample,
+    packed: Packed,
+    dtype: torch.dtype,
+    head: Tensor,
+    gamma: float,
 ) -> Tensor:
     """The step as it is commonly written: dense [A*B, S + A*B] masked attention, full logits, decay."""
     A, B = packed.positions.shape
@@ -145,7 +143,7 @@ def trainer(kind: str, dtype: torch.dtype, anchors: int) -> Callable[[int], floa
         packed = pack([row], 8, anchors, None, torch.Generator().manual_seed(n))
         if kind == "ours":
             hidden = block_states(draft, ends, packed, dtype)  # type: ignore[arg-type]
-            loss = Objective(draft, recipe, head, None)(hidden, packed).loss
+            loss = Objective(draft, recipe, DraftVocabulary(None, None, head, head))(hidden, packed).loss
         else:
             loss = plain_step(draft, ends, row, packed, dtype, head, 4.0)
         loss.backward()
@@ -192,7 +190,10 @@ def memory(optimizer: bool) -> dict[str, Any]:
     packed = pack([row], 8, 512, None, torch.Generator().manual_seed(1))
     marks, began = {"loaded": _peak_gib()}, time.perf_counter()
     hidden = block_states(draft, ends, packed, torch.bfloat16, recompute=True)  # type: ignore[arg-type]
-    loss = Objective(draft, DFlashRecipe(), ends.head, None)(hidden, packed).loss
+    vocabulary = DraftVocabulary(None, None, ends.head, ends.head)
+    loss = Objective(draft, DFlashRecipe(), vocabulary)(
+        hidden, packed
+    ).loss
     marks["forward"] = _peak_gib()
     loss.backward()
     marks["backward"] = _peak_gib()

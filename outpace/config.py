@@ -6,13 +6,14 @@ import math
 import os
 import tomllib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 UNIONS = (Union, types.UnionType)
 LARGEST = 2**31 - 1
+Ranges = dict[str, tuple[float, float]]  # of a field: lowest and highest value
 
 
 def load_settings(
@@ -43,6 +44,12 @@ def load_settings(
     made = _make(cls, values, where)
     _check_sizes(values, where)
     return made
+
+
+def typed(cls: type[T], values: dict[str, Any], source: str) -> T:
+    """`cls` from the values of a JSON object. Raises ValueError, naming `source` and the key, as
+    `load_settings` does."""
+    return _make(cls, _values(cls, values, source, ""), source)
 
 
 def parse_overrides(cls: type, pairs: Sequence[str]) -> dict[str, Any]:
@@ -109,6 +116,23 @@ def _check_sizes(values: dict[str, Any], source: str) -> None:
         for number in _numbers(value):
             if type(number) is int and not low <= number <= high:
                 raise ValueError(f"{source}: `{key}` is {number}: it must be {low} to {high}")
+
+
+def check_ranges(settings: Any, ranges: Mapping[str, tuple[float, float]], what: str = "") -> None:
+    """Raises ValueError for a number of the dataclass `settings` that is not finite or lies outside its range
+    (lowest, highest) in `ranges`, both ends included. Messages start with `what`."""
+    for name, value in vars(settings).items():
+        low, high = ranges.get(name, (-math.inf, math.inf))
+        for number in value if isinstance(value, tuple) else (value,):
+            if not isinstance(number, int | float) or (low <= number <= high and abs(number) < math.inf):
+                continue
+            if not abs(number) < math.inf:
+                rule = "it must be finite"
+            elif number > high:
+                rule = f"it must be at most {high:g}"
+            else:
+                rule = "it must be above 0" if 0 < low < 1 else f"it must be at least {low:g}"
+            raise ValueError(f"{what}{name} {value}: {rule}")
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -1,6 +1,7 @@
 """What a teacher cache answers, computed on the spot; and what trainings are given next to it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ class TrainedSetup:
 
     def __init__(self, target, texts, held, prompt_length=3, offset=0, breaks_at=None):
         self.meta = SimpleNamespace(target_layer_ids=held, hidden_size=target.config.hidden_size)
-        self.samples = []
+        self.samples: list[Any] = []
         for text in texts:
             with torch.no_grad():
                 out = target(text[None], aux=held, offset=offset)

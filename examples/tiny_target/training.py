@@ -26,7 +26,7 @@ from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
 from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import chunked_nll
-from outpace.train.trainer import Muon, fit, warmup_linear
+from outpace.train.trainer import Muon, fit, training_folder, warmup_linear
 
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
@@ -374,7 +374,8 @@ def train_target(
         return metrics
 
     parts = {"model": model, "muon": muon, "adam": adam}
-    fit(folder, recipe, update, parts, title="target", stop_after=stop_after)
+    with training_folder(folder):
+        fit(folder, recipe, update, parts, title="target", stop_after=stop_after)
     model.dtype = torch.float32
     return model
 

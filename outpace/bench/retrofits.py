@@ -472,8 +472,8 @@ def _attach_latents(target: Decoder, texts: list[list[int]], settings: ParetoSet
 
 
 def _attach_indexes(target: Decoder, texts: list[list[int]], settings: ParetoSettings) -> Iterator[str]:
-    layers, heads, dim = dsa.asked_of(target, DsaSettings(index_dim=settings.index_dim))
-    indexes = dsa.first_indexes(target, texts[: settings.rows], layers, heads, dim)
+    layers, heads, dim = DsaSettings(index_dim=settings.index_dim).resolve(target.config)
+    indexes = dsa.initial_indexers(target, texts[: settings.rows], layers, heads, dim)
     for share in settings.shares:
         dsa.attach_index(target, indexes, TopKConfig(top_k=share, min_context=0))
         yield f"index, {100 * share:g}% of the context"

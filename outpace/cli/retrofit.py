@@ -127,7 +127,9 @@ def train_mla(
     given = _opened(target, corpus)
     if cache is not None:
         original = fingerprint(given["target"], retrofits=False)
-        given["teacher"] = TeacherCache.open(cache, target_fingerprint=original, final=True)
+        given["teacher"] = TeacherCache.open(
+            cache, target_fingerprint=original, vocab_size=given["target"].config.vocab_size, final=True
+        )
     with resumable(out):
         report = train(settings, folder=out, **given)
     _summary(report, out)

@@ -139,7 +139,12 @@ def _data(
     from outpace.text.corpus import read_corpus, split
     from outpace.train.drafts import read_provenance
 
-    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(model.target), final=settings.final)
+    teacher = TeacherCache.open(
+        cache,
+        target_fingerprint=fingerprint(model.target),
+        vocab_size=model.target.config.vocab_size,
+        final=settings.final,
+    )
     held_out = split(read_corpus(corpus))[1]
     prompts = held_out_prompts(model.tokenizer, held_out, settings.eval_prompts, 256)
     return teacher, prompts, None if init is None else read_provenance(draft_folder(init))
@@ -163,7 +168,9 @@ def train_suffix(
     from outpace.train.suffix import build_suffix
 
     loaded, _ = open_target(target)
-    teacher = TeacherCache.open(cache, target_fingerprint=fingerprint(loaded))
+    teacher = TeacherCache.open(
+        cache, target_fingerprint=fingerprint(loaded), vocab_size=loaded.config.vocab_size
+    )
     with console.status("sorting the answers"):
         result = build_suffix(loaded, teacher, out, answers)
     used = int((result.text < 0).sum())

@@ -5,49 +5,42 @@ one complex number each. What mixes kv heads within a frequency goes through the
 index keeps, of all pairs (frequency, principal component of the heads' keys), those of most weight in scores.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from outpace.config import Ranges
 from outpace.kv.topk import Index, TopKConfig, reference_scores
 from outpace.models.attention import Attention
+from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer, usual_heads
-from outpace.models.load import fingerprint
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.rope import rotate
 from outpace.ops.sampling import seeded
-from outpace.retrofit.evaluate import evaluate, read_by, states_of, texts_of
-from outpace.retrofit.pipeline import RetrofitSettings, open_for, save_retrofit, texts_for
-from outpace.retrofit.train import (
-    FrozenRecipe,
-    learners,
-    once,
-    publish,
-    row_of,
-    three_losses,
-    train_frozen,
-)
+from outpace.retrofit.evaluate import attention_input, residual_states
+from outpace.retrofit.pipeline import RetrofitSettings, Texts, retrofit
+from outpace.retrofit.train import RetrofitRecipe, train_retrofit
 from outpace.text.corpus import Document
 from outpace.text.template import ChatTemplate
-from outpace.train.data import token_stream
+from outpace.train.data import rows_of_step, token_stream
 
 SHARES = (0.125, 0.25, 0.5)  # of the context, at which mass is reported
-EVERY = 16  # tokens, of which one query is looked at there
+EVERY = 16  # tokens per evaluated query
 TEMPERATURES = tuple(2.0**-n for n in range(9))  # factors on an index's weights, tried on its first texts
 LEAST = 1e-12
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One layer on one text: x [T,C], what its attention reads; q [T,H,D] and k [T,K,D] before rotation."""
+class AttentionInputs:
+    """One layer on one text: x [T,C], the input of its attention; q [T,H,D] and k [T,K,D] before rotation."""
 
     attention: Attention
     x: Tensor
@@ -56,17 +49,17 @@ class Seen:
 
 
 @torch.no_grad()
-def looked_at(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> dict[int, Seen]:
-    """tokens [T] int64 of one text from its beginning, gone over by the target as it is switched."""
-    states, values = states_of(target, tokens[None]), {}
+def attention_inputs(target: Decoder, tokens: Tensor, layers: Sequence[int]) -> dict[int, AttentionInputs]:
+    """tokens [T] int64 of one text from its beginning -> by layer; the target runs as it is switched."""
+    states, values = residual_states(target, tokens[None]), {}
     for layer in layers:
-        attention, x = target.attentions[layer], read_by(target, layer, states)[0]
+        attention, x = target.attentions[layer], attention_input(target, layer, states)[0]
         K, D = attention.kv_heads, attention.head_dim
         q, k, _ = (part.unflatten(-1, (-1, D)) for part in _split(attention.qkv_proj(x), attention))
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = (rms_norm(y, n.weight, n.eps) for y, n in ((q, attention.q_norm), (k, attention.k_norm)))
         assert k.shape[1] == K
-        values[layer] = Seen(attention, x, q, k)
+        values[layer] = AttentionInputs(attention, x, q, k)
     return values
 
 
@@ -86,7 +79,7 @@ class Phases:
     tokens: int = 0
 
     @classmethod
-    def of(cls, seen: Seen) -> "Phases":
+    def of(cls, seen: AttentionInputs) -> "Phases":
         q, k = _complex(seen.q), _complex(seen.k)
         raw = _split(seen.attention.qkv_proj(seen.x), seen.attention)[:2]
         heads = torch.cat([part.unflatten(-1, (-1, seen.attention.head_dim)) for part in raw], 1)
@@ -188,35 +181,35 @@ def detach_index(target: Decoder) -> None:
 
 @dataclass(frozen=True)
 class Mass:
-    """What n queries of a text look at. p [n,T]: the attention's weights, sinks left out, summed over heads
-    and made one; weight [n]: the heads' mean of what sinks leave; scores [n,T]: I; positions [n]."""
+    """Attention of n queries of a text. p [n,T]: weights summed over heads without sinks, normalized to 1;
+    weight [n]: the heads' mean of the mass that sinks leave; scores [n,T]: I of the index; positions [n]."""
 
     p: Tensor
     weight: Tensor
     scores: Tensor
     positions: Tensor
 
-    def choice(self, keep: TopKConfig) -> Tensor:
-        """[n, T] bool: what the index chooses among."""
+    def candidates(self, keep: TopKConfig) -> Tensor:
+        """[n, T] bool: the tokens that the index ranks."""
         s = torch.arange(self.p.shape[1], device=self.p.device)
         return (s >= keep.sinks) & (s <= self.positions[:, None] - keep.recent)
 
     def chosen(self, keep: TopKConfig) -> Tensor:
-        """[n, T] bool: what it chooses."""
-        rest, lengths = self.choice(keep), self.positions + 1
+        """[n, T] bool: the candidates with the highest scores."""
+        rest, lengths = self.candidates(keep), self.positions + 1
         take = keep.wanted(lengths) - (lengths - rest.sum(-1))
         scores = self.scores.detach().masked_fill(~rest, -torch.inf).flip(-1)  # of equals the later first
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).flip(-1)
         return rest & (rank < take[:, None])
 
     def kept(self, keep: TopKConfig) -> Tensor:
-        """[n]: the share of p that is looked at."""
-        return (self.p * (self.chosen(keep) | ~self.choice(keep))).sum(-1)
+        """[n]: the share of p on attended tokens."""
+        return (self.p * (self.chosen(keep) | ~self.candidates(keep))).sum(-1)
 
     def divergence(self, keep: TopKConfig, chosen: bool = False) -> Tensor:
-        """KL(p || softmax(I)) over what the index chooses among, or with `chosen` over what it chose: mean
-        over queries, weighted by how much of the heads' attention lies there."""
-        rest = self.chosen(keep) if chosen else self.choice(keep)
+        """KL(p || softmax(I)) over the candidates, or over the `chosen` ones: mean over queries, weighted
+        by the share of the heads' attention there."""
+        rest = self.chosen(keep) if chosen else self.candidates(keep)
         some = rest.any(-1, keepdim=True)  # a softmax of nothing is NaN, and so is its gradient
         there = (self.p * rest).sum(-1, keepdim=True)
         p = torch.where(rest, self.p / there.clamp(min=LEAST), 0.0)
@@ -226,7 +219,7 @@ class Mass:
         return (weight * terms).sum() / weight.sum().clamp(min=LEAST)
 
 
-def mass(target: Decoder, indexer: Indexer, seen: Seen, positions: Tensor) -> Mass:
+def mass(target: Decoder, indexer: Indexer, seen: AttentionInputs, positions: Tensor) -> Mass:
     """Of the queries at `positions` [n] of a text; gradients reach the indexer alone."""
     attention, T = seen.attention, len(seen.x)
     cos, sin = target.rope(torch.arange(T, device=seen.x.device)[None])
@@ -250,12 +243,12 @@ def mass(target: Decoder, indexer: Indexer, seen: Seen, positions: Tensor) -> Ma
 
 
 @torch.inference_mode()
-def temper(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep: TopKConfig) -> None:
-    """Scale the weights of each index so that its softmax comes nearest to the attention, on a text: an order
-    of tokens is all that its first weights know, and learning begins from there."""
+def fit_temperature(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep: TopKConfig) -> None:
+    """Scale the weights of each index so that its softmax is nearest to the attention, on a text: its first
+    weights only rank tokens, and training starts from a softmax."""
     positions = torch.arange(len(text) // 4, len(text), EVERY, device=target.device)
     tokens = torch.tensor(list(text), device=target.device)
-    for layer, seen in looked_at(target, tokens, list(made)).items():
+    for layer, seen in attention_inputs(target, tokens, list(made)).items():
         result = mass(target, made[layer], seen, positions)
         tried = {x: float(replace(result, scores=result.scores * x).divergence(keep)) for x in TEMPERATURES}
         heads = made[layer].heads
@@ -268,13 +261,13 @@ def temper(target: Decoder, made: dict[int, Indexer], text: Sequence[int], keep:
 def mass_table(
     target: Decoder, texts: Sequence[Sequence[int]], layers: Sequence[int], keep: TopKConfig
 ) -> list[dict[str, float]]:
-    """One row for each layer and share of the context: what the index keeps of the attention's mass, what the
-    latest tokens alone would keep, and what the best choice would. Of queries in every text's second half."""
+    """One row for each layer and share of the context: the share of the attention's mass that the index
+    keeps, that the latest tokens alone keep, and the maximum. Queries are of every text's second half."""
     sums: dict[tuple[int, float], list[Tensor]] = {}
     for text in texts:
         tokens = torch.tensor(list(text), device=target.device)
         positions = torch.arange(len(text) // 2, len(text), EVERY, device=target.device)
-        for layer, seen in looked_at(target, tokens, layers).items():
+        for layer, seen in attention_inputs(target, tokens, layers).items():
             indexer = seen.attention.indexer
             assert indexer is not None
             ours = mass(target, indexer, seen, positions)
@@ -290,13 +283,10 @@ def mass_table(
     ]
 
 
-REPORT = "dsa.json"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DsaSettings(RetrofitSettings):
-    """`index_dim`: numbers of an index's key, 0: half a head's; `index_heads`: 0: `usual_heads`. The others
-    as in kv/topk.py: Keep."""
+    """`index_dim`: dimensions of an index's key, 0: half a head's; `index_heads`: 0: `usual_heads`.
+    The others as in kv/topk.py: TopKConfig."""
 
     NAME: ClassVar[str] = "dsa"
     index_dim: int = 0
@@ -309,9 +299,21 @@ class DsaSettings(RetrofitSettings):
     recent: int = 64
     row_tokens: int = 4096
 
+    RANGES: ClassVar[Ranges] = RetrofitSettings.RANGES | {"index_dim": (0, 2**16), "index_heads": (0, 2**16)}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.keep
+        _ = self.keep  # raises
+
+    def layers_of(self, config: ModelConfig) -> list[int]:
+        if config.dsa_layers:
+            raise ValueError("retrofit dsa: this target has an index already: start from its original")
+        return super().layers_of(config)
+
+    def resolve(self, config: ModelConfig) -> tuple[list[int], int, int]:
+        """-> layers, heads and dimensions of an index. Raises ValueError for layers that do not fit."""
+        dim = self.index_dim or max(8, config.head_dim // 2 // 8 * 8)
+        return self.layers_of(config), self.index_heads or usual_heads(config.num_heads), dim
 
     @property
     def keep(self) -> TopKConfig:
@@ -325,79 +327,52 @@ def retrofit_dsa(
     out: Path,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Write out/, a checkpoint where the original tensors are untouched; -> the report, also out/json.
-    Raises ValueError for settings that this target cannot have, and for an `out` that holds something."""
-    target, tokenizer = open_for(path, out)
-    layers, heads, dim = asked_of(target, settings)
-    on_stage("reading text")
-    texts, validation = texts_for(tokenizer, documents, settings)
-    on_stage(f"going over {settings.rows} texts with {len(layers)} layers")
-    made = first_indexes(target, texts, layers, heads, dim)
-    temper(target, made, texts[0], settings.keep)
-    before = evaluate(target, validation)
-    whose = fingerprint(target)
-    on_stage("judging on held-out text")
-    attach_index(target, made, settings.keep)
-    report = {
-        "settings": asdict(settings) | {"layers": layers, "index_heads": heads, "index_dim": dim},
-        "made_from": whose,
-        "calibration_tokens": sum(map(len, texts)),
-        "numbers_per_token": numbers_of(target),
-        "parameters": sum(p.numel() for indexer in made.values() for p in indexer.parameters()),
-        **index_metrics(target, validation, before),
-    }
-    on_stage("saving")
-    save_retrofit(target, tokenizer, path, out, report, REPORT)
-    return report
+    """`retrofit` with an index; -> the report. Raises ValueError for settings that do not fit the target."""
+
+    def attach(target: Decoder, texts: Texts, validation: Texts) -> dict[str, Any]:
+        layers, heads, dim = settings.resolve(target.config)
+        indexers = initial_indexers(target, texts, layers, heads, dim)
+        fit_temperature(target, indexers, texts[0], settings.keep)
+        attach_index(target, indexers, settings.keep)
+        target.use_dsa(False)  # the states of the original
+        table = mass_table(target, validation, layers, settings.keep.by_count)
+        target.use_dsa(True)
+        return {
+            "settings": {"layers": layers, "index_heads": heads, "index_dim": dim},
+            "numbers_per_token": numbers_per_token(target),
+            "parameters": sum(p.numel() for indexer in indexers.values() for p in indexer.parameters()),
+            "mass": table,
+        }
+
+    return retrofit(path, settings, documents, out, on_stage, attach)
 
 
-def asked_of(target: Decoder, settings: DsaSettings) -> tuple[list[int], int, int]:
-    """-> layers, heads and dimensions of an index."""
-    config = target.config
-    if config.dsa_layers:
-        raise ValueError("retrofit dsa: this target has an index already: start from the one it was made for")
-    dim = settings.index_dim or max(8, config.head_dim // 2 // 8 * 8)
-    return settings.layers_of(config), settings.index_heads or usual_heads(config.num_heads), dim
-
-
-def first_indexes(
+def initial_indexers(
     target: Decoder, texts: Sequence[Sequence[int]], layers: Sequence[int], heads: int, dim: int
 ) -> dict[int, Indexer]:
     sums: dict[int, Phases] = {}
     for text in texts:
         tokens = torch.tensor(list(text), device=target.device)
-        for layer, seen in looked_at(target, tokens, layers).items():
-            result = Phases.of(seen)
-            sums[layer] = sums[layer] + result if layer in sums else result
+        for layer, inputs in attention_inputs(target, tokens, layers).items():
+            phases = Phases.of(inputs)
+            sums[layer] = sums[layer] + phases if layer in sums else phases
     return {i: first_weights(target.attentions[i], phases, heads, dim) for i, phases in sums.items()}
 
 
-def numbers_of(target: Decoder) -> dict[str, int]:
-    """What the layers with an index remember of a token, and what their queries read of one at most."""
+def numbers_per_token(target: Decoder) -> dict[str, int]:
+    """Cached numbers per token of the layers with an index, without and with it."""
     layers, config = target.config.dsa_layers, target.config
-    kept = sum(config.kv_numbers(i) for i in layers)
-    return {"before": kept, "after": kept + sum(config.index_numbers(i) for i in layers)}
-
-
-def index_metrics(target: Decoder, entries: list[list[int]], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What the indexes keep of the attention's mass, layer by layer; held-out loss with and without them."""
-    after = evaluate(target, entries, before["log_probabilities"])
-    plain = {name: value for name, value in before.items() if name != "log_probabilities"}
-    del after["log_probabilities"]
-    config = target.config
-    target.use_dsa(False)  # the states of the target as it was
-    table = mass_table(target, entries, config.dsa_layers, config.dsa_keep.by_count)
-    target.use_dsa(True)
-    return {"mass": table, "held_out": {"texts": len(entries), "before": plain, "after": after}}
+    kv = sum(config.kv_numbers(i) for i in layers)
+    return {"before": kv, "after": kv + sum(config.index_numbers(i) for i in layers)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DsaRecipe(FrozenRecipe):
+class DsaRecipe(RetrofitRecipe):
     """Fields of recipes/memory/dsa.toml."""
 
     NAME: ClassVar[str] = "dsa"
     row_tokens: int = 4096  # one row a step
-    queries: int = 256  # of a row, looked at
+    queries: int = 256  # of a row, in the loss
     sparse_share: float = 0.25  # of the steps, the last ones: attention is sparse
     decay: float = 0.5
 
@@ -414,56 +389,49 @@ def train_dsa(
     stop_after: int | None = None,
 ) -> dict[str, Any] | None:
     """Train the indexes of `target`, in place, and save folder/model; -> the report, None if stopped early.
-    Raises ValueError for a target that has none."""
-    config = target.config
-    if not config.dsa_layers:
-        raise ValueError("train dsa: this target has no index: give it one by outpace retrofit dsa")
-    indexers = {i: indexer for i in config.dsa_layers if (indexer := target.attentions[i].indexer)}
-    texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
-    keep = config.dsa_keep.by_count
-    untrained = once(folder, lambda: _evaluated(target, texts, None))
-    stream = token_stream(tokenizer, train, recipe.seed)
-    parameters = learners(target, indexers.values())
-    sparse_from = round(recipe.steps * (1 - recipe.sparse_share))
+    Raises ValueError for a target without an index."""
+    if not target.config.dsa_layers:
+        raise ValueError("train dsa: this target has no index: add one by outpace retrofit dsa")
+    trainer = DsaTrainer(target, recipe, token_stream(tokenizer, train, recipe.seed))
+    return train_retrofit(
+        trainer, recipe, target, tokenizer, template, held_out, folder, stop_after=stop_after
+    )
 
-    def losses(step: int) -> tuple[Tensor, dict[str, Any]]:
-        sparse = step >= sparse_from
+
+@dataclass
+class DsaTrainer:
+    target: Decoder
+    recipe: DsaRecipe
+    stream: np.ndarray  # of token ids
+
+    @property
+    def indexers(self) -> dict[int, Indexer]:
+        attentions = self.target.attentions
+        return {i: indexer for i in self.target.config.dsa_layers if (indexer := attentions[i].indexer)}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return list(self.indexers.values())
+
+    def switch(self, on: bool) -> None:
+        self.target.use_dsa(on)
+
+    def metrics(self, texts: Texts) -> dict[str, Any]:
+        config = self.target.config
+        return {"mass": mass_table(self.target, texts, config.dsa_layers, config.dsa_keep.by_count)}
+
+    def loss(self, step: int) -> tuple[Tensor, dict[str, Any]]:
+        recipe, target, keep = self.recipe, self.target, self.target.config.dsa_keep.by_count
+        sparse = step >= round(recipe.steps * (1 - recipe.sparse_share))
         target.use_dsa(sparse)
-        row = row_of(stream, recipe.row_tokens, 1, step, recipe.seed)[0].to(target.device)
-        result = _losses(target, indexers, row, recipe, keep, sparse, step)
-        total = torch.stack([loss for loss, _ in result.values()]).mean()
-        kept = {f"kept_{i}": round(kept.item(), 4) for i, (_, kept) in result.items()}
-        return total, {"kept": sum(kept.values()) / len(kept), **kept}
-
-    train_frozen(target, parameters, recipe, losses, folder, "index", stop_after)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    if len(log) < recipe.steps:
-        return None
-    fields = _evaluated(target, texts, untrained["held_out"]["after"]) | {"mass_untrained": untrained["mass"]}
-    return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, fields)
-
-
-def _losses(
-    target: Decoder,
-    indexers: dict[int, Indexer],
-    row: Tensor,
-    recipe: DsaRecipe,
-    keep: TopKConfig,
-    sparse: bool,
-    step: int,
-) -> dict[int, tuple[Tensor, Tensor]]:
-    first = min(keep.sinks + keep.recent + 1, len(row) - 1)
-    many = min(recipe.queries, len(row) - first)
-    rng = seeded(recipe.seed, 5, step)
-    positions = first + torch.randperm(len(row) - first, generator=rng)[:many].sort().values.to(row.device)
-    seen = looked_at(target, row, list(indexers))
-    fields = {i: mass(target, indexer, seen[i], positions) for i, indexer in indexers.items()}
-    return {i: (each.divergence(keep, sparse), each.kept(keep).mean()) for i, each in fields.items()}
-
-
-def _evaluated(target: Decoder, texts: list[list[int]], untrained: dict[str, Any] | None) -> dict[str, Any]:
-    """What the indexes keep of the mass that the target with full attention gives; held-out loss."""
-    target.use_dsa(False)
-    keep = target.config.dsa_keep.by_count
-    table = mass_table(target, texts, target.config.dsa_layers, keep)
-    return {"mass": table, "held_out": three_losses(target, texts, target.use_dsa, untrained)}
+        row = rows_of_step(self.stream, recipe.row_tokens, 1, step, recipe.seed)[0][0].to(target.device)
+        first = min(keep.sinks + keep.recent + 1, len(row) - 1)
+        order = torch.randperm(len(row) - first, generator=seeded(recipe.seed, 5, step))
+        positions = first + order[: recipe.queries].sort().values.to(row.device)
+        losses, kept = [], {}
+        inputs = attention_inputs(target, row, list(self.indexers))
+        for i, indexer in self.indexers.items():
+            result = mass(target, indexer, inputs[i], positions)
+            losses.append(result.divergence(keep, sparse))
+            kept[f"kept_{i}"] = round(result.kept(keep).mean().item(), 4)
+        return torch.stack(losses).mean(), {"kept": sum(kept.values()) / len(kept), **kept}

@@ -11,7 +11,7 @@ from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import encode
 
-PIECE = 256  # tokens where the logits are in memory at once
+PIECE = 256  # tokens per chunk of logits
 
 
 def texts_of(
@@ -38,13 +38,12 @@ def texts_of(
 @torch.inference_mode()
 def evaluate(target: Decoder, texts: list[list[int]], before: list[Tensor] | None = None) -> dict[str, Any]:
     """Held-out loss in nats per token; and against `before`, the log-probabilities of another target on the
-    same texts, the mean KL(before || this) and the share of tokens where the most probable successor is the
-    same."""
-    items, nll, kl, same, total = [], 0.0, 0.0, 0, 0
+    same texts, the mean KL(before || this) and the share of tokens with the same top-1."""
+    kept, nll, kl, same, total = [], 0.0, 0.0, 0, 0
     for n, text in enumerate(texts):
         tokens = torch.tensor([text], device=target.device)
         hidden = target(tokens[:, :-1]).hidden[0]
-        pieces = []
+        chunks = []
         for begin in range(0, len(hidden), PIECE):
             logp = target.logits(hidden[begin : begin + PIECE]).float().log_softmax(-1)
             labels = tokens[0, begin + 1 : begin + 1 + len(logp)]
@@ -53,27 +52,27 @@ def evaluate(target: Decoder, texts: list[list[int]], before: list[Tensor] | Non
                 old = before[n][begin : begin + PIECE]
                 kl += float((old.exp() * (old - logp)).sum())
                 same += int((old.argmax(-1) == logp.argmax(-1)).sum())
-            pieces.append(logp)
-        items.append(torch.cat(pieces))
+            chunks.append(logp)
+        kept.append(torch.cat(chunks))
         total += len(hidden)
-    values: dict[str, Any] = {"nats_per_token": round(nll / total, 5), "log_probabilities": items}
+    values: dict[str, Any] = {"nats_per_token": round(nll / total, 5), "log_probabilities": kept}
     if before is not None:
         values |= {"kl": round(kl / total, 5), "same_likeliest": round(same / total, 5)}
     return values
 
 
 @torch.no_grad()
-def states_of(target: Decoder, rows: Tensor) -> list[Tensor]:
+def residual_states(target: Decoder, rows: Tensor) -> list[Tensor]:
     """rows [B, T] int64, texts from their beginnings -> the residual stream [B, T, C] before the first
-    layer and behind every one; the target as it is switched."""
+    layer and behind every one; the target runs as it is switched."""
     aux = target(rows, aux=range(target.config.num_layers)).aux
     assert aux is not None
     return [target.embed(rows), *aux]
 
 
 @torch.no_grad()
-def read_by(target: Decoder, layer: int, states: list[Tensor]) -> Tensor:
-    """[B, T, C]: what the layer's attention reads of `states_of`."""
+def attention_input(target: Decoder, layer: int, states: list[Tensor]) -> Tensor:
+    """[B, T, C]: the input of the layer's attention, from `residual_states`."""
     block = target.layers[layer]
     assert isinstance(block, DecoderBlock)
     normed: Tensor = block.input_layernorm(states[layer])

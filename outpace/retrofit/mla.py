@@ -5,7 +5,6 @@ the best latent of rank R is c = U_R^T M^(1/2) (y - mu), read as y^ = M^(-1/2) U
 is the sum of the eigenvalues left out.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,29 +14,22 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from outpace.config import Ranges
 from outpace.models.attention import Attention
 from outpace.models.blocks import Linear
+from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.latent import Latent
-from outpace.models.load import fingerprint
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.sampling import seeded
-from outpace.retrofit.evaluate import evaluate, read_by, states_of, texts_of
-from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, open_for, save_retrofit, texts_for
-from outpace.retrofit.train import (
-    FrozenRecipe,
-    learners,
-    once,
-    publish,
-    row_of,
-    three_losses,
-    train_frozen,
-)
+from outpace.retrofit.evaluate import attention_input, evaluate, residual_states
+from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, Texts, retrofit
+from outpace.retrofit.train import RetrofitRecipe, train_retrofit
+from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import Document
 from outpace.text.template import ChatTemplate
-from outpace.train.data import token_stream
-from outpace.train.drafts import Teacher
+from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import block_losses
 
 OFFSETS = 512  # distances over which a rotation is averaged
@@ -68,9 +60,9 @@ def calibrate(target: Decoder, rows: Sequence[Sequence[int]], layers: Sequence[i
     sums: dict[int, list[Tensor]] = {}
     total = sum(map(len, rows))
     for row in rows:
-        states = states_of(target, torch.tensor([list(row)], device=target.device))
+        states = residual_states(target, torch.tensor([list(row)], device=target.device))
         for layer in layers:
-            result = _sums(target.attentions[layer], read_by(target, layer, states)[0])
+            result = _sums(target.attentions[layer], attention_input(target, layer, states)[0])
             result.append(states[layer + 1].double().square().sum())
             sums[layer] = (
                 [a + b for a, b in zip(sums[layer], result, strict=True)] if layer in sums else result
@@ -113,7 +105,7 @@ def _moments(target: Decoder, attention: Attention, means: list[Tensor], tokens:
 
 def averaged(q: Tensor, target: Decoder) -> Tensor:
     """q [K, D, D] -> the mean of R^T q R over rotations R by distances 0 .. OFFSETS - 1: a score is
-    q^T R_(s-t) k, so this is what an error of k costs at all distances together."""
+    q^T R_(s-t) k, so this is the cost of an error of k over all distances."""
     half, (cos, sin) = q.shape[-1] // 2, target.rope(torch.arange(OFFSETS, device=q.device))
     R = torch.diag_embed(torch.cat((cos, cos), -1).double())
     at = torch.arange(half, device=q.device)
@@ -255,7 +247,6 @@ def errors(
     return entries
 
 
-REPORT = "mla.json"
 ALLOCATIONS = ("marginal", "equal")
 BALANCES = (1.0, 0.3, 0.1, 0.03)  # of keys against values, tried on texts apart
 FRACTIONS = (0.75, 0.5, 0.25)  # of 2 K D, at which errors are reported
@@ -265,9 +256,9 @@ Bases = Mapping[int, Basis]
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSettings(RetrofitSettings):
-    """`rank`: latent dimensions of a layer, in the mean; 0: half of keys and values. `allocate`: "marginal",
-    ranks of equal marginal loss, or "equal". `balance`: what keys weigh against values with the method
-    "loss"; 0: the best of a few, tried."""
+    """`rank`: mean latent dimensions of a layer; 0: half of keys and values. `allocate`: "marginal", ranks of
+    equal marginal loss, or "equal". `balance`: weight of keys against values with the method "loss"; 0: the
+    best of BALANCES."""
 
     NAME: ClassVar[str] = "mla"
     method: str = LOSS
@@ -275,6 +266,7 @@ class MlaSettings(RetrofitSettings):
     allocate: str = "marginal"
     balance: float = 0.0
     rows: int = 24
+    RANGES: ClassVar[Ranges] = RetrofitSettings.RANGES | {"rank": (0, 2**24), "balance": (0, 1e6)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -288,8 +280,22 @@ class MlaSettings(RetrofitSettings):
 
     @property
     def searches(self) -> bool:
-        """Whether a balance is yet to be found."""
+        """Whether a balance is to be found."""
         return self.method == LOSS and not self.balance
+
+    def layers_of(self, config: ModelConfig) -> list[int]:
+        if config.mla_ranks:
+            raise ValueError("retrofit mla: this target has latents already: start from its original")
+        whole = 2 * config.num_kv_heads * config.head_dim
+        if self.rank > whole:
+            raise ValueError(
+                f"retrofit mla: rank {self.rank}: keys and values of a layer have {whole} dimensions"
+            )
+        return super().layers_of(config)
+
+    def resolve(self, config: ModelConfig) -> tuple[list[int], int]:
+        """-> layers and mean rank. Raises ValueError for settings that do not fit."""
+        return self.layers_of(config), self.rank or config.num_kv_heads * config.head_dim
 
     def ranks(self, bases: Bases, rank: int) -> dict[int, int]:
         return ranks_of(bases, rank) if self.allocate == "marginal" else dict.fromkeys(bases, rank)
@@ -302,61 +308,35 @@ def retrofit_mla(
     out: Path,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Write out/, a checkpoint where the original tensors are untouched; -> the report, also out/json.
-    Raises ValueError for settings that this target cannot have, and for an `out` that holds something."""
-    target, tokenizer = open_for(path, out)
-    layers, rank = asked_of(target, settings)
-    on_stage("reading text")
-    texts, validation = texts_for(
-        tokenizer, documents, settings, extra=HELD_OUT_TEXTS if settings.searches else 0
-    )
-    on_stage(f"calibrating {len(layers)} layers on {settings.rows} texts")
-    moments = calibrate(target, texts[: settings.rows], layers)
-    table = [
-        {"method": method, "fraction": fraction, "layers": [asdict(e) for e in result]}
-        for method, fraction, result in error_table(target, moments)
-    ]
-    on_stage("factoring")
-    balance, tried = chosen_balance(target, moments, rank, settings, texts[settings.rows :])
-    bases = bases_of(target, moments, settings.method, balance)
-    ranks = settings.ranks(bases, rank)
-    lost = errors(target, bases, moments, ranks)
-    before = evaluate(target, validation)
-    whose = fingerprint(target)
-    attach(target, bases, ranks)
-    on_stage("judging on held-out text")
-    after = evaluate(target, validation, before.pop("log_probabilities"))
-    del after["log_probabilities"]
-    remembered = (replace(target.config, use_mla_kv=False), target.config)
-    numbers = [sum(map(config.kv_numbers, layers)) for config in remembered]
-    report = {
-        "settings": asdict(settings) | {"layers": layers},
-        "made_from": whose,
-        "calibration_tokens": sum(map(len, texts[: settings.rows])),
-        "balance": balance if settings.method == LOSS else None,
-        "balances_tried": tried,
-        "ranks": {str(i): r for i, r in ranks.items()},
-        "numbers_per_token": dict(zip(("before", "after"), numbers, strict=True)),
-        "parameters": sum(p.numel() for a in target.attentions if a.latent for p in a.latent.parameters()),
-        "errors": [asdict(e) for e in lost],
-        "errors_by_method": table,
-        "held_out": {"texts": len(validation), "before": before, "after": after},
-    }
-    on_stage("saving")
-    save_retrofit(target, tokenizer, path, out, report, REPORT)
-    return report
+    """`retrofit` with latents; -> the report. Raises ValueError for settings that do not fit the target."""
 
+    def attach_latents(target: Decoder, texts: Texts, _: Texts) -> dict[str, Any]:
+        layers, rank = settings.resolve(target.config)
+        before, moments = target.config, calibrate(target, texts[: settings.rows], layers)
+        table = [
+            {"method": method, "fraction": fraction, "layers": [asdict(e) for e in result]}
+            for method, fraction, result in error_table(target, moments)
+        ]
+        balance, tried = chosen_balance(target, moments, rank, settings, texts[settings.rows :])
+        bases = bases_of(target, moments, settings.method, balance)
+        ranks = settings.ranks(bases, rank)
+        lost = errors(target, bases, moments, ranks)
+        attach(target, bases, ranks)
+        numbers = [sum(map(config.kv_numbers, layers)) for config in (before, target.config)]
+        latents = [a.latent for a in target.attentions if a.latent is not None]
+        return {
+            "settings": {"layers": layers},
+            "balance": balance if settings.method == LOSS else None,
+            "balances_tried": tried,
+            "ranks": {str(i): r for i, r in ranks.items()},
+            "numbers_per_token": dict(zip(("before", "after"), numbers, strict=True)),
+            "parameters": sum(p.numel() for latent in latents for p in latent.parameters()),
+            "errors": [asdict(e) for e in lost],
+            "errors_by_method": table,
+        }
 
-def asked_of(target: Decoder, settings: MlaSettings) -> tuple[list[int], int]:
-    """-> layers and mean rank."""
-    config = target.config
-    if config.mla_ranks:
-        raise ValueError("retrofit mla: this target has latents already: start from the one it was made from")
-    whole = 2 * config.num_kv_heads * config.head_dim
-    rank = settings.rank or whole // 2
-    if rank > whole:
-        raise ValueError(f"retrofit mla: rank {rank}: keys and values of a layer have {whole} dimensions")
-    return settings.layers_of(config), rank
+    extra = HELD_OUT_TEXTS if settings.searches else 0
+    return retrofit(path, settings, documents, out, on_stage, attach_latents, extra)
 
 
 def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balance: float) -> Bases:
@@ -396,14 +376,14 @@ def chosen_balance(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaRecipe(FrozenRecipe):
+class MlaRecipe(RetrofitRecipe):
     """Fields of recipes/memory/mla.toml."""
 
     NAME: ClassVar[str] = "mla"
     rows: int = 4  # of a step
     layer_share: float = 0.3  # of the steps, the first ones: every layer by itself
-    kl: float = 1.0  # weights of the divergence of the logits ..
-    mse: float = 1.0  # .. and of the last states' error, relative to their size
+    kl: float = 1.0  # weight of the KL of the logits
+    mse: float = 1.0  # weight of the error of the last states, relative to their size
 
 
 def train_mla(
@@ -415,47 +395,83 @@ def train_mla(
     held_out: list[Document],
     folder: Path,
     *,
-    teacher: Teacher | None = None,
+    teacher: TeacherCache | None = None,
     stop_after: int | None = None,
 ) -> dict[str, Any] | None:
     """Train the latents of `target`, in place, and save folder/model; -> the report, None if stopped early.
-    With `teacher`, a cache of the original with final states, on its texts, and the original need not be run
-    again when all learn together. Raises ValueError for a target that has no latents."""
+    With `teacher`, a cache of the original with final states, on its texts: training all layers together then
+    needs no forward of the original. Raises ValueError for a target without latents."""
     if not target.config.mla_ranks:
-        raise ValueError("train mla: this target has no latents: give it some by outpace retrofit mla")
-    texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
-    untrained = once(folder, lambda: three_losses(target, texts, target.use_mla_kv, None)["after"])
+        raise ValueError("train mla: this target has no latents: add them by outpace retrofit mla")
     stream = None if teacher is not None else token_stream(tokenizer, train, recipe.seed)
-    attentions = {i: a for i, a in enumerate(target.attentions) if a.latent is not None}
-    parameters = learners(target, (a.latent for a in attentions.values() if a.latent is not None))
-    together_from = round(recipe.steps * recipe.layer_share)
 
-    def losses(step: int) -> tuple[Tensor, dict[str, Any]]:
+    def batches(step: int) -> list[tuple[Tensor, Tensor | None]]:
         if teacher is not None:
-            pairs = cached_texts(teacher, recipe, step)
-        else:
-            assert stream is not None
-            pairs = [(row_of(stream, recipe.row_tokens, recipe.rows, step, recipe.seed), None)]
-        pairs = [(rows.to(target.device), final) for rows, final in pairs]
-        if step < together_from:
-            loss = torch.stack([layer_losses(target, attentions, rows) for rows, _ in pairs]).mean()
+            return cached_texts(teacher, recipe, step)
+        assert stream is not None
+        rows, _ = rows_of_step(stream, recipe.row_tokens, recipe.rows, step * recipe.rows, recipe.seed)
+        return [(rows, None)]
+
+    trainer = MlaTrainer(target, recipe, batches)
+    return train_retrofit(
+        trainer, recipe, target, tokenizer, template, held_out, folder, stop_after=stop_after
+    )
+
+
+@dataclass
+class MlaTrainer:
+    """`batches(step)`: texts [B, T], each with the original's last states [B * T, C] where they are known."""
+
+    target: Decoder
+    recipe: MlaRecipe
+    batches: Callable[[int], list[tuple[Tensor, Tensor | None]]]
+
+    @property
+    def attentions(self) -> dict[int, Attention]:
+        return {i: a for i, a in enumerate(self.target.attentions) if a.latent is not None}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [a.latent for a in self.attentions.values() if a.latent is not None]
+
+    def switch(self, on: bool) -> None:
+        self.target.use_mla_kv(on)
+
+    def metrics(self, texts: Texts) -> dict[str, Any]:
+        return {}
+
+    def loss(self, step: int) -> tuple[Tensor, dict[str, Any]]:
+        batches = [(rows.to(self.target.device), final) for rows, final in self.batches(step)]
+        if step < round(self.recipe.steps * self.recipe.layer_share):
+            loss = torch.stack([self.layer_loss(rows) for rows, _ in batches]).mean()
             return loss, {"layers": loss.item()}
-        items = [whole_losses(target, rows, final) for rows, final in pairs]
-        kl, mse = (torch.stack(part).mean() for part in zip(*items, strict=True))
-        return recipe.kl * kl + recipe.mse * mse, {"kl": kl.item(), "mse": mse.item()}
+        losses = [whole_losses(self.target, rows, final) for rows, final in batches]
+        kl, mse = (torch.stack(part).mean() for part in zip(*losses, strict=True))
+        return self.recipe.kl * kl + self.recipe.mse * mse, {"kl": kl.item(), "mse": mse.item()}
 
-    train_frozen(target, parameters, recipe, losses, folder, "latents", stop_after)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    if len(log) < recipe.steps:
-        return None
-    held = three_losses(target, texts, target.use_mla_kv, untrained)
-    return publish(target, tokenizer, template, folder / "model", REPORT, recipe, log, {"held_out": held})
+    def layer_loss(self, rows: Tensor) -> Tensor:
+        """rows [B, T] -> the error of the attention's output relative to its size, mean over the layers."""
+        target = self.target
+        with torch.no_grad():
+            target.use_mla_kv(False)
+            states = residual_states(target, rows)
+            cos, sin = target.rope(torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1))
+        losses = []
+        for layer, attention in self.attentions.items():
+            x = attention_input(target, layer, states)
+            with torch.no_grad():
+                original = attention(x, cos, sin, None, None).float()
+            attention.use_latent = True
+            value = attention(x, cos, sin, None, None).float()
+            losses.append((value - original).square().mean() / original.square().mean())
+        target.use_mla_kv(True)
+        return torch.stack(losses).mean()
 
 
-def cached_texts(teacher: Teacher, recipe: MlaRecipe, step: int) -> list[tuple[Tensor, Tensor | None]]:
-    """The step's texts [1, T] and final states [T, C], another order every epoch. Raises ValueError for a
+def cached_texts(teacher: TeacherCache, recipe: MlaRecipe, step: int) -> list[tuple[Tensor, Tensor | None]]:
+    """The step's texts [1, T] and final states [T, C], shuffled again every epoch. Raises ValueError for a
     cache without final states, and for texts that do not begin at position 0."""
-    items: list[tuple[Tensor, Tensor | None]] = []
+    texts: list[tuple[Tensor, Tensor | None]] = []
     for n in range(step * recipe.rows, (step + 1) * recipe.rows):
         epoch, i = divmod(n, len(teacher))
         order = torch.randperm(len(teacher), generator=seeded(recipe.seed, 6, epoch))
@@ -465,36 +481,18 @@ def cached_texts(teacher: Teacher, recipe: MlaRecipe, step: int) -> list[tuple[T
                 "train mla: this cache has no final states, or texts at other positions: build one with "
                 "teacher build --final and without --position-offsets"
             )
-        items.append((sample.tokens[None, : recipe.row_tokens].long(), sample.final[: recipe.row_tokens]))
-    return items
-
-
-def layer_losses(target: Decoder, attentions: dict[int, Attention], rows: Tensor) -> Tensor:
-    """rows [B, T] -> the error of the attention's output relative to its size, mean over the layers."""
-    with torch.no_grad():
-        target.use_mla_kv(False)
-        states = states_of(target, rows)
-        cos, sin = target.rope(torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1))
-    entries = []
-    for layer, attention in attentions.items():
-        x = read_by(target, layer, states)
-        with torch.no_grad():
-            wanted = attention(x, cos, sin, None, None).float()
-        attention.use_latent = True
-        value = attention(x, cos, sin, None, None).float()
-        entries.append((value - wanted).square().mean() / wanted.square().mean())
-    target.use_mla_kv(True)
-    return torch.stack(entries).mean()
+        texts.append((sample.tokens[None, : recipe.row_tokens].long(), sample.final[: recipe.row_tokens]))
+    return texts
 
 
 def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """rows [B, T] -> KL of the logits, nats per token; error of the last states relative to their size.
-    `final` [B * T, C]: those of the original, if they are known."""
+    `final` [B * T, C]: the original's, if they are known."""
     with torch.no_grad():
         target.use_mla_kv(False)
-        wanted = target(rows).hidden.flatten(0, 1) if final is None else final.to(rows.device, target.dtype)
+        original = target(rows).hidden.flatten(0, 1) if final is None else final.to(rows.device, target.dtype)
         target.use_mla_kv(True)
     value = target(rows).hidden.flatten(0, 1)
     head, labels = target.dense_head, rows.flatten()
-    kl = block_losses("kl", value, head, labels, wanted, head).loss.mean()
-    return kl, (value.float() - wanted.float()).square().mean() / wanted.float().square().mean()
+    kl = block_losses("kl", value, head, labels, original, head).loss.mean()
+    return kl, (value.float() - original.float()).square().mean() / original.float().square().mean()

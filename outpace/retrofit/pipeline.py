@@ -1,41 +1,45 @@
-"""What both retrofits of a target on disk have alike: settings, the folder, the layers, text, saving."""
+"""Frame of a retrofit of a target on disk: settings, layers, calibration text, evaluation, saving."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-from tokenizers import Tokenizer
 
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_json
 from outpace.checkpoint.tokenizer import open_template
+from outpace.config import Ranges, check_ranges
 from outpace.formats.convert import write_folder
 from outpace.loading import open_target
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
-from outpace.retrofit.evaluate import texts_of
+from outpace.models.load import fingerprint
+from outpace.retrofit.evaluate import evaluate, texts_of
 from outpace.text.corpus import Document, split
 
-HELD_OUT_TEXTS = 4  # texts
+HELD_OUT_TEXTS = 4
+MOST = float("inf")
+Texts = list[list[int]]  # token ids, each from the beginning of a document
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitSettings:
-    """`layers`: which; none: all with full attention. `rows` texts of `row_tokens`: what is calibrated on."""
+    """`layers`: which; none: all with full attention. `rows` texts of `row_tokens` for calibration."""
 
     NAME: ClassVar[str]
+    RANGES: ClassVar[Ranges] = {
+        "rows": (1, MOST),
+        "row_tokens": (2, MOST),
+        "seed": (0, MOST),
+    }
     layers: tuple[int, ...] = ()
     rows: int = 8
     row_tokens: int = 1024
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), {"rows": 1, "row_tokens": 2}.get(field.name, 0)
-            if isinstance(value, int | float) and not value >= least:
-                raise ValueError(f"retrofit {self.NAME}: {field.name} {value}: it must be at least {least}")
+        check_ranges(self, self.RANGES, f"retrofit {self.NAME}: ")
 
     def layers_of(self, config: ModelConfig) -> list[int]:
         """Raises ValueError for layers that cannot be retrofitted."""
@@ -49,26 +53,42 @@ class RetrofitSettings:
         return list(self.layers) or full
 
 
-def open_for(path: str, out: Path) -> tuple[Decoder, Tokenizer]:
-    """The target that a retrofit is made of. Raises ValueError for an `out` that holds something."""
+def retrofit(
+    path: str,
+    settings: RetrofitSettings,
+    documents: Sequence[Document],
+    out: Path,
+    on_stage: Callable[[str], None],
+    attach: Callable[[Decoder, Texts, Texts], dict[str, Any]],
+    extra_rows: int = 0,
+) -> dict[str, Any]:
+    """Write out/, a checkpoint with the original tensors untouched, tokenizer and template, and the
+    report settings.NAME.json, which is returned. `attach` changes the target in place, calibrated on
+    settings.rows + `extra_rows` texts, and returns its part of the report; its third argument is the
+    held-out texts. Raises ValueError for an `out` with contents."""
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise ValueError(f"{out} is there already: name another folder")
-    return open_target(path)
-
-
-def texts_for(
-    tokenizer: Tokenizer, documents: Sequence[Document], settings: RetrofitSettings, extra: int = 0
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Texts to calibrate on, `extra` more than settings.rows, and held-out ones to evaluate on."""
+    target, tokenizer = open_target(path)
+    settings.layers_of(target.config)
+    on_stage("reading text")
     train, held_out = split(list(documents))
-    texts = texts_of(tokenizer, train, settings.rows + extra, settings.row_tokens, settings.seed)
-    return texts, texts_of(tokenizer, held_out, HELD_OUT_TEXTS, settings.row_tokens, settings.seed)
-
-
-def save_retrofit(
-    target: Decoder, tokenizer: Tokenizer, path: str, out: Path, report: dict[str, Any], name: str
-) -> None:
-    """out/: the checkpoint with the tokenizer and template that it came with, and its report."""
+    texts = texts_of(tokenizer, train, settings.rows + extra_rows, settings.row_tokens, settings.seed)
+    validation = texts_of(tokenizer, held_out, HELD_OUT_TEXTS, settings.row_tokens, settings.seed)
+    made_from, before = fingerprint(target), evaluate(target, validation)
+    on_stage(f"calibrating on {settings.rows} texts")
+    values = attach(target, texts, validation)
+    on_stage("evaluating on held-out text")
+    after = evaluate(target, validation, before.pop("log_probabilities"))
+    del after["log_probabilities"]
+    report = {
+        "settings": asdict(settings) | values.pop("settings"),
+        "made_from": made_from,
+        "calibration_tokens": sum(map(len, texts[: settings.rows])),
+        **values,
+        "held_out": {"texts": len(validation), "before": before, "after": after},
+    }
+    on_stage("saving")
     with published(out) as new:
         write_folder(target, new, tokenizer, open_template(open_checkpoint(target_path(path))))
-        write_json(new / name, report)
+        write_json(new / f"{settings.NAME}.json", report)
+    return report

@@ -1,35 +1,41 @@
-"""What the trainings of retrofits share: a backbone that stays as it is, rows of text, judging and saving."""
+"""Training of a retrofit on raw text: its parameters alone learn, the backbone is hashed before and after."""
 
-import json
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from outpace.checkpoint.base import LoadError
 from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_json
+from outpace.checkpoint.strict_json import read_object
+from outpace.config import Ranges, check_ranges
 from outpace.formats.convert import write_folder
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
-from outpace.retrofit.evaluate import evaluate
+from outpace.retrofit.evaluate import evaluate, texts_of
+from outpace.text.corpus import Document
 from outpace.text.template import ChatTemplate
-from outpace.train.data import rows_of_step
-from outpace.train.trainer import fit, warmup_linear
+from outpace.train.trainer import fit, take_step, training_folder, warmup_linear
 
-COUNTS = ("steps", "rows", "queries", "validation_texts", "save_every")  # at least 1
+MOST: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenRecipe:
-    """What the recipes of both trainings say."""
+class RetrofitRecipe:
+    """Common fields of the recipes of retrofits."""
 
     NAME: ClassVar[str]
+    RANGES: ClassVar[Ranges] = (
+        dict.fromkeys(("steps", "rows", "queries", "validation_texts", "save_every"), (1.0, MOST))
+        | dict.fromkeys(("lr", "warmup", "kl", "mse", "seed"), (0.0, MOST))
+        | dict.fromkeys(("decay", "layer_share", "sparse_share"), (0.0, 1.0))
+        | {"row_tokens": (2.0, MOST)}
+    )
     steps: int = 200
     row_tokens: int = 1024
     lr: float = 1e-3
@@ -40,108 +46,105 @@ class FrozenRecipe:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            least = 2 if name == "row_tokens" else int(name in COUNTS)
-            if not value >= least:
-                raise ValueError(f"train {self.NAME}: {name} {value}: it must be at least {least}")
-            if (name.endswith("_share") or name == "decay") and value > 1:
-                raise ValueError(f"train {self.NAME}: {name} {value}: a share, up to 1, of the steps")
+        check_ranges(self, self.RANGES, f"train {self.NAME}: ")
 
 
-def learners(target: Decoder, parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The floating parameters of `parts`, which want gradients from now on; no other of the target's does."""
-    for parameter in target.parameters():
-        parameter.requires_grad_(False)
-    items = [p for part in parts for name, p in part.named_parameters() if name != "frequencies"]
-    for parameter in items:
-        parameter.requires_grad_(True)
-    return items
+class RetrofitTrainer(Protocol):
+    """The part of training that depends on the kind of retrofit."""
+
+    @property
+    def modules(self) -> list[nn.Module]: ...  # of the target; their parameters learn
+
+    def loss(self, step: int) -> tuple[Tensor, dict[str, Any]]: ...
+
+    def switch(self, on: bool) -> None: ...
+
+    def metrics(self, texts: list[list[int]]) -> dict[str, Any]:
+        """For the report, besides the held-out losses."""
+        ...
 
 
-def row_of(stream: np.ndarray, length: int, rows: int, step: int, seed: int) -> Tensor:
-    """[rows, length] int64, the step's text."""
-    return rows_of_step(stream, length, rows, step * rows, seed)[0]
-
-
-def train_frozen(
-    target: Decoder,
-    parameters: list[nn.Parameter],
-    recipe: FrozenRecipe,
-    losses: Callable[[int], tuple[Tensor, dict[str, Any]]],
-    folder: Path,
-    title: str,
-    stop_after: int | None = None,
-) -> None:
-    """AdamW on `parameters` alone: what is remembered of the training does not depend on the backbone's size.
-    Resumes from folder/checkpoint.pt. Raises ValueError if the backbone is another afterwards."""
-    before = fingerprint(target, retrofits=False)
-    held = nn.ParameterList(parameters)
-    adam = torch.optim.AdamW(parameters, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
-
-    def update(step: int) -> dict[str, Any]:
-        for group in adam.param_groups:  # looked up again: loading a checkpoint replaces them
-            group["lr"] = recipe.lr * warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
-        loss, metrics = losses(step)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = float(nn.utils.clip_grad_norm_(parameters, 1.0))
-        if not math.isfinite(norm):  # the step would spoil the weights
-            return {"loss": loss.item(), "grad_norm": norm}
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        return {"loss": loss.item()} | metrics
-
-    fit(folder, recipe, update, {"parts": held, "adam": adam}, title=title, stop_after=stop_after)
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    if fingerprint(target, retrofits=False) != before:
-        raise ValueError("the backbone changed while its retrofit was trained: nothing is saved")
-
-
-def once(folder: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """folder/untrained.json: how the retrofit was evaluated before training, kept for a run that resumes."""
-    path = folder / "untrained.json"
-    if path.is_file():
-        values: dict[str, Any] = json.loads(path.read_text())
-        return values
-    folder.mkdir(parents=True, exist_ok=True)
-    values = make()
-    write_json(path, values)
-    return values
-
-
-def three_losses(
-    target: Decoder, texts: list[list[int]], switch: Callable[[bool], None], untrained: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Held-out loss of the original, of the retrofit before training (as evaluated then) and after it."""
-    switch(False)
-    original = evaluate(target, texts)
-    switch(True)
-    after = evaluate(target, texts, original.pop("log_probabilities"))
-    del after["log_probabilities"]
-    return {"texts": len(texts), "original": original, "untrained": untrained, "after": after}
-
-
-def publish(
+def train_retrofit(
+    trainer: RetrofitTrainer,
+    recipe: RetrofitRecipe,
     target: Decoder,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    out: Path,
-    name: str,
-    recipe: FrozenRecipe,
-    log: Sequence[dict[str, Any]],
-    values: dict[str, Any],
-) -> dict[str, Any]:
-    """out/, a checkpoint, and out/NAME, its report, which is returned."""
-    report = {
-        "recipe": asdict(recipe),
-        "backbone": fingerprint(target, retrofits=False),
-        "steps": len(log),
-        "training_hours": round(sum(line["seconds"] for line in log) / 3600, 3),
-        "loss_curve": [[line["step"], round(line["loss"], 5)] for line in log[:: max(1, len(log) // 100)]],
-        **values,
-    }
-    with published(out) as new:
-        write_folder(target, new, tokenizer, template)
-        write_json(new / name, report)
-    return report
+    held_out: list[Document],
+    folder: Path,
+    *,
+    stop_after: int | None = None,
+) -> dict[str, Any] | None:
+    """Train the parameters of `trainer` in place with AdamW, resuming from folder/checkpoint.pt, and publish
+    folder/model, a checkpoint with its report recipe.NAME.json; -> the report, None if stopped early. Memory
+    for training does not depend on the backbone's size. Raises ValueError if the backbone changed."""
+    texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
+    with training_folder(folder):
+        backbone = fingerprint(target, retrofits=False)
+        untrained = _untrained(folder, lambda: _evaluate(trainer, target, texts))
+        parameters = trainable(target, trainer.modules)
+        adam = torch.optim.AdamW(parameters, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
+
+        def update(step: int) -> dict[str, Any]:
+            for group in adam.param_groups:  # looked up again: loading a checkpoint replaces them
+                group["lr"] = recipe.lr * warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
+            loss, metrics = trainer.loss(step)
+            failed = take_step(loss, parameters, [adam], 1.0)
+            return {"loss": loss.item()} | metrics | failed
+
+        states = {"parts": nn.ParameterList(parameters), "adam": adam}
+        log = fit(folder, recipe, update, states, title=recipe.NAME, stop_after=stop_after)
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        if fingerprint(target, retrofits=False) != backbone:
+            raise ValueError("the backbone changed while its retrofit was trained: nothing is saved")
+        if len(log) < recipe.steps:
+            return None
+        values = _evaluate(trainer, target, texts)
+        values["held_out"]["untrained"] = untrained.pop("held_out")["after"]
+        report = {
+            "recipe": asdict(recipe),
+            "backbone": backbone,
+            "steps": len(log),
+            "training_hours": round(sum(record["seconds"] for record in log) / 3600, 3),
+            "loss_curve": [[r["step"], round(r["loss"], 5)] for r in log[:: max(1, len(log) // 100)]],
+            **values,
+            **{f"{name}_untrained": value for name, value in untrained.items()},
+        }
+        with published(folder / "model") as new:
+            write_folder(target, new, tokenizer, template)
+            write_json(new / f"{recipe.NAME}.json", report)
+        return report
+
+
+def trainable(target: Decoder, modules: list[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of `modules`, which require gradients from now on; no other of the target's does."""
+    target.requires_grad_(False)
+    parameters = [p for part in modules for name, p in part.named_parameters() if name != "frequencies"]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    return parameters
+
+
+def _evaluate(trainer: RetrofitTrainer, target: Decoder, texts: list[list[int]]) -> dict[str, Any]:
+    """Held-out loss of the original and of the retrofit as it is now."""
+    trainer.switch(False)
+    values, original = trainer.metrics(texts), evaluate(target, texts)
+    trainer.switch(True)
+    after = evaluate(target, texts, original.pop("log_probabilities"))
+    del after["log_probabilities"]
+    return values | {"held_out": {"texts": len(texts), "original": original, "after": after}}
+
+
+def _untrained(folder: Path, evaluate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """folder/untrained.json: the evaluation before training, which a run that resumes need not repeat."""
+    path = folder / "untrained.json"
+    try:
+        values = read_object(path)
+        if values["held_out"]["after"]["kl"] >= 0:
+            return values
+    except (LoadError, KeyError, TypeError):  # not there, or damaged
+        pass
+    values = evaluate()
+    write_json(path, values)
+    return values

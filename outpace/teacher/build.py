@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.checkpoint.publish import disk, one_writer
+from outpace.config import check_ranges
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.dflash_config import default_layer_ids
@@ -37,15 +38,15 @@ from outpace.teacher.store import (
 from outpace.text.corpus import Document, corpus_hash, split
 from outpace.text.tokenizer import encode
 
-CHARACTERS_PER_TOKEN = 16  # generous: what is encoded to find the tokens asked for
+CHARACTERS_PER_TOKEN = 16  # a generous bound on the text to encode
 TRIES = 1000
 
 
 class Prompts:
-    """Every character of the training documents is as likely as any other to lie in a prompt's first line."""
+    """Draws prompts uniformly over the characters of the training documents."""
 
     def __init__(self, documents: list[Document], tokenizer: Tokenizer) -> None:
-        """Held-out documents are put aside. Raises ValueError when nothing is left."""
+        """Held-out documents are left out. Raises ValueError when none is left."""
         self.documents, _ = split(documents)
         if not self.documents:
             raise ValueError(
@@ -56,7 +57,7 @@ class Prompts:
         self.ends = torch.tensor(list(accumulate(len(d.text) for d in self.documents)))
 
     def draw(self, length: int, rng: torch.Generator) -> list[int]:
-        """`length` token ids from the beginning of a line on. Raises ValueError where no text is so long."""
+        """`length` token ids from the beginning of a line. Raises ValueError if no text is that long."""
         for _ in range(TRIES):
             place = torch.randint(int(self.ends[-1]), (1,), generator=rng)
             i = int(torch.searchsorted(self.ends, place, right=True))
@@ -72,8 +73,8 @@ class Prompts:
         )
 
 
-CAPTURE_TOKENS = 2048  # of one capturing pass, padding included: longer ones pad more and miss the cache
 MOST_SAMPLES = 10_000_000
+CAPTURE_TOKENS = 2048  # per capturing forward, padding included: longer ones pad more and miss the cache
 LENGTHS, PROMPT, RESPONSE = range(3)  # streams of random numbers
 
 
@@ -83,9 +84,9 @@ class TeacherRecipe:
 
     A cache holds samples x position_offsets: the same texts (generated at position 0), their hidden
     states captured at every offset, which may lie past the model's last position. Ranges include both
-    ends; a response ends early at a stop token. `final` keeps one more state of every token, after the
+    ends; a response ends early at a stop token. `final` stores one more state of every token, after the
     final norm: training forms the target's distribution from it, and logits are never stored.
-    Raises ValueError for settings that no build can honour.
+    Raises ValueError for settings that no build can use.
     """
 
     samples: int = 1000
@@ -95,21 +96,18 @@ class TeacherRecipe:
     position_offsets: tuple[int, ...] = (0,)
     target_layer_ids: tuple[int, ...] = ()  # (): drafts.dflash.default_layer_ids
     dtype: str = "bfloat16"  # or "fp8"
-    final: bool = False  # for soft labels (KL, TV, LK); hard ones do without
+    final: bool = False  # for soft labels (KL, TV, LK)
     shard_samples: int = 64  # texts x offsets of one shard: what a kill can lose
     batch: int = 16  # texts generated together
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("samples", "shard_samples", "batch"):
-            if not 1 <= getattr(self, name) <= MOST_SAMPLES:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be 1 to {MOST_SAMPLES:,}")
+        counts = ("samples", "shard_samples", "batch", "prompt_tokens", "response_tokens")
+        check_ranges(self, dict.fromkeys(counts, (1, MOST_SAMPLES)) | {"greedy_share": (0, 1)})
         for name in ("prompt_tokens", "response_tokens"):
             low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ValueError(f"{name} {low}, {high}: give the least (at least 1) and the most")
-        if not 0 <= self.greedy_share <= 1:
-            raise ValueError(f"greedy_share {self.greedy_share} is outside 0 .. 1")
+            if low > high:
+                raise ValueError(f"{name} {low}, {high}: give the minimum and the maximum")
         offsets = self.position_offsets
         if not offsets or min(offsets) < 0 or len(set(offsets)) < len(offsets):
             raise ValueError(f"position_offsets {list(offsets)}: at least one, none negative, none twice")
@@ -129,21 +127,21 @@ class TeacherRecipe:
         return self.samples * len(self.position_offsets)
 
     def lengths(self) -> Tensor:
-        """[samples, 2] int64: prompt tokens and most response tokens of every text."""
+        """[samples, 2] int64: prompt tokens and maximum response tokens of every text."""
         rng = seeded(self.seed, LENGTHS)
         ranges = (self.prompt_tokens, self.response_tokens)
         drawn = [torch.randint(a, b + 1, (self.samples,), generator=rng) for a, b in ranges]
         return torch.stack(drawn, dim=1)
 
     def temperature(self, text: int) -> float:
-        """0 or 1, spread evenly over the texts, so that every shard holds the same mix."""
+        """0 or 1, spread evenly over the texts, so that all shards have the same mix."""
         before, after = (int(n * self.greedy_share + 1e-9) for n in (text, text + 1))
         return 0.0 if after > before else 1.0
 
 
 def predict_nbytes(recipe: TeacherRecipe, hidden_size: int, n_layers: int) -> int:
-    """The most a build can write, from the settings alone: the lengths are drawn from the seed, so the
-    bound is only loose by what stop tokens cut off."""
+    """Upper bound on the size of a build. Lengths are drawn from the seed, so the bound is loose only by the
+    tokens that stop tokens cut off."""
     tokens = int(recipe.lengths().sum()) * len(recipe.position_offsets)
     row = hidden_size + 4 if recipe.dtype == "fp8" else 2 * hidden_size
     overhead = 4096 + recipe.shards * 2048 + recipe.stored_samples * 28
@@ -159,14 +157,13 @@ def build(
     *,
     stop_after: int | None = None,
 ) -> TeacherCache:
-    """Build, or go on with, the cache in `folder`; `stop_after` ends this call after that many shards.
+    """Build, or resume, the cache in `folder`; `stop_after` ends this call after that many shards.
 
-    A shard depends on nothing but the recipe, its number, target, tokenizer and documents, so a killed
-    build that is run again ends in the same bytes (on one machine, with one number of threads and the
-    same kernels); finished shards are not made again. One shard is held in memory, about three times.
-    Raises ValueError where the recipe does not fit the target or the documents; StoreError where the
-    folder holds another build or something else, or the disk is too small; LoadError
-    for a disk that fills up.
+    A shard depends only on the recipe, its number, target, tokenizer and documents, so a killed build that is
+    run again ends in the same bytes (on one machine, with one number of threads and the same kernels);
+    finished shards are not made again. One shard is held in memory, about three times. Raises ValueError
+    where the recipe does not fit the target or the documents; StoreError where the folder holds another build
+    or other files, or the disk is too small; LoadError for a disk that fills up.
     """
     folder = Path(folder)
     with one_writer(folder), disk(folder):
@@ -205,16 +202,16 @@ def _build(
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[said]}"),
+        TextColumn("{task.fields[speeds]}"),
     )
     with Progress(*columns, refresh_per_second=2) as bar:
         started = (recipe.shards - len(todo)) * recipe.shard_texts
-        task = bar.add_task("", total=recipe.samples, completed=min(started, recipe.samples), said="")
+        task = bar.add_task("", total=recipe.samples, completed=min(started, recipe.samples), speeds="")
         for k in todo[:stop_after]:
-            made = _make_shard(target, prompts, layer_ids, recipe, k)
-            shards[k : k + 1] = [write_shard(folder, k, made.tensors, made.relative_error)]
+            new = _make_shard(target, prompts, layer_ids, recipe, k)
+            shards[k : k + 1] = [write_shard(folder, k, new.tensors, new.relative_error)]
             write_meta(folder, replace(wanted, shards=tuple(shards)))
-            bar.update(task, advance=made.texts, said=made.speeds)
+            bar.update(task, advance=new.texts, speeds=new.speeds)
     return TeacherCache.open(folder, unfinished=True)
 
 
@@ -242,7 +239,7 @@ def _check_fit(
 
 
 def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
-    """The shards already there. Writes a meta.json without shards where the folder is new."""
+    """The finished shards. Writes a meta.json without shards into a new folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in (*folder.glob("shard-*.tmp"), *folder.glob("meta.json.tmp")):
         left_over.unlink()
@@ -256,8 +253,8 @@ def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
         old, new = getattr(meta, name), getattr(wanted, name)
         if old != new:
             raise StoreError(
-                f"{folder} was started with {name} {old}, this build has {new}: give what it was started "
-                "with, or another folder"
+                f"{folder} was started with {name} {old}, this build has {new}: give the first value, or "
+                "another folder"
             )
     # the recipe of a JSON file has lists where ours has tuples
     new_recipe = {k: list(v) if isinstance(v, tuple) else v for k, v in wanted.recipe.items()}
@@ -272,7 +269,7 @@ def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
 
 
 def _finished(folder: Path, shards: list[Shard], k: int) -> bool:
-    """Recorded, there, and of the right size; whether its bytes are right is `verify`'s question."""
+    """Recorded, present and of the right size; its contents are checked by whoever reads it."""
     if k >= len(shards):
         return False
     path = folder / shards[k].file
@@ -292,7 +289,7 @@ def _check_disk(folder: Path, recipe: TeacherRecipe, meta: TeacherMeta, finished
 
 
 @dataclass(frozen=True)
-class _Made:
+class _NewShard:
     tensors: dict[str, Tensor]
     relative_error: float
     texts: int
@@ -301,9 +298,9 @@ class _Made:
 
 def _make_shard(
     target: Decoder, prompts: Prompts, layer_ids: tuple[int, ...], recipe: TeacherRecipe, k: int
-) -> _Made:
-    """From nothing but the recipe and the shard's number. What shares a forward is decided by the texts'
-    indices alone: rounding differs with the number of rows, and a resumed build may not."""
+) -> _NewShard:
+    """Depends only on the recipe and the shard's number. The texts' indices alone decide which of them share
+    a forward: rounding differs with the number of rows, and a resumed build must not."""
     first = k * recipe.shard_texts
     ids = range(first, min(first + recipe.shard_texts, recipe.samples))
     lengths = dict(zip(ids, recipe.lengths()[first : ids.stop].tolist(), strict=True))
@@ -327,13 +324,13 @@ def _make_shard(
     wrote = sum(map(len, response.values())) / (generated - began)
     read = len(tensors["tokens"]) / (captured - generated)
     speeds = f"{wrote:,.0f} tokens/s generated, {read:,.0f} captured"
-    return _Made(tensors | states, relative_error, len(ids), speeds)
+    return _NewShard(tensors | states, relative_error, len(ids), speeds)
 
 
 def _respond(
     target: Decoder, prompt: dict[int, list[int]], longest: dict[int, int], recipe: TeacherRecipe
 ) -> dict[int, list[int]]:
-    """Batches of one temperature and of near prompt lengths, which prefill pads; rows end on their own."""
+    """Responses in batches of one temperature and of similar prompt lengths, which prefill pads."""
     stop = frozenset(target.config.eos_token_ids)
     values: dict[int, list[int]] = {}
     for temperature in (0.0, 1.0):
@@ -346,8 +343,8 @@ def _respond(
             request = Request(max_new_tokens=max(limits), limits=limits, sampling=sampling, stop=stop)
             number = seeded(recipe.seed, RESPONSE, rows[0]).initial_seed()
             rng = torch.Generator(target.device).manual_seed(number)
-            made = generate(target, [prompt[i] for i in rows], request, rng=rng)
-            values |= dict(zip(rows, made.tokens, strict=True))
+            output = generate(target, [prompt[i] for i in rows], request, rng=rng)
+            values |= dict(zip(rows, output.tokens, strict=True))
     return values
 
 
@@ -359,8 +356,8 @@ def _capture(
     layer_ids: tuple[int, ...],
     recipe: TeacherRecipe,
 ) -> tuple[dict[str, Tensor], float]:
-    """first_row: (text, offset) -> where its rows begin. -> the shard's tensors of states, aux and where
-    asked for final, and the relative error of storing them."""
+    """first_row: (text, offset) -> its first row. -> the shard's tensors of states, aux and, if the recipe
+    has it, final, and the relative error of storing them."""
     R, C = sum(len(text[i]) for i, _ in first_row), target.config.hidden_size
     aux = _States("aux", (R, len(layer_ids), C), recipe.dtype)
     final = _States("final", (R, C), recipe.dtype) if recipe.final else None
@@ -383,7 +380,7 @@ def _capture(
 
 
 class _States:
-    """Rows of states [R, .., C] as they will be stored, and what storing them loses."""
+    """Rows of states [R, .., C] as they are stored, and the error of storing them."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         self.name, self.dtype = name, dtype
@@ -410,7 +407,7 @@ class _States:
 
 
 def _passes(text: dict[int, list[int]]) -> Iterator[list[int]]:
-    """Texts of near length, shortest first, as many as CAPTURE_TOKENS hold."""
+    """Groups of texts of similar length, shortest first, of up to CAPTURE_TOKENS."""
     group: list[int] = []
     for i in sorted(text, key=lambda i: len(text[i])):
         if group and len(text[i]) * (len(group) + 1) > CAPTURE_TOKENS:

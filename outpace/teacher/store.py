@@ -14,10 +14,11 @@ shard-00000.safetensors  S samples where the texts hold R tokens in all:
 """
 
 import hashlib
-import json
+import math
+import re
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,24 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outpace.checkpoint.save import write_atomically, write_json
+from outpace.checkpoint.strict_json import read_object
+from outpace.config import typed
 
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 FP8_LARGEST = 448.0
-OPEN_SHARDS = 64  # memory maps held at once
-REBUILD = "delete it and run the same `teacher build` again, which makes the missing shard again"
+OPEN_SHARDS = 64  # memory maps open at once
+MAX_OFFSET = 2**31  # of rotary positions
+REBUILD = "delete this shard and run the same `teacher build` again, which makes it again"
 
 
 class StoreError(ValueError):
     """A teacher cache that is damaged, unfinished or another target's; the message names the fix."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise StoreError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +56,12 @@ class Shard:
     nbytes: int
     samples: int
     tokens: int
-    relative_error: float  # of storing: rms of (stored - computed) over rms of computed; of aux or final
+    relative_error: float  # rms of (stored - computed) over rms of computed; the larger of aux and final
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherMeta:
-    """meta.json. `recipe` is what the build was asked for; `planned_samples` its size when done."""
+    """meta.json. `recipe`: of the build; `planned_samples`: its size when done."""
 
     format_version: int
     target_fingerprint: str
@@ -68,7 +77,7 @@ class TeacherMeta:
 
     @property
     def final(self) -> bool:
-        """Whether the final states are held. Caches built before there were any do not say."""
+        """Whether it holds final states; missing in the recipe of an older cache."""
         return bool(self.recipe.get("final", False))
 
     @property
@@ -141,32 +150,67 @@ def write_meta(folder: Path, meta: TeacherMeta) -> None:
 
 
 def read_meta(folder: Path | str) -> TeacherMeta:
-    """Raises StoreError when there is none, when it is not one, or when a newer Outpace wrote it."""
+    """Raises StoreError, naming the key, for a meta.json that is missing, malformed or of a newer Outpace."""
     path = Path(folder) / "meta.json"
-    if not path.is_file():
-        raise StoreError(f"{folder} holds no meta.json: name the folder of a teacher cache, or build one")
+    require(path.is_file(), f"{folder} holds no meta.json: name the folder of a teacher cache, or build one")
     try:
-        data = json.loads(path.read_text())
-        version = data["format_version"]
-        if version > FORMAT_VERSION:
-            raise StoreError(
-                f"{path} has format version {version}; this Outpace reads up to {FORMAT_VERSION}: "
-                "upgrade it, or build the cache again in another folder"
+        data = read_object(path)
+        version, shards = data.get("format_version"), data.get("shards")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has format version {version}; this Outpace reads up to {FORMAT_VERSION}: upgrade "
+                "it, or build the cache again in another folder"
             )
-        data["target_layer_ids"] = tuple(data["target_layer_ids"])
-        data["shards"] = tuple(Shard(**shard) for shard in data["shards"])
-        return TeacherMeta(**data)
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is not a teacher cache's meta.json ({error!r}): build it again") from error
+        if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+            raise ValueError(f"{path}: `shards` must be a list of objects")
+        data["shards"] = ()
+        meta = typed(TeacherMeta, data, str(path))
+        listed = tuple(typed(Shard, shard, f"{path}: shards[{k}]") for k, shard in enumerate(shards))
+        meta = replace(meta, shards=listed)
+    except ValueError as error:
+        raise StoreError(
+            f"{error}; this is no whole teacher cache: build it again in a new folder"
+        ) from error
+    _check_meta(meta, path)
+    return meta
+
+
+def _check_meta(meta: TeacherMeta, path: Path) -> None:
+    layers, hashes = meta.target_layer_ids, (meta.target_fingerprint, meta.tokenizer_sha256)
+    wrong = {
+        "format_version": meta.format_version < 1,
+        "target_fingerprint and tokenizer_sha256": not all(map(_is_sha256, hashes)),
+        "target_layer_ids": not layers or min(layers) < 0 or len(set(layers)) < len(layers),
+        "hidden_size": not 1 <= meta.hidden_size <= 2**24,
+        "dtype": meta.dtype not in DTYPES,
+        "planned_samples": not meta.samples <= meta.planned_samples,
+        "recipe.final": not isinstance(meta.recipe.get("final", False), bool),
+    }
+    for k, shard in enumerate(meta.shards):
+        at = f"shards[{k}]."
+        wrong |= {
+            # no other name: a path must not lead out of the folder
+            f"{at}file": shard.file != shard_name(k),
+            f"{at}sha256": not _is_sha256(shard.sha256),
+            f"{at}nbytes, samples and tokens": min(shard.nbytes, shard.samples, shard.tokens) < 1,
+            f"{at}relative_error": not 0 <= shard.relative_error < math.inf,
+        }
+    for name, is_wrong in wrong.items():
+        require(not is_wrong, f"{path}: `{name}` has no valid value: build the cache again in a new folder")
+
+
+def _is_sha256(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
 
 
 class TeacherCache:
-    """A cache opened for reading. Shards are memory-mapped when first touched."""
+    """A cache opened for reading. A shard is checked and memory-mapped at its first use."""
 
-    def __init__(self, folder: Path, meta: TeacherMeta) -> None:
-        self.folder, self.meta = folder, meta
+    def __init__(self, folder: Path, meta: TeacherMeta, vocab_size: int | None = None) -> None:
+        self.folder, self.meta, self.vocab_size = folder, meta, vocab_size
         self._ends = list(accumulate(s.samples for s in meta.shards))
         self._open: dict[int, _OpenShard] = {}
+        self._checked: set[int] = set()
 
     @classmethod
     def open(
@@ -174,52 +218,53 @@ class TeacherCache:
         folder: Path | str,
         *,
         target_fingerprint: str | None = None,
+        vocab_size: int | None = None,
         layer_ids: tuple[int, ...] | None = None,
         tokenizer: str | None = None,
         final: bool = False,
         unfinished: bool = False,
     ) -> "TeacherCache":
-        """`target_fingerprint`, `layer_ids` and `tokenizer` (its `tokenizer_sha256`) are compared where
-        they are given; `final`: the final states are wanted. Raises StoreError when one differs or is not
-        held, when a shard is missing or cut off, and when the build was not finished (unless
-        `unfinished`)."""
+        """`target_fingerprint`, `layer_ids` and `tokenizer` (its `tokenizer_sha256`) are compared if given;
+        `vocab_size`: the target's, above every token; `final`: final states are needed. Raises StoreError
+        when one differs or is missing, when a shard is missing or cut off, and when the build was not
+        finished (unless `unfinished`)."""
         folder = Path(folder)
         meta = read_meta(folder)
-        if target_fingerprint not in (None, meta.target_fingerprint):
-            raise StoreError(
-                f"{folder} belongs to another target: its fingerprint is {meta.target_fingerprint[:16]}.., "
-                f"this target's {str(target_fingerprint)[:16]}..; name that target, or build a cache of this"
-            )
-        if tokenizer not in (None, meta.tokenizer_sha256):
-            raise StoreError(
-                f"{folder} was made with another tokenizer: sha256 {meta.tokenizer_sha256[:16]}.., "
-                f"not {str(tokenizer)[:16]}..; use the one it was made with, or build it again"
-            )
-        if layer_ids is not None and tuple(layer_ids) != meta.target_layer_ids:
-            raise StoreError(
-                f"{folder} holds the layers {list(meta.target_layer_ids)} in this order, not "
-                f"{list(layer_ids)}: give the draft those, or build a cache with target_layer_ids "
-                f"{list(layer_ids)}"
-            )
-        if final and not meta.final:
-            raise StoreError(
-                f"{folder} holds no final states, from which soft labels are made: build a cache with "
-                "`teacher build --final`, or train on hard labels"
-            )
-        if not meta.complete and not unfinished:
-            raise StoreError(
-                f"{folder} is unfinished: {meta.samples} of {meta.planned_samples} samples. Run the same "
-                "`teacher build` again to finish it, or open it with unfinished=True"
-            )
+        require(
+            target_fingerprint in (None, meta.target_fingerprint),
+            f"{folder} belongs to another target: its fingerprint is {meta.target_fingerprint[:16]}.., "
+            f"this target's {str(target_fingerprint)[:16]}..; name that target, or build a cache of this",
+        )
+        require(
+            tokenizer in (None, meta.tokenizer_sha256),
+            f"{folder} was made with another tokenizer: sha256 {meta.tokenizer_sha256[:16]}.., "
+            f"not {str(tokenizer)[:16]}..; use the one it was made with, or build it again",
+        )
+        wanted = meta.target_layer_ids if layer_ids is None else tuple(layer_ids)
+        require(
+            wanted == meta.target_layer_ids,
+            f"{folder} holds the layers {list(meta.target_layer_ids)} in this order, not {list(wanted)}: "
+            f"give the draft those, or build a cache with target_layer_ids {list(wanted)}",
+        )
+        require(
+            meta.final or not final,
+            f"{folder} holds no final states, from which soft labels are made: build a cache with "
+            "`teacher build --final`, or train on hard labels",
+        )
+        require(
+            meta.complete or unfinished,
+            f"{folder} is unfinished: {meta.samples} of {meta.planned_samples} samples. Run the same "
+            "`teacher build` again to finish it, or open it with unfinished=True",
+        )
         for shard in meta.shards:
             _check_size(folder, shard)
-        return cls(folder, meta)
+        return cls(folder, meta, vocab_size)
 
     def __len__(self) -> int:
         return self.meta.samples
 
     def describe(self) -> dict[str, Any]:
-        """What a reader wants to know, ready for JSON."""
+        """A summary, ready for JSON."""
         meta = self.meta
         values = {k: v for k, v in asdict(meta).items() if k not in ("shards", "planned_samples", "recipe")}
         return values | {
@@ -234,71 +279,123 @@ class TeacherCache:
         }
 
     def sample(self, i: int) -> TeacherSample:
-        """Reads the rows of that sample alone. Raises IndexError past the end."""
-        at, s = self._find(i)
-        return self._shard(at).sample(s)
+        """Reads the rows of that sample alone. Raises IndexError past the end, StoreError for a damaged
+        shard."""
+        shard, s = self._find(i)
+        return shard.sample(s)
 
     def text(self, i: int) -> tuple[Tensor, int]:
-        """The tokens [T] int64 and prompt_length of `sample`, its states left unread."""
-        at, s = self._find(i)
-        return self._shard(at).text(s)
+        """The tokens [T] int64 and prompt_length of `sample`; its states are not read."""
+        shard, s = self._find(i)
+        return shard.text(s)
 
     def verify(self) -> int:
-        """Compares every shard with its sha256; -> bytes checked. Raises StoreError at the first that
-        differs, is cut off or missing."""
-        for shard in self.meta.shards:
-            _check_size(self.folder, shard)
-            path = self.folder / shard.file
-            with path.open("rb") as file:
-                result = hashlib.file_digest(file, "sha256").hexdigest()
-            if result != shard.sha256:
-                raise StoreError(
-                    f"{path} was altered: its sha256 is {result[:16]}.., meta.json says "
-                    f"{shard.sha256[:16]}..; {REBUILD}"
-                )
+        """Checks every shard, its sha256 included; -> bytes checked. Raises StoreError at the first that is
+        damaged or missing."""
+        for k in range(len(self.meta.shards)):
+            self._checked.discard(k)
+            self._shard(k)
         return self.meta.nbytes
 
-    def _find(self, i: int) -> tuple[int, int]:
+    def _find(self, i: int) -> tuple["_OpenShard", int]:
         """Its shard, and its number there."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a teacher cache of {len(self)}")
-        at = bisect_right(self._ends, i)
-        return at, i - (self._ends[at - 1] if at else 0)
+        k = bisect_right(self._ends, i)
+        return self._shard(k), i - (self._ends[k - 1] if k else 0)
 
-    def _shard(self, at: int) -> "_OpenShard":
-        if at not in self._open:
+    def _shard(self, k: int) -> "_OpenShard":
+        if k not in self._checked:
+            self._open.pop(k, None)
+            _check_sha256(self.folder, self.meta.shards[k])
+        if k not in self._open:
             if len(self._open) >= OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
-            self._open[at] = _OpenShard(self.folder / self.meta.shards[at].file, self.meta.final)
-        return self._open[at]
+            self._open[k] = _OpenShard(self.folder, self.meta, k)
+        if k not in self._checked:
+            self._open[k].check(self.vocab_size)
+            self._checked.add(k)
+        return self._open[k]
 
 
 def _check_size(folder: Path, shard: Shard) -> None:
     path = folder / shard.file
-    if not path.is_file():
-        raise StoreError(f"{path} is missing: run the same `teacher build` again, which makes it again")
+    require(path.is_file(), f"{path} is missing: run the same `teacher build` again, which makes it again")
     size = path.stat().st_size
-    if size != shard.nbytes:
-        raise StoreError(f"{path} holds {size:,} bytes, meta.json says {shard.nbytes:,}: {REBUILD}")
+    require(
+        size == shard.nbytes, f"{path} holds {size:,} bytes, meta.json records {shard.nbytes:,}: {REBUILD}"
+    )
+
+
+def _check_sha256(folder: Path, shard: Shard) -> None:
+    _check_size(folder, shard)
+    path = folder / shard.file
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    require(
+        digest == shard.sha256,
+        f"{path} was altered: its sha256 is {digest[:16]}.., meta.json records {shard.sha256[:16]}..; "
+        f"{REBUILD}",
+    )
 
 
 class _OpenShard:
-    """One memory-mapped shard, its small tensors read. `final`: whether it should hold final states."""
+    """One memory-mapped shard, its small tensors read."""
 
-    def __init__(self, path: Path, final: bool) -> None:
+    def __init__(self, folder: Path, meta: TeacherMeta, k: int) -> None:
+        self.path, self.shard = folder / meta.shards[k].file, meta.shards[k]
+        S, R, C, n = self.shard.samples, self.shard.tokens, meta.hidden_size, len(meta.target_layer_ids)
+        stored = "BF16" if meta.dtype == "bfloat16" else "F8_E4M3"
+        wanted: dict[str, tuple[str, list[int]]] = {
+            "tokens": ("I32", [R]),
+            "aux": (stored, [R, n, C]),
+            "begins": ("I64", [S + 1]),
+            "prompt_lengths": ("I64", [S]),
+            "offsets": ("I64", [S]),
+            "temperatures": ("F32", [S]),
+        }
+        if meta.final:
+            wanted["final"] = stored, [R, C]
+        if meta.dtype == "fp8":
+            scaled = [name for name in ("aux", "final") if name in wanted]
+            wanted |= {f"{name}_scale": ("F32", wanted[name][1][:-1]) for name in scaled}
         try:
-            file: Any = safe_open(path, framework="pt")
-            self.begins: list[int] = file.get_tensor("begins").tolist()
-            self.prompt_lengths: list[int] = file.get_tensor("prompt_lengths").tolist()
-            self.offsets: list[int] = file.get_tensor("offsets").tolist()
-            self.temperatures: list[float] = file.get_tensor("temperatures").tolist()
-            self.tokens, self.aux = file.get_slice("tokens"), file.get_slice("aux")
-            scaled = "aux_scale" in file.keys()  # noqa: SIM118 - not a dict
-            self.scale = file.get_slice("aux_scale") if scaled else None
-            self.final = file.get_slice("final") if final else None
-            self.final_scale = file.get_slice("final_scale") if final and scaled else None
-        except (SafetensorError, OSError) as error:
-            raise StoreError(f"{path} cannot be read as a shard ({error}): {REBUILD}") from error
+            file: Any = safe_open(self.path, framework="pt")
+            parts = {name: file.get_slice(name) for name in wanted}
+            for name, part in parts.items():
+                actual = part.get_dtype(), part.get_shape()
+                if actual != wanted[name]:
+                    raise ValueError(f"{name} is {actual}, not {wanted[name]}")
+            names = ("begins", "prompt_lengths", "offsets", "temperatures")
+            self.begins, self.prompt_lengths, self.offsets, self.temperatures = (
+                file.get_tensor(name).tolist() for name in names
+            )
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise StoreError(f"{self.path} is not a shard of this cache ({error}): {REBUILD}") from error
+        self.tokens, self.aux = parts["tokens"], parts["aux"]
+        self.final, self.scale = parts.get("final"), parts.get("aux_scale")
+        self.final_scale = parts.get("final_scale")
+
+    def check(self, vocab_size: int | None) -> None:
+        """Raises StoreError for values that no build writes."""
+        begins, tokens = self.begins, self.tokens[:]
+        lengths = [b - a for a, b in pairwise(begins)]
+        most = int(tokens.max()) if len(tokens) else 0
+        fits = zip(self.prompt_lengths, lengths, strict=True)
+        wrong = {
+            "begins": begins[0] != 0 or begins[-1] != len(tokens) or min(lengths) < 1,
+            "prompt_lengths": not all(1 <= prompt <= length for prompt, length in fits),
+            "offsets": not all(0 <= offset <= MAX_OFFSET for offset in self.offsets),
+            "temperatures": not all(0 <= t < math.inf for t in self.temperatures),
+            "tokens": int(tokens.min()) < 0 or (vocab_size is not None and most >= vocab_size),
+        }
+        for name, is_wrong in wrong.items():
+            require(
+                not is_wrong,
+                f"{self.path}: {name} out of range"
+                + (f" (token {most}, vocabulary of {vocab_size})" if name == "tokens" else "")
+                + f": {REBUILD}",
+            )
 
     def text(self, s: int) -> tuple[Tensor, int]:
         return self.tokens[self.begins[s] : self.begins[s + 1]].long(), self.prompt_lengths[s]

@@ -1,19 +1,25 @@
-"""What training any draft shares: optimizers, the walk over a teacher cache, judging, provenance."""
+"""Training of any draft: the recipe's common fields, the optimizers, the order of samples, provenance."""
 
 import hashlib
 import json
 import math
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_json
+from outpace.checkpoint.strict_json import read_object
+from outpace.config import Ranges, check_ranges
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.drafts.base import Draft
@@ -21,37 +27,41 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.dispatch import product_dtype
 from outpace.ops.sampling import seeded
-from outpace.train.data import AnchorSample
-from outpace.train.trainer import Muon, fit, warmup_cosine
+from outpace.teacher.store import TeacherCache, TeacherSample
+from outpace.train.losses import needs_target
+from outpace.train.trainer import Log, Muon, fit, take_step, training_folder, warmup_cosine
 
-MOST_JUDGED = 128  # samples kept from training: they are read again every time
-
-
-class TargetMeta(Protocol):
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-
-class Teacher(Protocol):
-    """What training reads of a teacher cache."""
-
-    @property
-    def meta(self) -> TargetMeta: ...
-
-    def __len__(self) -> int: ...
-
-    def sample(self, index: int) -> AnchorSample: ...
-
-    def text(self, index: int) -> tuple[Tensor, int]: ...  # its tokens and prompt_length, no states
+MAX_VALIDATION_SAMPLES = 128  # they are read again at every evaluation
+MOST, ABOVE_0 = math.inf, sys.float_info.min
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRecipe:
-    """How a draft of any kind is trained. Raises ValueError for what no run can honour."""
+class DraftRecipe:
+    """A draft's size and training, in what all kinds have in common. Raises ValueError for what no run can
+    use."""
 
+    RANGES: ClassVar[Ranges] = (
+        dict.fromkeys(("rows", "steps", "save_every", "eval_every"), (1, MOST))
+        | dict.fromkeys(("num_layers", "num_heads", "num_kv_heads"), (1, 2**16))
+        | dict.fromkeys(("head_dim", "intermediate_size"), (1, 2**24))
+        | dict.fromkeys(("lr", "clip"), (ABOVE_0, MOST))
+        | dict.fromkeys(("muon_lr", "weight_decay", "draft_vocab", "sliding_window"), (0, MOST))
+        | dict.fromkeys(("eval_prompts", "target_layer_ids"), (0, MOST))
+        | dict.fromkeys(("row_tokens", "eval_new_tokens"), (1, MOST))
+        | {"warmup_share": (0, 1), "held_out_share": (0, math.nextafter(1, 0))}
+    )
+
+    num_layers: int = 1
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 512
+    draft_vocab: int = 0  # the most frequent tokens of the responses; 0: all of the target's
+    sliding_window: int = 0  # of every layer; 0: full attention
+    target_layer_ids: tuple[int, ...] = ()  # layers of the cache that the draft reads
+    mask_token: str | None = None  # None: a learned mask_embedding
+    loss: str = "ce"  # of train/losses.py: ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
+    recompute: bool = False  # layers run again in the backward: less memory, a third more work
     rows: int = 4  # of a step
     row_tokens: int | None = None  # rows are cut to this many tokens
     steps: int = 2000
@@ -64,196 +74,284 @@ class TrainingRecipe:
     seed: int = 1
     save_every: int = 100
     eval_every: int = 500
-    held_out_share: float = 0.02  # of the cache, never trained on: what is learnt by heart shows there
+    held_out_share: float = 0.02  # of the cache, for validation: it shows what is memorized
     eval_prompts: int = 8
     eval_new_tokens: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("rows", "steps", "save_every", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
-        for name in ("lr", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be above 0, and finite")
-        for name in ("muon_lr", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 0, and finite")
-        if not 0 <= self.warmup_share <= 1:
-            raise ValueError(f"warmup_share {self.warmup_share} is outside 0..1")
-        if not 0 <= self.held_out_share < 1:
-            raise ValueError(f"held_out_share {self.held_out_share} is outside 0..1: some must be trained on")
+        check_ranges(self, self.RANGES)
+        needs_target(self.loss)  # raises for an unknown loss
+
+    @property
+    def final(self) -> bool:
+        """Whether training needs the target's final states."""
+        return needs_target(self.loss)
 
     def dtype(self, device: torch.device) -> torch.dtype:
         return product_dtype(device) if self.bfloat16 else torch.float32
 
-    def trained(self, cache: Teacher) -> int:
-        """The samples before this one are trained on; it and those behind are kept for judging."""
+    def mask_token_id(self, tokenizer: Tokenizer) -> int | None:
+        mask = None if self.mask_token is None else tokenizer.token_to_id(self.mask_token)
+        if mask is None and self.mask_token is not None:
+            raise ValueError(
+                f"the tokenizer has no mask_token {self.mask_token!r}: name a token that text never uses, or "
+                "none for a learned embedding"
+            )
+        return mask
+
+    def training_count(self, cache: TeacherCache) -> int:
+        """The first so many samples are for training, the rest for validation."""
         return len(cache) - int(len(cache) * self.held_out_share)
 
-    def validation_samples(self, cache: Teacher) -> list[int]:
-        """Of those kept, the samples that are evaluated every time."""
-        return self._with_guesses(cache, range(self.trained(cache), len(cache))[:MOST_JUDGED])
-
-    def training_samples(self, cache: Teacher) -> list[int]:
-        """The samples that are trained on. Raises ValueError where there is none."""
-        trained = self.trained(cache)
-        result = self._with_guesses(cache, range(trained))
-        if not result:
+    def split(self, cache: TeacherCache) -> tuple[list[int], list[int]]:
+        """Training and validation samples: those with a draft token to learn from, since a step without any
+        would end a long run. Raises ValueError where none is left for training."""
+        count = self.training_count(cache)
+        training = self._usable(cache, range(count))
+        if not training:
             within = f" within row_tokens {self.row_tokens}" if self.row_tokens else ""
             raise ValueError(
-                f"none of {trained} cached rows has a draft token to learn from: that takes a response of "
-                f"at least "
-                f"two tokens{within}"
+                f"none of {count} cached rows has a draft token to learn from: that takes a response of at "
+                f"least two tokens{within}"
             )
-        return result
+        return training, self._usable(cache, range(count, len(cache))[:MAX_VALIDATION_SAMPLES])
 
-    def _with_guesses(self, cache: Teacher, samples: range) -> list[int]:
-        """A step of none but rows without a draft token would end a long run."""
-        items = []
-        for i in samples:
-            tokens, prompt_length = cache.text(i)
-            if len(tokens[: self.row_tokens]) >= max(prompt_length, 1) + 2:
-                items.append(i)
-        return items
+    def _usable(self, cache: TeacherCache, samples: range) -> list[int]:
+        texts = ((i, *cache.text(i)) for i in samples)
+        return [i for i, tokens, prompt in texts if len(tokens[: self.row_tokens]) >= max(prompt, 1) + 2]
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens of a draft among its target's. `ids` [n] int64: token ids, None: all; row_of [V] int64: the
+    draft's row of each token, -1 for none; head [n, C]: the target's head on those tokens; full_head
+    [V, C]."""
+
+    ids: Tensor | None
+    row_of: Tensor | None
+    head: Tensor
+    full_head: Tensor
+
+    @staticmethod
+    def of(ids: Tensor | None, target: Decoder, dtype: torch.dtype) -> "DraftVocabulary":
+        head = target.dense_head.detach().to(dtype)
+        if ids is None:
+            return DraftVocabulary(None, None, head, head)
+        row_of = torch.full((target.config.vocab_size,), -1, device=ids.device)
+        row_of[ids] = torch.arange(len(ids), device=ids.device)
+        return DraftVocabulary(ids, row_of, head[ids], head)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        return tokens if self.row_of is None else self.row_of[tokens]
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    loss: Tensor  # scalar, with its gradient to come
-    tokens: int  # of the rows it was made from
+    loss: Tensor  # scalar, with a gradient
+    tokens: int  # of the rows, prompts included
     metrics: dict[str, Any]  # for the log
 
 
-def learn(
-    draft: nn.Module,
-    recipe: TrainingRecipe,
+Batches = Iterable[tuple[int, list[TeacherSample]]]  # each with the index of its first sample
+
+
+D = TypeVar("D", bound=nn.Module)
+
+
+class DraftTrainer(ABC, Generic[D]):
+    """The part of training that depends on the kind of draft: its network, its loss, its metrics."""
+
+    title: ClassVar[str]
+    by_adam: ClassVar[tuple[str, ...]]  # ends of the names of matrices that Muon leaves to AdamW
+    draft: D
+
+    @property
+    @abstractmethod
+    def config(self) -> Any: ...
+
+    @abstractmethod
+    def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss: ...
+
+    @abstractmethod
+    def validate(self, batches: Batches) -> dict[str, Any]:
+        """Metrics of samples outside the training. Far below the training's, more steps do not help: it takes
+        more answers."""
+
+    @abstractmethod
+    def bind(self) -> Draft:
+        """The draft for decoding with its target."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None: ...
+
+    def finish(self, batches: Batches) -> None:
+        """Runs after the last step, on the validation samples."""
+
+    def states(self) -> dict[str, Any]:
+        """Contents of a checkpoint besides draft and optimizers."""
+        return {}
+
+
+def train_draft(
+    make: Callable[[], DraftTrainer[D]],
+    recipe: DraftRecipe,
+    target: Decoder,
+    cache: TeacherCache,
+    held_out: list[list[int]],
     folder: Path,
-    title: str,
-    loss_of: Callable[[int], StepLoss],
-    evaluate: Callable[[], dict[str, Any]],
-    more: dict[str, Any] | None = None,
     *,
-    by_adam: Sequence[str] = (),
+    started_from: dict[str, Any] | None = None,
     stop_after: int | None = None,
-) -> bool:
-    """Train `draft` in place on loss_of(step) of every step, from folder/checkpoint.pt where there is one;
-    -> whether the last step is done. `evaluate` runs every `eval_every` steps and at the end. `more`: what a
-    checkpoint holds besides the draft and its optimizers. `by_adam`: as in `optimizers`."""
-    learners = optimizers(draft, recipe, by_adam)
-    warmup = max(1, round(recipe.steps * recipe.warmup_share))
+) -> D:
+    """Train the draft of make(), resuming from folder/checkpoint.pt if there is one; -> the draft, float32.
 
-    def update(step: int) -> dict[str, Any]:
-        began = time.perf_counter()
-        factor = warmup_cosine(step, recipe.steps, warmup)
-        for optimizer, lr in learners.values():
-            for group in optimizer.param_groups:
-                group["lr"] = lr * factor
-        result = loss_of(step)
-        result.loss.backward()  # type: ignore[no-untyped-call]
-        norm = float(nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip))
-        if not math.isfinite(norm):  # the step would spoil the weights
-            return {"loss": result.loss.item(), "grad_norm": norm}
-        for optimizer, _ in learners.values():
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        metrics = {"loss": result.loss.item(), **result.metrics, "lr": recipe.lr * factor}
-        metrics["tokens"] = result.tokens
-        metrics["tokens_per_s"] = round(result.tokens / (time.perf_counter() - began), 1)
-        if (step + 1) % recipe.eval_every == 0 or step + 1 == recipe.steps:
-            metrics |= evaluate()
-        return metrics
+    `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
+    every `eval_every` steps. `started_from`: provenance of the draft that this one starts from. After the
+    last step folder/draft holds the draft and provenance.json. Raises ValueError where cache, target and
+    recipe do not fit.
+    """
+    with training_folder(folder):
+        trainer = make()
+        draft = trainer.draft
+        if recipe.final and cache.sample(0).final is None:
+            raise ValueError(
+                f"loss {recipe.loss!r}, or another setting, compares with the target's distribution, and the "
+                "cache holds no final states: build one with `teacher build --final`, or take loss ce"
+            )
+        target.requires_grad_(False)
+        training, validation = recipe.split(cache)
+        learners = optimizers(draft, recipe, trainer.by_adam)
+        warmup = max(1, round(recipe.steps * recipe.warmup_share))
 
-    parts = {"draft": draft, **{name: optimizer for name, (optimizer, _) in learners.items()}, **(more or {})}
-    return fit(folder, recipe, update, parts, title=title, stop_after=stop_after) == recipe.steps
+        def update(step: int) -> dict[str, Any]:
+            began = time.perf_counter()
+            factor = warmup_cosine(step, recipe.steps, warmup)
+            for name, optimizer in learners.items():
+                for group in optimizer.param_groups:
+                    group["lr"] = factor * (recipe.muon_lr if name == "muon" else recipe.lr)
+            samples = [training[i] for i in rows_of_step(step, recipe, len(training))]
+            result = trainer.loss(step, samples, [cache.sample(i) for i in samples])
+            failed = take_step(result.loss, list(draft.parameters()), learners.values(), recipe.clip)
+            metrics = {"loss": result.loss.item(), **result.metrics, **failed, "lr": recipe.lr * factor}
+            metrics["tokens"] = result.tokens
+            metrics["tokens_per_s"] = round(result.tokens / (time.perf_counter() - began), 1)
+            return metrics
+
+        def batches() -> Batches:
+            for i in range(0, len(validation), recipe.rows):
+                yield i, [cache.sample(n) for n in validation[i : i + recipe.rows]]
+
+        def evaluate() -> dict[str, Any]:
+            metrics: dict[str, Any] = {}
+            if validation:
+                metrics = {f"unseen_{name}": value for name, value in trainer.validate(batches()).items()}
+            if held_out:
+                prompts, stop = held_out[: recipe.eval_prompts], frozenset(target.config.eos_token_ids)
+                request = Request(max_new_tokens=recipe.eval_new_tokens, stop=stop)
+                metrics["tau"] = generate(target, prompts, request, trainer.bind()).trace.tau
+            return metrics
+
+        states = {"draft": draft, **learners, **trainer.states()}
+        log = fit(
+            folder,
+            recipe,
+            update,
+            states,
+            title=trainer.title,
+            evaluate=evaluate,
+            eval_every=recipe.eval_every,
+            stop_after=stop_after,
+        )
+        if len(log) == recipe.steps:
+            if validation:
+                trainer.finish(batches())
+            values = provenance(recipe, trainer.config, target, cache, log)
+            with published(folder / "draft") as new:
+                trainer.save(new)
+                write_provenance(new, values | {"started_from": started_from})
+    return draft.requires_grad_(False)
 
 
 def optimizers(
-    draft: nn.Module, recipe: TrainingRecipe, by_adam: Sequence[str] = ()
-) -> dict[str, tuple[torch.optim.Optimizer, float]]:
-    """AdamW for everything, or for all but the matrices, which are Muon's then; each with its peak rate.
-    `by_adam`: ends of the names of matrices that stay AdamW's, such as tables of rows."""
+    draft: nn.Module, recipe: DraftRecipe, by_adam: tuple[str, ...]
+) -> dict[str, torch.optim.Optimizer]:
+    """AdamW for everything, or for all but the matrices, which are Muon's then. `by_adam`: ends of the names
+    of matrices that stay AdamW's, such as tables of rows."""
     matrices = [
         p
         for name, p in draft.named_parameters()
-        if p.dim() == 2 and recipe.muon_lr and not name.endswith(tuple(by_adam))
+        if p.dim() == 2 and recipe.muon_lr and not name.endswith(by_adam)
     ]
-    known = {id(p) for p in matrices}
-    rest = [p for p in draft.parameters() if id(p) not in known]
-    how = {"betas": (0.9, 0.95), "weight_decay": recipe.weight_decay, "fused": True}
-    values: dict[str, tuple[torch.optim.Optimizer, float]] = {}
-    values["adam"] = torch.optim.AdamW(rest, lr=recipe.lr, **how), recipe.lr  # type: ignore[arg-type]
-    if matrices:
-        values["muon"] = Muon(matrices, recipe.muon_lr, weight_decay=recipe.weight_decay), recipe.muon_lr
-    return values
+    ids = {id(p) for p in matrices}
+    rest = [p for p in draft.parameters() if id(p) not in ids]
+    adam = torch.optim.AdamW(
+        rest, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
+    )
+    if not matrices:
+        return {"adam": adam}
+    return {"adam": adam, "muon": Muon(matrices, recipe.muon_lr, weight_decay=recipe.weight_decay)}
 
 
-def rows_of_step(step: int, recipe: TrainingRecipe, size: int) -> list[int]:
-    """The step's rows of an endless walk over `size` samples, shuffled again every epoch."""
-    items = []
+def rows_of_step(step: int, recipe: DraftRecipe, size: int) -> list[int]:
+    """The step's rows: an endless pass over `size` samples, shuffled again every epoch."""
+    rows = []
     for n in range(step * recipe.rows, (step + 1) * recipe.rows):
         epoch, i = divmod(n, size)
-        items.append(int(torch.randperm(size, generator=seeded(recipe.seed, 0, epoch))[i]))
-    return items
+        rows.append(int(torch.randperm(size, generator=seeded(recipe.seed, 0, epoch))[i]))
+    return rows
 
 
-def features(
-    wanted: tuple[int, ...], target: Decoder, held: tuple[int, ...], hidden_size: int
-) -> list[int] | None:
-    """Indices of the layers `wanted` by the draft among those the cache holds; None where they are all, in
-    order. Raises ValueError where it is another target's cache, or a layer is not held."""
-    if hidden_size != target.config.hidden_size:
+def aux_indices(wanted: tuple[int, ...], target: Decoder, cache: TeacherCache) -> list[int] | None:
+    """Indices into the cache's aux of the layers that a draft reads; None for all, in order. Raises
+    ValueError for the cache of another target, and for a layer that it lacks."""
+    cached, width = tuple(cache.meta.target_layer_ids), cache.meta.hidden_size
+    if width != target.config.hidden_size:
         raise ValueError(
-            f"the cache holds states of width {hidden_size}, this target's are {target.config.hidden_size} "
+            f"the cache holds states of width {width}, this target's are {target.config.hidden_size} "
             "wide: build a cache of this target"
         )
-    missing = [i for i in wanted if i not in held]
+    missing = [i for i in wanted if i not in cached]
     if missing:
         raise ValueError(
-            f"the cache holds the layers {list(held)}, the draft also reads {missing}: build a cache with "
+            f"the cache holds the layers {list(cached)}, the draft also reads {missing}: build a cache with "
             f"target_layer_ids {list(wanted)}"
         )
-    return None if wanted == held else [held.index(i) for i in wanted]
+    return None if wanted == cached else [cached.index(i) for i in wanted]
 
 
-def responses(cache: Teacher, samples: int) -> Iterator[Tensor]:
-    """The responses of the first `samples`, their states left unread."""
+def responses(cache: TeacherCache, samples: int) -> Iterator[Tensor]:
+    """The response tokens of the first `samples`; their states are not read."""
     for i in range(samples):
         tokens, prompt_length = cache.text(i)
         yield tokens[prompt_length:]
 
 
-def commonest(texts: Iterable[Tensor], wanted: int, vocab_size: int, kept: Iterable[int]) -> Tensor:
-    """d2t [wanted] int64: offsets to the `wanted` commonest tokens of the texts, and to those `kept` however
-    rare they are; equals in the order of their ids."""
+def most_frequent(texts: Iterable[Tensor], size: int, vocab_size: int, kept: Iterable[int]) -> Tensor:
+    """d2t [size] int64: offsets to the `size` most frequent tokens of the texts, `kept` among them at any
+    frequency; ties in the order of their ids."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for text in texts:
         counts += torch.bincount(text, minlength=vocab_size)
     counts[list(kept)] = counts.max() + 1
-    ids = counts.sort(descending=True, stable=True).indices[:wanted].sort().values
-    return ids - torch.arange(wanted)
+    ids = counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return ids - torch.arange(size)
 
 
 def accuracy(hits: Tensor, valid: Tensor) -> dict[str, Any]:
-    """hits and valid [A, n]: the share right at each position, and the mean over blocks of the count of
-    leading right ones: the accept_len that these blocks would have had, labels being the target's."""
-    right = hits.sum(0) / valid.sum(0).clamp(min=1)
-    leading = hits.long().cumprod(1).sum(1).float().mean()
-    return {"accept_len": leading.item(), "accuracy": [round(x, 4) for x in right.tolist()]}
+    """hits and valid [A, n]: the share of hits at each position, and accept_len, the mean number of leading
+    hits of a block: its accepted draft tokens where the labels are the target's output."""
+    share = hits.sum(0) / valid.sum(0).clamp(min=1)
+    return {"accept_len": leading_hits(hits), "accuracy": [round(x, 4) for x in share.tolist()]}
 
 
-def measure_tau(draft: Draft, target: Decoder, prompts: list[list[int]], new_tokens: int) -> float:
-    """Real decoding at temperature 0 with a draft bound to its target: tokens per forward of the target,
-    bonus included."""
-    stop = frozenset(target.config.eos_token_ids)
-    request = Request(max_new_tokens=new_tokens, stop=stop)
-    return generate(target, prompts, request, draft).trace.tau
+def leading_hits(hits: Tensor) -> float:
+    return hits.long().cumprod(1).sum(1).float().mean().item()
 
 
 def provenance(
-    recipe: TrainingRecipe, config: Any, target: Decoder, cache: Teacher, folder: Path
+    recipe: DraftRecipe, config: Any, target: Decoder, cache: TeacherCache, log: Log
 ) -> dict[str, Any]:
-    """What provenance.json states: enough to make this draft again, and to know what it was made from."""
-    lines = [json.loads(line) for line in log_lines(folder)]
+    """Contents of provenance.json: enough to make this draft again, and to know what it was made from."""
     return {
         "recipe": asdict(recipe),
         "config": asdict(config),
@@ -261,16 +359,16 @@ def provenance(
         "seed": recipe.seed,
         "steps": recipe.steps,
         "products": str(recipe.dtype(target.device)).removeprefix("torch."),
-        "training_tokens": sum(line["tokens"] for line in lines if "tokens" in line),  # of rows, prompts too
-        "training_hours": round(sum(line["seconds"] for line in lines) / 3600, 3),
-        "losses": [line["loss"] for line in lines[-20:]],
-        "tau": [[line["step"], line["tau"]] for line in lines if "tau" in line],
-        "unseen": [[line["step"], line["unseen_accuracy"]] for line in lines if "unseen_accuracy" in line],
+        "training_tokens": sum(record.get("tokens", 0) for record in log),  # of rows, prompts too
+        "training_hours": round(sum(record["seconds"] for record in log) / 3600, 3),
+        "losses": [record["loss"] for record in log[-20:]],
+        "tau": [[record["step"], record["tau"]] for record in log if "tau" in record],
+        "unseen": [[r["step"], r["unseen_accuracy"]] for r in log if "unseen_accuracy" in r],
     }
 
 
-def origin(target: Decoder, cache: Teacher) -> dict[str, Any]:
-    """Where the draft it is, and from what it was made by what."""
+def origin(target: Decoder, cache: TeacherCache) -> dict[str, Any]:
+    """The target, cache and code that a draft was made from."""
     meta = asdict(cache.meta) if is_dataclass(cache.meta) else vars(cache.meta)
     return {
         "target_fingerprint": fingerprint(target),
@@ -285,20 +383,16 @@ def write_provenance(folder: Path, values: dict[str, Any]) -> None:
     write_json(folder / "provenance.json", values)
 
 
-def log_lines(folder: Path) -> list[str]:
-    return (folder / "log.jsonl").read_text().splitlines()
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """None where there is none."""
+    path = folder / "provenance.json"
+    return read_object(path) if path.is_file() else None
 
 
 def _git_describe() -> str | None:
-    """Of the checkout this file lies in; None for an installed package."""
+    """Of this file's checkout; None for an installed package."""
     command = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def read_provenance(folder: Path) -> dict[str, Any] | None:
-    """What is next to a published target; None where nothing does."""
-    path = folder / "provenance.json"
-    return json.loads(path.read_text()) if path.is_file() else None

@@ -2,37 +2,38 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outpace.checkpoint.publish import published
+from outpace.config import Ranges
+from outpace.drafts.base import Draft
 from outpace.drafts.eagle3 import Eagle3, Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.load import save_draft
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.ops.unrolled import Unrolled, unrolled_attend
-from outpace.train.data import AnchorSample
+from outpace.teacher.store import TeacherCache, TeacherSample
 from outpace.train.drafts import (
+    ABOVE_0,
+    Batches,
+    DraftRecipe,
+    DraftTrainer,
+    DraftVocabulary,
     StepLoss,
-    Teacher,
-    TrainingRecipe,
     accuracy,
-    commonest,
-    features,
-    learn,
-    measure_tau,
-    provenance,
+    aux_indices,
+    most_frequent,
     responses,
-    rows_of_step,
-    write_provenance,
+    train_draft,
 )
-from outpace.train.losses import needs_target, parse_loss, top_tokens, weighted_losses
+from outpace.train.losses import block_losses, needs_target, top_tokens
 
 LEAST_KEPT = 0.2  # share of the indices that the deepest steps of a thinned unrolling keep
 
@@ -41,9 +42,9 @@ KeyValues = list[tuple[Tensor, Tensor]]  # of each layer: k, v [N,K,D]
 
 @dataclass(frozen=True)
 class Texts:
-    """The rows of a step, packed: S tokens, of which N indices begin a draft token: those where the token t
-    + 1 is of the response, and t + 2 is there. Index n's first label is of[n + 0], its next of[n + 1], ..:
-    labels and indices of a row are equally many, so label m belongs to token `at[m] + 2`."""
+    """The rows of a step, packed: S tokens, and N indices from which draft tokens are unrolled: those where
+    token t + 1 belongs to the response and t + 2 exists. Index n has the labels n, n + 1, ..; a row has as
+    many labels as indices, and label m is token `at[m] + 2`."""
 
     tokens: Tensor  # [S] int64
     aux: Tensor  # [features, S, C]
@@ -70,12 +71,15 @@ class Texts:
 
 
 def gather(
-    rows: Sequence[AnchorSample], cut: int | None, layers: Sequence[int] | None = None, *, final: bool = False
+    rows: Sequence[TeacherSample],
+    cut: int | None,
+    layers: Sequence[int] | None = None,
+    *,
+    final: bool = False,
 ) -> Texts:
-    """Rows cut to `cut` tokens; `layers`: indices into aux, None for all. Raises ValueError where no row has
-    two tokens of response, and where final states are wanted and a row holds none."""
-    pieces: list[tuple[Tensor, ...]] = []
-    states: list[Tensor] = []
+    """Rows cut to `cut` tokens; `layers`: indices into aux, None for all. Rows with fewer than two tokens of
+    response are left out. Raises ValueError where no row is left."""
+    parts: list[tuple[Tensor, ...]] = []
     keys, queries = [0], [0]
     for row in rows:
         tokens = row.tokens[:cut]
@@ -85,35 +89,33 @@ def gather(
             continue
         aux = row.aux[:, :T] if layers is None else row.aux[list(layers), :T]
         at, end = torch.arange(first, first + n) + keys[-1], torch.full((n,), queries[-1] + n)
-        pieces.append((tokens, aux.transpose(0, 1), torch.arange(T) + row.offset, at, end))
+        part: tuple[Tensor, ...] = tokens, aux.transpose(0, 1), torch.arange(T) + row.offset, at, end
         if final:
-            if row.final is None:
-                raise ValueError(
-                    "the cache holds no final states, with which this loss compares: build one with "
-                    "`teacher build --final`, or take loss ce"
-                )
-            states.append(row.final[first + 1 : first + 1 + n])
+            assert row.final is not None
+            part = (*part, row.final[first + 1 : first + 1 + n])
+        parts.append(part)
         keys.append(keys[-1] + T)
         queries.append(queries[-1] + n)
-    if not pieces:
+    if not parts:
         raise ValueError(
             f"none of {len(rows)} cached rows has a draft token: that takes a response of at least two tokens"
             + (f" within row_tokens {cut}" if cut else "")
         )
-    tokens, aux, positions, at, end = (torch.cat(x) for x in zip(*pieces, strict=True))
-    kept = torch.cat(states) if final else None
-    return Texts(tokens, aux.transpose(0, 1), positions, keys, queries, at, end, kept)
+    tokens, aux, positions, at, end, *states = (torch.cat(x) for x in zip(*parts, strict=True))
+    return Texts(
+        tokens, aux.transpose(0, 1), positions, keys, queries, at, end, states[0] if states else None
+    )
 
 
 @dataclass(frozen=True)
 class UnrollStep:
-    chosen: Tensor  # [n] int64: the indices it was run at, ascending
+    chosen: Tensor  # [n] int64: its indices, ascending
     hidden: Tensor  # [n, C], before `norm`
 
 
 def thinned(count: int, steps: int, keep: float, rng: torch.Generator) -> list[Tensor]:
     """The indices of every step: all of `count` at step 0, at step j a share of max(keep^j, LEAST_KEPT), each
-    step's among those of the one before (P-EAGLE's COD), since it attends to what they left."""
+    a subset of the step before (P-EAGLE's COD), since it attends to that step's keys and values."""
     drawn = torch.rand(count, generator=rng)
     shares = [1.0] + [max(keep**j, LEAST_KEPT) for j in range(1, steps)]
     return [(drawn < share).nonzero().squeeze(1) for share in shares]
@@ -135,12 +137,12 @@ def unroll(
     run = _Runner(draft, target, dtype, recompute)
     hidden, first = run(texts.tokens.roll(-1), feature, texts.positions, [], [], whole)
     hidden = hidden[:, texts.at]
-    items: list[UnrollStep] = []
+    done: list[UnrollStep] = []
     own: list[KeyValues] = []
     masks = draft.masks(target) if draft.config.parallel else None
     for j, chosen in enumerate(indices):
         if j:
-            before = items[-1].chosen
+            before = done[-1].chosen
             if len(chosen) < len(before):
                 place = torch.searchsorted(before, chosen)
                 own = [[(k[place], v[place]) for k, v in step] for step in own]
@@ -151,11 +153,11 @@ def unroll(
             at = texts.at[chosen]
             # past the row's end the token is another row's: such an index has no label at this step
             token = texts.tokens[(at + 1 + j).clamp(max=len(texts.tokens) - 1)]
-            given = token if masks is None else masks[0].to(dtype).expand(1, len(chosen), -1)
-            hidden, more = run(given, feature, texts.positions[at] + j, first, own, texts.layout(chosen))
-            own = [*own, more]
-        items.append(UnrollStep(chosen, hidden[0]))
-    return items
+            inputs = token if masks is None else masks[0].to(dtype).expand(1, len(chosen), -1)
+            hidden, new = run(inputs, feature, texts.positions[at] + j, first, own, texts.layout(chosen))
+            own = [*own, new]
+        done.append(UnrollStep(chosen, hidden[0]))
+    return done
 
 
 @dataclass(frozen=True)
@@ -201,27 +203,6 @@ class _Runner:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """What a draft can say, against its target."""
-
-    row_of: Tensor | None  # [V] int64: the draft's row of each token, -1 where it has none; None: the same
-    head: Tensor  # [V, C] of the target
-    theirs: Tensor  # [draft_vocab, C]: its rows that the draft has too
-
-    @staticmethod
-    def of(draft: Eagle3, target: Decoder, dtype: torch.dtype) -> "Vocabulary":
-        ids, head = draft.target_ids(), target.dense_head.detach().to(dtype)
-        if ids is None:
-            return Vocabulary(None, head, head)
-        row_of = torch.full((target.config.vocab_size,), -1, device=ids.device)
-        row_of[ids] = torch.arange(len(ids), device=ids.device)
-        return Vocabulary(row_of, head, head[ids])
-
-    def rows(self, tokens: Tensor) -> Tensor:
-        return tokens if self.row_of is None else self.row_of[tokens]
-
-
-@dataclass(frozen=True)
 class UnrollLoss:
     """Of N indices and J steps; `hits` and `alpha` are 0 where `valid` is."""
 
@@ -233,112 +214,87 @@ class UnrollLoss:
 
 
 def unrolled_loss(
-    draft: Eagle3, steps: Sequence[UnrollStep], texts: Texts, vocabulary: Vocabulary, kind: str, decay: float
+    draft: Eagle3,
+    steps: Sequence[UnrollStep],
+    texts: Texts,
+    vocabulary: DraftVocabulary,
+    kind: str,
+    decay: float,
 ) -> UnrollLoss:
     """The mean over all steps' draft tokens of the loss `kind`, a draft token of step j weighing decay^j.
 
-    Draft tokens that the draft cannot make right have no weight: hard labels (ce alone) outside its
-    vocabulary; with soft labels, places where the target's first choice is outside.
+    Draft tokens that the draft cannot make right have no weight: with hard labels (ce alone) those outside
+    its vocabulary; with soft labels those where the target's top-1 is outside.
     """
     labels = vocabulary.rows(texts.labels)
     final = texts.final if needs_target(kind) else None
     known = labels >= 0
     if final is not None:
         final = final.to(steps[0].hidden.dtype)
-        if vocabulary.row_of is not None:
-            known = vocabulary.rows(top_tokens(final, vocabulary.head)) >= 0
-    shape = len(labels), len(steps)
-    run = torch.zeros(shape, dtype=torch.bool, device=labels.device)
+        if vocabulary.ids is not None:
+            known = vocabulary.rows(top_tokens(final, vocabulary.full_head)) >= 0
+    N, J, device = len(labels), len(steps), labels.device
+    run = torch.zeros((N, J), dtype=torch.bool, device=device)
     for j, step in enumerate(steps):
         run[step.chosen, j] = True
-    ahead = torch.arange(len(labels), device=labels.device)[:, None] + torch.arange(
-        len(steps), device=run.device
-    )
+    ahead = torch.arange(N, device=device)[:, None] + torch.arange(J, device=device)
     valid = run & (ahead < texts.end[:, None])
-    # a row for every draft token that has a weight or may be right, those of one label side by side
-    index, step_of, place = _guesses(steps, valid)
-    of = index + step_of
-    of, order = of.sort(stable=True)
+    # a row for every draft token that has a weight or may be right, sorted by label
+    index = torch.cat([step.chosen for step in steps])
+    step_of = torch.cat([torch.full_like(step.chosen, j) for j, step in enumerate(steps)])
+    place = valid[index, step_of].nonzero().squeeze(1)
+    of, order = (index[place] + step_of[place]).sort(stable=True)
     useful = known[of] | (labels[of] >= 0)
-    of, order = of[useful], order[useful]
-    index, step_of = index[order], step_of[order]
-    states = draft.norm(torch.cat([step.hidden for step in steps])[place[order]])
+    of, place = of[useful], place[order[useful]]
+    index, step_of = index[place], step_of[place]
+    states = draft.norm(torch.cat([step.hidden for step in steps])[place])
     weights = decay**step_of * known[of]
     weights = weights / weights.sum().clamp(min=1e-9)
-    head = vocabulary.theirs if draft.lm_head is None else draft.lm_head.weight
+    head = vocabulary.head if draft.lm_head is None else draft.lm_head.weight
     assert isinstance(head, Tensor)
-    theirs = None if final is None else vocabulary.theirs
-    loss, rows = weighted_losses(kind, weights, states, head, labels, final, theirs, of=of)
+    target_head = None if final is None else vocabulary.head
+    rows = block_losses(kind, states, head, labels, final, target_head, weights=weights, of=of)
+    assert rows.total is not None
     hits = torch.zeros_like(valid)
     hits[index, step_of] = rows.hits
     alpha = None
     if rows.accept is not None:
         alpha = torch.zeros_like(valid, dtype=torch.float32)
         alpha[index, step_of] = rows.accept * known[of]
-    return UnrollLoss(loss, hits, run, valid, alpha)
-
-
-def _guesses(steps: Sequence[UnrollStep], valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every valid draft token: its index, its step, and its row among all steps' rows."""
-    index = torch.cat([step.chosen for step in steps])
-    step_of = torch.cat([torch.full_like(step.chosen, j) for j, step in enumerate(steps)])
-    place = valid[index, step_of].nonzero().squeeze(1)
-    return index[place], step_of[place], place
+    return UnrollLoss(rows.total, hits, run, valid, alpha)
 
 
 BY_ADAM = ("lm_head.weight", "embed_tokens.weight", "mask_hidden")  # tables of rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Recipe(TrainingRecipe):
-    """An EAGLE-3 draft of any size and how to train it. Fields of recipes/eagle3-*.toml."""
+class Eagle3Recipe(DraftRecipe):
+    """An EAGLE-3 draft of any size and how to train it. Fields of recipes/eagle3-*.toml. Without
+    `target_layer_ids` it reads the cache's first, middle and last layer; without `draft_vocab` it predicts
+    through the target's head; `mask_token` is P-EAGLE's, for the draft tokens after the first."""
 
-    num_layers: int = 1
-    num_heads: int = 8
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    intermediate_size: int = 512
-    draft_vocab: int = 0  # the commonest tokens of the responses; 0: all, by the target's head
-    sliding_window: int = 0  # of every layer; 0: they see everything
-    target_layer_ids: tuple[int, ...] = ()  # of those the cache holds; (): its first, middle and last
+    RANGES: ClassVar[Ranges] = DraftRecipe.RANGES | {
+        "steps_ahead": (1, 2**10),
+        "decay": (ABOVE_0, 1),
+        "keep": (ABOVE_0, 1),
+    }
+
+    loss: str = "kl"
     norm_before_residual: bool = False
     norm_output: bool = False  # EAGLE-3.1
     fc_norm: bool = False  # EAGLE-3.1
     parallel: bool = False  # P-EAGLE: all draft tokens in one pass
-    mask_token: str | None = None  # of P-EAGLE's draft tokens after the first; None: a learned mask_embedding
     steps_ahead: int = 7  # draft tokens in a row that are trained
     decay: float = 0.8  # a draft token of step j weighs decay^j
     keep: float = 1.0  # of the indices, step j runs keep^j (at least 0.2): P-EAGLE's 0.8
-    loss: str = "kl"  # ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
-    recompute: bool = False  # layers are run again in the backward: less memory, a third more work
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_loss(self.loss)
-        if self.steps_ahead < 1:
-            raise ValueError(f"steps_ahead {self.steps_ahead}: at least one draft token is trained")
-        if self.draft_vocab < 0:
-            raise ValueError(f"draft_vocab {self.draft_vocab}: a count of tokens, or 0 for all")
-        for name in ("decay", "keep"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)} is outside 0..1, and not 0")
         _check_window(self.sliding_window, self.steps_ahead)
 
-    @property
-    def final(self) -> bool:
-        """Whether training needs the target's final states."""
-        return needs_target(self.loss)
-
-    def config(self, target: Decoder, tokenizer: Tokenizer, held: tuple[int, ...]) -> Eagle3Config:
-        """`held`: the layers where the states the cache holds. Raises ValueError where the mask token is not
-        in the vocabulary."""
-        theirs = target.config
-        mask = tokenizer.token_to_id(self.mask_token) if self.parallel and self.mask_token else None
-        if mask is None and self.parallel and self.mask_token:
-            raise ValueError(
-                f"the tokenizer knows no mask_token {self.mask_token!r}: name a token that text never "
-                "uses, or none for a learned embedding"
-            )
+    def config(self, target: Decoder, tokenizer: Tokenizer, cached_layers: tuple[int, ...]) -> Eagle3Config:
+        """Raises ValueError where the mask token is not in the vocabulary."""
+        theirs, layers = target.config, cached_layers
         return Eagle3Config(
             hidden_size=theirs.hidden_size,
             target_hidden_size=theirs.hidden_size,
@@ -350,7 +306,8 @@ class Eagle3Recipe(TrainingRecipe):
             draft_vocab_size=self.draft_vocab or theirs.vocab_size,
             rope=theirs.rope,
             rms_norm_eps=theirs.rms_norm_eps,
-            layer_ids=self.target_layer_ids or tuple(sorted({held[0], held[len(held) // 2], held[-1]})),
+            layer_ids=self.target_layer_ids
+            or tuple(sorted({layers[0], layers[len(layers) // 2], layers[-1]})),
             norm_before_residual=self.norm_before_residual,
             norm_output=self.norm_output,
             fc_norm=self.fc_norm,
@@ -358,7 +315,7 @@ class Eagle3Recipe(TrainingRecipe):
             max_position_embeddings=theirs.max_position_embeddings,
             num_layers=self.num_layers,
             parallel=self.parallel,
-            mask_token_id=mask,
+            mask_token_id=self.mask_token_id(tokenizer) if self.parallel else None,
         )
 
 
@@ -366,15 +323,15 @@ def _check_window(window: int, steps_ahead: int) -> None:
     if 0 < window <= steps_ahead:
         raise ValueError(
             f"sliding_window {window} does not reach back over steps_ahead {steps_ahead}: make it larger, "
-            "or 0 for none; or draft token fewer steps ahead"
+            "or 0 for none; or lower steps_ahead"
         )
 
 
 def begin_eagle3(
-    recipe: Eagle3Recipe, target: Decoder, tokenizer: Tokenizer, cache: Teacher, init: Eagle3 | None
+    recipe: Eagle3Recipe, target: Decoder, tokenizer: Tokenizer, cache: TeacherCache, init: Eagle3 | None
 ) -> Eagle3:
-    """An untrained draft: normal with std 1/sqrt(fan-in), what writes into the residual stream at zero, norm
-    and head the target's own. Or a copy of `init`."""
+    """An untrained draft: normal with std 1/sqrt(fan-in), projections into the residual stream zero, norm and
+    head the target's own. Or a copy of `init`."""
     if init is not None:
         heads = {"own_embedding": init.embed_tokens is not None, "own_head": init.lm_head is not None}
         draft = Eagle3(init.config, **heads, mapped=init.d2t is not None)
@@ -383,8 +340,8 @@ def begin_eagle3(
     config = recipe.config(target, tokenizer, tuple(cache.meta.target_layer_ids))
     ids, head = None, target.dense_head.detach()
     if recipe.draft_vocab:
-        size, value = recipe.draft_vocab, responses(cache, recipe.trained(cache))
-        ids = commonest(value, size, config.vocab_size, target.config.eos_token_ids) + torch.arange(size)
+        size, texts = recipe.draft_vocab, responses(cache, recipe.training_count(cache))
+        ids = most_frequent(texts, size, config.vocab_size, target.config.eos_token_ids) + torch.arange(size)
     draft = init_eagle3(config, recipe.seed, ids=ids, head=head, own_head=ids is not None)
     rng = seeded(recipe.seed)
     with torch.no_grad():
@@ -397,64 +354,76 @@ def begin_eagle3(
     return draft
 
 
-@dataclass(frozen=True)
-class Course:
-    """What every step of a run has in common."""
+class Eagle3Trainer(DraftTrainer[Eagle3]):
+    title, by_adam = "eagle3", BY_ADAM
 
-    draft: Eagle3
-    target: Decoder
-    recipe: Eagle3Recipe
-    layers: list[int] | None  # indices into the cache's aux
-    vocabulary: Vocabulary
+    def __init__(
+        self,
+        recipe: Eagle3Recipe,
+        target: Decoder,
+        tokenizer: Tokenizer,
+        cache: TeacherCache,
+        init: Eagle3 | None,
+    ) -> None:
+        self.recipe, self.target = recipe, target
+        self.draft = begin_eagle3(recipe, target, tokenizer, cache, init).to(target.device)
+        self.layers = aux_indices(self.config.layer_ids, target, cache)
+        self.bind()
+        _check_window(self.config.sliding_window, recipe.steps_ahead)
+        self.dtype = recipe.dtype(target.device)
+        self.vocabulary = DraftVocabulary.of(self.draft.target_ids(), target, self.dtype)
 
-    def evaluate(self, rows: list[Any], keep: float, rng: torch.Generator) -> tuple[UnrollLoss, int]:
-        """Of these samples, and how many tokens they have. keep 1: every index at every step."""
-        recipe = self.recipe
-        texts = gather(rows, recipe.row_tokens, self.layers, final=recipe.final)
-        texts = texts.to(self.target.device)
+    @property
+    def config(self) -> Eagle3Config:
+        return self.draft.config
+
+    def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss:
+        result, tokens = self.evaluate(rows, self.recipe.keep, seeded(self.recipe.seed, 1, step))
+        return StepLoss(result.loss, tokens, metrics_of(result))
+
+    def evaluate(
+        self, rows: list[TeacherSample], keep: float, rng: torch.Generator
+    ) -> tuple[UnrollLoss, int]:
+        """-> the loss of these rows, and the number of their tokens. keep 1: every index at every step."""
+        recipe, device = self.recipe, self.target.device
+        texts = gather(rows, recipe.row_tokens, self.layers, final=recipe.final).to(device)
         indices = thinned(len(texts.at), recipe.steps_ahead, keep, rng)
-        indices = [chosen.to(self.target.device) for chosen in indices]
-        dtype = recipe.dtype(self.target.device)
-        steps = unroll(self.draft, self.target, texts, indices, dtype, recipe.recompute)
-        validation = unrolled_loss(self.draft, steps, texts, self.vocabulary, recipe.loss, recipe.decay)
-        return validation, len(texts.tokens)
+        indices = [chosen.to(device) for chosen in indices]
+        steps = unroll(self.draft, self.target, texts, indices, self.dtype, recipe.recompute)
+        result = unrolled_loss(self.draft, steps, texts, self.vocabulary, recipe.loss, recipe.decay)
+        return result, len(texts.tokens)
 
     @torch.no_grad()
-    def validate(self, cache: Teacher, kept: list[int]) -> dict[str, Any]:
-        """`accuracy` on samples kept from training. Far below the training's, more steps will not help: it
-        takes more answers."""
-        entries = []
-        for i in range(0, len(kept), self.recipe.rows):
-            rows = [cache.sample(n) for n in kept[i : i + self.recipe.rows]]
-            entries.append(self.evaluate(rows, 1.0, seeded(self.recipe.seed, 2, i))[0])
-        hits, valid = (torch.cat([getattr(x, name) for x in entries]) for name in ("hits", "valid"))
-        return {f"unseen_{k}": v for k, v in accuracy(hits, valid).items()}
+    def validate(self, batches: Batches) -> dict[str, Any]:
+        results = [self.evaluate(rows, 1.0, seeded(self.recipe.seed, 2, i))[0] for i, rows in batches]
+        return accuracy(torch.cat([r.hits for r in results]), torch.cat([r.valid for r in results]))
 
-    def tau(self, prompts: list[list[int]]) -> float:
-        """Of a chain as long as was trained."""
-        shape = TreeShape(depth=self.recipe.steps_ahead)
-        bound = BoundEagle3(self.draft, self.target, shape)
-        return measure_tau(bound, self.target, prompts, self.recipe.eval_new_tokens)
+    def bind(self) -> Draft:
+        """As a chain of the trained length."""
+        return BoundEagle3(self.draft, self.target, TreeShape(depth=self.recipe.steps_ahead))
+
+    def save(self, folder: Path) -> None:
+        save_draft(self.draft, folder)
 
 
-def metrics_of(unroll_loss: UnrollLoss) -> dict[str, Any]:
-    """`accuracy`; its accept_len is of the indices that ran every step; and of soft labels the mean
-    chance of acceptance at each."""
-    value = accuracy(unroll_loss.hits, unroll_loss.valid)
-    if not unroll_loss.run.all():
-        whole = unroll_loss.run.all(1)
-        value["accept_len"] = accuracy(unroll_loss.hits[whole], unroll_loss.valid[whole])["accept_len"]
-    if unroll_loss.alpha is not None:
-        shares = unroll_loss.alpha.sum(0) / (unroll_loss.alpha > 0).sum(0).clamp(min=1)
-        value["alpha"] = [round(x, 4) for x in shares.tolist()]
-    return value
+def metrics_of(result: UnrollLoss) -> dict[str, Any]:
+    """`accuracy`, its accept_len over the indices that ran every step; with soft labels also the mean
+    acceptance probability of each step."""
+    metrics = accuracy(result.hits, result.valid)
+    if not result.run.all():
+        whole = result.run.all(1)
+        metrics["accept_len"] = accuracy(result.hits[whole], result.valid[whole])["accept_len"]
+    if result.alpha is not None:
+        shares = result.alpha.sum(0) / (result.alpha > 0).sum(0).clamp(min=1)
+        metrics["alpha"] = [round(x, 4) for x in shares.tolist()]
+    return metrics
 
 
 def train_eagle3(
     recipe: Eagle3Recipe,
     target: Decoder,
     tokenizer: Tokenizer,
-    cache: Teacher,
+    cache: TeacherCache,
     held_out: list[list[int]],
     folder: Path,
     *,
@@ -462,42 +431,9 @@ def train_eagle3(
     started_from: dict[str, Any] | None = None,
     stop_after: int | None = None,
 ) -> Eagle3:
-    """Train, resuming from folder/checkpoint.pt where there is one; -> the draft, float32.
-
-    `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
-    every `eval_every` steps. `init`: a draft to start from; its own sizes then apply, not the recipe's.
-    `started_from`: that draft's provenance. When the last step is done, folder/draft holds the draft in
-    SGLang's format and provenance.json. Raises ValueError where cache, target and recipe do not fit.
-    """
-    width = cache.meta.hidden_size
-    held = tuple(cache.meta.target_layer_ids)
-    draft = begin_eagle3(recipe, target, tokenizer, cache, init).to(target.device)
-    layers = features(draft.config.layer_ids, target, held, width)
-    BoundEagle3(draft, target)
-    _check_window(draft.config.sliding_window, recipe.steps_ahead)
-    target.requires_grad_(False)
-    if recipe.final and cache.sample(0).final is None:
-        raise ValueError(
-            f"loss {recipe.loss!r} compares with the target's distribution, and the cache holds no final "
-            "states: build one with `teacher build --final`, or take loss ce"
-        )
-    course = Course(draft, target, recipe, layers, Vocabulary.of(draft, target, recipe.dtype(target.device)))
-    training, kept = recipe.training_samples(cache), recipe.validation_samples(cache)
-
-    def loss_of(step: int) -> StepLoss:
-        rows = [cache.sample(training[i]) for i in rows_of_step(step, recipe, len(training))]
-        validation, tokens = course.evaluate(rows, recipe.keep, seeded(recipe.seed, 1, step))
-        return StepLoss(validation.loss, tokens, metrics_of(validation))
-
-    def evaluate() -> dict[str, Any]:
-        metrics = course.validate(cache, kept) if kept else {}
-        if held_out:
-            metrics["tau"] = course.tau(held_out[: recipe.eval_prompts])
-        return metrics
-
-    if learn(draft, recipe, folder, "eagle3", loss_of, evaluate, by_adam=BY_ADAM, stop_after=stop_after):
-        values = provenance(recipe, draft.config, target, cache, folder) | {"started_from": started_from}
-        with published(folder / "draft") as new:
-            save_draft(draft, new)
-            write_provenance(new, values)
-    return draft.requires_grad_(False)
+    """`train_draft` for an EAGLE-3, published in SGLang's format. `init`: a draft to start from; its own
+    sizes then apply, not the recipe's."""
+    make = partial(Eagle3Trainer, recipe, target, tokenizer, cache, init)
+    return train_draft(
+        make, recipe, target, cache, held_out, folder, started_from=started_from, stop_after=stop_after
+    )

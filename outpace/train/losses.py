@@ -20,7 +20,6 @@ them and renormalised. Labels are rows of `head`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +36,14 @@ LEAST_ALPHA = 1e-30  # under it the logarithm, and the gradient of nla, are stil
 
 @dataclass(frozen=True)
 class LossRows:
-    """What the rows of a forward are worth; only `loss` has a gradient."""
+    """Losses of the rows of a forward; only `loss`, or `total` of weighted rows, has a gradient."""
 
     loss: Tensor  # float32
     nll: Tensor  # float32: -log q(label); 0 without a label
     hits: Tensor  # bool: no logit of the row exceeds the label's
     accept: Tensor | None  # float32: alpha; None without target_states
-    top: Tensor | None = None  # int64 [n, k]: rows of `head` with the largest logits, falling; if asked for
+    top: Tensor | None = None  # int64 [n, k]: rows of `head` with the largest logits, descending
+    total: Tensor | None = None  # scalar: the sum of weighted losses
 
 
 def block_losses(
@@ -54,56 +54,33 @@ def block_losses(
     target_states: Tensor | None = None,
     target_head: Tensor | None = None,
     *,
+    weights: Tensor | None = None,
     of: Tensor | None = None,
     chunk: int | None = None,
     top: int = 0,
 ) -> LossRows:
     """states [n, C], head [V, C], labels [m] int64 (-1: none), target_states [m, C'], target_head [V, C'] ->
-    Rows of [n]. `kind` is one of LOSSES, or a sum of them: "0.1*ce+0.9*tv". Row i is about label and target
-    i, or of[i] where `of` [n] int64, ascending, is given: rows that share a target then share the work. Of
-    each row's largest logits `top` are named.
+    LossRows of [n]. `kind` is one of LOSSES, or a sum of them: "0.1*ce+0.9*tv". Row i belongs to label and
+    target i, or of[i] where `of` [n] int64, ascending, is given: rows that share a target share the work.
+    `weights` [n], if they are known beforehand: `total` then is sum_i weights[i] * loss[i] with a gradient,
+    instead of `loss`; a trained head costs a third less, as all gradients are formed in one pass. `top`: how
+    many of each row's largest logits are named.
 
-    Row t of a teacher's final states is about token t + 1: for the label at position t, give row t - 1.
+    Row t of a teacher's final states predicts token t + 1: for the label at position t, give row t - 1.
     Products in the states' dtype, softmax and losses in float32; logits exist for `chunk` rows at a time.
-    Gradients reach `states`, and `head` where it wants one. Raises ValueError for an unknown kind, and
-    where one needs target_states that are not given.
+    Gradients reach `states`, and `head` if it requires one. Raises ValueError for an unknown kind, and for
+    one that needs target_states where there are none.
     """
-    given = states, head, labels, target_states, target_head, of
-    _, *rows = _apply(kind, given, None, chunk, top)
-    return LossRows(*rows)
-
-
-def weighted_losses(
-    kind: str,
-    weights: Tensor,
-    states: Tensor,
-    head: Tensor,
-    labels: Tensor,
-    target_states: Tensor | None = None,
-    target_head: Tensor | None = None,
-    *,
-    of: Tensor | None = None,
-    chunk: int | None = None,
-) -> tuple[Tensor, LossRows]:
-    """sum_i weights[i] * loss[i] of `block_losses`, and its Rows, without a gradient. For weights [n] known
-    beforehand: a head that learns then costs a third less, all gradients being formed in one pass."""
-    given = states, head, labels, target_states, target_head, of
-    total, *rows = _apply(kind, given, weights, chunk, 0)
-    return total, LossRows(*rows)
-
-
-def _apply(
-    kind: str, given: tuple[Tensor | None, ...], weights: Tensor | None, chunk: int | None, top: int
-) -> Any:
-    _, head, _, target_states, target_head, _ = given
     mix = parse_loss(kind)
     if target_states is None and set(mix) - {"ce"}:
         raise ValueError(f"loss {kind!r} compares with the target's distribution: give its final states")
-    assert head is not None and (target_states is None) == (target_head is None)
+    assert (target_states is None) == (target_head is None)
     chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
-    if not torch.is_grad_enabled():  # of which a Function's forward is not told
-        given = tuple(None if x is None else x.detach() for x in given)
-    return _Chunked.apply(*given, weights, mix, chunk, top)  # type: ignore[no-untyped-call]
+    tensors = (states, head, labels, target_states, target_head, of)
+    if not torch.is_grad_enabled():  # a Function's forward cannot see that
+        tensors = tuple(None if x is None else x.detach() for x in tensors)  # type: ignore[assignment]
+    total, loss, nll, hits, accept, best = _Chunked.apply(*tensors, weights, mix, chunk, top)  # type: ignore[no-untyped-call]
+    return LossRows(loss, nll, hits, accept, best, total)
 
 
 @cache

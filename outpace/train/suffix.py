@@ -10,10 +10,11 @@ from outpace.checkpoint.publish import published
 from outpace.drafts.lookup import save_suffix
 from outpace.models.decoder import Decoder
 from outpace.ops.suffixes import Suffixes
-from outpace.train.drafts import Teacher, origin, responses, write_provenance
+from outpace.teacher.store import TeacherCache
+from outpace.train.drafts import origin, responses, write_provenance
 
 
-def build_suffix(target: Decoder, cache: Teacher, folder: Path, count: int | None = None) -> Suffixes:
+def build_suffix(target: Decoder, cache: TeacherCache, folder: Path, count: int | None = None) -> Suffixes:
     """folder/draft holds the first `count` answers of this target's `cache`, and provenance.json."""
     began, used = time.perf_counter(), min(count or len(cache), len(cache))
     answers = Suffixes.of(joined(list(responses(cache, used))))

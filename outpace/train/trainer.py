@@ -6,19 +6,25 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from outpace.checkpoint.publish import disk, one_writer, written
+from outpace.checkpoint.save import write_atomically
+from outpace.ops.dispatch import product_dtype
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    class Run(DataclassInstance, Protocol):
-        """What the loop reads of a recipe."""
+    class LoopRecipe(DataclassInstance, Protocol):
+        """The recipe fields that the loop reads."""
 
         @property
         def steps(self) -> int: ...
@@ -27,13 +33,13 @@ if TYPE_CHECKING:
         def save_every(self) -> int: ...
 
 
-from torch import Tensor
-
-from outpace.checkpoint.publish import disk, one_writer, written
-from outpace.checkpoint.save import write_atomically
-from outpace.ops.dispatch import product_dtype
+Log = list[dict[str, Any]]  # one record per step
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
+DIVERGED = (
+    "step {step}: {what} is not finite. Training has diverged: lower the learning rate; the last good "
+    "checkpoint is that of step {saved}"
+)
 
 
 def warmup_cosine(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
@@ -53,109 +59,112 @@ def warmup_linear(step: int, steps: int, warmup: int, decay: float, floor: float
 
 
 def keep_heap() -> None:
-    """Ask glibc to keep what is freed: by default large blocks go back to the system, and the faults of
-    taking them again grow to a third of a CPU training step. Elsewhere, does nothing."""
+    """Make glibc keep freed memory: returning large blocks to the system and taking them again costs up to a
+    third of a CPU training step. Elsewhere, does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
             mallopt(option, value)
 
 
+@contextmanager
+def training_folder(folder: Path) -> Iterator[None]:
+    """One process at a time trains in `folder`, from opening the checkpoint to publishing the result. Raises
+    ValueError for a second process and for a full disk."""
+    with one_writer(folder), disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+
+
 def fit(
     folder: Path,
-    recipe: "Run",
+    recipe: "LoopRecipe",
     update: Callable[[int], dict[str, Any]],
     stateful: dict[str, Any],
     *,
     title: str,
+    evaluate: Callable[[], dict[str, Any]] | None = None,
+    eval_every: int = 1,
     stop_after: int | None = None,
-) -> int:
-    """Call update(step) for every step from the last checkpoint to `recipe.steps`, logging what it returns;
-    -> the step reached.
+) -> Log:
+    """Call update(step) for every step from the last checkpoint to `recipe.steps` and log the metrics that it
+    returns, with those of `evaluate` every `eval_every` steps and at the end; -> the log of all steps done
+    so far. Runs in a `training_folder`.
 
-    `stateful` names the contents of a checkpoint (anything with state_dict and load_state_dict). Metrics
+    `stateful`: the contents of a checkpoint by name (anything with state_dict and load_state_dict). Metrics
     go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole. The
-    checkpoint alone decides where a run goes on, and holds the log up to it, which is written anew from
-    there. A recipe that changed since is followed from there on, and the changed fields are named above the
+    checkpoint alone decides where a run resumes; it holds the log up to there, and log.jsonl is rewritten
+    from it. A recipe that changed since applies from there on, and the changed fields are named above the
     bar. `stop_after` ends this call early, with a checkpoint (for tests and time limits).
-    Raises ValueError for a checkpoint that is damaged or of another run, for a second process in the folder,
-    for a full disk, and at the first loss or weight that is not finite.
+    Raises ValueError for a checkpoint that is damaged or of another run, and at the first loss, gradient or
+    weight that is not finite: nothing is evaluated or saved then.
     """
     keep_heap()
-    folder.mkdir(parents=True, exist_ok=True)
-    with one_writer(folder), disk(folder):
-        return _fit(folder, recipe, update, stateful, title, stop_after)
-
-
-def _fit(
-    folder: Path,
-    recipe: "Run",
-    update: Callable[[int], dict[str, Any]],
-    stateful: dict[str, Any],
-    title: str,
-    stop_after: int | None,
-) -> int:
-    checkpoint, log = folder / "checkpoint.pt", folder / "log.jsonl"
-    asked, steps = json.loads(json.dumps(asdict(recipe))), recipe.steps
-    first, before = 0, asked
-    records: list[str] = []  # the log
+    checkpoint, log_file = folder / "checkpoint.pt", folder / "log.jsonl"
+    fields, log = json.loads(json.dumps(asdict(recipe))), Log()
+    fields_before = fields
     if checkpoint.exists():
-        first, before, records = _resume(checkpoint, log, stateful, steps)
-    write_atomically(log, "".join(records).encode())
-    last, saved = steps if stop_after is None else min(steps, first + stop_after), first
+        fields_before, log = _resume(checkpoint, stateful, recipe.steps)
+    first = saved = len(log)
+    last = recipe.steps if stop_after is None else min(recipe.steps, first + stop_after)
+    write_atomically(log_file, _text(log).encode())
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[said]}"),
+        TextColumn("{task.fields[metrics]}"),
     )
-    with log.open("a") as lines, Progress(*columns, refresh_per_second=2) as bar:
-        task = bar.add_task(title, total=steps, completed=first, said="")
-        for name in sorted(n for n in asked if asked[n] != before.get(n, asked[n])):
+    with log_file.open("a") as lines, Progress(*columns, refresh_per_second=2) as bar:
+        task = bar.add_task(title, total=recipe.steps, completed=first, metrics="")
+        for name in sorted(n for n in fields if fields[n] != fields_before.get(n, fields[n])):
             bar.console.print(
-                f"from step {first} on: {name} {asked[name]}, it was {before[name]}", style="dim"
+                f"from step {first} on: {name} {fields[name]}, it was {fields_before[name]}", style="dim"
             )
         for step in range(first, last):
             began = time.perf_counter()
             metrics = update(step)
-            _check_finite(metrics, step, saved)
-            record = {"step": step, **metrics, "seconds": round(time.perf_counter() - began, 4)}
-            records.append(json.dumps(record) + "\n")
-            lines.write(records[-1])
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(metrics.get(name, 0.0)):
+                    what = f"the {name} ({metrics[name]})"
+                    raise ValueError(DIVERGED.format(step=step, what=what, saved=saved))
+            save = (step + 1) % recipe.save_every == 0 or step + 1 == last
+            due = evaluate is not None and ((step + 1) % eval_every == 0 or step + 1 == recipe.steps)
+            states = {name: part.state_dict() for name, part in stateful.items()} if save or due else {}
+            for name in _not_finite(states):
+                raise ValueError(DIVERGED.format(step=step, what=name, saved=saved))
+            if evaluate is not None and due:
+                metrics |= evaluate()
+            log.append({"step": step, **metrics, "seconds": round(time.perf_counter() - began, 4)})
+            lines.write(_text(log[-1:]))
             lines.flush()
-            message = "  ".join(
-                f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr"
-            )
-            bar.update(task, advance=1, said=message)
-            if (step + 1) % recipe.save_every == 0 or step + 1 == last:
+            numbers = (f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr")
+            bar.update(task, advance=1, metrics="  ".join(numbers))
+            if save:
                 os.fsync(lines.fileno())
-                _save(checkpoint, step + 1, saved, asked, records, stateful)
+                with written(checkpoint) as temporary:
+                    torch.save({"step": step + 1, "recipe": fields, "log": _text(log), **states}, temporary)
                 saved = step + 1
-    return last
+    return log
 
 
-DIVERGED = (
-    "step {step}: {what} is not finite. Training has diverged: lower the learning rate; the last good "
-    "checkpoint is that of step {saved}"
-)
+def _text(log: Log) -> str:
+    return "".join(json.dumps(record) + "\n" for record in log)
 
 
-def _check_finite(metrics: dict[str, Any], step: int, saved: int) -> None:
-    for name in ("loss", "grad_norm"):
-        if not math.isfinite(metrics.get(name, 0.0)):
-            raise ValueError(DIVERGED.format(step=step, what=f"the {name} ({metrics[name]})", saved=saved))
-
-
-def _save(
-    path: Path, step: int, saved: int, recipe: dict[str, Any], records: list[str], stateful: dict[str, Any]
-) -> None:
-    states = {k: v.state_dict() for k, v in stateful.items()}
-    wrong = next(_not_finite(states), None)
-    if wrong is not None:
-        raise ValueError(DIVERGED.format(step=step, what=wrong, saved=saved))
-    with written(path) as temporary:
-        torch.save({"step": step, "recipe": recipe, "log": "".join(records), **states}, temporary)
+def take_step(
+    loss: Tensor, parameters: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer], clip: float
+) -> dict[str, float]:
+    """Backward and one step of every optimizer; -> {}. A gradient norm that is not finite leaves the weights
+    as they are; -> {"grad_norm": norm}."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = float(nn.utils.clip_grad_norm_(parameters, clip))
+    if not math.isfinite(norm):
+        return {"grad_norm": norm}
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {}
 
 
 def _not_finite(value: Any, name: str = "") -> Iterator[str]:
@@ -167,40 +176,46 @@ def _not_finite(value: Any, name: str = "") -> Iterator[str]:
         yield name
 
 
-def _resume(
-    path: Path, log: Path, stateful: dict[str, Any], steps: int
-) -> tuple[int, dict[str, Any], list[str]]:
-    """-> the step to go on with, the recipe as it was, and the lines of the log up to there."""
-    begin = "delete it to begin this run again"
+def _resume(path: Path, stateful: dict[str, Any], steps: int) -> tuple[dict[str, Any], Log]:
+    """Load `stateful`; -> the recipe as it was, and the log up to the checkpoint."""
     try:
-        saved = torch.load(path, weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read ({error}): {begin}") from error
-    if not isinstance(saved, dict) or type(saved.get("step")) is not int:
-        raise ValueError(f"{path} is no checkpoint of a training: {begin}")
-    step: int = saved["step"]
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        fields, step = dict(saved["recipe"]), int(saved["step"])
+        log: Log = [json.loads(line) for line in saved["log"].splitlines()]
+        if [record["step"] for record in log] != list(range(step)):
+            raise ValueError("its log does not end at its step")
+        _ = [(record.get("loss", 0.0) + 0.0, record["seconds"] + 0.0) for record in log]
+    except Exception as error:  # of a damaged file torch.load raises nearly anything, with advice of its own
+        cause = f"{error!r}" if type(error) in (KeyError, ValueError) else type(error).__name__
+        raise ValueError(
+            f"{path} is not a whole training checkpoint ({cause[:200]}): delete it to begin this run again"
+        ) from error
     other = f"{path} is of another run ({{}}): give this one another folder, or delete it to begin again"
     if step > steps:
-        raise ValueError(other.format(f"it is at step {step}, and {steps} are asked for"))
+        raise ValueError(other.format(f"it is at step {step}, and this recipe has {steps} steps"))
     try:
         for name, part in stateful.items():
-            part.load_state_dict(saved[name])
-    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            _load(part, saved[name])
+    except Exception as error:
         raise ValueError(other.format("its weights or optimizers have other shapes")) from error
-    if isinstance(saved.get("log"), str):
-        return step, saved.get("recipe", {}), saved["log"].splitlines(keepends=True)
-    return step, saved.get("recipe", {}), [line for line in _readable(log) if json.loads(line)["step"] < step]
+    for name in _not_finite({name: saved[name] for name in stateful}):
+        raise ValueError(f"{path}: {name} is not finite: delete it to begin this run again")
+    return fields, log
 
 
-def _readable(log: Path) -> Iterator[str]:
-    """Whole lines of a log beside a checkpoint of before 0.2, which does not hold it."""
-    for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
-        try:
-            whole = isinstance(json.loads(line)["step"], int) and line.endswith("\n")
-        except (ValueError, KeyError, TypeError):
-            whole = False
-        if whole:
-            yield line
+def _load(part: Any, state: Any) -> None:
+    """An optimizer keeps its own settings, which are the recipe's as it is now. Raises for other shapes."""
+    if not isinstance(part, torch.optim.Optimizer):
+        part.load_state_dict(state)
+        return
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in part.param_groups]
+    part.load_state_dict(state)
+    for group, own in zip(part.param_groups, settings, strict=True):
+        group |= own
+    for parameter, values in part.state.items():
+        for value in values.values():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(f"shape {list(value.shape)}, not {list(parameter.shape)}")
 
 
 NS = (3.4445, -4.7750, 2.0315)

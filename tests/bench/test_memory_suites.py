@@ -58,7 +58,7 @@ def retrofitted(original, documents):
     model = copy.deepcopy(whole)
     text = tokenizer.encode(documents[0][0].text).ids[:400]
     moments = calibrate(model, [text], LAYERS)
-    seen = dsa.looked_at(model, torch.tensor(text), LAYERS)
+    seen = dsa.attention_inputs(model, torch.tensor(text), LAYERS)
     made = {i: dsa.first_weights(model.attentions[i], dsa.Phases.of(seen[i]), 6, 8) for i in LAYERS}
     bases = {i: mla.basis("pca", model.attentions[i], m) for i, m in moments.items()}
     mla.attach(model, bases, dict.fromkeys(LAYERS, 32))

@@ -26,7 +26,9 @@ def indexed(family, heads, dim, rows=3):
     model = copy.deepcopy(tiny.target(family))
     sums = {}
     for n in range(rows):
-        for layer, seen in dsa.looked_at(model, tiny.tokens(80 - n, seed=n), full_layers(model)).items():
+        for layer, seen in dsa.attention_inputs(
+            model, tiny.tokens(80 - n, seed=n), full_layers(model)
+        ).items():
             phases = dsa.Phases.of(seen)
             sums[layer] = sums[layer] + phases if layer in sums else phases
     return model, {i: dsa.first_weights(model.attentions[i], p, heads, dim) for i, p in sums.items()}
@@ -48,7 +50,7 @@ def test_with_all_directions_an_index_head_is_an_attention_head(family, first):
     sizes = model.config.num_heads, model.config.num_kv_heads * model.config.head_dim
     _, made = indexed(family, *sizes)
     tokens, positions = tiny.tokens(50, seed=9), torch.arange(first, first + 50)
-    for layer, seen in dsa.looked_at(model, tokens, list(made)).items():
+    for layer, seen in dsa.attention_inputs(model, tokens, list(made)).items():
         index = made[layer](seen.x[None], *model.rope(positions[None]))
         result = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
         wanted = attention_scores(model, seen, positions)
@@ -62,7 +64,7 @@ def test_a_head_is_the_mean_of_the_attention_s_heads():
     model = tiny.target("gpt_oss")
     _, made = indexed("gpt_oss", 3, 16)
     tokens, positions = tiny.tokens(50, seed=9), torch.arange(50)
-    for layer, seen in dsa.looked_at(model, tokens, list(made)).items():
+    for layer, seen in dsa.attention_inputs(model, tokens, list(made)).items():
         index = made[layer](seen.x[None], *model.rope(positions[None]))
         result = torch.einsum("thd,sd->hts", index.q[0], index.k[0])
         wanted = attention_scores(model, seen, positions).unflatten(0, (3, 2)).mean(1)
@@ -77,7 +79,7 @@ def test_of_kv_heads_that_say_the_same_one_is_kept():
     layer = full_layers(model)[0]
     for part in (model.attentions[layer].qkv_proj.weight, model.attentions[layer].qkv_proj.bias):
         part[(H + 1) * D : (H + 2) * D] = 2 * part[H * D : (H + 1) * D]
-    seen = dsa.looked_at(model, tiny.tokens(80, seed=1), [layer])[layer]
+    seen = dsa.attention_inputs(model, tiny.tokens(80, seed=1), [layer])[layer]
     for dim, exact in ((D, True), (D - 2, False)):
         made = dsa.first_weights(model.attentions[layer], dsa.Phases.of(seen), H, dim)
         index = made(seen.x[None], *model.rope(torch.arange(80)[None]))
@@ -93,7 +95,7 @@ def test_normed_heads_are_nearly_exact(family):
     model = tiny.target(family)
     sizes = model.config.num_heads, model.config.num_kv_heads * model.config.head_dim
     _, made = indexed(family, *sizes)
-    for layer, seen in dsa.looked_at(model, tiny.tokens(60, seed=9), list(made)).items():
+    for layer, seen in dsa.attention_inputs(model, tiny.tokens(60, seed=9), list(made)).items():
         index = made[layer](seen.x[None], *model.rope(torch.arange(60)[None]))
         result = torch.einsum("thd,sd->hts", index.q[0], index.k[0]).flatten()
         wanted = attention_scores(model, seen, torch.arange(60)).flatten()
@@ -106,7 +108,7 @@ def test_mass_is_what_the_attention_gives(family):
     """Against its own output: with values that name their token, attention states its weights."""
     model, made = indexed(family, 3, 6)
     tokens, positions = tiny.tokens(40, seed=9), torch.tensor([7, 20, 39])
-    for layer, seen in dsa.looked_at(model, tokens, list(made)).items():
+    for layer, seen in dsa.attention_inputs(model, tokens, list(made)).items():
         result = dsa.mass(model, made[layer], seen, positions)
         attention = seen.attention
         scores = attention_scores(model, seen, torch.arange(40))[:, positions] * attention.scale
@@ -125,7 +127,7 @@ def test_what_is_kept_is_the_mass_of_what_is_chosen():
     model, made = indexed("gpt_oss", 3, 8)
     tokens, positions = tiny.tokens(60, seed=9), torch.arange(10, 60, 7)
     layer = full_layers(model)[0]
-    seen = dsa.looked_at(model, tokens, [layer])[layer]
+    seen = dsa.attention_inputs(model, tokens, [layer])[layer]
     result = dsa.mass(model, made[layer], seen, positions)
     index = made[layer](seen.x[None], *model.rope(torch.arange(60)[None]))
     place = QueryPositions(torch.tensor([0]), torch.tensor([60]), 60, None, 60)
@@ -140,7 +142,7 @@ def test_what_is_kept_is_the_mass_of_what_is_chosen():
 def test_divergence_teaches_the_index_alone():
     model, made = indexed("llama", 3, 8)
     layer = full_layers(model)[0]
-    seen = dsa.looked_at(model, tiny.tokens(60, seed=9), [layer])[layer]
+    seen = dsa.attention_inputs(model, tiny.tokens(60, seed=9), [layer])[layer]
     for chosen in (False, True):
         made[layer].zero_grad()
         # the first queries choose among nothing: they teach nothing, and no NaN

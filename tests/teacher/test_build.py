@@ -314,7 +314,7 @@ def test_a_folder_of_other_files_is_refused(tmp_path):
     [
         ({"samples": 0}, "samples 0"),
         ({"prompt_tokens": (9, 5)}, "prompt_tokens 9, 5"),
-        ({"response_tokens": (0, 5)}, "response_tokens 0, 5"),
+        ({"response_tokens": (0, 5)}, r"response_tokens \(0, 5\): it must be at least 1"),
         ({"greedy_share": 1.5}, "greedy_share 1.5"),
         ({"position_offsets": (0, 0)}, "none twice"),
         ({"position_offsets": ()}, "at least one"),

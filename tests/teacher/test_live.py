@@ -9,8 +9,8 @@ import torch
 from test_build import LAYERS, OFFSETS, RECIPE, make
 
 from outpace.teacher.store import TeacherCache
-from outpace.train.drafts import TrainingRecipe
-from outpace.train.eagle3 import Course, Eagle3Recipe, Vocabulary, begin_eagle3
+from outpace.train.drafts import DraftRecipe
+from outpace.train.eagle3 import Eagle3Recipe, Eagle3Trainer
 
 
 class Live:
@@ -57,13 +57,12 @@ def test_a_cached_teacher_is_a_live_teacher(caches, loss):
     )  # fmt: skip
     items = []
     for teacher in teachers:
-        draft = begin_eagle3(recipe, target, None, teacher, None)
-        tiny.randomise(draft.named_parameters(), 3)
-        course = Course(draft, target, recipe, None, Vocabulary.of(draft, target, torch.float32))
+        trainer = Eagle3Trainer(recipe, target, None, teacher, None)
+        tiny.randomise(trainer.draft.named_parameters(), 3)
         rows = [teacher.sample(i) for i in range(6)]
         assert {row.offset for row in rows} == set(OFFSETS)
-        validation, tokens = course.evaluate(rows, 1.0, torch.Generator().manual_seed(0))
-        (gradient,) = torch.autograd.grad(validation.loss, [draft.fc.weight])
+        validation, tokens = trainer.evaluate(rows, 1.0, torch.Generator().manual_seed(0))
+        (gradient,) = torch.autograd.grad(validation.loss, [trainer.draft.fc.weight])
         items.append((validation, tokens, gradient))
     (cached, n, ours), (live, m, wanted) = items
     assert n == m and torch.equal(cached.valid, live.valid)
@@ -74,5 +73,5 @@ def test_a_cached_teacher_is_a_live_teacher(caches, loss):
 
 def test_held_out_samples_are_the_last(caches):
     _, cache, _ = caches
-    assert TrainingRecipe(held_out_share=0.4).trained(cache) == 9
-    assert TrainingRecipe(held_out_share=0.0).trained(cache) == len(cache) == 15
+    assert DraftRecipe(held_out_share=0.4).training_count(cache) == 9
+    assert DraftRecipe(held_out_share=0.0).training_count(cache) == len(cache) == 15

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from outpace.checkpoint.base import LoadError
@@ -161,7 +162,7 @@ def test_final_states_that_are_wanted_and_not_there(tmp_path):
         TeacherCache.open(tmp_path, final=True)
     meta = read_meta(tmp_path)
     write_meta(tmp_path, dataclasses.replace(meta, recipe={"final": True}))  # states what its shards lack
-    with pytest.raises(StoreError, match=r"shard-00000.* cannot be read as a shard"):
+    with pytest.raises(StoreError, match=r"shard-00000.* is not a shard of this cache"):
         TeacherCache.open(tmp_path, final=True).sample(0)
     write(tmp_path, final=True)
     assert TeacherCache.open(tmp_path, final=True).sample(0).final is not None
@@ -174,9 +175,9 @@ def test_a_missing_and_a_truncated_shard(tmp_path):
     data = shard.read_bytes()
     shard.write_bytes(data[:-7])
     for act in (cache.verify, lambda: TeacherCache.open(tmp_path)):
-        with pytest.raises(StoreError, match=r"shard-00001.* holds [\d,]+ bytes, meta.json says"):
+        with pytest.raises(StoreError, match=r"shard-00001.* holds [\d,]+ bytes, meta.json records"):
             act()
-    with pytest.raises(StoreError, match=r"shard-00001.* cannot be read as a shard"):
+    with pytest.raises(StoreError, match=r"shard-00001.* bytes"):
         cache.sample(4)
     shard.unlink()
     for act in (cache.verify, lambda: TeacherCache.open(tmp_path)):
@@ -187,14 +188,15 @@ def test_a_missing_and_a_truncated_shard(tmp_path):
 
 
 @pytest.mark.parametrize("place", [0.4, 0.999])
-def test_an_altered_byte_is_detected_by_verify(tmp_path, place):
+def test_an_altered_byte_is_detected_before_use(tmp_path, place):
     meta = write(tmp_path)
     shard = tmp_path / "shard-00001.safetensors"
     data = bytearray(shard.read_bytes())
     data[int(len(data) * place)] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(StoreError, match=r"shard-00001.* was altered"):
-        TeacherCache.open(tmp_path).verify()
+    for act in (TeacherCache.open(tmp_path).verify, lambda: TeacherCache.open(tmp_path).text(4)):
+        with pytest.raises(StoreError, match=r"shard-00001.* was altered"):
+            act()
     data[int(len(data) * place)] ^= 1
     shard.write_bytes(data)
     assert TeacherCache.open(tmp_path).verify() == meta.nbytes
@@ -209,12 +211,114 @@ def test_meta_json_of_a_newer_version_or_none_at_all(tmp_path):
     path.write_text(json.dumps(data | {"format_version": 2, "colour": "blue"}))
     with pytest.raises(StoreError, match="format version 2; this Outpace reads up to 1: upgrade"):
         TeacherCache.open(tmp_path)
-    for text in ("{}", "[]", "not json", '{"format_version": "x"}', json.dumps(data | {"colour": "blue"})):
-        path.write_text(text)
-        with pytest.raises(StoreError, match="is not a teacher cache's meta"):
-            TeacherCache.open(tmp_path)
     write_meta(tmp_path, dataclasses.replace(meta, shards=meta.shards[:1]))
     assert len(TeacherCache.open(tmp_path, unfinished=True)) == 3
+
+
+SHARD = {"file": "shard-00000.safetensors", "sha256": "a" * 64, "nbytes": 9, "samples": 2, "tokens": 5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "{}",
+        "[]",
+        "not json",
+        "[" * 100_000,
+        {"colour": "blue"},
+        {"hidden_size": None},
+        {"format_version": "x"},
+        {"format_version": 0},
+        {"shards": {"a": 1}},
+        {"shards": [3]},
+        {"shards": [SHARD]},
+        {"target_layer_ids": 3},
+        {"target_layer_ids": []},
+        {"target_layer_ids": [1, "2", 5]},
+        {"target_layer_ids": [1, -2, 5]},
+        {"target_fingerprint": 7},
+        {"tokenizer_sha256": "../.."},
+        {"hidden_size": 2**60},
+        {"hidden_size": True},
+        {"dtype": "float64"},
+        {"dtype": []},
+        {"planned_samples": -1},
+        {"recipe": "fast"},
+        {"recipe": {"final": "yes"}},
+        *(
+            {"shards": [SHARD | {"relative_error": 0.1, key: value}]}
+            for key, values in {
+                "file": ("/etc/passwd", "../shard-00000.safetensors", "shard-00001.safetensors", 3, ""),
+                "sha256": ("", "g" * 64, None, 5),
+                "nbytes": (-1, "9", 1.5),
+                "samples": (0, -3, [2]),
+                "tokens": (0, True),
+                "relative_error": (-1.0, "x", 1e999),
+            }.items()
+            for value in values
+        ),
+    ],
+)
+def test_a_malformed_meta_json_is_refused_by_name(tmp_path, changes):
+    write(tmp_path)
+    path = tmp_path / "meta.json"
+    text = changes if isinstance(changes, str) else json.dumps(json.loads(path.read_text()) | changes)
+    path.write_text(text)
+    with pytest.raises(StoreError, match=r"meta\.json.*build (it|the cache) again") as error:
+        TeacherCache.open(tmp_path, unfinished=True)
+    assert "delete" not in str(error.value)
+
+
+def forge(folder, **changes):
+    """Shard 0 with other tensors, its size and sha256 recorded as they then are."""
+    meta = read_meta(folder)
+    tensors = load_file(folder / meta.shards[0].file) | changes
+    shard = write_shard(folder, 0, {k: t for k, t in tensors.items() if t is not None}, 0.5)
+    kept = {"samples": meta.shards[0].samples, "tokens": meta.shards[0].tokens}
+    write_meta(folder, dataclasses.replace(meta, shards=(dataclasses.replace(shard, **kept), meta.shards[1])))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens", torch.arange(19, dtype=torch.int32) + 90),
+        ("tokens", torch.arange(19, dtype=torch.int32) - 3),
+        ("tokens", torch.arange(19)),
+        ("tokens", torch.arange(18, dtype=torch.int32)),
+        ("tokens", torch.zeros(19, 2, dtype=torch.int32)),
+        ("begins", torch.tensor([0, 4, 13, 18])),
+        ("begins", torch.tensor([0, 13, 4, 19])),
+        ("begins", torch.tensor([0, 4, 4, 19])),
+        ("begins", torch.tensor([-5, 4, 13, 19])),
+        ("begins", torch.tensor([[0, 4, 13, 19]])),
+        ("prompt_lengths", torch.tensor([2, 10, 3])),
+        ("prompt_lengths", torch.tensor([2, -4, 3])),
+        ("prompt_lengths", torch.tensor([2, 4])),
+        ("offsets", torch.tensor([0, -1, 0])),
+        ("offsets", torch.tensor([0, 2**62, 0])),
+        ("offsets", torch.tensor(0)),
+        ("temperatures", torch.tensor([0.0, float("nan"), 1.0])),
+        ("aux", torch.zeros(19, N, C)),
+        ("aux", torch.zeros(19, N + 1, C, dtype=torch.bfloat16)),
+        ("aux", torch.zeros(19, C, dtype=torch.bfloat16)),
+        ("aux", torch.zeros(4, N, C, dtype=torch.bfloat16)),
+        ("aux", None),
+        ("begins", None),
+        ("final", torch.zeros(19, C + 1, dtype=torch.bfloat16)),
+        ("final", None),
+    ],
+)
+def test_a_forged_shard_is_refused_before_use(tmp_path, name, value):
+    """Its sha256 is right, its contents are not those of any build."""
+    write(tmp_path, final=True)
+    forge(tmp_path)
+    assert len(TeacherCache.open(tmp_path, vocab_size=97).sample(2).tokens) == 6
+    forge(tmp_path, **{name: value})
+    cache = TeacherCache.open(tmp_path, vocab_size=97)
+    for read in (cache.text, cache.sample, lambda i: cache.verify()):
+        with pytest.raises(StoreError, match=rf"shard-00000.*{name}.*run the same `teacher build` again"):
+            read(1)
+    assert len(cache.sample(4).tokens) == 7  # the other shard is whole
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

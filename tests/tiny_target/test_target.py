@@ -174,7 +174,7 @@ def test_rows_are_shared_between_all_files_and_those_in_focus():
 def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
     tokenizer, train, held_out = corpus
     (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read"):
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is not a whole training checkpoint"):
         train_target(RECIPE, tokenizer, train, held_out, tmp_path)
 
 

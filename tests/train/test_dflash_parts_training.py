@@ -25,10 +25,10 @@ from outpace.train.dflash import (
     continued,
     init_dflash,
     predecessors,
-    served_guesses,
+    served_proposals,
     train_dflash,
 )
-from outpace.train.drafts import commonest
+from outpace.train.drafts import most_frequent
 from outpace.train.losses import GRID, expected_error, fit_temperatures
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,7 +62,7 @@ def drafted(target, random=True, **parts):
         tiny.randomise(draft.named_parameters(), 5)
     if draft.d2t is not None:
         rare = (tiny.tokens(200, seed=n) for n in range(2))
-        draft.d2t.copy_(commonest(rare, len(draft.d2t), tiny.VOCAB, (3,)))
+        draft.d2t.copy_(most_frequent(rare, len(draft.d2t), tiny.VOCAB, (3,)))
     return draft, recipe
 
 
@@ -106,7 +106,7 @@ def test_what_the_loss_calls_right_is_what_serving_says(target, cache, name):
         flip[:, :-1] &= ~flip[:, 1:]  # a label is the next one's predecessor
         flip[:, 1:] &= ~flip[:, :-1]
         packed = replace(packed, labels=torch.where(flip, value.tokens.view(flip.shape), packed.labels))
-        hits, sure = served_guesses(draft, head, hidden, packed)
+        hits, sure = served_proposals(draft, head, hidden, packed)
         result = Objective.of(draft, target, recipe)(hidden, packed)
     assert torch.equal(result.hits, hits) and 5 < hits.sum() < hits.numel()
     assert ((sure > 0) & (sure < 1)).all()
@@ -285,18 +285,18 @@ def test_confidence_does_not_change_the_guesses(target, cache):
 # ---- words and temperatures ---------------------------------------------------------------------------
 
 
-def test_the_commonest_words():
+def test_the_most_frequent_words():
     texts = [torch.tensor([5, 5, 9, 9, 9, 2]), torch.tensor([5, 7, 7, 5, 1])]
-    d2t = commonest(texts, 4, 12, kept=(11,))
+    d2t = most_frequent(texts, 4, 12, kept=(11,))
     assert (d2t + torch.arange(4)).tolist() == [5, 7, 9, 11]
-    assert (commonest(texts, 6, 12, kept=()) + torch.arange(6)).tolist() == [0, 1, 2, 5, 7, 9]
+    assert (most_frequent(texts, 6, 12, kept=()) + torch.arange(6)).tolist() == [0, 1, 2, 5, 7, 9]
 
 
 def test_words_that_the_draft_lacks_teach_nothing_but_that_they_are_missed(target, cache):
     draft, recipe = drafted(target, draft_vocab=40)
     objective = Objective.of(draft, target, recipe)
     packed = packed_of(cache, recipe)
-    lacking = (objective.row_of[packed.labels] < 0) & packed.valid
+    lacking = (objective.vocabulary.row_of[packed.labels] < 0) & packed.valid
     assert 10 < lacking.sum() < packed.valid.sum() - 10
     hidden = block_states(draft, target, packed, torch.float32).detach().requires_grad_()
     result = objective(hidden, packed)

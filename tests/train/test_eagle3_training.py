@@ -14,7 +14,7 @@ from outpace.decode.request import Request
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.load import load_draft
-from outpace.train.drafts import commonest, responses
+from outpace.train.drafts import most_frequent, responses
 from outpace.train.eagle3 import Eagle3Recipe, begin_eagle3, train_eagle3
 
 LAYERS = (0, 1, 2, 3)
@@ -80,7 +80,7 @@ def test_killed_run_resumes_from_its_last_checkpoint(target, cache, tmp_path):
     """Broken inside step 5, one line past the checkpoint of step 4, as a kill would leave it."""
     train_eagle3(RECIPE, target, TOKENIZER, cache, [], tmp_path / "a")
     texts = [s.tokens for s in cache.samples]
-    breaking = Cache(target, texts, breaks_at=1 + 2 * 5 + 1)  # one sample is looked at before the start
+    breaking = Cache(target, texts, breaks_at=1 + 2 * 5 + 1)  # one sample is read before the start
     with pytest.raises(KeyboardInterrupt):
         train_eagle3(RECIPE, target, TOKENIZER, breaking, [], tmp_path / "b")
     assert len(losses(tmp_path / "b")) == 5
@@ -176,7 +176,7 @@ def test_the_draft_vocabulary_is_what_responses_say_most(target):
         (3, (), [60]),
         (3, (33,), [33, 60]),  # however rare
     ):
-        d2t = commonest(responses(cache, samples), len(wanted), 97, kept)
+        d2t = most_frequent(responses(cache, samples), len(wanted), 97, kept)
         assert (d2t + torch.arange(len(wanted))).tolist() == wanted
     recipe = replace(RECIPE, draft_vocab=4, held_out_share=0.34)
     draft = begin_eagle3(recipe, target, TOKENIZER, cache, None)
@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused(target, cache, tmp_path, changes, message)
     [
         ({"draft_vocab": 60}, "other shapes"),
         ({"muon_lr": 0.02}, "other shapes"),
-        ({"steps": 2}, "is at step 3, and 2"),
+        ({"steps": 2}, "is at step 3, and this recipe has 2 steps"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(target, cache, tmp_path, changes, message):

@@ -48,14 +48,14 @@ def test_a_selector_learns_from_the_losss_own_logits(monkeypatch, parts):
             monkeypatch.setattr(dflash_loss, "block_losses", loss)
             draft.zero_grad()
             states = block_states(draft, target, packed, torch.float32)
-            heads = Products(Objective.of(draft, target, recipe).head)
+            heads = Products(Objective.of(draft, target, recipe).vocabulary.head)
             with heads:
                 validation = Objective.of(draft, target, recipe)(states, packed)
             validation.loss.backward()
             entries.append((validation, {name: p.grad for name, p in draft.named_parameters()}, heads.count))
         (ours, gradients, products), (former, wanted, more) = entries
         assert torch.equal(ours.loss, former.loss) and torch.equal(ours.hits, former.hits)
-        assert ours.more == former.more and ours.more["recall"] > 0
+        assert ours.metrics == former.metrics and ours.metrics["recall"] > 0
         assert all(torch.equal(gradients[name], grad) for name, grad in wanted.items())
         assert (products, more) == (1 + final, 2 + final)  # the target's own logits are one more
 

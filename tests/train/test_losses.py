@@ -22,7 +22,6 @@ from outpace.train.losses import (
     parse_loss,
     reference_losses,
     top_tokens,
-    weighted_losses,
 )
 
 N, C, D, V = 23, 10, 14, 97
@@ -55,9 +54,9 @@ def test_chunked_equals_reference(kind, learns, of):
         h, w = states.clone().requires_grad_(), head.clone().requires_grad_(learns)
         given = h, w, labels, *target
         if name == "weighted":
-            total, rows = weighted_losses(kind, weights, *given, of=of, chunk=7)
+            rows = block_losses(kind, *given, weights=weights, of=of, chunk=7)
             assert not rows.loss.requires_grad
-            (3 * total).backward()
+            (3 * rows.total).backward()
             h.grad /= 3
             w.grad = w.grad / 3 if learns else None
         else:
@@ -215,8 +214,8 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("kind", ["ce", "lk"])
-@pytest.mark.parametrize("function", [block_losses, weighted_losses])
-def test_logits_never_exist_at_once(function, kind, learns):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_logits_never_exist_at_once(weighted, kind, learns):
     """The largest tensor that any operation makes, forward and backward, is one chunk of logits."""
     rows, vocab, width, chunk = 700, 1009, 8, 50
     states = torch.randn(rows, width, requires_grad=True)
@@ -224,10 +223,12 @@ def test_logits_never_exist_at_once(function, kind, learns):
     target = (torch.randn(rows, width), torch.randn(vocab, width)) if kind != "ce" else ()
     of = torch.arange(rows) // 3  # a chunk meets 17 or 18 targets
     with Largest() as mode:
-        if function is block_losses:
-            block_losses(kind, states, head, labels, *target, of=of, chunk=chunk).loss.sum().backward()
+        if weighted:
+            block_losses(
+                kind, states, head, labels, *target, weights=torch.ones(rows), chunk=chunk
+            ).total.backward()
         else:
-            weighted_losses(kind, torch.ones(rows), states, head, labels, *target, chunk=chunk)[0].backward()
+            block_losses(kind, states, head, labels, *target, of=of, chunk=chunk).loss.sum().backward()
     assert mode.size == chunk * vocab
     with Largest() as mode:
         reference_losses(kind, states, head, labels, *target).loss.sum()
@@ -278,7 +279,7 @@ def test_a_head_may_learn_alone(kind):
     for function in (block_losses, reference_losses, None):
         w = head.clone().requires_grad_()
         if function is None:
-            weighted_losses(kind, torch.ones(N), states, w, labels, *target)[0].backward()
+            block_losses(kind, states, w, labels, *target, weights=torch.ones(N)).total.backward()
         else:
             function(kind, states, w, labels, *target).loss.sum().backward()
         items.append(w.grad)
@@ -287,7 +288,7 @@ def test_a_head_may_learn_alone(kind):
 
 
 @pytest.mark.parametrize("learns", [False, True])
-def test_judging_forms_no_gradients(learns):
+def test_validation_forms_no_gradients(learns):
     """Without grad mode there is one product a chunk for the draft and one for the target."""
 
     class Products(torch.utils._python_dispatch.TorchDispatchMode):
@@ -301,7 +302,7 @@ def test_judging_forms_no_gradients(learns):
     given = (states.requires_grad_(), head.requires_grad_(learns), labels, *target)
     for at, graded in ((torch.no_grad, 0), (torch.enable_grad, 4 + 4 * learns)):
         with at(), Products() as mode:
-            weighted_losses("lk", torch.ones(N), *given, chunk=6)
+            block_losses("lk", *given, weights=torch.ones(N), chunk=6)
         assert mode.count == 2 * 4 + graded
 
 

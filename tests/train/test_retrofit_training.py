@@ -11,7 +11,6 @@ from examples.tiny_target.training import init_weights
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
-from outpace.retrofit import train as frozen
 from outpace.retrofit.dsa import DsaRecipe, train_dsa
 from outpace.retrofit.mla import MlaRecipe, calibrate, train_mla, whole_losses
 from outpace.teacher.store import TeacherSample
@@ -42,7 +41,7 @@ def world():
 def with_index(world):
     model, tokenizer, train, _ = world
     model = copy.deepcopy(model)
-    seen = dsa.looked_at(model, torch.tensor(encode(tokenizer, train[0].text)[:200]), [1])[1]
+    seen = dsa.attention_inputs(model, torch.tensor(encode(tokenizer, train[0].text)[:200]), [1])[1]
     made = dsa.first_weights(seen.attention, dsa.Phases.of(seen), 3, 4)
     dsa.attach_index(model, {1: made}, KEEP)
     return model
@@ -136,19 +135,26 @@ def test_what_is_remembered_does_not_grow_with_the_backbone(world, tmp_path):
     assert sum(t.numel() for t in states if t.dim()) == 2 * learnt
 
 
-def test_a_backbone_that_moves_is_noticed(world, tmp_path):
-    model = with_index(world)
-    parameters = frozen.learners(model, [model.attentions[1].indexer])
-    stray = model.layers[0].input_layernorm.weight
+def test_a_backbone_that_changes_is_noticed(world, tmp_path, monkeypatch):
+    loss = dsa.DsaTrainer.loss
 
-    def losses(step):
+    def stray(self, step):
         with torch.no_grad():
-            stray.add_(0.1)
-        return sum(p.square().sum() for p in parameters), {}
+            self.target.layers[0].input_layernorm.weight.add_(0.1)
+        return loss(self, step)
 
-    recipe = DsaRecipe(steps=2, warmup=1, save_every=1)
+    monkeypatch.setattr(dsa.DsaTrainer, "loss", stray)
     with pytest.raises(ValueError, match="the backbone changed"):
-        frozen.train_frozen(model, parameters, recipe, losses, tmp_path, "index")
+        trained("dsa", world, tmp_path)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"held_out": 3}'])
+def test_a_damaged_evaluation_before_training_is_repeated(content, world, tmp_path):
+    _, report = trained("mla", world, tmp_path / "whole")
+    trained("mla", world, tmp_path / "run", stop_after=2)
+    (tmp_path / "run" / "untrained.json").write_text(content)
+    assert trained("mla", world, tmp_path / "run")[1]["held_out"] == report["held_out"]
 
 
 @pytest.mark.parametrize("recipe", [DsaRecipe, MlaRecipe])

@@ -1,10 +1,10 @@
-"""Anchors follow the rounds: what is drawn settles where decoding would begin its blocks."""
+"""FollowedAnchors: the anchors converge to the positions where decoding begins its blocks."""
 
 from types import SimpleNamespace
 
 import torch
 
-from outpace.train.data import Rounds, pack
+from outpace.train.data import FollowedAnchors, pack
 
 BLOCK, PROMPT = 5, 4
 
@@ -21,7 +21,7 @@ def drafted(packed, hard):
 
 
 def begins(T, hard):
-    """The anchors of decoding itself, one round after the other."""
+    """The anchors of decoding itself, one step after the other."""
     items, at = [], PROMPT
     while at <= T - 2:
         items.append(at)
@@ -31,32 +31,44 @@ def begins(T, hard):
     return items
 
 
-def test_they_settle_on_the_rounds_of_decoding():
+def test_anchors_converge_to_the_steps_of_decoding():
     hard = torch.tensor([9, 10, 17, 23, 31, 32, 33, 40])
     samples, rows = [3, 1], [row(47, 1), row(38, 2)]
-    rounds = Rounds(5, 12)
+    anchors = FollowedAnchors(5, 12)
     for step in range(30):
         rng = torch.Generator().manual_seed(step)
-        items = [rounds.of(i, r.prompt_length) for i, r in zip(samples, rows, strict=True)]
-        packed = pack(rows, BLOCK, 12, None, rng, items=items)
-        rounds.ended(samples, packed.layout, drafted(packed, hard))
+        first = anchors.of(samples, rows)
+        packed = pack(rows, BLOCK, 12, None, rng, first_anchors=first)
+        anchors.update(samples, packed.layout, drafted(packed, hard))
     for sample, r in zip(samples, rows, strict=True):
         real = begins(len(r.tokens), hard.tolist())
-        settled = set(rounds.of(sample, PROMPT).tolist()) & set(range(len(r.tokens) - 1))
+        settled = set(anchors.of([sample], [r])[0].tolist()) & set(range(len(r.tokens) - 1))
         assert len(settled) >= 6 and len(settled & set(real)) >= 0.7 * len(settled)
-    assert (rounds.begins[[0, 2, 4]] == -1).all()
+    assert (anchors.begins[[0, 2, 4]] == -1).all()
 
 
-def test_the_first_round_of_a_response_is_always_among_them():
-    rounds = Rounds(1, 3)
+def test_the_first_step_of_a_response_is_always_an_anchor():
+    anchors = FollowedAnchors(1, 3)
     packed = pack(
-        [row(30, 1)], BLOCK, 3, None, torch.Generator().manual_seed(1), items=[rounds.of(0, PROMPT)]
+        [row(30, 1)],
+        BLOCK,
+        3,
+        None,
+        torch.Generator().manual_seed(1),
+        first_anchors=anchors.of([0], [row(30, 1)]),
     )
     assert packed.layout.seen[0] == PROMPT
 
 
-def test_a_block_that_is_right_to_its_end_is_followed_behind_the_bonus():
-    rounds = Rounds(1, 4)
-    packed = pack([row(90, 1)], BLOCK, 1, None, torch.Generator().manual_seed(1), items=[rounds.of(0, 4)])
-    rounds.ended([0], packed.layout, packed.valid)
-    assert rounds.begins.tolist() == [[4 + BLOCK, -1, -1, -1]]
+def test_the_next_anchor_after_a_fully_accepted_block_is_the_bonus():
+    anchors = FollowedAnchors(1, 4)
+    packed = pack(
+        [row(90, 1)],
+        BLOCK,
+        1,
+        None,
+        torch.Generator().manual_seed(1),
+        first_anchors=anchors.of([0], [row(90, 1)]),
+    )
+    anchors.update([0], packed.layout, packed.valid)
+    assert anchors.begins.tolist() == [[4 + BLOCK, -1, -1, -1]]

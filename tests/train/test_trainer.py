@@ -2,34 +2,64 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
+import tiny
 import torch
+from taught import TrainedSetup
 from torch import nn
 
 from outpace.checkpoint.publish import one_writer
-from outpace.train.drafts import StepLoss, TrainingRecipe, learn
+from outpace.train.drafts import DraftRecipe, DraftTrainer, StepLoss, train_draft
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(TrainingRecipe):
+class Recipe(DraftRecipe):
     steps: int = 9
     save_every: int = 3
     eval_every: int = 4
     lr: float = 0.01
 
 
-def train(folder, stop_after=None, seed=0, loss=None, **changes):
-    torch.manual_seed(seed)
-    draft = nn.Linear(5, 3)
+class ToyTrainer(DraftTrainer[nn.Linear]):
+    title, by_adam = "toy", ()
+    config = Recipe()
 
-    def loss_of(step):
+    def __init__(self, seed, loss):
+        torch.manual_seed(seed)
+        self.draft, self.loss_function = nn.Linear(5, 3), loss
+
+    def loss(self, step, samples, rows):
         x = torch.randn(7, 5, generator=torch.Generator().manual_seed(step))
-        value = draft(x).square().mean() if loss is None else loss(draft, x, step)
+        f = self.loss_function
+        value = self.draft(x).square().mean() if f is None else f(self.draft, x, step)
         return StepLoss(value, 7, {})
 
-    done = learn(draft, Recipe(**changes), folder, "toy", loss_of, dict, stop_after=stop_after)
-    return done, draft.weight.detach().clone()
+    def validate(self, batches):
+        return {}
+
+    def bind(self):
+        raise AssertionError
+
+    def save(self, folder):
+        torch.save(self.draft.state_dict(), folder / "weights.pt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    target = tiny.target("llama")
+    WORLD.update(target=target, cache=TrainedSetup(target, [tiny.tokens(20)], (0, 2)))
+
+
+WORLD: dict = {}
+
+
+def train(folder, stop_after=None, seed=0, loss=None, **changes):
+    """-> whether the draft is published, and its weight."""
+    make = partial(ToyTrainer, seed, loss)
+    draft = train_draft(make, Recipe(**changes), **WORLD, held_out=[], folder=folder, stop_after=stop_after)
+    return (folder / "draft" / "weights.pt").exists(), draft.weight.detach().clone()
 
 
 def lines(folder):
@@ -102,16 +132,26 @@ def test_a_rate_that_is_far_too_high_saves_no_broken_weights(tmp_path):
     assert not path.exists() or torch.load(path, weights_only=True)["draft"]["weight"].isfinite().all()
 
 
+LINE = '{"step": %d, "loss": 1.0, "seconds": 0.1}\n'
+SAVED = {"step": 3, "recipe": {}, "log": "".join(LINE % i for i in range(3))}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not a checkpoint", "cannot be read"),
-        ({"draft": {}}, "is no checkpoint of a training"),
-        ({"step": "three"}, "is no checkpoint of a training"),
-        ({"step": 3}, "of other shapes|have other shapes"),
-        ({"step": 3, "draft": [1, 2]}, "have other shapes"),
-        ([1, 2], "is no checkpoint of a training"),
-        ({"step": 30}, "it is at step 30, and 9 are asked for"),
+        (b"not a checkpoint", "is not a whole training checkpoint"),
+        ({"draft": {}}, r"is not a whole training checkpoint \(KeyError"),
+        (SAVED | {"step": "three"}, "is not a whole training checkpoint"),
+        (SAVED | {"step": 2}, "its log does not end at its step"),
+        (SAVED | {"log": "{}\n" * 3}, r"is not a whole training checkpoint \(KeyError"),
+        (SAVED | {"log": "[[[" * 3}, "is not a whole training checkpoint"),
+        (SAVED | {"log": 7}, "is not a whole training checkpoint"),
+        (SAVED | {"recipe": 7}, "is not a whole training checkpoint"),
+        (SAVED, "have other shapes"),
+        (SAVED | {"draft": [1, 2]}, "have other shapes"),
+        (SAVED | {"draft": nn.Linear(4, 3).state_dict()}, "have other shapes"),
+        ([1, 2], "is not a whole training checkpoint"),
+        (SAVED | {"step": 30, "log": "".join(LINE % i for i in range(30))}, "it is at step 30"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(tmp_path, content, message):
@@ -122,7 +162,26 @@ def test_a_damaged_checkpoint_is_named(tmp_path, content, message):
         torch.save(content, path)
     with pytest.raises(ValueError, match=message) as error:
         train(tmp_path)
-    assert str(path) in str(error.value)
+    assert str(path) in str(error.value) and "delete it to begin" in str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["shape", "nan", "hyperparameters"])
+def test_a_damaged_optimizer_state(tmp_path, damage):
+    """Shapes and values are refused; settings are the recipe's, not the file's."""
+    train(tmp_path, stop_after=3)
+    path = tmp_path / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    if damage == "hyperparameters":
+        saved["adam"]["param_groups"][0] |= {"betas": "x", "eps": None, "weight_decay": 9.0}
+    else:
+        moment = saved["adam"]["state"][0]["exp_avg"]
+        saved["adam"]["state"][0]["exp_avg"] = moment * float("nan") if damage == "nan" else moment[:1]
+    torch.save(saved, path)
+    if damage == "hyperparameters":
+        assert torch.equal(train(tmp_path)[1], train(tmp_path.with_name("whole"))[1])
+        return
+    with pytest.raises(ValueError, match=r"not finite: delete it|have other shapes"):
+        train(tmp_path)
 
 
 @pytest.mark.parametrize(

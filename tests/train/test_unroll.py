@@ -10,7 +10,8 @@ from eagle3_drafts import over_all
 
 from outpace.drafts.eagle3 import Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
-from outpace.train.eagle3 import Vocabulary, gather, thinned, unroll, unrolled_loss
+from outpace.train.drafts import DraftVocabulary
+from outpace.train.eagle3 import gather, thinned, unroll, unrolled_loss
 from outpace.train.losses import reference_losses
 
 LAYERS, STEPS, IDS = (0, 1, 3), 4, torch.arange(2, 97, 3)
@@ -172,7 +173,9 @@ def test_recomputing_layers_changes_nothing(target, samples):
     for recompute in (False, True):
         draft = draft_of(target, num_layers=2)
         steps = unroll(draft, target, texts, everything(texts), torch.float32, recompute)
-        loss = unrolled_loss(draft, steps, texts, Vocabulary.of(draft, target, torch.float32), "kl", 0.8).loss
+        loss = unrolled_loss(
+            draft, steps, texts, DraftVocabulary.of(draft.target_ids(), target, torch.float32), "kl", 0.8
+        ).loss
         loss.backward()
         items.append([loss, *(p.grad for p in draft.parameters())])
     for a, b in zip(*items, strict=True):
@@ -189,7 +192,7 @@ def test_the_loss_is_the_one_written_out(target, samples, kind, mapped, thin):
     if thin:
         indices = thinned(len(texts.at), STEPS, 0.6, torch.Generator().manual_seed(2))
     steps = unroll(draft, target, texts, indices, torch.float32)
-    vocabulary = Vocabulary.of(draft, target, torch.float32)
+    vocabulary = DraftVocabulary.of(draft.target_ids(), target, torch.float32)
     validation = unrolled_loss(draft, steps, texts, vocabulary, kind, 0.8)
     ids = draft.target_ids() if mapped else torch.arange(97)
     total = weights = torch.zeros(())
@@ -248,5 +251,3 @@ def test_what_a_row_gives(target, samples):
     assert cut.final is None and cut.keys == [0, 8, 13, 21]
     with pytest.raises(ValueError, match=r"none of 1 cached rows has a draft token.*within row_tokens 6"):
         gather(samples[:1], 6)
-    with pytest.raises(ValueError, match="no final states"):
-        gather([SimpleNamespace(**(vars(samples[0]) | {"final": None}))], None, final=True)
