@@ -26,7 +26,7 @@ from outpace.models.load import load_target
 from outpace.ops.quant import dense
 from outpace.text.chat_format import ChatFormat
 from outpace.text.gguf_tokenizer import gguf_vocabulary
-from outpace.text.harmony import speaks_harmony
+from outpace.text.harmony import has_harmony_tokens
 from outpace.text.harmony_parser import HarmonyChat
 from outpace.text.messages import Developer, System, parse_conversation, parse_tools
 from outpace.text.template import TemplateChat
@@ -162,7 +162,7 @@ def open_chat(
     Raises ValueError for a model without a chat format.
     """
     tools = parse_tools(functions, "--tools") if functions else ()
-    if speaks_harmony(tokenizer):
+    if has_harmony_tokens(tokenizer):
         system = System(reasoning=reasoning, current_date=date or f"{datetime.date.today():%Y-%m-%d}")
         harmony = HarmonyChat(tokenizer, system, Developer(instructions=instructions, tools=tools))
         if messages is not None:

@@ -185,7 +185,7 @@ def test_with_a_real_target():
         harmony_chat = HarmonyChat(model.tokenizer, System())
         sampling = SamplingParams(max_tokens=12)
         held = ChatSession(model, harmony_chat, sampling, torch.Generator().manual_seed(0), draft)
-        harmony_chat.say("def main():")
+        harmony_chat.add_user("def main():")
         parts = []
         turn = held.answer(parts.append)
         assert len(turn.tokens) == 12 and turn.finish_reason == "length"

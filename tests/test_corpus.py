@@ -31,7 +31,7 @@ def test_what_is_read(folder):
 def test_nothing_to_read(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no \*\.py source below .*: it has none; name a folder"):
         read_corpus(tmp_path)
-    with pytest.raises(ValueError, match="gone: it is no folder; name a folder of Python files"):
+    with pytest.raises(ValueError, match="gone: it is not a folder; name a folder of Python files"):
         read_corpus(tmp_path / "gone")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match="this Python ships without its standard library's source"):

@@ -172,7 +172,7 @@ ANSWER = (
 
 def test_the_text_of_an_answer_is_its_final_channel(tokenizer):
     harmony = HarmonyChat(tokenizer)
-    harmony.say("What is 2 + 2?")
+    harmony.add_user("What is 2 + 2?")
     pieces, output = pieces_of(tokenizer, harmony.prompt(), encode(tokenizer, ANSWER), harmony)
     assert "".join(pieces) == output.text == "2 + 2 = 4 \U0001f642" and output.finish_reason == "stop"
     assert [part.kind for part in output.parts] == ["analysis", "final"] and answer_note(output) is None
@@ -186,7 +186,7 @@ def test_the_text_of_an_answer_is_its_final_channel(tokenizer):
 
 def test_an_output_finished_early_is_aborted(tokenizer):
     harmony = HarmonyChat(tokenizer)
-    harmony.say("What is 2 + 2?")
+    harmony.add_user("What is 2 + 2?")
     target = Scripted(encode(tokenizer, ANSWER), tokenizer.get_vocab_size())
     model = Model(name="scripted", target=target, tokenizer=tokenizer)  # type: ignore[arg-type]
     pieces = stream(model, harmony.prompt(), draft=False, chat=harmony)

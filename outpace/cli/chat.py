@@ -126,12 +126,12 @@ class ChatSession:
     draft: "Draft | None" = None
     how: dict[str, Any] | None = None  # `controller` and `partial` of api.stream
 
-    def say(self, text: str) -> None:
+    def add_user(self, text: str) -> None:
         """Add a message of the user. Raises ValueError for one that is too long."""
         from outpace.api import check_text
 
         check_text(self.model, text)
-        self.chat.say(text)
+        self.chat.add_user(text)
 
     def answer(
         self, on_part: Callable[["ChatPart"], None], on_token: Callable[[int], None] | None = None
@@ -239,17 +239,17 @@ def run(
                     screen.note(HELP)
                     continue
                 case "/tool":
-                    session.chat.give_result(rest)
+                    session.chat.add_tool_result(rest)
                 case _ if command.startswith("/") and not command.startswith("//"):
                     raise ValueError(f"{command} is no command: {HELP}; a text may begin with //")
                 case _ if not line.strip():
                     continue
                 case _:
-                    session.say(line.removeprefix("/") if line.startswith("//") else line)
+                    session.add_user(line.removeprefix("/") if line.startswith("//") else line)
             try:
                 answer(session)
             except ValueError:
-                session.chat.take_back()  # it was never answered
+                session.chat.remove_last()  # it was never answered
                 raise
         except ValueError as error:
             if not forgiving:

@@ -97,7 +97,7 @@ def generate(
     session, ids = None, None
     if chat:
         session = open_chat(target, model.tokenizer, model.eos)
-        session.say(text)
+        session.add_user(text)
         ids = session.prompt()
 
     def run(*, show: bool, first: bool = True) -> "GenerationOutput":

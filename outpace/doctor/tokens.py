@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from outpace.checkpoint.tokenizer import generation_stops
 from outpace.doctor.check import Check, Status
 from outpace.models.config import ModelConfig
-from outpace.text.harmony import HarmonyTokens, Mark, prompt_ids, render, speaks_harmony
+from outpace.text.harmony import HarmonyTokens, Mark, has_harmony_tokens, prompt_ids, render
 from outpace.text.messages import Conversation, Message, System
 from outpace.text.template import ChatTemplate
 from outpace.text.tokenizer import encode, surroundings
@@ -115,7 +115,7 @@ def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Ch
         faults += [f"{t} is {tokenizer.token_to_id(t)}, in gpt-oss it is {PUBLISHED[t]}" for t in moved]
         late = [t for t in ("<|return|>", "<|call|>") if PUBLISHED[t] not in stops]
         remarks += [f"{t} is not a stop id: the model would talk on after it" for t in late]
-    evidence = {**ids, "harmony": speaks_harmony(tokenizer)}
+    evidence = {**ids, "harmony": has_harmony_tokens(tokenizer)}
     if faults or remarks:
         status: Status = "fail" if faults else "warn"
         return Check(name=name, status=status, message="; ".join(faults + remarks), evidence=evidence)
@@ -171,7 +171,7 @@ def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     name = "Harmony"
     if not config.sinks:
         return Check(name=name, status="skipped", message="not a gpt-oss")
-    if not speaks_harmony(tokenizer):
+    if not has_harmony_tokens(tokenizer):
         missing = [str(m) for m in Mark if tokenizer.token_to_id(m) is None]
         description = (
             f"a gpt-oss where the tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
@@ -207,7 +207,7 @@ def check_template(
         return Check(name=name, status="fail", message=str(error))
     faults = list(_split_marks(tokenizer, MARK.findall(prompt + answered)))
     remarks = []
-    if config.sinks and speaks_harmony(tokenizer):
+    if config.sinks and has_harmony_tokens(tokenizer):
         faults += _harmony_faults(tokenizer, encode(tokenizer, prompt))
     elif prompt == bare:
         remarks.append("add_generation_prompt adds nothing: the model is not told to answer")

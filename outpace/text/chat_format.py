@@ -8,11 +8,11 @@ CALL, OTHER = "call", "other"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPart:
-    """A message of the output, or what is new of it while it streams.
+    """A message of the output, or the next piece of it while it streams.
 
-    `kind`: "final" is the answer; "commentary" is reported to the person as well, before calls; "analysis" is
-    thought; "call" goes to the tool `to`; "other" is what the format has no place for. `index` counts the
-    messages of one answer. `finished` False: it was cut off.
+    `kind`: "final" is the answer; "commentary" is text for the user before calls; "analysis" is reasoning;
+    "call" is a call of the tool `to`; "other" does not follow the format. `index` counts the messages of one
+    answer. `finished` False: it was cut off.
     """
 
     kind: str
@@ -26,25 +26,25 @@ class ChatPart:
 
 
 class ChatFormat(Protocol):
-    """The messages so far, in a model's own format. An answer is fed in after `prompt`, then ended."""
+    """A chat's messages in a model's own format. After `prompt`, an answer goes to `feed`, then `end`."""
 
     @property
     def stop(self) -> frozenset[int]: ...
 
-    def say(self, text: str) -> None:
-        """The person's next message."""
+    def add_user(self, text: str) -> None:
+        """Add the user's next message."""
         ...
 
-    def give_result(self, text: str) -> None:
-        """The result of the call that was made last. Raises ValueError where none is open."""
+    def add_tool_result(self, text: str) -> None:
+        """Add the result of the last call. Raises ValueError where there is none."""
         ...
 
-    def take_back(self) -> None:
-        """Forget what the person stated last."""
+    def remove_last(self) -> None:
+        """Remove the last message."""
         ...
 
     def reset(self) -> None:
-        """Begin again."""
+        """Remove all messages."""
         ...
 
     def prompt(self) -> list[int]:
@@ -52,9 +52,9 @@ class ChatFormat(Protocol):
         ...
 
     def feed(self, token: int) -> ChatPart | None:
-        """One more token of the answer; -> what it adds to what people read."""
+        """One more token of the answer; -> the text that it adds."""
         ...
 
     def end(self) -> list[ChatPart]:
-        """The answer is over, complete or not; -> all of it. It becomes history."""
+        """The answer is over, complete or not; -> all of it. It becomes part of the messages."""
         ...

@@ -1,4 +1,4 @@
-"""Real text every machine has: the source of the running Python's standard library, split by file."""
+"""A text corpus on every machine: the source of Python's standard library, split by file."""
 
 import hashlib
 import sysconfig
@@ -18,8 +18,8 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """The side is decided by the name, not the content, so that a file stays on its side
-        when another Python version carries a slightly different copy of it."""
+        """Decided by the name, not the content: the same for slightly different copies in other Python
+        versions."""
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
 
 
@@ -43,7 +43,7 @@ def read_corpus(root: Path | None = None) -> list[Document]:
         if root is None:
             why = "this Python ships without its standard library's source"
         else:
-            why = "it has none" if folder.is_dir() else "it is no folder"
+            why = "it has none" if folder.is_dir() else "it is not a folder"
         raise ValueError(f"no *.py source below {folder}: {why}; name a folder of Python files")
     return documents
 
@@ -63,6 +63,6 @@ def corpus_hash(documents: list[Document]) -> str:
 
 
 def note(rng: torch.Generator) -> tuple[str, str]:
-    """A name and a value that nothing but a text that holds both connects: "limit_48" and "730265"."""
+    """A random name and value, such as "limit_48" and "730265", for recall tests."""
     word, number, value = (int(torch.randint(n, (), generator=rng)) for n in (len(NAMES), 100, 10**6))
     return f"{NAMES[word]}_{number:02}", f"{value:06}"

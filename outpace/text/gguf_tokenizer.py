@@ -1,4 +1,4 @@
-"""A tokenizer out of a GGUF file's metadata, and back: the metadata that a GGUF file wants of a tokenizer."""
+"""A tokenizer from the metadata of a GGUF file, and the metadata of a GGUF file from a tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from outpace.text.tokenizer import PIECES, check_vocabulary, parse_tokenizer, su
 KEY = "tokenizer.ggml."
 WHOLE = "tokenizer.huggingface.json"  # the GGUF specification's key for a whole tokenizer.json
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
-# Rules that no GGUF name means, and the name whose rule comes nearest. Of the embedded tokenizer's,
-# `llama-bpe` differs only where an apostrophe that follows a letter, a digit or nothing opens a word that
-# begins like a contraction: r'test' is cut r|'test here, r|'t|est there.
+# Rules without a GGUF name, and the name with the nearest rule. For the embedded tokenizer's, `llama-bpe`
+# differs only where an apostrophe after a letter, a digit or nothing opens a word that begins like a
+# contraction: r'test' is split r|'test here, r|'t|est there.
 NEAREST: dict[tuple[str, ...], str] = {(PIECES,): "llama-bpe"}
-LONGEST = 512  # characters of a SentencePiece token: every place to cut it is tried
-# Control tokens that end a turn, named by the file or not.
+LONGEST = 512  # characters of a SentencePiece token: every split of it is tried
+# Control tokens that end a turn, whether or not the file names them.
 ENDS = {
     *("<|return|>", "<|call|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"),
     *("<|end|>", "<end_of_turn>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
@@ -36,18 +36,17 @@ class SpecialIds:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's `tokenizer.ggml.*` (values as Python's own types) describes:
-    byte-level BPE, called "gpt2", with a pre-tokenizer by name, or SentencePiece BPE, called "llama".
+    """The tokenizer of a GGUF file's `tokenizer.ggml.*` (values as Python's own types): byte-level BPE
+    ("gpt2") with a pre-tokenizer by name, or SentencePiece BPE ("llama").
 
-    A `tokenizer.huggingface.json` in the metadata is taken instead, after a check that its ids are the
-    file's. Raises ValueError for other kinds of vocabulary, pre-tokenizers that are not known, and lists
-    that do not fit each other.
+    A `tokenizer.huggingface.json` in the metadata takes precedence; its ids must be the file's. Raises
+    ValueError for other kinds of vocabulary, unknown pre-tokenizers, and lists that do not match.
     """
     model = metadata.get(f"{KEY}model")
     if model not in ("gpt2", "llama"):
         raise ValueError(
             f"{KEY}model is {str(model)[:40]!r}; of GGUF vocabularies byte-level BPE ('gpt2') and "
-            "SentencePiece BPE ('llama') are read: use the safetensors folder, with its tokenizer.json"
+            "SentencePiece BPE ('llama') are supported: use the safetensors folder, with its tokenizer.json"
         )
     tokens, types = _tokens(metadata)
     if metadata.get(WHOLE) is not None:
@@ -58,13 +57,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         added = [(AddedToken(t, normalized=False), types[i]) for i, t in enumerate(tokens)]
         tokenizer.add_special_tokens([t for t, kind in added if kind in (CONTROL, UNKNOWN)])
         tokenizer.add_tokens([t for t, kind in added if kind == USER_DEFINED])
-        _surround(tokenizer, metadata, tokens)
+        _add_surroundings(tokenizer, metadata, tokens)
     return tokenizer
 
 
 def special_ids(metadata: Mapping[str, Any]) -> SpecialIds:
     """The ids that a GGUF file names, and for `stop` also its control tokens that are known to end a turn:
-    gpt-oss files name `<|return|>` and mean `<|call|>` too.
+    gpt-oss files name `<|return|>` alone, and `<|call|>` ends a turn too.
 
     Raises ValueError for an id outside the vocabulary.
     """
@@ -85,13 +84,13 @@ def special_ids(metadata: Mapping[str, Any]) -> SpecialIds:
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = None) -> dict[str, Any]:
-    """A byte-level BPE as `tokenizer.ggml.*` metadata, which `tokenizer_from_gguf` turns back into a
-    tokenizer that gives every text the same tokens. Ids without a token, up to `vocab_size`, get unused
-    names. Which tokens begin and end a text is the config's to say, except where the tokenizer adds them.
+    """A byte-level BPE as `tokenizer.ggml.*` metadata; `tokenizer_from_gguf` of it gives every text the same
+    tokens. Ids without a token, up to `vocab_size`, get unused names. The begin and end tokens are those that
+    the tokenizer adds; others come from the config.
 
-    The pre-tokenizer's name is found by its regexes. Where none fits exactly, `pre` must name the
-    nearest, and the whole tokenizer.json goes along: this package reads that, llama.cpp cuts texts by the
-    named rule. Raises ValueError, naming what is in the way.
+    The pre-tokenizer's name is found by its regexes. Where none fits exactly, `pre` must name the nearest,
+    and the whole tokenizer.json is included: this package reads it, llama.cpp uses the named rule. Raises
+    ValueError, naming the obstacle.
     """
     check_vocabulary(tokenizer, vocab_size)
     data = json.loads(tokenizer.to_str())
@@ -103,13 +102,13 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
     name = pre or (exact[0] if exact else NEAREST.get(rule.splits))
     if name is None:
         raise ValueError(
-            f"no GGUF name means the tokenizer's pre-tokenizer {list(rule.splits)}: say which is "
-            f"nearest, pre= one of {', '.join(sorted(NAMED))}"
+            f"the tokenizer's pre-tokenizer {list(rule.splits)} has no GGUF name: give the nearest, "
+            f"pre= one of {', '.join(sorted(NAMED))}"
         )
     pre_tokenizer_named(name)
     merges = [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
     if any(merge.count(" ") != 1 for merge in merges):
-        raise ValueError("the tokenizer merges tokens with spaces in them: it is no byte-level BPE")
+        raise ValueError("the tokenizer merges tokens with spaces in them: it is not a byte-level BPE")
     kinds = {t["id"]: CONTROL if t["special"] else USER_DEFINED for t in data["added_tokens"]}
     held = {i: token for token, i in tokenizer.get_vocab().items()}
     before, after = surroundings(tokenizer)
@@ -126,13 +125,13 @@ def gguf_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, pre: str | None = 
         values[f"{KEY}bos_token_id"] = before[0]
     if after:
         values[f"{KEY}eos_token_id"] = after[0]
-    if name not in exact or not _can_say(data) or max(len(before), len(after)) > 1:
+    if name not in exact or not _expressible(data) or max(len(before), len(after)) > 1:
         values[WHOLE] = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return values
 
 
 def unused(i: int) -> str:
-    """The name that converters give an id without a token."""
+    """The name of an id without a token, as converters write it."""
     return f"[PAD{i}]"
 
 
@@ -151,7 +150,7 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """Token and type of every id. Raises ValueError where they are not lists of one length."""
     tokens = _typed(metadata, "tokens", list, None)
     if not tokens:
-        raise ValueError(f"the GGUF file holds no {KEY}tokens: it was written without a vocabulary")
+        raise ValueError(f"the GGUF file has no {KEY}tokens: it was written without a vocabulary")
     types = _typed(metadata, "token_type", list, [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ValueError(
@@ -159,18 +158,18 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
         )
     if not all(isinstance(t, str) for t in tokens) or not all(isinstance(t, int) for t in types):
         raise ValueError(f"{KEY}tokens must be strings and {KEY}token_type integers: the file is damaged")
-    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(tokens)]  # as llama.cpp calls them
+    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(tokens)]  # llama.cpp's names
     if len(set(tokens)) < len(tokens):
         first: dict[str, int] = {}
         twice = next((t, i) for i, t in enumerate(tokens) if first.setdefault(t, i) != i)
-        raise ValueError(f"{KEY}tokens holds {twice[0]!r} twice, as {first[twice[0]]} and {twice[1]}")
+        raise ValueError(f"{KEY}tokens has {twice[0]!r} twice, as {first[twice[0]]} and {twice[1]}")
     return tokens, types
 
 
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     merges = _typed(metadata, "merges", list, None)
     if merges is None:
-        raise ValueError(f"the GGUF file holds no {KEY}merges, which a BPE needs: convert the model again")
+        raise ValueError(f"the GGUF file has no {KEY}merges, which a BPE needs: convert the model again")
     pairs = []
     for i, merge in enumerate(merges):
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
@@ -191,13 +190,13 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-    """SentencePiece merges any two neighbours that make a token, the best score first; here, every such
-    pair becomes a merge. A space is U+2581; one is put before a text and after each special token."""
+    """SentencePiece merges any two neighbours that form a token, the best score first; here, every such pair
+    becomes a merge. A space is U+2581; one is added before a text and after each special token."""
     scores = _typed(metadata, "scores", list, None)
     if scores is None or len(scores) != len(tokens) or not all(isinstance(x, float | int) for x in scores):
         raise ValueError(f"{KEY}scores must be a number for each of the {len(tokens)} tokens")
     if (longest := max(map(len, tokens))) > LONGEST:
-        raise ValueError(f"{KEY}tokens holds one of {longest:,} characters: the file is damaged")
+        raise ValueError(f"{KEY}tokens has one of {longest:,} characters: the file is damaged")
     vocab = {t: i for i, t in enumerate(tokens)}
     splits = (
         (-scores[i], vocab[t[:k]], vocab[t[k:]], (t[:k], t[k:]))
@@ -219,9 +218,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     return tokenizer
 
 
-def _surround(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Put the begin and end tokens around a text, where the file says so. Where it does not say, kinds
-    of vocabulary that were always used with a begin token get one."""
+def _add_surroundings(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Add the begin and end tokens that the file asks for. Without a statement, kinds of vocabulary that were
+    always used with a begin token get one."""
     ids = special_ids(metadata)
     name = _typed(metadata, "pre", str, "default")
     usual = metadata[f"{KEY}model"] == "llama" or (name in NAMED and NAMED[name].bos)
@@ -250,7 +249,7 @@ def _whole(text: Any, tokens: list[str], types: list[int]) -> Tokenizer:
 
 
 def _names(rule: PreTokenizer, values: dict[str, Any]) -> list[str]:
-    """The pre-tokenizers that cut and normalise alike, and treat whole-word tokens alike: by the same
+    """The pre-tokenizers with the same splits, normalisation and treatment of whole-word tokens: by the same
     rule, or because the merges lead to every token anyway."""
     same = [n for n, p in NAMED.items() if (p.splits, p.nfc) == (rule.splits, rule.nfc)]
     exact = [n for n in same if NAMED[n].ignore_merges == rule.ignore_merges]
@@ -266,8 +265,8 @@ def _merges_reach_all(values: dict[str, Any]) -> bool:
     return all(len(bpe.tokenize(token)) == 1 for token in merged)
 
 
-def _can_say(values: dict[str, Any]) -> bool:
-    """False for what a tokenizer.json states and `tokenizer.ggml.*` has no words for."""
+def _expressible(values: dict[str, Any]) -> bool:
+    """False for properties of a tokenizer.json that `tokenizer.ggml.*` does not have."""
     kinds = ["lstrip", "rstrip", "single_word"] + (["normalized"] if values["normalizer"] else [])
     odd_model = ("unk_token", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     return not (

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -12,15 +11,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from outpace.text.messages import (
     ANALYSIS,
-    ROLES,
     Conversation,
     Developer,
     Message,
     Namespace,
     System,
     Tool,
-    is_bare_type,
-    is_tool_name,
 )
 from outpace.text.tokenizer import END_OF_TEXT, PlainEncoder, token_id
 
@@ -52,7 +48,7 @@ def _function(tool: Tool) -> list[str]:
 
 
 def _type(schema: Any, indent: str) -> str:
-    """What a schema states, as a type; `any` where the format has no word for it (anyOf, $ref, ..)."""
+    """A schema as a type; `any` where the format has none for it (anyOf, $ref, ..)."""
     if not isinstance(schema, dict):
         return "any"
     if isinstance(variants := schema.get("oneOf"), list):
@@ -160,15 +156,15 @@ RecipientIn = Literal["role", "channel"]
 
 
 class Mark(StrEnum):
-    """The special tokens of the format. What a person wrote never becomes one of them."""
+    """The special tokens of the format. Contents never become one of them."""
 
     START = "<|start|>"
     CHANNEL = "<|channel|>"
     CONSTRAIN = "<|constrain|>"
     MESSAGE = "<|message|>"
     END = "<|end|>"  # of a message
-    RETURN = "<|return|>"  # of the output: the model is done
-    CALL = "<|call|>"  # of a call: the tool's result is wanted
+    RETURN = "<|return|>"  # of the output
+    CALL = "<|call|>"  # of a call: the tool's result comes next
 
 
 ENDS = frozenset((Mark.END, Mark.RETURN, Mark.CALL))
@@ -184,10 +180,9 @@ def render(
     """The conversation as text, for people to read: where a message's content holds the name of a
     special token, the text does not tell the two apart. `prompt_ids` does.
 
-    `drop_analysis` leaves out the analysis of turns that were answered (`kept`). `generation_prompt` ends
-    with `<|start|>assistant`, for the model to go on. `recipient_in`: a call's header may name the
-    recipient next to the role, as the reference library and the published chat template write it, or
-    next to the channel, as the model itself mostly does.
+    `drop_analysis`: see `drop_old_analysis`. `generation_prompt` ends with `<|start|>assistant`.
+    `recipient_in`: a call's header may name the recipient next to the role, as the reference library and the
+    published chat template write it, or next to the channel, as the model itself mostly does.
     """
     return "".join(_pieces(conversation, drop_analysis, generation_prompt, recipient_in))
 
@@ -206,23 +201,22 @@ def prompt_ids(
     return tokens.encode(_pieces(conversation, drop_analysis, generation_prompt, recipient_in))
 
 
-def kept(messages: Sequence[Message], *, answering: bool = True) -> list[Message]:
-    """What of the history a model gets to see: not the analysis channel (thoughts, calls of built-in
-    tools and their results) of turns that ended with an answer. A turn that is still calling tools keeps
-    its thoughts.
+def drop_old_analysis(messages: Sequence[Message], *, generation_prompt: bool = True) -> list[Message]:
+    """The history without the analysis channel (reasoning, calls of built-in tools and their results) of
+    turns that ended with an answer. A turn that is still calling tools keeps its reasoning.
 
-    `answering` states that the next thing is a new message of the assistant. Without it, an answer that
-    is last ends a turn that is being looked at, and keeps its thoughts as well.
+    Without `generation_prompt`, an answer that comes last is the subject of the prompt and keeps its
+    reasoning.
     """
     answers = [i for i, message in enumerate(messages) if message.is_answer]
-    if not answering and answers and answers[-1] == len(messages) - 1:
+    if not generation_prompt and answers and answers[-1] == len(messages) - 1:
         answers.pop()
-    settled = answers[-1] if answers else 0
-    return [m for i, m in enumerate(messages) if i >= settled or m.channel != ANALYSIS]
+    last = answers[-1] if answers else 0
+    return [m for i, m in enumerate(messages) if i >= last or m.channel != ANALYSIS]
 
 
 def settings_pieces(conversation: Conversation) -> Iterator[str]:
-    """The system and developer messages, as far as there is something to say."""
+    """The system and developer messages, without empty ones."""
     system, developer = conversation.system, conversation.developer
     functions = developer is not None and bool(developer.tools)
     for role, content in (("system", _system(system, functions)), ("developer", _developer(developer))):
@@ -263,7 +257,9 @@ def _pieces(
 ) -> Iterator[str]:
     yield from settings_pieces(conversation)
     messages = conversation.messages
-    for message in kept(messages, answering=generation_prompt) if drop_analysis else messages:
+    for message in (
+        drop_old_analysis(messages, generation_prompt=generation_prompt) if drop_analysis else messages
+    ):
         yield from message_pieces(message, recipient_in=recipient_in)
     if generation_prompt:
         yield from (Mark.START, "assistant")
@@ -300,7 +296,7 @@ def _developer(developer: Developer | None) -> str:
     return "\n\n".join(sections)
 
 
-def speaks_harmony(tokenizer: Tokenizer) -> bool:
+def has_harmony_tokens(tokenizer: Tokenizer) -> bool:
     """Whether every special token of the format is one token."""
     return all(tokenizer.token_to_id(mark) is not None for mark in Mark)
 
@@ -313,7 +309,7 @@ class HarmonyTokens:
         missing = [str(mark) for mark in Mark if tokenizer.token_to_id(mark) is None]
         if missing:
             raise ValueError(
-                f"the tokenizer has no {missing[0]} token: this model does not speak Harmony; "
+                f"the tokenizer has no {missing[0]} token: this model does not use Harmony; "
                 "use its own chat template"
             )
         if "ByteLevel" not in _decoders(tokenizer):
@@ -360,138 +356,3 @@ def _decoders(tokenizer: Tokenizer) -> set[str]:
         return set()
     data = json.loads(tokenizer.decoder.__getstate__())
     return {part.get("type") for part in (data, *data.get("decoders", []))}
-
-
-@dataclass(frozen=True)
-class HeaderRead:
-    header: Message  # without content, except of a message that has no <|message|>
-    faults: tuple[str, ...]
-
-
-@dataclass
-class HarmonyHeader:
-    """The parts between `<|start|>` and `<|message|>`: the first belongs to the role, each further one to
-    the mark before it. With `role`, that word was generated before the first token came."""
-
-    role: str | None = None
-    parts: list[tuple[Mark | None, bytearray]] = field(default_factory=lambda: [(None, bytearray())])
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def empty(self) -> bool:
-        return len(self.parts) == 1 and not self.parts[0][1].strip()
-
-    @property
-    def unparsed(self) -> bool:
-        """Whether a cut here loses nothing: not even the role is out, or only a role is."""
-        fresh = self.role is None and not self.faults and len(self.parts) == 1
-        return self.empty or (fresh and len(self.parts[0][1].split()) == 1)
-
-    def text(self, more: bytes) -> None:
-        self.parts[-1][1].extend(more)
-
-    def mark(self, mark: Mark) -> None:
-        """`<|channel|>` or `<|constrain|>`."""
-        self.parts.append((mark, bytearray()))
-
-    def parse(self) -> HeaderRead:
-        """The header before `<|message|>`. A recipient (to=..) may are next to the role or the channel, a
-        content type after the recipient, after the channel or after `<|constrain|>`."""
-        read = _Reading(list(self.faults))
-        for mark, text in self.parts:
-            read.part(mark, text.decode("utf-8", "replace").split(), self.role)
-        return HeaderRead(read.message(), tuple(read.faults))
-
-    def without_message(self) -> HeaderRead:
-        """A header that ended otherwise: role and channel as far as they came, all else is content."""
-        faults = [*self.faults, "a message without <|message|>"]
-        role, channel, texts = self.role or "assistant", None, []
-        for mark, raw in self.parts:
-            text = raw.decode("utf-8", "replace").strip()
-            word, *rest = text.split(None, 1) or [""]
-            if mark is None and self.role is None and word in ROLES and word != "tool":
-                role, text = word, "".join(rest)
-            elif mark is Mark.CHANNEL and channel is None and word and not word.startswith("to="):
-                channel, text = word, "".join(rest)
-            texts.append(text)
-        content = " ".join(filter(None, texts))
-        return HeaderRead(Message(role=role, channel=channel, content=content), tuple(faults))
-
-
-@dataclass
-class _Reading:
-    """Words of a header, as they are understood."""
-
-    faults: list[str]
-    role: str = "assistant"
-    name: str | None = None
-    channel: str | None = None
-    recipient: str | None = None
-    type: str | None = None
-    loose: list[str] = field(default_factory=list)  # words that nothing announced
-
-    def part(self, mark: Mark | None, words: list[str], role: str | None) -> None:
-        match mark:
-            case None:
-                words = self._author(words, role)
-            case Mark.CHANNEL:
-                if not words or words[0].startswith("to="):
-                    self.faults.append("<|channel|> without a name")
-                elif self.channel is not None:
-                    self.faults.append("a second <|channel|>")
-                    words = words[1:]
-                else:
-                    self.channel, words = words[0], words[1:]
-            case _:
-                if not words or self.type is not None:
-                    self.faults.append("<|constrain|> without a type" if not words else "two content types")
-                    words = words[1:]
-                else:
-                    self.type, words = words[0], words[1:]
-        for word in words:
-            if not word.startswith("to="):
-                self.loose.append(word)
-            elif self.recipient is None and word != "to=":
-                self.recipient = word.removeprefix("to=")
-            else:
-                self.faults.append("a second recipient" if self.recipient else "to= without a recipient")
-
-    def message(self) -> Message:
-        """Of the loose words, one with a dot is the recipient, another the type; more are none of both."""
-        constrained = self.type is not None
-        if self.recipient is None and self.loose and "." in self.loose[0]:
-            self.recipient = self.loose.pop(0)
-        if not constrained and self.loose and is_bare_type(self.loose[0]):
-            self.type = self.loose.pop(0)
-        if self.loose:
-            self.faults.append(f"words in a header that mean nothing: {' '.join(self.loose)[:80]!r}")
-        if self.role == "tool" and self.recipient is None and "." not in (self.name or ""):
-            self.faults.append(f"{self.name!r} is no role")
-        return Message(
-            role=self.role,
-            name=self.name,
-            channel=self.channel,
-            recipient=self.recipient,
-            content_type=self.type,
-            constrained=constrained,
-            content="",
-        )
-
-    def _author(self, words: list[str], known: str | None) -> list[str]:
-        """Takes the author, where no one stated it before; -> the other words."""
-        if known is not None:
-            self.role = known
-            return words[1:] if words[:1] == [known] else words
-        if not words or words[0].startswith("to="):
-            self.faults.append("a message without a role")
-            return words
-        role, colon, name = words[0].partition(":")
-        if role in ROLES and role != "tool":
-            self.role, self.name = role, name or None
-            if colon and not name:
-                self.faults.append(f"{words[0]} without a name")
-        elif is_tool_name(words[0]):
-            self.role, self.name = "tool", words[0]
-        else:
-            self.faults.append(f"{words[0]!r} is no role")
-        return words[1:]

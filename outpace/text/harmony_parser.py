@@ -7,18 +7,29 @@ from dataclasses import dataclass, field, replace
 from tokenizers import Tokenizer
 
 from outpace.text.chat_format import CALL, OTHER, ChatPart
-from outpace.text.harmony import ENDS, HarmonyHeader, HarmonyTokens, Mark, prompt_ids
-from outpace.text.messages import ANALYSIS, COMMENTARY, FINAL, Conversation, Developer, Message, System
+from outpace.text.harmony import ENDS, HarmonyTokens, Mark, prompt_ids
+from outpace.text.messages import (
+    ANALYSIS,
+    COMMENTARY,
+    FINAL,
+    ROLES,
+    Conversation,
+    Developer,
+    Message,
+    System,
+    is_bare_type,
+    is_tool_name,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A message as the model wrote it. `end`: the token that ended it, None if cut off. `faults`: what does
-    not follow the format; such a message is a best guess."""
+    """A message as the model wrote it. `end`: the token that ended it, None if it was cut off. `errors`:
+    departures from the format; such a message is a best guess."""
 
     message: Message
     end: Mark | None
-    faults: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -27,7 +38,7 @@ class Parsed:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The next whole characters of message `index`; its header (a Message without content) is known."""
+    """The next whole characters of message `index`; `header` is that message without content."""
 
     index: int
     header: Message
@@ -35,12 +46,114 @@ class Delta:
 
 
 @dataclass
+class _Header:
+    """The parts between `<|start|>` and `<|message|>`: the first belongs to the role, each further one to
+    the mark before it. `role`: the prompt's, where it gave one before the first token."""
+
+    role: str | None = None
+    parts: list[tuple[Mark | None, bytearray]] = field(default_factory=lambda: [(None, bytearray())])
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return len(self.parts) == 1 and not self.parts[0][1].strip()
+
+    @property
+    def at_most_a_role(self) -> bool:
+        """Whether output that is cut off here loses nothing."""
+        fresh = self.role is None and not self.errors and len(self.parts) == 1
+        return self.empty or (fresh and len(self.parts[0][1].split()) == 1)
+
+    def parse(self) -> tuple[Message, list[str]]:
+        """-> the message without content, and further errors. A recipient (to=..) may follow the role or the
+        channel, a content type the recipient, the channel or `<|constrain|>`."""
+        errors: list[str] = []
+        channel, recipient, kind = None, None, None
+        loose: list[str] = []  # words without a mark or to=
+        role, name, words = self._author(_words(self.parts[0][1]), errors)
+        for mark, text in self.parts:
+            words = words if mark is None else _words(text)
+            if mark is Mark.CHANNEL and (not words or words[0].startswith("to=")):
+                errors.append("<|channel|> without a name")
+            elif mark is Mark.CHANNEL and channel is None:
+                channel, *words = words
+            elif mark is Mark.CHANNEL:
+                errors.append("a second <|channel|>")
+                words = words[1:]
+            elif mark is Mark.CONSTRAIN and words and kind is None:
+                kind, *words = words
+            elif mark is Mark.CONSTRAIN:
+                errors.append("two content types" if words else "<|constrain|> without a type")
+                words = words[1:]
+            for word in words:
+                if not word.startswith("to="):
+                    loose.append(word)
+                elif recipient is None and word != "to=":
+                    recipient = word.removeprefix("to=")
+                else:
+                    errors.append("a second recipient" if recipient else "to= without a recipient")
+        constrained = kind is not None
+        if recipient is None and loose and "." in loose[0]:
+            recipient = loose.pop(0)
+        if not constrained and loose and is_bare_type(loose[0]):
+            kind = loose.pop(0)
+        if loose:
+            errors.append(f"unknown words in a header: {' '.join(loose)[:80]!r}")
+        if role == "tool" and recipient is None and "." not in (name or ""):
+            errors.append(f"{name!r} is not a role")
+        message = Message(
+            role=role,
+            name=name,
+            channel=channel,
+            recipient=recipient,
+            content_type=kind,
+            constrained=constrained,
+            content="",
+        )
+        return message, errors
+
+    def _author(self, words: list[str], errors: list[str]) -> tuple[str, str | None, list[str]]:
+        """-> role, name, and the words after them."""
+        if self.role is not None:
+            return self.role, None, words[1:] if words[:1] == [self.role] else words
+        if not words or words[0].startswith("to="):
+            errors.append("a message without a role")
+            return "assistant", None, words
+        role, colon, name = words[0].partition(":")
+        if role in ROLES and role != "tool":
+            if colon and not name:
+                errors.append(f"{words[0]} without a name")
+            return role, name or None, words[1:]
+        if is_tool_name(words[0]):
+            return "tool", words[0], words[1:]
+        errors.append(f"{words[0]!r} is not a role")
+        return "assistant", None, words[1:]
+
+    def without_message(self) -> Message:
+        """A header that ends without `<|message|>`: role and channel if present, the rest as content."""
+        role, channel, texts = self.role or "assistant", None, []
+        for mark, raw in self.parts:
+            text = raw.decode("utf-8", "replace").strip()
+            word, *rest = text.split(None, 1) or [""]
+            if mark is None and self.role is None and word in ROLES and word != "tool":
+                role, text = word, "".join(rest)
+            elif mark is Mark.CHANNEL and channel is None and word and not word.startswith("to="):
+                channel, text = word, "".join(rest)
+            texts.append(text)
+        return Message(role=role, channel=channel, content=" ".join(filter(None, texts)))
+
+
+def _words(raw: bytearray) -> list[str]:
+    return raw.decode("utf-8", "replace").split()
+
+
+@dataclass
 class _Open:
-    """A message where the content is being read. Bytes of a character that has not all come yet wait in
-    `decoder`; what can be no character becomes U+FFFD."""
+    """A message whose content is being read. `decoder` buffers the bytes of an incomplete character; bytes
+    that can be no character become U+FFFD."""
 
     header: Message
-    faults: list[str]
+    errors: list[str]
     pieces: list[str] = field(default_factory=list)
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
@@ -48,16 +161,16 @@ class _Open:
 
 
 class HarmonyParser:
-    """Reads what a model generates after a prompt that ended with `<|start|>assistant` (where the prompt
-    stated more of the message than that, feed it first), or, with role None, a text from its `<|start|>` on.
+    """Reads the output of a model after a prompt that ends with `<|start|>assistant` (feed it the rest of the
+    prompt where that goes on), or, with role None, a text from its `<|start|>` on.
 
-    Whatever comes, nothing raises, no special token gets into a text, and no text gets lost: what is
-    out of place is kept as a message with `faults` and, unless a header stated otherwise, no channel, so
-    that it is never taken for an answer. With `strict` the first fault raises ValueError, which names
-    the token's number (the first is 0).
+    For any sequence of tokens, nothing raises, no special token gets into a text, and no text is lost:
+    misplaced text becomes a message with `errors` and, unless a header gave one, no channel, so that it is
+    never taken for an answer. With `strict` the first error raises ValueError, which names the token's number
+    (the first is 0).
 
-    `messages`: those that are complete, in order. `header`: the one being read, None between messages
-    and in headers.
+    `messages`: the complete ones, in order. `header`: of the message being read, None between messages and
+    in headers.
     """
 
     def __init__(
@@ -67,7 +180,7 @@ class HarmonyParser:
         self.strict = strict
         self.messages: list[Parsed] = []
         self._count = 0
-        self._header: HarmonyHeader | None = None if role is None else HarmonyHeader(role)
+        self._header: _Header | None = None if role is None else _Header(role)
         self._open: _Open | None = None
 
     @property
@@ -76,7 +189,7 @@ class HarmonyParser:
 
     @property
     def content(self) -> str:
-        """Of the message being read, as far as it came."""
+        """Of the message being read, so far."""
         return "" if self._open is None else "".join(self._open.pieces)
 
     def feed(self, token: int) -> Delta | None:
@@ -86,13 +199,13 @@ class HarmonyParser:
         if mark in ENDS:
             delta = self._close(mark)
         elif mark is not None:
-            delta = self._mark(mark)
+            delta = self._read_mark(mark)
         elif token == self.tokens.end_of_text:
             delta = self._close(None, "<|endoftext|> inside a message")
         elif (text := self.tokens.text_bytes(token)) is not None:
-            delta = self._text(text)
+            delta = self._read_text(text)
         else:
-            self._fault(f"token {token} is no text")
+            self._record_error(f"token {token} is not text")
         self._count += 1
         return delta
 
@@ -100,74 +213,75 @@ class HarmonyParser:
         return [delta for token in tokens if (delta := self.feed(token)) is not None]
 
     def finish(self) -> list[Parsed]:
-        """All messages. One that was cut off comes last, with `end` None; what had come of a character
-        that is cut in two is left out. May be called again, and tokens may follow: those begin again."""
+        """All messages. One that was cut off comes last, with `end` None and without an incomplete character.
+        May be called again, and tokens may follow: they begin a new message."""
         if self._open is not None:
-            self._keep(None)
-        elif self._header is not None and self._header.unparsed:
+            self._finish_message(None)
+        elif self._header is not None and self._header.at_most_a_role:
             self._header = None
         else:
             self._drop_header(None)
         return self.messages
 
-    def _mark(self, mark: Mark) -> Delta | None:
+    def _read_mark(self, mark: Mark) -> Delta | None:
         """A mark of a header."""
         delta = None
         if self._open is not None:
             if mark not in (Mark.START, Mark.CHANNEL):
-                self._fault(f"{mark} inside a message")
+                self._record_error(f"{mark} inside a message")
                 return None
             delta = self._close(None, f"{mark} inside a message that has no end")  # the next one begins
         if mark is Mark.START:
             self._drop_header(None)
-            self._header = HarmonyHeader()
+            self._header = _Header()
             return delta
         header = self._begin_header()
         if mark is Mark.MESSAGE:
             self._header = None
-            for fault in (message := header.parse()).faults:
-                self._fault(fault)
-            self._open = _Open(message.header, list(message.faults))
+            message, errors = header.parse()
+            for error in (errors := header.errors + errors):
+                self._record_error(error)
+            self._open = _Open(message, errors)
         else:
-            header.mark(mark)
+            header.parts.append((mark, bytearray()))
         return delta
 
-    def _text(self, text: bytes) -> Delta | None:
+    def _read_text(self, text: bytes) -> Delta | None:
         if self._open is None:
-            self._begin_header().text(text)
+            self._begin_header().parts[-1][1].extend(text)
             return None
-        return self._summary(self._open.decoder.decode(text))
+        return self._delta(self._open.decoder.decode(text))
 
-    def _summary(self, text: str) -> Delta | None:
+    def _delta(self, text: str) -> Delta | None:
         if not text or self._open is None:
             return None
         self._open.pieces.append(text)
         return Delta(index=len(self.messages), header=self._open.header, text=text)
 
-    def _begin_header(self) -> HarmonyHeader:
+    def _begin_header(self) -> _Header:
         """The header being read; between messages, the one of a message without `<|start|>`."""
         if self._header is None:
-            self._header = HarmonyHeader()
-            self._fault("a message without <|start|>")
+            self._header = _Header()
+            self._record_error("a message without <|start|>")
         return self._header
 
-    def _close(self, end: Mark | None, fault: str = "") -> Delta | None:
+    def _close(self, end: Mark | None, error: str = "") -> Delta | None:
         if self._open is None:
             if self._header is None:
-                self._fault(f"{end or '<|endoftext|>'} between messages")
+                self._record_error(f"{end or '<|endoftext|>'} between messages")
             self._drop_header(end)
             return None
-        if fault:
-            self._fault(fault)
-        delta = self._summary(self._open.decoder.decode(b"", final=True))
-        self._keep(end)
+        if error:
+            self._record_error(error)
+        delta = self._delta(self._open.decoder.decode(b"", final=True))
+        self._finish_message(end)
         return delta
 
-    def _keep(self, end: Mark | None) -> None:
+    def _finish_message(self, end: Mark | None) -> None:
         assert self._open is not None
-        content, faults = "".join(self._open.pieces), tuple(self._open.faults)
-        message = self._open.header.with_content(content)
-        self.messages.append(Parsed(message=message, end=end, faults=faults))
+        content, errors = "".join(self._open.pieces), tuple(self._open.errors)
+        message = replace(self._open.header, content=content)
+        self.messages.append(Parsed(message=message, end=end, errors=errors))
         self._open = None
 
     def _drop_header(self, end: Mark | None) -> None:
@@ -175,30 +289,31 @@ class HarmonyParser:
         header, self._header = self._header, None
         if header is None:
             return
-        result = header.without_message()
-        self._fault(result.faults[-1])
+        error = "a message without <|message|>"
+        self._record_error(error)
         if not header.empty:
-            self.messages.append(Parsed(message=result.header, end=end, faults=result.faults))
+            errors = (*header.errors, error)
+            self.messages.append(Parsed(message=header.without_message(), end=end, errors=errors))
 
-    def _fault(self, fault: str) -> None:
+    def _record_error(self, error: str) -> None:
         if self.strict:
-            raise ValueError(f"token {self._count}: {fault}")
+            raise ValueError(f"token {self._count}: {error}")
         if self._open is not None:
-            self._open.faults.append(fault)
+            self._open.errors.append(error)
         elif self._header is not None:
-            self._header.faults.append(fault)
+            self._header.errors.append(error)
 
 
 def answer(parsed: Iterable[Parsed]) -> str:
-    """What the person who asked is to read: the final channel."""
+    """The text for the user: the final channel."""
     return "".join(p.message.content for p in parsed if p.message.is_answer)
 
 
 class HarmonyChat:
-    """`talk.Talk` in Harmony.
+    """`ChatFormat` in Harmony.
 
-    Of the output that was cut off, the history keeps what the person was told, and neither half a thought
-    nor half a call: the next answer would go on from there.
+    Of output that was cut off, the history keeps text for the user, but no incomplete reasoning or call: the
+    next answer would continue it.
     """
 
     def __init__(
@@ -213,10 +328,10 @@ class HarmonyChat:
     def stop(self) -> frozenset[int]:
         return self.tokens.stop
 
-    def say(self, text: str) -> None:
+    def add_user(self, text: str) -> None:
         self._add(Message(role="user", content=text))
 
-    def give_result(self, text: str) -> None:
+    def add_tool_result(self, text: str) -> None:
         last = self.conversation.messages[-1:]
         if not last or not last[0].is_call:
             raise ValueError("no call waits for a result")
@@ -224,7 +339,7 @@ class HarmonyChat:
         name = last[0].recipient
         self._add(Message(role="tool", name=name, recipient="assistant", channel=channel, content=text))
 
-    def take_back(self) -> None:
+    def remove_last(self) -> None:
         self.conversation = replace(self.conversation, messages=self.conversation.messages[:-1])
 
     def reset(self) -> None:
@@ -260,5 +375,5 @@ def _part(header: Message, text: str, index: int, finished: bool) -> ChatPart:
     if header.is_call:
         kind = CALL
     elif header.role != "assistant":
-        kind = OTHER  # the model speaks for someone else
+        kind = OTHER  # a message in the name of someone else
     return ChatPart(kind=kind or OTHER, text=text, index=index, to=header.recipient, finished=finished)

@@ -1,9 +1,9 @@
-"""Pre-tokenizers by the names that GGUF files give them: how a text is cut before BPE merges the cuts.
+"""Pre-tokenizers by their GGUF names: how a text is split before BPE merges.
 
-A GGUF file names its rule in `tokenizer.ggml.pre` and does not hold it. The names, and what they are
-for, are llama.cpp's (src/llama-vocab.cpp). Where llama.cpp approximates what a model's own tokenizer.json
-states, the rule here is the model's: letter case outside ASCII and whole-word tokens in `gpt-4o`, letter
-case in `tekken`, Unicode NFC in `qwen2`.
+A GGUF file contains only the name of its rule, in `tokenizer.ggml.pre`. The names and their rules are
+llama.cpp's (src/llama-vocab.cpp). Where llama.cpp approximates a model's own tokenizer.json, the rule here is
+the model's: letter case outside ASCII and whole-word tokens in `gpt-4o`, letter case in `tekken`, Unicode NFC
+in `qwen2`.
 """
 
 import json
@@ -15,11 +15,10 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 @dataclass(frozen=True, kw_only=True)
 class PreTokenizer:
-    """Regexes, each applied to what the ones before it left: matches and the gaps between are the pieces.
+    """Regexes, each applied to the pieces of the ones before it: matches and the gaps between are the pieces.
 
-    `ignore_merges`: a piece that is a token is that token, whatever the merges say (tiktoken's rule).
-    `nfc`: text is normalised to Unicode NFC first. `bos`: a text begins with the begin-of-text token
-    where the file does not say.
+    `ignore_merges`: a piece that is a token is that token, without merges (tiktoken's rule). `nfc`: text is
+    normalised to Unicode NFC first. `bos`: the default of `tokenizer.ggml.add_bos_token`.
     """
 
     splits: tuple[str, ...]
@@ -40,7 +39,7 @@ WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 SIGNS_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# words that begin with capitals, or are nothing else: an inner capital starts a new piece
+# words of a capital and small letters, or of capitals: an inner capital starts a new piece
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CAPITALISED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+"
 CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
@@ -83,47 +82,17 @@ DEEPSEEK_LLM = (
 )
 UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, DIGITS, "[0-9][0-9][0-9]")
 
-GPT2_LIKE = PreTokenizer(splits=(GPT2,))
-DIGIT_BY_DIGIT = PreTokenizer(splits=(DIGIT, GPT2))
-LLAMA3_LIKE = PreTokenizer(splits=(LLAMA3,), ignore_merges=True, bos=True)
-O200K_LIKE = PreTokenizer(splits=(O200K,), ignore_merges=True)
-QWEN2_LIKE = PreTokenizer(splits=(QWEN2,))
-# Of rules that are alike, the first name is the one that is written.
-NAMED = {
-    "gpt-2": GPT2_LIKE,
-    "phi-2": GPT2_LIKE,
-    "mpt": GPT2_LIKE,
-    "olmo": GPT2_LIKE,
-    "gigachat": GPT2_LIKE,
-    "mellum": GPT2_LIKE,
-    "exaone4": GPT2_LIKE,
-    "trillion": GPT2_LIKE,
-    "smollm": DIGIT_BY_DIGIT,
-    "starcoder": DIGIT_BY_DIGIT,
-    "refact": DIGIT_BY_DIGIT,
-    "command-r": DIGIT_BY_DIGIT,
-    "codeshell": DIGIT_BY_DIGIT,
-    "exaone": DIGIT_BY_DIGIT,
-    "minerva-7b": DIGIT_BY_DIGIT,
-    "llama-bpe": LLAMA3_LIKE,
-    "llama3": LLAMA3_LIKE,
-    "llama-v3": LLAMA3_LIKE,
-    "falcon3": LLAMA3_LIKE,
-    "pixtral": LLAMA3_LIKE,
-    "midm-2.0": LLAMA3_LIKE,
-    "smaug-bpe": PreTokenizer(splits=(LLAMA3,)),
-    "dbrx": PreTokenizer(splits=(LLAMA3,)),
+# Of names with one rule, the first is written.
+BY_NAMES = {
+    "gpt-2 phi-2 mpt olmo gigachat mellum exaone4 trillion": PreTokenizer(splits=(GPT2,)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": PreTokenizer(splits=(DIGIT, GPT2)),
+    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": PreTokenizer(
+        splits=(LLAMA3,), ignore_merges=True, bos=True
+    ),
+    "smaug-bpe dbrx": PreTokenizer(splits=(LLAMA3,)),
     "qwen2": PreTokenizer(splits=(QWEN2,), nfc=True),
-    "deepseek-r1-qwen": QWEN2_LIKE,
-    "megrez": QWEN2_LIKE,
-    "kormo": QWEN2_LIKE,
-    "stablelm2": QWEN2_LIKE,
-    "hunyuan": QWEN2_LIKE,
-    "solar-open": QWEN2_LIKE,
-    "gpt-4o": O200K_LIKE,
-    "llama4": O200K_LIKE,
-    "kanana2": O200K_LIKE,
-    "minimax-m2": O200K_LIKE,
+    "deepseek-r1-qwen megrez kormo stablelm2 hunyuan solar-open": PreTokenizer(splits=(QWEN2,)),
+    "gpt-4o llama4 kanana2 minimax-m2": PreTokenizer(splits=(O200K,), ignore_merges=True),
     "tekken": PreTokenizer(splits=(TEKKEN,), ignore_merges=True, bos=True),
     "seed-coder": PreTokenizer(splits=(SEED_CODER,)),
     "ufakzeka": PreTokenizer(splits=(NO_CONTRACTIONS,)),
@@ -131,25 +100,25 @@ NAMED = {
     "deepseek-llm": PreTokenizer(splits=DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(splits=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, DIGIT)),
     "deepseek-v3": PreTokenizer(splits=(THREE_DIGITS, HAN_AND_KANA, DEEPSEEK3)),
-    "bloom": PreTokenizer(splits=(BLOOM,)),
-    "poro-chat": PreTokenizer(splits=(BLOOM,)),
+    "bloom poro-chat": PreTokenizer(splits=(BLOOM,)),
     "viking": PreTokenizer(splits=(BLOOM, DIGIT)),
     "default": PreTokenizer(splits=UNNAMED),
 }
+NAMED = {name: rule for names, rule in BY_NAMES.items() for name in names.split()}
 
 
 def pre_tokenizer_named(name: str) -> PreTokenizer:
-    """Raises ValueError for a name that means no rule known here."""
+    """Raises ValueError for an unknown name."""
     if name not in NAMED:
         raise ValueError(
             f"tokenizer.ggml.pre is {name!r}; known: {', '.join(sorted(NAMED))}. Use the model's safetensors "
-            "folder; its tokenizer.json holds the rule itself"
+            "folder; its tokenizer.json contains the rule itself"
         )
     return NAMED[name]
 
 
 def pre_tokenizer_of(values: dict[str, Any]) -> PreTokenizer:
-    """The rule a byte-level tokenizer.json states. Raises ValueError for what is no byte-level BPE."""
+    """The rule of a byte-level tokenizer.json. Raises ValueError for anything but byte-level BPE."""
     splits: list[str] = []
     to_bytes = False
     for step in _flat(values["pre_tokenizer"], "pretokenizers"):
@@ -162,12 +131,12 @@ def pre_tokenizer_of(values: dict[str, Any]) -> PreTokenizer:
             splits += [GPT2] if step["use_regex"] else []
             to_bytes = True
         else:
-            raise ValueError(f"its pre-tokenizer has the step {json.dumps(step)}, which GGUF has no name for")
+            raise ValueError(f"its pre-tokenizer has the step {json.dumps(step)}, for which GGUF has no name")
     forms = [step["type"] for step in _flat(values["normalizer"], "normalizers")]
     if not to_bytes or values["model"]["type"] != "BPE" or forms not in ([], ["NFC"]):
         raise ValueError(
             f"it is a {values['model']['type']} model on {'bytes' if to_bytes else 'characters'} after the "
-            f"normalizers {forms}; only byte-level BPE is written, with NFC or none"
+            f"normalizers {forms}; only byte-level BPE can be written, with NFC or none"
         )
     return PreTokenizer(
         splits=tuple(splits), ignore_merges=values["model"]["ignore_merges"], nfc=forms == ["NFC"]

@@ -1,4 +1,4 @@
-"""Conversations -> rows of token ids with a loss mask: what gpt-oss would have seen, and what it stated."""
+"""Conversations -> training rows in Harmony: token ids with a loss mask."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from outpace.text.harmony import (
     HarmonyTokens,
     Mark,
     RecipientIn,
-    kept,
+    drop_old_analysis,
     message_pieces,
     settings_pieces,
 )
@@ -21,10 +21,10 @@ LONGEST_LINE = 64 * 2**20  # bytes: what one conversation may take in a file
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRow:
-    """`mask[i]` states that `ids[i]` is the assistant's own: the loss of predicting it from ids[:i] counts.
+    """`mask[i]`: `ids[i]` is the assistant's, and the loss of predicting it from ids[:i] counts.
 
-    `turn`: which of the conversation's turns is learned, from 0. `line`: where in its file the
-    conversation is, from 1; 0 where there is no file.
+    `turn`: the turn of the conversation that is trained on, from 0. `line`: the conversation's line in its
+    file, from 1; 0 without a file.
     """
 
     ids: list[int]
@@ -50,44 +50,44 @@ class TrainingRow:
 def rows(
     conversation: Conversation, tokens: HarmonyTokens, *, recipient_in: RecipientIn = "role", line: int = 0
 ) -> list[TrainingRow]:
-    """One row for every turn in which the assistant generates something that shall be learned.
+    """One row for every turn with a supervised message of the assistant.
 
-    A turn ends with an answer (a message on the final channel). Its row is the prompt as the model would
-    have had it, with the analysis of earlier turns dropped, and then the whole turn. Earlier turns are
-    context, not supervised: each has a row of its own, where it still has its analysis and its
-    `<|return|>`. Within a turn nothing is dropped, so that one row serves all its calls.
+    A turn ends with an answer (a message on the final channel). Its row is the prompt as the model gets it,
+    with the analysis of earlier turns dropped, and then the whole turn. Earlier turns are context: each has a
+    row of its own, with its analysis and `<|return|>`. Within a turn nothing is dropped, so that one row
+    serves all its calls.
 
-    Supervised is what the model itself writes: the header after `<|start|>assistant`, the content, and
-    the token that ends the message: `<|end|>` where it goes on, `<|call|>` and `<|return|>` where it stops.
-    After an `<|end|>` it also writes the next `<|start|>assistant` itself. Not supervised are the settings,
-    users, tools, `<|start|>assistant` where the prompt gives it, and messages with `supervised` False.
+    Supervised is the model's own output: the header after `<|start|>assistant`, the content, and the token
+    that ends the message: `<|end|>` between messages, `<|call|>` and `<|return|>` at a stop. After an
+    `<|end|>` the model also writes the next `<|start|>assistant`. Not supervised are settings, users, tools,
+    `<|start|>assistant` at the end of a prompt, and messages with `supervised` False.
     """
-    items = []
+    training_rows = []
     messages = conversation.messages
     ends = [i + 1 for i, message in enumerate(messages) if message.is_answer]
     if not ends or ends[-1] < len(messages):
         ends.append(len(messages))  # a turn without an answer: cut off, or still calling tools
     head = tokens.encode(settings_pieces(conversation))
     for turn, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        context, value = kept(messages[:begin]), messages[begin:end]
-        if not any(m.role == "assistant" and m.supervised for m in value):
+        context, current = drop_old_analysis(messages[:begin]), messages[begin:end]
+        if not any(m.role == "assistant" and m.supervised for m in current):
             continue
         ids = list(head)
         for message in context:
             ids += tokens.encode(message_pieces(message, recipient_in=recipient_in))
         mask = [False] * len(ids)
-        for part, own in _turn(value, recipient_in):
+        for part, own in _turn(current, recipient_in):
             new = tokens.encode(part)
             ids += new
             mask += [own] * len(new)
-        items.append(TrainingRow(ids=ids, mask=mask, turn=turn, line=line))
-    return items
+        training_rows.append(TrainingRow(ids=ids, mask=mask, turn=turn, line=line))
+    return training_rows
 
 
-def _turn(items: Sequence[Message], recipient_in: RecipientIn) -> Iterator[tuple[list[str], bool]]:
-    """The turn's pieces, and whether the assistant wrote them."""
+def _turn(messages: Sequence[Message], recipient_in: RecipientIn) -> Iterator[tuple[list[str], bool]]:
+    """The pieces of a turn, and whether they are supervised."""
     before: Message | None = None
-    for message in items:
+    for message in messages:
         end = Mark.RETURN if message.is_answer else None
         pieces = list(message_pieces(message, end, recipient_in))
         own = message.role == "assistant" and message.supervised
@@ -109,7 +109,7 @@ def read_conversations(path: Path, system: System | None = None) -> Iterator[tup
             number += 1
             try:
                 if len(line) > LONGEST_LINE:
-                    raise ValueError(f"longer than {LONGEST_LINE:,} bytes: one conversation a line is wanted")
+                    raise ValueError(f"longer than {LONGEST_LINE:,} bytes: write one conversation per line")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
                     yield number, parse_conversation(_json(text), system=system)
@@ -137,7 +137,7 @@ def _json(text: str) -> Any:
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error.msg} at character {error.pos + 1}") from error
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"{half!r} is half of a surrogate pair: write the whole character") from None

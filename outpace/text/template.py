@@ -326,14 +326,14 @@ class TemplateChat:
     def stop(self) -> frozenset[int]:
         return self._stop
 
-    def say(self, text: str) -> None:
+    def add_user(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
 
-    def give_result(self, text: str) -> None:
+    def add_tool_result(self, text: str) -> None:
         """A template has its own format of calls: any message may be followed by a result."""
         self.messages.append({"role": "tool", "content": text})
 
-    def take_back(self) -> None:
+    def remove_last(self) -> None:
         self.messages.pop()
 
     def reset(self) -> None:

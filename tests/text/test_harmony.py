@@ -22,7 +22,14 @@ from talks import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outpace.text.harmony import HarmonyTokens, Mark, kept, prompt_ids, render, speaks_harmony
+from outpace.text.harmony import (
+    HarmonyTokens,
+    Mark,
+    drop_old_analysis,
+    has_harmony_tokens,
+    prompt_ids,
+    render,
+)
 from outpace.text.messages import (
     Conversation,
     Developer,
@@ -115,9 +122,9 @@ FOUND = result("browser.search", "7", channel="analysis")
     ],
 )
 def test_what_is_kept(messages, left, left_when_looked_at):
-    assert tuple(kept(messages)) == left
+    assert tuple(drop_old_analysis(messages)) == left
     if left_when_looked_at is not None:
-        assert tuple(kept(messages, answering=False)) == left_when_looked_at
+        assert tuple(drop_old_analysis(messages, generation_prompt=False)) == left_when_looked_at
     shown = render(Conversation(messages=messages), drop_analysis=False)
     assert all(f"<|message|>{m.content}<|" in shown for m in messages)
 
@@ -282,8 +289,8 @@ def test_no_schema_stops_the_rendering(schema):
 
 def test_other_tokenizers_are_refused():
     plain = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
-    assert not speaks_harmony(plain) and speaks_harmony(TOKENIZER)
-    with pytest.raises(ValueError, match=r"no <\|start\|> token: this model does not speak Harmony"):
+    assert not has_harmony_tokens(plain) and has_harmony_tokens(TOKENIZER)
+    with pytest.raises(ValueError, match=r"no <\|start\|> token: this model does not use Harmony"):
         HarmonyTokens(plain)
     plain.add_special_tokens([str(mark) for mark in Mark])
     with pytest.raises(ValueError, match="not a byte-level one"):

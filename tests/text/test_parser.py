@@ -1,5 +1,7 @@
 """Harmony read back token by token: the reference's texts, characters in pieces, cut and broken output."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_the_references_stream():
         constrained=False,
     )
     assert output == result("browser.search", '{"result": "https://openai.com/"}')
-    assert [p.end for p in parsed] == [END, CALL, END] and not any(p.faults for p in parsed)
+    assert [p.end for p in parsed] == [END, CALL, END] and not any(p.errors for p in parsed)
 
 
 def test_the_references_tool_message():
@@ -95,7 +97,7 @@ def test_nothing_raises_and_no_tag_gets_out(ids, prompted):
         texts[delta.index] = texts.get(delta.index, "") + delta.text
     parsed = parser.finish()
     for i, p in enumerate(parsed):
-        if "a message without <|message|>" not in p.faults:
+        if "a message without <|message|>" not in p.errors:
             assert p.message.content == texts.pop(i, "")
     assert texts == {}
     plain = b"".join(TOKENS.text_bytes(i) or b"" for i in ids)
@@ -115,7 +117,7 @@ def test_strict_reads_the_same_or_refuses(ids, prompted):
     except ValueError as error:
         assert str(error).startswith("token ")
     else:
-        assert strict == parse(ids, role) and not any(p.faults for p in strict)
+        assert strict == parse(ids, role) and not any(p.errors for p in strict)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=6), max_size=12), st.booleans())
@@ -186,8 +188,8 @@ HEADERS = [
 @pytest.mark.parametrize(("header", "message"), HEADERS)
 def test_headers_as_models_write_them(header, message):
     (parsed,) = read(header + "<|message|>hi<|end|>")
-    assert parsed.message == message.with_content("hi")
-    assert parsed.faults == () and parsed.end is END
+    assert parsed.message == replace(message, content="hi")
+    assert parsed.errors == () and parsed.end is END
 
 
 BROKEN = [
@@ -233,8 +235,8 @@ BROKEN = [
         [("assistant", "final", "ab", END)],
         "<|constrain|> inside",
     ),
-    ("<|channel|>final<|message|>a<|MASK|>b<|end|>", [("assistant", "final", "ab", END)], "is no text"),
-    ("<|channel|>final<|MASK|><|message|>a<|end|>", [("assistant", "final", "a", END)], "is no text"),
+    ("<|channel|>final<|message|>a<|MASK|>b<|end|>", [("assistant", "final", "ab", END)], "is not text"),
+    ("<|channel|>final<|MASK|><|message|>a<|end|>", [("assistant", "final", "a", END)], "is not text"),
     (
         "<|channel|>final<|message|>a<|endoftext|>",
         [("assistant", "final", "a", None)],
@@ -256,18 +258,22 @@ BROKEN = [
         [("assistant", "final", "a", END)],
         "to= without a recipient",
     ),
-    ("<|channel|>final x y z<|message|>a<|end|>", [("assistant", "final", "a", END)], "mean nothing: 'y z'"),
-    ("<|end|><|start|>robot<|message|>a<|end|>", [("tool", None, "a", END)], "'robot' is no role"),
+    (
+        "<|channel|>final x y z<|message|>a<|end|>",
+        [("assistant", "final", "a", END)],
+        "unknown words in a header: 'y z'",
+    ),
+    ("<|end|><|start|>robot<|message|>a<|end|>", [("tool", None, "a", END)], "'robot' is not a role"),
     ("<|end|><|start|>user:<|message|>a<|end|>", [("user", None, "a", END)], "user: without a name"),
     ("<|end|><|start|><|message|>a<|end|>", [("assistant", None, "a", END)], "a message without a role"),
 ]
 
 
-@pytest.mark.parametrize(("text", "wanted", "fault"), BROKEN)
-def test_broken_output_is_kept_and_marked(text, wanted, fault):
+@pytest.mark.parametrize(("text", "wanted", "error"), BROKEN)
+def test_broken_output_is_kept_and_marked(text, wanted, error):
     parsed = read(text)
     assert [(p.message.role, p.message.channel, p.message.content, p.end) for p in parsed] == wanted
-    assert any(fault in f for p in parsed for f in p.faults)
+    assert any(error in e for p in parsed for e in p.errors)
     with pytest.raises(ValueError, match=r"^token \d+: "):
         read(text, strict=True)
 

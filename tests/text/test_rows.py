@@ -166,10 +166,10 @@ def test_a_file_of_conversations(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "no JSON: Expecting property name enclosed in double quotes at character 2"),
+        ("{", "not JSON: Expecting property name enclosed in double quotes at character 2"),
         ("[" * 100_000, "JSON nested too deeply"),
         ('{"messages": 3}', "a conversation is a JSON object with a list of `messages`"),
-        ('[{"role": "user"}]', "messages[0].content: a text is wanted"),
+        ('[{"role": "user"}]', "messages[0].content: there is no text"),
         (r'[{"role": "user", "content": "\ud83d"}]', r"'\ud83d' is half of a surrogate pair"),
         ('[{"role": "user", "content": ' + "9" * 5000 + "}]", "Exceeds the limit"),
     ],
@@ -196,7 +196,7 @@ def test_bytes_that_are_no_text(tmp_path):
 def test_lines_of_any_length_take_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "LONGEST_LINE", 100)
     path = write(tmp_path / "talks.jsonl", [ASKED], "x" * 101)
-    with pytest.raises(ValueError, match="line 2: longer than 100 bytes: one conversation a line is wanted"):
+    with pytest.raises(ValueError, match="line 2: longer than 100 bytes: write one conversation per line"):
         list(read_conversations(path))
 
 

@@ -29,7 +29,7 @@ def spoken(chat):
 
 def test_an_answer_becomes_history_without_its_thoughts():
     chat = open_chat(system=System(reasoning="low"), developer=Developer(instructions="Be brief."))
-    chat.say("2 + 2?")
+    chat.add_user("2 + 2?")
     streamed, parts = feed(chat, ANSWER)
     assert [(p.kind, p.text, p.index) for p in streamed] == [
         ("analysis", "h", 0),
@@ -37,7 +37,7 @@ def test_an_answer_becomes_history_without_its_thoughts():
         ("final", "4", 1),
     ]
     assert [(p.kind, p.text, p.index) for p in parts] == [("analysis", "hm", 0), ("final", "4", 1)]
-    chat.say("sure?")
+    chat.add_user("sure?")
     wanted = Conversation(
         system=System(reasoning="low"),
         developer=Developer(instructions="Be brief."),
@@ -49,26 +49,26 @@ def test_an_answer_becomes_history_without_its_thoughts():
 
 def test_a_call_gets_its_result():
     chat = open_chat()
-    chat.say("x")
+    chat.add_user("x")
     with pytest.raises(ValueError, match="no call waits for a result"):
-        chat.give_result("7")
+        chat.add_tool_result("7")
     _, parts = feed(chat, CALLS)
     assert parts == [ChatPart(kind="call", to="functions.x", text='{"a": 1}', index=0)]
-    chat.give_result("7")
+    chat.add_tool_result("7")
     assert spoken(chat) == (user("x"), call("functions.x", '{"a": 1}'), result("functions.x", "7"))
     with pytest.raises(ValueError, match="no call waits"):
-        chat.give_result("8")
+        chat.add_tool_result("8")
     feed(chat, "<|channel|>analysis to=python code<|message|>1<|call|>")
-    chat.give_result("1")
+    chat.add_tool_result("1")
     assert spoken(chat)[-1] == result("python", "1", channel="analysis")
 
 
 def test_taking_back_and_beginning_anew():
     chat = open_chat(developer=Developer(instructions="Be brief."))
     empty = chat.prompt()
-    chat.say("x")
-    chat.say("y")
-    chat.take_back()
+    chat.add_user("x")
+    chat.add_user("y")
+    chat.remove_last()
     assert spoken(chat) == (user("x"),)
     chat.reset()
     assert chat.prompt() == empty

@@ -39,7 +39,7 @@ def prompt(chat, tokenizer):
 def test_turns(tokenizer):
     chat = open_chat(tokenizer, instructions="Be brief.", tools=[{"function": {"name": "f"}}])
     begin = "<tool>f<|im_start|>system\nBe brief.<|im_end|>\n"
-    chat.say("one")
+    chat.add_user("one")
     assert prompt(chat, tokenizer) == begin + "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     streamed, parts = feed(chat, tokenizer, "<think>\nhm 🙂\n</think>\n\nyes<|im_end|>")
     assert parts == [
@@ -48,16 +48,16 @@ def test_turns(tokenizer):
     ]
     for part in parts:
         assert "".join(p.text for p in streamed if p.index == part.index) == part.text
-    chat.give_result("7")
+    chat.add_tool_result("7")
     assert prompt(chat, tokenizer) == (
         begin + "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[hm 🙂\n]yes<|im_end|>\n"
         "<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
     )
-    chat.take_back()
-    chat.take_back()
-    chat.take_back()
+    chat.remove_last()
+    chat.remove_last()
+    chat.remove_last()
     assert prompt(chat, tokenizer) == begin + "<|im_start|>assistant\n"
-    chat.say("two")
+    chat.add_user("two")
     chat.reset()
     assert prompt(chat, tokenizer) == begin + "<|im_start|>assistant\n"
 
@@ -74,7 +74,7 @@ def test_a_prompt_that_opens_the_reasoning(tokenizer):
 
 def test_reasoning_in_a_message_opens_none(tokenizer):
     chat = open_chat(tokenizer)
-    chat.say("what does <think> mean?")
+    chat.add_user("what does <think> mean?")
     chat.prompt()
     assert chat.feed(encode(tokenizer, "a")[0]).kind == "final"
 

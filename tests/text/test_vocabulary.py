@@ -137,7 +137,7 @@ def test_an_unknown_rule_needs_the_nearest():
     split = pre_tokenizers.Split(Regex(QWEN2 + "|x"), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    with pytest.raises(ValueError, match=r"no GGUF name means .* say which is nearest, pre= one of"):
+    with pytest.raises(ValueError, match=r"has no GGUF name: give the nearest, pre= one of"):
         gguf_vocabulary(made, 2000)
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre is 'nonsense'; known: "):
         gguf_vocabulary(made, 2000, pre="nonsense")
@@ -155,7 +155,7 @@ def test_what_gguf_has_no_words_for():
         gguf_vocabulary(made, 2000)
     made = Tokenizer.from_str(trained("gpt-2").to_str())
     made.pre_tokenizer = pre_tokenizers.Metaspace()
-    with pytest.raises(ValueError, match=r"has the step .*Metaspace.*, which GGUF has no name for"):
+    with pytest.raises(ValueError, match=r"has the step .*Metaspace.*, for which GGUF has no name"):
         gguf_vocabulary(made, 2000)
     data = json.loads(trained("gpt-2").to_str())
     data["model"]["vocab"] |= {" ": 5000, " a": 5001}
@@ -215,11 +215,11 @@ def test_special_ids():
             "pre is 'unheard-of'; known: .*llama-bpe.* Use the model's safetensors folder",
         ),
         ({"pre": 7}, "pre is '7', not of type str"),
-        ({"tokens": None}, "holds no tokenizer.ggml.tokens"),
+        ({"tokens": None}, "has no tokenizer.ggml.tokens"),
         ({"tokens": ["a", 3] * 10, "token_type": None}, "must be strings"),
-        ({"tokens": ["a", "b", "a"], "token_type": None}, "holds 'a' twice, as 0 and 2"),
+        ({"tokens": ["a", "b", "a"], "token_type": None}, "has 'a' twice, as 0 and 2"),
         ({"token_type": [1]}, "token_type has 1 entries for 261 tokens"),
-        ({"merges": None}, "holds no tokenizer.ggml.merges"),
+        ({"merges": None}, "has no tokenizer.ggml.merges"),
         ({"merges": ["he"]}, r"merges\[0\] is 'he', not two tokens"),
         ({"merges": ["h e", 5]}, r"merges\[1\] is '5', not two tokens"),
         ({"merges": ["x y"]}, "GGUF vocabulary cannot be read: .*out of vocabulary"),
