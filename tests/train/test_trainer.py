@@ -103,6 +103,20 @@ def test_a_second_process_is_refused(tmp_path):
         train(tmp_path / "run")
 
 
+def test_the_folder_is_locked_until_the_draft_is_published(tmp_path, monkeypatch):
+    """A second process that starts after the last step must not end without a draft."""
+    save, refused = ToyTrainer.save, []
+
+    def saving(self, folder):
+        with pytest.raises(ValueError, match="is being written by process") as error:
+            train(tmp_path / "run")
+        refused.append(error)
+        save(self, folder)
+
+    monkeypatch.setattr(ToyTrainer, "save", saving)
+    assert train(tmp_path / "run")[0] and len(refused) == 1
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path):
     def loss(draft, x, step):
         return draft(x).square().mean() * (float("nan") if step == 7 else 1.0)
