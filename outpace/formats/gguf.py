@@ -6,9 +6,9 @@ A record of our own ("outpace.draft") holds the config and what llama.cpp has no
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import gguf
 import numpy as np
@@ -140,7 +140,7 @@ class GGUFFormat(Format):
     what llama.cpp reads; `encoder_norm`: our name of its enc.output_norm."""
 
     architecture: str
-    config_type: Callable[..., Any]
+    config_class: type[DFlashConfig] | type[Eagle3Config]
     parse: Callable[[ConfigFile, Header], Any]
     keys: Callable[[Any], dict[str, Any]]
     encoder_norm: str
@@ -189,9 +189,15 @@ class GGUFFormat(Format):
     def _recorded(self, file: ConfigFile, fields: dict[str, Any]) -> Any:
         """The config of our record, which must agree with the keys that llama.cpp reads."""
         try:
-            config = self.config_type(**fields)
+            _check_record_types(file, self.config_class, fields)
+            config: Any = self.config_class(**fields)
+            if isinstance(config, DFlashConfig):
+                config = canonical(config)
+            config = replace(config, rope=canonical_rope(config.rope))
             wanted = self.keys(config)
-        except (TypeError, AttributeError, KeyError) as error:
+            if config.rope.kind == "factors" and len(config.rope.factors) != config.head_dim // 2:
+                raise TypeError("one rope factor per frequency")
+        except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
             raise file.error(f"its record is damaged ({error!r})") from error
         for key, value in wanted.items():
             given = file.values.get(key)
@@ -426,6 +432,8 @@ def _from_factors(file: ConfigFile, factors: Tensor, theta: float, head_dim: int
         if same and math.isclose(rope.concentration, more, rel_tol=1e-5):
             file.notes.append("the rope's frequencies are those of the target; its rope is taken")
             return rope
+    if factors.shape != (head_dim // 2,) or not bool(((factors > 0) & factors.isfinite()).all()):
+        raise file.error(f"{ROPE_FACTORS} must hold {head_dim // 2} finite numbers above 0")
     if more != 1.0:
         raise file.error(
             f"{ROPE_FACTORS} with attn_factor {more:g} is YaRN, and the file does not hold its parameters: "
@@ -497,9 +505,31 @@ def read_record(file: ConfigFile) -> tuple[dict[str, Any], dict[str, torch.dtype
         widened = {str(name): getattr(torch, str(dtype)) for name, dtype in data["widened"].items()}
         if not all(isinstance(dtype, torch.dtype) for dtype in widened.values()):
             raise TypeError("no dtype")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise file.error(f"the metadata {RECORD} is damaged ({error!r})") from error
     return fields, widened
+
+
+def _check_record_types(file: ConfigFile, kind: type, values: Mapping[str, Any]) -> None:
+    """Raises LoadError for a field of the record with another type than the config has, or out of range."""
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        hint = hints.get(name, type(None))
+        if hint is RopeConfig:
+            _check_record_types(file, RopeConfig, vars(value))
+        elif not _fits(value, hint):
+            raise file.error(f"the metadata {RECORD} is damaged ({name} is {str(value)[:60]!r})")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kinds = get_args(hint)
+    if get_origin(hint) is tuple:
+        return type(value) is tuple and all(_fits(item, kinds[0]) for item in value)
+    if kinds:  # a union
+        return any(_fits(value, kind) for kind in kinds)
+    if hint is float:
+        return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) is hint and (hint is not int or 0 <= value < 2**40)
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -513,7 +543,7 @@ DFLASH_FORMAT = GGUFFormat(
     warnings=dflash_warnings,
     views=views(DFLASH_FIELDS, "layer ids", "block size", "mask token"),
     architecture="dflash",
-    config_type=lambda **fields: canonical(DFlashConfig(**fields)),
+    config_class=DFlashConfig,
     parse=parse_dflash,
     keys=dflash_keys,
     encoder_norm="hidden_norm.weight",
@@ -524,7 +554,7 @@ EAGLE3_FORMAT = GGUFFormat(
     warnings=eagle3_warnings,
     views=views(EAGLE3_FIELDS, "layer ids"),
     architecture="eagle3",
-    config_type=lambda **fields: Eagle3Config(**{**fields, "rope": canonical_rope(fields["rope"])}),
+    config_class=Eagle3Config,
     parse=parse_eagle3,
     keys=eagle3_keys,
     encoder_norm="input_norm.weight",

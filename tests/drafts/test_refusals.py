@@ -1,6 +1,9 @@
 """Drafts that contradict themselves, ask for something else, or are damaged: refused, with the reason."""
 
 import copy
+import dataclasses
+import itertools
+import json
 import random
 
 import draft_samples as samples
@@ -10,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.checkpoint.open import LoadError
+from outpace.formats import gguf
 from outpace.formats.base import FolderFormat
 from outpace.formats.errors import Files, find_errors, find_notes
 from outpace.formats.export import export_draft
 from outpace.formats.fields import ConfigFile
-from outpace.formats.load import FORMATS, load_dflash, read_draft
+from outpace.formats.load import FORMATS, build_draft, load_dflash, read_draft
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -175,6 +179,42 @@ def test_any_value_anywhere_is_read_or_refused(target, name):
         find_notes(files, target)
 
     read()
+
+
+ODD = (None, True, -1, 0, 2**40, 1.5, "x", [], [0], ["x"], [-1.0], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("rope", ["yarn", "llama3"])
+@pytest.mark.parametrize("make", [samples.dflash, samples.eagle3])
+def test_any_value_in_the_record_of_a_gguf_draft_is_read_or_refused(target, tmp_path, make, rope):
+    path = tmp_path / "draft.gguf"
+    draft = make(rope=samples.ROPES[rope])
+    export_draft(draft, "gguf", path, target)
+    chosen = gguf.DFLASH_FORMAT if make is samples.dflash else gguf.EAGLE3_FORMAT
+    header, file = chosen.open(path, target)
+    record = json.loads(file.values["outpace.draft"])
+    for key, value in itertools.product(record["config"] | record["config"]["rope"], ODD):
+        bad = copy.deepcopy(record)
+        (bad["config"]["rope"] if key in record["config"]["rope"] else bad["config"])[key] = value
+        metadata = header.metadata | {"outpace.draft": json.dumps(bad)}
+        changed = dataclasses.replace(header, metadata=metadata)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gguf, "read_header", lambda path, changed=changed: changed)
+                build_draft(chosen.read(path, target)[0])
+        except ValueError as error:
+            assert len(str(error)) < 700
+
+
+@pytest.mark.parametrize("factors", [[0.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [float("nan"), 1.0, 1.0], [1.0, 1.0]])
+def test_rope_factors_of_a_gguf_draft_are_above_zero(target, tmp_path, factors):
+    path = tmp_path / "draft.gguf"
+    config = samples.dflash().config
+    keys = gguf.dflash_keys(config)
+    gguf.write_file(path, "dflash", keys, {gguf.ROPE_FACTORS: torch.tensor(factors)}, config)
+    path.write_bytes(path.read_bytes().replace(b"outpace.draft", b"someone.draft"))
+    with pytest.raises(LoadError, match="must hold 3 finite numbers above 0"):
+        read_draft(path, target)
 
 
 @pytest.mark.parametrize("record", ["outpace.draft", "someone.draft"])
