@@ -127,7 +127,7 @@ class FilledCaches:
         cache = self.latents if latent else self.partial.full
         for layer, keys in self.keys.items():
             layer_cache = cache.layers[layer]
-            layer_cache.keys, layer_cache.keep_few = (keys, self.top_k) if sparse else (None, None)
+            layer_cache.keys, layer_cache.top_k_config = (keys, self.top_k) if sparse else (None, None)
         return cache
 
     def grow(self, context: int) -> None:

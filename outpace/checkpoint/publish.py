@@ -70,13 +70,16 @@ def _carry_over(old: Path, new: Path) -> None:
 def _sync(folder: Path) -> None:
     """The folder's files and names are on the disk."""
     for path in (*folder.rglob("*"), folder):
-        if path.is_symlink():
-            continue
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        if not path.is_symlink():
+            _sync_path(path)
+
+
+def _sync_path(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _take_place(new: Path, folder: Path) -> None:
@@ -88,11 +91,7 @@ def _take_place(new: Path, folder: Path) -> None:
         folder.rename(aside)
         new.rename(folder)
         aside.rename(new)
-    handle = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    _sync_path(folder.parent)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -159,19 +158,22 @@ def disk(path: Path, nbytes: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def written(path: Path, nbytes: int | None = None) -> Iterator[Path]:
+def replaced(path: Path, nbytes: int | None = None) -> Iterator[Path]:
     """A temporary name to write one file under; when the block ends it is on the disk and gets the name
-    `path`. One process at a time; raises ValueError for a second one, and for a full disk."""
+    `path`. For a file within a folder that is locked or being published; see `written` for others."""
     temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with one_writer(path), disk(path, nbytes):
+    with disk(path, nbytes):
         try:
             yield temporary
-            handle = os.open(temporary, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            _sync_path(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def written(path: Path, nbytes: int | None = None) -> Iterator[Path]:
+    """`replaced` for one process at a time; raises ValueError for a second one, and for a full disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with one_writer(path), replaced(path, nbytes) as temporary:
+        yield temporary

@@ -12,22 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outpace.checkpoint.hf import INDEX, SINGLE
-from outpace.checkpoint.publish import disk, published
+from outpace.checkpoint.publish import disk, published, replaced
 from outpace.checkpoint.safetensors import DTYPES
 
 SHARD_BYTES = 5 * 2**30
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with disk(path, len(data)), temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(path, len(data)) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -112,15 +105,9 @@ def stream_file(
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with disk(path, 8 + len(text) + end), temporary.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for chunk in chunks:
-                file.write(chunk)
-            assert file.tell() == 8 + len(text) + end, "the chunks are not what the specs promise"
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    size = 8 + len(text) + end
+    with replaced(path, size) as temporary, temporary.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for chunk in chunks:
+            file.write(chunk)
+        assert file.tell() == size, "the chunks are not what the specs promise"

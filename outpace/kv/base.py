@@ -42,16 +42,16 @@ class LayerCache:
         self.size = size
         self.window = window  # 0: dense
         self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.asks = False  # keep the queries of every append: what a partial view is chosen by
-        self.asked: RecordedQueries | None = None
+        self.record_queries = False  # keep the queries of every append: what a partial view is chosen by
+        self.recorded: RecordedQueries | None = None
         self.keys: Tensor | None = None  # of an index [B, 1, S and a trash slot, D]: see `index_by`
-        self.keep_few: TopKConfig | None = None
+        self.top_k_config: TopKConfig | None = None
 
     def index_by(self, dim: int, keep: TopKConfig | None) -> None:
         """Remember an index's key [dim] with each token; with `keep`, queries see what it chooses alone."""
         assert not self.window, "a window is small as it is"
         B, _, slots, _ = self.k.shape
-        self.keys, self.keep_few = self.k.new_zeros(B, 1, slots, dim), keep
+        self.keys, self.top_k_config = self.k.new_zeros(B, 1, slots, dim), keep
 
     @property
     def parts(self) -> list[Tensor]:
@@ -90,8 +90,8 @@ class LayerCache:
         return KVView(*both, step, step.starts + (1 - self.window))
 
     def record(self, q: Tensor | None, step: StepMetadata, index: Index | None = None) -> None:
-        if self.asks and q is not None:
-            self.asked = RecordedQueries(q, step.counts, index)
+        if self.record_queries and q is not None:
+            self.recorded = RecordedQueries(q, step.counts, index)
 
     def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """k, v [K, n, D] of row b's tokens begin .. end - 1; not of a ring."""
@@ -108,9 +108,9 @@ class LayerCache:
         if index is None or self.keys is None:
             return None
         self._put(self.keys, index.k[:, None], step)
-        if self.keep_few is None:
+        if self.top_k_config is None:
             return None
-        return choose(index, self.keys[:, 0, : self.size], step.place, self.keep_few)
+        return choose(index, self.keys[:, 0, : self.size], step.query_positions, self.top_k_config)
 
     def _write(self, k: Tensor, v: Tensor, step: StepMetadata) -> None:
         self._put(self.k, k, step)
@@ -132,8 +132,8 @@ class LayerCache:
         self.k, self.v = self.k[batch_indices], self.v[batch_indices]
         if self.keys is not None:
             self.keys = self.keys[batch_indices]
-        if self.asked is not None:
-            self.asked = self.asked.select(batch_indices)
+        if self.recorded is not None:
+            self.recorded = self.recorded.select(batch_indices)
 
 
 class KVCache:

@@ -18,7 +18,7 @@ class LatentProjection(Protocol):
 
     @property
     def rank(self) -> int:
-        """R, the first so many numbers of a row: what values are made of."""
+        """R: values are made of the first R numbers of a row."""
         ...
 
     def expand(
@@ -103,10 +103,10 @@ class LatentCache(LayerCache):
             whole[b, :, start + step.held : start + step.held + step.T] = new[b]
         return whole
 
-    def _few(self, k: Tensor, v: Tensor, step: StepMetadata, lists: Tensor, many: Tensor) -> KVView:
+    def _few(self, k: Tensor, v: Tensor, step: StepMetadata, lists: Tensor, lengths: Tensor) -> KVView:
         """Of the tokens that any query of a row looks at: they alone are expanded, and counted again."""
         B, _, N = lists.shape
-        at = torch.where(torch.arange(N, device=lists.device) < many[..., None], lists, self.size)
+        at = torch.where(torch.arange(N, device=lists.device) < lengths[..., None], lists, self.size)
         wanted = torch.zeros(B, self.size + 1, dtype=torch.bool, device=lists.device)
         wanted = wanted.scatter(1, at.flatten(1), True)
         wanted[:, self.size] = False
@@ -119,7 +119,7 @@ class LatentCache(LayerCache):
         cos, sin = (table[token.clamp(max=len(table) - 1)] for table in self.tables)
         rows = torch.stack([self.k[b, 0].index_select(0, at) for b, at in enumerate(token)])
         place = torch.where(step.real, slot.gather(1, step.storage.clamp(max=self.size)), used)
-        counted = slot.gather(1, at.flatten(1)).view_as(lists), many
+        counted = slot.gather(1, at.flatten(1)).view_as(lists), lengths
 
         def put(whole: Tensor, new: Tensor) -> Tensor:
             whole.transpose(1, 2)[step.rows, place] = new.transpose(1, 2)
@@ -135,7 +135,8 @@ class LatentCache(LayerCache):
         return KVView(put(past_k, k), put(past_v, v), step, lists=counted)
 
     def read(self, b: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._expanded(self.k[b, 0], begin, end)
+        cos, sin = (table[begin:end] for table in self.tables)
+        return self.maps.expand(self.k[b, 0, begin:end], cos, sin)
 
     def pick(self, b: int, index: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.tables
@@ -143,8 +144,3 @@ class LatentCache(LayerCache):
         items = [self.maps.expand(rows[at], cos[at], sin[at], head) for head, at in enumerate(index)]
         k, v = (torch.cat(parts) for parts in zip(*items, strict=True))
         return k, v
-
-    def _expanded(self, rows: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """rows [..., S, W]"""
-        cos, sin = (table[begin:end] for table in self.tables)
-        return self.maps.expand(rows[..., begin:end, :], cos, sin)

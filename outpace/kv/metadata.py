@@ -78,7 +78,7 @@ class StepMetadata:
         return torch.tensor(self.counts, device=self.device)
 
     @cached_property
-    def place(self) -> QueryPositions:
+    def query_positions(self) -> QueryPositions:
         """The same, as an index asks for it."""
         return QueryPositions(self.starts, self._counts, self.T, self.tree, max(self.start) + self.T)
 
@@ -113,9 +113,9 @@ class KVView:
         near = index > query - window
         return seen & (near | (index >= start) if step.both_ways else near)
 
-    def _listed(self, lists: Tensor, many: Tensor) -> Tensor:
+    def _listed(self, lists: Tensor, lengths: Tensor) -> Tensor:
         S, (B, T, N) = self.k.shape[2], lists.shape
-        at = torch.where(torch.arange(N, device=lists.device) < many[..., None], lists, S)
+        at = torch.where(torch.arange(N, device=lists.device) < lengths[..., None], lists, S)
         return torch.zeros(B, T, S + 1, dtype=torch.bool, device=lists.device).scatter(2, at, True)[..., :S]
 
     def _allowed_in_tree(self, index: Tensor, step: StepMetadata, tree: Tree, window: int) -> Tensor:

@@ -152,7 +152,7 @@ class PartialLayerCache(LayerCache):
         B, K, D = len(full.k), full.kv_heads, full.head_dim
         super().__init__(B, K, config.static_size + headroom, D, 0, dtype=full.k.dtype, device=device)
         self.full, self.config = full, config
-        full.asks = True
+        full.record_queries = True
         shape = (B, K, full.size // config.block_size, D)
         self.low, self.high = (torch.zeros(shape, dtype=full.k.dtype, device=full.k.device) for _ in "lh")
 
@@ -205,7 +205,7 @@ class PartialLayerCache(LayerCache):
         want most, ascending, each kv head its own; the latest ones where nobody has asked."""
         low, high = self.low[b, :, first:end], self.high[b, :, first:end]
         K, count = low.shape[0], self.config.n_retrieval_blocks
-        asked = self.full.asked
+        asked = self.full.recorded
         real = 0 if asked is None else asked.counts[b]
         if asked is None or not real:
             return torch.arange(end - count, end, device=low.device).expand(K, -1)

@@ -24,7 +24,7 @@ PIECE = 2**24  # scores that are in memory at once
 class TopKConfig:
     """How many tokens a query looks at, itself included. Raises ValueError for what leaves no choice."""
 
-    top_k: float = 2048  # so many in all; below 1: this share of what it could see
+    top_k: float = 2048  # number in all; below 1: share of what it could see
     top_p: float = 0.0  # fewer, where fewer hold this share of the index's softmax over the choice; 0: no
     least_mass: float = 0.0  # all, where what is chosen holds less of that softmax: the index knows no better
     min_context: int = 2048  # up to this length all of them
@@ -129,11 +129,11 @@ def choose(index: Index, keys: Tensor, place: QueryPositions, keep: TopKConfig) 
     if keep.top_p or keep.least_mass:
         wanted = _until(scores, place, keep, wanted)
         width = max(width, int(wanted.max()))
-    lists, many = pick(scores, place, wanted, width, keep)
-    if keys.device.type == "cpu" and bool((many < 0).any()):
-        wanted = torch.where(many < 0, place.lengths(), wanted)
-        lists, many = pick(scores, place, wanted, place.longest, keep)
-    return lists, many
+    lists, lengths = pick(scores, place, wanted, width, keep)
+    if keys.device.type == "cpu" and bool((lengths < 0).any()):
+        wanted = torch.where(lengths < 0, place.lengths(), wanted)
+        lists, lengths = pick(scores, place, wanted, place.longest, keep)
+    return lists, lengths
 
 
 def score(index: Index, keys: Tensor, place: QueryPositions, seen: int) -> Tensor:
@@ -148,9 +148,9 @@ def pick(scores: Tensor, place: QueryPositions, wanted: Tensor, width: int, keep
     if not use_kernel(wanted):
         return reference_pick(scores, place, wanted, width, keep)
     tree = place.tree
-    given = (None, None) if tree is None else (tree.sees, tree.depth)
+    branches = (None, None) if tree is None else (tree.sees, tree.depth)
     counts, fixed = place.counts, (keep.sinks, keep.recent)
-    return bindings.choose(scores, place.start, counts, wanted.contiguous(), width, *fixed, *given)
+    return bindings.choose(scores, place.start, counts, wanted.contiguous(), width, *fixed, *branches)
 
 
 def reference_scores(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
@@ -177,9 +177,9 @@ def reference_pick(
         ours = at.expand(B, T, -1).clamp(max=place.longest - 1)
         seen = headroom.scatter(2, ours, place.tree.sees | headroom.gather(2, ours))
     seen &= (torch.arange(T, device=scores.device) < place.counts[:, None])[..., None]
-    many = seen.sum(-1)
+    lengths = seen.sum(-1)
     lists = (~seen).to(torch.uint8).argsort(dim=-1, stable=True)
-    return lists[..., : max(width, int(many.max()))].contiguous(), many
+    return lists[..., : max(width, int(lengths.max()))].contiguous(), lengths
 
 
 def _ranges(place: QueryPositions, keep: TopKConfig, S: int) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ def _in_pieces(index: Index, keys: Tensor, place: QueryPositions, keep: TopKConf
         items.append(choose(part, keys, here, keep) or _everything(here, width))
     widest = max(lists.shape[2] for lists, _ in items)
     padded = [F.pad(lists, (0, widest - lists.shape[2])) for lists, _ in items]
-    return torch.cat(padded, 1), torch.cat([many for _, many in items], 1)
+    return torch.cat(padded, 1), torch.cat([lengths for _, lengths in items], 1)
 
 
 def _everything(place: QueryPositions, width: int) -> Lists:

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         lists = None
         if index is not None:
             step = StepMetadata((0,) * len(x), (x.shape[1],) * len(x), x.shape[1], x.device)
-            lists = choose(index, index.k.contiguous(), step.place, self.keep)
+            lists = choose(index, index.k.contiguous(), step.query_positions, self.keep)
         if step is not None and lists is not None:
             view = KVView(k.contiguous(), v.contiguous(), step, lists=lists)
             return self.o_proj(attend_view(q, view, self.window, self.sinks, self.scale))

@@ -42,20 +42,21 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
     win."""
     (B, T, H, D), step = q.shape, view.step
     if D % 8 == 0 and use_kernel(q):
-        given = q, view.k, view.v, step.starts, window, sinks, scale
-        how: dict[str, Any] | None = None
+        inputs = q, view.k, view.v, step.starts, window, sinks, scale
+        rules: dict[str, Any] | None = None
         if view.lists is not None:
-            how = {"lists": view.lists}
+            rules = {"lists": view.lists}
         elif step.tree is not None:
             # of any width: the flash kernel's answers are not autoregressive decoding's to the bit
-            how = {"tree": step.tree.within(window), "depth": step.tree.depth, "first": view.first}
+            rules = {"tree": step.tree.within(window), "depth": step.tree.depth, "first": view.first}
         elif T <= FEW:
-            how = {"both_ways": step.both_ways, "first": view.first}
-        if how is not None and view.values is None:
-            return bindings.attend(*given, **how)
-        if how is not None and view.values is not None:
-            seen = torch.empty(B, T, H)
-            return view.values(bindings.attend(*given, **how, kv_share=seen).unflatten(-1, (H, -1)), seen)
+            rules = {"both_ways": step.both_ways, "first": view.first}
+        if rules is not None and view.values is None:
+            return bindings.attend(*inputs, **rules)
+        if rules is not None and view.values is not None:
+            kv_share = torch.empty(B, T, H)
+            latents = bindings.attend(*inputs, **rules, kv_share=kv_share).unflatten(-1, (H, -1))
+            return view.values(latents, kv_share)
     assert view.values is None, "latents mean values where the kernel runs"
     one_way = not step.both_ways and step.tree is None and view.lists is None
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet

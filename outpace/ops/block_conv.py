@@ -56,8 +56,8 @@ class _BlockConv(torch.autograd.Function):
         x, base, delta = ctx.saved_tensors
         above, rows = (t.reshape(-1, x.shape[-1]).contiguous() for t in (dy, x))
         coefficients = delta.reshape(-1, *delta.shape[-3:])
-        how = x.shape[-2], ctx.side
-        dx, d_base, d_one = bindings.block_conv_backward(above, rows, base, coefficients, *how)
+        block, side = x.shape[-2], ctx.side
+        dx, d_base, d_one = bindings.block_conv_backward(above, rows, base, coefficients, block, side)
         d_delta = torch.zeros_like(coefficients)
         d_delta[:, ctx.side] = d_one
         return dx.view(x.shape), d_base, d_delta.view(delta.shape), None

@@ -109,13 +109,13 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, layout, window, causal, scale = args
-        ctx.how = (layout.first, layout.context, layout.seen), layout.block, window, causal, scale
-        out, lse = bindings.blocks(tuple(inputs), ctx.how)
+        ctx.rules = (layout.first, layout.context, layout.seen), layout.block, window, causal, scale
+        out, lse = bindings.blocks(tuple(inputs), ctx.rules)
         ctx.save_for_backward(*inputs, out, lse)
         return out.to(inputs[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        result = bindings.blocks_backward(tuple(inputs), ctx.how, out, lse, grad.contiguous())
+        result = bindings.blocks_backward(tuple(inputs), ctx.rules, out, lse, grad.contiguous())
         return *result, None, None, None, None

@@ -67,10 +67,10 @@ def run_experts(
     """
     if use_kernel(x):
         style = "silu" if limit is None else "gpt_oss"
-        how = (style, limit or 0.0, ALPHA, gate, gate_bias)
+        rules = (style, limit or 0.0, ALPHA, gate, gate_bias)
 
         def weigh(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            return bindings.moe(x, experts, weights, up, up_bias, down, down_bias, *how)
+            return bindings.moe(x, experts, weights, up, up_bias, down, down_bias, *rules)
 
         if len(x) <= SOME:
             return weigh(x, experts, weights)

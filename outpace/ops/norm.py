@@ -82,10 +82,10 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.how = limit, alpha
+        ctx.rules = limit, alpha
         return _halved(bindings.gated(_rows(gate_up), limit, alpha), gate_up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        return bindings.gated_backward(_rows(dy), _rows(gate_up), *ctx.how).view(gate_up.shape), None, None
+        return bindings.gated_backward(_rows(dy), _rows(gate_up), *ctx.rules).view(gate_up.shape), None, None

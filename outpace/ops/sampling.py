@@ -99,7 +99,7 @@ def seeded(*numbers: int) -> torch.Generator:
 IN_PROMPT, OUTPUT = 1, 2  # what a token of the prompt, and each one of the output, adds to a history
 
 
-def penalised(logits: Tensor, how: Sampling, seen: Tensor | None) -> Tensor:
+def penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """[..., V] -> [..., V]. `seen`: the history of the text, int32, broadcast to the logits: for every token
     IN_PROMPT if the prompt has it, plus OUTPUT for each time it was generated.
 
@@ -107,32 +107,32 @@ def penalised(logits: Tensor, how: Sampling, seen: Tensor | None) -> Tensor:
     (CTRL, arXiv 1909.05858, section 4.1, as transformers does it); then n times the frequency penalty and,
     where n > 0, the presence penalty are subtracted, n being how often the token was generated.
     """
-    if not how.penalises:
+    if not sampling.penalises:
         return logits
     assert seen is not None, "a penalty reads the text"
-    logits, penalty = logits.float(), how.repetition_penalty
+    logits, penalty = logits.float(), sampling.repetition_penalty
     if penalty != 1:
         logits = torch.where(seen > 0, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if how.frequency_penalty or how.presence_penalty:
+    if sampling.frequency_penalty or sampling.presence_penalty:
         times = seen // OUTPUT
-        logits = logits - how.frequency_penalty * times - how.presence_penalty * (times > 0)
+        logits = logits - sampling.frequency_penalty * times - sampling.presence_penalty * (times > 0)
     return logits
 
 
-def shaped(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
+def shaped(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
     """[..., V] -> [..., V] float32; its softmax is drawn from (temperature > 0); -inf: the token is
     cut.
 
     Each row's result depends on that row alone, to the bit: every sort is stable.
     """
-    x = penalised(logits, how, seen).float() / how.temperature
-    if how.top_k and how.top_k < x.shape[-1]:
-        kth = x.topk(how.top_k, dim=-1).values[..., -1:]
+    x = penalised(logits, sampling, seen).float() / sampling.temperature
+    if sampling.top_k and sampling.top_k < x.shape[-1]:
+        kth = x.topk(sampling.top_k, dim=-1).values[..., -1:]
         x = x.masked_fill(x < kth, -torch.inf)
-    if how.top_p < 1:
-        x = _nucleus(x.reshape(-1, x.shape[-1]), how.top_p).view(x.shape)
-    if how.min_p:
-        x = x.masked_fill(x < x.amax(-1, keepdim=True) + math.log(how.min_p), -torch.inf)
+    if sampling.top_p < 1:
+        x = _nucleus(x.reshape(-1, x.shape[-1]), sampling.top_p).view(x.shape)
+    if sampling.min_p:
+        x = x.masked_fill(x < x.amax(-1, keepdim=True) + math.log(sampling.min_p), -torch.inf)
     return x
 
 
@@ -161,9 +161,9 @@ def _nucleus_by_sort(x: Tensor, top_p: float) -> Tensor:
     return x.masked_fill(torch.empty_like(cut).scatter_(-1, index, cut), -torch.inf)
 
 
-def probabilities(logits: Tensor, how: Sampling, seen: Tensor | None = None) -> Tensor:
+def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
     """[..., V] -> [..., V] float32, the distribution to sample from (temperature > 0)."""
-    return shaped(logits, how, seen).softmax(-1)
+    return shaped(logits, sampling, seen).softmax(-1)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -182,12 +182,14 @@ def draw(p: Tensor, rng: torch.Generator | None) -> Tensor:
     return torch.searchsorted(below, u, right=True)[..., 0]
 
 
-def sample(logits: Tensor, how: Sampling, rng: torch.Generator | None, seen: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor, sampling: Sampling, rng: torch.Generator | None, seen: Tensor | None = None
+) -> Tensor:
     """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row; `seen` as `penalised`
     wants it."""
-    if how.temperature == 0:
-        return greedy(penalised(logits, how, seen))
-    return draw(probabilities(logits, how, seen), rng)
+    if sampling.temperature == 0:
+        return greedy(penalised(logits, sampling, seen))
+    return draw(probabilities(logits, sampling, seen), rng)
 
 
 LOW = 2**32 - 1

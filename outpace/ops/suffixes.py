@@ -13,12 +13,12 @@ from outpace.kernels import bindings
 from outpace.kernels.bindings import use_kernel
 
 SORTED = 64  # tokens of a suffix that decide its place
-CONTEXTS = (16, 8, 4, 2)  # how many of the last tokens are looked for, the most telling first
+CONTEXTS = (16, 8, 4, 2)  # how many of the last tokens are samples for, the most telling first
 DEEPEST = SORTED - CONTEXTS[0]  # draft tokens in a line
 DOUBT = 4.0  # a context seen n times is believed as n / (n + DOUBT); the shorter ones share the rest
 OWN_DOUBT = 1.0  # the same, of a context seen earlier in this very text
 ENOUGH = 0.1  # a rest that is not shared any more
-SAMPLES = 16  # occurrences of a context that are looked at, evenly spread over what follows
+SAMPLES = 16  # occurrences of a context that are samples at, evenly spread over what follows
 RECENT = 8  # occurrences in this very text, the latest
 BRANCH = 8  # followers of a node that may become nodes
 
@@ -107,7 +107,7 @@ class Suffixes:
 @dataclass(frozen=True)
 class Lookup:
     """The same in Python, where there is no kernel; the kernel agrees with it to the bit. `history`: the text
-    to continue, text and order are what it is looked up in."""
+    to continue, text and order are what it is samples up in."""
 
     text: list[int]
     order: list[int]
@@ -119,8 +119,8 @@ class Lookup:
 
     def narrowed(self, result: Interval, token: int) -> Interval:
         places = range(result.hi)
-        how = {"lo": result.lo, "hi": result.hi, "key": lambda at: self.token(at, result.known)}
-        lo, hi = bisect_left(places, token, **how), bisect_right(places, token, **how)  # type: ignore[call-overload]
+        bounds = {"lo": result.lo, "hi": result.hi, "key": lambda at: self.token(at, result.known)}
+        lo, hi = bisect_left(places, token, **bounds), bisect_right(places, token, **bounds)  # type: ignore[call-overload]
         return Interval(lo, hi, result.known + 1)
 
     def all_narrowed(self, contexts: list[Context], token: int) -> list[Context]:
@@ -166,8 +166,8 @@ class Lookup:
             tokens = [self.history[p] if p < len(self.history) else -1 for p in context.at]
             return tokens, len(tokens), OWN_DOUBT
         total = context.hi - context.lo
-        looked = min(total, SAMPLES)
-        places = (context.lo + (2 * i + 1) * total // (2 * looked) for i in range(looked))
+        samples = min(total, SAMPLES)
+        places = (context.lo + (2 * i + 1) * total // (2 * samples) for i in range(samples))
         return [self.token(at, context.known) for at in places], total, DOUBT
 
     def followers(self, contexts: list[Context]) -> list[tuple[int, float]]:

@@ -78,7 +78,7 @@ def test_the_blocks_that_the_index_wants_most():
     near.refresh()
     size, count = BY_INDEX.block_size, BY_INDEX.n_retrieval_blocks
     for partial in near.partials:
-        index, keys = partial.full.asked.index, partial.full.keys
+        index, keys = partial.full.recorded.index, partial.full.keys
         for b, real in ((0, 4), (1, 2)):
             first, end = BY_INDEX.n_sink_blocks, BY_INDEX.window_start(full.lengths[b]) // size
             q, w = index.q[b, :real], index.w[b, :real]

@@ -1,12 +1,14 @@
 """Norms, gated activations, linear and sampling against their definitions."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.ops.linear import linear
-from outpace.ops.norm import clamped_swiglu, rms_norm, silu_mul
+from outpace.ops.norm import ALPHA, clamped_swiglu, rms_norm, silu_mul
 from outpace.ops.sampling import Sampling, probabilities, sample
 
 
@@ -120,3 +122,16 @@ def test_draws_take_any_shape_and_repeat_with_the_seed(shape):
 def test_settings_that_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@torch.inference_mode()
+def test_the_clamped_gate_by_hand(kernels, force_kernels):
+    """The gate is bounded above alone, up on both sides."""
+    force_kernels(kernels)
+    limit = 1.0
+    for gate, up in ((-5.0, 0.5), (5.0, 0.5), (0.5, 5.0), (0.5, -5.0), (-2.0, -3.0)):
+        low, both = min(gate, limit), max(-limit, min(up, limit))
+        wanted = low / (1 + math.exp(-ALPHA * low)) * (both + 1)
+        got = clamped_swiglu(torch.tensor([[gate, up]]), limit)
+        assert got.item() == pytest.approx(wanted, abs=1e-6)
