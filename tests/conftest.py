@@ -65,7 +65,8 @@ def force_kernels(monkeypatch):
 @pytest.fixture
 def few_repeats(monkeypatch):
     """A calibration of moments, which any request may make for itself: its figures mean nothing."""
-    monkeypatch.setattr("outpace.decode.calibrate.LEAST_REPEATS", 2)
-    monkeypatch.setattr("outpace.decode.calibrate.MOST_REPEATS", 2)
+    monkeypatch.setattr("outpace.decode.calibrate.MIN_REPEATS", 2)
+    monkeypatch.setattr("outpace.decode.calibrate.MAX_REPEATS", 2)
     monkeypatch.setattr("outpace.decode.calibrate.STEADY", 8)
     monkeypatch.setattr("outpace.cli.costs.QUICK", 1e9)
+    monkeypatch.setattr("outpace.decode.calibrate.ATTEMPTS", 1)

@@ -124,7 +124,7 @@ def test_no_table_where_it_would_take_long(monkeypatch, capsys, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("outpace.decode.costs.Costs.noisy", False)
+    monkeypatch.setattr("outpace.decode.costs.Costs.busy", False)
     options = ("generate", "default", "x = 1", "-n", 8, "--stats", "--cache-dir", tmp_path / "file")
     code, out, _ = run(monkeypatch, capsys, *options)
     assert code == 0 and "could not be saved" in " ".join(out.split())

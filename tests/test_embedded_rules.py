@@ -137,7 +137,7 @@ def test_chat_with_a_rule(monkeypatch, capsys):
         (("--min-p", "1.5"), "min_p 1.5 is outside [0, 1]"),
         (("--repetition-penalty", "0"), "repetition_penalty 0.0 is not above 0"),
         (("--repetition-penalty", "nan"), "repetition_penalty nan is not a number"),
-        (("--draft-temperature", "0.5"), "with the rule match no draft token is drawn"),
+        (("--draft-temperature", "0.5"), "the rule match samples no draft tokens"),
         (
             ("--acceptance", "block", "--draft-temperature", "0"),
             "draft_temperature 0.0 is outside [1e-06, 1e+06]",

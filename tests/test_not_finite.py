@@ -63,7 +63,7 @@ def test_logits_that_are_not_finite_end_the_generation(temperature):
         with torch.no_grad():
             weight.fill_(float("nan"))
         request = Request(max_new_tokens=3, sampling=Sampling(temperature=temperature))
-        with pytest.raises(ValueError, match=r"after the prompt are not finite: .* inspect MODEL --scan"):
+        with pytest.raises(ValueError, match=r"target's logits are not finite: .* inspect MODEL --scan"):
             generate(model, [[1, 2, 3]], request)
     finally:
         with torch.no_grad():

@@ -115,7 +115,7 @@ def _show(costs: "Costs") -> None:
     lines.append(f"a draft token after an accepted one was accepted in {costs.acceptance:.0%} of the cases")
     if costs.touched:
         lines.append(f"experts beyond one token's: {costs.touched.rho:.2f} of the independent ones")
-    if costs.noisy:
+    if costs.busy:
         lines.append("[bold]the machine was busy: measure again, with --force, when it is not[/bold]")
     for line in lines:
         console.print(line, style="dim", highlight=False, soft_wrap=True)

@@ -48,7 +48,7 @@ def costs_for_auto(
         note = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
         return None, f"full draft length in every step: {note}{more}"
     costs = measure_costs(model, draft, rule, [256], [1], 0.5, quiet=True)
-    if costs.noisy:
+    if costs.busy:
         return None, "full draft length in every step: the machine is too busy to measure costs"
     note = f"draft length chosen by costs measured in about {expected:.1f} s"
     try:

@@ -1,10 +1,11 @@
-"""Measuring a cost table: real steps over real text, of every width in turn."""
+"""Measuring a cost table: steps over real text at every draft length, interleaved."""
 
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,32 +13,34 @@ from torch import Tensor
 from outpace.decode.acceptance import AcceptanceRule
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
-from outpace.decode.deferred import Deferred, verified
 from outpace.decode.generate import generate, next_token
 from outpace.decode.request import COST_RULES, GREEDY, Request, acceptance_rule
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal
+from outpace.drafts.deferred import Deferred, accepted_states
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, generator
 
-LEAST_REPEATS, MOST_REPEATS = 3, 12
-ROUNDS = 3  # of a width in a turn; the first is not counted
+MIN_REPEATS, MAX_REPEATS = 3, 12
+ATTEMPTS = 3  # measurements of a point, while the machine is busy
+ROUNDS = 3  # consecutive steps of a width; the first is not counted
 STEPS, SETTLED = 12, 4  # of one position, and of autoregressive decoding; those from SETTLED on are counted
-PREFILL, SHOWN = 512, 4  # a prompt's positions in a forward, and forwards at least
-# tokens of the run that measures what a step takes alongside, and how often draft tokens are right
+PREFILL, SHOWN = 512, 4  # positions of a prefill chunk at most, and chunks at least
+# tokens of the run that measures the acceptance rate and the overhead of a step
 STEADY = 48
-SEED = 1  # of what is drawn while costs are measured
-ROUTED = 512  # tokens where the experts are counted
-OnNote = Callable[[float], None]  # how much of the work is done, 0 to 1
+SEED = 1
+ROUTED = 512  # tokens over which the experts are counted
+OnProgress = Callable[[float], None]  # share of the work that is done, 0 to 1
 
 
 def width_grid(block: int) -> tuple[int, ...]:
-    """1, 2, 3, 4, then in steps of an eighth to a quarter: no step that matters is missed."""
-    items = [1]
-    while items[-1] < block:
-        items.append(min(block, items[-1] + max(1, items[-1] // 8, items[-1] // 4 if items[-1] > 15 else 0)))
-    return tuple(items)
+    """1 to 16, then in steps of a quarter."""
+    widths = [1]
+    while widths[-1] < block:
+        step = max(1, widths[-1] // 8, widths[-1] // 4 if widths[-1] > 15 else 0)
+        widths.append(min(block, widths[-1] + step))
+    return tuple(widths)
 
 
 @torch.inference_mode()
@@ -50,28 +53,35 @@ def calibrate(
     batches: Sequence[int] = (1,),
     seconds: float = 20.0,
     rule: str = GREEDY,
-    on_progress: OnNote | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Costs:
-    """text: token ids, real text of the kind that will be decoded; rows of a batch take turns in it.
-    seconds: about how long to measure, prefills not counted; at least six steps of every width are.
-    rule: one of decode.request.COST_RULES; sampled rules run at temperature 1.
+    """text: token ids, real text of the kind that will be decoded; the rows of a batch begin at different
+    places of it. seconds: about how long to measure, prefills not counted; at least six steps of every width
+    are. rule: one of decode.request.COST_RULES; sampled rules run at temperature 1.
+
+    A point that is measured while other processes use the processor (`Point.busy`) is measured again, up to
+    ATTEMPTS times; if all of them are, the best one is returned with a RuntimeWarning, and `Costs.busy` is
+    True.
 
     Raises ValueError for a context, a batch, a text or a rule that cannot be measured.
     """
-    widths, request = width_grid(draft.block_size), _asked(rule)
+    widths, request = width_grid(draft.block_size), _request(rule)
     _check(target, text, contexts, batches, widths)
     cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
     share = seconds / (len(cells) + 1)
     prompt = text[: min(contexts)]
-    acceptance, rest = _steady(target, draft, prompt, request, share)
+    acceptance, rest = _decode(target, draft, prompt, request, share)
     points = []
     for i, (batch, context) in enumerate(cells):
-        timings = Timings(widths)
-        for part in _measure(target, draft, text, batch, context, request, timings, share):
-            if on_progress is not None:
-                on_progress((i + part) / len(cells))
-        points.append(timings.point(batch, context, rest))
-    shown = machine(target) | {
+        attempts: list[Point] = []
+        while not attempts or (attempts[-1].busy and len(attempts) < ATTEMPTS):
+            timings = Timings(widths)
+            for part in _measure(target, draft, text, batch, context, request, timings, share):
+                if on_progress is not None and not attempts:
+                    on_progress((i + part) / len(cells))
+            attempts.append(timings.point(batch, context, rest, on_cpu=target.device.type == "cpu"))
+        points.append(min(attempts, key=lambda p: (p.busy, -p.cpu)))
+    described = machine(target) | {
         "target": f"{target.config.architecture}, {target.config.num_layers} layers",
         "draft": f"{type(draft).__name__}, at most {draft.block_size} positions",
         "rule": rule,
@@ -82,16 +92,25 @@ def calibrate(
         points=tuple(points),
         acceptance=acceptance,
         touched=touched_experts(target, text[:ROUTED], widths),
-        described=shown,
+        described=described,
     )
-    _, rest = _steady(target, draft, prompt, request, share, Adaptive(costs))  # who decides takes time too
+    if costs.busy:
+        worst = min(p.cpu for p in points)
+        warnings.warn(
+            f"calibrate: other processes used the processor in {ATTEMPTS} measurements (the process ran "
+            f"{worst:.0%} of the time), so the costs are too high: measure again on an idle machine",
+            RuntimeWarning,
+            stacklevel=3,  # past the wrapper of inference_mode
+        )
+    # again with the controller, whose own time belongs to a step
+    _, rest = _decode(target, draft, prompt, request, share, Adaptive(costs))
     return replace(costs, points=tuple(replace(p, rest=rest) for p in points))
 
 
 @torch.inference_mode()
 def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = math.inf) -> float:
-    """About how many seconds a calibration at one context would take, from a few small forwards: no more of
-    them than show that it is above `enough`."""
+    """Estimated seconds of a calibration at one context, from a few short forwards: no more of them than show
+    that it is above `enough`."""
     ids = torch.zeros(1, 32, dtype=torch.int64, device=target.device)
 
     def timed(n: int) -> float:
@@ -101,15 +120,15 @@ def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = mat
 
     timed(1)  # the first one reads the weights, and may build the kernels
     one = timed(1)
-    rounds = (LEAST_REPEATS + 1) * (len(width_grid(draft.block_size)) * ROUNDS + 2 * STEPS) + 2 * STEADY
-    if rounds * one > enough:
-        return rounds * one
+    steps = _max_steps(width_grid(draft.block_size), MIN_REPEATS, 2 * STEPS) + 2 * STEADY
+    if steps * one > enough:
+        return steps * one
     timed(32)
     many = timed(32)
-    return rounds * (one + many) / 2 + 2 * context * many / 32
+    return steps * (one + many) / 2 + 2 * context * many / 32
 
 
-def _asked(rule: str) -> Request:
+def _request(rule: str) -> Request:
     if rule not in COST_RULES:
         raise ValueError(f"no rule {rule!r} to measure; known: {', '.join(COST_RULES)}")
     if rule == GREEDY:
@@ -126,21 +145,21 @@ def _check(
 ) -> None:
     if not contexts or min(contexts) < 1 or not batches or min(batches) < 1:
         raise ValueError(f"contexts {list(contexts)}, batches {list(batches)}: at least 1 of each, from 1 up")
-    longest = max(contexts) + _most_rounds(widths) + widths[-1]
+    longest = max(contexts) + _max_steps(widths) + widths[-1]
     if longest > target.config.max_position_embeddings:
         raise ValueError(
-            f"context {max(contexts)} and what is measured behind it reach position {longest}; this "
+            f"context {max(contexts)} and the steps measured after it reach position {longest}; this "
             f"model's positions end at {target.config.max_position_embeddings}"
         )
     if len(text) < min(contexts) + STEADY:
         raise ValueError(f"{len(text)} tokens of text are too few for a context of {min(contexts)}")
 
 
-def _most_rounds(widths: tuple[int, ...]) -> int:
-    return (MOST_REPEATS + 1) * (len(widths) * ROUNDS + STEPS)
+def _max_steps(widths: tuple[int, ...], repeats: int | None = None, single: int = STEPS) -> int:
+    return ((MAX_REPEATS if repeats is None else repeats) + 1) * (len(widths) * ROUNDS + single)
 
 
-def _steady(
+def _decode(
     target: Decoder,
     draft: Draft,
     prompt: Sequence[int],
@@ -148,90 +167,87 @@ def _steady(
     seconds: float,
     controller: Controller | None = None,
 ) -> tuple[float, float]:
-    """Real decoding: -> how often a draft token is right where the one before it is; seconds of a step
-    alongside draft and verify. The second of two runs: the first warms up."""
+    """Decode -> acceptance rate of a draft token whose parent was accepted; seconds of a step besides draft
+    and verify. The second of two runs: the first warms up."""
 
     def run(tokens: int) -> Trace:
-        asked = replace(request, max_new_tokens=tokens)
         rng = generator(SEED, target.device)
-        return generate(target, [prompt], asked, draft, controller=controller, rng=rng).trace
+        return generate(
+            target, [prompt], replace(request, max_new_tokens=tokens), draft, controller=controller, rng=rng
+        ).trace
 
     run(2)
     began = time.perf_counter()
     run(4)
-    tokens = int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began))))
-    trace = run(tokens)
+    trace = run(int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began)))))
     offered = [p for row in trace.proposed for p in row]
-    right = sum(trace.accept_lens)
-    wrong = sum(a < p for a, p in zip(trace.accept_lens, offered, strict=True))
-    return right / (right + wrong) if right + wrong else 0.0, trace.seconds["rest"] / len(trace.accepted)
+    accepted = sum(trace.accept_lens)
+    rejected = sum(a < p for a, p in zip(trace.accept_lens, offered, strict=True))
+    rate = accepted / (accepted + rejected) if accepted + rejected else 0.0
+    return rate, trace.seconds["rest"] / len(trace.accepted)
 
 
-class StepTimes:
-    """Seconds of one repeat, by width. `plain`: of steps. `woken`: width and proposal after STEPS of rest."""
-
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        self.verify: dict[int, list[float]] = {n: [] for n in widths}
-        self.draft: dict[int, list[float]] = {n: [] for n in widths}
-        self.plain: list[float] = []
-        self.woken: list[tuple[int, float]] = []
-
-    @property
-    def seconds(self) -> float:
-        """Of all that comes equally often in every turn."""
-        return sum(map(sum, (*self.verify.values(), *self.draft.values(), self.plain)))
-
-    def add(self, other: "StepTimes", scale: float) -> None:
-        """What `other` took, times `pace`."""
-        for ours, theirs in ((self.verify, other.verify), (self.draft, other.draft)):
-            for n, seconds in theirs.items():
-                ours[n] += [scale * s for s in seconds]
-        self.plain += [scale * s for s in other.plain]
-        self.woken += [(n, scale * s) for n, s in other.woken]
+Kind = tuple[str, int]  # of a timed step: DRAFT, VERIFY, PLAIN or WAKE, and its number of positions
+DRAFT, VERIFY, PLAIN, WAKE = "draft", "verify", "plain", "wake"
 
 
+@dataclass
 class Timings:
-    """Seconds of every repeat, by width; what a cost table makes of them."""
+    """Seconds of the steps of every repeat, by kind. WAKE: a proposal after STEPS steps without one. `show`:
+    of one observed position. `wall`, `cpu`: of all repeats, and the time the main thread ran in them."""
 
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        self.widths = widths
-        self.turns: list[StepTimes] = []
-        self.show: list[float] = []  # of one position
-        self.rounds = 0
+    widths: tuple[int, ...]
+    repeats: list[dict[Kind, list[float]]] = field(default_factory=list)
+    show: list[float] = field(default_factory=list)
+    steps: int = 0
+    wall: float = 0.0
+    cpu: float = 0.0
 
-    def point(self, batch: int, context: int, rest: float) -> Point:
-        """Every turn as long as the mean of them, since a slow moment of the machine meets all widths of a
-        turn; of each width the first quartile, which what else runs hardly moves; and all of them times one
-        factor: decoding pays for slow steps too, so that together they take as long as all repeats took.
-        They never fall as the width grows."""
-        step_times, took = StepTimes(self.widths), [turn.seconds for turn in self.turns]
-        for turn, seconds in zip(self.turns, took, strict=True):
-            step_times.add(turn, statistics.fmean(took) / seconds)
-        low = {n: _quartiles(step_times.verify[n])[0] for n in self.widths}
-        drafted = {n: _quartiles(step_times.draft[n])[0] for n in self.widths}
-        plain = _quartiles(step_times.plain)[0]
-        calm = sum(len(step_times.verify[n]) * (low[n] + drafted[n]) for n in self.widths)
-        slow = sum(took) / (calm + len(step_times.plain) * plain)
+    def point(self, batch: int, context: int, rest: float, on_cpu: bool = True) -> Point:
+        """Each repeat is scaled to the mean duration, because a slow moment of the machine slows all widths
+        of a repeat; of each width the first quartile is taken, which other processes hardly move; and all are
+        scaled by one factor to take as long as the repeats took, because decoding includes slow steps too.
+        Costs never fall as the width grows."""
+        durations = [
+            sum(sum(seconds) for (kind, _), seconds in repeat.items() if kind != WAKE)
+            for repeat in self.repeats
+        ]
+        scaled: dict[Kind, list[float]] = {}
+        for repeat, duration in zip(self.repeats, durations, strict=True):
+            factor = statistics.fmean(durations) / duration
+            for kind, seconds in repeat.items():
+                scaled.setdefault(kind, []).extend(factor * s for s in seconds)
+        quartiles = {
+            kind: statistics.quantiles(seconds, n=4, method="inclusive")
+            for kind, seconds in scaled.items()
+            if kind[0] != WAKE
+        }
+        slow = sum(durations) / sum(len(scaled[kind]) * first for kind, (first, _, _) in quartiles.items())
+        low = {kind: slow * first for kind, (first, _, _) in quartiles.items()}
         spreads = [
-            (high - first) / middle for first, middle, high in map(_quartiles, step_times.verify.values())
+            (third - first) / median
+            for (kind, _), (first, median, third) in quartiles.items()
+            if kind == VERIFY
         ]
         show = statistics.median(self.show)
-        more = [seconds - drafted[n] - STEPS * show for n, seconds in step_times.woken]
+        wake = [
+            s - quartiles[DRAFT, n][0] - STEPS * show
+            for (kind, n), seconds in scaled.items()
+            if kind == WAKE
+            for s in seconds
+        ]
         return Point(
             batch=batch,
-            context=context + self.rounds / 2,
-            verify=tuple(slow * s for s in rising(list(low.values()))),
-            draft=(0.0, *(slow * s for s in rising([drafted[n] for n in self.widths[1:]]))),
+            context=context + self.steps / 2,
+            verify=tuple(rising([low[VERIFY, n] for n in self.widths])),
+            draft=(0.0, *rising([low[DRAFT, n] for n in self.widths[1:]])),
             rest=rest,
-            plain=slow * plain,
+            plain=low[PLAIN, 1],
             show=show,
-            wake=max(0.0, statistics.median(more or [0.0])),
+            wake=max(0.0, statistics.median(wake or [0.0])),
             spread=statistics.median(spreads),
+            cpu=min(1.0, self.cpu / self.wall) if on_cpu else 1.0,
         )
-
-
-def _quartiles(seconds: list[float]) -> list[float]:
-    return statistics.quantiles(seconds, n=4, method="inclusive")
 
 
 def _measure(
@@ -244,107 +260,118 @@ def _measure(
     timings: Timings,
     seconds: float,
 ) -> Iterator[float]:
-    """Rounds over the text, each one token further, so that cache and draft see what they would see; the
-    widths take turns, so that a slow moment of the machine meets all of them. In a turn a width has ROUNDS
-    steps on end: steps of one kind are a little faster among their like. Rounds of one position, which come
-    on end where drafting rests, and steps of autoregressive decoding, over a cache of their own, have STEPS
-    of them: neighbours read the same experts, where a wide step has just read all. Yields how much is
-    done."""
-    widths, wanted = timings.widths, draft.target_layer_ids
-    kinds = (0, *widths)  # 0: autoregressive decoding
-    headroom = context + _most_rounds(widths) + widths[-1]
-    rows = [_from(text, b * len(text) // batch, headroom) for b in range(batch)]
+    """Steps over the text, each one token further, so that cache and draft hold what they hold in decoding;
+    yields the share that is done.
+
+    The widths are interleaved, so that a slow moment of the machine slows all of them. In a repeat a width
+    has ROUNDS consecutive steps: a step is a little faster after one of its kind. Steps of one position,
+    which are consecutive where drafting rests, and steps of autoregressive decoding, over a cache of their
+    own, have STEPS of them: consecutive tokens read the same experts, where a wide step has just read all.
+    """
+    widths = timings.widths
+    length = context + _max_steps(widths) + widths[-1]
+    rows = [_cyclic(text, b * len(text) // batch, length) for b in range(batch)]
     tokens = torch.tensor(rows, device=target.device)
-    cache = target.make_cache(batch, headroom, slack=draft.block_size)
-    alone = target.make_cache(batch, headroom)
-    session = draft.begin(batch, headroom)
+    cache = target.make_cache(batch, length, slack=draft.block_size)
+    plain_cache = target.make_cache(batch, length)
+    session = draft.begin(batch, length)
     for chunk in tokens[:, :context].split(min(PREFILL, math.ceil(context / SHOWN)), dim=1):
-        aux, columns = target(chunk, cache, aux=wanted).aux, chunk.shape[1]
-        _wait(target)
-        began = time.perf_counter()
-        session.observe(chunk, aux, [columns] * batch)
-        _wait(target)
-        timings.show.append((time.perf_counter() - began) / columns)
-        target(chunk, alone)
-    rule, began = acceptance_rule(request, rows, generator(SEED, target.device)), 0.0
+        aux, n = target(chunk, cache, aux=draft.target_layer_ids).aux, chunk.shape[1]
+        with Timer(target) as timer:
+            session.observe(chunk, aux, [n] * batch)
+        timings.show.append(timer.seconds / n)
+        target(chunk, plain_cache)
+    rule = acceptance_rule(request, rows, generator(SEED, target.device))
     deferred = Deferred(session)
-    alone_at = context
-    for repeat in range(MOST_REPEATS + 1):  # the first one warms up
-        turn, first = StepTimes(widths), repeat % len(kinds)
+    kinds = (0, *widths)  # 0: autoregressive decoding
+    plain_at = context
+    for repeat in range(MAX_REPEATS + 1):  # the first one warms up
+        if repeat == 1:
+            began, began_cpu = time.perf_counter(), time.thread_time()
+        times: dict[Kind, list[float]] = {}
+        first = repeat % len(kinds)
         for n in kinds[first:] + kinds[:first]:
             if not n:
-                steps = tokens[:, alone_at : alone_at + STEPS].split(1, dim=1)
-                took_plain = [_plain_step(target, alone, rule, last) for last in steps]
-                turn.plain += took_plain[SETTLED:]
-                alone_at += STEPS
+                for at in range(plain_at, plain_at + STEPS):
+                    with Timer(target) as timer:
+                        hidden = target(tokens[:, at : at + 1], plain_cache).hidden
+                        rule.draw(target.logits(hidden[:, 0])).tolist()
+                    if at - plain_at >= SETTLED:
+                        times.setdefault((PLAIN, 1), []).append(timer.seconds)
+                plain_at += STEPS
                 continue
-            times, settled = (STEPS, SETTLED) if n == 1 else (ROUNDS, 1)
-            for nth in range(times):
-                at = context + timings.rounds
-                ahead, rested = tokens[:, at : at + widths[-1]], deferred.positions
-                took = _round(target, deferred, cache, rule, ahead, n, wanted)
-                timings.rounds += 1
-                if nth >= settled:
-                    turn.draft[n].append(took[0])
-                    turn.verify[n].append(took[1])
-                elif n > 1 and rested >= STEPS:
-                    turn.woken.append((n, took[0]))
+            steps, settled = (STEPS, SETTLED) if n == 1 else (ROUNDS, 1)
+            for i in range(steps):
+                at, pending = context + timings.steps, deferred.positions
+                drafted, verified = _step(
+                    target, draft, deferred, cache, rule, tokens[:, at : at + widths[-1]], n
+                )
+                timings.steps += 1
+                if i >= settled:
+                    times.setdefault((DRAFT, n), []).append(drafted)
+                    times.setdefault((VERIFY, n), []).append(verified)
+                elif n > 1 and pending >= STEPS:
+                    times.setdefault((WAKE, n), []).append(drafted)
         if not repeat:
-            began = time.perf_counter()
             continue
-        timings.turns.append(turn)
-        spent = (time.perf_counter() - began) / seconds
-        yield min(1.0, max(spent, repeat / MOST_REPEATS))
-        if repeat >= LEAST_REPEATS and spent > 1:
+        timings.repeats.append(times)
+        timings.wall, timings.cpu = time.perf_counter() - began, time.thread_time() - began_cpu
+        yield min(1.0, max(timings.wall / seconds, repeat / MAX_REPEATS))
+        if repeat >= MIN_REPEATS and timings.wall > seconds:
             return
 
 
-def _plain_step(target: Decoder, cache: KVCache, rule: AcceptanceRule, last: Tensor) -> float:
-    """last [B, 1]; -> seconds."""
-    _wait(target)
-    began = time.perf_counter()
-    rule.draw(target.logits(target(last, cache).hidden[:, 0])).tolist()
-    return time.perf_counter() - began
-
-
-def _round(
+def _step(
     target: Decoder,
+    draft: Draft,
     deferred: Deferred,
     cache: KVCache,
     rule: AcceptanceRule,
     ahead: Tensor,
     n: int,
-    wanted: Sequence[int],
 ) -> tuple[float, float]:
     """One step of n positions after ahead[:, 0], the last verified token; -> seconds of draft and verify.
-    Only the root is kept, whatever was right: the text goes on as it is."""
-    _wait(target)
-    began = time.perf_counter()
+    Only the root is committed, whatever was accepted: the text is given."""
     proposal = Proposal(ahead[:, :1], [1] * len(ahead))
-    if n > 1:
-        proposal = deferred.propose(ahead[:, 0], n, rule.sampler)
-        _wait(target)  # a controller reads the proposal before the target runs
-    drafted = time.perf_counter()
+    with Timer(target) as drafting:  # waits for the device, as a controller does when it reads the proposal
+        if n > 1:
+            proposal = deferred.propose(ahead[:, 0], n, rule.sampler)
     proposal = widened(proposal, ahead, n)
-    start = time.perf_counter()
-    out = target(proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
-    logits = target.logits(out.hidden)
-    rule.verify(proposal, logits) if n > 1 else next_token(rule, logits)
-    checked = time.perf_counter()
     path = [[0]] * len(ahead)
+    with Timer(target) as verifying:
+        out = target(
+            proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=draft.target_layer_ids
+        )
+        logits = target.logits(out.hidden)
+        rule.verify(proposal, logits) if n > 1 else next_token(rule, logits)
     cache.commit(path)
-    deferred.add(verified(proposal, out.aux, path))
-    return drafted - began, checked - start
+    deferred.add(accepted_states(proposal, out.aux, path))
+    return drafting.seconds, verifying.seconds
 
 
-def _wait(target: Decoder) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
+class Timer:
+    """`with Timer(target) as timer: ...`, then `timer.seconds`; waits for a GPU before and after."""
+
+    def __init__(self, target: Decoder) -> None:
+        self.device = target.device
+
+    def __enter__(self) -> "Timer":
+        self._wait()
+        self.began = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wait()
+        self.seconds = time.perf_counter() - self.began
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def widened(proposal: Proposal, ahead: Tensor, n: int) -> Proposal:
-    """n positions in every row, as a step of that width has: what the draft did not fill, the text does,
-    behind the last position. ahead [B, >= n], the text from the root on."""
+    """n positions in every row: those that the draft did not fill are filled with the text, as a chain after
+    the last one. ahead [B, >= n], the text from the root on."""
     B, N = proposal.tokens.shape
     if N == n and min(proposal.counts) == n:
         return proposal
@@ -359,14 +386,15 @@ def widened(proposal: Proposal, ahead: Tensor, n: int) -> Proposal:
     return Proposal(tokens, [n] * B, parents)
 
 
-def _from(text: Sequence[int], begin: int, length: int) -> list[int]:
-    """`length` tokens from `begin` on; the text begins again where it ends."""
+def _cyclic(text: Sequence[int], begin: int, length: int) -> list[int]:
+    """`length` tokens from `begin` on, the text being repeated."""
     return [text[(begin + i) % len(text)] for i in range(length)]
 
 
 @torch.inference_mode()
 def touched_experts(target: Decoder, text: Sequence[int], widths: tuple[int, ...]) -> Touched | None:
-    """How many distinct experts n consecutive tokens touch, counted in one forward; None without experts."""
+    """Number of distinct experts that n consecutive tokens use, counted in one forward; None without
+    experts."""
     config = target.config
     if not config.num_experts:
         return None
@@ -380,8 +408,8 @@ def touched_experts(target: Decoder, text: Sequence[int], widths: tuple[int, ...
     for n in widths:
         runs = used.unfold(1, n, 1).any(-1)  # [layers, T - n + 1, E]
         measured.append(float(runs.sum(-1).double().mean()))
-    known = Touched(experts=E, per_token=K, widths=widths, measured=tuple(measured), rho=1.0)
-    more = [known.independent(n) - K for n in widths]
-    over = sum(x * x for x in more)
-    rho = sum(x * (m - K) for x, m in zip(more, measured, strict=True)) / over if over else 1.0
-    return Touched(experts=E, per_token=K, widths=widths, measured=tuple(measured), rho=rho)
+    touched = Touched(experts=E, per_token=K, widths=widths, measured=tuple(measured), rho=1.0)
+    independent = [touched.independent(n) - K for n in widths]
+    squares = sum(x * x for x in independent)
+    products = sum(x * (m - K) for x, m in zip(independent, measured, strict=True))
+    return replace(touched, rho=products / squares if squares else 1.0)

@@ -1,201 +1,77 @@
-"""How many positions a step drafts and verifies: fixed, or what makes most tokens/s by a cost table.
+"""The draft length of each step: fixed, or the one with the most tokens/s by a cost table.
 
-A decision reads what earlier steps brought, and what the draft states of draft tokens that nobody drew. It
-is made before the target runs: it changes the speed and, at temperature 0 or under the coupled rule, nothing
-else.
-"""
+A decision depends on earlier steps, and on the survival that the draft states for tokens that were not
+sampled. It is made before the target runs: it changes the speed and, at temperature 0 or under the Gumbel
+rule, nothing else."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from outpace.decode.costs import Costs
 from outpace.drafts.base import Proposal
 from outpace.drafts.tree import cut
 from outpace.kv.tree import depths
 
-KEPT = 0.9  # what a step of draft tokens leaves of what was learnt before
-PRIOR_TRIALS = 3.0  # what held before weighs as much as so many trials of late
-LENT_TRIALS = 1.5  # of a deeper draft token: as good as the one it follows, until it was tried
-FIRST_TRIALS = 6.0  # of what the calibration found, against all that was tried since
-SLOWLY = 0.99  # and what a step leaves of that
-TRUST_TRIALS, TRUST_KEPT = 3.0, 0.96  # the same of the draft's word: a habit of the draft, not of the text
+FADE = 0.9  # weight that a drafting step leaves to earlier counts
+REST_FADE = 0.85  # the same for GAP autoregressive steps
+SLOW_FADE = 0.99  # and for the mean acceptance rate of all positions
+TRUST_FADE = 0.96  # and for the draft's stated survival, which changes with the draft, not the text
+PRIOR_TRIALS = 3.0  # weight of a prior, in trials
+PARENT_TRIALS = 1.5  # and of the parent's rate, for positions that follow another draft token
+OFFERED_TRIALS = 0.25  # and of the position before, for survival that the draft states
+CALIBRATION_TRIALS = 6.0  # and of the calibration's acceptance rate
 
-
-class AcceptanceHistory:
-    """What became of the draft tokens of earlier steps, fading. A step without the draft's own word is
-    predicted from `steps`, one with it from `trust`; `gains` is what the next proposal is likely to
-    bring."""
-
-    def __init__(self, widest: int, prior: float) -> None:
-        """widest: positions of the widest proposal. prior: how often a draft token is right where its parent
-        is."""
-        self.first, self.all_tried, self.all_taken = prior, 0.0, 0.0
-        self.tried, self.taken = [0.0] * widest, [0.0] * widest  # by position, where its parent was accepted
-        self.parents = [max(i - 1, 0) for i in range(widest)]  # of the last proposal, as far as it went
-        self.expected, self.observed = (
-            [0.0] * widest,
-            [0.0] * widest,
-        )  # by depth: survival as the draft predicted it, and as it came
-        self.seen, self.seen_gain = [0.0] * widest, [0.0] * widest  # by position: proposals, their survival
-
-    def fade(self, share: float) -> None:
-        """What was learnt counts for `share` of what it did."""
-        for part in (self.tried, self.taken, self.seen, self.seen_gain):
-            part[:] = [x * share for x in part]
-
-    def drafts(self) -> None:
-        """A step of draft tokens begins."""
-        self.fade(KEPT)
-        self.all_tried *= SLOWLY
-        self.all_taken *= SLOWLY
-        self.expected = [x * TRUST_KEPT for x in self.expected]
-        self.observed = [x * TRUST_KEPT for x in self.observed]
-
-    @property
-    def prior(self) -> float:
-        """How often a draft token is right where its parent is: over the long run."""
-        return (self.all_taken + FIRST_TRIALS * self.first) / (self.all_tried + FIRST_TRIALS)
-
-    # ---- without the draft's word -------------------------------------------------------------------
-
-    @property
-    def first_step(self) -> float:
-        """`steps()[1]`, without the others."""
-        return (self.taken[1] + PRIOR_TRIALS * self.prior) / (self.tried[1] + PRIOR_TRIALS)
-
-    def steps(self) -> list[float]:
-        """By position: how often it was accepted where its parent was. What was rarely tried of late is held
-        for as good as its parent."""
-        items, long_run = [1.0] * len(self.tried), self.prior
-        for i in range(1, len(items)):
-            parent = self.parents[i]
-            prior, weight = (items[parent], LENT_TRIALS) if parent else (long_run, PRIOR_TRIALS)
-            items[i] = (self.taken[i] + weight * prior) / (self.tried[i] + weight)
-        return items
-
-    def reach(self, parents: Sequence[int]) -> list[float]:
-        """By position: how likely it is accepted, the product of the steps to it; 1 at the root."""
-        steps, items = self.steps(), [1.0]
-        for i in range(1, len(parents)):
-            items.append(items[parents[i]] * steps[i])
-        return items
-
-    # ---- with it ------------------------------------------------------------------------------------
-
-    def trust(self, deepest: int) -> list[float]:
-        """By depth: the survival that came, over the survival that the draft predicted. Depths of
-        which little is known are trusted as far as the one above."""
-        items = [1.0] * (deepest + 1)
-        for d in range(1, len(items)):
-            items[d] = (self.observed[d] + TRUST_TRIALS * items[d - 1]) / (self.expected[d] + TRUST_TRIALS)
-        return items
-
-    def corrected(
-        self, survival: Sequence[float], parents: Sequence[int], depth: Sequence[int]
-    ) -> list[float]:
-        """The draft's word, corrected; a draft token lives no longer than its parent."""
-        trust, items = self.trust(max(depth)), [1.0]
-        for i in range(1, len(survival)):
-            own, above = survival[i] * trust[depth[i]], items[parents[i]]
-            items.append(own if own < above else above)
-        return items
-
-    # ---- what is likely to come ---------------------------------------------------------------------
-
-    def gains(self, speaks: bool) -> list[float]:
-        """By position: what it adds to the accepted tokens of one row, before the proposal is made. `speaks`:
-        the draft states how sure it is. A position that was not asked for of late is held to follow the one
-        before it as that one follows its own."""
-        if not speaks:
-            return self.reach(self.parents)
-        before, step = 1.0, self.first_step
-        items = [before]
-        weight = 0.25  # of what is thought of a position while none was seen
-        for gain, seen in zip(self.seen_gain[1:], self.seen[1:], strict=True):
-            now = (gain + weight * before * step) / (seen + weight)
-            now = now if now < before else before
-            items.append(now)
-            step = now / before if before else 0.0
-            before = now
-        return items
-
-    def foresaw(self, gains: Sequence[float], asked: int) -> None:
-        """The corrected survival of a proposal, whether or not all of it is verified; of the positions
-        `asked` for, those that were not offered gain nothing."""
-        for i in range(asked):
-            self.seen[i] += 1
-            self.seen_gain[i] += gains[i] if i < len(gains) else 0.0
-
-    def add(
-        self, parents: Sequence[int], depth: Sequence[int], path: Sequence[int], items: Sequence[float] | None
-    ) -> None:
-        """One row of a step: of the positions verified their parents, their depth and what the draft
-        generated of them, and the path that was accepted."""
-        taken = set(path)
-        for i in range(1, len(parents)):
-            if parents[i] in taken:
-                self.tried[i] += 1
-                self.taken[i] += i in taken
-                self.all_tried += 1
-                self.all_taken += i in taken
-            if items is not None:
-                self.expected[depth[i]] += items[i]
-                self.observed[depth[i]] += i in taken
-
-
-RESTING = 0.98  # what a plain step leaves of what was learnt before
-SHARE = 0.01  # of the time that may be lost to probes, and to showing the draft what it missed
-LEFT = 0.25  # of that, what is left for probes where showing takes more
+PROBE_SHARE = 0.01  # of the time, spent on probes and on showing the draft the tokens it missed
+SHOW_SHARE = 0.75  # of that, at most for showing
 CREDIT = 2.0  # probes that may be lost at the beginning of a text
-BANK = 8.0  # and later, where draft tokens gained as much before
-DEBT = 5.0  # steps more that may be lost while they seem to pay
-GAP = 8  # plain steps from a probe that failed to the next
-STRETCH = 64  # tokens of context over which costs are taken as equal
+BANK = 8.0  # probes that gains of the same text can pay for
+DEBT = 5.0  # steps of loss before drafting rests although it is predicted to pay
+GAP = 8  # autoregressive steps between two decisions while drafting rests
+STRETCH = 64  # tokens of context with equal costs
 
 
 class Controller(Protocol):
-    """Asked by the loop, each step in this order. `predicted`: tokens of all rows and seconds that the step
-    will bring, where it can say."""
+    """The decoding loop calls these once per step, in this order. `predicted`: tokens of all rows and seconds
+    of the step, where the controller predicts them."""
 
     @property
     def predicted(self) -> tuple[float, float] | None: ...
 
     def begin(self, block: int) -> None:
-        """A generation begins; `block` is the draft's widest proposal."""
+        """A generation begins; `block` is the draft's longest proposal, root included."""
         ...
 
     def width(self, lengths: Sequence[int]) -> int:
-        """Positions to draft, root included: 2 to `block`, or 1 for a plain step. lengths: tokens that the
-        cache holds of each row."""
+        """Positions to draft, root included: 2 to `block`, or 1 for an autoregressive step. lengths: cached
+        tokens of each row."""
         ...
 
     def cut(self, proposal: Proposal) -> Proposal:
-        """What of the proposal is verified: its first positions."""
+        """The part of the proposal to verify: its first positions."""
         ...
 
     def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
-        """What was verified, and the positions accepted."""
+        """The verified proposal and the accepted positions of each row."""
         ...
 
 
 class Fixed:
-    """So many positions in every step, or as many as the draft has: `columns` 1 is autoregressive
-    decoding."""
+    """The same number of positions in every step, at most the draft's; 1 is autoregressive decoding."""
 
     predicted = None
 
-    def __init__(self, columns: int) -> None:
-        if columns < 1:
-            raise ValueError(f"{columns} positions a round: there is always the last verified token")
-        self.columns = self.block = columns
+    def __init__(self, positions: int) -> None:
+        if positions < 1:
+            raise ValueError(f"{positions} positions per step: the last verified token is always one")
+        self.positions = self.block = positions
 
     def begin(self, block: int) -> None:
         self.block = block
 
     def width(self, lengths: Sequence[int]) -> int:
-        return min(self.columns, self.block)
+        return min(self.positions, self.block)
 
     def cut(self, proposal: Proposal) -> Proposal:
         return proposal
@@ -204,158 +80,224 @@ class Fixed:
         pass
 
 
-class Adaptive:
-    """Each step as many positions n as make (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest) largest,
-    summed over the rows, which share a forward (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147).
+class AcceptanceHistory:
+    """Fading counts of accepted draft tokens. `steps` and `survival` predict a proposal from them;
+    `corrected` scales the survival that a draft states by what was accepted of it, depth by depth."""
 
-    Where no n beats autoregressive decoding, drafting rests and is probed. An account of what drafting loses
-    against autoregressive decoding, showing the draft what it missed included, holds it to a few probes and
-    one part in a hundred of the time. One controller serves one generation after another, and remembers.
+    def __init__(self, block: int, prior: float) -> None:
+        """block: positions of the longest proposal. prior: acceptance rate of a draft token whose parent was
+        accepted, from the calibration."""
+        self.prior = prior
+        self.mean_taken, self.mean_tried = 0.0, 0.0
+        self.parents = [max(i - 1, 0) for i in range(block)]  # of the last proposal
+        self.tried, self.taken = [0.0] * block, [0.0] * block  # by position, where the parent was accepted
+        self.stated, self.observed = [0.0] * block, [0.0] * block  # survival, by depth
+        self.offered, self.offered_survival = [0.0] * block, [0.0] * block  # by position, of all proposals
+
+    def fade(self, share: float) -> None:
+        """Counts by position keep `share` of their weight."""
+        for part in (self.tried, self.taken, self.offered, self.offered_survival):
+            part[:] = [share * x for x in part]
+
+    def begin_step(self) -> None:
+        self.fade(FADE)
+        self.mean_taken, self.mean_tried = SLOW_FADE * self.mean_taken, SLOW_FADE * self.mean_tried
+        self.stated, self.observed = ([TRUST_FADE * x for x in part] for part in (self.stated, self.observed))
+
+    def steps(self) -> list[float]:
+        """By position: acceptance rate where the parent was accepted."""
+        mean = self.mean_taken + CALIBRATION_TRIALS * self.prior
+        mean /= self.mean_tried + CALIBRATION_TRIALS
+        rates = [1.0]
+        for tried, taken, parent in zip(self.tried[1:], self.taken[1:], self.parents[1:], strict=True):
+            prior, weight = (rates[parent], PARENT_TRIALS) if parent else (mean, PRIOR_TRIALS)
+            rates.append((taken + weight * prior) / (tried + weight))
+        return rates
+
+    def survival(self, parents: Sequence[int]) -> list[float]:
+        """By position: probability that it is accepted, the product of the steps to it; 1 at the root."""
+        steps, result = self.steps(), [1.0]
+        for i in range(1, len(parents)):
+            result.append(result[parents[i]] * steps[i])
+        return result
+
+    def corrected(self, stated: Sequence[float], parents: Sequence[int], depth: Sequence[int]) -> list[float]:
+        """The survival that the draft states, times observed over stated survival at that depth; at most the
+        parent's."""
+        trust, result = [1.0], [1.0]
+        for d in range(1, max(depth) + 1):
+            trust.append((self.observed[d] + PRIOR_TRIALS * trust[-1]) / (self.stated[d] + PRIOR_TRIALS))
+        for i in range(1, len(parents)):
+            result.append(min(stated[i] * trust[depth[i]], result[parents[i]]))
+        return result
+
+    def forecast(self, states_survival: bool) -> list[float]:
+        """By position: expected survival in the next proposal. For a draft that states survival, the mean
+        over its last proposals; positions not proposed lately follow the one before as that one follows its
+        own."""
+        if not states_survival:
+            return self.survival(self.parents)
+        result, step = [1.0], self.steps()[1]
+        for count, total in zip(self.offered[1:], self.offered_survival[1:], strict=True):
+            before = result[-1]
+            value = min(before, (total + OFFERED_TRIALS * before * step) / (count + OFFERED_TRIALS))
+            step = value / before if before else 0.0
+            result.append(value)
+        return result
+
+    def add(self, row: "Row", width: int, verified: int, path: Sequence[int]) -> None:
+        """One row of a step: `width` positions were requested and `verified` of them verified."""
+        accepted = set(path)
+        for i in range(1, verified):
+            if row.parents[i] in accepted:
+                self.tried[i] += 1
+                self.taken[i] += i in accepted
+                self.mean_tried += 1
+                self.mean_taken += i in accepted
+            if row.stated is not None:
+                self.stated[row.depth[i]] += row.stated[i]
+                self.observed[row.depth[i]] += i in accepted
+        for i in range(1, width if row.stated is not None else 0):
+            self.offered[i] += 1
+            self.offered_survival[i] += row.survival[i] if i < len(row.survival) else 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a proposal, by position. `stated`: the draft's survival, None where it may not be read;
+    `survival`: the predicted one."""
+
+    parents: list[int]
+    depth: list[int]
+    stated: list[float] | None
+    survival: list[float]
+
+
+class Adaptive:
+    """Each step the number of positions n with the largest
+    (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest), summed over the rows, which share a forward
+    (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147).
+
+    Where no n beats autoregressive decoding, drafting rests and is probed. An account of the seconds lost
+    against autoregressive decoding bounds the probes to PROBE_SHARE of the time. One controller can serve
+    many generations: acceptance counts are kept at half their weight, the account starts anew.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.predicted: tuple[float, float] | None = None
-        self.record = AcceptanceHistory(2, costs.acceptance)
-        self.speaks = True  # the draft states how sure it is; taken for granted until a proposal was seen
-        self.rests = self.missed = False  # missed: the last probe brought nothing
-        self.wait = self.rested = 0  # plain steps to come, and passed
-        self.spare: float | None = None  # seconds that may yet be lost
-        self._tables: dict[tuple[int, int], Table] = {}
-        self._now = Table.of(costs, 1, 0.0, 2)
-        self._rows: list[BatchRow] = []
-        self._asked, self._drafted = 1, 0.0  # positions, and the seconds that they take
+        self.history = AcceptanceHistory(2, costs.acceptance)
+        self.states_survival = True  # of the draft; assumed until its first proposal
+        self.rested = self.wait = (
+            0  # autoregressive steps since the last proposal, and before the next decision
+        )
+        self.account: float | None = None  # seconds that may still be lost
+        self._tables: dict[tuple[int, int], StepCosts] = {}
+        self._costs = StepCosts.of(costs, 1, 0.0, 2)
+        self._rows: list[Row] = []
+        self._width, self._draft_seconds = 1, 0.0
 
     def begin(self, block: int) -> None:
-        if len(self.record.tried) != block:
-            self.record = AcceptanceHistory(block, self.costs.acceptance)
+        if len(self.history.tried) != block:
+            self.history = AcceptanceHistory(block, self.costs.acceptance)
             self._tables = {}
-        self.record.fade(0.5 * RESTING**self.rested)
-        self.rests = self.missed = False
-        self.wait = self.rested = 0
-        self.spare = None
+        self.history.fade(0.5)
+        self.rested = self.wait = 0
+        self.account = None
 
     def width(self, lengths: Sequence[int]) -> int:
-        now = self._now = self._table(len(lengths), sum(lengths) / len(lengths))
-        if self.rests and self.wait > 0:  # nothing to decide
+        now = self._costs = self._step_costs(len(lengths), sum(lengths) / len(lengths))
+        width = 1
+        if self.wait:
             self.wait -= 1
+        else:
+            width = self._decide(now)
+        self._width, self._draft_seconds = width, now.draft[width] + (now.wake if self.rested else 0.0)
+        if width == 1:
             self.rested += 1
-            self.predicted = now.plain
-            return 1
-        if self.rested:
-            self.record.fade(RESTING**self.rested)
-        gains = [now.rows * g for g in self.record.gains(self.speaks)]
-        best = fastest(gains, now.whole, least=2)
-        pays = sum(gains[:best]) / now.whole[best] > now.rows / now.whole[1]
-        best = best if pays else now.even
-        wakeup = now.wake if self.rested else 0.0
-        if not self._drafts(pays, wakeup + now.whole[best] - now.whole[1]):
-            self.rested = 1
-            self.predicted = now.plain
+            self.predicted = float(now.rows), now.step[1] + now.show
             return 1
         self.rested = 0
-        self.record.drafts()
-        width = best
-        if self.speaks:  # a wider proposal may be worth more than most, where it costs next to nothing
-            headroom = now.draft[best] + 0.02 * now.whole[best]
-            width = max(w for w in range(best, len(now.draft)) if now.draft[w] <= headroom)
-        self._asked, self._drafted = width, wakeup + now.draft[width]
+        self.history.begin_step()
         return width
 
+    def _decide(self, now: "StepCosts") -> int:
+        if self.rested:
+            self.history.fade(REST_FADE)
+        gains = [now.rows * x for x in self.history.forecast(self.states_survival)]
+        best = fastest(gains, now.step, least=2)
+        pays = sum(gains[:best]) / now.step[best] > now.rows / now.step[1]
+        price = now.step[best] - now.step[1] + (now.wake if self.rested else 0.0)
+        self.account = CREDIT * price if self.account is None else min(self.account, BANK * price)
+        if self.account < (-DEBT * price if pays else price):
+            self.wait = GAP - 1
+            return 1
+        if not self.states_survival:
+            return best
+        # a longer proposal may turn out to be worth more than the average one, where it costs almost nothing
+        affordable = now.draft[best] + 0.02 * now.step[best]
+        return max(w for w in range(best, len(now.draft)) if now.draft[w] <= affordable)
+
     def cut(self, proposal: Proposal) -> Proposal:
-        offered = self._gains(proposal)
-        whole = [self._drafted + other for other in self._now.others]
-        # without the draft's confidence, only verified tokens teach the controller: at least one draft token
-        least = 1 if self.speaks else min(2, len(offered))
-        columns = fastest(offered, whole, least)
-        self.predicted = (sum(offered[:columns]), whole[columns])
-        return cut(proposal, columns)
+        # the survival of sampled tokens may depend on which they are; the number verified may not
+        readable = proposal.survival is not None and proposal.q is None
+        self.states_survival = readable
+        stated = proposal.survival.tolist() if readable else [None] * len(proposal.counts)  # type: ignore[union-attr]
+        self._rows, gains = [], [0.0] * proposal.tokens.shape[1]
+        self.history.parents[: len(gains)] = proposal.above[0]
+        for parents, n, values in zip(proposal.above, proposal.counts, stated, strict=True):
+            row, depth = parents[:n], depths(parents[:n])
+            survival = (
+                self.history.survival(row) if values is None else self.history.corrected(values, row, depth)
+            )
+            self._rows.append(Row(row, depth, values, survival))
+            for i, x in enumerate(survival):
+                gains[i] += x
+        seconds = [self._draft_seconds + other for other in self._costs.others]
+        # without stated survival only verified tokens teach the controller: at least one draft token
+        positions = fastest(gains, seconds, least=1 if readable else min(2, len(gains)))
+        self.predicted = sum(gains[:positions]), seconds[positions]
+        return cut(proposal, positions)
 
     def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
-        assert self.predicted is not None and self.spare is not None, "width comes first"
-        if self.rested:  # a plain step
-            self.spare += self._now.allowed
+        assert self.predicted is not None and self.account is not None, "width comes first"
+        now, seconds = self._costs, self.predicted[1]
+        if self._width == 1:
+            allowed = PROBE_SHARE * now.step[1]
+            self.account += allowed - min(now.show, SHOW_SHARE * allowed)
             return
-        seconds, plain = self.predicted[1], self._now.whole[1] / len(path)
-        self.spare += SHARE * seconds - (seconds - plain * sum(map(len, path)))
-        self.missed = self.rests and all(len(columns) == 1 for columns in path)
-        for columns, n, (parents, depth, value) in zip(path, proposal.counts, self._rows, strict=True):
-            self.record.add(parents[:n], depth, columns, value)
+        self.account += PROBE_SHARE * seconds + now.step[1] * sum(map(len, path)) / now.rows - seconds
+        for row, verified, positions in zip(self._rows, proposal.counts, path, strict=True):
+            self.history.add(row, self._width, verified, positions)
 
-    def _drafts(self, pays: bool, loss: float) -> bool:
-        """Whether this step drafts. loss: seconds that are lost where it brings nothing."""
-        self.spare = CREDIT * loss if self.spare is None else min(self.spare, BANK * loss)
-        self.rests = not pays or self.spare < -DEBT * loss
-        if not self.rests:
-            return True
-        if self.spare < loss or (self.missed and self.spare < CREDIT * loss):
-            self.wait, self.missed = GAP - 1, False
-            return False
-        return True
-
-    def _gains(self, proposal: Proposal) -> list[float]:
-        """By position, what it is expected to add, summed over the rows."""
-        record, self._rows = self.record, _rows(proposal)
-        self.speaks = self._rows[0].survival is not None
-        record.parents[: len(self._rows[0].parents)] = self._rows[0].parents
-        items = [0.0] * proposal.tokens.shape[1]
-        for n, (parents, depth, value) in zip(proposal.counts, self._rows, strict=True):
-            if value is None:
-                row = record.reach(parents[:n])
-            else:
-                row = record.corrected(value[:n], parents, depth)
-                record.foresaw(row, self._asked)
-            for i, gain in enumerate(row):
-                items[i] += gain
-        return items
-
-    def _table(self, rows: int, context: float) -> "Table":
-        at = (rows, int(context) // STRETCH)
-        if at not in self._tables:
-            middle = (at[1] + 0.5) * STRETCH
-            self._tables[at] = Table.of(self.costs, rows, middle, len(self.record.tried))
-        return self._tables[at]
+    def _step_costs(self, rows: int, context: float) -> "StepCosts":
+        key = rows, int(context) // STRETCH
+        if key not in self._tables:
+            middle = (key[1] + 0.5) * STRETCH
+            self._tables[key] = StepCosts.of(self.costs, rows, middle, len(self.history.tried))
+        return self._tables[key]
 
 
 @dataclass(frozen=True)
-class Table:
-    """Costs of `rows` rows near one context, by positions (0 unused): of drafting so many, of the rest of a
-    step, of both; `show`: of what a plain step leaves for later; `wake`: of the first step after some.
-    `even`: the positions of a step that just pays, where draft tokens are as likely right as that takes:
-    what a probe asks for."""
+class StepCosts:
+    """Seconds of a step of `rows` rows at one context, by number of positions (index 0 unused): of the draft,
+    of all else, of both. `show`: of an autoregressive step's token, observed later; `wake`: of the first
+    proposal after a rest, beyond `draft`."""
 
     rows: int
     draft: list[float]
     others: list[float]
-    whole: list[float]
+    step: list[float]
     show: float
     wake: float
-    even: int
 
     @staticmethod
-    def of(costs: Costs, rows: int, context: float, block: int) -> "Table":
+    def of(costs: Costs, rows: int, context: float, block: int) -> "StepCosts":
         rest = costs.rest_seconds(rows)
         draft = [0.0, *(costs.draft_seconds(n, context, rows) for n in range(1, block + 1))]
         others = [0.0, *(costs.verify_seconds(n, context, rows) + rest for n in range(1, block + 1))]
-        whole = [d + o for d, o in zip(draft, others, strict=True)]
-        even, low, high = 2, 0.0, 1.0
-        for _ in range(7):  # halves the interval that holds the chance of a draft token at which it pays
-            chance = (low + high) / 2
-            gains = [rows * chance**i for i in range(block)]
-            even = fastest(gains, whole, least=2)
-            pays = sum(gains[:even]) / whole[even] > rows / whole[1]
-            low, high = (low, chance) if pays else (chance, high)
-        return Table(rows, draft, others, whole, costs.show_seconds(rows), costs.wake_seconds(rows), even)
-
-    @property
-    def plain(self) -> tuple[float, float]:
-        """Tokens and seconds of a plain step, what it leaves for later included."""
-        return float(self.rows), self.whole[1] + self.show
-
-    @property
-    def allowed(self) -> float:
-        """Seconds that a plain step adds to what probes may lose."""
-        return SHARE * self.whole[1] - min(self.show, (1 - LEFT) * SHARE * self.whole[1])
+        step = [d + o for d, o in zip(draft, others, strict=True)]
+        return StepCosts(rows, draft, others, step, costs.show_seconds(rows), costs.wake_seconds(rows))
 
 
 def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:
@@ -368,21 +310,3 @@ def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) ->
         if n >= least and tokens > most * seconds[n]:
             best, most = n, tokens / seconds[n]
     return best
-
-
-class BatchRow(NamedTuple):
-    """One row of a proposal, by position. `survival`: None where the draft gives none."""
-
-    parents: list[int]
-    depth: list[int]
-    survival: list[float] | None
-
-
-def _rows(proposal: Proposal) -> list[BatchRow]:
-    """Survival is left out where draft tokens were drawn: what is verified of those may not depend on which
-    they are, and their survival may."""
-    quiet = proposal.survival is None or proposal.q is not None
-    items = [None] * len(proposal.counts) if quiet else proposal.survival.tolist()  # type: ignore[union-attr]
-    return [
-        BatchRow(parents, depths(parents), row) for parents, row in zip(proposal.above, items, strict=True)
-    ]

@@ -3,11 +3,12 @@
 import hashlib
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +23,20 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import named_tensors
 from outpace.ops.dispatch import built
 
+MAX_SPREAD, MIN_CPU = 0.5, 0.85  # a measurement beyond either was disturbed by other processes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Seconds at one batch size and one context (tokens remembered per row).
+    """Seconds at one batch size and one context (cached tokens per row).
 
     verify[i], draft[i]: of widths[i] positions per row, root included. `verify` is the target's forward, its
-    logits and the acceptance rule; `draft` is one proposal and the observation of what was verified
-    (0 for one position); `rest` is everything else of a step, the controller's own time included; `show` is
-    showing the draft one more token of every row after steps in which it rested, and `wake` what its first
-    proposal then takes more than the next ones; `plain` is a step of autoregressive decoding. `spread`: half
-    of the timings lie within this share of their median, for the median width.
+    logits and the acceptance rule; `draft` is one proposal and the observation of the step before it (0 for
+    one position); `rest` is everything else of a step, the controller included; `show` is the observation of
+    one more token per row after steps without a proposal, and `wake` the time by which the first proposal
+    then exceeds `draft`; `plain` is a step of autoregressive decoding. `spread`: interquartile range of the
+    timings over their median, for the median width. `cpu`: share of the time in which the main thread ran on
+    the processor, 1 on a GPU.
     """
 
     batch: int
@@ -44,12 +48,18 @@ class Point:
     show: float = 0.0
     wake: float = 0.0
     spread: float = 0.0
+    cpu: float = 1.0
+
+    @property
+    def busy(self) -> bool:
+        """Other processes used the processor during the measurement."""
+        return self.spread > MAX_SPREAD or self.cpu < MIN_CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Touched:
-    """Distinct experts that n consecutive tokens of real text touch in a layer, of `experts`, `per_token` for
-    each: the mean over layers and places. `rho` fits measured[i] = K + rho (independent - K)."""
+    """Distinct experts that n consecutive tokens of real text use in a layer, of `experts`, `per_token` for
+    each: mean over layers and text positions. `rho` fits measured[i] = K + rho (independent - K)."""
 
     experts: int
     per_token: int
@@ -58,13 +68,13 @@ class Touched:
     rho: float
 
     def independent(self, n: int) -> float:
-        """E (1 - (1 - K/E)^n): what n tokens would touch if none knew of the others (MoESD, 2505.19645)."""
+        """E (1 - (1 - K/E)^n): the same for independent tokens (MoESD, 2505.19645)."""
         return self.experts * (1 - (1 - self.per_token / self.experts) ** n)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """`acceptance`: how often a draft token was right where the one before it was, on the text measured."""
+    """`acceptance`: acceptance rate of a draft token whose parent was accepted, on the text measured."""
 
     fingerprint: str
     widths: tuple[int, ...]  # positions, ascending, from 1
@@ -92,38 +102,32 @@ class Costs:
             ):
                 raise ValueError(f"batch {p.batch}, context {p.context}: a cost is not a time")
 
-    @property
-    def widest(self) -> int:
-        return self.widths[-1]
-
     def verify_seconds(self, n: int, context: float, batch: int = 1) -> float:
-        """A forward that verifies n positions of every row (C_verify). Between measured widths, contexts and
-        batch sizes lines are drawn, and beyond the widest and the longest the last ones go on. A batch
-        beyond the measured ones costs what as many positions do in the largest of them; one below, what
-        the smallest does."""
+        """A forward that verifies n positions of every row (C_verify). Linear between measured widths,
+        contexts and batch sizes, and beyond the largest width and context. A batch beyond the largest
+        measured one costs as much as the same number of positions in that one; one below the smallest, as
+        much as the smallest."""
         return self._at("verify", n, context, batch)
 
     def draft_seconds(self, width: int, context: float, batch: int = 1) -> float:
-        """A proposal of at most `width` positions, and showing the draft what became of it (C_draft)."""
+        """A proposal of at most `width` positions, and the observation of the step before it (C_draft)."""
         return self._at("draft", width, context, batch) if width > 1 else 0.0
 
     def rest_seconds(self, batch: int = 1) -> float:
-        """What a step takes alongside."""
-        return self._near(batch).rest
+        """Everything of a step besides draft and verify."""
+        return self._nearest(batch).rest
 
     def show_seconds(self, batch: int = 1) -> float:
-        """What a plain step leaves for later: showing the draft its token."""
-        return self._near(batch).show
+        """The observation, later, of an autoregressive step's tokens."""
+        return self._nearest(batch).show
 
     def wake_seconds(self, batch: int = 1) -> float:
-        """What a proposal takes more after a rest."""
-        return self._near(batch).wake
+        """The first proposal after a rest, beyond `draft_seconds`."""
+        return self._nearest(batch).wake
 
     def plain_seconds(self, context: float, batch: int = 1) -> float:
-        """A step of autoregressive decoding, with neither a draft to show states to nor a
-        proposal to verify."""
-        near = self._near(batch).batch
-        points = sorted((p for p in self.points if p.batch == near), key=lambda p: p.context)
+        """A step of autoregressive decoding, without a draft."""
+        points = self._points(self._nearest(batch).batch)
         return _line([p.context for p in points], [p.plain for p in points], max(context, points[0].context))
 
     def round_seconds(self, n: int, context: float, batch: int = 1, width: int | None = None) -> float:
@@ -136,37 +140,40 @@ class Costs:
         return self.round_seconds(n, context, batch) / self.round_seconds(1, context, batch)
 
     @property
-    def noisy(self) -> bool:
-        """Something else ran: half of the timings do not even lie within half of their median."""
-        return max(p.spread for p in self.points) > 0.5
+    def busy(self) -> bool:
+        """Other processes used the processor while a point was measured; the costs are too high."""
+        return any(p.busy for p in self.points)
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
         return tuple(sorted({p.batch for p in self.points}))
 
-    def _near(self, batch: int) -> Point:
+    def _nearest(self, batch: int) -> Point:
         return min(self.points, key=lambda p: abs(p.batch - batch))
 
+    def _points(self, batch: int) -> list[Point]:
+        return sorted((p for p in self.points if p.batch == batch), key=lambda p: p.context)
+
     def _at(self, part: str, n: float, context: float, batch: int) -> float:
-        below = [b for b in self.batches if b <= batch]
-        above = [b for b in self.batches if b > batch]
-        if below and above:
-            low, high = below[-1], above[0]
-            share = (batch - low) / (high - low)
-            return (1 - share) * self._of(part, n, context, low) + share * self._of(part, n, context, high)
-        if not below:
-            return self._of(part, n, context, above[0])
-        return self._of(part, n * batch / below[-1], context, below[-1])
+        below = max((b for b in self.batches if b <= batch), default=None)
+        above = min((b for b in self.batches if b > batch), default=None)
+        if below is None:
+            assert above is not None
+            return self._of(part, n, context, above)
+        if above is None:
+            return self._of(part, n * batch / below, context, below)
+        share = (batch - below) / (above - below)
+        return (1 - share) * self._of(part, n, context, below) + share * self._of(part, n, context, above)
 
     def _of(self, part: str, n: float, context: float, batch: int) -> float:
-        points = sorted((p for p in self.points if p.batch == batch), key=lambda p: p.context)
+        points = self._points(batch)
         seconds = [_line(self.widths, getattr(p, part), n) for p in points]
-        # a shorter context than the shortest costs no less: attention is not all there is
+        # a context below the smallest one costs as much: attention is not all of a forward
         return _line([p.context for p in points], seconds, max(context, points[0].context))
 
 
-def _line(xs: tuple[float, ...] | list[float], ys: tuple[float, ...] | list[float], x: float) -> float:
-    """Lines between the points; the last one goes on, if it rises."""
+def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Linear interpolation; beyond the last point the last slope, if it is positive."""
     if len(xs) == 1:
         return ys[0]
     i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
@@ -177,7 +184,7 @@ def _line(xs: tuple[float, ...] | list[float], ys: tuple[float, ...] | list[floa
 
 
 def rising(ys: list[float]) -> list[float]:
-    """The nearest sequence, by squares, that never falls: neighbours that do are averaged."""
+    """Isotonic regression: the nearest non-decreasing sequence in squares."""
     blocks: list[tuple[float, int]] = []
     for y in ys:
         mean, count = y, 1
@@ -188,19 +195,16 @@ def rising(ys: list[float]) -> list[float]:
     return [mean for mean, count in blocks for _ in range(count)]
 
 
-# ---- what a table belongs to --------------------------------------------------------------------
-
-
 def fingerprint(target: Decoder, draft: Draft, rule: str = GREEDY) -> str:
-    """Of target, draft, machine, and the acceptance rule (decode.request.COST_RULES): a table measured for
-    another of them is not used."""
+    """Hash of target, draft, machine and acceptance rule (decode.request.COST_RULES); a cost table is used
+    for one of them only."""
     parts = [*machine(target).items(), ("target", identity(target)), ("draft", identity(draft))]
     parts += [("rule", rule)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def machine(target: Decoder) -> dict[str, str]:
-    """What decides how fast the same forward runs."""
+    """Everything that determines how fast the same forward runs."""
     cuda = target.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(target.device) if cuda else _processor(),
@@ -222,7 +226,7 @@ def _processor() -> str:
 
 
 def _some_bytes(tensor: Tensor) -> bytes:
-    """Of its first and its last row, wherever they lie: flattening could copy gigabytes."""
+    """A few values of the first and of the last row; flattening the tensor could copy gigabytes."""
     if not tensor.numel():
         return b""
     ends = [tensor.detach(), tensor.detach()]
@@ -233,8 +237,8 @@ def _some_bytes(tensor: Tensor) -> bytes:
 
 
 def identity(thing: Any) -> str:
-    """Config, and of every tensor its name, shape, dtype and a few bytes: a model of the size of gpt-oss is
-    known again without reading it. Of a dataclass, its fields, but for the target it is bound to."""
+    """Text that identifies a draft or a target. Of a module: config, and name, shape, dtype and a few bytes
+    of every tensor, so that a large model need not be read. Of a dataclass: its fields, except the target."""
     if isinstance(thing, nn.Module):
         digest = hashlib.sha256(repr(getattr(thing, "config", None)).encode())
         for name, tensor in sorted(named_tensors(thing)):
@@ -249,7 +253,7 @@ def identity(thing: Any) -> str:
     return repr(thing)
 
 
-FORMAT = 3
+FORMAT = 4
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:
@@ -257,7 +261,7 @@ def table_path(folder: Path, fingerprint: str) -> Path:
 
 
 def write_costs(costs: Costs, folder: Path) -> Path:
-    """-> the file, written under another name and renamed. Raises OSError where it cannot be."""
+    """-> the file, which is replaced atomically. Raises OSError."""
     path = table_path(folder, costs.fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"format": FORMAT, **asdict(costs)})
@@ -265,9 +269,9 @@ def write_costs(costs: Costs, folder: Path) -> Path:
 
 
 def read_costs(folder: Path, fingerprint: str) -> Costs | None:
-    """The table of this target, draft and machine; None where none was kept.
+    """The stored table with this fingerprint; None if there is none.
 
-    Raises LoadError, naming the file, for one that is damaged, of another format, or of something else.
+    Raises LoadError, naming the file, for a table that is damaged, of another format or fingerprint.
     """
     path = table_path(folder, fingerprint)
     if not path.exists():
@@ -288,7 +292,7 @@ def stored_for(config: ModelConfig, folder: Path) -> Costs | None:
         except LoadError:
             continue
         experts = costs.touched.experts if costs.touched else 0
-        if costs.described.get("target") == shape and experts == config.num_experts and not costs.noisy:
+        if costs.described.get("target") == shape and experts == config.num_experts and not costs.busy:
             return costs
     return None
 
@@ -298,17 +302,21 @@ def from_json(values: dict[str, Any], where: str) -> Costs:
     if values.get("format") != FORMAT:
         raise LoadError(f"{where} has format {values.get('format')!r}; this version reads {FORMAT}")
     try:
-        points = tuple(
-            Point(**{**p, "verify": tuple(p["verify"]), "draft": tuple(p["draft"])}) for p in values["points"]
+        points, touched = values["points"], values["touched"]
+        return Costs(
+            points=tuple(_record(Point, p, "verify", "draft") for p in points),
+            touched=None if touched is None else _record(Touched, touched, "widths", "measured"),
+            widths=tuple(values["widths"]),
+            **{name: values[name] for name in ("fingerprint", "acceptance", "described")},
         )
-        value = values["touched"]
-        if value is not None:
-            value = Touched(
-                **{**value, "widths": tuple(value["widths"]), "measured": tuple(value["measured"])}
-            )
-        rest = {name: values[name] for name in ("fingerprint", "acceptance", "described")}
-        return Costs(widths=tuple(values["widths"]), points=points, touched=value, **rest)
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError(
-            f"{where} is no cost table ({error!r}): outpace calibrate --force measures again"
+            f"{where} is not a cost table ({error!r}): `outpace calibrate --force` measures a new one"
         ) from error
+
+
+Record = TypeVar("Record", Point, Touched)
+
+
+def _record(kind: type[Record], values: dict[str, Any], *lists: str) -> Record:
+    return kind(**{**values, **{name: tuple(values[name]) for name in lists}})

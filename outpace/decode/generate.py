@@ -8,7 +8,6 @@ from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
 from outpace.decode.controller import Controller, Fixed
-from outpace.decode.deferred import Deferred, verified
 from outpace.decode.partial import Partial, PartialSession, Trusting
 from outpace.decode.request import (
     BatchRows,
@@ -18,10 +17,12 @@ from outpace.decode.request import (
     Request,
     acceptance_rule,
     check_prompts,
-    prefill,
 )
 from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.base import Draft, DraftSession, Proposal
+from outpace.drafts.deferred import Deferred, accepted_states
+from outpace.drafts.sampler import check_finite
+from outpace.kv.base import KVCache
 from outpace.kv.partial import INDEX
 from outpace.models.decoder import Decoder
 
@@ -73,41 +74,42 @@ def steps(
     check_prompts(target, prompts, request)
     if partial is not None and (controller is not None or draft is None):
         raise ValueError(
-            "partial KV needs a draft; a controller knows the costs of full passes only: leave it out"
+            "partial KV needs a draft, and no controller: its cost table is of full forwards only"
         )
-    B, aux = len(prompts), () if draft is None else draft.target_layer_ids
-    rule: AcceptanceRule = acceptance_rule(request, prompts, rng)
-    longest = max(len(p) for p in prompts) + request.max_new_tokens
-    headroom = slack = 0  # positions of the longest proposal; provisional tokens that may be rewound
-    if partial is not None and draft is not None:
-        headroom = slack = partial.config.buffer_size(draft.block_size)
-    elif draft is not None:
-        headroom = draft.block_size
-    by_index = partial is not None and partial.config.selector == INDEX
-    longest += headroom
-    cache = target.make_cache(B, longest, slack=max(headroom, 1), offset=request.offset, index=by_index)
+    B, rule = len(prompts), acceptance_rule(request, prompts, rng)
+    # positions of the longest proposal, root included; positions that a draft session may have to rewind
+    block = slack = 0
+    if draft is not None:
+        block = draft.block_size
+        if partial is not None:
+            block = slack = partial.config.buffer_size(draft.block_size)
+    length = max(len(p) for p in prompts) + request.max_new_tokens + block
+    index = partial is not None and partial.config.selector == INDEX
+    cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
     session: DraftSession | None = None
     if draft is not None:
-        inner = session = draft.begin(B, longest, request.offset, slack)
+        session = inner = draft.begin(B, length, request.offset, slack)
         if partial is not None:
             session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
             rule = Trusting(rule) if partial.mode == "lossy" else rule
-    controller = Fixed(1) if draft is None else controller or Fixed(headroom)
-    controller.begin(max(headroom, 1))
+    controller = controller or Fixed(max(block, 1))
+    controller.begin(max(block, 1))
+
+    aux = () if draft is None else draft.target_layer_ids
     with trace.timed("prefill"):
-        last = prefill(target, cache, prompts, request, rule, session, aux, on_logits)
+        last = prefill(target, cache, prompts, request, rule, session, aux, on_logits)  # [B]
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
     yield
 
     deferred = None if session is None else Deferred(session)
-    alive = list(range(B))
-    while left := rows.still(alive):
-        if len(left) < len(alive):  # finished rows leave the batch
+    active = list(range(B))
+    while running := rows.running(active):
+        if len(running) < len(active):  # finished rows leave the batch
             for part in (cache, rule, deferred):
                 if part is not None:
-                    part.select(left)
-            last, alive = last[left], [alive[i] for i in left]
+                    part.select(running)
+            last, active = last[running], [active[i] for i in running]
         began = time.perf_counter()
         with trace.timed("rest"):
             n = controller.width(cache.lengths)
@@ -121,32 +123,66 @@ def steps(
         with trace.timed("verify"):
             counts = None if draft is None else proposal.counts
             out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux)
-            logits = target.logits(out.hidden)
-            if n > 1:
-                result = rule.verify(proposal, logits)
-            else:
-                result, last = next_token(rule, logits)
+            logits = target.logits(out.hidden)  # [B, N, V]
+            check_finite(logits, "target")
+            result = rule.verify(proposal, logits) if n > 1 else next_token(rule, logits)
         with trace.timed("rest"):
             if n > 1:
                 cache.commit(result.path)
-                last = torch.tensor([tokens[-1] for tokens in result.tokens], device=target.device)
-            for i, b in enumerate(alive):
+            last = torch.tensor([tokens[-1] for tokens in result.tokens], device=target.device)
+            for i, b in enumerate(active):
                 if on_logits is not None:
                     on_logits(b, logits[i, result.path[i]])
                 rows.emit(b, result.tokens[i])
             accepted = [len(path) - 1 for path in result.path]
-            trace.add(B, alive, proposal.deepest, accepted, proposal.counts, proposal.provisional)
+            trace.add(B, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
             controller.learn(proposal, result.path)
         if deferred is not None:
             with trace.timed("draft"):
-                deferred.add(verified(proposal, out.aux, result.path))
+                deferred.add(accepted_states(proposal, out.aux, result.path))
         if controller.predicted is not None:
             committed = sum(map(len, result.path))
             trace.predicted.append(Prediction(*controller.predicted, committed, time.perf_counter() - began))
         yield
 
 
-def next_token(rule: AcceptanceRule, logits: Tensor) -> tuple[VerifyResult, Tensor]:
-    """A step without a proposal: logits [B, 1, V] -> its result and the tokens [B]."""
+def prefill(
+    target: Decoder,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    rule: AcceptanceRule,
+    session: DraftSession | None,
+    aux: Sequence[int],
+    on_logits: OnLogits | None,
+) -> Tensor:
+    """Run the prompts through the target in chunks; -> the first token of every row [B].
+
+    Logits are formed for one position a row. `session` observes each chunk. Raises ValueError for logits that
+    are not finite.
+    """
+    lengths = [len(p) for p in prompts]
+    last_hidden = [torch.empty(0)] * len(prompts)
+    for begin in range(0, max(lengths), request.prefill_chunk):
+        counts = [min(max(n - begin, 0), request.prefill_chunk) for n in lengths]
+        width = max(counts)
+        part = [[*p[begin : begin + c], *[0] * (width - c)] for p, c in zip(prompts, counts, strict=True)]
+        tokens = torch.tensor(part, device=target.device)
+        out = target(tokens, cache, counts=counts, aux=aux)
+        if session is not None:
+            session.observe(tokens, out.aux, counts)
+        for b, (n, c) in enumerate(zip(lengths, counts, strict=True)):
+            if c and begin + c == n:
+                last_hidden[b] = out.hidden[b, c - 1]
+    logits = target.logits(torch.stack(last_hidden))
+    check_finite(logits, "target")
+    if on_logits is not None:
+        for b in range(len(prompts)):
+            on_logits(b, logits[b : b + 1])
+    return rule.draw(logits)
+
+
+def next_token(rule: AcceptanceRule, logits: Tensor) -> VerifyResult:
+    """A step without draft tokens: logits [B, 1, V] -> its result."""
     drawn = rule.draw(logits[:, 0])
-    return VerifyResult([[0]] * len(drawn), [[token] for token in drawn.tolist()]), drawn
+    return VerifyResult([[0]] * len(drawn), [[token] for token in drawn.tolist()])

@@ -1,7 +1,6 @@
 """Provisional verification on partial KV, between draft and target, confirmed by full passes.
 
-SpecPV (arXiv 2512.02337) with the full verification that it leaves out: as published, what was accepted on
-partial KV stays.
+SpecPV (arXiv 2512.02337) plus full verification: as published, tokens accepted on partial KV are final.
 """
 
 import time
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
-from outpace.decode.deferred import verified
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal, RewindableSession
-from outpace.drafts.sampler import DraftSampler
+from outpace.drafts.deferred import accepted_states
+from outpace.drafts.sampler import DraftSampler, check_finite
 from outpace.drafts.tree import assembled
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
@@ -27,8 +26,8 @@ LONGEST_REST = 64  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """What is asked of partial KV. `lossy`: what was accepted on it is never verified, as published. Raises
-    ValueError for a mode that is none of MODES."""
+    """Settings of partial KV. mode "lossy": tokens accepted on it are final, as published. Raises ValueError
+    for a mode that is not one of MODES."""
 
     config: PartialConfig = field(default_factory=PartialConfig)
     mode: str = "lossless"
@@ -40,13 +39,13 @@ class Partial:
 
 class PartialSession:
     """Wraps a draft's session: the target verifies draft tokens on partial KV, step after step, until the
-    buffer is full. The decoding loop gets a chain of these provisional tokens with the draft's next tokens
-    at its end, and verifies it like any proposal.
+    buffer is full. The decoding loop gets a chain of these provisional tokens followed by the draft's next
+    proposal, and verifies it like any proposal.
 
-    While the context fits the budget, the draft's own proposals are passed on. Beyond it, the number of
-    tokens to buffer follows what the full passes accepted: it doubles after a chain that was accepted
-    whole, and falls to what was accepted after one that was not; after a chain of which nothing was
-    accepted, partial KV rests for more and more steps.
+    While the context fits the budget, the draft's own proposals are returned. Beyond it, the number of tokens
+    to buffer follows the full forwards: it doubles after a chain that was accepted whole, and falls to the
+    accepted length otherwise; after a chain of which nothing was accepted, partial KV rests for a growing
+    number of steps.
     """
 
     def __init__(
@@ -60,23 +59,20 @@ class PartialSession:
         trace: Trace,
         stop: frozenset[int] = frozenset(),
     ) -> None:
-        """`inner`: the draft's session; `rule`: the loop's. Nothing is proposed after a token of `stop`."""
+        """`inner`: the draft's session; `rule`: the loop's. No proposal goes beyond a token of `stop`."""
         self.cache = PartialCache(full, partial.config, partial.config.buffer_size(draft.block_size))
         self.target, self.draft, self.inner, self.rule = target, draft, inner, rule
         self.trace, self.stop = trace, stop
-        self.observed = [0] * full.batch  # tokens of full passes
-        self.provisional: list[int] | None = (
-            None  # draft tokens of the last proposal that partial KV let pass
-        )
-        self.most = partial.config.n_spec_tokens_buf
-        self.trusted = self.most  # tokens worth buffering
-        self.rest, self.next_rest = 0, 1
+        self.observed = [0] * full.batch  # tokens of full forwards
+        self.provisional: list[int] | None = None  # draft tokens of the last proposal accepted on partial KV
+        self.buffer = partial.config.n_spec_tokens_buf  # tokens to buffer, at most
+        self.rest, self.next_rest = 0, 1  # steps without partial KV: to come, and after the next failure
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
-        """Of a full pass: its states replace those of the partial ones."""
+        """States of a full forward: they replace those of the provisional tokens."""
         if self.provisional is not None:
             self.inner.rewind(self.observed)
-            self._learn(self.provisional, counts)
+            self._adapt(self.provisional, counts)
             self.provisional = None
         self.inner.observe(tokens, aux, counts)
         self.observed = [n + count for n, count in zip(self.observed, counts, strict=True)]
@@ -89,78 +85,81 @@ class PartialSession:
             self.provisional = [self.provisional[b] for b in batch_indices]
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
-        """`width` bounds the draft's draft tokens; the line before them comes on top."""
+        """`width` bounds the draft's own proposal; the provisional tokens before it are extra."""
         width = min(width, self.draft.block_size)
         if self.rest or max(self.cache.full.lengths) <= self.cache.config.static_size:
             self.rest = max(self.rest - 1, 0)
             return replace(self.inner.propose(last, width, sampler), provisional=[0] * len(last))
         self.cache.refresh()
-        rule, lines = self.rule.fork(), [[token] for token in last.tolist()]
-        while self._worthwhile(lines, width):
+        rule, chains = self.rule.fork(), [[token] for token in last.tolist()]
+        while self._continues(chains, width):
             proposal = self.inner.propose(last, width, rule.sampler)
-            for line, value in zip(lines, self._go_over(proposal, rule), strict=True):
-                line += value
-            last = torch.tensor([line[-1] for line in lines], device=last.device)
+            for chain, tokens in zip(chains, self._verify(proposal, rule), strict=True):
+                chain += tokens
+            last = torch.tensor([chain[-1] for chain in chains], device=last.device)
         space = self.cache.headroom - max(self.cache.buffered)
         tail = self.inner.propose(last, min(width, space), rule.sampler) if space > 1 else None
-        result = appended(lines, tail, last.device)
+        result = appended(chains, tail, last.device)
         self.provisional = result.provisional
         return result
 
-    def _worthwhile(self, lines: list[list[int]], width: int) -> bool:
-        held = max(self.cache.buffered)
-        ended = all(self.stop.intersection(line[1:]) for line in lines)
-        return held < self.trusted and held + width <= self.cache.headroom and not ended
+    def _continues(self, chains: list[list[int]], width: int) -> bool:
+        buffered = max(self.cache.buffered)
+        ended = all(self.stop.intersection(chain[1:]) for chain in chains)
+        return buffered < self.buffer and buffered + width <= self.cache.headroom and not ended
 
-    def _go_over(self, proposal: Proposal, rule: AcceptanceRule) -> list[list[int]]:
+    def _verify(self, proposal: Proposal, rule: AcceptanceRule) -> list[list[int]]:
         """One step on partial KV; -> the tokens of each row."""
         began = time.perf_counter()
-        wanted = self.draft.target_layer_ids
-        out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=wanted)
-        result = rule.verify(proposal, self.target.logits(out.hidden))
+        aux = self.draft.target_layer_ids
+        out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=aux)
+        logits = self.target.logits(out.hidden)
+        check_finite(logits, "target")
+        result = rule.verify(proposal, logits)
         self.cache.commit(result.path)
         self.trace.spent("partial", time.perf_counter() - began, within="draft")
         self.trace.partial_forwards += 1
-        part = verified(proposal, out.aux, result.path)
-        self.inner.observe(part.tokens, part.aux, part.counts)
+        states = accepted_states(proposal, out.aux, result.path)
+        self.inner.observe(states.tokens, states.aux, states.counts)
         return result.tokens
 
-    def _learn(self, provisional: list[int], counts: list[int]) -> None:
-        items = [min(m, count - 1) for m, count in zip(provisional, counts, strict=True)]
-        if items == provisional:
-            self.trusted, self.next_rest = min(2 * self.trusted, self.most), 1
+    def _adapt(self, provisional: list[int], counts: list[int]) -> None:
+        confirmed = [min(m, count - 1) for m, count in zip(provisional, counts, strict=True)]
+        if confirmed == provisional:
+            self.buffer = min(2 * self.buffer, self.cache.config.n_spec_tokens_buf)
+            self.next_rest = 1
             return
-        self.trusted = max(1, sum(items) // len(items))
-        if not any(items):
+        self.buffer = max(1, sum(confirmed) // len(confirmed))
+        if not any(confirmed):
             self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, LONGEST_REST)
 
 
-def appended(lines: list[list[int]], tail: Proposal | None, device: torch.device) -> Proposal:
-    """lines: the last verified token of each row and the provisional ones after it; tail: what was proposed
+def appended(chains: list[list[int]], tail: Proposal | None, device: torch.device) -> Proposal:
+    """chains: per row the last verified token and the provisional ones after it; tail: the draft's proposal
     after the last of these -> both as one proposal."""
     rows = []
-    for b, line in enumerate(lines):
-        guesses, above = [], []
+    for b, chain in enumerate(chains):
+        m = len(chain) - 1
+        tokens, parents = list(chain), [max(i - 1, 0) for i in range(m + 1)]
         if tail is not None:
-            real = slice(1, tail.counts[b])
-            guesses, above = tail.tokens[b, real].tolist(), tail.above[b][real]
-        m = len(line) - 1
-        parents = [*(max(i - 1, 0) for i in range(m + 1)), *(m + parent for parent in above)]
-        rows.append(([*line, *guesses], parents, [1.0] * len(parents)))
+            draft = slice(1, tail.counts[b])
+            tokens += tail.tokens[b, draft].tolist()
+            parents += [m + parent for parent in tail.above[b][draft]]
+        rows.append((tokens, parents, [1.0] * len(parents)))
     result = assembled(rows, device)
-    one_line = tail is None or tail.parents is None
+    is_chain = tail is None or tail.parents is None
     return replace(
         result,
-        # wider than FEW, a chain would be computed in another order than autoregressive decoding's
-        parents=None if one_line and result.tokens.shape[1] <= FEW else result.parents,
+        # a chain wider than FEW would be computed in another order than autoregressive decoding's
+        parents=None if is_chain and result.tokens.shape[1] <= FEW else result.parents,
         survival=None,
-        provisional=[len(line) - 1 for line in lines],
+        provisional=[len(chain) - 1 for chain in chains],
     )
 
 
 class Trusting:
-    """The lossy mode: provisional tokens pass unseen, and the rule goes on behind them. What is emitted is
-    NOT the target's output."""
+    """The lossy mode: provisional tokens are accepted unseen, and the rule decides about the tokens after
+    them. The output is NOT the target's."""
 
     def __init__(self, rule: AcceptanceRule) -> None:
         self.rule = rule

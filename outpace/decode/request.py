@@ -1,4 +1,4 @@
-"""What is asked of a decoding loop, what it gives back, and the prefill both loops share."""
+"""A generation request, its result, and the state of the rows while they are generated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,6 @@ from torch import Tensor
 
 from outpace.decode.acceptance import RULES, AcceptanceRule, BlockVerification, Gumbel, Match, Rejection
 from outpace.decode.trace import Trace
-from outpace.drafts.base import DraftSession
-from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, check_scale
 
@@ -17,20 +15,20 @@ GREEDY = "greedy"
 COST_RULES = (GREEDY, *RULES)
 
 OnTokens = Callable[[int, list[int]], bool | None]  # row, its new tokens -> True ends the row
-OnLogits = Callable[[int, Tensor], None]  # row, logits [n, V] of its next n tokens; the last may not be kept
+OnLogits = Callable[[int, Tensor], None]  # row, logits [n, V] of its next n tokens; a limit may cut the last
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    limits: tuple[int, ...] = ()  # of each row, where some end before max_new_tokens
-    stop: frozenset[int] = frozenset()  # a row ends with the first of these it emits
+    limits: tuple[int, ...] = ()  # max_new_tokens per row, where they differ
+    stop: frozenset[int] = frozenset()  # a row ends with the first of these tokens
     prefill_chunk: int = 512
-    offset: int = 0  # rotary positions begin here
-    rule: str = "match"  # the acceptance rule: one of RULES; autoregressive decoding heeds "gumbel" alone
-    draft_temperature: float | None = None  # of draft tokens that are drawn; None: the target's
-    streams: tuple[int, ...] = ()  # rule "gumbel": which noise each row hears; else the row's number
+    offset: int = 0  # first rotary position
+    rule: str = "match"  # the acceptance rule, one of RULES; without a draft only "gumbel" makes a difference
+    draft_temperature: float | None = None  # of sampled draft tokens; None: the target's
+    streams: tuple[int, ...] = ()  # rule "gumbel": noise stream of each row; default: its number
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prefill_chunk"):
@@ -43,26 +41,24 @@ class Request:
         if self.draft_temperature is not None:
             check_scale("draft_temperature", self.draft_temperature)
         if self.draft_temperature is not None and self.rule == "match":
-            raise ValueError(
-                "draft_temperature: with the rule match no draft token is drawn; name another rule"
-            )
+            raise ValueError("draft_temperature: the rule match samples no draft tokens; use another rule")
 
     @property
     def effective_rule(self) -> str:
-        """One of COST_RULES: the rule, or "greedy" at temperature 0, where all rules are one."""
+        """One of COST_RULES: the rule, or "greedy" at temperature 0, where all rules are the same."""
         return self.rule if self.sampling.temperature else GREEDY
 
 
 @dataclass(frozen=True)
 class Generation:
-    """tokens: per row what was emitted, the stop token included. trace: how."""
+    """tokens: the new tokens of each row, stop token included. trace: measurements of every step."""
 
     tokens: list[list[int]]
     trace: Trace
 
 
 class BatchRows:
-    """The rows being generated: what each has emitted, and which are done."""
+    """The rows of a batch: the tokens emitted so far, and which rows are done."""
 
     def __init__(self, batch: int, request: Request, on_tokens: OnTokens | None) -> None:
         self.emitted: list[list[int]] = [[] for _ in range(batch)]
@@ -71,12 +67,12 @@ class BatchRows:
         self.limits = request.limits or (request.max_new_tokens,) * batch
         self.on_tokens = on_tokens
 
-    def still(self, alive: list[int]) -> list[int]:
-        """Places in `alive` (row numbers) of the rows that are not done."""
-        return [i for i, b in enumerate(alive) if not self.done[b]]
+    def running(self, rows: list[int]) -> list[int]:
+        """Indices into `rows` (row numbers) of those that are not done."""
+        return [i for i, b in enumerate(rows) if not self.done[b]]
 
-    def emit(self, row: int, tokens: list[int]) -> int:
-        """Append what of `tokens` still belongs to the row; -> how many did."""
+    def emit(self, row: int, tokens: list[int]) -> None:
+        """Append `tokens` up to the row's limit or first stop token."""
         headroom = self.limits[row] - len(self.emitted[row])
         kept = tokens[:headroom]
         stops = [i for i, t in enumerate(kept) if t in self.request.stop]
@@ -86,7 +82,6 @@ class BatchRows:
         self.done[row] = bool(stops) or len(self.emitted[row]) == self.limits[row]
         if kept and self.on_tokens is not None and self.on_tokens(row, kept) is True:
             self.done[row] = True
-        return len(kept)
 
 
 def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Request) -> None:
@@ -108,60 +103,18 @@ def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Re
         )
 
 
-def prefill(
-    target: Decoder,
-    cache: KVCache,
-    prompts: Sequence[Sequence[int]],
-    request: Request,
-    rule: AcceptanceRule,
-    session: DraftSession | None = None,
-    aux: Sequence[int] = (),
-    on_logits: OnLogits | None = None,
-) -> Tensor:
-    """Run the prompts through the target in chunks; -> the first token of every row [B].
-
-    Logits are formed for one position a row. `session` observes each chunk as it passes. Raises ValueError
-    for logits that are not finite.
-    """
-    lengths = [len(p) for p in prompts]
-    last_hidden = [torch.empty(0)] * len(prompts)
-    for begin in range(0, max(lengths), request.prefill_chunk):
-        counts = [min(max(n - begin, 0), request.prefill_chunk) for n in lengths]
-        width = max(counts)
-        part = [[*p[begin : begin + c], *[0] * (width - c)] for p, c in zip(prompts, counts, strict=True)]
-        tokens = torch.tensor(part, device=target.device)
-        out = target(tokens, cache, counts=counts, aux=aux)
-        if session is not None:
-            session.observe(tokens, out.aux, counts)
-        for b, (n, c) in enumerate(zip(lengths, counts, strict=True)):
-            if c and begin + c == n:
-                last_hidden[b] = out.hidden[b, c - 1]
-    logits = target.logits(torch.stack(last_hidden))
-    if not bool(logits.amax().isfinite()):  # NaN and Inf both show in the largest
-        raise ValueError(
-            "the target's logits after the prompt are not finite: its weights are damaged, or overflow in "
-            "this precision; `outpace inspect MODEL --scan` names the tensors"
-        )
-    if on_logits is not None:
-        for b in range(len(prompts)):
-            on_logits(b, logits[b : b + 1])
-    return rule.draw(logits)
-
-
 def acceptance_rule(
     request: Request, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
 ) -> AcceptanceRule:
     """The acceptance rule of one generation. At temperature 0 all rules are exact match."""
-    how, own = request.sampling, request.draft_temperature
-    if how.temperature == 0:
-        return Match(how, prompts, rng)
-    match request.rule:
-        case "match":
-            return Match(how, prompts, rng)
+    sampling, own = request.sampling, request.draft_temperature
+    match request.effective_rule:
         case "rejection":
-            return Rejection(how, prompts, rng, own)
+            return Rejection(sampling, prompts, rng, own)
         case "block":
-            return BlockVerification(how, prompts, rng, own)
+            return BlockVerification(sampling, prompts, rng, own)
         case "gumbel":
-            return Gumbel(how, prompts, rng, request.streams, own)
-    raise AssertionError(f"Request lets no rule pass that is not in RULES: {request.rule}")
+            return Gumbel(sampling, prompts, rng, request.streams, own)
+        case rule:
+            assert rule in (GREEDY, "match"), f"Request accepts only RULES: {rule}"
+            return Match(sampling, prompts, rng)

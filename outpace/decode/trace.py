@@ -1,4 +1,4 @@
-"""What each step proposed, accepted and cost; what every measurement reads."""
+"""Measurements of a generation: tokens proposed and accepted, and seconds, per step."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step was to bring, generated before the target ran, and what it brought: tokens of all rows."""
+    """Tokens of all rows and seconds of a step, as the controller predicted and as measured."""
 
     tokens: float
     seconds: float
@@ -27,77 +27,79 @@ class Stopwatch:
         self.seconds[self.part] += time.perf_counter() - self.began
 
 
+def _seconds() -> dict[str, float]:
+    return {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
+
+
 @dataclass
 class Trace:
-    """Rounds after the prefill. A step of autoregressive decoding proposes nothing and commits one token."""
+    """Steps after the prefill. A step of autoregressive decoding proposes nothing and commits one token.
 
-    proposed: list[list[int]] = field(
-        default_factory=list
-    )  # per step and row: draft tokens offered in a line
-    accepted: list[list[int]] = field(
-        default_factory=list
-    )  # per step and row: draft tokens taken; -1: row done
-    nodes: list[list[int]] = field(
-        default_factory=list
-    )  # per step and row: positions verified, root included
-    # per step and row: draft tokens that had passed on partial KV; no steps at all where it was not asked
-    # for
+    Per step and row of the batch: `proposed`, the draft tokens of the longest path; `accepted`, the accepted
+    draft tokens, -1 once the row is done; `nodes`, the verified positions, root included; `provisional`, the
+    draft tokens that had been accepted on partial KV (no steps without partial KV). `predicted`: per step
+    with a prediction."""
+
+    proposed: list[list[int]] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+    nodes: list[list[int]] = field(default_factory=list)
     provisional: list[list[int]] = field(default_factory=list)
     partial_forwards: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rest": 0.0}
-    )
-    predicted: list[Prediction] = field(default_factory=list)  # per step that a controller predicted
+    seconds: dict[str, float] = field(default_factory=_seconds)
+    predicted: list[Prediction] = field(default_factory=list)
 
-    def timed(self, part: str) -> "Stopwatch":
+    def timed(self, part: str) -> Stopwatch:
         return Stopwatch(self.seconds, part)
 
     def spent(self, part: str, seconds: float, *, within: str) -> None:
-        """Of the time that runs as `within`, so much was another part's."""
+        """Move `seconds` of the part `within` to `part`."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
         self.seconds[within] -= seconds
 
     def add(
         self,
         batch: int,
-        alive: list[int],
+        rows: list[int],
         proposed: list[int],
         accepted: list[int],
         nodes: list[int] | None = None,
         provisional: list[int] | None = None,
     ) -> None:
-        """One step of the rows `alive`, out of `batch`. Without `nodes` the draft tokens stood in a line."""
-        verified, offered, taken = [0] * batch, [0] * batch, [-1] * batch
-        nodes = nodes or [p + 1 for p in proposed]
-        for b, n, p, a in zip(alive, nodes, proposed, accepted, strict=True):
-            verified[b], offered[b], taken[b] = n, p, a
+        """One step of the rows `rows`, out of `batch`. `nodes`: default, a chain."""
+
+        def per_row(values: list[int], absent: int) -> list[int]:
+            by_row = dict(zip(rows, values, strict=True))
+            return [by_row.get(b, absent) for b in range(batch)]
+
+        self.proposed.append(per_row(proposed, 0))
+        self.accepted.append(per_row(accepted, -1))
+        self.nodes.append(per_row(nodes or [n + 1 for n in proposed], 0))
         if provisional is not None:
-            before = dict(zip(alive, provisional, strict=True))
-            self.provisional.append([before.get(b, 0) for b in range(batch)])
-        self.nodes.append(verified)
-        self.proposed.append(offered)
-        self.accepted.append(taken)
+            self.provisional.append(per_row(provisional, 0))
+
+    def _pairs(self, steps: list[list[int]]) -> list[tuple[int, int]]:
+        """(value, accepted draft tokens) of every step and running row."""
+        return [
+            (value, accepted)
+            for values, taken in zip(steps, self.accepted, strict=True)
+            for value, accepted in zip(values, taken, strict=True)
+            if accepted >= 0
+        ]
 
     @property
     def confirmed(self) -> tuple[int, int]:
-        """Of the draft tokens that had passed on partial KV, how many the full pass confirmed; and how many
-        they were."""
+        """Draft tokens accepted on partial KV that the full forward confirmed, and their total number."""
         if not self.provisional:
             return 0, 0
-        pairs = [
-            (min(a, m), m)
-            for taken, before in zip(self.accepted, self.provisional, strict=True)
-            for a, m in zip(taken, before, strict=True)
-            if a >= 0
-        ]
-        return sum(a for a, _ in pairs), sum(m for _, m in pairs)
+        pairs = self._pairs(self.provisional)
+        return sum(min(a, m) for m, a in pairs), sum(m for m, _ in pairs)
 
     def partial_as_json(self) -> dict[str, dict[str, int]]:
-        """Nothing where there was no partial KV."""
+        """Empty without partial KV."""
         if not self.provisional:
             return {}
-        output, passed = self.confirmed
-        return {"partial": {"forwards": self.partial_forwards, "passed": passed, "confirmed": output}}
+        confirmed, passed = self.confirmed
+        return {"partial": {"forwards": self.partial_forwards, "passed": passed, "confirmed": confirmed}}
 
     @property
     def decode_seconds(self) -> float:
@@ -133,25 +135,12 @@ class Trace:
     @property
     def accept_rate(self) -> float:
         """Accepted draft tokens over offered ones."""
-        offered = sum(
-            p
-            for ps, as_ in zip(self.proposed, self.accepted, strict=True)
-            for p, a in zip(ps, as_, strict=True)
-            if a >= 0
-        )
+        offered = sum(p for p, _ in self._pairs(self.proposed))
         return sum(self.accept_lens) / offered if offered else 0.0
 
     def accept_by_position(self) -> list[float]:
         """Share of steps that offered draft token k (k = 1, 2, ..) in which it was accepted."""
-        pairs = [
-            (p, a)
-            for ps, as_ in zip(self.proposed, self.accepted, strict=True)
-            for p, a in zip(ps, as_, strict=True)
-            if a >= 0
-        ]
-        widest = max((p for p, _ in pairs), default=0)
-        shares = []
-        for k in range(1, widest + 1):
-            offered = [a for p, a in pairs if p >= k]
-            shares.append(sum(a >= k for a in offered) / len(offered))
-        return shares
+        pairs = self._pairs(self.proposed)
+        longest = max((p for p, _ in pairs), default=0)
+        offered = [[a for p, a in pairs if p >= k] for k in range(1, longest + 1)]
+        return [sum(a >= k for a in lens) / len(lens) for k, lens in enumerate(offered, start=1)]

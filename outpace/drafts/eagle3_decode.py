@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.drafts.base import Proposal
+from outpace.drafts.deferred import States, joined
 from outpace.drafts.eagle3 import Attend, Eagle3
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import MOST_NODES, Growth, best_first, check_nodes
@@ -16,8 +17,8 @@ from outpace.kv.metadata import StepMetadata
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
 
-MOST_ROWS = 4096  # draft tokens of a step; every one has its place in a memory
-MOST_HELD = 16  # verified tokens that wait for the next proposal; more need not run through the last layer
+MOST_ROWS = 4096  # draft tokens of a step; every one has a place in the cache
+MAX_PENDING = 16  # verified tokens pending until the next proposal; more need not run through the last layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +98,10 @@ class BoundEagle3:
 
 
 class Eagle3Session:
-    """The memory holds one entry for every pair (state of the token at t, token at t + 1) of verified text,
-    at index and rotary position t. The pair of the newest state waits until its token is known, which is
-    when the next proposal is asked for. What is proposed is written behind the verified pairs and never
-    kept: the next append overwrites it, so that a proposed state never outlives its step.
+    """The cache has one entry for every pair (state of the token at t, token at t + 1) of verified text, at
+    index and rotary position t. The pair of the newest state is pending until its token is known, which is
+    when the next proposal is requested. Proposed tokens are written behind the verified pairs and never
+    committed: the next append overwrites them.
     """
 
     def __init__(self, bound: BoundEagle3, batch: int, length: int, offset: int, slack: int = 0) -> None:
@@ -121,29 +122,24 @@ class Eagle3Session:
             dtype=self.target.dtype,
             device=self.target.device,
         )
-        # tokens [B,T], aux [n,B,T,C] and how many of each row, of the newest verified tokens
-        self.held: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.pending: list[States] = []  # the newest verified tokens, whose pairs are not in the cache
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
         assert aux is not None, "EAGLE-3 reads the target's hidden states"
-        width = max(counts)
-        if not width:
+        if not max(counts):
             return
-        self.held.append((tokens[:, :width], aux[:, :, :width], counts))
-        if sum(piece[0].shape[1] for piece in self.held) > MOST_HELD:
-            self._settle()
+        self.pending.append(States(tokens, aux, counts))
+        if sum(max(states.counts) for states in self.pending) > MAX_PENDING:
+            self._flush()
 
     def rewind(self, lengths: list[int]) -> None:
-        """A row of n observed tokens has n pairs once its next token is known: when a proposal was made."""
+        """A row of n observed tokens has n pairs once its next token is known: after a proposal."""
         self.cache.rewind(lengths)
-        self.held = []
+        self.pending = []
 
     def select(self, batch_indices: list[int]) -> None:
         self.cache.select(batch_indices)
-        self.held = [
-            (t[batch_indices], aux[:, batch_indices], [counts[b] for b in batch_indices])
-            for t, aux, counts in self.held
-        ]
+        self.pending = [states.select(batch_indices) for states in self.pending]
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         depth = min(self.shape.depth, width - 1)
@@ -154,56 +150,38 @@ class Eagle3Session:
             return self._tree(last, hidden, width, depth, sampler)
         return self._chain(last, hidden, depth, sampler)
 
-    # ---- what is verified ----------------------------------------------------------------------------
+    # ---- verified tokens -----------------------------------------------------------------------------
 
-    def _all_held(self) -> tuple[Tensor, Tensor, list[int]]:
-        """The pieces as one, each row's tokens at its front."""
-        assert self.held, "a proposal follows an observation"
-        if len(self.held) == 1:
-            tokens, aux, counts = self.held[0]
-            return tokens[:, : max(counts)], aux[:, :, : max(counts)], counts
-        tokens = torch.cat([piece[0] for piece in self.held], dim=1)
-        aux = torch.cat([piece[1] for piece in self.held], dim=2)
-        at: list[list[int]] = [[] for _ in self.cache.lengths]
-        begin = 0
-        for piece, _, counts in self.held:
-            for b, count in enumerate(counts):
-                at[b] += range(begin, begin + count)
-            begin += piece.shape[1]
-        total = [len(columns) for columns in at]
-        padded = [columns + [0] * (max(total) - len(columns)) for columns in at]
-        index = torch.tensor(padded, device=tokens.device)
-        row = torch.arange(len(at), device=tokens.device)[:, None]
-        return tokens[row, index], aux[:, row, index], total
-
-    def _settle(self) -> None:
-        """Run every pair whose token is known; the newest state of each row goes on waiting."""
-        tokens, aux, counts = self._all_held()
-        known = [count - 1 for count in counts]
+    def _flush(self) -> None:
+        """Run every pair whose token is known; the newest state of each row stays pending."""
+        states = joined(self.pending)
+        assert states.aux is not None
+        known = [count - 1 for count in states.counts]
         if max(known):
-            embeds = self.draft.embed(tokens[:, 1:], self.target)
+            embeds = self.draft.embed(states.tokens[:, 1:], self.target)
             step = self.cache.begin(max(known), known)
             cos, sin = self.draft.rope(step.positions + self.cache.offset)
-            features, attend = self.draft.fuse(aux[:, :, :-1]), self._attend(step)
+            features, attend = self.draft.fuse(states.aux[:, :, :-1]), self._attend(step)
             layers = self.cache.layers
             self.draft.remember(
                 embeds, features, cos, sin, attend, lambda i, k, v: layers[i].append(k, v, step)
             )
             self.cache.advance(step)
-        row, newest = self._newest(counts)
-        self.held = [(tokens[row, newest][:, None], aux[:, row, newest][:, :, None], [1] * len(counts))]
+        self.pending = [states.at([[n] for n in known])]
 
     def _newest(self, counts: list[int]) -> tuple[Tensor, Tensor]:
         newest = torch.tensor(counts, device=self.cache.device) - 1
         return torch.arange(len(counts), device=self.cache.device), newest
 
     def _pairs(self, last: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """All that wait, `last` being the token of the newest: embeds, features [B,T,C], how many."""
-        tokens, aux, counts = self._all_held()
-        following = F.pad(tokens[:, 1:], (0, 1))
-        following[self._newest(counts)] = last
-        self.held = []
-        return self.draft.embed(following, self.target), self.draft.fuse(aux), counts
+        """All pending pairs, `last` being the token of the newest: embeds, features [B,T,C], counts."""
+        assert self.pending, "a proposal follows an observation"
+        states = joined(self.pending)
+        assert states.aux is not None
+        following = F.pad(states.tokens[:, 1:], (0, 1))
+        following[self._newest(states.counts)] = last
+        self.pending = []
+        return self.draft.embed(following, self.target), self.draft.fuse(states.aux), states.counts
 
     def _run_pairs(self, last: Tensor) -> Tensor:
         """-> hidden [B,1,C] of each row's newest pair, which predicts what follows `last`."""
@@ -227,7 +205,7 @@ class Eagle3Session:
 
         return attend
 
-    # ---- what is proposed -----------------------------------------------------------------------------
+    # ---- proposals -----------------------------------------------------------------------------------
 
     def _chain(self, last: Tensor, hidden: Tensor, depth: int, sampler: DraftSampler) -> Proposal:
         verified = list(self.cache.lengths)

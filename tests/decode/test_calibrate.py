@@ -1,6 +1,8 @@
 """Measuring a cost table: every width as it is run, rests and what follows them, refusals."""
 
+import dataclasses
 import time
+import warnings
 
 import pytest
 import tiny
@@ -9,7 +11,17 @@ from eagle3_drafts import bound_eagle3
 from test_lossless import random_dflash
 
 from outpace.decode import calibrate as measuring
-from outpace.decode.calibrate import StepTimes, Timings, calibrate, quick, widened, width_grid
+from outpace.decode.calibrate import (
+    DRAFT,
+    PLAIN,
+    VERIFY,
+    WAKE,
+    Timings,
+    calibrate,
+    quick,
+    widened,
+    width_grid,
+)
 from outpace.decode.controller import Adaptive
 from outpace.decode.costs import fingerprint
 from outpace.decode.generate import generate
@@ -21,6 +33,12 @@ from outpace.drafts.sampler import Greedy, GumbelCoupled, Sampled
 from outpace.drafts.tree import DDTree
 
 TEXT = tiny.tokens(400, seed=4).tolist()
+
+
+@pytest.fixture(autouse=True)
+def _one_attempt(monkeypatch):
+    """The machine that runs these tests may be busy; test_a_busy_machine measures again."""
+    monkeypatch.setattr(measuring, "ATTEMPTS", 1)
 
 
 def drafts(model):
@@ -56,7 +74,7 @@ def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
     for p in got.points:
         assert list(p.verify) == sorted(p.verify) and p.draft[0] == 0 and p.rest > 0
         assert min(p.draft[1:]) > 0 and p.plain > 0
-    turns = 2 * (measuring.LEAST_REPEATS + 1)  # of each batch, in two contexts; the first warms up
+    turns = 2 * (measuring.MIN_REPEATS + 1)  # of each batch, in two contexts; the first warms up
     assert ran.count("plain") == 2 * turns * measuring.STEPS
     rounds = [run for run in ran if run != "plain"]
     for batch in (1, 2):
@@ -151,41 +169,81 @@ def test_what_waking_the_draft_takes_is_measured_after_steps_in_which_it_rested(
 CALM = {1: (2.0, 0.0), 2: (2.4, 1.0), 4: (3.0, 1.2)}  # width: verify and draft
 
 
-def turned(*, held_up=lambda repeat, n: 0.0, scale=lambda repeat: 1.0, repeats=20):
-    timings = Timings(tuple(CALM))
+def measured(*, delay=lambda repeat, n: 0.0, scale=lambda repeat: 1.0, repeats=20, cpu=1.0):
+    timings = Timings(tuple(CALM), show=[0.25], wall=1.0, cpu=cpu)
     for repeat in range(repeats):
-        turn = StepTimes(timings.widths)
+        times = {(PLAIN, 1): [1.5], (WAKE, 2): [7.0]}
         for n, (verify, draft) in CALM.items():
-            turn.verify[n].append(scale(repeat) * (verify + held_up(repeat, n)))
-            turn.draft[n].append(scale(repeat) * draft)
-        turn.plain.append(scale(repeat) * 1.5)
-        turn.woken.append((2, scale(repeat) * 7.0))
-        timings.show.append(0.25)
-        timings.turns.append(turn)
+            times |= {(VERIFY, n): [verify + delay(repeat, n)], (DRAFT, n): [draft]}
+        timings.repeats.append({kind: [scale(repeat) * s for s in v] for kind, v in times.items()})
     return timings, timings.point(batch=1, context=64, rest=0.5)
 
 
 def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
     """Each turn has one slow width, another one in the next."""
-    timings, result = turned(held_up=lambda repeat, n: 9.0 if (repeat + n.bit_length()) % 3 == 0 else 0.0)
+    timings, result = measured(delay=lambda repeat, n: 9.0 if (repeat + n.bit_length()) % 3 == 0 else 0.0)
     slow = result.verify[0] / 2.0
     assert slow > 1
     assert result.verify == pytest.approx([slow * verify for verify, _ in CALM.values()])
     assert result.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
     assert result.plain == pytest.approx(slow * 1.5) and result.show == 0.25
-    took = sum(turn.seconds for turn in timings.turns)
+    took = sum(sum(s) for times in timings.repeats for (kind, _), s in times.items() if kind != WAKE)
     assert 20 * (sum(result.verify) + sum(result.draft) + result.plain) == pytest.approx(took)
 
 
 def test_minutes_of_which_some_are_slow_leave_the_shape_to_the_digit():
     """However much they differ, and in few turns: a turn has all widths."""
     paces = [1.0, 2.7, 1.3, 0.8, 4.0]
-    _, result = turned(scale=lambda repeat: paces[repeat], repeats=5)
+    _, result = measured(scale=lambda repeat: paces[repeat], repeats=5)
     mean = sum(paces) / 5
     assert result.verify == pytest.approx([mean * verify for verify, _ in CALM.values()])
     assert result.draft == pytest.approx([0.0, mean * 1.0, mean * 1.2])
     assert result.plain == pytest.approx(mean * 1.5) and result.spread == pytest.approx(0)
     assert result.wake == pytest.approx(mean * (7.0 - 1.0) - measuring.STEPS * 0.25)
+
+
+def test_a_measurement_beside_other_processes_is_busy():
+    """Either the timings spread, or the process waited for the processor all the time."""
+    assert not measured()[1].busy and not measured(cpu=0.9)[1].busy
+    assert measured(cpu=0.7)[1].busy
+    assert measured(delay=lambda repeat, n: 9.0 * ((repeat + n.bit_length()) % 2))[1].busy
+    timings, _ = measured(cpu=0.0)
+    assert not timings.point(
+        batch=1, context=64, rest=0.5, on_cpu=False
+    ).busy  # the processor waits for a GPU
+
+
+@pytest.mark.parametrize(("busy", "attempts"), [(0, 1), (1, 2), (2, 3), (3, 3)])
+def test_a_busy_machine_is_measured_again_and_reported(busy, attempts, monkeypatch):
+    """`busy` measurements during which another process has the processor."""
+    points, point = [], Timings.point
+
+    def counted(self, *args, **options):
+        self.cpu = 0.3 * self.wall if len(points) < busy else self.wall
+        points.append(dataclasses.replace(point(self, *args, **options), spread=0.0))
+        return points[-1]
+
+    monkeypatch.setattr(Timings, "point", counted)
+    monkeypatch.setattr(measuring, "ATTEMPTS", 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        costs = calibrate(tiny.target("qwen3"), NGram(block_size=3), TEXT, contexts=(11,), seconds=1e-6)
+    assert len(points) == attempts
+    assert costs.busy == (busy == 3) == bool(caught)
+    if caught:
+        assert issubclass(caught[0].category, RuntimeWarning) and caught[0].filename == __file__
+        assert "ran 30% of the time" in str(caught[0].message)
+
+
+def test_the_processor_time_of_a_measurement_is_its_own(monkeypatch):
+    """A process that sleeps half of the time looks like one that others displace."""
+    model, forward = tiny.target("qwen3"), type(tiny.target("qwen3")).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda self, *a, **k: time.sleep(0.01) or forward(self, *a, **k)
+    )
+    with pytest.warns(RuntimeWarning, match="measure again on an idle machine"):
+        costs = calibrate(model, NGram(block_size=3), TEXT, contexts=(11,), seconds=1e-6)
+    assert costs.busy and costs.points[0].cpu < 0.7
 
 
 def test_a_proposal_is_filled_up_with_text():

@@ -19,7 +19,7 @@ from simulated import (
     walker,
 )
 
-from outpace.decode.controller import AcceptanceHistory, Adaptive, Fixed, Table, fastest
+from outpace.decode.controller import AcceptanceHistory, Adaptive, Fixed, Row, fastest
 from outpace.drafts.base import Proposal
 from outpace.kv.tree import depths
 
@@ -91,8 +91,9 @@ def test_a_tree_keeps_its_best_columns_and_a_short_row_its_own():
     assert got.counts == [4, 2] and got.tokens.tolist() == [[0, 1, 2, 3], [6, 7, 8, 9]]
     assert got.parents.tolist() == [[0, 0, 0, 1], [0, 0, 2, 3]]
     controller.learn(got, [[0, 2], [0]])
-    assert controller.record.tried[1:4] == [2, 1, 0] and controller.record.taken[1:4] == [0, 1, 0]
-    assert controller.record.observed[1] == 1 and controller.record.expected[1] == pytest.approx(1.5)
+    history = controller.history
+    assert history.tried[1:4] == [2, 1, 0] and history.taken[1:4] == [0, 1, 0]
+    assert history.observed[1] == 1 and history.stated[1] == pytest.approx(1.5)
 
 
 def test_survival_of_drawn_guesses_is_not_read():
@@ -107,7 +108,7 @@ def test_survival_of_drawn_guesses_is_not_read():
         got = controller.cut(drawn)
         names.add(got.tokens.shape[1])
         controller.learn(got, [[0]])
-        assert controller.record.expected == [0.0] * 8 and got.q.shape[1] == got.tokens.shape[1]
+        assert controller.history.stated == [0.0] * 8 and got.q.shape[1] == got.tokens.shape[1]
     assert len(names) == 1
 
 
@@ -124,36 +125,39 @@ def test_a_draft_whose_steps_cost_is_asked_for_fewer():
 # ---- what is learnt --------------------------------------------------------------------------------
 
 
-def test_steps_are_shares_of_those_whose_parent_lived():
-    record = AcceptanceHistory(4, 0.5)
+def row(parents, stated=None):
+    return Row(list(parents), depths(parents), stated, [1.0] * len(parents))
+
+
+def test_steps_are_acceptance_rates_given_the_parent():
+    history = AcceptanceHistory(4, 0.5)
     for length in (0, 1, 1, 2, 3, 3, 3, 1) * 40:
-        record.add([0, 0, 1, 2], [0, 1, 2, 3], range(length + 1), None)
-    assert record.steps()[1:] == pytest.approx([7 / 8, 4 / 7, 3 / 4], abs=0.02)
-    assert record.first_step == record.steps()[1]
-    assert record.reach([0, 0, 1, 2])[3] == pytest.approx(3 / 8, abs=0.02)
-    assert record.prior == pytest.approx(14 / 19, abs=0.05)
+        history.add(row([0, 0, 1, 2]), 4, 4, range(length + 1))
+    assert history.steps()[1:] == pytest.approx([7 / 8, 4 / 7, 3 / 4], abs=0.02)
+    assert history.survival([0, 0, 1, 2])[3] == pytest.approx(3 / 8, abs=0.02)
+    history.fade(0.0)
+    assert history.steps()[1] == pytest.approx(14 / 19, abs=0.05)  # the mean over all positions
 
 
-def test_a_guess_that_was_not_tried_is_as_good_as_its_parent():
-    record = AcceptanceHistory(4, 0.5)
+def test_a_position_that_was_not_tried_has_its_parents_rate():
+    history = AcceptanceHistory(4, 0.5)
     for _ in range(50):
-        record.add([0, 0], [0, 1], [0, 1], None)
-    first, *others = record.steps()[1:]
+        history.add(row([0, 0]), 2, 2, [0, 1])
+    first, *others = history.steps()[1:]
     assert first > 0.95 and others == pytest.approx([first, first])
-    record.fade(0.0)
-    assert record.steps()[1] == pytest.approx(record.prior) and record.prior > 0.8
 
 
-@pytest.mark.parametrize("came", [0.2, 0.9])
-def test_a_draft_that_is_too_sure_or_not_sure_enough_is_corrected(came):
-    record, dice = AcceptanceHistory(4, 0.5), random.Random(1)
+@pytest.mark.parametrize("rate", [0.2, 0.9])
+def test_an_overconfident_or_underconfident_draft_is_corrected(rate):
+    history, dice = AcceptanceHistory(4, 0.5), random.Random(1)
+    stated = [1.0, 0.5, 0.25, 0.125]
     for _ in range(400):
         taken = [0]
-        while len(taken) < 4 and dice.random() < came:
+        while len(taken) < 4 and dice.random() < rate:
             taken.append(len(taken))
-        record.add([0, 0, 1, 2], [0, 1, 2, 3], taken, [1.0, 0.5, 0.25, 0.125])
-    corrected = record.corrected([1.0, 0.5, 0.25, 0.125], [0, 0, 1, 2], [0, 1, 2, 3])
-    assert corrected[1] == pytest.approx(came, abs=0.15)
+        history.add(row([0, 0, 1, 2], stated), 4, 4, taken)
+    corrected = history.corrected(stated, [0, 0, 1, 2], [0, 1, 2, 3])
+    assert corrected[1] == pytest.approx(rate, abs=0.15)
     assert all(a >= b for a, b in itertools.pairwise(corrected))
 
 
@@ -304,18 +308,7 @@ def test_the_next_text_begins_with_what_the_last_one_measured():
     again = speed(controller, costs, [steady(0.9)], 128, seed=1)
     assert again > first > 1
     controller.begin(5)  # another draft
-    assert controller.record.prior == 0.3
-
-
-def test_probes_ask_for_what_would_just_pay():
-    costs = embedded(0.1)
-    probe = Table.of(costs, 1, 256, 8)
-    rates = {n: n / probe.whole[n] for n in range(2, 9)}
-    assert 2 < probe.even < 8 and rates[probe.even] > 1 / probe.whole[1]
-    controller = Adaptive(costs)
-    controller.begin(8)
-    controller.speaks = False
-    assert controller.width([256]) == probe.even and controller.rests
+    assert controller.history.steps() == [1.0] + [pytest.approx(0.3)] * 4
 
 
 def test_a_plain_step_is_predicted_as_such():

@@ -11,11 +11,11 @@ from test_lossless import NEW, PROMPTS, answers, half, random_dflash
 from test_rules import PROMPT, V, small, surprise
 from test_rules_in_the_loop import ROWS, WAYS, Tables, exact
 
-from outpace.decode import deferred as backlog
 from outpace.decode.controller import Fixed
-from outpace.decode.deferred import Deferred, PendingPart, joined
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.drafts import deferred as deferring
+from outpace.drafts.deferred import Deferred, States, joined
 from outpace.drafts.eagle3_decode import TreeShape
 from outpace.drafts.lookup import NGram
 from outpace.drafts.tree import DDTree, cut
@@ -214,7 +214,7 @@ def test_joined_parts_are_the_rows_without_noise(seed):
         counts = [1] * B if seed == 0 else [dice.randint(1, T) for _ in range(B)]
         tokens = torch.randint(99, (B, T), generator=rng)
         aux = torch.randn(n, B, T, C, generator=rng)
-        parts.append(PendingPart(tokens, aux, counts))
+        parts.append(States(tokens, aux, counts))
         for b in range(B):
             rows[b] += [(tokens[b, t], aux[:, b, t]) for t in range(counts[b])]
     whole = joined(parts)
@@ -225,7 +225,7 @@ def test_joined_parts_are_the_rows_without_noise(seed):
 
 
 def test_a_long_rest_is_shown_in_stretches(monkeypatch):
-    monkeypatch.setattr(backlog, "MOST", 5)
+    monkeypatch.setattr(deferring, "MAX_PENDING", 5)
     model = tiny.target("qwen3")
     watched = Watched(random_dflash(model))
     got = generate(model, PROMPTS, Request(max_new_tokens=NEW), watched, controller=Fixed(1))
@@ -238,5 +238,5 @@ def test_nothing_pending_observes_nothing():
 
 
 def test_columns_below_one_are_refused():
-    with pytest.raises(ValueError, match="0 positions a round"):
+    with pytest.raises(ValueError, match="0 positions per step"):
         Fixed(0)

@@ -129,16 +129,16 @@ def spoil(message, **changes):
 
 SPOILT = [
     (lambda message: "{", "JSON"),
-    (lambda message: spoil(message, format=1), "has format 1; this version reads 3"),
+    (lambda message: spoil(message, format=1), "has format 1; this version reads 4"),
     (lambda message: spoil(message, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
-    (lambda message: spoil(message, points=[]), "is no cost table"),
-    (lambda message: spoil(message, points=[{**message["points"][0], "speed": 1}]), "is no cost table"),
+    (lambda message: spoil(message, points=[]), "is not a cost table"),
+    (lambda message: spoil(message, points=[{**message["points"][0], "speed": 1}]), "is not a cost table"),
     (
         lambda message: spoil(message, points=[{**message["points"][0], "verify": ["1", 2, 3]}]),
-        "is no cost table",
+        "is not a cost table",
     ),
-    (lambda message: spoil(message, widths=None), "is no cost table"),
-    (lambda message: json.dumps({k: v for k, v in message.items() if k != "touched"}), "is no cost table"),
+    (lambda message: spoil(message, widths=None), "is not a cost table"),
+    (lambda message: json.dumps({k: v for k, v in message.items() if k != "touched"}), "is not a cost table"),
     (lambda message: "[]", "object"),
 ]
 

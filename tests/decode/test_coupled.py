@@ -155,7 +155,7 @@ def test_a_draft_that_hears_the_noise_is_accepted_more():
         ({"rule": "greedy"}, "rule 'greedy'"),
         ({"rule": "block", "draft_temperature": 0.0}, "draft_temperature 0.0"),
         ({"rule": "block", "draft_temperature": float("nan")}, "draft_temperature nan"),
-        ({"draft_temperature": 0.5}, "with the rule match no draft token is drawn"),
+        ({"draft_temperature": 0.5}, "the rule match samples no draft tokens"),
     ],
 )
 def test_requests_that_are_refused(wrong, message):

@@ -263,5 +263,5 @@ def test_what_is_refused():
     model = tiny.target("gpt_oss")
     with pytest.raises(ValueError, match="mode 'fast': it must be one of lossless, lossy"):
         Partial(mode="fast")
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="no controller"):
         generate(model, PROMPTS, Request(max_new_tokens=3), NGram(), partial=Partial(), controller=Fixed(2))

@@ -1,0 +1,94 @@
+"""Verified tokens that a draft has yet to observe, and a session that observes them when it is to propose."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.drafts.base import DraftSession, Proposal
+from outpace.drafts.sampler import DraftSampler
+
+MAX_PENDING = 512  # positions; the hidden states of a whole text would fill the memory
+
+
+@dataclass(frozen=True)
+class States:
+    """tokens [B, T], the target's hidden states aux [n, B, T, C], and the number of verified tokens of each
+    row; what follows them is padding."""
+
+    tokens: Tensor
+    aux: Tensor | None
+    counts: list[int]
+
+    def select(self, batch_indices: list[int]) -> "States":
+        aux = None if self.aux is None else self.aux[:, batch_indices]
+        return States(self.tokens[batch_indices], aux, [self.counts[b] for b in batch_indices])
+
+    def at(self, positions: list[list[int]]) -> "States":
+        """These positions of each row, in this order."""
+        counts = [len(row) for row in positions]
+        padded = [row + [0] * (max(counts) - len(row)) for row in positions]
+        columns = torch.tensor(padded, device=self.tokens.device)
+        rows = torch.arange(len(counts), device=columns.device)[:, None]
+        return States(
+            self.tokens[rows, columns], None if self.aux is None else self.aux[:, rows, columns], counts
+        )
+
+
+def joined(parts: list[States]) -> States:
+    """The parts concatenated row by row, without the padding between them."""
+    lengths = [max(part.counts) for part in parts]
+    tokens = torch.cat([part.tokens[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
+    states = [part.aux[:, :, :n] for part, n in zip(parts, lengths, strict=True) if part.aux is not None]
+    counts = [sum(row) for row in zip(*(part.counts for part in parts), strict=True)]
+    whole = States(tokens, torch.cat(states, dim=2) if states else None, counts)
+    if len(parts) == 1 or min(counts) == sum(lengths):
+        return whole
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    return whole.at(
+        [
+            [begin + i for begin, part in zip(begins, parts, strict=True) for i in range(part.counts[b])]
+            for b in range(len(counts))
+        ]
+    )
+
+
+def accepted_states(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> States:
+    """The accepted positions `path` of each row, packed; aux [n, B, N, C]."""
+    if proposal.parents is None:  # those of a chain are contiguous
+        return States(proposal.tokens, aux, [len(row) for row in path])
+    return States(proposal.tokens, aux, proposal.counts).at(path)
+
+
+class Deferred:
+    """A draft session that observes verified tokens when it is to propose, so that a draft that is switched
+    off costs nothing. While every step drafts, each proposal first observes the step before it."""
+
+    def __init__(self, session: DraftSession) -> None:
+        self.session = session
+        self.pending: list[States] = []
+        self.positions = 0  # of `pending`
+
+    def add(self, states: States) -> None:
+        """The verified tokens of one step. At MAX_PENDING positions all are observed."""
+        self.pending.append(states)
+        self.positions += max(states.counts)
+        if self.positions >= MAX_PENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Observe everything pending, as one text."""
+        if self.pending:
+            states = joined(self.pending)
+            self.pending, self.positions = [], 0
+            self.session.observe(states.tokens, states.aux, states.counts)
+
+    def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
+        """See `DraftSession.propose`."""
+        self.flush()
+        return self.session.propose(last, width, sampler)
+
+    def select(self, batch_indices: list[int]) -> None:
+        """Keep only these batch indices, in this order."""
+        self.pending = [states.select(batch_indices) for states in self.pending]
+        self.session.select(batch_indices)
