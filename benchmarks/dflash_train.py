@@ -11,7 +11,6 @@ not stretch. `--memory` takes one step on a draft for gpt-oss-20b: 512 anchors o
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import time
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outpace.bench.machine import machine, provenance, versions
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.ops.rope import RopeConfig
@@ -225,7 +225,7 @@ def _line(values: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,28 +237,28 @@ def main() -> None:
         "--no-optimizer", action="store_true", help="with --memory: forward and backward only"
     )
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
     report: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "threads": asked.threads,
+        **provenance(),
+        "machine": machine(torch.device("cpu")),
+        "versions": versions(),
     }
-    if asked.memory:
-        report["memory"] = memory(not asked.no_optimizer)
+    if arguments.memory:
+        report["memory"] = memory(not arguments.no_optimizer)
     else:
         report["assumed"] = PEERS
         report["results"] = []
         print("dtype      anchors | steps/s: ours  plain  ratio | processor s: ours  plain  ratio")
-        for anchors in asked.anchors:
+        for anchors in arguments.anchors:
             for dtype in (torch.float32, torch.bfloat16):
-                result = speed(anchors, dtype, asked.repeats if anchors < 200 else max(3, asked.repeats // 2))
+                result = speed(anchors, dtype, arguments.repeats if anchors < 200 else max(3, arguments.repeats // 2))
                 report["results"].append(result)
                 print(_line(result), flush=True)
     text = json.dumps(report)
     print(text)
-    if asked.json:
-        asked.json.write_text(text + "\n")
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

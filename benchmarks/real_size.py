@@ -1,7 +1,7 @@
 """A checkpoint of real size: load time, peak memory, autoregressive decoding, roofline.
 
 outpace synth --like gpt-oss-20b work/gpt-oss-20b
-python benchmarks/real_size.py work/gpt-oss-20b --json reports/real_size/safetensors.json
+python benchmarks/real_size.py work/gpt-oss-20b --json report.json
 """
 
 import argparse
@@ -70,7 +70,7 @@ def measure(path: str, prompt: int, tokens: int, runs: int) -> dict[str, object]
         "warm_runs": warm,
         "machine": machine(target.device),
         "versions": versions(),
-        "provenance": provenance(),
+        **provenance(),
     }
 
 

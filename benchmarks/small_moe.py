@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from examples.tiny_target.training import TargetRecipe, init_weights
+from outpace.bench.machine import machine, provenance, versions
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.gpt_oss import GptOss
@@ -118,7 +119,9 @@ def main() -> None:
         return statistics.median(r[side][key] for r in rounds)
 
     report = {
-        "threads": torch.get_num_threads(),
+        **provenance(),
+        "machine": machine(torch.device("cpu")),
+        "versions": versions(),
         "tokens_agree": f"{agree}/{NEW}",
         "decode_tokens_per_s": {"outpace": mid(0, "decode"), "transformers": mid(1, "decode")},
         "decode_ratio": statistics.median(a["decode"] / b["decode"] for a, b in rounds),

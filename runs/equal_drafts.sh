@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target="${1:-default}"
 work="${2:-work/equal-drafts}"
-report="${3:-reports/drafts/gpt-oss}"
+report="${3:-reports/drafts/equal}"
 outpace="${OUTPACE:-.venv/bin/outpace}"
 steps="${STEPS:-2500}"
 suite="${SUITE:-recipes/drafts/suite.toml}"

@@ -77,12 +77,12 @@ def provenance() -> dict[str, Any]:
 
 def unpublishable(report: dict[str, Any]) -> str | None:
     """The reason why documentation must not show this report; None where it may."""
-    run, chip = report.get("provenance", report), report.get("machine")
-    if run.get("not_for_publication"):
-        return str(run["not_for_publication"])
-    if str(run.get("commit")).endswith("+"):  # how reports before this field marked it
+    chip = report.get("machine")
+    if report.get("not_for_publication"):
+        return str(report["not_for_publication"])
+    if str(report.get("commit")).endswith("+"):  # how reports before this field marked it
         return "measured with uncommitted changes"
-    missing = [f"its {name}" for name in ("commit", "date") if not run.get(name)]
+    missing = [f"its {name}" for name in ("commit", "date") if not report.get(name)]
     keys = ("processor", "vector", "cores", "threads", "load_1min")
     missing += [f"the machine's {name}" for name in keys if not isinstance(chip, dict) or name not in chip]
     return f"the report does not state {', '.join(missing)}" if missing else None

@@ -5,7 +5,8 @@
     <!-- end -->
 
 The path is relative to the page. Where the report does not exist, the page says "Not measured yet.". The kind
-"pictures" shows the plots next to the report.
+"pictures" shows the plots next to the report. A report marked as not for publication is refused; one that is
+older than this mark and does not state how it was measured is shown as preliminary.
 """
 
 import json
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from outpace.bench import comparison, context, draft_context, recall, retrofits
+from outpace.bench.machine import unpublishable
 from outpace.bench.report import Columns, Report, table
 from outpace.checkpoint.save import write_atomically
 
@@ -63,12 +65,17 @@ def render(text: str, folder: Path) -> str:
         if not file.is_file():
             return f"{opening}\nNot measured yet.\n\n{closing}"
         report = json.loads(file.read_text(encoding="utf-8"))
+        reason = unpublishable(report)
+        preliminary = reason is not None and "not_for_publication" not in report
+        if reason is not None and not preliminary:
+            raise ValueError(f"{path}: {reason}; measure it again from a clean commit")
         if kind == PICTURES:
             names = sorted(picture.name for picture in file.parent.glob("*.png"))
             lines = [f"![{name.removesuffix('.png')}]({Path(path).with_name(name)})\n" for name in names]
         else:
             lines = TABLES[kind](report)
-        return f"{opening}\n" + "\n".join(lines) + closing
+        note = [f"*Preliminary, to be measured again: {reason}.*", ""] if preliminary else []
+        return f"{opening}\n" + "\n".join([*note, *lines]) + closing
 
     return MARKED.sub(rendered, text)
 
