@@ -176,7 +176,7 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
         for size in pieces:
             session.observe(text[:, begin : begin + size], aux[:, :, begin : begin + size], [size] * 2)
             begin += size
-            assert sum(tokens.shape[1] for tokens, _, _ in session.held) <= 64
+            assert sum(s.tokens.shape[1] for s in session.pending) <= 64
         items.append(session.propose(torch.tensor([9, 10]), 4, Greedy()).tokens.tolist())
     assert items[0] == items[1] == items[2]
     oracle = Oracle(bound, aux[:, 1], text[1].tolist(), 10)
