@@ -47,7 +47,7 @@ def doctor(
     outpace doctor my-folder --reference hf
     outpace doctor my-folder --reference gguf model.gguf --layers 4
     """
-    from outpace.doctor.explain import Examination, examine
+    from outpace.doctor.examine import Examination, examine
 
     what = Examination(
         path=path,

@@ -1,6 +1,7 @@
-"""A Check: one thing the doctor looked at, the status, and what it rests on."""
+"""The result of one of the doctor's checks, for people and for machines."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -9,18 +10,37 @@ Status = Literal["pass", "warn", "fail", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """`message` is for people: what was found, in one or a few sentences. `evidence` is for machines: plain
-    JSON values. "skipped" always says why, and is no failure."""
+    """`message` is one or a few sentences for people, `evidence` plain JSON values. `mistakes`: the known
+    mistakes that the check names (`doctor/mistakes.py`). "skipped" gives the reason, and is no failure."""
 
     name: str
     status: Status
     message: str
     evidence: dict[str, Any] = field(default_factory=dict)
+    mistakes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """NaN and Inf, which JSON has not, as the words."""
+        """JSON has no NaN and Inf: they become words."""
         values: dict[str, Any] = _spelled(asdict(self))
         return values
+
+
+def check_of(
+    name: str,
+    message: str,
+    *,
+    errors: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+    evidence: dict[str, Any] | None = None,
+) -> Check:
+    """Errors fail the check, warnings warn; with neither it passes with `message`."""
+    status: Status = "fail" if errors else "warn" if warnings else "pass"
+    text = "; ".join([*errors, *warnings]) or message
+    return Check(name=name, status=status, message=text, evidence=evidence or {})
+
+
+def skipped(name: str, reason: str, evidence: dict[str, Any] | None = None) -> Check:
+    return Check(name=name, status="skipped", message=reason, evidence=evidence or {})
 
 
 def _spelled(value: Any) -> Any:

@@ -1,38 +1,55 @@
-"""Ours against a reference, layer by layer; where a half of a layer departs, the mistake that explains it."""
+"""Ours against a reference: configs, embedding, halves of layers and what explains them, logits."""
 
-import importlib
-import importlib.util
-import os
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.checkpoint.base import Checkpoint
-from outpace.checkpoint.open import open_checkpoint
-from outpace.doctor.check import Check
-from outpace.doctor.reference import attention_weights, mlp_different, mlp_weights, most_different, relative
-from outpace.doctor.search import EXACT
-from outpace.doctor.sides import (
+from outpace.doctor.check import Check, check_of
+from outpace.doctor.engine import (
     LayerSteps,
     Walk,
+    comparable_rows,
     engine_attention,
     engine_mlp,
-    layer_of,
     same_experts,
-    telling,
 )
-from outpace.doctor.trial import HALVES, Half, TrialCache, TrialResult, telling_rows, trial
-from outpace.models.decoder import Decoder, DecoderBlock
-from outpace.ops.quant import Joined, Quant, Weight, reference_dense
+from outpace.doctor.mistakes import COMMON_EPS, HALVES, Half, Mistake, Names
+from outpace.doctor.prediction import known_mistakes, token_losses
+from outpace.doctor.reference import (
+    AttentionWeights,
+    Matrix,
+    MlpWeights,
+    attention_weights,
+    concentration,
+    frequencies,
+    layer_of,
+    mlp_weights,
+    read_attention,
+    read_mlp,
+    relative,
+    right_reading,
+    rms_norm,
+)
+from outpace.doctor.search import EXACT, Explainer, Explanation, half_layer, rows_to_try
+from outpace.doctor.weights import spread_rows, weight_rows
+from outpace.models.config import ModelConfig
+from outpace.models.decoder import Decoder
+from outpace.ops.linear import linear
+from outpace.ops.quant import Weight
 
-# Two files of one model in different number formats: what each half adds may differ by this many times
-# what its matrices do. Beyond these relative differences a tensor is another one, not a rounded one; norms,
-# biases and sinks stay in 16 bits or more in every format.
+# Config fields that two files of one model may set differently without a different forward.
+UNREAD = {"eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings"}
+SIZES = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_experts")
+CLEARLY = 0.5  # nats per token by which the right side predicts the text better
+# Two files of one model in different number formats: the output of each half may differ by this many times
+# the difference of its matrices. Beyond these relative differences a tensor is another one, not a rounded
+# one; norms, biases and sinks stay in 16 bits or more in every format.
 NOISE_FACTOR, MOST_NOISE = 10.0, 0.5
 OTHER_MATRIX, OTHER_VECTOR = 0.25, 0.02
 MATRICES = {"q", "k", "v", "o", "router", "gate_up", "down"}
@@ -40,97 +57,190 @@ MATRICES = {"q", "k", "v", "o", "router", "gate_up", "down"}
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """`walk`: what it did on the text. `model`: its weights in our engine; None where they are the same
-    files as ours."""
+    """`walk`: its layers on the text. `model`: its weights in our engine; None where they are our files.
+    `ours_plain`: compare our weights under the plain forward, since the engine is wrong on this machine."""
 
-    name: str
     walk: Walk
     model: Decoder | None = None
+    ours_plain: bool = False
+
+
+def compare(
+    model: Decoder, ours: Walk, reference: Reference, ids: list[int], *, loss_counts: bool
+) -> Iterator[Check]:
+    """Two walks over the same tokens. `loss_counts`: the ids are a text, so its loss shows which side is
+    wrong."""
+    yield check_embedded(ours, reference.walk, ids)
+    layers = compare_layers(model, ours, reference)
+    yield check_layers(layers)
+    losses = [float(token_losses(w.logits, ids).mean()) for w in (ours, reference.walk)]
+    yield from explanations(layers, known_mistakes(model), side_by_text(*losses) if loss_counts else "")
+    agree = not any(one.departs for one in layers)
+    yield check_logits(model, ours, reference, layers_agree=agree)
+
+
+# ---- configs and embedding ------------------------------------------------------------------------
+
+
+def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
+    """Field by field. Other sizes end the comparison; other choices show in the layers."""
+    a, b = asdict(ours), asdict(theirs)
+    rope_a, rope_b = a.pop("rope"), b.pop("rope")
+    differ = {k: [a[k], b[k]] for k in a if k not in UNREAD and not _alike(a[k], b[k])}
+    if "head_dim" not in differ and not _same_rotation(ours, theirs):
+        differ |= {f"rope.{k}": [rope_a[k], rope_b[k]] for k in rope_a if not _alike(rope_a[k], rope_b[k])}
+    text = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(differ.items())[:6])
+    fatal = [f"two different models: {text}"] if any(k in differ for k in SIZES) else []
+    warnings = [text] if differ and not fatal else []
+    return check_of(
+        "configs", "both sides are configured alike", errors=fatal, warnings=warnings, evidence=differ
+    )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal; a number that one side stores in float32 counts as equal."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _same_rotation(ours: ModelConfig, theirs: ModelConfig) -> bool:
+    """The same angles, in whichever form: GGUF writes llama3's rule as a table."""
+    a, b = (frequencies(c.rope, c.head_dim) for c in (ours, theirs))
+    factors = concentration(ours.rope), concentration(theirs.rope)
+    return torch.allclose(a, b, rtol=1e-5, atol=0.0) and math.isclose(*factors, rel_tol=1e-5)
+
+
+def check_embedded(ours: Walk, theirs: Walk, tokens: list[int]) -> Check:
+    result = apart(ours.embedded, theirs.embedded)
+    rows = (ours.embedded - theirs.embedded).norm(dim=-1) / theirs.embedded.norm(dim=-1).clamp(min=1e-30)
+    text, errors = f"cosine {result.cosine:.6f}", []
+    if float(rows.max()) > 0.1:
+        odd = sorted({t for t, off in zip(tokens, (rows > 0.1).tolist(), strict=True) if off})
+        size = float(ours.embedded.norm() / theirs.embedded.norm())
+        errors = [f"{len(odd)} of {len(set(tokens))} tokens have other rows, such as {odd[:5]}"]
+        if relative(ours.embedded / size, theirs.embedded) < EXACT:
+            errors = [f"the rows are {size:.4g} times as long"]
+    elif result.error > EXACT:
+        text += f", rows differ by {float(rows.max()):.1%} at most: another number format"
+    return check_of("embedding against the reference", text, errors=errors, evidence=asdict(result))
+
+
+# ---- layers ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apart:
-    """How far ours is from the reference: cosine over everything, largest difference, relative error."""
+class Difference:
+    """Of ours from the reference: cosine over everything, largest difference, relative error."""
 
     cosine: float
     largest: float
     error: float
 
 
-def apart(ours: Tensor, theirs: Tensor) -> Apart:
-    flat = ours.flatten().double(), theirs.flatten().double()
-    return Apart(
-        cosine=float(torch.nn.functional.cosine_similarity(*flat, dim=0)),
-        largest=float((flat[0] - flat[1]).abs().max()),
-        error=relative(*flat),
-    )
+def apart(ours: Tensor, theirs: Tensor) -> Difference:
+    a, b = ours.flatten().double(), theirs.flatten().double()
+    cosine = float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+    return Difference(cosine=cosine, largest=float((a - b).abs().max()), error=relative(a, b))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerApart:
-    """attention and mlp are fed with what the reference's got; `so_far` is ours from the embedding on."""
+class LayerDifference:
+    """halves: each on the reference's input; so_far: ours from the embedding on."""
 
     layer: int
     window: int
-    attention: Apart
-    mlp: Apart
-    so_far: Apart
+    halves: dict[Half, Difference]
+    so_far: Difference
     routed_alike: float | None  # share of the text's tokens that go to the same experts
     limits: dict[Half, float]
     tensors: dict[Half, tuple[str, ...]]  # those that differ by more than two number formats do
-    findings: tuple[TrialResult, ...]
+    explanations: dict[Half, Explanation]  # of the halves that depart
 
     @property
     def departs(self) -> tuple[Half, ...]:
-        return tuple(h for h in HALVES if not getattr(self, h).error <= self.limits[h])
+        return tuple(self.explanations)
 
 
-def compare_layers(model: Decoder, ours: Walk, reference: Reference) -> Iterator[LayerApart]:
-    """One after the other."""
-    memory = TrialCache()
-    for i, theirs in enumerate(reference.walk.layers[: len(ours.layers)]):
-        yield _compare_layer(model, i, ours.layers[i], theirs, reference, memory)
+def compare_layers(model: Decoder, ours: Walk, reference: Reference) -> list[LayerDifference]:
+    explainer = Explainer()
+    layers = reference.walk.layers[: len(ours.layers)]
+    return [
+        _compare_layer(model, i, ours.layers[i], theirs, reference, explainer)
+        for i, theirs in enumerate(layers)
+    ]
 
 
+@torch.inference_mode()
 def _compare_layer(
-    model: Decoder, i: int, ours: LayerSteps, theirs: LayerSteps, reference: Reference, memory: TrialCache
-) -> LayerApart:
-    block = layer_of(model, i)
-    mlp, chosen = engine_mlp(block, theirs.middle)
-    values: dict[Half, Tensor] = {
-        "attention": engine_attention(model, block, theirs.x).float().cpu(),
-        "mlp": mlp.float().cpu(),
+    model: Decoder, i: int, ours: LayerSteps, theirs: LayerSteps, reference: Reference, explainer: Explainer
+) -> LayerDifference:
+    block, right = layer_of(model, i), right_reading(model, i)
+    if reference.ours_plain:
+        attention = read_attention(theirs.x, attention_weights(block), right).out
+        plain = read_mlp(theirs.middle, mlp_weights(block), right)
+        mlp, chosen = plain.out, None if plain.logits is None else plain.chosen
+    else:
+        attention = engine_attention(model, block, theirs.x)
+        mlp, chosen = engine_mlp(model, block, theirs.middle)
+    same = same_experts(chosen, theirs.chosen)
+    every = torch.ones(len(theirs.x), dtype=torch.bool)
+    sides: dict[Half, tuple[Tensor, Tensor, Tensor, Tensor]] = {
+        "attention": (theirs.x, attention, theirs.attention, every),
+        "mlp": (theirs.middle, mlp, theirs.mlp, comparable_rows(same, len(theirs.x))),
     }
-    wanted: dict[Half, Tensor] = {"attention": theirs.attention, "mlp": theirs.mlp}
-    alike = same_experts(chosen, theirs.chosen)
-    note = telling(alike, len(theirs.x))
-    different = _different(block, None if reference.model is None else layer_of(reference.model, i))
-    limits = {half: noise_limit(different[half]) for half in HALVES}
-    halves: dict[Half, Apart] = {
-        "attention": apart(values["attention"], wanted["attention"]),
-        "mlp": apart(values["mlp"][note], wanted["mlp"][note]),
-    }
-    findings: list[TrialResult] = []
-    for half in (h for h in HALVES if not halves[h].error <= limits[h]):
-        rows = telling_rows(values[half], wanted[half], note)
-        tried = trial(half, model, i, theirs, rows)
-        mine = memory.explain(tried, "ours", wanted[half], limits[half], in_pairs=True)
-        findings.append(mine)
-        if reference.model is not None:
-            tried = trial(half, reference.model, i, theirs, rows)
-            its = memory.explain(tried, "theirs", values[half], limits[half], in_pairs=not mine.names)
-            findings.append(its)
-    return LayerApart(
+    different = _different(model, reference.model, i)
+    halves: dict[Half, Difference] = {}
+    limits: dict[Half, float] = {}
+    found: dict[Half, Explanation] = {}
+    for half, (x, mine, its, rows) in sides.items():
+        halves[half] = apart(mine[rows], its[rows])
+        limits[half] = noise_limit(different[half])
+        if not halves[half].error <= limits[half]:
+            few = rows_to_try(half, mine, its, rows)
+            other = None if reference.model is None else half_layer(half, reference.model, i, x, few)
+            own = half_layer(half, model, i, x, few)
+            found[half] = explainer.explain(own, other, mine[few], its[few], limits[half])
+    return LayerDifference(
         layer=i,
-        window=block.self_attn.window,
-        attention=halves["attention"],
-        mlp=halves["mlp"],
+        window=right.window,
+        halves=halves,
         so_far=apart(ours.out, theirs.out),
-        routed_alike=None if alike is None else float(alike.float().mean()),
+        routed_alike=None if same is None else float(same.float().mean()),
         limits=limits,
         tensors={half: other_tensors(different[half]) for half in HALVES},
-        findings=tuple(findings),
+        explanations=found,
     )
+
+
+def _different(model: Decoder, other: Decoder | None, layer: int) -> dict[Half, dict[str, float]]:
+    """Tensor name -> ||ours - theirs|| / ||theirs|| for tensors of equal shape, of the first expert for
+    experts; empty where both sides are one file."""
+    if other is None:
+        return {"attention": {}, "mlp": {}}
+    ours, theirs = layer_of(model, layer), layer_of(other, layer)
+    return {
+        "attention": _tensor_errors(attention_weights(ours), attention_weights(theirs)),
+        "mlp": _tensor_errors(mlp_weights(ours), mlp_weights(theirs)),
+    }
+
+
+def _tensor_errors(
+    ours: AttentionWeights | MlpWeights, theirs: AttentionWeights | MlpWeights
+) -> dict[str, float]:
+    a, b = _tensors(ours), _tensors(theirs)
+    return {n: relative(a[n], b[n]) for n in a if n in b and a[n].shape == b[n].shape}
+
+
+def _tensors(weights: AttentionWeights | MlpWeights) -> dict[str, Tensor]:
+    parts = dict(vars(weights))
+    if isinstance(weights, MlpWeights):
+        parts |= vars(weights.expert(0))
+    matrices = {n: m for n, m in parts.items() if isinstance(m, Matrix)}
+    tensors = {n: t for n, t in parts.items() if isinstance(t, Tensor)} | {
+        n: m.weight for n, m in matrices.items()
+    }
+    return tensors | {f"{n}.bias": m.bias for n, m in matrices.items() if m.bias is not None}
 
 
 def other_tensors(different: dict[str, float]) -> tuple[str, ...]:
@@ -139,201 +249,185 @@ def other_tensors(different: dict[str, float]) -> tuple[str, ...]:
 
 
 def noise_limit(different: dict[str, float]) -> float:
-    """What may differ by rounding: the median matrix tells how coarse the formats are. Not the largest one:
-    it may be a little wrong."""
+    """Difference that rounding explains, from the median matrix: the largest one may be a little wrong."""
     rounded = [e for n, e in different.items() if n in MATRICES and e <= OTHER_MATRIX]
     return max(EXACT, min(NOISE_FACTOR * median(rounded or [0.0]), MOST_NOISE))
 
 
-def _different(block: DecoderBlock, other: DecoderBlock | None) -> dict[Half, dict[str, float]]:
-    """How far the two files' tensors are apart; nothing where there is one file only."""
-    if other is None:
-        return {"attention": {}, "mlp": {}}
-    mine, theirs = mlp_weights(block), mlp_weights(other)
-    alike = (mine.router is None) == (theirs.router is None)
+def check_layers(layers: list[LayerDifference]) -> Check:
+    """Where ours departs, each half on the reference's input."""
+    name = "layers against the reference"
+    evidence = {str(one.layer): _row(one) for one in layers}
+    departing = [one for one in layers if one.departs]
+    if departing:
+        first, half = departing[0], departing[0].departs[0]
+        figures = first.halves[half]
+        text = (
+            f"layer {first.layer} is the first that departs: after {_title(half)} cosine "
+            f"{figures.cosine:.4f}, largest difference {figures.largest:.2g}, "
+            f"relative error {figures.error:.1e}"
+        )
+        for half in HALVES:
+            count = sum(half in one.departs for one in layers)
+            text += f"; {_title(half)} departs in {count} of {len(layers)}"
+        return check_of(name, "", errors=[text], evidence=evidence)
+    worst = max(one.so_far.error for one in layers)
+    cosine = min(part.cosine for one in layers for part in one.halves.values())
+    text = f"{len(layers)} layers agree: cosine {cosine:.6f} or more, error from end to end {worst:.1e}"
+    if max(max(one.limits.values()) for one in layers) > EXACT:
+        text += " (within the difference of two number formats)"
+    tensors = sorted({t for one in layers for half in HALVES for t in one.tensors[half]})
+    warnings = [f"{text}. But some tensors are not the same at all: {', '.join(tensors)}"] if tensors else []
+    return check_of(name, text, warnings=warnings, evidence=evidence)
+
+
+def _row(one: LayerDifference) -> dict[str, Any]:
     return {
-        "attention": most_different(attention_weights(block), attention_weights(other)),
-        "mlp": mlp_different(mine, theirs) if alike else {},
+        **{half: asdict(figures) for half, figures in one.halves.items()},
+        "so_far": asdict(one.so_far),
+        "routed_alike": one.routed_alike,
+        "window": one.window,
+        "departs": list(one.departs),
+        "tensors": {half: list(names) for half, names in one.tensors.items()},
     }
 
 
-GIB = 2**30
-
-
-def open_transformers(folder: Path, layers: int) -> Any:
-    """The model in float32, its first `layers` layers, MXFP4 experts unpacked by transformers itself.
-
-    Raises ValueError where transformers is not installed, or where float32 would not fit in memory.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--reference hf needs transformers: pip install 'outpace[baselines]'")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--reference hf: {folder} holds no config.json; name an HF folder after PATH")
-    theirs: Any = importlib.import_module("transformers")
-    config = theirs.AutoConfig.from_pretrained(folder)
-    needed, free = _float32_bytes(folder, layers), _free_bytes()
-    if needed > free:
-        raise ValueError(
-            f"transformers would need about {needed / GIB:.0f} GiB for {folder} in float32, "
-            f"{free / GIB:.0f} are free: compare fewer layers (--layers 4), or without transformers "
-            "(--reference OTHER-CHECKPOINT)"
+def explanations(layers: list[LayerDifference], known: dict[str, Mistake], side: str) -> Iterator[Check]:
+    """One check per half and set of mistakes, over all layers that they explain. `side`: a sentence on which
+    side predicts the text better."""
+    groups: dict[tuple[Any, ...], list[LayerDifference]] = {}
+    for one in layers:
+        for half, result in one.explanations.items():
+            groups.setdefault((half, result.ours, result.theirs, result.both), []).append(one)
+    for (half, *_), members in groups.items():
+        best = members[0].explanations[half]
+        text = _explained(best, known) if best.named else _unexplained(best)
+        tensors = sorted({t for one in members for t in one.tensors[half]})
+        if tensors:
+            text += f". Tensors that differ between the two files: {', '.join(tensors)}"
+        numbers = [one.layer for one in members]
+        yield Check(
+            name=f"why {_title(half)} departs",
+            status="fail",
+            message=f"{_layers(numbers)}: {text}" + (f". {side}" if side else ""),
+            evidence={
+                "half": half,
+                "layers": numbers,
+                "ours": [_label(names) for names in best.ours],
+                "theirs": [_label(names) for names in best.theirs],
+                "both": [[_label(a), _label(b)] for a, b in best.both],
+                "error": best.error,
+                "before": best.before,
+            },
+            mistakes=best.named,
         )
-    if layers < config.num_hidden_layers:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
-    how: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
-    if getattr(config, "quantization_config", None):
-        how["quantization_config"] = theirs.Mxfp4Config(dequantize=True)
-    theirs.logging.set_verbosity_error()
-    theirs.logging.disable_progress_bar()
-    try:
-        return theirs.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
-    except ImportError as error:  # it unpacks MXFP4 with accelerate
-        raise ValueError(f"--reference hf: {error}") from error
+
+
+def _explained(e: Explanation, known: dict[str, Mistake]) -> str:
+    figures = f"(error {e.error:.0e}, {e.before:.1e} without)"
+    if e.both:
+        ways = [f"ours with {_label(a)} and the reference's with {_label(b)}" for a, b in e.both]
+        return f"read {_any(ways)}, the weights of both sides agree {figures}" + _fixes(e.both[0][0], known)
+    ours, theirs = ([_label(names) for names in side] for side in (e.ours, e.theirs))
+    if set(ours) & set(theirs):
+        return f"the two sides differ by: {_any(ours)} {figures}" + _fixes(e.ours[0], known)
+    if ours:
+        message = f"read with {_any(ours)}, our weights give what the reference computes {figures}"
+        message += f"; the other way round it is {_any(theirs)}" if theirs else ""
+        return message + _fixes(e.ours[0], known)
+    return f"read with {_any(theirs)}, the reference's weights give our output {figures}" + _fixes(
+        e.theirs[0], known
+    )
+
+
+def _fixes(names: Names, known: dict[str, Mistake]) -> str:
+    """For the side that is wrong."""
+    return ". Fix of the wrong side: " + "; ".join(known[name].fix for name in names if name in known)
+
+
+def _unexplained(e: Explanation) -> str:
+    message = "none of the known mistakes explains it, nor any two of them"
+    if e.nearest is not None:
+        message += f"; the nearest is {e.nearest} (error {e.error:.2g}, {e.before:.2g} without)"
+    return message
+
+
+def _label(names: Names) -> str:
+    return " + ".join(names)
+
+
+def _any(labels: list[str]) -> str:
+    """Several that explain equally well cannot be told apart by this text."""
+    return labels[0] if len(labels) == 1 else " or ".join(labels) + " (this text does not tell them apart)"
+
+
+def _layers(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    if {b - a for a, b in pairwise(numbers)} == {1}:
+        return f"layers {numbers[0]} to {numbers[-1]}"
+    return "layers " + ", ".join(map(str, numbers))
+
+
+def _title(half: Half) -> str:
+    return "the MLP" if half == "mlp" else "attention"
+
+
+def side_by_text(ours: float, theirs: float) -> str:
+    """Losses of the text on both sides, in nats per token -> which of them is wrong."""
+    message = f"The text costs {ours:.2f} nats per token here and {theirs:.2f} there: "
+    if ours < theirs - CLEARLY:
+        return message + "the reference is the one that is wrong"
+    if theirs < ours - CLEARLY or ours != ours:
+        return message + "ours is the one that is wrong"
+    return message + "that does not tell which side is wrong"
+
+
+# ---- logits ---------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def walk_transformers(model: Any, tokens: list[int]) -> Walk:
-    """`model`: a transformers causal model of the Llama shape (`model.layers`, `self_attn`, `mlp`, ..)."""
-    kept: dict[tuple[int, str], Tensor] = {}
-    embedded: list[Tensor] = []
-    hooks = [model.model.embed_tokens.register_forward_hook(lambda m, a, out: embedded.append(out[0]))]
-
-    def entering(layer: int, name: str) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            kept[layer, name] = (args[0] if args else kwargs["hidden_states"])[0].float()
-
-        return hook
-
-    def leaving(layer: int, name: str, part: int = 0) -> Any:
-        def hook(module: Any, args: Any, out: Any) -> None:
-            value = out[part] if isinstance(out, tuple) else out
-            kept[layer, name] = value if name == "chosen" else value.view(-1, value.shape[-1]).float()
-
-        return hook
-
-    for i, layer in enumerate(model.model.layers):
-        hooks += [
-            layer.register_forward_pre_hook(entering(i, "x"), with_kwargs=True),
-            layer.self_attn.register_forward_hook(leaving(i, "attention")),
-            layer.post_attention_layernorm.register_forward_pre_hook(entering(i, "middle"), with_kwargs=True),
-            layer.mlp.register_forward_hook(leaving(i, "mlp")),
-            layer.register_forward_hook(leaving(i, "out")),
-        ]
-        router = getattr(layer.mlp, "router", None) or getattr(layer.mlp, "gate", None)
-        if router is not None:
-            hooks.append(router.register_forward_hook(leaving(i, "chosen", 2)))
-    try:
-        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    count = len(model.model.layers)
-    names = ("x", "attention", "middle", "mlp", "out", "chosen")
-    steps = [LayerSteps(**{n: kept[i, n] for n in names if (i, n) in kept}) for i in range(count)]
-    return Walk(embedded=embedded[0].float(), layers=steps, logits=logits)
+def check_logits(model: Decoder, ours: Walk, reference: Reference, *, layers_agree: bool) -> Check:
+    """End to end, and final norm and head alone, on the output of the reference's last layer."""
+    limit, theirs = _head_limit(model, reference), reference.walk
+    whole = apart(ours.logits, theirs.logits)
+    last = theirs.layers[-1].out.to(model.device, model.dtype)
+    alone = relative(model.logits(model.norm(last)).float().cpu(), theirs.logits)
+    same = float((ours.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean())
+    evidence: dict[str, Any] = asdict(whole) | {"head_alone": alone, "same_top_1": same}
+    text = f"cosine {whole.cosine:.6f}, largest difference {whole.largest:.2g}, top-1 alike {same:.1%}"
+    errors = []
+    if not alone <= limit:
+        tried = _head_mistakes(model, last, theirs.logits)
+        best = min(tried, key=lambda k: tried[k])
+        evidence["head_mistakes"] = tried
+        why = ", which none of the known mistakes explains"
+        if tried[best] <= limit:
+            why = f": explained by {best} (error {tried[best]:.0e})"
+        errors = [f"{text}; final norm and head alone are off by {alone:.2g}{why}"]
+    elif not layers_agree:
+        errors = [f"{text}; final norm and head agree, the layers before them do not"]
+    return check_of("logits against the reference", text, errors=errors, evidence=evidence)
 
 
-def _float32_bytes(folder: Path, layers: int) -> int:
-    """What the weights of the first `layers` layers take once every value is a float32."""
-    total = 0
-    for name, shape, _ in open_checkpoint(folder).specs():
-        number = name.split("layers.")[-1].split(".")[0]
-        if "layers." in name and number.isdigit() and int(number) >= layers:
-            continue
-        values = int(torch.Size(shape).numel())
-        total += 4 * values * (2 if name.endswith("_blocks") else 0 if name.endswith("_scales") else 1)
-    return total
+def _head_limit(model: Decoder, reference: Reference) -> float:
+    """The head's number format decides how much rounding explains."""
+    if reference.model is None:
+        return EXACT
+    ids = spread_rows(model.config.vocab_size)
+    ours, theirs = (weight_rows(m.head, ids).cpu() for m in (model, reference.model))
+    return noise_limit({"o": relative(ours, theirs)})
 
 
-def _free_bytes() -> int:
-    """What the kernel reports as available; without /proc, half of the machine's memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        value = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(value.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MOST_ROWS = 2048  # that statistics are taken over
-# Rows of the text's tokens where the norm is this far from the median's are not a trained token's.
-FAR = 100.0
-
-
-def stored_rows(checkpoint: Checkpoint, name: str, ids: list[int]) -> Tensor:
-    """Rows of a tensor as the file has them, [n, C] float32; blocks unpacked by the gguf package."""
-    tensor = checkpoint.get(name)
-    if isinstance(tensor, Quant):
-        return reference_dense(tensor.data[ids], tensor.format)
-    return tensor[ids].float()
-
-
-def weight_rows(weight: Weight, ids: list[int]) -> Tensor:
-    assert not isinstance(weight, Joined), "embedding and head are one matrix"
-    if isinstance(weight, Quant):
-        return weight[torch.tensor(ids)].dense().float()
-    return weight[ids].float()
-
-
-def check_embedding(model: Decoder, checkpoint: Checkpoint, tokens: list[int]) -> Check:
-    """The rows of the text's tokens, looked up and read from the file."""
-    name = "embedding rows"
-    ids = sorted(set(tokens))
-    rows = stored_rows(checkpoint, EMBEDDING, ids)
-    with torch.inference_mode():
-        seen = model.embed(torch.tensor([ids], device=model.device))[0].float().cpu()
-    norms = rows.norm(dim=-1)
-    median = float(norms.median())
-    odd = [i for i, n in zip(ids, norms.tolist(), strict=True) if not median / FAR <= n <= median * FAR]
-    apart = float((seen - rows).abs().max())
-    evidence = {
-        "largest_difference": apart,
-        "median_norm": median,
-        "smallest_norm": float(norms.min()),
-        "largest_norm": float(norms.max()),
-        "odd": odd[:20],
+def _head_mistakes(model: Decoder, last: Tensor, wanted: Tensor) -> dict[str, float]:
+    """Name -> relative error of the logits under that mistake."""
+    weight, eps = model.norm.weight.float(), model.config.rms_norm_eps
+    normed = {
+        "no final norm": last,
+        "final norm without its weights": rms_norm(last, None, eps),
+        **{f"RMSNorm eps {e:g}": rms_norm(last, weight, e) for e in COMMON_EPS if e != eps},
     }
-    if not bool(rows.isfinite().all()):
-        return Check(name=name, status="fail", message="the file's rows hold NaN or Inf", evidence=evidence)
-    if not apart <= 1e-6 * float(rows.abs().max()):
-        text = f"what the model looks up differs from the file's rows by {apart:.2g}"
-        return Check(name=name, status="fail", message=text, evidence=evidence)
-    text = (
-        f"{len(ids)} rows are the file's; norms {evidence['smallest_norm']:.3g} to "
-        f"{evidence['largest_norm']:.3g}, median {median:.3g}"
-    )
-    if odd:
-        text += f"; tokens {odd[:5]} have rows of a norm that no trained token has"
-    return Check(name=name, status="warn" if odd else "pass", message=text, evidence=evidence)
-
-
-def check_head(model: Decoder, checkpoint: Checkpoint) -> Check:
-    """Tied or not, as the config specifies and as the file has it."""
-    name = "head"
-    vocab = model.config.vocab_size
-    ids = list(range(0, vocab, max(vocab // MOST_ROWS, 1)))
-    embedding = stored_rows(checkpoint, EMBEDDING, ids)
-    used = weight_rows(model.head, ids).cpu()
-    held = HEAD in checkpoint.names()
-    tied = model.config.tie_word_embeddings
-    alike = float(torch.nn.functional.cosine_similarity(embedding, used, dim=-1).mean())
-    evidence = {"tied": tied, "file_has_a_head": held, "cosine_with_embedding": round(alike, 4)}
-    if not bool(used.isfinite().all()):
-        return Check(name=name, status="fail", message="the head holds NaN or Inf", evidence=evidence)
-    if tied and held and not torch.equal(stored_rows(checkpoint, HEAD, ids), embedding):
-        text = (
-            "config.json ties the head to the embedding, but the file holds another head, which nobody "
-            "reads: set tie_word_embeddings to false"
-        )
-        return Check(name=name, status="fail", message=text, evidence=evidence)
-    if not tied and torch.equal(used, embedding):
-        text = (
-            "config.json specifies the head is not tied, but it equals the embedding: a converter may have "
-            "copied one over the other"
-        )
-        return Check(name=name, status="warn", message=text, evidence=evidence)
-    text = "tied to the embedding" if tied else f"its own matrix (cosine with the embedding {alike:.2f})"
-    return Check(name=name, status="pass", message=text, evidence=evidence)
+    tried: dict[str, tuple[Tensor, Weight]] = {name: (x, model.head) for name, x in normed.items()}
+    tied = "tied head (the embedding used as the head)"
+    tried[tied] = rms_norm(last, weight, eps), model.embed_tokens.weight
+    return {k: relative(linear(x, w).float().cpu(), wanted) for k, (x, w) in tried.items()}

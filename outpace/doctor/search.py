@@ -1,220 +1,201 @@
-"""Which known mistake turns one side's layer into the other's? Single ones first, then every two."""
+"""With a reference: which mistakes turn one half of a layer into what the reference computes?
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any
+Single mistakes first, on the weights of both sides; then one on each side; then every two on either side.
+"""
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
 from torch import Tensor
 
+from outpace.doctor.mistakes import Half, Mistake, Names, apply, mistakes_of, pairs
 from outpace.doctor.reference import (
-    ALL_BIASES,
     Reading,
+    attention_weights,
+    layer_of,
+    mlp_weights,
+    read_attention,
+    read_mlps,
     relative,
+    right_reading,
 )
-from outpace.models.config import ModelConfig
-from outpace.ops.rope import RopeConfig
+from outpace.models.decoder import Decoder
 
-COMMON_EPS = (1e-5, 1e-6)
-COMMON_THETAS = (1e4, 1.5e5, 5e5, 1e6)  # Llama 2, gpt-oss, Llama 3, Qwen3
-NIBBLES = {
-    "split nibbles (GGML's order)": "from split",
-    "split nibbles undone (interleaved order)": "to split",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mistake:
-    """`change` holds the fields of the Reading that the mistake gets wrong."""
-
-    name: str
-    change: dict[str, Any]
-
-    def apply(self, reading: Reading) -> Reading:
-        return replace(reading, **self.change)
-
-    def with_(self, other: "Mistake") -> "Mistake":
-        return Mistake(name=f"{self.name} + {other.name}", change=self.change | other.change)
-
-
-def pairs(mistakes: list[Mistake]) -> list[Mistake]:
-    """Every two that do not get the same field wrong."""
-    return [a.with_(b) for a, b in combinations(mistakes, 2) if not a.change.keys() & b.change.keys()]
-
-
-def attention_mistakes(r: Reading, config: ModelConfig) -> list[Mistake]:
-    """Those that would change what this layer's attention states."""
-    values: dict[str, dict[str, Any]] = {
-        "no causal mask": {"causal": False},
-        "no attention scale": {"scale": 1.0},
-        "input norm without its weights": {"norm_weights": False},
-        **_eps(r),
-        **_rope(r.rope),
-    }
-    if 1 < r.kv_heads < r.heads:
-        values["cyclic GQA mapping (query head h reads kv head h % K)"] = {"groups": "cyclic"}
-    if config.hidden_size != r.heads * r.head_dim:
-        values["attention scale from hidden_size / heads"] = {"scale": (config.hidden_size / r.heads) ** -0.5}
-    if r.rope is not None:
-        values["interleaved RoPE pairs (2i, 2i + 1)"] = {"pairs": "neighbours"}
-        values["q/k rows permuted, halves to pairs"] = {"qk_rows": "to neighbours"}
-        if r.qk_norm != "none":  # without one, it is the same as rotating neighbours
-            values["q/k rows permuted, pairs to halves"] = {"qk_rows": "from neighbours"}
-    if r.sinks != "none":
-        values["missing sinks"] = {"sinks": "none"}
-        values["sinks of zero"] = {"sinks": "zero"}
-        values["sinks scaled like the scores"] = {"sinks": "scaled"}
-    if r.qk_norm != "none":
-        values["missing q/k norm"] = {"qk_norm": "none"}
-        values["q/k norm after RoPE"] = {"qk_norm": "after rope"}
-        values["q/k norm without its weights"] = {"qk_norm": "without weights"}
-    values |= _window(r, config)
-    if config.attention_bias:
-        values["missing q, k and v biases"] = {"biases": ALL_BIASES - {"q", "k", "v"}}
-        values["missing o bias"] = {"biases": ALL_BIASES - {"o"}}
-        values["missing attention biases"] = {"biases": ALL_BIASES - {"q", "k", "v", "o"}}
-    return [Mistake(name=name, change=change) for name, change in values.items()]
-
-
-def mlp_mistakes(r: Reading, config: ModelConfig, *, experts: bool) -> list[Mistake]:
-    """Those that would change what this layer's MLP computes; `experts` False for a dense one."""
-    values: dict[str, dict[str, Any]] = {
-        "post-attention norm without its weights": {"norm_weights": False},
-        "gate and up swapped": {"gate_first": not r.gate_first},
-        **_eps(r),
-    }
-    if r.gate_up == "interleaved":
-        values["gate and up rows read as halves, not interleaved"] = {"gate_up": "halves"}
-    else:
-        values["gate and up rows read as interleaved, not halves"] = {"gate_up": "interleaved"}
-    if r.limit is not None:
-        values["unclamped SwiGLU"] = {"limit": None}
-    if r.one:
-        values["missing +1 on the up branch"] = {"one": 0.0}
-    if r.alpha != 1.0:
-        values["plain SiLU (alpha 1)"] = {"alpha": 1.0}
-    width = config.expert_size if experts else config.intermediate_size
-    if width == config.hidden_size:
-        values["down matrices transposed"] = {"down_transposed": True}
-    if experts:
-        values |= _experts(r, config)
-    return [Mistake(name=name, change=change) for name, change in values.items()]
-
-
-def _experts(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
-    values: dict[str, dict[str, Any]] = {
-        "expert scale off by one: doubled": {"expert_scale": 2.0},
-        "expert scale off by one: halved": {"expert_scale": 0.5},
-    }
-    if r.renormalise:
-        values["softmax before top-k"] = {"renormalise": False}
-    else:
-        values["top-k weights renormalised"] = {"renormalise": True}
-    if config.hidden_size % 32 == 0 and config.expert_size % 32 == 0:
-        for name, order in NIBBLES.items():
-            values[name] = {"gate_up_nibbles": order, "down_nibbles": order}
-            values[f"{name} of gate and up alone"] = {"gate_up_nibbles": order}
-            values[f"{name} of down alone"] = {"down_nibbles": order}
-    if r.limit is not None:  # gpt-oss; its experts have biases
-        values["missing router bias"] = {"biases": ALL_BIASES - {"router"}}
-        values["missing gate and up biases"] = {"biases": ALL_BIASES - {"gate_up"}}
-        values["missing down biases"] = {"biases": ALL_BIASES - {"down"}}
-        values["missing expert biases"] = {"biases": ALL_BIASES - {"gate_up", "down"}}
-    return values
-
-
-def _rope(rope: RopeConfig | None) -> dict[str, dict[str, Any]]:
-    if rope is None:
-        return {}
-    values: dict[str, dict[str, Any]] = {"no RoPE": {"rope": None}}
-    for theta in COMMON_THETAS:
-        if theta != rope.theta:
-            values[f"RoPE base {theta:,.0f}"] = {"rope": replace(rope, theta=theta)}
-    if rope.kind != "default":
-        values["no RoPE scaling at all"] = {"rope": RopeConfig(theta=rope.theta)}
-    if rope.kind == "yarn":
-        values["missing YaRN factor on cos and sin"] = {"rope": replace(rope, attention_factor=1.0)}
-        other = "not truncated" if rope.truncate else "truncated"
-        values[f"YaRN's range {other}"] = {"rope": replace(rope, truncate=not rope.truncate)}
-        values["linear scaling instead of YaRN"] = {"rope": replace(rope, kind="linear")}
-    return values
-
-
-def _window(r: Reading, config: ModelConfig) -> dict[str, dict[str, Any]]:
-    if not config.sliding_window:
-        return {}
-    values: dict[str, dict[str, Any]] = {
-        "wrong window parity": {"window": 0 if r.window else config.sliding_window}
-    }
-    if r.window:
-        values["window one key too long"] = {"window": r.window + 1}
-    if r.window > 1:
-        values["window one key too short"] = {"window": r.window - 1}
-    return values
-
-
-def _eps(r: Reading) -> dict[str, dict[str, Any]]:
-    return {f"RMSNorm eps {eps:g}": {"eps": eps} for eps in COMMON_EPS if eps != r.eps}
-
-
-# Two float32 forwards of the same layer differ by some 1e-6 of what the layer adds; the least of the known
+# Two float32 forwards of one layer differ by some 1e-6 of what the layer adds; the least of the known
 # mistakes that a text of some hundred tokens shows at all is above 1e-4.
 EXACT = 1e-4
 ROUNDING = 2e-6
-
-
-Run = Callable[[Sequence[Reading]], list[Tensor]]  # a layer's output under each reading
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """`error`: ||what it gives - what is wanted|| / ||what is wanted||."""
-
-    mistake: Mistake
-    error: float
+Key = TypeVar("Key", bound=tuple[Any, ...])
+ROWS = 8  # of the MLP, on which mistakes are tried: its rows are independent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
-    """`matches`: those that give what is wanted, best first; more than one cannot be told apart by this text.
-    `nearest`: where none does, the one that comes closest."""
+class HalfLayer:
+    """One half of one layer of a checkpoint. `run`: [n, C], what it adds under each reading."""
 
+    half: Half
+    reading: Reading  # the right one
+    known: dict[str, Mistake]
+    run: Callable[[Sequence[Reading]], list[Tensor]]
+
+    @torch.inference_mode()
+    def under(self, combinations: Sequence[Names]) -> dict[Names, Tensor]:
+        outs = self.run([apply(names, self.known, self.reading) for names in combinations])
+        return dict(zip(combinations, outs, strict=True))
+
+    @property
+    def singles(self) -> list[Names]:
+        return [(name,) for name in self.known]
+
+
+def half_layer(half: Half, model: Decoder, layer: int, x: Tensor, rows: Tensor) -> HalfLayer:
+    """`x` [T, C] enters the half. The MLP runs on `rows` alone; attention on all, and gives these."""
+    block, reading = layer_of(model, layer), right_reading(model, layer)
+    known = mistakes_of(half, reading, model.config)
+    if half == "attention":
+        attention = attention_weights(block)
+
+        def run(readings: Sequence[Reading]) -> list[Tensor]:
+            return [read_attention(x, attention, r).out[rows] for r in readings]
+
+    else:
+        mlp, few = mlp_weights(block), x[rows]
+
+        def run(readings: Sequence[Reading]) -> list[Tensor]:
+            return [steps.out for steps in read_mlps([few] * len(readings), mlp, readings)]
+
+    return HalfLayer(half=half, reading=reading, known=known, run=run)
+
+
+def rows_to_try(half: Half, ours: Tensor, theirs: Tensor, comparable: Tensor) -> Tensor:
+    """All rows for attention; for the MLP those in which two sides [T, C] differ most for their size, of
+    those that `comparable` [T] allows."""
+    if half == "attention":
+        return torch.arange(len(ours))
+    size = theirs.norm(dim=-1).clamp(min=1e-30)
+    share = ((ours - theirs).norm(dim=-1) / size).nan_to_num(torch.inf).masked_fill(~comparable, -1.0)
+    return share.topk(min(ROWS, int(comparable.sum()))).indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Mistakes that make the two sides of one half agree; all () where none do.
+
+    `ours`: under each of these our weights give the reference's output (several: the text does not separate
+    them). `theirs`: the other way round. `both`: one mistake in ours and one in the reference's, together.
+    `before`: the relative error without them, `error`: with the best. `nearest`: the best where none explains
+    it.
+    """
+
+    ours: tuple[Names, ...] = ()
+    theirs: tuple[Names, ...] = ()
+    both: tuple[tuple[Names, Names], ...] = ()
     before: float
-    matches: tuple[Tried, ...]
-    nearest: Tried | None
+    error: float
+    nearest: str | None = None
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Every mistake in any of them, once."""
+        groups = (*self.ours, *self.theirs, *(a + b for a, b in self.both))
+        return tuple(dict.fromkeys(name for names in groups for name in names))
 
 
-def search(
-    mistakes: Sequence[Mistake],
-    reading: Reading,
-    run: Run,
-    wanted: Tensor,
-    limit: float,
-    *,
-    in_pairs: bool = True,
-) -> Search:
-    """`wanted` is what the layer should say; errors up to `limit` count as the same."""
-    before = relative(run([reading])[0], wanted)
+@dataclass
+class Explainer:
+    """Explains layer after layer: what explained an earlier layer is tried first, and no pairs after a layer
+    that none explained."""
 
-    def attempt(some: Sequence[Mistake]) -> list[Tried]:
-        outs = run([m.apply(reading) for m in some])
-        tried = [Tried(mistake=m, error=relative(out, wanted)) for m, out in zip(some, outs, strict=True)]
-        return sorted((t for t in tried if t.error == t.error), key=lambda t: t.error)
+    earlier: dict[Half, Explanation] = field(default_factory=dict)
+    no_pairs: set[Half] = field(default_factory=set)
 
-    singles = attempt(mistakes)
-    result = _reproducing(singles, before, limit)
-    nearest = singles[:1]
-    if not result and in_pairs:
-        doubles = attempt(pairs(list(mistakes)))
-        result = _reproducing(doubles, before, limit)
-        nearest = sorted(nearest + doubles[:1], key=lambda t: t.error)[:1]
-    better = nearest and nearest[0].error < before / 2
-    return Search(before=before, matches=result, nearest=nearest[0] if better and not result else None)
+    def explain(
+        self, mine: HalfLayer, its: HalfLayer | None, ours: Tensor, theirs: Tensor, limit: float
+    ) -> Explanation:
+        """`ours`, `theirs` [n, C]: outputs of the two sides. `its`: the reference's weights, where it has
+        others than ours."""
+        search = Search(mine, its, ours, theirs, limit)
+        if mine.half in self.earlier:
+            again = search.again(self.earlier[mine.half])
+            if again.named:
+                return again
+        result = search.singles()
+        if not result.named and mine.half not in self.no_pairs:
+            result = search.pairs(result)
+            if not result.named:
+                self.no_pairs.add(mine.half)
+        if result.named:
+            self.earlier[mine.half] = result
+        return result
 
 
-def _reproducing(tried: list[Tried], before: float, limit: float) -> tuple[Tried, ...]:
-    """What comes within the limit and clearly nearer than no mistake does: all as near as the best."""
-    if not tried or tried[0].error > min(limit, before / 3):
-        return ()
-    alike = 10 * tried[0].error + ROUNDING if limit <= EXACT else 1.5 * tried[0].error
-    return tuple(t for t in tried if t.error <= alike)
+class Search:
+    """One half of one layer of both sides."""
+
+    def __init__(
+        self, mine: HalfLayer, its: HalfLayer | None, ours: Tensor, theirs: Tensor, limit: float
+    ) -> None:
+        self.mine, self.its, self.ours, self.theirs, self.limit = mine, its, ours, theirs, limit
+        self.before = relative(ours, theirs)
+
+    def again(self, earlier: Explanation) -> Explanation:
+        """The mistakes of another layer."""
+        if earlier.both:
+            return self._both([a for a, _ in earlier.both], [b for _, b in earlier.both])
+        return self._either(earlier.ours, earlier.theirs)
+
+    def singles(self) -> Explanation:
+        return self._either(self.mine.singles, [] if self.its is None else self.its.singles)
+
+    def pairs(self, nearest: Explanation) -> Explanation:
+        """Two mistakes in ours, one in each, or two in the reference; else the nearest of all."""
+        results = [nearest, self._either(pairs(self.mine.known), ())]
+        if self.its is not None and not results[-1].named:
+            results.append(self._both(self.mine.singles, self.its.singles))
+            if not results[-1].named:
+                results.append(self._either((), pairs(self.its.known)))
+        return results[-1] if results[-1].named else min(results, key=lambda r: r.error)
+
+    def _either(self, of_ours: Sequence[Names], of_theirs: Sequence[Names]) -> Explanation:
+        mine = self._matches({n: relative(x, self.theirs) for n, x in self.mine.under(of_ours).items()})
+        outs = self.its.under(of_theirs) if self.its is not None else {}
+        its = self._matches({n: relative(x, self.ours) for n, x in outs.items()})
+        error, nearest = min((mine[1:], its[1:]), key=lambda e: e[0])
+        return self._explanation(error, nearest, ours=mine[0], theirs=its[0])
+
+    def _both(self, of_ours: Sequence[Names], of_theirs: Sequence[Names]) -> Explanation:
+        """A mistake that both sides erase alike is none: the two change different fields."""
+        assert self.its is not None
+        mine, its = self.mine.under(of_ours), self.its.under(of_theirs)
+        errors = {
+            (a, b): relative(x, y)
+            for a, x in mine.items()
+            for b, y in its.items()
+            if not self._fields(self.mine, a) & self._fields(self.its, b)
+        }
+        both, error, nearest = self._matches(errors)
+        return self._explanation(error, tuple(n for names in nearest for n in names), both=both)
+
+    def _fields(self, side: HalfLayer, names: Names) -> set[str]:
+        return {name for n in names if n in side.known for name in side.known[n].change}
+
+    def _explanation(self, error: float, nearest: Names, **matches: Any) -> Explanation:
+        near = not any(matches.values()) and error < self.before / 2
+        label = " + ".join(nearest) if near else None
+        values = {name: tuple(value) for name, value in matches.items()}
+        return Explanation(before=self.before, error=error, nearest=label, **values)
+
+    def _matches(self, errors: Mapping[Key, float]) -> tuple[list[Key], float, Key | Names]:
+        """Those that come within the limit and clearly nearer than no mistake does, all that are as near as
+        the best; the error of the best of all, and which it is."""
+        ranked = sorted((n for n in errors if errors[n] == errors[n]), key=lambda n: errors[n])
+        if not ranked:
+            return [], math.inf, ()
+        least = errors[ranked[0]]
+        if least > min(self.limit, self.before / 3):
+            return [], least, ranked[0]
+        alike = 10 * least + ROUNDING if self.limit <= EXACT else 1.5 * least
+        return [n for n in ranked if errors[n] <= alike], least, ranked[0]

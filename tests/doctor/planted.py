@@ -22,6 +22,10 @@ def plant(folder, copy, change=None, **message):
     return copy
 
 
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
 def each(ending, change):
     """Edit every tensor where the name ends so."""
 
@@ -110,6 +114,32 @@ def zeros(x, config):
 
 def ones(x, config):
     return torch.ones_like(x)
+
+
+def exchanged(blocks, config):
+    """High nibble first: each pair of values changes places."""
+    return (blocks >> 4) | (blocks << 4)
+
+
+def backwards(x, config):
+    """Packed experts: the blocks of each row, or their scales, in reverse."""
+    return x.flip(2)
+
+
+def swapped_rows(x, config):
+    """Gate and up rows of packed experts, or their biases."""
+    return x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
+
+
+def lost(x, config):
+    return torch.full_like(x, -1e9)
+
+
+def half_to_neighbours(x, config):
+    """As `to_neighbours`, in the first half of the heads."""
+    D = config["head_dim"]
+    rows = -(-(len(x) // D) // 2) * D
+    return torch.cat((to_neighbours(x[:rows], config), x[rows:]))
 
 
 def swap_names(a, b):

@@ -13,20 +13,28 @@ from planted import each, plant
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.check import Check
-from outpace.doctor.compare import check_embedding, check_head
-from outpace.doctor.mechanics import check_engine, check_rope, check_router, check_rows, examine_layers
-from outpace.doctor.number_format import asymmetry, by_the_book, check_codes, check_decoding
-from outpace.doctor.reference import attention_weights, read_attention, reordered, right_reading, visible
-from outpace.doctor.search import EXACT, attention_mistakes, pairs, search
-from outpace.doctor.sides import walk
-from outpace.doctor.speech import (
+from outpace.doctor.engine import check_engine, check_rope, check_router, check_rows, examine_layers, walk
+from outpace.doctor.mistakes import apply, mistakes_of, pairs
+from outpace.doctor.prediction import (
     SAMPLE,
+    check_greedy,
     check_growth,
-    check_speech,
     check_text,
+    greedy_text,
     sample_tokens,
     shortest_loop,
-    speak,
+)
+from outpace.doctor.reference import reordered, right_reading, visible
+from outpace.doctor.search import EXACT, Explainer, half_layer
+from outpace.doctor.weights import (
+    asymmetry,
+    check_codes,
+    check_config_values,
+    check_decoding,
+    check_embedding,
+    check_head,
+    check_sinks,
+    decode_mxfp4,
 )
 from outpace.models.decoder import Decoder
 from outpace.models.load import build, load_target, named_tensors
@@ -46,10 +54,10 @@ def fresh(family):
 # -- blocks
 
 
-def test_blocks_by_the_book_equal_the_reference():
+def test_blocks_decoded_one_by_one_equal_the_reference():
     blocks = torch.randint(256, (3, 2, 16), dtype=torch.uint8)
     scales = torch.randint(100, 140, (3, 2), dtype=torch.uint8)
-    assert torch.equal(by_the_book(blocks, scales), mxfp4.reference_unpack(blocks, scales))
+    assert torch.equal(decode_mxfp4(blocks, scales), mxfp4.reference_unpack(blocks, scales))
 
 
 def test_an_engine_that_decodes_wrongly_is_caught(monkeypatch):
@@ -100,7 +108,7 @@ def test_embedding_rows(twins, tmp_path):
     model, checkpoint = load_target(folder), open_checkpoint(folder)
     assert check_embedding(model, checkpoint, IDS).status == "pass"
     model.embed_tokens.weight.data = model.embed_tokens.weight.data.roll(1, 0)
-    assert "differs from the file's rows" in check_embedding(model, checkpoint, IDS).message
+    assert "differ from the file's rows" in check_embedding(model, checkpoint, IDS).message
     dead = plant(folder, tmp_path / "dead", each("embed_tokens.weight", _without_row(IDS[3])))
     result = check_embedding(load_target(dead), open_checkpoint(dead), IDS)
     assert result.status == "warn" and result.evidence["odd"] == [IDS[3]]
@@ -120,11 +128,34 @@ def test_heads(twins, tmp_path):
     folder, _ = twins("llama")
     tied = plant(folder, tmp_path / "tied", tie_word_embeddings=True)
     result = check_head(load_target(tied), open_checkpoint(tied))
-    assert result.status == "fail" and "another head, which nobody reads" in result.message
+    assert result.status == "fail" and "another head, which is not read" in result.message
     copied = plant(folder, tmp_path / "copied", planted.copy_head)
     assert check_head(load_target(copied), open_checkpoint(copied)).status == "warn"
     right = plant(folder, tmp_path / "right", planted.copy_head, tie_word_embeddings=True)
     assert check_head(load_target(right), open_checkpoint(right)).status == "pass"
+
+
+def test_sinks_that_were_lost(twins, tmp_path):
+    folder, _ = twins("gpt_oss")
+    assert check_sinks(load_target(folder)).status == "pass"
+    for change, name in ((planted.lost, "sinks dropped"), (planted.zeros, "sinks of zero")):
+        result = check_sinks(load_target(plant(folder, tmp_path / name, each("sinks", change))))
+        assert result.status == "fail" and result.mistakes == (name,) and "Fix: copy" in result.message
+    assert check_sinks(tiny.target("llama")).status == "skipped"
+
+
+def test_config_values_that_are_known_slips():
+    """A window of a power of two, and YaRN's own factor in any form, pass."""
+    right = tiny.config("gpt_oss", sliding_window=128)
+    assert check_config_values(right).status == "pass"
+    for window, name in ((127, "one key longer"), (129, "one key shorter")):
+        result = check_config_values(dataclasses.replace(right, sliding_window=window))
+        assert result.status == "warn" and result.mistakes == (f"window off by one: {name}",)
+        assert "set it to 128" in result.message
+    own = 0.1 * math.log(right.rope.factor) + 1
+    for factor, mistakes in ((own, ()), (1.0, ("YaRN's attention factor missing",))):
+        rope = dataclasses.replace(right.rope, attention_factor=factor)
+        assert check_config_values(dataclasses.replace(right, rope=rope)).mistakes == mistakes
 
 
 # -- what must hold in any model
@@ -140,10 +171,10 @@ def test_an_engine_without_sinks_is_caught(monkeypatch):
         return causal(q, k, v, window, None, scale)
 
     monkeypatch.setattr(attention, "causal_attend", without)
-    monkeypatch.setattr("outpace.doctor.mechanics.causal_attend", without)
-    exams = list(examine_layers(model, walk(model, IDS)))
+    monkeypatch.setattr("outpace.doctor.engine.causal_attend", without)
+    exams = examine_layers(model, walk(model, IDS))
     result = check_engine(exams)
-    assert result.status == "fail" and "as if by: missing sinks" in result.message
+    assert result.status == "fail" and "as if by: sinks dropped" in result.message
     assert check_rows(exams).status == "fail"
     assert check_router(exams, 5).status == "pass"
 
@@ -154,7 +185,7 @@ def test_an_engine_that_routes_elsewhere_is_caught(monkeypatch):
     model, route = fresh("gpt_oss"), blocks.route
     monkeypatch.setattr(blocks, "router_logits", lambda x, w, b: -(x @ w.mT + b))
     monkeypatch.setattr(blocks, "route", lambda x, w, b, k, **how: route(x, -w, -b, k, **how))
-    exams = list(examine_layers(model, walk(model, IDS)))
+    exams = examine_layers(model, walk(model, IDS))
     assert check_router(exams, 5).status == check_engine(exams).status == "fail"
     assert "no known mistake" in check_engine(exams).message
 
@@ -182,24 +213,26 @@ def test_windows_and_masks():
 
 
 @torch.inference_mode()
-def test_the_plain_forward_reads_a_layer_in_every_known_way():
-    """Every mistake runs, and changes what is reported; so does any two that can be made together."""
-    model = tiny.target("qwen3")
-    weights, reading = attention_weights(model.layers[0]), right_reading(model.config, 0)
+@pytest.mark.parametrize(
+    ("family", "half"), [("qwen3", "attention"), ("gpt_oss", "attention"), ("gpt_oss", "mlp")]
+)
+def test_every_mistake_changes_a_layer_and_every_two_are_found(family, half):
+    """Of those that this layer and text can show."""
+    model = tiny.target(family)
     x = torch.randn(40, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
-    known = [m for m in attention_mistakes(reading, model.config) if "eps" not in m.name]
-    fields = {m.name: read_attention(x, weights, m.apply(reading)).out for m in known}
-    right = read_attention(x, weights, reading).out
-    assert all((out - right).norm() > 1e-2 * right.norm() for out in fields.values())
-    both = pairs(known)
-    assert len({m.name for m in both}) == len(both) > len(known)
-    wanted = read_attention(x, weights, both[7].apply(reading)).out
-
-    def run(readings):
-        return [read_attention(x, weights, r).out for r in readings]
-
-    result = search(known, reading, run, wanted, EXACT)
-    assert both[7].name in [t.mistake.name for t in result.matches]
+    side = half_layer(half, model, 0, x, torch.arange(40))
+    known = mistakes_of(half, side.reading, model.config)
+    outs = side.under([(), *side.singles])
+    changed = {n for n in side.singles if (outs[n] - outs[()]).norm() > 1e-2 * outs[()].norm()}
+    hidden = {n for (n,) in set(side.singles) - changed}
+    assert all(n.startswith(("RMSNorm eps", "unclamped", "YaRN's range")) for n in hidden), hidden
+    two = [names for names in pairs(known) if not hidden & set(names)]
+    assert len(set(two)) == len(two) > len(known)
+    for names in two[:: max(len(two) // 4, 1)]:
+        wanted = side.under([names])[names]
+        result = Explainer().explain(side, None, outs[()], wanted, EXACT)
+        assert names in result.ours or any(n in result.ours for n in side.singles), names
+    assert apply(("no such mistake",), known, right_reading(model, 0)) == right_reading(model, 0)
 
 
 # -- what it states
@@ -242,15 +275,15 @@ def test_loops(tokens, period):
 
 def test_a_cache_that_forgets_is_caught(monkeypatch):
     model = fresh("llama")
-    result = speak(model, IDS)
-    assert len(result.tokens) == 32 and check_speech(result, "text", 97).status != "fail"
+    result = greedy_text(model, IDS)
+    assert len(result.tokens) == 32 and check_greedy(result, "text", 97).status != "fail"
     forward = Decoder.forward
 
     def forgetful(self, tokens, cache=None, **how):
         return forward(self, tokens, None if cache is not None and tokens.shape[1] == 1 else cache, **how)
 
     monkeypatch.setattr(Decoder, "forward", forgetful)
-    result = check_speech(speak(model, IDS), "text", 97)
+    result = check_greedy(greedy_text(model, IDS), "text", 97)
     assert result.status == "fail" and "through the cache" in result.message  # type: ignore[attr-defined]
 
 

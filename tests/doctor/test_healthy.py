@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from outpace.doctor.explain import Examination, examine
+from outpace.doctor.examine import Examination, examine
 from outpace.formats.convert import write_gguf
 from outpace.models.load import load_target
 

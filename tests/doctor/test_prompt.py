@@ -7,8 +7,8 @@ import pytest
 import tiny
 from tokenizers import Tokenizer, models, processors
 
-from outpace.doctor.speech import SAMPLE
-from outpace.doctor.tokens import check_beginning, check_harmony, check_template
+from outpace.doctor.prediction import SAMPLE
+from outpace.doctor.text_checks import check_beginning, check_harmony, check_template
 from outpace.text.template import ChatTemplate
 from outpace.text.tokenizer import SPECIAL, train_bpe
 

@@ -10,23 +10,24 @@ from planted import both, each, plant
 
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
-from outpace.doctor.number_format import check_orders, gather_marks
-from outpace.doctor.speech import sample_tokens
-from outpace.doctor.try_readings import (
-    AS_IS,
-    SCALES,
-    check_readings,
+from outpace.doctor.mistakes import AS_IS, DOUBLED, HALVED
+from outpace.doctor.prediction import (
+    check_mistakes,
     check_scale,
-    known_fields,
+    known_mistakes,
     read_with,
-    try_readings,
+    sample_tokens,
+    try_mistakes,
 )
+from outpace.doctor.weights import check_orders, gather_marks
 from outpace.models.load import load_target
 
 DEFAULT = target_path("default")
 ROPE = json.loads((DEFAULT / "config.json").read_text())["rope_parameters"]
 SPLIT = each("_blocks", planted.split)
 HALVES = both(*(each(f"gate_up_proj_{part}", planted.halves) for part in ("blocks", "scales", "bias")))
+SWAPPED = both(*(each(f"gate_up_proj_{part}", planted.swapped_rows) for part in ("blocks", "scales", "bias")))
+REVERSED = both(each("_blocks", planted.backwards), each("_scales", planted.backwards))
 DOWN, GATE_UP, PAIRING = "column order of down", "column order of gate and up", "pairing of gate and up rows"
 
 
@@ -39,25 +40,35 @@ def text(length):
 
 
 def each_alone(model, length):
-    names = [AS_IS, *((name,) for name in known_fields(model))]
-    return check_readings(read_with(model, text(length), names), model.config.vocab_size)
+    known = known_mistakes(model)
+    names = [AS_IS, *((name,) for name in known)]
+    return check_mistakes(read_with(model, text(length), names), model.config.vocab_size, known)
 
 
 @pytest.mark.parametrize(
-    ("edit", "wrong", "words"),
+    ("edit", "wrong", "mistake"),
     [
-        (SPLIT, {DOWN, GATE_UP}, "hold split nibbles"),
-        (each("down_proj_blocks", planted.split), {DOWN}, "hold split nibbles"),
-        (each("_blocks", planted.joined), {DOWN, GATE_UP}, "hold interleaved nibbles that are read as split"),
-        (HALVES, {PAIRING}, "lie as halves where the format wants interleaved"),
+        (SPLIT, {DOWN, GATE_UP}, "split nibbles (GGML's order)"),
+        (each("down_proj_blocks", planted.split), {DOWN}, "split nibbles (GGML's order)"),
+        (each("_blocks", planted.joined), {DOWN, GATE_UP}, "split nibbles undone (interleaved order)"),
+        (each("_blocks", planted.exchanged), {DOWN, GATE_UP}, "high nibble first"),
+        (HALVES, {PAIRING}, "gate and up rows read as halves, not interleaved"),
+        (SWAPPED, {GATE_UP}, "gate and up exchanged"),
+        (REVERSED, {DOWN, GATE_UP}, "blocks of each row reversed"),
+        (
+            each("_blocks", planted.backwards),
+            {DOWN, GATE_UP},
+            "blocks of each row reversed under their scales",
+        ),
     ],
-    ids=["split", "split down", "undone", "halves"],
+    ids=["split", "split down", "undone", "high first", "halves", "swapped", "reversed", "reversed alone"],
 )
-def test_weights_alone_tell_their_order(edit, wrong, words, tmp_path):
+def test_weights_alone_tell_their_order(edit, wrong, mistake, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", edit))
     values = {c.name: c for c in check_orders(gather_marks(model))}
     assert {name for name, c in values.items() if c.status == "fail"} == wrong
-    assert all(words in values[name].message and values[name].evidence["z"] > 10 for name in wrong)
+    for name in wrong:
+        assert mistake in values[name].mistakes and values[name].evidence["z"] > 5
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
@@ -91,8 +102,8 @@ def test_explanations_that_are_as_good_are_all_named(tmp_path):
 
 def test_two_mistakes_at_once(tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", both(SPLIT, scales(1))))
-    values = {c.name: c for c in try_readings(model, text(96), math.inf)}
-    named = "split nibbles (GGML's order) and expert scale off by one: halved, the"
+    values = {c.name: c for c in try_mistakes(model, text(96), math.inf)}
+    named = "split nibbles (GGML's order) and scale exponent off by one: halved, the"
     assert values["known mistakes"].message.startswith("read with " + named)
     assert values["scale of the experts"].status == "skipped"  # no scale alone makes the text predictable
 
@@ -100,24 +111,22 @@ def test_two_mistakes_at_once(tmp_path):
 @pytest.mark.parametrize(("by", "best"), [(0, None), (1, "halved"), (-1, "doubled")])
 def test_scale_bias_127_or_128(by, best, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", scales(by)))
-    check = check_scale(
-        read_with(model, text(96), [AS_IS, *((name,) for name in SCALES)]), model.config.vocab_size
-    )
+    check = check_scale(read_with(model, text(96), [AS_IS, (DOUBLED,), (HALVED,)]), model.config.vocab_size)
     assert check.status == ("fail" if best else "pass")
-    assert best is None or check.message.startswith(f"expert scale off by one: {best}")
+    assert best is None or check.message.startswith(f"scale exponent off by one: {best}")
 
 
 def test_what_cannot_be_decided_is_not_guessed(tmp_path):
     """Rows of the embedding in another order: nothing is predicted, under any reading."""
     rows = each("embed_tokens.weight", lambda x, config: x.flip(0))
     model = load_target(plant(DEFAULT, tmp_path / "wrong", rows))
-    result = read_with(model, text(64), [AS_IS, *((name,) for name in SCALES)])
+    result = read_with(model, text(64), [AS_IS, (DOUBLED,), (HALVED,)])
     size = model.config.vocab_size
-    for check in (check_scale(result, size), check_readings(result, size)):
+    for check in (check_scale(result, size), check_mistakes(result, size, {})):
         assert check.status == "skipped" and check.message.startswith("undecided")
 
 
 def test_a_large_model_is_not_made_to_wait():
     model = load_target(DEFAULT)
-    values = {c.name: c for c in try_readings(model, text(16), 1e-9)}
+    values = {c.name: c for c in try_mistakes(model, text(16), 1e-9)}
     assert values["known mistakes"].status == "skipped" and "--thorough" in values["known mistakes"].message

@@ -8,9 +8,9 @@ import tiny
 import torch
 from planted import both, each, plant
 
-from outpace.doctor.compare import Reference, compare_layers
-from outpace.doctor.explain import Examination, examine, favoured_by_text
-from outpace.doctor.sides import walk
+from outpace.doctor.compare import Reference, compare_layers, side_by_text
+from outpace.doctor.engine import walk
+from outpace.doctor.examine import Examination, examine
 from outpace.formats.convert import write_gguf
 from outpace.models.load import load_target
 from outpace.models.save import save_target
@@ -52,7 +52,7 @@ def against(folder, reference, other=None, **more):
 # weights are read as the reference reads its own, and with which the reference's are read as we read ours
 CASES = {
     "cyclic GQA mapping": (
-        "gpt_oss", ATTENTION, planted.cyclic_heads, {}, CYCLIC, None
+        "gpt_oss", ATTENTION, planted.cyclic_heads, {}, CYCLIC, "cyclic GQA mapping, inverse order"
     ),
     "interleaved RoPE pairs": (
         "llama", ATTENTION, planted.on_q_and_k(planted.to_neighbours), {},
@@ -73,12 +73,28 @@ CASES = {
     ),
     "a window one too long": (
         "gpt_oss", ATTENTION, None, {"sliding_window": 8},
-        "window one key too short", "window one key too long",
+        "window off by one: one key shorter", "window off by one: one key longer",
     ),
     "no YaRN factor": (
         "gpt_oss", ATTENTION, None, {"rope_parameters": ROPE | {"attention_factor": 1.0}},
-        None, "missing YaRN factor on cos and sin",
+        "YaRN's attention factor missing", "YaRN's attention factor missing",
     ),
+    "interleaved pairs in half the heads": (
+        "gpt_oss", ATTENTION, planted.on_q_and_k(planted.half_to_neighbours), {},
+        "interleaved RoPE pairs in the first half of the heads", None,
+    ),
+    "high nibble first": (
+        "packed", MLP, each("_blocks", planted.exchanged), {}, "high nibble first", "high nibble first",
+    ),
+    "blocks reversed": (
+        "packed", MLP, both(each("_blocks", planted.backwards), each("_scales", planted.backwards)), {},
+        "blocks of each row reversed", "blocks of each row reversed",
+    ),
+    "blocks reversed, scales in place": (
+        "packed", MLP, each("_blocks", planted.backwards), {},
+        "blocks of each row reversed under their scales", "blocks of each row reversed under their scales",
+    ),
+    "dropped sinks": ("gpt_oss", ATTENTION, each("sinks", planted.lost), {}, None, "sinks dropped"),
     "no YaRN": (
         "gpt_oss", ATTENTION, None, {"rope_parameters": {"rope_theta": 15000.0}},
         None, "no RoPE scaling at all",
@@ -95,7 +111,7 @@ CASES = {
     ),
     "scale bytes off by one": (
         "packed", MLP, each("_scales", lambda x, config: x + 1), {},
-        "expert scale off by one: halved", "expert scale off by one: doubled",
+        "scale exponent off by one: halved", "scale exponent off by one: doubled",
     ),
     "packed gate and up rows in halves": (
         "packed", MLP, both(
@@ -109,14 +125,14 @@ CASES = {
             each("gate_up_proj", planted.dense_halves), each("gate_up_proj_bias", planted.halves)
         ), {}, "gate and up rows read as halves, not interleaved", None,
     ),
-    "gate and up swapped": (
+    "gate and up exchanged": (
         "gpt_oss", MLP,
         both(each("gate_up_proj", planted.swapped), each("gate_up_proj_bias", planted.swapped)), {},
-        "gate and up swapped", "gate and up swapped",
+        "gate and up exchanged", "gate and up exchanged",
     ),
     "gate and up swapped, dense": (
         "llama", MLP, planted.swap_names("gate_proj", "up_proj"), {},
-        "gate and up swapped", "gate and up swapped",
+        "gate and up exchanged", "gate and up exchanged",
     ),
     "down transposed": (
         "square", MLP, each("experts.down_proj", lambda x, config: x.mT), {},
@@ -130,7 +146,7 @@ CASES = {
     ),
     "two at once": (
         "packed", MLP, both(each("_blocks", planted.split), each("_scales", lambda x, config: x + 1)), {},
-        "expert scale off by one: halved + split nibbles (GGML's order)",
+        "scale exponent off by one: halved + split nibbles (GGML's order)",
         None,  # once one side is explained, the other is not tried in pairs
     ),
 }  # fmt: skip
@@ -173,7 +189,9 @@ def rounded(twins, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("case", ["cyclic GQA mapping", "window parity", "gate and up swapped", "no o bias"])
+@pytest.mark.parametrize(
+    "case", ["cyclic GQA mapping", "window parity", "gate and up exchanged", "no o bias"]
+)
 def test_mistakes_show_through_the_rounding_of_a_format(case, folders, rounded, tmp_path):
     kind, check, edit, value, ours, theirs = CASES[case]
     result = against(plant(folders(kind), tmp_path / "wrong", edit, **value), "gguf", str(rounded))
@@ -257,7 +275,7 @@ def test_transformers_on_another_folder(folders, tmp_path):
     (float("nan"), 3.0, "ours is the one that is wrong"),
 ])  # fmt: skip
 def test_the_text_tells_which_side_is_wrong(ours, theirs, message):
-    assert message in favoured_by_text(ours, theirs)
+    assert message in side_by_text(ours, theirs)
 
 
 def test_a_near_tie_of_the_router_is_no_mistake(folders):
@@ -269,11 +287,11 @@ def test_a_near_tie_of_the_router_is_no_mistake(folders):
     mlp, chosen = steps[1].mlp.clone(), steps[1].chosen.clone()
     mlp[5:7], chosen[5:7] = mlp[5:7].flip(0), (chosen[5:7] + 1) % 5
     steps[1] = dataclasses.replace(steps[1], mlp=mlp, chosen=chosen)
-    reference = Reference(name="tie", walk=dataclasses.replace(ours, layers=steps))
-    layer = list(compare_layers(model, ours, reference))[1]
+    reference = Reference(walk=dataclasses.replace(ours, layers=steps))
+    layer = compare_layers(model, ours, reference)[1]
     assert not layer.departs and layer.routed_alike == pytest.approx(58 / 60)
     steps[1] = dataclasses.replace(steps[1], mlp=mlp, chosen=ours.layers[1].chosen)
-    assert list(compare_layers(model, ours, reference))[1].departs == ("mlp",)
+    assert compare_layers(model, ours, reference)[1].departs == ("mlp",)
 
 
 def test_a_checkpoint_full_of_nan_is_examined_to_the_end(folders, tmp_path):

@@ -6,10 +6,10 @@ import pytest
 import tiny
 import wrong_twins
 
-from outpace.doctor.compare import Reference, walk_transformers
-from outpace.doctor.explain import compare
-from outpace.doctor.sides import walk
-from outpace.doctor.try_readings import known_fields
+from outpace.doctor.compare import Reference, compare
+from outpace.doctor.engine import walk
+from outpace.doctor.prediction import known_mistakes
+from outpace.doctor.transformers_reference import walk_transformers
 from outpace.models.load import load_target
 
 IDS = tiny.tokens(1, 60)[0].tolist()  # far past the window of 7 and the original length of 32
@@ -36,8 +36,8 @@ def pair(tmp_path_factory, twins):
 
 
 def checks(model, twin):
-    reference = Reference(name="twin", walk=walk_transformers(twin, IDS))
-    return list(compare(model, walk(model, IDS), reference, IDS, validation=False))
+    reference = Reference(walk=walk_transformers(twin, IDS))
+    return list(compare(model, walk(model, IDS), reference, IDS, loss_counts=False))
 
 
 def why(result):
@@ -69,5 +69,5 @@ def test_every_known_mistake_is_planted_somewhere():
     planted = {case[2] for case in CASES}
     elsewhere = ("RMSNorm eps", "q/k rows permuted", "RoPE base")
     for family in tiny.FAMILIES:
-        for name in known_fields(tiny.target(family)):
+        for name in known_mistakes(tiny.target(family)):
             assert name in planted or name.startswith(elsewhere), name

@@ -49,6 +49,61 @@ def rope_on_neighbours(q, k, cos, sin, unsqueeze_dim=1):
     return turn_neighbours(q, cos, sin), turn_neighbours(k, cos, sin)
 
 
+def cyclic_inverse(x, n):
+    """Query head h reads the kv head that a cyclic order of heads had put there."""
+    K, h = x.shape[1], torch.arange(x.shape[1] * n)
+    return x[:, (h % n * K + h // n) // n]
+
+
+def rotate_halves(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def on_half(change, other, first):
+    """`change` in the first half of the heads of x [B, heads, T, D] (or in the rest), `other` elsewhere."""
+
+    def rotate(x, cos, sin):
+        chosen = (torch.arange(x.shape[1]) < -(-x.shape[1] // 2)) == first
+        return torch.where(chosen[:, None, None], change(x, cos, sin), other(x, cos, sin))
+
+    return replaced("_apply_rotary_emb", rotate)
+
+
+def still(x, cos, sin):
+    return x
+
+
+def half_the_dimensions(q, k, cos, sin, unsqueeze_dim=1):
+    """The first half of each head is rotated as a head of half the size: by every second frequency."""
+    cos, sin = (t.unsqueeze(unsqueeze_dim).chunk(2, dim=-1)[0][..., ::2] for t in (cos, sin))
+    parts = [x.chunk(2, dim=-1) for x in (q, k)]
+    return tuple(torch.cat((rotate_halves(a, cos, sin), b), dim=-1) for a, b in parts)
+
+
+def columns(order, *names):
+    """The inputs of the experts' matrices in the order that `order` gives for a range of indices."""
+
+    def make(layer):
+        for name in names or ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, name)
+            weight.data = weight.data[:, order(torch.arange(weight.shape[1])).flatten()].contiguous()
+
+    return on_layers(make)
+
+
+def high_first(i):
+    return i.view(-1, 2).flip(1)
+
+
+def bytes_reversed(i):
+    return i.view(-1, 16, 2).flip(1)
+
+
+def blocks_reversed(i):
+    return i.view(-1, 32).flip(0)
+
+
 def norm_after_rope(twin, monkeypatch):
     """Attention runs with its norms switched off, and the rotation applies them behind itself."""
     module = modeling(twin)
@@ -232,16 +287,37 @@ EXPERT_BIASES = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"]
 ATTENTION = [
     ("gpt_oss", CYCLIC, replaced("repeat_kv", cyclic), {}),
     ("qwen3", CYCLIC, replaced("repeat_kv", cyclic), {}),
+    ("gpt_oss", "cyclic GQA mapping, inverse order", replaced("repeat_kv", cyclic_inverse), {}),
+    ("gpt_oss", "RoPE in the first half of the heads alone", on_half(rotate_halves, still, True), {}),
+    ("gpt_oss", "RoPE in the second half of the heads alone", on_half(rotate_halves, still, False), {}),
+    (
+        "gpt_oss",
+        "interleaved RoPE pairs in the first half of the heads",
+        on_half(turn_neighbours, rotate_halves, True),
+        {},
+    ),
+    (
+        "gpt_oss",
+        "interleaved RoPE pairs in the second half of the heads",
+        on_half(turn_neighbours, rotate_halves, False),
+        {},
+    ),
+    (
+        "llama",
+        "RoPE in half of each head's dimensions",
+        replaced("apply_rotary_pos_emb", half_the_dimensions),
+        {},
+    ),
     ("gpt_oss", PAIRS, replaced("_apply_rotary_emb", turn_neighbours), {}),
     ("llama", PAIRS, replaced("apply_rotary_pos_emb", rope_on_neighbours), {}),
     ("qwen3", PAIRS, replaced("apply_rotary_pos_emb", rope_on_neighbours), {}),
-    ("gpt_oss", "missing sinks", sinks(lambda s, scale: torch.full_like(s, -1e9)), {}),
+    ("gpt_oss", "sinks dropped", sinks(lambda s, scale: torch.full_like(s, -1e9)), {}),
     ("gpt_oss", "sinks of zero", sinks(lambda s, scale: torch.zeros_like(s)), {}),
     ("gpt_oss", "sinks scaled like the scores", sinks(lambda s, scale: s * scale), {}),
     ("gpt_oss", "wrong window parity", parity, {}),
-    ("gpt_oss", "window one key too long", window(1), {}),
-    ("qwen3", "window one key too short", window(-1), {}),
-    ("gpt_oss", "missing YaRN factor on cos and sin", rotary(factor=1.0), {}),
+    ("gpt_oss", "window off by one: one key longer", window(1), {}),
+    ("qwen3", "window off by one: one key shorter", window(-1), {}),
+    ("gpt_oss", "YaRN's attention factor missing", rotary(factor=1.0), {}),
     ("gpt_oss", "no RoPE scaling at all", rotary(factor=1.0, theta=15000.0), {}),
     ("llama", "no RoPE scaling at all", rotary(theta=50000.0), {}),
     ("gpt_oss", "linear scaling instead of YaRN", rotary(1.0, 15000.0, slower=64.0), {}),
@@ -259,15 +335,26 @@ ATTENTION = [
     ("llama", "no causal mask", no_mask, {}),
     ("llama", "input norm without its weights", ones("input_layernorm.weight"), {}),
 ]
+PARTS = {"": (), " of gate and up alone": ("gate_up_proj",), " of down alone": ("down_proj",)}
+ORDERS = {
+    "high nibble first": high_first,
+    "bytes of each block reversed": bytes_reversed,
+    "blocks of each row reversed": blocks_reversed,
+}
 MLP = [
+    *(
+        ("gpt_oss", name + where, columns(order, *parts), {})
+        for name, order in ORDERS.items()
+        for where, parts in PARTS.items()
+    ),
     ("gpt_oss", "softmax before top-k", softmax_first, {}),
     ("qwen3_moe", "softmax before top-k", renormalised(False), {}),
     ("qwen3_moe", "top-k weights renormalised", renormalised(True), {"norm_topk_prob": False}),
     ("gpt_oss", "unclamped SwiGLU", gated(limit=1e9), {"swiglu_limit": 0.5}),
     ("gpt_oss", "missing +1 on the up branch", gated(one=0.0), {}),
     ("gpt_oss", "plain SiLU (alpha 1)", gated(alpha=1.0), {}),
-    ("gpt_oss", "gate and up swapped", gated(swapped=True), {}),
-    ("llama", "gate and up swapped", on_layers(swap_dense), {}),
+    ("gpt_oss", "gate and up exchanged", gated(swapped=True), {}),
+    ("llama", "gate and up exchanged", on_layers(swap_dense), {}),
     ("gpt_oss", "gate and up rows read as halves, not interleaved", gated(halves=True), {}),
     ("gpt_oss", "split nibbles (GGML's order)", reorder((16, 2)), {}),
     ("gpt_oss", UNDONE, reorder((2, 16)), {}),
@@ -275,8 +362,8 @@ MLP = [
     ("gpt_oss", "split nibbles (GGML's order) of down alone", reorder((16, 2), "down_proj"), {}),
     ("gpt_oss", f"{UNDONE} of down alone", reorder((2, 16), "down_proj"), {}),
     ("gpt_oss", f"{UNDONE} of gate and up alone", reorder((2, 16), "gate_up_proj"), {}),
-    ("gpt_oss", "expert scale off by one: doubled", scaled(2.0), {}),
-    ("qwen3_moe", "expert scale off by one: halved", scaled(0.5), {"mlp_only_layers": []}),
+    ("gpt_oss", "scale exponent off by one: doubled", scaled(2.0), {}),
+    ("qwen3_moe", "scale exponent off by one: halved", scaled(0.5), {"mlp_only_layers": []}),
     ("gpt_oss", "down matrices transposed", on_layers(transposed), {"intermediate_size": 96}),
     ("gpt_oss", "missing router bias", zeroed("mlp.router.bias"), {}),
     ("gpt_oss", "missing gate and up biases", zeroed("mlp.experts.gate_up_proj_bias"), {}),

@@ -1,4 +1,4 @@
-"""Tokenizer checks: round trip of text, size of the vocabulary, special tokens."""
+"""Checks of the tokenizer, its special tokens, and the prompts that it makes."""
 
 import json
 import re
@@ -9,14 +9,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outpace.checkpoint.tokenizer import generation_stops
-from outpace.doctor.check import Check, Status
+from outpace.doctor.check import Check, check_of, skipped
 from outpace.models.config import ModelConfig
 from outpace.text.harmony import HarmonyTokens, Mark, has_harmony_tokens, prompt_ids, render
 from outpace.text.messages import Conversation, Message, System
 from outpace.text.template import ChatTemplate
 from outpace.text.tokenizer import encode, surroundings
 
-NASTY = {
+DIFFICULT_TEXTS = {
     "plain": "Hello, world! It's 3.14159 and 1,000,000.",
     "spaces": "  two  before,   three between, trailing   ",
     "lines": "a\n\n\nb\r\nc\rd\n\te\n",
@@ -30,6 +30,8 @@ NASTY = {
     "long": "a" * 200 + " " * 40 + "1" * 50,
     "no token": "<|start |><|im_start><s ></s >",
 }
+MARK = re.compile(r"<\|[^<>|\s]+\|>")  # how Harmony, Llama 3 and Qwen write their special tokens
+ANSWER = "A short answer."
 # OpenAI's vocabulary of 201,088 ids.
 PUBLISHED_VOCABULARY = 201088
 PUBLISHED = {
@@ -47,10 +49,9 @@ PUBLISHED = {
 
 def check_round_trip(tokenizer: Tokenizer) -> Check:
     """text -> ids -> text, for texts that break tokenizers. What the tokenizer's own normaliser changes
-    (Qwen composes accents) is no fault."""
-    name = "tokenizer round trip"
+    (Qwen composes accents) is no error."""
     lost, outer = {}, []
-    for kind, text in NASTY.items():
+    for kind, text in DIFFICULT_TEXTS.items():
         wanted = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         content = tokenizer.decode(ids, skip_special_tokens=False)
@@ -58,69 +59,66 @@ def check_round_trip(tokenizer: Tokenizer) -> Check:
             lost[kind] = [wanted, content]
         elif content != wanted:
             outer.append(kind)
-    evidence = {"texts": len(NASTY), "lost": lost, "outer_spaces": outer}
+    count, errors, warnings = len(DIFFICULT_TEXTS), [], []
     if lost:
-        kind, (wanted, content) = next(iter(lost.items()))
-        which = ", ".join(lost)
-        description = (
-            f"{len(lost)} of {len(NASTY)} texts come back changed ({which}): {wanted!r} as {content!r}"
-        )
-        return Check(name=name, status="fail", message=description, evidence=evidence)
-    if outer:
-        description = (
-            f"outer spaces are lost or added in {len(outer)} of {len(NASTY)} texts; all else comes back"
-        )
-        return Check(name=name, status="warn", message=description, evidence=evidence)
-    return Check(
-        name=name, status="pass", message=f"{len(NASTY)} texts come back unchanged", evidence=evidence
+        wanted, content = next(iter(lost.values()))
+        errors = [
+            f"{len(lost)} of {count} texts come back changed ({', '.join(lost)}): {wanted!r} as {content!r}"
+        ]
+    elif outer:
+        warnings = [f"outer spaces are lost or added in {len(outer)} of {count} texts; all else comes back"]
+    return check_of(
+        "tokenizer round trip",
+        f"{count} texts come back unchanged",
+        errors=errors,
+        warnings=warnings,
+        evidence={"texts": count, "lost": lost, "outer_spaces": outer},
     )
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Check:
-    name = "vocabulary size"
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     highest, rows = max(ids, default=-1), config.vocab_size
-    evidence = {"tokens": len(ids), "highest_id": highest, "rows": rows}
+    text, spare = f"{len(ids):,} tokens, {rows:,} rows", rows - highest - 1
+    errors, warnings = [], []
     if highest >= rows:
-        text = f"ids go to {highest:,}, the embedding has {rows:,} rows: not this model's tokenizer"
-        return Check(name=name, status="fail", message=text, evidence=evidence)
-    if highest < rows * 0.9:
-        text = f"ids end at {highest:,}, the embedding has {rows:,} rows: another model's tokenizer?"
-        return Check(name=name, status="warn", message=text, evidence=evidence)
-    spare = rows - highest - 1
-    text = f"{len(ids):,} tokens, {rows:,} rows" + (f" ({spare:,} of them padding)" if spare else "")
-    return Check(name=name, status="pass", message=text, evidence=evidence)
+        errors = [f"ids go to {highest:,}, the embedding has {rows:,} rows: not this model's tokenizer"]
+    elif highest < rows * 0.9:
+        warnings = [f"ids end at {highest:,}, the embedding has {rows:,} rows: another model's tokenizer?"]
+    return check_of(
+        "vocabulary size",
+        text + (f" ({spare:,} of them padding)" if spare else ""),
+        errors=errors,
+        warnings=warnings,
+        evidence={"tokens": len(ids), "highest_id": highest, "rows": rows},
+    )
 
 
 def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Check:
     """Stop, begin and padding ids are tokens, special ones, and the ones that the tokenizer's files name."""
-    name = "special tokens"
-    faults, remarks = [], []
+    errors, warnings = [], []
     added = tokenizer.get_added_tokens_decoder()
     stops = stop_ids(config, folder)
     ids = {"eos": sorted(stops), "bos": _some(config.bos_token_id), "pad": _some(config.pad_token_id)}
-    for kind, result in ids.items():
-        for id in result:
+    for kind, numbers in ids.items():
+        for id in numbers:
             if tokenizer.id_to_token(id) is None:
-                faults.append(f"{kind} id {id} is no token of this tokenizer")
+                errors.append(f"{kind} id {id} is no token of this tokenizer")
             elif kind == "eos" and not (id in added and added[id].special):
-                faults.append(f"eos id {id} is {tokenizer.id_to_token(id)!r}, an ordinary token")
+                errors.append(f"eos id {id} is {tokenizer.id_to_token(id)!r}, an ordinary token")
     if not stops:
-        remarks.append("no stop token: generation ends at its limit only")
-    named = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    if named is not None and stops and tokenizer.token_to_id(named) not in stops:
-        remarks.append(f"tokenizer_config.json's eos_token {named!r} is none of the stop ids {sorted(stops)}")
+        warnings.append("no stop token: generation ends at its limit only")
+    eos = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+    if eos is not None and stops and tokenizer.token_to_id(eos) not in stops:
+        warnings.append(f"tokenizer_config.json's eos_token {eos!r} is none of the stop ids {sorted(stops)}")
     if config.vocab_size == PUBLISHED_VOCABULARY and config.sinks:
         moved = [t for t, id in PUBLISHED.items() if tokenizer.token_to_id(t) != id]
-        faults += [f"{t} is {tokenizer.token_to_id(t)}, in gpt-oss it is {PUBLISHED[t]}" for t in moved]
-        late = [t for t in ("<|return|>", "<|call|>") if PUBLISHED[t] not in stops]
-        remarks += [f"{t} is not a stop id: the model would talk on after it" for t in late]
+        errors += [f"{t} is {tokenizer.token_to_id(t)}, in gpt-oss it is {PUBLISHED[t]}" for t in moved]
+        missing = [t for t in ("<|return|>", "<|call|>") if PUBLISHED[t] not in stops]
+        warnings += [f"{t} is not a stop id: generation does not end after it" for t in missing]
+    text = ", ".join(f"{kind} {' '.join(map(str, numbers))}" for kind, numbers in ids.items() if numbers)
     evidence = {**ids, "harmony": has_harmony_tokens(tokenizer)}
-    if faults or remarks:
-        status: Status = "fail" if faults else "warn"
-        return Check(name=name, status=status, message="; ".join(faults + remarks), evidence=evidence)
-    shown = ", ".join(f"{kind} {' '.join(map(str, result))}" for kind, result in ids.items() if result)
-    return Check(name=name, status="pass", message=shown, evidence=evidence)
+    return check_of("special tokens", text, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def stop_ids(config: ModelConfig, folder: Path) -> set[int]:
@@ -129,7 +127,7 @@ def stop_ids(config: ModelConfig, folder: Path) -> set[int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file, or it holds no object: these files are hints."""
+    """{} where there is no such file, or no object in it: these files are hints."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -147,22 +145,22 @@ def _some(id: int | None) -> list[int]:
     return [] if id is None else [id]
 
 
-MARK = re.compile(r"<\|[^<>|\s]+\|>")  # how Harmony, Llama 3 and Qwen write their special tokens
-ANSWER = "A short answer."
-
-
 def check_beginning(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     """What the tokenizer puts in front of a text: the config's begin token, once, or nothing."""
-    name, (before, behind) = "beginning of a text", surroundings(tokenizer)
+    before, after = surroundings(tokenizer)
     tokens = [tokenizer.id_to_token(id) for id in before]
-    evidence = {"before": before, "behind": behind}
+    errors, warnings = [], []
     if len(set(before)) < len(before):
-        return Check(name=name, status="fail", message=f"begin tokens twice: {tokens}", evidence=evidence)
-    if before and config.bos_token_id is not None and before != [config.bos_token_id]:
-        text = f"the tokenizer begins a text with {tokens}, config.json with id {config.bos_token_id}"
-        return Check(name=name, status="warn", message=text, evidence=evidence)
-    text = f"the tokenizer puts {tokens[0]} in front" if before else "the tokenizer puts nothing in front"
-    return Check(name=name, status="pass", message=text, evidence=evidence)
+        errors = [f"begin tokens twice: {tokens}"]
+    elif before and config.bos_token_id is not None and before != [config.bos_token_id]:
+        warnings = [f"the tokenizer begins a text with {tokens}, config.json with id {config.bos_token_id}"]
+    return check_of(
+        "beginning of a text",
+        f"the tokenizer puts {tokens[0] if before else 'nothing'} in front",
+        errors=errors,
+        warnings=warnings,
+        evidence={"before": before, "behind": after},
+    )
 
 
 def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
@@ -170,23 +168,19 @@ def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     and the answer's channel is left to the model."""
     name = "Harmony"
     if not config.sinks:
-        return Check(name=name, status="skipped", message="not a gpt-oss")
+        return skipped(name, "not a gpt-oss")
     if not has_harmony_tokens(tokenizer):
-        missing = [str(m) for m in Mark if tokenizer.token_to_id(m) is None]
-        description = (
-            f"a gpt-oss where the tokenizer lacks {', '.join(missing)}: it cannot be spoken to in Harmony"
+        missing = ", ".join(str(m) for m in Mark if tokenizer.token_to_id(m) is None)
+        return check_of(
+            name, "", warnings=[f"a gpt-oss with a tokenizer that has no Harmony: it lacks {missing}"]
         )
-        return Check(name=name, status="warn", message=description)
     conversation = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
     ids, text = prompt_ids(conversation, tokenizer), render(conversation)
-    faults = [*_split_marks(tokenizer, map(str, Mark)), *_harmony_faults(tokenizer, ids)]
+    errors = [*_split_marks(tokenizer, map(str, Mark)), *_harmony_faults(tokenizer, ids)]
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
-        faults.append("the prompt's ids do not decode to the prompt")
-    description = "special tokens are single ids, no developer block is added, the answer's channel is shut"
-    status: Status = "fail" if faults else "pass"
-    return Check(
-        name=name, status=status, message="; ".join(faults) or description, evidence={"prompt": text}
-    )
+        errors.append("the prompt's ids do not decode to the prompt")
+    message = "special tokens are single ids, no developer block is added, the answer's channel is not opened"
+    return check_of(name, message, errors=errors, evidence={"prompt": text})
 
 
 def check_template(
@@ -195,35 +189,32 @@ def check_template(
     """The checkpoint's own chat template, on a greeting and on an answer to it."""
     name = "chat template"
     if template is None:
-        return Check(name=name, status="skipped", message="the checkpoint has none")
-    greeting = {"role": "user", "content": "Hello"}
+        return skipped(name, "the checkpoint has none")
+    greeting, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}
     try:
         prompt = template.render([greeting])
         bare = template.render([greeting], add_generation_prompt=False)
-        answered = template.render(
-            [greeting, {"role": "assistant", "content": ANSWER}], add_generation_prompt=False
-        )
+        answered = template.render([greeting, answer], add_generation_prompt=False)
     except ValueError as error:
-        return Check(name=name, status="fail", message=str(error))
-    faults = list(_split_marks(tokenizer, MARK.findall(prompt + answered)))
-    remarks = []
+        return check_of(name, "", errors=[str(error)])
+    errors = list(_split_marks(tokenizer, MARK.findall(prompt + answered)))
+    warnings = []
     if config.sinks and has_harmony_tokens(tokenizer):
-        faults += _harmony_faults(tokenizer, encode(tokenizer, prompt))
+        errors += _harmony_faults(tokenizer, encode(tokenizer, prompt))
     elif prompt == bare:
-        remarks.append("add_generation_prompt adds nothing: the model is not told to answer")
+        warnings.append("add_generation_prompt adds nothing: no answer is prompted")
     ends = MARK.findall(answered.rpartition(ANSWER)[2])
     if ends and tokenizer.token_to_id(ends[0]) not in stops and ends[0] != Mark.END:
-        remarks.append(f"an answer ends with {ends[0]}, which is no stop token: the model would talk on")
+        warnings.append(
+            f"an answer ends with {ends[0]}, which is no stop token: generation does not end there"
+        )
     before, _ = surroundings(tokenizer)
     twice = bool(before) and encode(tokenizer, prompt)[: len(before)] == before
-    evidence = {"prompt": prompt, "begins_by_itself": twice}
-    if faults or remarks:
-        status: Status = "fail" if faults else "warn"
-        return Check(name=name, status=status, message="; ".join(faults + remarks), evidence=evidence)
     text = f"a prompt of {len(encode(tokenizer, prompt))} tokens, ends with {prompt[-24:]!r}"
     if twice:
         text += "; it writes the begin token itself: do not let the tokenizer add another"
-    return Check(name=name, status="pass", message=text, evidence=evidence)
+    evidence = {"prompt": prompt, "begins_by_itself": twice}
+    return check_of(name, text, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def _split_marks(tokenizer: Tokenizer, marks: Iterator[str] | list[str]) -> Iterator[str]:
