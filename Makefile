@@ -15,7 +15,7 @@ WHEELS := --only-binary :all: --constraint requirements-dev.txt
 # of llama.cpp, the library alone
 ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES TESTS SERVER,-DLLAMA_BUILD_$(part)=OFF)
 
-.PHONY: help install oracle demo test mutants lint docs format clean
+.PHONY: help install oracle demo test fuzz mutants lint docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
 	@echo "make mutants  plants known bugs one at a time: a test must catch each (AREAS=engine for some)"
+	@echo "make fuzz     10,000 hostile inputs of every kind, in limits of time and memory (20 minutes)"
 	@echo "make docs     the documentation site -> site/"
 	@echo "make lint     style and types;  make format  rewrite the style"
 	@echo "make clean    remove everything that was built, .venv included"
@@ -55,6 +56,9 @@ test: lint docs
 
 mutants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py $(AREAS)
+
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_run.py --jobs $(WORKERS) $(FUZZ)
 
 lint: $(STAMP)
 	$(BIN)/ruff check
