@@ -64,6 +64,8 @@ class DFlashConfig:
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} kv heads evenly")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim}: rotary halves need an even number of at least 2")
         if len(self.layer_types) not in (0, self.num_layers) or set(self.layer_types) - {FULL, WINDOW}:
             raise ValueError(
                 f"layer_types {list(self.layer_types)}: one of {FULL}, {WINDOW} for each of the "
