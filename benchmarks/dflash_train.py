@@ -191,9 +191,7 @@ def memory(optimizer: bool) -> dict[str, Any]:
     marks, began = {"loaded": _peak_gib()}, time.perf_counter()
     hidden = block_states(draft, ends, packed, torch.bfloat16, recompute=True)  # type: ignore[arg-type]
     vocabulary = DraftVocabulary(None, None, ends.head, ends.head)
-    loss = Objective(draft, DFlashRecipe(), vocabulary)(
-        hidden, packed
-    ).loss
+    loss = Objective(draft, DFlashRecipe(), vocabulary)(hidden, packed).loss
     marks["forward"] = _peak_gib()
     loss.backward()
     marks["backward"] = _peak_gib()
@@ -252,7 +250,8 @@ def main(argv: list[str] | None = None) -> None:
         print("dtype      anchors | steps/s: ours  plain  ratio | processor s: ours  plain  ratio")
         for anchors in arguments.anchors:
             for dtype in (torch.float32, torch.bfloat16):
-                result = speed(anchors, dtype, arguments.repeats if anchors < 200 else max(3, arguments.repeats // 2))
+                repeats = arguments.repeats if anchors < 200 else max(3, arguments.repeats // 2)
+                result = speed(anchors, dtype, repeats)
                 report["results"].append(result)
                 print(_line(result), flush=True)
     text = json.dumps(report)

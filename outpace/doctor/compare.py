@@ -192,7 +192,7 @@ def _compare_layer(
     different = _different(model, reference.model, i)
     halves: dict[Half, Difference] = {}
     limits: dict[Half, float] = {}
-    found: dict[Half, Explanation] = {}
+    explanations: dict[Half, Explanation] = {}
     for half, (x, mine, its, rows) in sides.items():
         halves[half] = apart(mine[rows], its[rows])
         limits[half] = noise_limit(different[half])
@@ -200,7 +200,7 @@ def _compare_layer(
             few = rows_to_try(half, mine, its, rows)
             other = None if reference.model is None else half_layer(half, reference.model, i, x, few)
             own = half_layer(half, model, i, x, few)
-            found[half] = explainer.explain(own, other, mine[few], its[few], limits[half])
+            explanations[half] = explainer.explain(own, other, mine[few], its[few], limits[half])
     return LayerDifference(
         layer=i,
         window=right.window,
@@ -209,7 +209,7 @@ def _compare_layer(
         routed_alike=None if same is None else float(same.float().mean()),
         limits=limits,
         tensors={half: other_tensors(different[half]) for half in HALVES},
-        explanations=found,
+        explanations=explanations,
     )
 
 

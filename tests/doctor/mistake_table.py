@@ -121,8 +121,8 @@ def answers(names, results):
     """For both runs: the planted mistakes that are named, and names that were not planted."""
     right = {n for name in names for n in MISTAKES[name][2]}
     return [
-        ([name for name in names if found & set(MISTAKES[name][2])], found - right)
-        for found in named(results)
+        ([name for name in names if named_fields & set(MISTAKES[name][2])], named_fields - right)
+        for named_fields in named(results)
     ]
 
 

@@ -41,7 +41,7 @@ def deep(depth: int, kind: str) -> Json:
 
 def places(value: Json, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of all values inside, the root excluded."""
-    found: list[tuple[Any, ...]] = []
+    paths: list[tuple[Any, ...]] = []
     items = (
         list(value.items())
         if isinstance(value, dict)
@@ -50,17 +50,17 @@ def places(value: Json, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         else []
     )
     for key, inner in items:
-        found += [(*path, key), *places(inner, (*path, key))]
-    return found
+        paths += [(*path, key), *places(inner, (*path, key))]
+    return paths
 
 
 def mutate_value(rng: random.Random, value: Json) -> Json:
     """A JSON document with one to three values replaced, removed, renamed, swapped, scaled or nested."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        found = places(value)
-        if not found:
+        paths = places(value)
+        if not paths:
             return rng.choice(NASTY)
-        *parents, key = rng.choice(found)
+        *parents, key = rng.choice(paths)
         holder = value
         for step in parents:
             holder = holder[step]
@@ -78,7 +78,7 @@ def mutate_value(rng: random.Random, value: Json) -> Json:
         elif what == 5 and isinstance(holder[key], list):
             holder[key] = (holder[key] * rng.choice((0, 2, 50)))[: rng.choice((1, 4000))]
         elif what == 6:
-            other = rng.choice(found)
+            other = rng.choice(paths)
             inner = value
             for step in other:
                 inner = inner[step] if _has(inner, step) else None

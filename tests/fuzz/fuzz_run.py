@@ -59,26 +59,28 @@ def _virtual_bytes() -> int:
 
 def _child(argv: Argv, folder: Path, log: int) -> None:
     """Runs one command in this (forked) process and ends it with the command's exit status."""
-    os.setpgid(0, 0)
-    os.chdir(folder)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    resource.setrlimit(resource.RLIMIT_AS, (_virtual_bytes() + MEMORY,) * 2)
-    torch.set_num_threads(1)  # a forked OpenMP pool has no threads: a parallel region would wait for them
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    sys.argv = ["outpace", *argv]
     code = 3
     try:
+        os.setpgid(0, 0)
+        os.chdir(folder)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        resource.setrlimit(resource.RLIMIT_AS, (_virtual_bytes() + MEMORY,) * 2)
+        torch.set_num_threads(1)  # a forked OpenMP pool has no threads: a parallel region would wait for them
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
+        sys.argv = ["outpace", *argv]
         outpace_main()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:  # whatever happens, this copy of the caller must not go on
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def run_command(argv: Argv, folder: Path) -> tuple[str, str, float]:
