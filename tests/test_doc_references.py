@@ -6,11 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
+
+import outpace.cli.main  # noqa: F401 - its commands
+from outpace.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PLACES = (ROOT, ROOT / "outpace", ROOT / "tests", ROOT / "docs")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in PAGES if page.name != "log.md"]  # what was done on a day, under that day's names
+LOG = ROOT / "docs" / "log.md"  # names functions as they were on the day; its files must be there
+PAGES = [page for page in PAGES if page != LOG]
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"^([\w/.-]+\.(?:py|c|toml|sh))(?:: *(.+))?$")
 DOTTED = re.compile(r"^([A-Z]\w+)\.(\w+)(?:\(.*\))?$")
@@ -88,6 +93,35 @@ def test_python_in_the_pages_imports_what_is_there():
 def test_what_a_page_names_is_there(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     assert [message for span in CODE.findall(text) if (message := wrong(span))] == []
+
+
+def test_every_file_that_the_log_names_is_there():
+    places = (*PLACES, *(path for path in (ROOT / "outpace").iterdir() if path.is_dir()))
+    text = re.sub(r"```.*?```", "", LOG.read_text(), flags=re.DOTALL)
+    files = {file[1] for span in CODE.findall(text) if (file := FILE.match(span))}
+    assert len(files) > 20
+    assert sorted(file for file in files if not any((place / file).is_file() for place in places)) == []
+
+
+def options_of(command):
+    """Every flag of a command and of those below it."""
+    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    return flags.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
+OPTIONS = options_of(typer.main.get_command(app)) | {"--help"}
+
+
+def unknown_flags(text):
+    """Flags of code spans that no command has. A span with another program's flag names the program."""
+    spans = [span for span in CODE.findall(text) if span.startswith("--")]
+    return sorted({flag for span in spans for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", span)} - OPTIONS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_flag_that_a_page_names_is_there(page):
+    assert unknown_flags(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)) == []
+    assert unknown_flags("`--no-such-flag 3` and `vllm --other`") == ["--no-such-flag"]
 
 
 def test_what_is_not_there_is_noticed():
