@@ -209,3 +209,30 @@ def test_a_draft_of_another_target_is_refused():
     object.__setattr__(deep.config, "target_hidden_size", 42)
     with pytest.raises(ValueError, match=r"layers \[0, 3\]; this one has layers 0\.\.2"):
         BoundEagle3(deep, tiny.target("llama"))
+
+
+@pytest.mark.parametrize("proposed", [False, True], ids=["pending", "in the cache"])
+def test_after_a_rewind_it_proposes_as_a_fresh_session(proposed):
+    """What was observed beyond the rewind leaves no trace: neither pending states nor cached pairs."""
+    bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=3), sliding_window=5)
+    text, other = tiny.tokens(2, 40, seed=8), tiny.tokens(2, 40, seed=9)
+    other[:, :13] = text[:, :13]  # the twelfth pair is of token 13, too
+    aux, other_aux = (bound.target(x, aux=bound.target_layer_ids).aux for x in (text, other))
+
+    def proposal(session, last):
+        """With the distribution of the draft: greedy tokens of a random draft hardly depend on its past."""
+        rng = torch.Generator().manual_seed(3)
+        result = session.propose(last, 4, Sampled(Sampling(temperature=1.0), rng))
+        return result.q[:, 1:]
+
+    session, fresh = bound.begin(2, 60, slack=16), bound.begin(2, 60)
+    session.observe(text[:, :12], aux[:, :, :12], [12] * 2)
+    proposal(session, other[:, 12])
+    session.observe(other[:, 12:17], other_aux[:, :, 12:17], [5] * 2)
+    if proposed:
+        proposal(session, other[:, 17])
+    session.rewind([12] * 2)
+    session.observe(text[:, 12:20], aux[:, :, 12:20], [8] * 2)
+    fresh.observe(text[:, :20], aux[:, :, :20], [20] * 2)
+    assert torch.equal(proposal(session, text[:, 20]), proposal(fresh, text[:, 20]))
+    assert session.cache.lengths == fresh.cache.lengths == [20, 20]
