@@ -44,7 +44,13 @@ def test_greedy_with_a_penalty_is_what_transformers_says(family, twins):
 
 
 @pytest.mark.parametrize(
-    "penalty", [{"repetition_penalty": PENALTY}, {"frequency_penalty": 0.9}, {"presence_penalty": 1.5}]
+    "penalty",
+    [
+        {"repetition_penalty": PENALTY},
+        {"frequency_penalty": 0.9},
+        {"frequency_penalty": -0.3},
+        {"presence_penalty": 1.5},
+    ],
 )
 def test_penalties_count_the_accepted_draft_tokens(penalty):
     """Drafts that are mostly right: a token accepted within a step is penalized in the rest of that step."""
