@@ -260,7 +260,7 @@ def test_layers_and_largest_logits(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (("--layers", LAYERS + 1), f"layers {LAYERS + 1}: give 1 to {LAYERS}"),
-        (("--layers", 3, "--draft", "dflash"), f"num_target_layers {LAYERS}; this one has 3"),
+        (("--layers", 3, "--draft", "dflash"), "was made for the target with fingerprint"),
         (("--top-logits", 0), "top_logits 0: it must be at least 1"),
     ],
 )

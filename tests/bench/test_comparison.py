@@ -363,9 +363,9 @@ def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
     ("text", "message"),
     [
         ({"draft": "nowhere"}, "nowhere is not there"),
-        ({"draft": "ngram", "tree": 8}, "method 'M': tree 8: 'ngram'"),
-        ({"draft": "dflash", "depth": 3}, "method 'M': depth 3: .*dflash"),
-        ({"draft": "dflash", "branch": 3}, "method 'M': branch 3: "),
+        ({"draft": "ngram", "tree": 8}, "method 'M': num_draft_tokens 8: 'ngram'"),
+        ({"draft": "dflash", "depth": 3}, "method 'M': num_steps 3: .*dflash"),
+        ({"draft": "dflash", "branch": 3}, "method 'M': topk 3: "),
         ({"draft": "dflash", "tree": 1}, "method 'M': a tree of 1 nodes"),
         ({"draft": "eagle3", "branch": 3}, "method 'M': branch 3 grows a tree: say of how many"),
     ],

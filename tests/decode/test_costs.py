@@ -25,7 +25,6 @@ from outpace.decode.costs import (
 )
 from outpace.drafts.lookup import NGram
 from outpace.drafts.tree import DDTree
-from outpace.kernels import bindings
 
 TEXT = tiny.tokens(400, seed=4).tolist()
 
@@ -178,7 +177,7 @@ def test_the_fingerprint_knows_target_draft_and_machine(monkeypatch):
     known.add(fingerprint(model, NGram(), "gumbel"))
     assert len(known) == 10
     with monkeypatch.context() as other:
-        other.setattr(bindings, "built", lambda: "cpu-of-another-source")
+        other.setattr("outpace.decode.costs.built", lambda: "cpu-of-another-source")
         assert fingerprint(model, NGram()) not in known
     assert fingerprint(model, NGram()) in known
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)

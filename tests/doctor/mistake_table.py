@@ -132,7 +132,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             results = checks(names, Path(place) / "wrong")
         print("+".join(names), flush=True)
-        for (found, others), kind in zip(answers(names, results), ("without", "with"), strict=True):
+        for (recognized, others), kind in zip(answers(names, results), ("without", "with"), strict=True):
             print(
-                "   ", kind, "ALL" if len(found) == len(names) else f"only {found}", others or "", flush=True
+                "   ", kind, "ALL" if len(recognized) == len(names) else f"only {recognized}", others or "", flush=True
             )
