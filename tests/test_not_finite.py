@@ -109,7 +109,7 @@ def test_a_packed_target_is_refused_for_its_scales(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"])
-def test_scales_of_blocks_are_found(format):
+def test_scales_of_blocks_are_read(format):
     """One scale of a block at a time is made NaN: the values of that block become NaN or Inf, no others."""
     values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
     weight = Quant(torch.randint(1, 100, (3, 4 * nbytes), dtype=torch.uint8), format)

@@ -133,6 +133,5 @@ if __name__ == "__main__":
             results = checks(names, Path(place) / "wrong")
         print("+".join(names), flush=True)
         for (recognized, others), kind in zip(answers(names, results), ("without", "with"), strict=True):
-            print(
-                "   ", kind, "ALL" if len(recognized) == len(names) else f"only {recognized}", others or "", flush=True
-            )
+            named_here = "ALL" if len(recognized) == len(names) else f"only {recognized}"
+            print("   ", kind, named_here, others or "", flush=True)

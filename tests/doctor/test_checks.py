@@ -216,7 +216,7 @@ def test_windows_and_masks():
 @pytest.mark.parametrize(
     ("family", "half"), [("qwen3", "attention"), ("gpt_oss", "attention"), ("gpt_oss", "mlp")]
 )
-def test_every_mistake_changes_a_layer_and_every_two_are_found(family, half):
+def test_every_mistake_changes_a_layer_and_every_two_are_named(family, half):
     """Of those that this layer and text can show."""
     model = tiny.target(family)
     x = torch.randn(40, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
