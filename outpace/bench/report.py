@@ -128,7 +128,7 @@ class Page:
 
     def write(self, report: Report, folder: Path) -> None:
         """folder/report.json, report.md and the plots, each written atomically. Without matplotlib there are
-        no plots, and report.md notes it."""
+        no plots, and report.md notes it. Removes progress.jsonl last: a stop before loses no measurement."""
         folder.mkdir(parents=True, exist_ok=True)
         plots = importlib.util.find_spec("matplotlib") is not None
         write_json(folder / "report.json", report)
@@ -137,6 +137,7 @@ class Page:
             draw(report).savefig(image, format="png")
             write_atomically(folder / name, image.getvalue())
         write_atomically(folder / "report.md", self.markdown(report, plots).encode())
+        (folder / "progress.jsonl").unlink(missing_ok=True)
 
 
 def header(report: Report) -> list[str]:

@@ -134,8 +134,7 @@ class Run:
         return self.results.once(name, measure)
 
     def report(self, **results: Any) -> dict[str, Any]:
-        """The complete report; removes progress.jsonl."""
-        self.results.path.unlink(missing_ok=True)
+        """The complete report. progress.jsonl stays until `Page.write` has written it."""
         return {**self.header, **results, "seconds": round(time.perf_counter() - self.began, 1)}
 
 

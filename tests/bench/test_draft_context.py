@@ -240,8 +240,8 @@ def test_the_report_is_whole(tmp_path, calm):
     assert [r["variant"] for r in report["acceptance"]] == list(VARIANTS)
     assert all(r["texts_that_differ_from_plain"] == 0 for r in report["acceptance"])
     assert json.loads(json.dumps(report)) == report
-    assert not (tmp_path / "progress.jsonl").exists()
     PAGE.write(report, tmp_path)
+    assert not (tmp_path / "progress.jsonl").exists()
     text = (tmp_path / "report.md").read_text()
     assert "## draft, full attention" in text and "| 9+12 | noise cached |" in text
     assert text.count("whole step (taken apart") == 2 * 3
