@@ -3,7 +3,6 @@
 With the optional parts of `dflash_heads.py` it is a DFlash 2, or has DSpark's heads.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outpace.checkpoint.open import LoadError
 from outpace.drafts.base import Proposal
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import BigramBias, DraftTokens, Head, confidence, guess, survival
@@ -281,19 +279,6 @@ def second_parts(taps: Any, group: Any, rank: Any, top_k: Any) -> list[str]:
     """DFlash 2's, in words."""
     items = [f"convolutions {taps} x {group}"] if taps else []
     return items + ([f"selector {rank} of {top_k}"] if rank else [])
-
-
-def temperatures_in(where: str, own: Mapping[str, Any]) -> tuple[float, ...]:
-    """What the "outpace" object of a config.json specifies of them. Raises LoadError for what is no list of
-    decimals."""
-    value = own.get("temperatures", [])
-    if not isinstance(value, list) or not all(type(t) is float for t in value):
-        raise LoadError(f"{where}: outpace.temperatures is no list of decimals")
-    return tuple(value)
-
-
-def temperatures_out(config: DFlashConfig) -> dict[str, Any]:
-    return {"temperatures": list(config.temperatures)} if config.temperatures else {}
 
 
 def shapes_of_parts(c: DFlashConfig) -> dict[str, Shape]:
