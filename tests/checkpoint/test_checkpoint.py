@@ -244,6 +244,18 @@ def test_a_promise_no_shard_keeps(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_a_tensor_in_another_shard_than_the_index_says(tmp_path):
+    """All are there, but whoever reads the shard that the index names would not find them."""
+    save_checkpoint(tmp_path, {}, PARTS.items(), shard_bytes=48)
+    index = tmp_path / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    shards = data["weight_map"]
+    shards["a"], shards["b"] = shards["b"], shards["a"]
+    index.write_text(json.dumps(data))
+    with pytest.raises(LoadError, match=r"says that a is in model-00002\S+, and model-00001"):
+        open_checkpoint(tmp_path)
+
+
 def test_saving_over_an_older_checkpoint(tmp_path):
     """No shard of the old one, no index, no temporary file stays behind."""
     save_checkpoint(tmp_path, {}, PARTS.items(), shard_bytes=48)

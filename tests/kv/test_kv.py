@@ -282,6 +282,22 @@ def test_paths_that_do_not_exist(path):
         cache.commit([path])
 
 
+@pytest.mark.parametrize("path", [[2, 0, 1], [1, 0], [3, 2, 1, 0], [0, 3, 1]])
+def test_a_path_may_be_in_any_order(path):
+    """Each position of the path lies where it is in the path, whether it moves back or forth."""
+    cache, model = one(window=5, slack=6, batch=2)
+    append(cache, model, [13, 9], iter(range(99)))
+    append(cache, model, [4, 3], iter(range(99, 199)))
+    before = [row.keys[start:] for row, start in zip(model.rows, model.last_start, strict=True)]
+    kept = [path, [0, 2]]
+    cache.commit(kept)
+    for b, (columns, start) in enumerate(zip(kept, (13, 9), strict=True)):
+        wanted = tensor_of([[before[b][c] for c in columns]], len(columns))[0]
+        for layer in cache.layers:
+            index = torch.arange(start, start + len(columns)) % layer.size
+            assert torch.equal(layer.k[b][:, index], wanted) and torch.equal(layer.v[b][:, index], -wanted)
+
+
 def test_a_cache_that_is_full():
     cache, model = one(window=5, slack=4, batch=2)
     append(cache, model, [LENGTH, 3], iter(range(999)))

@@ -69,6 +69,23 @@ def test_trees_of_another_shape():
         cache.begin(1, tree=Tree(torch.zeros(2, 31, dtype=torch.int64), 30))
 
 
+@pytest.mark.parametrize("window", [0, 1, 4, 7])
+def test_a_window_reaches_as_far_back_from_a_node_as_from_its_text(window):
+    """Of the verified text and the tree, a node sees what the end of its path would see in plain text."""
+    starts, families = (23, 2), ([0, 0, 0, 1, 3, 0, 4], [0, 0, 1, 2, 3, 0])
+    cache = KVCache(2, 70, 9, (window,), K, D)
+    for counts, tree in ((starts, None), ((7, 6), Tree(trees.padded(families, 7)))):
+        step = cache.begin(max(counts), list(counts), tree=tree)
+        keys = torch.zeros(2, K, step.T, D)
+        view = cache.layers[0].append(keys, keys, step)
+        cache.advance(step)
+    allowed, index = view.allowed(window), view.index()
+    for b, (start, family) in enumerate(zip(starts, families, strict=True)):
+        for column in range(len(family)):
+            text = [*range(start), *(start + c for c in trees.ancestors(family, column))]
+            assert sorted(index[b, allowed[b, column]].tolist()) == text[-window:]
+
+
 # ---- commits --------------------------------------------------------------------------------------
 
 LENGTH, SLACK = 70, 9

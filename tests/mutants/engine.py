@@ -273,7 +273,7 @@ MUTANTS = [
         "outpace/checkpoint/hf.py",
         "if file_of[name] is not files[shard]:",
         "if file_of[name] is None:",
-        "tests/checkpoint",
+        "tests/checkpoint/test_checkpoint.py",
     ),
     (
         "tensors left over",
