@@ -19,9 +19,8 @@ from outpace.decode.request import (
     check_prompts,
 )
 from outpace.decode.trace import Prediction, Trace
-from outpace.drafts.base import Draft, DraftSession, Proposal
+from outpace.drafts.base import Draft, DraftSession, Proposal, check_finite
 from outpace.drafts.deferred import Deferred, accepted_states
-from outpace.drafts.sampler import check_finite
 from outpace.kv.base import KVCache
 from outpace.kv.partial import INDEX
 from outpace.models.decoder import Decoder
@@ -70,7 +69,9 @@ def steps(
     on_logits: OnLogits | None = None,
 ) -> Iterator[None]:
     """The loop behind `generate`, a step at a time: yields after the prefill and after every step, with the
-    tokens in `rows` and the measurements in `trace`."""
+    tokens in `rows` and the measurements in `trace`.
+
+    Raises ValueError, naming the model and the step, for logits of target or draft that are not finite."""
     check_prompts(target, prompts, request)
     if partial is not None and (controller is not None or draft is None):
         raise ValueError(
@@ -115,16 +116,16 @@ def steps(
             n = controller.width(cache.lengths)
         if n > 1 and deferred is not None:
             with trace.timed("draft"):
-                proposal = deferred.propose(last, n, rule.sampler)
+                offered = deferred.propose(last, n, rule.sampler)
             with trace.timed("rest"):
-                proposal = controller.cut(proposal)
+                proposal = controller.cut(offered)
         else:
-            proposal = Proposal(last[:, None], [1] * len(last))
+            proposal = offered = Proposal(last[:, None], [1] * len(last))
         with trace.timed("verify"):
             counts = None if draft is None else proposal.counts
             out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux)
             logits = target.logits(out.hidden)  # [B, N, V]
-            check_finite(logits, "target")
+            check_finite(f"step {trace.steps + 1}", logits, offered)
             result = rule.verify(proposal, logits) if n > 1 else next_token(rule, logits)
         with trace.timed("rest"):
             if n > 1:
@@ -175,7 +176,7 @@ def prefill(
             if c and begin + c == n:
                 last_hidden[b] = out.hidden[b, c - 1]
     logits = target.logits(torch.stack(last_hidden))
-    check_finite(logits, "target")
+    check_finite("the prompt", logits)
     if on_logits is not None:
         for b in range(len(prompts)):
             on_logits(b, logits[b : b + 1])

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Draft, Proposal, RewindableSession
+from outpace.drafts.base import Draft, Proposal, RewindableSession, check_finite
 from outpace.drafts.deferred import accepted_states
-from outpace.drafts.sampler import DraftSampler, check_finite
+from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import assembled
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
@@ -114,7 +114,7 @@ class PartialSession:
         aux = self.draft.target_layer_ids
         out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=aux)
         logits = self.target.logits(out.hidden)
-        check_finite(logits, "target")
+        check_finite(f"step {self.trace.steps + 1}, on partial KV", logits, proposal)
         result = rule.verify(proposal, logits)
         self.cache.commit(result.path)
         self.trace.spent("partial", time.perf_counter() - began, within="draft")
@@ -138,23 +138,30 @@ def appended(chains: list[list[int]], tail: Proposal | None, device: torch.devic
     """chains: per row the last verified token and the provisional ones after it; tail: the draft's proposal
     after the last of these -> both as one proposal."""
     rows = []
+    # as float64, which holds ids exactly
+    host = [] if tail is None else torch.stack((tail.tokens.double(), _reach(tail).double())).tolist()
     for b, chain in enumerate(chains):
         m = len(chain) - 1
         tokens, parents = list(chain), [max(i - 1, 0) for i in range(m + 1)]
+        survival = [1.0] * (m + 1)
         if tail is not None:
             draft = slice(1, tail.counts[b])
-            tokens += tail.tokens[b, draft].tolist()
+            tokens += map(int, host[0][b][draft])
             parents += [m + parent for parent in tail.above[b][draft]]
-        rows.append((tokens, parents, [1.0] * len(parents)))
+            survival[m:] = host[1][b][: tail.counts[b]]
+        rows.append((tokens, parents, survival))
     result = assembled(rows, device)
     is_chain = tail is None or tail.parents is None
     return replace(
         result,
         # a chain wider than FEW would be computed in another order than autoregressive decoding's
         parents=None if is_chain and result.tokens.shape[1] <= FEW else result.parents,
-        survival=None,
         provisional=[len(chain) - 1 for chain in chains],
     )
+
+
+def _reach(tail: Proposal) -> Tensor:
+    return torch.ones_like(tail.tokens, dtype=torch.float32) if tail.survival is None else tail.survival
 
 
 class Trusting:

@@ -118,6 +118,11 @@ class Trace:
         return self.predicted_tokens_per_s / measured - 1 if measured else 0.0
 
     @property
+    def steps(self) -> int:
+        """Those that are complete."""
+        return len(self.accepted)
+
+    @property
     def rounds(self) -> int:
         """Target forwards, counted per row that was still running."""
         return len(self.accept_lens)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from outpace.drafts.sampler import DraftSampler
@@ -20,6 +21,7 @@ class Proposal:
     `q` [B, N, V] float32: the distribution that the draft token of a position was drawn from (position 0
     unused); None: nothing was drawn, the draft tokens are certain.
     `survival` [B, N] float32: how likely a position is accepted, as the draft sees it; None: it cannot say.
+    It holds NaN wherever a score that the proposal was chosen by is NaN or infinite: `check_finite` looks.
     `provisional`: per row, how many of the first draft tokens, in a line, the target took on partial KV;
     None: nobody has looked at any.
     """
@@ -50,6 +52,23 @@ class Proposal:
         if self.parents is None:
             return [count - 1 for count in self.counts]
         return [max(depths(parents)) for parents in self.above]
+
+
+def check_finite(where: str, logits: Tensor, offered: Proposal | None = None) -> None:
+    """Raises ValueError for NaN and infinity in the target's `logits`, and in the scores that a draft chose
+    `offered` by; `where` is the step. One wait for the device, for both."""
+    largest = {"target": logits.amax().float()}
+    if offered is not None and offered.survival is not None:
+        largest["draft"] = offered.survival.sum()
+        if offered.q is not None:
+            largest["draft"] = largest["draft"] + offered.q.amax()
+    finite = torch.stack(list(largest.values())).isfinite().tolist()
+    for model, good in zip(largest, finite, strict=True):
+        if not good:
+            raise ValueError(
+                f"{where}: the {model}'s logits are not finite: its weights are damaged, or overflow in this "
+                "precision; `outpace inspect MODEL --scan` names the tensors"
+            )
 
 
 class DraftSession(Protocol):

@@ -95,7 +95,8 @@ class DFlash(nn.Module):
             return result
         previous = torch.cat((last[:, None], result.tokens[:, :-1]), dim=1)
         sure = confidence(self.confidence_head, *parts, hidden, previous).sigmoid()
-        return replace(result, sure=sure)
+        # NaN stays where the logits were: a head over hidden states would hide it
+        return replace(result, sure=torch.where(result.sure.isnan(), result.sure, sure))
 
     def reset_parts(self, rng: torch.Generator) -> None:
         """The optional parts as training begins with them: they change no draft token."""

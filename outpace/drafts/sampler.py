@@ -10,15 +10,6 @@ from outpace.ops import sampling as noise
 from outpace.ops.sampling import Sampling, draw, greedy, probabilities, shaped
 
 
-def check_finite(values: Tensor, model: str) -> None:
-    """Raises ValueError where the largest of `values`, scores that `model` computed, is NaN or infinite."""
-    if not bool(values.amax().isfinite()):
-        raise ValueError(
-            f"the {model}'s logits are not finite: its weights are damaged, or overflow in this precision; "
-            "`outpace inspect MODEL --scan` names the tensors"
-        )
-
-
 class DraftSampler(Protocol):
     """`depth` is how many tokens after the last verified one a draft token is (>= 1). V is the target's
     vocabulary; a token that is not offered has the logit -inf. `scores` divides logits by `temperature`."""
@@ -65,8 +56,8 @@ class Sampled:
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         q = probabilities(logits, self.sampling)
-        check_finite(q, "draft")  # a draw from NaN is no token
-        return draw(q, self.rng), q
+        # a draw from NaN is past the last token: some token, until the loop refuses the proposal for its q
+        return draw(q, self.rng).clamp_(max=q.shape[-1] - 1), q
 
     def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         return (logits.float() / self.temperature).log_softmax(-1)

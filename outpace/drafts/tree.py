@@ -7,7 +7,7 @@ n positions of one are its best tree of n positions: `cut` takes them.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from math import exp, inf
+from math import exp, inf, isnan, nan
 from typing import Protocol
 
 import torch
@@ -66,6 +66,8 @@ def best_first(
     for row in host:
         value, ranked, values = row[ends[0] : ends[1]], row[ends[1] : ends[2]], row[ends[2] :]
         parents, taken, reach = _best_paths(values, ranked, (n, followers.shape[2], k), nodes)
+        if isnan(sum(values)):  # of any candidate, in the tree or not
+            reach[0] = nan
         tokens = [int(row[0]), *(int(value[place]) for place in taken)]
         rows.append((tokens, parents, [exp(score) for score in reach]))
     return assembled(rows, last.device)
@@ -223,7 +225,9 @@ class Growth:
         parents = torch.where(score > -torch.inf, parents, column[:, 1:])
         tokens = torch.cat((self.last[:, None], self.tokens.gather(1, order)), dim=1)
         parents = torch.cat((column[:, :1], parents), dim=1)
-        survival = torch.cat((torch.ones_like(score[:, :1]), score.exp()), dim=1)
+        # NaN is no candidate, and what remains would be a tree like others
+        root = torch.where(self.scores.isnan().any(1, keepdim=True), nan, 1.0)
+        survival = torch.cat((root, score.exp()), dim=1)
         return cut(Proposal(tokens, counts, parents, survival=survival), max(counts))
 
 

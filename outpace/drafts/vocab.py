@@ -38,11 +38,14 @@ class DraftVocabulary:
         return sampler.tokens(self.wide(logits, -torch.inf), depth)
 
     def log_probabilities(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """logits [B, n, N], the target's tokens [B, n] -> [B, n] float32; -inf where it has no word."""
+        """logits [B, n, N], the target's tokens [B, n] -> [B, n] float32; -inf where it has no word, NaN in a
+        row that holds NaN."""
         logits = logits.float()
         rows = tokens if self.ids is None else self.rows[tokens]
-        result = logits.gather(-1, rows[..., None])[..., 0] - logits.logsumexp(-1)
-        return result if self.ids is None else result.masked_fill(self.named(rows) != tokens, -torch.inf)
+        result = logits.gather(-1, rows[..., None])[..., 0]
+        if self.ids is not None:
+            result = result.masked_fill(self.named(rows) != tokens, -torch.inf)
+        return result - logits.logsumexp(-1)
 
     def scores(self, sampler: DraftSampler, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
         """logits [B, n, N] -> `DraftSampler.scores` of the head's rows [B, n, N]."""
