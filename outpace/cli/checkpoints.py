@@ -74,7 +74,7 @@ def synth(
     """Write random weights in the shape and the format of a published model.
 
     For measuring load time, memory and speed without a download. Its output makes no sense:
-    the tokenizer is the embedded one, and the head favours its ids.
+    the tokenizer is the embedded one, and the head favours its 384 ids.
     A run that was stopped goes on with the shards it lacks.
 
     [bold]Examples[/bold]: outpace synth big --like gpt-oss-20b  (13.8 GB)

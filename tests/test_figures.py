@@ -1,0 +1,81 @@
+"""Figures that the documentation states, against the code and files that they come from."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from outpace.checkpoint.open import EMBEDDED
+from outpace.cli.checkpoints import synth
+from outpace.cli.measure import RUNS
+from outpace.formats.random_weights import PRINTABLE
+from outpace.models.published import PUBLISHED
+from outpace.teacher.store import encode_aux
+from outpace.text.tokenizer import read_tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+def page(name):
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def stored(width, dtype):
+    """Bytes that a teacher cache takes for one state."""
+    return sum(t.nbytes for t in encode_aux(torch.ones(1, width), dtype) if t is not None)
+
+
+def test_bytes_of_a_final_state():
+    config = json.loads((EMBEDDED / "target" / "config.json").read_text())
+    C, V = config["hidden_size"], config["vocab_size"]
+    assert (stored(C, "bfloat16"), stored(C, "fp8")) == (2 * C, C + 4)
+    assert "(2 C bytes per token, C + 4 in fp8), where the logits would cost 4 V" in page("teacher-cache.md")
+    assert f"{2 * C} bytes against {4 * V / 1024:g} KiB for the embedded target" in page("teacher-cache.md")
+    C, V = (PUBLISHED["gpt-oss-20b"][name] for name in ("hidden_size", "vocab_size"))
+    assert f"{2 * C / 1000:.1f} kB against {4 * V / 1000:.0f} kB for gpt-oss-20b" in page("teacher-cache.md")
+
+
+def test_what_is_read_of_gguf_files():
+    """Bytes by format, and which formats the tile of the kernel reads itself."""
+    row = re.compile(r"^\| ([\w, ]+) \| ([\d., ]+) \| as stored \| float32, (\d* ?\w+) ", re.M)
+    text = (ROOT / "docs" / "gguf.md").read_text(encoding="utf-8")
+    where = {}
+    for names, nbytes, way in row.findall(text):
+        for name, stated in zip(names.split(", "), nbytes.split(", "), strict=True):
+            values, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+            assert float(stated) == size * 32 / values, name
+            where[name] = way
+    kernel = (ROOT / "outpace" / "kernels" / "cpu.c").read_text(encoding="utf-8")
+    kinds = re.search(r"enum \{ ([\w, ]+) \};  // of weights", kernel)
+    last = re.search(r"if \(m->kind > (\w+)\) return unpacked", kernel)
+    spread = re.search(r"SPREAD = (\d+)", kernel)
+    assert kinds is not None and last is not None and spread is not None
+    order = kinds[1].split(", ")
+    blocks = {
+        kind.removeprefix("GGML_"): at > order.index(last[1])
+        for at, kind in enumerate(order)
+        if kind not in ("F32", "BF16", "F16")
+    }
+    assert where == {kind: f"{spread[1]} values" if late else "unpacked" for kind, late in blocks.items()}
+
+
+def test_ids_of_the_tokenizer_that_synth_writes():
+    assert read_tokenizer(EMBEDDED / "target").get_vocab_size() == PRINTABLE
+    assert f"embedded one, of {PRINTABLE} ids" in page("checkpoints.md")
+    assert synth.__doc__ is not None and f"favours its {PRINTABLE} ids" in synth.__doc__
+
+
+def test_every_suite_is_published_or_to_be_measured():
+    published = {
+        "speed": "bench",
+        "recall": "embedded/recall",
+        "drafts": "drafts/embedded",
+        "lossless": "drafts/embedded/lossless",
+        "controller": "drafts/embedded/controller",
+    }
+    assert all((ROOT / "reports" / folder / "report.json").is_file() for folder in published.values())
+    missing = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("## To be measured")[1]
+    named = set(re.findall(r"--suite ([\w-]+)", missing))
+    assert set(RUNS) - set(published) <= named <= set(RUNS)
