@@ -15,6 +15,9 @@ ADAMW = 16  # bytes of a trained parameter: float32 master, gradient and two mom
 BLOCK_STATES = 32  # states of a token, each as wide as the model, that a block's backward needs
 # seconds of Outpace's calls: `outpace plan default --hardware this` on one core of an AMD EPYC with AVX-512
 LAYER_OVERHEAD = 1.5e-4
+# rho of `Sizes.experts_touched`, fitted to how the embedded model routes 1 to 8 tokens of code (8 experts, 2
+# each): `touched` in reports/drafts/embedded/report.json, as `outpace calibrate default` measures it
+EXPERT_OVERLAP = 0.83
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Choices:
     cached_layers: int = 5  # of the target, in a teacher cache
     cache_bits: float = 16.0
     layer_overhead: float = LAYER_OVERHEAD  # seconds per layer and forward, besides reading memory
-    expert_overlap: float = 0.6  # rho of `Sizes.experts_touched`; 1: tokens choose independently
+    expert_overlap: float = EXPERT_OVERLAP  # 1: tokens choose their experts independently
 
     def __post_init__(self) -> None:
         for field in fields(self):
