@@ -22,8 +22,9 @@ from outpace.doctor.reference import (
     rotate,
 )
 from outpace.doctor.search import EXACT, Explainer, half_layer, rows_to_try
+from outpace.models.attention import DecoderBlock
 from outpace.models.blocks import Experts
-from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.decoder import Decoder
 from outpace.ops.attention import causal_attend
 from outpace.ops.rope import rotate as engine_rotate
 

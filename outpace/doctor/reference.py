@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from outpace.models.attention import DecoderBlock
 from outpace.models.blocks import MLP, ExpertMatrix, Experts, Linear
-from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.decoder import Decoder
 from outpace.ops import mxfp4
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import dense

@@ -51,9 +51,10 @@ from outpace.doctor.reference import (
     mlp_weights,
     reordered,
 )
+from outpace.models.attention import DecoderBlock
 from outpace.models.blocks import ExpertMatrix, Experts
 from outpace.models.config import ModelConfig
-from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.decoder import Decoder
 from outpace.ops import mxfp4
 from outpace.ops.quant import Joined, Quant, Weight, reference_dense
 

@@ -94,14 +94,19 @@ def _matrix(w: Matrix) -> tuple[int, int]:
 
 def linear(x: Tensor, w: Matrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] @ w [N, K].T + bias [N] -> [M, N]."""
-    m, k = x.shape
-    n, columns = w.shape
-    assert columns == k and x.is_contiguous()
-    y = _empty(m, n)
-    b, b_kind = (0, 0) if bias is None else (bias.data_ptr(), KIND[bias.dtype])
-    data, kind = _matrix(w)
-    _c.linear(_c.Linear(x.data_ptr(), data, kind, b, b_kind, y.data_ptr(), m, n, k, _threads()))
+    y = _empty(x.shape[0], w.shape[0])
+    _c.linear(pack_linear(x, w, bias, y))
     return y
+
+
+def pack_linear(x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> Any:
+    """y [M, N], its rows may lie apart."""
+    (m, k), (n, columns) = x.shape, w.shape
+    apart, one = y.stride()
+    assert columns == k and x.is_contiguous() and y.shape == (m, n) and one == 1
+    data, kind = _matrix(w)
+    tensors = x.data_ptr(), data, kind, *_address_and_kind(bias), y.data_ptr()
+    return _c.Linear(*tensors, m, n, k, apart, _threads())
 
 
 def expand(w: Quantised) -> Tensor:
@@ -123,12 +128,15 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) * w over the last dimension of x [M, C], float32 or bfloat16."""
-    m, c = x.shape
-    assert x.is_contiguous() and w.is_contiguous()
     y = torch.empty_like(x)
-    kinds = KIND[x.dtype], KIND[w.dtype]
-    _c.rms_norm(_c.Norm(x.data_ptr(), w.data_ptr(), y.data_ptr(), *kinds, eps, m, c, _threads()))
+    _c.rms_norm(pack_norm(x, w, eps, y))
     return y
+
+
+def pack_norm(x: Tensor, w: Tensor, eps: float, y: Tensor) -> Any:
+    assert x.is_contiguous() and w.is_contiguous() and y.is_contiguous()
+    kinds = KIND[x.dtype], KIND[w.dtype]
+    return _c.Norm(x.data_ptr(), w.data_ptr(), y.data_ptr(), *kinds, eps, *x.shape, _threads())
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -153,11 +161,22 @@ def rope_(
     eps: float = 1e-6,
 ) -> Tensor:
     """Rotates the query and key heads of qkv [M, (H + 2K) * D] in place, after a norm per head if given."""
+    norms = None if q_norm is None or k_norm is None else (q_norm, k_norm, eps)
+    _c.rope(pack_rope(qkv, cos, sin, n_heads, n_kv, head_dim, norms))
+    return qkv
+
+
+HeadNorms = tuple[Tensor, Tensor, float]  # weights [D] of queries and keys, eps
+
+
+def pack_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int, norms: HeadNorms | None
+) -> Any:
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
     (q, q_kind), (k, k_kind) = _address_and_kind(q_norm), _address_and_kind(k_norm)
     tensors = qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), q, k, q_kind, k_kind
-    _c.rope(_c.Rope(*tensors, eps, len(qkv), n_heads, n_kv, head_dim, _threads()))
-    return qkv
+    return _c.Rope(*tensors, eps, len(qkv), heads, kv_heads, head_dim, _threads())
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, sign: float = 1.0) -> Tensor:
@@ -173,13 +192,16 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, sign: float 
 
 def angles(positions: Tensor, inv: Tensor, concentration: float) -> tuple[Tensor, Tensor]:
     """positions [M] int64, inv [n] float64 -> cos and sin of their products [M, n], times concentration."""
+    cos, sin = _empty(len(positions), len(inv)), _empty(len(positions), len(inv))
+    _c.angles(pack_angles(positions, inv, concentration, cos, sin))
+    return cos, sin
+
+
+def pack_angles(positions: Tensor, inv: Tensor, concentration: float, cos: Tensor, sin: Tensor) -> Any:
     assert positions.is_contiguous() and positions.dtype == torch.int64
     assert inv.is_contiguous() and inv.dtype == torch.float64
-    m, half = len(positions), len(inv)
-    cos, sin = _empty(m, half), _empty(m, half)
     tables = cos.data_ptr(), sin.data_ptr()
-    _c.angles(_c.Angles(positions.data_ptr(), inv.data_ptr(), concentration, *tables, m, half))
-    return cos, sin
+    return _c.Angles(positions.data_ptr(), inv.data_ptr(), concentration, *tables, len(positions), len(inv))
 
 
 def attend(
@@ -208,6 +230,28 @@ def attend(
     both int64, each new token sees those and nothing else is read. `kv_share` [B, T, H] is written: the sum
     of the weights of the keys, which is 1 minus the weight of the sink.
     """
+    y = _empty(*q.shape[:2], q.shape[2] * v.shape[3])
+    rules = window, sinks, scale, tree, depth, both_ways, first, lists, kv_share
+    _c.attend(pack_attend(q, k, v, start, y, *rules))
+    return y
+
+
+def pack_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    y: Tensor,
+    window: int,
+    sinks: Tensor | None,
+    scale: float,
+    tree: Tensor | None = None,
+    depth: Tensor | None = None,
+    both_ways: bool = False,
+    first: Tensor | None = None,
+    lists: tuple[Tensor, Tensor] | None = None,
+    kv_share: Tensor | None = None,
+) -> Any:
     b, t, h, d = q.shape
     _, kv, s, _ = k.shape
     u = t if tree is None else tree.shape[2]
@@ -219,7 +263,7 @@ def attend(
     assert h <= 64 * kv and d <= MOST_HEAD_DIM and d % 8 == 0
     assert tree is None or (tree.is_contiguous() and depth is not None and depth.is_contiguous())
     dv = v.shape[3]
-    y = _empty(b, t, h * dv)
+    assert y.is_contiguous() and y.shape == (b, t, h * dv)
     sink, sink_kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
     index, counts, n = 0, 0, 0
     if lists is not None:
@@ -230,21 +274,31 @@ def attend(
     rules = _address(tree), 0 if tree is None else _address(depth), sink, sink_kind, index, counts
     sizes = q_b, q_t, k_b, k_h, v_b, v_h, v_s, b, t, u, n, h, kv, d, dv, s, window, both_ways
     outputs = y.data_ptr(), _address(kv_share)
-    _c.attend(_c.Attend(*tensors, *rules, *outputs, *sizes, scale, _threads()))
-    return y
+    return _c.Attend(*tensors, *rules, *outputs, *sizes, scale, _threads())
 
 
 def route(
     x: Tensor, w: Tensor, b: Tensor | None, k: int, softmax_first: bool, renormalise: bool
 ) -> tuple[Tensor, Tensor]:
     """The k largest of x [M, C] @ w [E, C].T + b [E] -> index int64 [M, k], weight [M, k], sorted."""
-    m, c = x.shape
-    e = len(w)
-    assert x.is_contiguous() and w.is_contiguous() and k <= e
-    index, weight = _empty(m, k, dtype=torch.int64), _empty(m, k)
-    tensors = x.data_ptr(), w.data_ptr(), KIND[w.dtype], *_address_and_kind(b), index.data_ptr()
-    _c.route(_c.Route(*tensors, weight.data_ptr(), m, e, c, k, softmax_first, renormalise, _threads()))
+    index, weight = _empty(len(x), k, dtype=torch.int64), _empty(len(x), k)
+    _c.route(pack_route(x, w, b, index, weight, softmax_first, renormalise))
     return index, weight
+
+
+def pack_route(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    index: Tensor,
+    weight: Tensor,
+    softmax_first: bool,
+    renormalise: bool,
+) -> Any:
+    (m, c), e, k = x.shape, len(w), index.shape[1]
+    assert x.is_contiguous() and w.is_contiguous() and k <= e
+    tensors = x.data_ptr(), w.data_ptr(), KIND[w.dtype], *_address_and_kind(b), index.data_ptr()
+    return _c.Route(*tensors, weight.data_ptr(), m, e, c, k, softmax_first, renormalise, _threads())
 
 
 def _experts(w: Experts, bias: Tensor | None, first: int = 0) -> tuple[int, int, int, int, int]:
@@ -279,10 +333,30 @@ def moe(
     "gpt_oss": rows of up alternate gate and up, clamped; "silu": all gates, then all ups. Where `gate` is
     given, it holds the gates and up the ups, both [E, F, C].
     """
+    y = torch.empty_like(x)
+    _c.moe(pack_moe(x, idx, weight, y, up, up_bias, down, down_bias, style, limit, alpha, gate, gate_bias))
+    return y
+
+
+def pack_moe(
+    x: Tensor,
+    idx: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    up: Experts,
+    up_bias: Tensor | None,
+    down: Experts,
+    down_bias: Tensor | None,
+    style: str,
+    limit: float,
+    alpha: float,
+    gate: Experts | None,
+    gate_bias: Tensor | None,
+) -> Any:
     m, c = x.shape
     e, _, f = (down[0].shape[0], 0, down[1].shape[-1] * 32) if isinstance(down, tuple) else down.shape
     assert x.is_contiguous() and idx.is_contiguous() and weight.is_contiguous() and style in STYLES
-    y = _empty(m, c)
+    assert y.is_contiguous() and y.shape == x.shape
     clamped = style == "gpt_oss"
     interleaved = clamped and gate is None
     gates = _experts(up, up_bias) if gate is None else _experts(gate, gate_bias)
@@ -291,8 +365,8 @@ def moe(
     experts = *gates, *ups, *_experts(down, down_bias)
     sizes = y.data_ptr(), m, c, f, e, idx.shape[1], rows, interleaved, clamped
     scales = limit, alpha if clamped else 1.0
-    _c.moe(_c.Moe(x.data_ptr(), idx.data_ptr(), weight.data_ptr(), *experts, *sizes, *scales, _threads()))
-    return y
+    tensors = x.data_ptr(), idx.data_ptr(), weight.data_ptr()
+    return _c.Moe(*tensors, *experts, *sizes, *scales, _threads())
 
 
 def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
@@ -302,7 +376,7 @@ def gated(gate_up: Tensor, limit: float | None, alpha: float) -> Tensor:
     the gates are the first half.
     """
     y = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    _c.gated(_pack_gates(gate_up, None, y, limit, alpha))
+    _c.gated(pack_gates(gate_up, None, y, limit, alpha))
     return y
 
 
@@ -310,11 +384,11 @@ def gated_backward(dy: Tensor, gate_up: Tensor, limit: float | None, alpha: floa
     """Gradient of gated: dy [M, F], gate_up [M, 2F] -> [M, 2F]."""
     assert dy.is_contiguous() and dy.dtype == gate_up.dtype
     out = torch.empty_like(gate_up)
-    _c.gated_backward(_pack_gates(gate_up, dy, out, limit, alpha))
+    _c.gated_backward(pack_gates(gate_up, dy, out, limit, alpha))
     return out
 
 
-def _pack_gates(x: Tensor, dy: Tensor | None, out: Tensor, limit: float | None, alpha: float) -> Any:
+def pack_gates(x: Tensor, dy: Tensor | None, out: Tensor, limit: float | None, alpha: float) -> Any:
     assert x.is_contiguous()
     tensors = x.data_ptr(), _address(dy), out.data_ptr(), KIND[x.dtype]
     sizes = len(x), x.shape[1] // 2, limit is not None
@@ -367,7 +441,7 @@ def walk(
 def block_conv(x: Tensor, base: Tensor, delta: Tensor, block: int, side: int) -> Tensor:
     """x [M, C], base [taps, C], delta [M, sides, taps, groups], of which `side` counts -> [M, C]."""
     out = torch.empty_like(x)
-    _c.block_conv(_pack_conv(x, base, delta, block, side, out))
+    _c.block_conv(pack_conv(x, base, delta, block, side, out))
     return out
 
 
@@ -377,11 +451,11 @@ def block_conv_backward(
     """-> the gradients of x [M, C], of base [taps, C] float32, and of delta's side [M, taps, groups]."""
     dx, d_base = torch.empty_like(x), _empty(*base.shape)
     d_delta = delta.new_empty(len(x), *delta.shape[2:])
-    _c.block_conv_backward(_pack_conv(x, base, delta, block, side, dx, dy, d_delta, d_base))
+    _c.block_conv_backward(pack_conv(x, base, delta, block, side, dx, dy, d_delta, d_base))
     return dx, d_base, d_delta
 
 
-def _pack_conv(
+def pack_conv(
     x: Tensor,
     base: Tensor,
     delta: Tensor,

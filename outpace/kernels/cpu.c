@@ -274,7 +274,7 @@ static void block(const floats *x, int rows, const Rows *m, int cols, float *sum
     }
 }
 
-typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind; float *y; int64_t M, N, K, threads; } Linear;
+typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind; float *y; int64_t M, N, K, apart, threads; } Linear;  // apart: values between rows of y
 INLINE void add(any bias, long kind, long n, int cols, float *sums, int rows) {  // bias[n..] to every row
     float b[COLS] = {0};
     for (int c = 0; bias && c < cols; c++) b[c] = get(bias, kind, n + c);
@@ -294,7 +294,7 @@ static void products(const Linear *o, long some, Share *shares, int threads) {
             int cols = MIN(COLS, o->N - n);
             block(xs, rows, &(Rows){(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K, o->K}, cols, sums);
             add(o->bias, o->bias_kind, n, cols, sums, rows);
-            for (int r = 0; r < rows; r++) place(o->y + (m + r) * o->N + n, sums + r * COLS, cols);
+            for (int r = 0; r < rows; r++) place(o->y + (m + r) * o->apart + n, sums + r * COLS, cols);
         }
     }
 }
@@ -359,4 +359,5 @@ void unpack_mxfp4(const Packed *o) {
 #include "cpu_drafts.c"
 #include "cpu_noise.c"
 #include "cpu_suffix.c"
+#include "cpu_step.c"
 #include "cpu_program.c"

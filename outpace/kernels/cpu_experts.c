@@ -4,7 +4,7 @@ typedef struct { floats x; any w; int64_t kind; any bias; int64_t bias_kind, *in
 void route(const Route *o) {
     float *p = scratch(o->M * o->E), *weight = o->weight;
     int64_t *index = o->index;
-    linear(&(Linear){o->x, o->w, o->kind, o->bias, o->bias_kind, p, o->M, o->E, o->C, o->threads});
+    linear(&(Linear){o->x, o->w, o->kind, o->bias, o->bias_kind, p, o->M, o->E, o->C, o->E, o->threads});
     for (long m = 0; m < o->M; m++, p += o->E, weight += o->k, index += o->k) {
         float top = -INFINITY, total = 0;
         vf mass = {0};

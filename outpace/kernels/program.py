@@ -1,17 +1,19 @@
 """Several kernels in one call: a list of them, packed once for buffers that stay, and run again and again."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.kernels.bindings import KIND, Matrix, _address_and_kind, _c, _matrix, _pack_conv, _threads
+from outpace.kernels import bindings
+from outpace.kernels.bindings import HeadNorms, Matrix, _address, _c, _matrix
 from outpace.kernels.layouts import cases, sources
 
 
 class Program:
-    """Each method adds a kernel that reads and writes the given tensors, [M, ..] and contiguous, at every
-    `run`; they are kept alive. A kernel computes what its function in bindings.py does, to the bit."""
+    """Each method adds a kernel that reads and writes the given tensors, at every `run`; they are kept alive.
+    A kernel computes what its function in bindings.py does, to the bit."""
 
     def __init__(self) -> None:
         self._numbers = cases(sources())
@@ -20,7 +22,6 @@ class Program:
         self._packed: bytes | None = None
 
     def _add(self, kernel: str, packed: bytes, *used: object) -> int:
-        assert all(t.is_contiguous() for t in used if isinstance(t, Tensor))
         self._calls.append((self._numbers[kernel], ctypes.create_string_buffer(packed, len(packed))))
         self._used += used
         self._packed = None
@@ -28,51 +29,80 @@ class Program:
 
     def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> int:
         """-> the index of this call, for `read_from`."""
-        (m, k), (n, _) = x.shape, w.shape
-        assert y.shape == (m, n) and w.shape[1] == k
-        tensors = x.data_ptr(), *_matrix(w), *_address_and_kind(bias), y.data_ptr()
-        return self._add("linear", _c.Linear(*tensors, m, n, k, _threads()), x, w, bias, y)
+        return self._add("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
 
-    def rms_norm(self, x: Tensor, w: Tensor, eps: float, y: Tensor) -> int:
-        tensors = x.data_ptr(), w.data_ptr(), y.data_ptr(), KIND[x.dtype], KIND[w.dtype]
-        return self._add("rms_norm", _c.Norm(*tensors, eps, *x.shape, _threads()), x, w, y)
+    def rms_norm(self, x: Tensor, w: Tensor, eps: float, y: Tensor) -> None:
+        self._add("rms_norm", bindings.pack_norm(x, w, eps, y), x, w, y)
 
     def rope(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        heads: int,
-        kv_heads: int,
-        norms: tuple[Tensor, Tensor, float],
-    ) -> int:
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, norms: HeadNorms | None
+    ) -> None:
         """In place."""
-        (q, q_kind), (k, k_kind) = _address_and_kind(norms[0]), _address_and_kind(norms[1])
-        tensors = qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), q, k, q_kind, k_kind
-        sizes = len(qkv), heads, kv_heads, 2 * cos.shape[1], _threads()
-        return self._add("rope", _c.Rope(*tensors, norms[2], *sizes), qkv, cos, sin, *norms)
+        packed = bindings.pack_rope(qkv, cos, sin, heads, kv_heads, 2 * cos.shape[1], norms)
+        self._add("rope", packed, qkv, cos, sin, norms)
 
-    def gated(self, gate_up: Tensor, y: Tensor) -> int:
+    def gated(self, gate_up: Tensor, y: Tensor) -> None:
         """SiLU over halves."""
-        m, f = y.shape
-        assert gate_up.shape == (m, 2 * f)
-        tensors = gate_up.data_ptr(), 0, y.data_ptr(), KIND[gate_up.dtype]
-        return self._add("gated", _c.Gates(*tensors, m, f, False, 0.0, 1.0, _threads()), gate_up, y)
+        self._add("gated", bindings.pack_gates(gate_up, None, y, None, 1.0), gate_up, y)
 
-    def block_conv(self, x: Tensor, base: Tensor, delta: Tensor, block: int, side: int, y: Tensor) -> int:
+    def block_conv(self, x: Tensor, base: Tensor, delta: Tensor, block: int, side: int, y: Tensor) -> None:
         """delta [M, sides, taps, G]."""
-        return self._add("block_conv", _pack_conv(x, base, delta, block, side, y), x, base, delta, y)
+        self._add("block_conv", bindings.pack_conv(x, base, delta, block, side, y), x, base, delta, y)
 
-    def angles(self, positions: Tensor, inv: Tensor, concentration: float, cos: Tensor, sin: Tensor) -> int:
-        assert positions.dtype == torch.int64 and inv.dtype == torch.float64
-        tensors = positions.data_ptr(), inv.data_ptr(), concentration, cos.data_ptr(), sin.data_ptr()
-        packed = _c.Angles(*tensors, len(positions), len(inv))
-        return self._add("angles", packed, positions, inv, cos, sin)
+    def angles(self, positions: Tensor, inv: Tensor, concentration: float, cos: Tensor, sin: Tensor) -> None:
+        packed = bindings.pack_angles(positions, inv, concentration, cos, sin)
+        self._add("angles", packed, positions, inv, cos, sin)
 
-    def add(self, x: Tensor, y: Tensor) -> int:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, y: Tensor, **rules: Any) -> None:
+        """`rules` of `bindings.attend`."""
+        packed = bindings.pack_attend(q, k, v, start, y, **rules)
+        self._add("attend", packed, q, k, v, start, y, *rules.values())
+
+    def route(
+        self, x: Tensor, w: Tensor, b: Tensor | None, index: Tensor, weight: Tensor, **rules: bool
+    ) -> None:
+        """`rules`: softmax_first, renormalise."""
+        self._add("route", bindings.pack_route(x, w, b, index, weight, **rules), x, w, b, index, weight)
+
+    def moe(self, x: Tensor, index: Tensor, weight: Tensor, y: Tensor, *experts: Any) -> None:
+        """`experts`: what `bindings.pack_moe` takes after y."""
+        packed = bindings.pack_moe(x, index, weight, y, *experts)
+        self._add("moe", packed, x, index, weight, y, *experts)
+
+    def places(self, start: Tensor, depth: Tensor | None, held: int, offset: int, positions: Tensor) -> None:
+        """positions [B, T] = offset + start [B] + depth [B, T], or + held + t."""
+        sizes = *positions.shape, held, offset
+        packed = _c.Places(start.data_ptr(), _address(depth), positions.data_ptr(), *sizes)
+        self._add("places", packed, start, depth, positions)
+
+    def embed(self, tokens: Tensor, w: Matrix, y: Tensor) -> None:
+        """tokens [M] int64, w [V, C] -> y [M, C] float32."""
+        assert tokens.dtype == torch.int64 and y.is_contiguous()
+        packed = _c.Embed(tokens.data_ptr(), *_matrix(w), y.data_ptr(), *y.shape)
+        self._add("embed", packed, tokens, w, y)
+
+    def append(
+        self, qkv: Tensor, k: Tensor, v: Tensor, start: Tensor, counts: Tensor, heads: int, held: int
+    ) -> None:
+        """The keys and values in qkv [B, T, (H + 2K) * D] to k, v [B, K, S + 1, D], S + 1 being the trash
+        slot: the first counts [B] of each row at storage index start [B] + held and on."""
+        (B, T, _), (_, K, slots, D) = qkv.shape, k.shape
+        assert qkv.is_contiguous() and k.is_contiguous() and v.is_contiguous() and k.shape == v.shape
+        tensors = (t.data_ptr() for t in (qkv, k, v, start, counts))
+        packed = _c.Append(*tensors, B, T, heads, K, D, slots - 1, held)
+        self._add("append", packed, qkv, k, v, start, counts)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
         """y += x."""
-        assert x.shape == y.shape
-        return self._add("add_to", _c.Sum(x.data_ptr(), y.data_ptr(), y.numel()), x, y)
+        self._add("add_to", self._pair(x, y), x, y)
+
+    def copy(self, x: Tensor, y: Tensor) -> None:
+        self._add("copy", self._pair(x, y), x, y)
+
+    def _pair(self, x: Tensor, y: Tensor) -> bytes:
+        assert x.shape == y.shape and x.is_contiguous() and y.is_contiguous()
+        packed: bytes = _c.Copy(x.data_ptr(), y.data_ptr(), y.numel())
+        return packed
 
     def read_from(self, call: int, x: Tensor) -> None:
         """From now on the `linear` of index `call` reads x, which the caller keeps alive until `run`."""

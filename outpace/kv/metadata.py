@@ -63,7 +63,7 @@ class StepMetadata:
         padding and for what a ring would overwrite at once. Formed once for all layers of that size."""
         if size not in self._slots:
             column = torch.arange(self.T, device=self.device)
-            first = self._counts[:, None] - size
+            first = self.counts_tensor[:, None] - size
             kept = self.real & (column >= first)
             self._slots[size] = torch.where(kept, self.storage % size, size)
         return self._slots[size]
@@ -71,16 +71,17 @@ class StepMetadata:
     @cached_property
     def real(self) -> Tensor:
         """[B, T] False at padding."""
-        return torch.arange(self.T, device=self.device) < self._counts[:, None]
+        return torch.arange(self.T, device=self.device) < self.counts_tensor[:, None]
 
     @cached_property
-    def _counts(self) -> Tensor:
+    def counts_tensor(self) -> Tensor:
+        """[B] int64, `counts` as a tensor."""
         return torch.tensor(self.counts, device=self.device)
 
     @cached_property
     def query_positions(self) -> QueryPositions:
         """The same, as an index asks for it."""
-        return QueryPositions(self.starts, self._counts, self.T, self.tree, max(self.start) + self.T)
+        return QueryPositions(self.starts, self.counts_tensor, self.T, self.tree, max(self.start) + self.T)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from outpace.kv.base import LayerCache
 from outpace.kv.metadata import KVView, StepMetadata
 from outpace.kv.topk import choose
-from outpace.models.blocks import Linear, RMSNorm
+from outpace.models.blocks import MLP, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.indexer import Indexer
 from outpace.models.latent import Latent
@@ -71,3 +71,26 @@ class Attention(nn.Module):
             return None
         k = qkv[..., self.heads * self.head_dim : -self.kv_heads * self.head_dim]
         return self.latent.rows(x, k, 0.0 if self.k_norm is None else self.k_norm.eps)
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, mlp: MLP | Experts) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        memory: LayerCache | None,
+        step: StepMetadata | None,
+        routing: list[Tensor] | None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, memory, step)
+        normed = self.post_attention_layernorm(x)
+        mlp = self.mlp(normed, routing) if isinstance(self.mlp, Experts) else self.mlp(normed)
+        return x + mlp

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from outpace.kv.base import KVCache, LayerCache
 from outpace.kv.latent import LatentCache
-from outpace.kv.metadata import StepMetadata
 from outpace.kv.tree import Tree
-from outpace.models.attention import Attention
-from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
+from outpace.models.attention import Attention, DecoderBlock
+from outpace.models.blocks import Embedding, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
+from outpace.models.native_step import native_step
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
 from outpace.ops.rope import inverse_frequencies, rope_tables
@@ -29,29 +29,6 @@ class Output:
     routing: list[Tensor]
 
 
-class DecoderBlock(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, mlp: MLP | Experts) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        memory: LayerCache | None,
-        step: StepMetadata | None,
-        routing: list[Tensor] | None,
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, memory, step)
-        normed = self.post_attention_layernorm(x)
-        mlp = self.mlp(normed, routing) if isinstance(self.mlp, Experts) else self.mlp(normed)
-        return x + mlp
-
-
 class Decoder(nn.Module):
     """A target. Built from a config and its blocks; see `gpt_oss.py`, `llama.py`, `qwen3_moe.py`."""
 
@@ -64,6 +41,9 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.dtype = torch.float32  # of activations; weights stay as stored
         self.inv = inverse_frequencies(config.rope, config.head_dim)
+        self.native = (
+            True  # cached steps run as one native call where they can; hooks on modules do not see them
+        )
 
     @property
     def device(self) -> torch.device:
@@ -169,6 +149,12 @@ class Decoder(nn.Module):
         """
         B, T = tokens.shape
         step = None if cache is None else cache.begin(T, counts, tree=tree)
+        if self.native and cache is not None and step is not None and not routing:
+            native = native_step(self, cache, step, aux)
+            if native is not None:
+                hidden, states = native.run(tokens, step)
+                cache.advance(step)
+                return Output(hidden, states, [])
         if cache is None or step is None:
             positions = torch.arange(offset, offset + T, device=tokens.device).expand(B, -1)
         else:

@@ -3,9 +3,10 @@
 from functools import partial
 from typing import Any
 
+from outpace.models.attention import DecoderBlock
 from outpace.models.blocks import Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, fields_to_hf, need, parse_fields, parse_rope
-from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.decoder import Decoder
 from outpace.models.weights import Entry, backbone_weights, split_experts
 
 ALPHA = 1.702

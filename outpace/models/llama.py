@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from outpace.models.attention import DecoderBlock
 from outpace.models.blocks import MLP, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, fields_to_hf, need, parse_fields, parse_rope
-from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.decoder import Decoder
 from outpace.models.weights import Entry, backbone_weights, dense_mlp
 
 

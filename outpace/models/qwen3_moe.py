@@ -3,9 +3,10 @@
 from typing import Any
 
 from outpace.models import llama
+from outpace.models.attention import DecoderBlock
 from outpace.models.blocks import MLP, Experts, Layout
 from outpace.models.config import FULL, WINDOW, ModelConfig, need, parse_fields, parse_rope
-from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.decoder import Decoder
 from outpace.models.weights import Entry, backbone_weights, dense_mlp, split_experts
 
 

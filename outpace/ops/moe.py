@@ -14,7 +14,7 @@ from outpace.ops.quant import Quant, Weight, dense
 
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
 Experts = Tensor | Packed | Quant  # [E, N, K]
-SOME = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
+MOST_TOKENS = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
 
 
 def router_logits(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -72,9 +72,9 @@ def run_experts(
         def weigh(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
             return bindings.moe(x, experts, weights, up, up_bias, down, down_bias, *rules)
 
-        if len(x) <= SOME:
+        if len(x) <= MOST_TOKENS:
             return weigh(x, experts, weights)
-        some = zip(x.split(SOME), experts.split(SOME), weights.split(SOME), strict=True)
+        some = zip(x.split(MOST_TOKENS), experts.split(MOST_TOKENS), weights.split(MOST_TOKENS), strict=True)
         return torch.cat([weigh(*part) for part in some])
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.models.decoder import Decoder, DecoderBlock
+from outpace.models.attention import DecoderBlock
+from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import encode

@@ -29,8 +29,9 @@ def recomputed_keys(attention, x, positions, model):
 @pytest.mark.parametrize("offset", [0, 130_688])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @torch.inference_mode()
-def test_cached_keys_are_rotated_at_the_caches_offset(family, offset):
+def test_cached_keys_are_rotated_at_the_caches_offset(family, offset, monkeypatch):
     model, tokens = tiny.target(family), tiny.tokens(2, T + len(PARENTS))
+    monkeypatch.setattr(model, "native", False)  # for the hooks; test_native_step.py compares the two
     inputs = [[] for _ in model.layers]
     hooks = [
         block.self_attn.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))

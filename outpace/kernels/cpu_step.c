@@ -1,0 +1,36 @@
+// Part of cpu.c: what a step of a target needs around its layers: positions, embeddings, and the memory of new tokens.
+typedef struct { const int64_t *start, *depth; int64_t *positions, B, T, held, offset; } Places;
+// Where token t of row b is in its text: start + held + t, in a tree start + depth [B, T]; from `offset` on.
+void places(const Places *o) {
+    for (long i = 0; i < o->B * o->T; i++)
+        o->positions[i] = o->offset + o->start[i / o->T] + (o->depth ? o->depth[i] : o->held + i % o->T);
+}
+
+typedef struct { const int64_t *tokens; any w; int64_t kind; float *y; int64_t M, K; } Embed;
+void embed(const Embed *o) {  // rows of w [.., K]
+    for (long m = 0; m < o->M; m++) {
+        bytes row = (bytes)o->w + o->tokens[m] * at(o->kind, o->K);
+        float *y = o->y + m * o->K;
+        if (o->kind == F32 || o->kind == BF16) for (long i = 0; i < o->K; i++) y[i] = get(row, o->kind, i);
+        else expand(row, o->kind, 0, o->K, y);
+    }
+}
+
+typedef struct { floats qkv; float *k, *v; const int64_t *start, *counts; int64_t B, T, H, K, D, size, held; } Append;
+// Keys and values of the first counts [B] tokens of each row to the rings k, v [B, K, size + 1, D], behind start [B] + held tokens;
+// what a ring would overwrite at once is not written.
+void append(const Append *o) {
+    long D = o->D, width = (o->H + 2 * o->K) * D;
+    for (long b = 0; b < o->B; b++) for (long t = MAX(0, o->counts[b] - o->size); t < o->counts[b]; t++) {
+        floats k = o->qkv + (b * o->T + t) * width + o->H * D, v = k + o->K * D;
+        long slot = (o->start[b] + o->held + t) % o->size;
+        for (long h = 0; h < o->K; h++) {
+            long to = ((b * o->K + h) * (o->size + 1) + slot) * D;
+            memcpy(o->k + to, k + h * D, D * sizeof(float)), memcpy(o->v + to, v + h * D, D * sizeof(float));
+        }
+    }
+}
+
+typedef struct { floats x; float *y; int64_t n; } Copy;
+void copy(const Copy *o) { memcpy(o->y, o->x, o->n * sizeof(float)); }
+void add_to(const Copy *o) { for (long i = 0; i < o->n; i++) o->y[i] += o->x[i]; }

@@ -1,0 +1,180 @@
+"""The native step against the modules, bit for bit: hidden states, aux states and what the cache holds."""
+
+import pytest
+import tiny
+import torch
+from kernels.test_block_formats import blocks
+
+from outpace.kernels import bindings
+from outpace.kv.tree import Tree
+from outpace.models.blocks import Embedding, ExpertMatrix, Linear
+from outpace.models.load import build, named_tensors
+from outpace.models.native_step import NativeStep
+from outpace.ops import mxfp4
+from outpace.ops.quant import Joined
+
+pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
+
+HEADS = {"qwen3": 16, "qwen3_moe": 24}  # dims that the kernels take: multiples of 8
+FORMATS = ("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "expert_size": 768}  # K-quants have blocks of 256
+PARENTS = [0, 0, 0, 1, 2, 3]
+
+
+def plain(family, dtype=torch.float32, **changes):
+    model = build(tiny.config(family, head_dim=HEADS.get(family, 8), **changes))
+    tiny.randomise(named_tensors(model), 3)
+    return model.to(dtype).eval()
+
+
+def in_blocks(family, format):
+    """Every matrix in GGUF's blocks: experts apart, q, k and v as three matrices in two formats."""
+    config = tiny.config(family, head_dim=128, **WIDE)
+    model = build(config, "split" if config.num_experts else "dense")
+    tiny.randomise(named_tensors(model), 3)
+    for number, part in enumerate(model.modules()):
+        name = next((n for n, m in model.named_modules() if m is part), "")
+        if isinstance(part, (Linear, Embedding, ExpertMatrix)) and "router" not in name:
+            shape = part.weight.shape
+            del part.weight
+            part.weight = blocks(format, *shape, seed=number)
+        if name.endswith("qkv_proj"):
+            q, kv = config.num_heads * 128, config.num_kv_heads * 128
+            rows = [blocks(f, n, 256, seed=number) for f, n in ((format, q), ("Q8_0", kv), (format, kv))]
+            del part.weight
+            part.weight = Joined(rows)
+    return model.eval()
+
+
+def in_mxfp4():
+    model, packed = plain("gpt_oss", hidden_size=96), build(tiny.config("gpt_oss"), "mxfp4")
+    tiny.randomise(named_tensors(packed), 3)
+    for a, b in zip(model.layers, packed.layers, strict=True):
+        for name in ("up", "down"):
+            part = getattr(b.mlp, name)
+            part.blocks, part.scales = mxfp4.pack(getattr(a.mlp, name).weight)
+    return packed.eval()
+
+
+def steps_of(model, cache):
+    """Forwards of every kind on one cache -> what each gives, padding left out."""
+    layers = (0, model.config.num_layers - 1)
+    tree = torch.tensor([PARENTS, [0, 1, 0, 1, 1, 4], [0, 0, 1, 2, 3, 5]])
+
+    def run(tokens, counts=None, tree=None):
+        out = model(tokens, cache, counts=counts, tree=tree, aux=layers)
+        real = counts or [tokens.shape[1]] * len(tokens)
+        for b, n in enumerate(real):
+            results.extend((out.hidden[b, :n], out.aux[:, b, :n]))
+
+    results = []
+    run(tiny.tokens(3, 6), [6, 2, 4])
+    run(tiny.tokens(3, 1, seed=2))
+    for seed in range(3):  # past the windows of 7, whose rings hold 7 + 6
+        run(tiny.tokens(3, 5, seed=seed), [5, 1, 3])
+        cache.commit([[0, 1, 2], [0], [0, 1]])
+    run(tiny.tokens(3, 6, seed=7), tree=Tree(tree))
+    cache.commit([[0, 1, 3], [0, 2], [0, 1, 2, 3]])
+    cache.select([2, 0])
+    run(tiny.tokens(2, 1, seed=8))
+    run(tiny.tokens(2, 3, seed=9), tree=Tree(tree[:2, :3]))
+    return results
+
+
+def both_ways(model, offset):
+    values = []
+    for model.native in (True, False):
+        cache = model.make_cache(3, 64, slack=6, offset=offset)
+        values.append((steps_of(model, cache), cache))
+    return values
+
+
+def compare(model, offset=0):
+    assert model.native
+    (mine, cache), (theirs, other) = both_ways(model, offset)
+    model.native = True
+    assert len(cache.native_steps) == 2 and not other.native_steps  # those since the last `select`
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for a, b in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(a.k[:, :, :-1], b.k[:, :, :-1]) and torch.equal(a.v[:, :, :-1], b.v[:, :, :-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_a_native_step_is_the_modules_forward(family, dtype):
+    compare(plain(family, dtype))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_positions_begin_at_the_caches_offset(family):
+    compare(plain(family), offset=130_688)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3", "qwen3_moe"])
+@torch.inference_mode()
+def test_a_native_step_over_the_blocks_of_gguf(family, format):
+    compare(in_blocks(family, format))
+
+
+@torch.inference_mode()
+def test_a_native_step_over_mxfp4_of_safetensors():
+    compare(in_mxfp4())
+
+
+@torch.inference_mode()
+def test_a_batch_wider_than_one_call_of_the_experts():
+    model = plain("gpt_oss")
+    values = []
+    for model.native in (True, False):
+        cache = model.make_cache(40, 20)
+        values.append(model(tiny.tokens(40, 5), cache).hidden)
+    assert torch.equal(*values)
+
+
+@torch.inference_mode()
+def test_a_tree_that_grows_over_several_forwards():
+    model, parents = plain("gpt_oss"), torch.tensor([PARENTS, [0, 1, 0, 1, 1, 4]])
+    values = []
+    for model.native in (True, False):
+        cache = model.make_cache(2, 40, slack=8)
+        model(tiny.tokens(2, 9), cache, counts=[9, 4])
+        hidden = []
+        for held, new in ((0, 2), (2, 3), (5, 1)):
+            step = cache.begin(new, tree=Tree(parents[:, : held + new], held))
+            tokens = tiny.tokens(2, new, seed=held)
+            if model.native:
+                hidden.append(NativeStep(model, cache, step, ()).run(tokens, step)[0])
+            else:
+                cos, sin = model.rope(step.positions + cache.offset)
+                x = model.embed(tokens)
+                for block, memory in zip(model.layers, cache.layers, strict=True):
+                    x = block(x, cos, sin, memory, step, None)
+                hidden.append(model.norm(x))
+        values.append(torch.cat(hidden, 1))
+    assert torch.equal(*values)
+
+
+@torch.inference_mode()
+def test_what_a_program_does_not_cover_runs_through_the_modules():
+    model = plain("gpt_oss")
+    cache = model.make_cache(1, 100, slack=4)
+    model(tiny.tokens(1, 65), cache)  # more tokens than a step has
+    model(tiny.tokens(1, 6), cache)  # more than the ring of 7 + 4 takes behind a window
+    assert not cache.native_steps
+    assert model(tiny.tokens(1, 2), cache, routing=True).routing and not cache.native_steps
+    model(tiny.tokens(1, 2), cache)
+    assert len(cache.native_steps) == 1
+
+
+@torch.inference_mode()
+def test_results_stay_what_they_were_after_the_next_step():
+    model = plain("llama")
+    cache = model.make_cache(1, 20)
+    first = model(tiny.tokens(1, 2), cache, aux=(1,))
+    hidden, aux = first.hidden.clone(), first.aux.clone()
+    model(tiny.tokens(1, 2, seed=4), cache, aux=(1,))
+    assert torch.equal(first.hidden, hidden) and torch.equal(first.aux, aux)
