@@ -94,8 +94,8 @@ def detect(path: Path) -> str:
         return "sglang-eagle3"
     other = f" ({OTHERS[architecture]})" if architecture in OTHERS else ""
     raise LoadError(
-        f"{path}: architectures [{architecture}]{other} is no draft that is known here; known are DFlash and "
-        f"EAGLE-3, in the formats {', '.join(FORMATS)}"
+        f"{path}: architectures [{architecture!r}]{other} is no draft that is known here; known are DFlash "
+        f"and EAGLE-3, in the formats {', '.join(FORMATS)}"
     )
 
 

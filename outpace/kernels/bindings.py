@@ -1,4 +1,7 @@
-"""ctypes bindings of the C kernels in cpu.c, and the predicate that decides where they run."""
+"""ctypes bindings of the C kernels, and the predicate that decides where they run.
+
+Those of drafts are in draft_bindings.py.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -18,9 +21,7 @@ BLOCKS_KIND = {"MXFP4": 4, "Q8_0": 5, "Q4_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9
 STYLES = ("gpt_oss", "silu")
 MOST_ROWS = 512  # above, a row of x leaves the cache before the next weights come, and oneDNN wins
 PANEL = 16  # numbers of a key that `latent_keys_` multiplies at once
-MOST_INDEX_HEADS, MOST_HEAD_DIM = 64, 256
-MOST_CANDIDATES, MOST_TAPS = 64, 16
-MOST_CONTEXTS, MOST_SAMPLES, MOST_RECENT, MOST_BRANCH = 8, 64, 16, 16
+MOST_INDEX_HEADS, MOST_HEAD_DIM, MOST_CANDIDATES = 64, 256, 64
 
 
 def use_kernel(x: Tensor, *, backward: bool = False, few_rows: bool = False) -> bool:
@@ -422,95 +423,6 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, values, lse
 
 
-def walk(
-    last: Tensor, ids: Tensor, values: Tensor, lse: Tensor, h: Tensor, before: Tensor, after: Tensor
-) -> tuple[Tensor, Tensor]:
-    """last [M] int64, candidates ids [M, n, k] int64 with their logits `values`, rows' log-sum-exp [M, n], h
-    [M, n, r] float32, codebooks `before` and `after` [V, r] -> the chosen ids [M, n] int64, and the
-    probability of each [M, n]."""
-    m, n, k = ids.shape
-    r = h.shape[-1]
-    tensors = last, ids, values, lse, h, before, after
-    assert all(t.is_contiguous() for t in tensors) and before.dtype == after.dtype and k <= MOST_CANDIDATES
-    out, confidence = _empty(m, n, dtype=torch.int64), _empty(m, n)
-    inputs = *(t.data_ptr() for t in tensors), KIND[before.dtype]
-    _c.walk(_c.Walk(*inputs, out.data_ptr(), confidence.data_ptr(), m, n, k, r, _threads()))
-    return out, confidence
-
-
-def block_conv(x: Tensor, base: Tensor, delta: Tensor, block: int, side: int) -> Tensor:
-    """x [M, C], base [taps, C], delta [M, sides, taps, groups], of which `side` counts -> [M, C]."""
-    out = torch.empty_like(x)
-    _c.block_conv(pack_conv(x, base, delta, block, side, out))
-    return out
-
-
-def block_conv_backward(
-    dy: Tensor, x: Tensor, base: Tensor, delta: Tensor, block: int, side: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> the gradients of x [M, C], of base [taps, C] float32, and of delta's side [M, taps, groups]."""
-    dx, d_base = torch.empty_like(x), _empty(*base.shape)
-    d_delta = delta.new_empty(len(x), *delta.shape[2:])
-    _c.block_conv_backward(pack_conv(x, base, delta, block, side, dx, dy, d_delta, d_base))
-    return dx, d_base, d_delta
-
-
-def pack_conv(
-    x: Tensor,
-    base: Tensor,
-    delta: Tensor,
-    block: int,
-    side: int,
-    out: Tensor,
-    dy: Tensor | None = None,
-    d_delta: Tensor | None = None,
-    d_base: Tensor | None = None,
-) -> Any:
-    m, c = x.shape
-    _, sides, taps, groups = delta.shape
-    assert x.is_contiguous() and base.is_contiguous() and delta.is_contiguous() and delta.dtype == x.dtype
-    assert m % block == 0 and c % groups == 0 and taps <= MOST_TAPS
-    assert dy is None or (dy.is_contiguous() and dy.dtype == x.dtype)
-    first = delta.data_ptr() + side * taps * groups * delta.element_size()
-    inputs = x.data_ptr(), first, base.data_ptr(), _address(dy), KIND[x.dtype], KIND[base.dtype]
-    outputs = out.data_ptr(), _address(d_delta), _address(d_base)
-    return _c.Conv(*inputs, *outputs, m, block, c, taps, c // groups, sides * taps * groups, _threads())
-
-
-Inputs = tuple[Tensor, ...]  # q [N, H, D], k and v [N, K, D], context_k and context_v [S, K, D], of one dtype
-# first [R+1], context [R+1] and seen [A] of ops.blocks.Layout; the length of a block, the window, whether a
-# query does not see the later ones of its block, the scale
-BlockRules = tuple[tuple[Tensor, Tensor, Tensor], int, int, bool, float]
-
-
-def blocks(inputs: Inputs, rules: BlockRules) -> tuple[Tensor, Tensor]:
-    """-> out [N, H * D] and the log-sum-exp of every query's scores [N, H], both float32; inputs float32 or
-    bfloat16."""
-    n, h, d = inputs[0].shape
-    out, lse = _empty(n, h * d), _empty(n, h)
-    _c.blocks(_pack_blocks(inputs, rules, out, lse, ()))
-    return out, lse
-
-
-def blocks_backward(inputs: Inputs, rules: BlockRules, out: Tensor, lse: Tensor, grad: Tensor) -> Inputs:
-    """grad [N, H * D] of out -> the gradients of the inputs, each like its own."""
-    result = tuple(map(torch.empty_like, inputs))
-    _c.blocks(_pack_blocks(inputs, rules, out, lse, (grad, *result)))
-    return result
-
-
-def _pack_blocks(inputs: Inputs, rules: BlockRules, out: Tensor, lse: Tensor, gradients: Inputs) -> Any:
-    q, k, _, context_k, _ = inputs
-    ranges, block, window, causal, scale = rules
-    first, context, seen = ranges
-    assert all(x.is_contiguous() and x.dtype == q.dtype for x in (*inputs, *gradients))
-    assert len(seen) * block == len(q) and int(first[-1]) == len(seen) and int(context[-1]) == len(context_k)
-    tensors = *(x.data_ptr() for x in inputs), KIND[q.dtype], *(x.data_ptr() for x in ranges)
-    outputs = [x.data_ptr() for x in (out, lse, *gradients)] + [0] * (0 if gradients else 6)
-    sizes = len(first) - 1, block, q.shape[1], k.shape[1], q.shape[2], window, causal
-    return _c.Blocks(*tensors, *outputs, *sizes, scale, _threads())
-
-
 def move(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
     """caches [B, K, S + 1, D], of one dtype, S of each its own; source, target [B, n] int64: indices of
     tokens, each in slot index % S, or -1 in both for none. In place."""
@@ -580,36 +492,3 @@ def latent_keys_(
     strides = rows.stride(0), rows.stride(1), t_b, y.stride(0), y.stride(1)
     sizes = b, n, r, k, d, p, gain is not None
     _c.latent_keys(_c.Unfold(*tensors, _address(gain), y.data_ptr(), *strides, *sizes, _threads()))
-
-
-def grow(
-    text: Tensor,
-    order: Tensor,
-    history: Tensor,
-    nodes: int,
-    *,
-    contexts: tuple[int, ...],
-    samples: int,
-    recent: int,
-    branch: int,
-    deepest: int,
-    doubt: float,
-    own_doubt: float,
-    enough: float,
-) -> tuple[list[int], list[int], list[float]]:
-    """text, order [n] int32, `order` sorts the suffixes of text; history [m] int32; contexts descending ->
-    tokens, parents and path probabilities."""
-    assert text.dtype == order.dtype == history.dtype == torch.int32 and len(text) == len(order)
-    assert text.is_contiguous() and order.is_contiguous() and history.is_contiguous()
-    assert 2 * len(contexts) <= MOST_CONTEXTS and list(contexts) == sorted(contexts, reverse=True)
-    assert samples <= MOST_SAMPLES and recent <= MOST_RECENT and branch <= MOST_BRANCH
-    lengths = torch.tensor(contexts, dtype=torch.int64)
-    result, reach = _empty(2, nodes, dtype=torch.int64), _empty(nodes, dtype=torch.float64)
-    count = _empty(1, dtype=torch.int64)
-    inputs = (t.data_ptr() for t in (text, order, history, lengths))
-    sizes = len(text), len(history), len(contexts), nodes, samples, recent, branch, deepest
-    outputs = (t.data_ptr() for t in (result[0], result[1], reach, count))
-    _c.grow(_c.Grow(*inputs, *sizes, doubt, own_doubt, enough, *outputs))
-    n = int(count)
-    tokens, parents = result[:, :n].tolist()
-    return tokens, parents, reach[:n].tolist()

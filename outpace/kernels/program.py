@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outpace.kernels import bindings
 from outpace.kernels.bindings import HeadNorms, Matrix, _address, _c, _matrix
+from outpace.kernels.draft_bindings import pack_conv
 from outpace.kernels.layouts import cases, sources
 
 
@@ -47,7 +48,7 @@ class Program:
 
     def block_conv(self, x: Tensor, base: Tensor, delta: Tensor, block: int, side: int, y: Tensor) -> None:
         """delta [M, sides, taps, G]."""
-        self._add("block_conv", bindings.pack_conv(x, base, delta, block, side, y), x, base, delta, y)
+        self._add("block_conv", pack_conv(x, base, delta, block, side, y), x, base, delta, y)
 
     def angles(self, positions: Tensor, inv: Tensor, concentration: float, cos: Tensor, sin: Tensor) -> None:
         packed = bindings.pack_angles(positions, inv, concentration, cos, sin)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.kernels import bindings
+from outpace.kernels import draft_bindings
 from outpace.kernels.bindings import use_kernel
 
 
@@ -39,7 +39,7 @@ def reference_block_conv(x: Tensor, base: Tensor, delta: Tensor, side: int) -> T
 
 def _forward(x: Tensor, base: Tensor, delta: Tensor, side: int) -> Tensor:
     rows, coefficients = x.reshape(-1, x.shape[-1]), delta.reshape(-1, *delta.shape[-3:])
-    return bindings.block_conv(rows, base, coefficients, x.shape[-2], side).view(x.shape)
+    return draft_bindings.block_conv(rows, base, coefficients, x.shape[-2], side).view(x.shape)
 
 
 class _BlockConv(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _BlockConv(torch.autograd.Function):
         above, rows = (t.reshape(-1, x.shape[-1]).contiguous() for t in (dy, x))
         coefficients = delta.reshape(-1, *delta.shape[-3:])
         block, side = x.shape[-2], ctx.side
-        dx, d_base, d_one = bindings.block_conv_backward(above, rows, base, coefficients, block, side)
+        dx, d_base, d_one = draft_bindings.block_conv_backward(above, rows, base, coefficients, block, side)
         d_delta = torch.zeros_like(coefficients)
         d_delta[:, ctx.side] = d_one
         return dx.view(x.shape), d_base, d_delta.view(delta.shape), None

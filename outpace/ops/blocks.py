@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.kernels import bindings
+from outpace.kernels import draft_bindings
 from outpace.kernels.bindings import use_kernel
 
 
@@ -110,12 +110,12 @@ class _Blocks(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, layout, window, causal, scale = args
         ctx.rules = (layout.first, layout.context, layout.seen), layout.block, window, causal, scale
-        out, lse = bindings.blocks(tuple(inputs), ctx.rules)
+        out, lse = draft_bindings.blocks(tuple(inputs), ctx.rules)
         ctx.save_for_backward(*inputs, out, lse)
         return out.to(inputs[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
-        result = bindings.blocks_backward(tuple(inputs), ctx.rules, out, lse, grad.contiguous())
+        result = draft_bindings.blocks_backward(tuple(inputs), ctx.rules, out, lse, grad.contiguous())
         return *result, None, None, None, None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from outpace.kernels import bindings
+from outpace.kernels import bindings, draft_bindings
 from outpace.kernels.bindings import use_kernel
 
 
@@ -36,7 +36,7 @@ def walk(
     log-sum-exp `lse` [B, n] is over all logits; what is no candidate keeps its own.
     """
     if use_kernel(h) and ids.shape[-1] <= bindings.MOST_CANDIDATES and before.dtype == after.dtype:
-        return bindings.walk(*(t.contiguous() for t in (last, ids, values, lse, h, before, after)))
+        return draft_bindings.walk(*(t.contiguous() for t in (last, ids, values, lse, h, before, after)))
     return reference_walk(last, ids, values, lse, h, before, after)
 
 

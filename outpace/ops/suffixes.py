@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.kernels import bindings
+from outpace.kernels import draft_bindings
 from outpace.kernels.bindings import use_kernel
 
 SORTED = 64  # tokens of a suffix that decide its place
@@ -80,7 +80,7 @@ class Suffixes:
         where less is known."""
         if not use_kernel(self.text):
             return self.lookup(history.tolist()).grow(nodes)
-        result = bindings.grow(
+        result = draft_bindings.grow(
             self.text,
             self.order,
             history,

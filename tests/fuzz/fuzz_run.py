@@ -28,7 +28,8 @@ from fuzz_kinds import KINDS, Argv, Kind, lay_out, make_samples
 
 from outpace.cli.main import main as outpace_main
 
-SECONDS = 20.0
+PROCESSOR_SECONDS = 20
+WALL_SECONDS = 60.0  # a case that waits uses no processor; a busy machine is no hang
 MEMORY = 4 * 2**30
 ACCEPTED, CLEAN, TRACEBACK, CRASH, HANG, OUT_OF_MEMORY = (
     "accepted",
@@ -66,6 +67,7 @@ def _child(argv: Argv, folder: Path, log: int) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS + 5))
         resource.setrlimit(resource.RLIMIT_AS, (_virtual_bytes() + MEMORY,) * 2)
         torch.set_num_threads(1)  # a forked OpenMP pool has no threads: a parallel region would wait for them
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
@@ -92,7 +94,7 @@ def run_command(argv: Argv, folder: Path) -> tuple[str, str, float]:
         if pid == 0:
             _child(argv, folder, log.fileno())
         ended = os.pidfd_open(pid)
-        done = select.select([ended], [], [], SECONDS)[0]
+        done = select.select([ended], [], [], WALL_SECONDS)[0]
         if not done:
             with contextlib.suppress(ProcessLookupError):  # before the child's setpgid there is no such group
                 os.killpg(pid, signal.SIGKILL)
@@ -109,7 +111,7 @@ def _class(done: bool, status: int, output: str) -> str:
     if not done:
         return HANG
     if os.WIFSIGNALED(status):
-        return CRASH
+        return HANG if os.WTERMSIG(status) == signal.SIGXCPU else CRASH
     code = os.WEXITSTATUS(status)
     if "MemoryError" in output or "bad_alloc" in output or "can't allocate memory" in output:
         return OUT_OF_MEMORY
@@ -221,7 +223,8 @@ def main() -> int:
             return outcome.result not in GOOD
         cases = [(chosen[i % len(chosen)], i // len(chosen)) for i in range(options.cases)]
         print(
-            f"seed {options.seed}, {len(cases):,} cases, {SECONDS:g} s and {MEMORY / 2**30:g} GiB each",
+            f"seed {options.seed}, {len(cases):,} cases, "
+            f"{PROCESSOR_SECONDS} s and {MEMORY / 2**30:g} GiB each",
             flush=True,
         )
         outcomes = _shared(cases, options.seed, base, options.jobs)

@@ -40,7 +40,8 @@ def test_hostile_input_ends_in_one_clear_line(made, kind):
 def planted(monkeypatch, command):
     """The class that the harness gives a program that does `command`."""
     monkeypatch.setattr(fuzz_run, "outpace_main", command)
-    monkeypatch.setattr(fuzz_run, "SECONDS", 1.0)
+    monkeypatch.setattr(fuzz_run, "PROCESSOR_SECONDS", 1)
+    monkeypatch.setattr(fuzz_run, "WALL_SECONDS", 3.0)
     return lambda folder: fuzz_run.run_command([], folder)[0]
 
 
