@@ -93,6 +93,22 @@ def test_what_the_text_contained_before_is_proposed_too():
     assert result.tokens.tolist() == [[41, 42, 43]] and result.above[0] == [0, 0, 1]
 
 
+def test_after_a_rewind_it_proposes_as_a_fresh_session():
+    """What was observed beyond the rewind is neither the end of the text nor a place in it."""
+    session, fresh = draft().begin(2, 99), draft().begin(2, 99)
+    text = torch.tensor([[40, 41, 42, 43, 5, 6], [1, 2, 3, 50, 51, 52]])
+    session.observe(text, None, [6, 4])
+    session.rewind([4, 3])
+    fresh.observe(text, None, [4, 3])
+    results = []
+    for each in (session, fresh):
+        each.observe(torch.tensor([[40], [1]]), None, [1, 1])
+        results.append(each.propose(torch.tensor([41, 2]), 6, Greedy()))
+    again, wanted = results
+    assert again.tokens.tolist() == wanted.tokens.tolist() and wanted.tokens[:, 1].tolist() == [42, 3]
+    assert torch.equal(again.survival, wanted.survival)
+
+
 def test_files_come_back(tmp_path):
     save_suffix(draft().answers, tiny.VOCAB, tmp_path)
     assert is_suffix(tmp_path) and load_file(tmp_path / "model.safetensors")["text"].dtype == torch.int16

@@ -6,7 +6,7 @@ import torch
 from eagle3_drafts import VARIANTS, Oracle, bound_eagle3, paths
 
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
-from outpace.drafts.sampler import Greedy, Sampled
+from outpace.drafts.sampler import Greedy, GumbelCoupled, Sampled
 from outpace.ops.sampling import Sampling
 
 B, LONG = 3, 30
@@ -126,6 +126,22 @@ def test_what_is_drawn_comes_with_its_distribution(parallel):
             wanted = (value / 1.7).softmax(-1).float()
             torch.testing.assert_close(result.q[row, 1:], wanted, atol=1e-5, rtol=1e-3)
             assert result.q[row, 1:].gather(1, result.tokens[row, 1:, None]).min() > 0
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_coupled_draft_token_is_chosen_by_the_noise_of_its_place(parallel):
+    bound = bound_eagle3(tiny.target("gpt_oss"), TreeShape(depth=4), parallel=parallel)
+    sampling = Sampling(temperature=0.8)
+    for session, oracles, last in rounds(bound):
+        streams = torch.arange(len(oracles))
+        places = 5 * streams + 3
+        result = session.propose(last, bound.block_size, GumbelCoupled(sampling, 7, streams, places))
+        for row, oracle in enumerate(oracles):
+            path = result.tokens[row, 1:].tolist()
+            value = oracle.at_once(4) if parallel else torch.stack([oracle.after(path[:i]) for i in range(4)])
+            alone = GumbelCoupled(sampling, 7, streams[row : row + 1], places[row : row + 1])
+            assert alone.tokens(value.float()[None], 1)[0].tolist() == [path]
+            assert path != value.argmax(-1).tolist()
 
 
 def test_far_out_positions_change_nothing():

@@ -45,3 +45,23 @@ def test_no_repetition_no_guess():
     session.observe(torch.tensor([[1, 2, 3, 4]]), None, [4])
     proposal = session.propose(torch.tensor([5]), 8, Greedy())
     assert proposal.counts == [1] and proposal.tokens.tolist() == [[5]]
+
+
+letters = st.lists(st.integers(0, 2), max_size=20)
+
+
+@given(letters, letters.filter(bool), letters)
+def test_after_a_rewind_it_proposes_as_a_fresh_session(kept, forgotten, after):
+    """Of an n-gram that occurs before and after the rewind, the later places alone are forgotten."""
+    draft, sessions = NGram(shortest=1), []
+    for pieces in ((kept, forgotten, None, after), (kept, after)):
+        session = draft.begin(1, 99)
+        for piece in pieces:
+            if piece is None:
+                session.rewind([len(kept)])
+            elif piece:
+                session.observe(torch.tensor([piece]), None, [len(piece)])
+        sessions.append(session)
+    for last in range(3):
+        again, fresh = (s.propose(torch.tensor([last]), 8, Greedy()).tokens.tolist() for s in sessions)
+        assert again == fresh
