@@ -1,9 +1,11 @@
 """Mutation testing: plants one bug at a time in a copy of the repository and runs the tests that must fail.
 
     python tests/mutants/run.py [AREA ..] [-k TEXT]
+    python tests/mutants/run.py --table
 
 AREA is a file of this folder (engine, decode, ..), TEXT a part of a mutant's name. Exits 1 if a mutant
-survives, if its source text is not in the file exactly once, or if its tests fail without it.
+survives, if its source text is not in the file exactly once, or if its tests fail without it. --table prints
+the list for docs/testing.md and runs nothing.
 """
 
 import argparse
@@ -38,6 +40,14 @@ def areas() -> dict[str, list[Mutant]]:
         if path.name not in ("run.py", "test_mutants.py"):
             mutants[path.stem] = [Mutant(*fields) for fields in runpy.run_path(str(path))["MUTANTS"]]
     return mutants
+
+
+def table() -> list[str]:
+    """The lines of the table in docs/testing.md: a file, and the mutants of it."""
+    names: dict[str, list[str]] = {}
+    for mutant in (mutant for mutants in areas().values() for mutant in mutants):
+        names.setdefault(mutant.file, []).append(mutant.name)
+    return [f"| `{file}` | {'; '.join(names[file])} |" for file in sorted(names)]
 
 
 def mismatch(mutant: Mutant, root: Path = ROOT) -> str | None:
@@ -90,7 +100,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("area", nargs="*", choices=[*areas(), []])
     parser.add_argument("-k", default="", metavar="TEXT")
+    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    if options.table:
+        print("\n".join(table()))
+        return 0
     chosen = [
         (area, mutant)
         for area, mutants in areas().items()

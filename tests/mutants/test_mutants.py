@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 RUN = runpy.run_path(str(Path(__file__).with_name("run.py")))
-Mutant, areas, mismatch, outcome = (RUN[name] for name in ("Mutant", "areas", "mismatch", "outcome"))
+Mutant, areas, mismatch, outcome, table = (
+    RUN[name] for name in ("Mutant", "areas", "mismatch", "outcome", "table")
+)
 ALL = [pytest.param(m, id=f"{area}: {m.name}") for area, mutants in areas().items() for m in mutants]
 
 
@@ -18,6 +20,12 @@ def test_the_source_text_is_there_once(mutant):
 def test_names_are_unique():
     names = [parameter.id for parameter in ALL]
     assert len(set(names)) == len(names) > 20
+
+
+def test_the_page_lists_them_all():
+    """Else: replace the table by what `python tests/mutants/run.py --table` prints."""
+    page = (RUN["ROOT"] / "docs" / "testing.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line.startswith("| `outpace/")] == table()
 
 
 @pytest.mark.parametrize(
