@@ -33,8 +33,8 @@ MUTANTS = [
     (
         "a draft that draws from another q than it reports",
         "outpace/drafts/sampler.py",
-        "return draw(q, self.rng), q",
-        "return draw(q.sqrt(), self.rng), q",
+        "return draw(q, self.rng).clamp_",
+        "return draw(q.sqrt(), self.rng).clamp_",
         "tests/decode/test_drawn_rules.py",
     ),
     (
