@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from outpace.drafts.base import Proposal
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import BigramBias, DraftTokens, Head, confidence, guess, survival
-from outpace.drafts.dflash_fast import FastBlock, FastContext
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
+from outpace.drafts.dflash_native import NativeBlock, NativeContext, native
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
@@ -24,7 +24,6 @@ from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
-from outpace.ops.dispatch import use_kernel
 from outpace.ops.quant import Joined, Quant
 from outpace.ops.rope import inverse_frequencies, rope_tables
 
@@ -172,8 +171,8 @@ class DFlashSession:
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = not any(isinstance(part, Joined) for part in draft.modules())
         # by how many rows of each sequence they take
-        self.fast_blocks: dict[int, FastBlock] = {}
-        self.fast_contexts: dict[int, FastContext] = {}
+        self.native_blocks: dict[int, NativeBlock] = {}
+        self.native_contexts: dict[int, NativeContext] = {}
         self.cache = KVCache(
             batch,
             length + draft.block_size,
@@ -191,22 +190,30 @@ class DFlashSession:
         width = max(counts)
         if not width:
             return
-        step = self.cache.begin(width, counts)
-        for memory, (k, v) in zip(self.cache.layers, self.context_kv(aux[:, :, :width], step), strict=True):
-            memory.append(k, v, step)
+        step, states = self.cache.begin(width, counts), aux[:, :, :width]
+        if width <= self.draft.block_size and self._native(width):
+            self._native_context(width).append(states, step)
+        else:
+            for memory, (k, v) in zip(self.cache.layers, self.context_kv(states, step), strict=True):
+                memory.append(k, v, step)
         self.cache.advance(step)
 
     def context_kv(self, aux: Tensor, step: StepMetadata) -> list[tuple[Tensor, Tensor]]:
-        """aux [n,B,T,C] of verified tokens -> k and v [B,K,T,D] of every layer, good until the next call."""
-        draft, positions, T = self.draft, step.storage + self.cache.offset, aux.shape[2]
-        if T <= draft.block_size and self.in_one_piece and use_kernel(aux[0], few_rows=True):
-            if T not in self.fast_contexts:
-                parts = draft.config, self.layers, draft.fc, draft.hidden_norm, draft.inv
-                self.fast_contexts[T] = FastContext(*parts, aux.shape[1], T)
-            return self.fast_contexts[T](aux, positions)
-        features, (cos, sin) = draft.context(aux), draft.rope(positions)
+        """aux [n,B,T,C] of verified tokens -> k and v [B,K,T,D] of every layer."""
+        draft = self.draft
+        features, (cos, sin) = draft.context(aux), draft.rope(step.storage + self.cache.offset)
         layers = zip(self.layers, self.weights, strict=True)
         return [layer.context_kv(features, cos, sin, weights) for layer, weights in layers]
+
+    def _native(self, T: int) -> bool:
+        return self.in_one_piece and native(self.draft.config, self.cache, self.cache.batch, T)
+
+    def _native_context(self, T: int) -> NativeContext:
+        if T not in self.native_contexts:
+            draft = self.draft
+            parts = draft.config, self.layers, draft.fc, draft.hidden_norm, draft.inv
+            self.native_contexts[T] = NativeContext(*parts, self.cache, T)
+        return self.native_contexts[T]
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         hidden = self.block_hidden(last, width)[:, 1:width]
@@ -233,7 +240,7 @@ class DFlashSession:
 
     def select(self, batch_indices: list[int]) -> None:
         self.cache.select(batch_indices)
-        self.fast_blocks, self.fast_contexts = {}, {}
+        self.native_blocks, self.native_contexts = {}, {}  # they point at the memories as they were
 
     def block_hidden(self, last: Tensor, width: int | None = None) -> Tensor:
         """last [B] -> [B, block_size, C]; where no slot depends on a later one, the first `width` alone."""
@@ -242,8 +249,9 @@ class DFlashSession:
         if width is not None and config.one_way:
             x = x[:, :width]
         step = self.cache.begin(x.shape[1], both_ways=True)
-        positions = step.storage + self.cache.offset
-        scale = config.head_dim**-0.5
+        if self._native(x.shape[1]):
+            return self._native_block(x.shape[1]).denoise(x, step)
+        positions, scale = step.storage + self.cache.offset, config.head_dim**-0.5
         one_way = replace(step, both_ways=False) if config.causal or config.causal_full else step
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -251,12 +259,14 @@ class DFlashSession:
             view = self.cache.layers[layer].append(k, v, sees)
             return attend_view(q, view, config.window(layer), None, scale)
 
-        if self.in_one_piece and use_kernel(x, few_rows=True):
-            B, T, _ = x.shape
-            if T not in self.fast_blocks:
-                self.fast_blocks[T] = FastBlock(config, self.layers, self.draft.norm, self.draft.inv, B, T)
-            return self.fast_blocks[T].denoise(x, positions, attention)
         return self.draft.denoise(x, *self.draft.rope(positions), attention)
+
+    def _native_block(self, T: int) -> NativeBlock:
+        if T not in self.native_blocks:
+            draft = self.draft
+            parts = draft.config, self.layers, draft.norm, draft.inv
+            self.native_blocks[T] = NativeBlock(*parts, self.cache, T)
+        return self.native_blocks[T]
 
 
 Shape = tuple[int, ...]

@@ -22,15 +22,13 @@ class Program:
         self._used: list[object] = []
         self._packed: bytes | None = None
 
-    def _add(self, kernel: str, packed: bytes, *used: object) -> int:
+    def _add(self, kernel: str, packed: bytes, *used: object) -> None:
         self._calls.append((self._numbers[kernel], ctypes.create_string_buffer(packed, len(packed))))
         self._used += used
         self._packed = None
-        return len(self._calls) - 1
 
-    def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> int:
-        """-> the index of this call, for `read_from`."""
-        return self._add("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
+    def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> None:
+        self._add("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float, y: Tensor) -> None:
         self._add("rms_norm", bindings.pack_norm(x, w, eps, y), x, w, y)
@@ -104,12 +102,6 @@ class Program:
         assert x.shape == y.shape and x.is_contiguous() and y.is_contiguous()
         packed: bytes = _c.Copy(x.data_ptr(), y.data_ptr(), y.numel())
         return packed
-
-    def read_from(self, call: int, x: Tensor) -> None:
-        """From now on the `linear` of index `call` reads x, which the caller keeps alive until `run`."""
-        number, packed = self._calls[call]
-        assert number == self._numbers["linear"] and x.is_contiguous()
-        ctypes.c_int64.from_buffer(packed).value = x.data_ptr()  # x is the struct's first field
 
     def run(self) -> None:
         if self._packed is None:

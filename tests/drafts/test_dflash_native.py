@@ -50,8 +50,8 @@ def test_rounds_are_the_modules(name):
         width = 2 + i % 3
         one, other = (session.propose(last, width, Greedy()) for session in (fast, plain))
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
-    assert fast.fast_blocks and fast.fast_contexts
-    assert not plain.fast_blocks and not plain.fast_contexts
+    assert fast.native_blocks and fast.native_contexts
+    assert not plain.native_blocks and not plain.native_contexts
 
 
 @torch.inference_mode()
@@ -76,4 +76,4 @@ def test_stored_weights_of_other_kinds(stored):
     for session in (fast, plain):
         session.observe(text, aux, [4, 2])
     assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
-    assert fast.fast_blocks and fast.fast_contexts
+    assert fast.native_blocks and fast.native_contexts
