@@ -1,5 +1,6 @@
 """What a draft proposes, and what a decoding loop asks of a draft."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -57,14 +58,14 @@ class Proposal:
 def check_finite(where: str, logits: Tensor, offered: Proposal | None = None) -> None:
     """Raises ValueError for NaN and infinity in the target's `logits`, and in the scores that a draft chose
     `offered` by; `where` is the step. One wait for the device, for both."""
-    largest = {"target": logits.amax().float()}
+    largest = {"target": logits.amax()}
     if offered is not None and offered.survival is not None:
         largest["draft"] = offered.survival.sum()
         if offered.q is not None:
             largest["draft"] = largest["draft"] + offered.q.amax()
-    finite = torch.stack(list(largest.values())).isfinite().tolist()
-    for model, good in zip(largest, finite, strict=True):
-        if not good:
+    values = torch.stack([x.float() for x in largest.values()]).tolist()
+    for model, value in zip(largest, values, strict=True):
+        if not math.isfinite(value):
             raise ValueError(
                 f"{where}: the {model}'s logits are not finite: its weights are damaged, or overflow in this "
                 "precision; `outpace inspect MODEL --scan` names the tensors"

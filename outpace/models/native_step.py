@@ -4,6 +4,7 @@
 that a program does not cover (`native_step` returns None) runs through the modules.
 """
 
+import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -38,7 +39,13 @@ class NativeStep:
         c, (B, T) = model.config, (len(step.start), step.T)
         self.step, self.cache, M, C, D = step, cache, B * T, c.hidden_size, c.head_dim
         self.tokens = torch.zeros(M, dtype=torch.int64)
-        self.start, self.counts = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.int64)
+        self.starts, self.counts = (
+            (ctypes.c_int64 * B)(),
+            (ctypes.c_int64 * B)(),
+        )  # cheaper to set than tensors
+        self.start_tensor, self.counts_tensor = (
+            torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.counts)
+        )
         self.masks: dict[int, Tensor] = {}  # by window [B, T, U]
         self.depth = None if step.tree is None else torch.zeros(B, T, dtype=torch.int64)
         self.x, self.normed, self.y = (torch.empty(M, C) for _ in range(3))
@@ -49,7 +56,7 @@ class NativeStep:
         self.aux = torch.empty(len(aux), B, T, C) if aux else None
         self.program = program = Program()
         positions = torch.zeros(B, T, dtype=torch.int64)
-        program.places(self.start, self.depth, step.held, cache.offset, positions)
+        program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)
         program.angles(positions.view(-1), model.inv, c.rope.concentration, self.cos, self.sin)
         embedding = model.embed_tokens.weight
         assert not isinstance(embedding, Joined), "an embedding is one matrix"
@@ -93,13 +100,13 @@ class NativeStep:
         self._linear(self.normed, a.qkv_proj, self.qkv)
         program.rope(self.qkv, self.cos, self.sin, H, K, norms)
         qkv = self.qkv.view(B, T, -1)
-        program.append(qkv, memory.k, memory.v, self.start, self.counts, H, self.step.held)
+        program.append(qkv, memory.k, memory.v, self.start_tensor, self.counts_tensor, H, self.step.held)
         q = qkv.unflatten(-1, (-1, a.head_dim))[:, :, :H]
         k, v = memory.k[:, :, : memory.size], memory.v[:, :, : memory.size]
         rules = {"window": a.window, "sinks": a.sinks, "scale": a.scale}
         if self.step.tree is not None:
             rules |= {"tree": self._mask(a.window), "depth": self.depth}
-        program.attend(q, k, v, self.start, self.attended, **rules)
+        program.attend(q, k, v, self.start_tensor, self.attended, **rules)
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
 
     def _mask(self, window: int) -> Tensor:
@@ -129,8 +136,7 @@ class NativeStep:
     def run(self, tokens: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden [B, T, C] after the final norm, aux [n, B, T, C]: copies of the buffers."""
         self.tokens.view(tokens.shape).copy_(tokens)
-        self.start.copy_(step.starts)
-        self.counts.copy_(step.counts_tensor)
+        self.starts[:], self.counts[:] = step.start, step.counts
         if step.tree is not None and self.depth is not None:
             self.depth.copy_(step.tree.depth)
             for window, mask in self.masks.items():
@@ -141,15 +147,16 @@ class NativeStep:
 
 def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> NativeStep | None:
     """The step of this size, made at its first use; None where the modules must run it."""
-    if not _covered(model, cache, step):
+    if not use_kernel(cache.layers[0].k):
         return None
     U = 0 if step.tree is None else step.tree.parents.shape[1]
     key = len(step.start), step.T, U, tuple(aux), torch.get_num_threads()
     if key not in cache.native_steps:
-        cache.native_steps[key] = NativeStep(model, cache, step, aux)
-    found = cache.native_steps[key]
-    assert isinstance(found, NativeStep)
-    return found
+        covered = _covered(model, cache, step)
+        cache.native_steps[key] = NativeStep(model, cache, step, aux) if covered else None
+    known = cache.native_steps[key]
+    assert known is None or isinstance(known, NativeStep)
+    return known
 
 
 def _covered(model: Layers, cache: KVCache, step: StepMetadata) -> bool:
@@ -158,7 +165,7 @@ def _covered(model: Layers, cache: KVCache, step: StepMetadata) -> bool:
     rows = len(step.start) * step.T
     if rows > MOST_ROWS or (step.tree is None and step.T > FEW) or step.both_ways:
         return False
-    if model.config.head_dim % 8 or not use_kernel(cache.layers[0].k):
+    if model.config.head_dim % 8:
         return False
     for memory in cache.layers:
         plain = type(memory) is LayerCache and memory.keys is None and not memory.record_queries
