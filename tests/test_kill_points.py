@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import draft_samples
 import pytest
@@ -17,14 +18,23 @@ from dflash_drafts import random_dflash
 from kill_points import contents, kill_points, killed_before
 from taught import TOKENIZER, TrainedSetup
 
+from outpace.bench import run as bench_run
+from outpace.bench.machine import machine, provenance
 from outpace.checkpoint.strict_json import read_object
-from outpace.formats.convert import convert_target
+from outpace.cli.measure import bench
+from outpace.drafts.lookup import load_suffix
+from outpace.formats.convert import convert_target, write_folder
 from outpace.formats.export import export_draft
 from outpace.formats.load import load_draft, save_draft
 from outpace.models.load import load_target
+from outpace.retrofit.dsa import DsaSettings, retrofit_dsa
+from outpace.retrofit.mla import MlaSettings, retrofit_mla
 from outpace.teacher.store import TeacherCache
+from outpace.text.corpus import Document, read_corpus, split
+from outpace.train import suffix
 from outpace.train.dflash import train_dflash
 from outpace.train.eagle3 import train_eagle3
+from outpace.train.suffix import build_suffix
 
 POINTS = 6  # of one command
 TIMED = ("training_hours", "log.jsonl", "checkpoint.pt")
@@ -83,23 +93,107 @@ def test_training_of_a_draft(kind, tmp_path):
 world = retrofits.world  # a fixture
 
 
-def test_training_of_a_retrofit(world, tmp_path):
-    recipe = replace(retrofits.MLA, steps=2, save_every=1)
+@pytest.mark.parametrize("kind", ["mla", "dsa"])
+def test_training_of_a_retrofit(kind, world, tmp_path):
+    recipe = replace(retrofits.MLA if kind == "mla" else retrofits.DSA, steps=2, save_every=1)
     reports = {}
 
     def run(folder):
-        retrofits.trained("mla", world, folder, recipe)
+        retrofits.trained(kind, world, folder, recipe)
 
     def check(folder, done):
         if not (folder / "model").exists():
             assert not done
             return "none"
         load_target(folder / "model")
-        report = read_object(folder / "model" / "mla.json")["held_out"]
+        report = read_object(folder / "model" / f"{kind}.json")["held_out"]
         assert reports.setdefault("held_out", report) == report
+        files = contents(folder / "model")
+        del files[f"{kind}.json"]  # it has the hours
+        assert reports.setdefault("files", files) == files
         return "whole"
 
-    assert sweep(tmp_path, run, check, most=6)[1] == {"none", "whole"}
+    assert sweep(tmp_path, run, check)[1] == {"none", "whole"}
+
+
+@pytest.fixture(scope="module")
+def shelf(world, tmp_path_factory):
+    """A target of random weights as a folder, and files of text, some of them held out."""
+    model, tokenizer, _, _ = world
+    folder = tmp_path_factory.mktemp("shelf")
+    write_folder(model, folder / "target", tokenizer, None)
+    (folder / "text").mkdir()
+    names = [Document(f"t{n}.py", "") for n in range(1000)]
+    train, held_out = split(names)
+    for n, document in enumerate(train[:12] + held_out[:6]):
+        text = "".join(f"def f_{n}_{i}(x, y):\n    return x * {i} + y - {n}\n\n" for i in range(60))
+        (folder / "text" / document.name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mla", "dsa"])
+def test_a_retrofit_without_training(kind, shelf, tmp_path):
+    make = retrofit_mla if kind == "mla" else retrofit_dsa
+    small = {"rows": 2, "row_tokens": 48}
+    settings = MlaSettings(**small) if kind == "mla" else DsaSettings(**small, min_context=0)
+    documents, files = read_corpus(shelf / "text"), {}
+
+    def run(folder):
+        if not (folder / "out").exists():  # it is refused over another result
+            make(str(shelf / "target"), settings, documents, folder / "out")
+
+    def check(folder, done):
+        if not (folder / "out").exists():
+            assert not done
+            return "none"
+        load_target(folder / "out")
+        assert files.setdefault("all", contents(folder / "out")) == contents(folder / "out")
+        return "whole"
+
+    assert sweep(tmp_path, run, check, most=5)[1] == {"none", "whole"}
+
+
+def test_a_suffix_index_over_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(suffix, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # the report says hours
+    recipe = replace(teacher_builds.RECIPE, samples=3, position_offsets=(0,))
+    cache, target = teacher_builds.make(tmp_path / "cache", recipe), tiny.target("gpt_oss")
+
+    def write(count, out):
+        build_suffix(target, cache, out, count)
+        load_suffix(out / "draft", target.config.vocab_size)
+
+    assert old_or_new(tmp_path, partial(write, 1), partial(write, None)) == {"old", "new"}
+
+
+def test_a_benchmark_over_another(shelf, tmp_path, monkeypatch):
+    """Every file of a report is the old or the new one, and until all are new the measurements are kept."""
+    monkeypatch.setattr(bench_run, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    for name, fixed in (("machine", machine(torch.device("cpu"))), ("provenance", provenance())):
+        monkeypatch.setattr(bench_run, name, lambda *_, fixed=fixed: fixed)
+    settings = ["length=512", "needles=2", "near=128", "distances=[40]", "batch=2", "chunk=256"]
+
+    def write(texts, folder):
+        where = {"target": str(shelf / "target"), "corpus": shelf / "text", "out": folder / "report"}
+        bench(suite="recall", set_=[*settings, f"texts={texts}"], **where)
+
+    write(2, tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    write(3, tmp_path / "new")
+    old, new = (contents(tmp_path / name / "report") for name in ("old", "new"))
+    assert set(old) == set(new) == {"report.json", "report.md", "recall.png"}
+    assert all(old[name] != new[name] for name in old)
+
+    def check(folder, done):
+        files = contents(folder / "report")
+        kept = files.pop("progress.jsonl", None)
+        assert all(files[name] in (old[name], new[name]) for name in old) and set(files) == set(old)
+        assert (files == new and kept is None) or not done
+        assert kept is not None or files in (old, new)
+        return ("new" if files == new else "old" if files == old else "part", kept is not None)
+
+    before = lambda folder: shutil.copytree(tmp_path / "old", folder)  # noqa: E731
+    outcomes = sweep(tmp_path, partial(write, 3), check, most=20, before=before)[1]
+    assert outcomes == {("old", True), ("part", True), ("new", True), ("new", False)}
 
 
 def test_building_a_teacher_cache(tmp_path):
