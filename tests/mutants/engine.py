@@ -80,6 +80,20 @@ MUTANTS = [
         "tests/models/test_positions.py",
     ),
     (
+        "a native step ignores the offset",
+        "outpace/models/native_step.py",
+        "program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)",
+        "program.places(self.start_tensor, self.depth, step.held, 0, positions)",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "a native step rotates a tree's nodes at their index",
+        "outpace/models/native_step.py",
+        "program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)",
+        "program.places(self.start_tensor, None, step.held, cache.offset, positions)",
+        "tests/models/test_native_step.py",
+    ),
+    (
         "a tree's nodes rotated at their index",
         "outpace/kv/metadata.py",
         "self.storage if self.tree is None else self.starts[:, None] + self.tree.depth",
