@@ -10,7 +10,8 @@ from planted import both, each, plant
 
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
-from outpace.doctor.mistakes import AS_IS, DOUBLED, HALVED
+from outpace.doctor.mistakes import AS_IS, DOUBLED, HALVED, REVERSED_ALONE
+from outpace.doctor.mistakes import REVERSED as REVERSED_NAME
 from outpace.doctor.prediction import (
     check_mistakes,
     check_scale,
@@ -19,7 +20,7 @@ from outpace.doctor.prediction import (
     sample_tokens,
     try_mistakes,
 )
-from outpace.doctor.weights import check_orders, gather_marks
+from outpace.doctor.weights import DECIDED, check_orders, gather_marks
 from outpace.models.load import load_target
 
 DEFAULT = target_path("default")
@@ -65,10 +66,22 @@ def each_alone(model, length):
 )
 def test_weights_alone_tell_their_order(edit, wrong, mistake, tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", edit))
-    values = {c.name: c for c in check_orders(gather_marks(model))}
+    marks = gather_marks(model)
+    values = {c.name: c for c in check_orders(marks)}
     assert {name for name, c in values.items() if c.status == "fail"} == wrong
     for name in wrong:
-        assert mistake in values[name].mistakes and values[name].evidence["z"] > 5
+        assert mistake in values[name].mistakes
+        if (name, mistake) != (DOWN, REVERSED_NAME):
+            assert values[name].evidence["z"] > 10
+    # The two forms of reversed blocks differ in the blocks' scales alone, and the norms of down's columns are
+    # nearly the same with the scales of other blocks: they lie closer together than any two other orders.
+    apart = {REVERSED_NAME: (REVERSED_ALONE, 6.1), REVERSED_ALONE: (REVERSED_NAME, 4.8)}
+    if mistake in apart:
+        other, lead = apart[mistake]
+        ranked = marks["down"].ranked()
+        assert [names for names, _ in ranked[:2]] == [(mistake,), (other,)]
+        assert ranked[1][1] == pytest.approx(lead, abs=0.1) and ranked[2][1] > 10
+        assert set(values[DOWN].mistakes) == ({mistake, other} if lead < DECIDED else {mistake})
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
