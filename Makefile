@@ -15,7 +15,7 @@ WHEELS := --only-binary :all: --constraint requirements-dev.txt
 # of llama.cpp, the library alone
 ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES TESTS SERVER,-DLLAMA_BUILD_$(part)=OFF)
 
-.PHONY: help install oracle demo test fuzz mutants lint docs format clean
+.PHONY: help install oracle demo test fuzz mutants lint docs doctor-table format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make mutants  plants known bugs one at a time: a test must catch each (AREAS=engine for some)"
 	@echo "make fuzz     10,000 hostile inputs of every kind, in limits of time and memory (20 minutes)"
 	@echo "make docs     the documentation site -> site/"
+	@echo "make doctor-table  measures which mistakes the doctor names -> docs/doctor.md (half an hour)"
 	@echo "make lint     style and types;  make format  rewrite the style"
 	@echo "make clean    remove everything that was built, .venv included"
 
@@ -68,6 +69,10 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+doctor-table: $(STAMP)
+	rm -f tests/doctor/mistake_table.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/doctor/mistake_table.py --write
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

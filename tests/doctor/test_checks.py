@@ -4,17 +4,19 @@ import dataclasses
 import json
 import math
 
+import every_two
 import planted
 import pytest
 import tiny
 import torch
+from mistake_table import MEASURED
 from planted import each, plant
 
 from outpace.checkpoint.open import open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_tokenizer
 from outpace.doctor.check import Check
 from outpace.doctor.engine import check_engine, check_rope, check_router, check_rows, examine_layers, walk
-from outpace.doctor.mistakes import apply, mistakes_of, pairs
+from outpace.doctor.mistakes import AS_IS, apply, pairs
 from outpace.doctor.prediction import (
     SAMPLE,
     check_greedy,
@@ -24,8 +26,8 @@ from outpace.doctor.prediction import (
     sample_tokens,
     shortest_loop,
 )
-from outpace.doctor.reference import reordered, right_reading, visible
-from outpace.doctor.search import EXACT, Explainer, half_layer
+from outpace.doctor.reference import relative, reordered, right_reading, visible
+from outpace.doctor.search import EXACT
 from outpace.doctor.weights import (
     asymmetry,
     check_codes,
@@ -212,28 +214,32 @@ def test_windows_and_masks():
     assert visible(2, 0, causal=False).all()
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize(
-    ("family", "half"), [("qwen3", "attention"), ("gpt_oss", "attention"), ("gpt_oss", "mlp")]
-)
-def test_every_mistake_changes_a_layer_and_every_two_are_named(family, half):
-    """Of those that this layer and text can show."""
-    model = tiny.target(family)
-    x = torch.randn(40, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
-    side = half_layer(half, model, 0, x, torch.arange(40))
-    known = mistakes_of(half, side.reading, model.config)
-    outs = side.under([(), *side.singles])
-    changed = {n for n in side.singles if (outs[n] - outs[()]).norm() > 1e-2 * outs[()].norm()}
-    hidden = {n for (n,) in set(side.singles) - changed}
-    too_small = ("RMSNorm eps", "unclamped", "YaRN's range", "RoPE base")
-    assert all(name.startswith(too_small) for name in hidden), hidden
-    two = [names for names in pairs(known) if not hidden & set(names)]
-    assert len(set(two)) == len(two) > len(known)
-    for names in two[:: max(len(two) // 4, 1)]:
-        wanted = side.under([names])[names]
-        result = Explainer().explain(side, None, outs[()], wanted, EXACT)
-        assert names in result.ours or any(n in result.ours for n in side.singles), names
-    assert apply(("no such mistake",), known, right_reading(model, 0)) == right_reading(model, 0)
+@pytest.mark.parametrize(("family", "half"), every_two.SIDES)
+def test_every_mistake_changes_a_layer_and_is_named(family, half):
+    side = every_two.side_of(family, half)
+    assert len(side.singles) >= 5
+    outs = side.under([AS_IS, *side.singles])
+    for names in side.singles:
+        assert relative(outs[names], outs[AS_IS]) > 3 * EXACT, names
+        assert every_two.explained(side, names) == (names,)
+
+
+@pytest.mark.parametrize(("family", "half"), every_two.IN_PAIRS)
+def test_every_two_mistakes_are_named(family, half):
+    """A sample of them: all are in mistake_table.json."""
+    side = every_two.side_of(family, half)
+    known = json.loads(MEASURED.read_text())["every two"][f"{family} {half}"]
+    every = [" + ".join(two) for two in pairs(side.known)]
+    assert len(set(every)) == len(every) == known["pairs"] > 5 * len(side.known)
+    expected = dict.fromkeys(every, every_two.BOTH) | known["not both alone"]
+    measured = every_two.verdicts(side, every=len(every) // 25)
+    assert measured == {two: expected[two] for two in measured}
+    assert set(known["not both alone"].values()) <= {every_two.ONE, every_two.OTHERS}
+
+
+def test_a_mistake_that_a_layer_cannot_have_changes_nothing():
+    reading = right_reading(tiny.target("llama"), 0)
+    assert apply(("no such mistake",), {}, reading) == reading
 
 
 # -- what it states
