@@ -136,7 +136,7 @@ class NativeStep:
     def run(self, tokens: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden [B, T, C] after the final norm, aux [n, B, T, C]: copies of the buffers."""
         self.tokens.view(tokens.shape).copy_(tokens)
-        self.starts[:], self.counts[:] = step.start, step.counts
+        self.starts[:], self.counts[:] = list(step.start), list(step.counts)
         if step.tree is not None and self.depth is not None:
             self.depth.copy_(step.tree.depth)
             for window, mask in self.masks.items():

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from kernels.test_block_formats import blocks
+from gguf_blocks import blocks
 
 from outpace.kernels import bindings
 from outpace.kv.tree import Tree
