@@ -28,6 +28,7 @@ from outpace.bench.prompts import held_out_prompts
 from outpace.checkpoint.save import write_json
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.drafts.dflash import BoundDFlash
 from outpace.formats.convert import convert_target
 from outpace.loading import open_draft, open_target
 from outpace.text.corpus import read_corpus, split
@@ -194,10 +195,24 @@ def busy_core(on: bool) -> Iterator[None]:
             process.wait()
 
 
-def compare(path: Path, threads: int, repeats: int, methods: tuple[str | None, ...]) -> dict[str, Any]:
-    """-> {"steps": seconds of both by kind, "text": tokens/s of llama.cpp and of every method}."""
+def drafts_for(source: str, target: Any, methods: tuple[str | None, ...]) -> dict[str, Any]:
+    """The drafts of `source`, bound to `target`: the same weights out of another file."""
+    original, tokenizer = open_target(source)
+    drafts: dict[str, Any] = {}
+    for name in methods:
+        draft = name and open_draft(name, original, tokenizer)
+        drafts[name or "autoregressive"] = (
+            draft.draft.bind(target) if isinstance(draft, BoundDFlash) else draft
+        )
+    return drafts
+
+
+def compare(
+    source: str, path: Path, threads: int, repeats: int, methods: tuple[str | None, ...]
+) -> dict[str, Any]:
+    """-> {"steps": milliseconds of both by kind, "text": tokens/s of llama.cpp and of every method}."""
     target, tokenizer = open_target(str(path))
-    drafts = {name or "autoregressive": name and open_draft(name, target, tokenizer) for name in methods}
+    drafts = drafts_for(source, target, methods)
     _, held_out = split(read_corpus())
     prompts = held_out_prompts(tokenizer, held_out, repeats, CONTEXT)
     ids = held_out_prompts(tokenizer, held_out, 1, PROMPT)[0]
@@ -253,7 +268,9 @@ def main() -> None:
     options = parser.parse_args()
     if llama is None:
         parser.error("llama-cpp-python is not installed: make oracle")
-    llama.llama_log_set(llama.llama_log_callback(lambda level, text, user: None), None)
+    silent = llama.llama_log_callback(lambda level, text, user: None)  # C calls it: it must stay
+    llama.llama_log_set(silent, None)
+    llama.llama_backend_init()
     torch.set_num_threads(options.threads)
     header = {**provenance(), "machine": machine(torch.device("cpu")), "versions": versions()}
     header["versions"]["llama-cpp-python"] = llama.__version__
@@ -265,7 +282,7 @@ def main() -> None:
         header["target"] = describe_target(open_target(str(path))[0])
         with busy_core(options.busy):
             methods = METHODS[:1] if options.no_drafts else METHODS
-            report = header | compare(path, options.threads, options.repeats, methods)
+            report = header | compare(options.target, path, options.threads, options.repeats, methods)
     report["busy"] = options.busy
     print(json.dumps(report, indent=2))
     if options.out:

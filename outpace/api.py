@@ -267,9 +267,9 @@ def load_draft(
         name,
         model.target,
         model.tokenizer,
-        tree=num_draft_tokens,
-        depth=num_steps,
-        branch=topk,
+        num_draft_tokens=num_draft_tokens,
+        num_steps=num_steps,
+        topk=topk,
         quantize=quantize,
     )
 

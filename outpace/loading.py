@@ -53,40 +53,40 @@ def open_draft(
     target: Decoder,
     tokenizer: Tokenizer,
     *,
-    tree: int = 0,
-    depth: int = 0,
-    branch: int = 0,
+    num_draft_tokens: int = 0,
+    num_steps: int = 0,
+    topk: int = 0,
     quantize: str | None = None,
 ) -> BoundDFlash | BoundEagle3 | DDTree | NGram | Suffix | None:
     """The draft `path`: "none", "ngram", "dflash" (the embedded DFlash), "suffix" (the embedded index), or
     the path of a DFlash or EAGLE-3 in any known format, or of a suffix index.
 
-    tree: nodes of the draft tree, root included; 0: a chain, of a suffix index its usual tree. depth: tokens
-    of an EAGLE-3's longest branch. branch: children per node (EAGLE-3) or candidates per position (DFlash).
-    0: the usual number. quantize: "q8_0" packs its matrices in 8-bit blocks.
+    num_draft_tokens: nodes of the draft tree, root included; 0: a chain, of a suffix index its usual tree.
+    num_steps: tokens of an EAGLE-3's longest branch. topk: children per node (EAGLE-3) or candidates per
+    position (DFlash). 0: the usual number. quantize: "q8_0" packs its matrices in 8-bit blocks.
 
     Raises ValueError for options that this kind of draft does not have.
     """
     if not weightless(path, quantize) and is_suffix(draft_folder(path)):
-        if quantize is not None or depth or branch:
+        if quantize is not None or num_steps or topk:
             raise ValueError(
                 f"{path} is a suffix index, without num_steps, topk and weights to quantize: leave these "
                 "out, or name a DFlash or an EAGLE-3"
             )
-        return load_suffix(draft_folder(path), target.config.vocab_size, tree or NODES)
+        return load_suffix(draft_folder(path), target.config.vocab_size, num_draft_tokens or NODES)
     draft = open_weights(path, target, tokenizer, quantize)
     if isinstance(draft, Eagle3):
-        return BoundEagle3(draft, target, TreeShape.of(tree, depth, branch))
-    if depth:
-        raise ValueError(f"num_steps {depth}: only an EAGLE-3 has it, and {path!r} is none")
-    if tree and draft is None:
-        raise ValueError(f"num_draft_tokens {tree}: {path!r} proposes no trees")
-    if branch and not tree:
-        raise ValueError(f"topk {branch}: it is for trees; give num_draft_tokens too")
+        return BoundEagle3(draft, target, TreeShape.of(num_draft_tokens, num_steps, topk))
+    if num_steps:
+        raise ValueError(f"num_steps {num_steps}: only an EAGLE-3 has it, and {path!r} is none")
+    if num_draft_tokens and draft is None:
+        raise ValueError(f"num_draft_tokens {num_draft_tokens}: {path!r} proposes no trees")
+    if topk and not num_draft_tokens:
+        raise ValueError(f"topk {topk}: it is for trees; give num_draft_tokens too")
     if draft is None:
         return NGram() if path == "ngram" else None
     bound = draft.bind(target)
-    return DDTree(bound, tree, branch or DDTree.branch) if tree else bound
+    return DDTree(bound, num_draft_tokens, topk or DDTree.branch) if num_draft_tokens else bound
 
 
 def own_draft(target: str) -> str:

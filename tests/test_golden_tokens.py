@@ -57,8 +57,8 @@ def shipped():
     drafts = {
         "autoregressive": None,
         "dflash": open_draft("dflash", target, tokenizer),
-        "dflash-tree": open_draft("dflash", target, tokenizer, tree=16),
-        "suffix": open_draft("suffix", target, tokenizer, tree=16),
+        "dflash-tree": open_draft("dflash", target, tokenizer, num_draft_tokens=16),
+        "suffix": open_draft("suffix", target, tokenizer, num_draft_tokens=16),
         "ngram": open_draft("ngram", target, tokenizer),
     }
     return target, tokenizer, drafts

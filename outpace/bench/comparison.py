@@ -289,7 +289,7 @@ def _tau_plot(report: Report) -> Any:
         name = r["method"]
         if not r["accept_by_position"] or r["name"] != name:
             continue
-        if report["methods"][name]["tree"]:
+        if report["methods"][name]["num_draft_tokens"]:
             axes.plot([r["columns"]], [r["tau"]], "D", color=colours[name], label=name)
         else:
             taus = list(accumulate(r["reached"], initial=1.0))

@@ -42,16 +42,16 @@ PROVENANCE = {  # a report's key -> the key in a draft's provenance.json
 class MethodSpec:
     """A method of a suite's recipe: a table [methods.NAME].
 
-    `draft`: a folder under the suite's --drafts, or "dflash", "suffix" or "ngram". `tree`, `depth`,
-    `branch`: the shape of its proposals, as in `loading.py: open_draft`; 0: a chain of the usual length.
-    `weights`: "q8_0" quantises its matrices to 8 bits; None: as stored. `rules`: acceptance rules above
-    temperature 0. `controller`: without it, with it, or both. `partial`: partial KV with `tokens` per layer,
-    optionally `mode` and fields of `kv/partial.py: PartialConfig`."""
+    `draft`: a folder under the suite's --drafts, or "dflash", "suffix" or "ngram". `num_draft_tokens`,
+    `num_steps`, `topk`: the shape of its proposals, as in `loading.py: open_draft`; 0: a chain of the usual
+    length. `weights`: "q8_0" quantises its matrices to 8 bits; None: as stored. `rules`: acceptance rules
+    above temperature 0. `controller`: without it, with it, or both. `partial`: partial KV with `tokens` per
+    layer, optionally `mode` and fields of `kv/partial.py: PartialConfig`."""
 
     draft: str
-    tree: int = 0
-    depth: int = 0
-    branch: int = 0
+    num_draft_tokens: int = 0
+    num_steps: int = 0
+    topk: int = 0
     weights: str | None = None
     rules: tuple[str, ...] = ("match", "rejection", "gumbel")
     controller: tuple[bool, ...] = (False, True)
@@ -78,8 +78,10 @@ class MethodSpec:
             raise ValueError(f"a method's rules: {message}; known: {', '.join(RULES)}")
         if not self.controller or len(set(self.controller)) < len(self.controller):
             raise ValueError("a method's controller: true, false, or both, each once")
-        if min(self.tree, self.branch, self.depth) < 0:
-            raise ValueError("a method's tree, depth and branch: counts, or 0 for the draft's own")
+        if min(self.num_draft_tokens, self.num_steps, self.topk) < 0:
+            raise ValueError(
+                "a method's num_draft_tokens, num_steps and topk: counts, or 0 for the draft's own"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class LoadedMethod:
             "kind": self.kind,
             "draft": self.spec.draft,
             "weights": self.spec.weights,
-            "tree": self.spec.tree,
+            "num_draft_tokens": self.spec.num_draft_tokens,
             **({"partial": self.spec.partial} if self.spec.partial else {}),
             "columns": self.draft.block_size,
             "parameters": sum(map(parameters, modules)),
@@ -146,7 +148,7 @@ def load_method(
     path = spec.draft if embedded else str(folder)
     try:
         provenance = {} if path == "ngram" else _provenance(draft_folder(path), fingerprint)
-        shape = {"tree": spec.tree, "depth": spec.depth, "branch": spec.branch}
+        shape = {name: getattr(spec, name) for name in ("num_draft_tokens", "num_steps", "topk")}
         draft = open_draft(path, target, tokenizer, **shape, quantize=spec.weights)
     except ValueError as error:
         raise ValueError(f"method {name!r}: {error}") from error

@@ -36,7 +36,7 @@ class TreeShape:
             raise ValueError(f"depth {self.depth}, branch {self.branch}: each must be at least 1")
         if self.branch > 1:
             if not self.nodes:
-                raise ValueError(f"branch {self.branch} grows a tree: say of how many nodes")
+                raise ValueError(f"topk {self.branch} grows a tree: give num_draft_tokens too")
             check_nodes(self.nodes)
         if self.branch == 1 and self.nodes not in (0, self.depth + 1):
             raise ValueError(

@@ -16,7 +16,7 @@ draft = "dflash"
 controller = [false]
 [methods.tree]
 draft = "dflash"
-tree = 6
+num_draft_tokens = 6
 controller = [false]
 """
 

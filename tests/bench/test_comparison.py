@@ -38,10 +38,16 @@ DOCUMENTS = [document(name, 80) for name in "abc"]
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"draft": "ngram", "rules": ["match", "gumbel"]},
     "DFlash": {"draft": "dflash", "controller": [False]},
-    "DFlash tree": {"draft": "dflash", "tree": 9, "rules": ["match", "gumbel"]},
-    "EAGLE-3": {"draft": "eagle3", "depth": 3, "rules": ["rejection"]},
-    "EAGLE-3 tree": {"draft": "eagle3", "depth": 2, "branch": 3, "tree": 7, "controller": [False]},
-    "P-EAGLE": {"draft": "p-eagle", "depth": 3, "rules": ["gumbel"], "controller": [False]},
+    "DFlash tree": {"draft": "dflash", "num_draft_tokens": 9, "rules": ["match", "gumbel"]},
+    "EAGLE-3": {"draft": "eagle3", "num_steps": 3, "rules": ["rejection"]},
+    "EAGLE-3 tree": {
+        "draft": "eagle3",
+        "num_steps": 2,
+        "topk": 3,
+        "num_draft_tokens": 7,
+        "controller": [False],
+    },
+    "P-EAGLE": {"draft": "p-eagle", "num_steps": 3, "rules": ["gumbel"], "controller": [False]},
 }
 
 
@@ -366,11 +372,11 @@ def test_a_draft_of_another_target_is_refused(target, tokenizer, drafts):
     ("text", "message"),
     [
         ({"draft": "nowhere"}, "nowhere is not there"),
-        ({"draft": "ngram", "tree": 8}, "method 'M': num_draft_tokens 8: 'ngram'"),
-        ({"draft": "dflash", "depth": 3}, "method 'M': num_steps 3: .*dflash"),
-        ({"draft": "dflash", "branch": 3}, "method 'M': topk 3: "),
-        ({"draft": "dflash", "tree": 1}, "method 'M': a tree of 1 nodes"),
-        ({"draft": "eagle3", "branch": 3}, "method 'M': branch 3 grows a tree: say of how many"),
+        ({"draft": "ngram", "num_draft_tokens": 8}, "method 'M': num_draft_tokens 8: 'ngram'"),
+        ({"draft": "dflash", "num_steps": 3}, "method 'M': num_steps 3: .*dflash"),
+        ({"draft": "dflash", "topk": 3}, "method 'M': topk 3: "),
+        ({"draft": "dflash", "num_draft_tokens": 1}, "method 'M': a tree of 1 nodes"),
+        ({"draft": "eagle3", "topk": 3}, "method 'M': topk 3 grows a tree: give num_draft_tokens"),
     ],
 )
 def test_shapes_a_draft_cannot_propose_are_refused(target, tokenizer, drafts, text, message):

@@ -19,7 +19,10 @@ def test_the_recipe_that_the_others_spoil_is_read():
     [
         ({"methods": {}}, "needs a table"),
         ({"methods": {"plain": {"draft": "x"}}}, "no method may be called 'plain'"),
-        ({"methods": {"a": {"draft": "x", "tre": 3}}}, "method 'a': its table: .*did you mean `tree`"),
+        (
+            {"methods": {"a": {"draft": "x", "num_step": 3}}},
+            "method 'a': its table: .*did you mean `num_steps`",
+        ),
         ({"methods": {"a": {}}}, "method 'a': .*`draft` is not set"),
         ({"methods": {"a": {"draft": "x", "rules": ["typical"]}}}, "no rule 'typical'; known: match"),
         ({"methods": {"a": {"draft": "x", "controller": []}}}, "true, false, or both"),

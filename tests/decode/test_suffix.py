@@ -150,7 +150,10 @@ def test_answers_of_another_vocabulary_are_refused(tmp_path):
         open_draft(str(tmp_path), *open_target("default"))
 
 
-@pytest.mark.parametrize("asked", [{"depth": 3}, {"tree": 8, "branch": 2}, {"quantize": "q8_0"}, {"tree": 1}])
+@pytest.mark.parametrize(
+    "asked",
+    [{"num_steps": 3}, {"num_draft_tokens": 8, "topk": 2}, {"quantize": "q8_0"}, {"num_draft_tokens": 1}],
+)
 def test_what_it_cannot_be_decided_is_refused(asked):
     with pytest.raises(ValueError, match=r"without num_steps, topk and weights to quantize|proposes nothing"):
         open_draft("suffix", *open_target("default"), **asked)

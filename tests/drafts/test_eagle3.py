@@ -279,19 +279,21 @@ def test_shapes_a_person_may_ask_for(opened, tmp_path):
         return open_draft(path, target, tokenizer, **message)
 
     assert ask(eagle).shape == TreeShape(depth=5)
-    assert ask(eagle, depth=3).shape == TreeShape(depth=3)
-    assert ask(eagle, tree=20).shape == TreeShape(depth=5, branch=8, nodes=20)
-    assert ask(eagle, tree=20, depth=7, branch=4).shape == TreeShape(depth=7, branch=4, nodes=20)
-    tree = ask(dflash, tree=11, branch=3)
+    assert ask(eagle, num_steps=3).shape == TreeShape(depth=3)
+    assert ask(eagle, num_draft_tokens=20).shape == TreeShape(depth=5, branch=8, nodes=20)
+    assert ask(eagle, num_draft_tokens=20, num_steps=7, topk=4).shape == TreeShape(
+        depth=7, branch=4, nodes=20
+    )
+    tree = ask(dflash, num_draft_tokens=11, topk=3)
     assert isinstance(tree, DDTree) and (tree.nodes, tree.branch) == (11, 3)
     assert isinstance(ask("ngram"), NGram) and ask("none") is None
     for path, value, note in (
-        (dflash, {"depth": 3}, "only an EAGLE-3 has it"),
-        (dflash, {"branch": 3}, "give num_draft_tokens too"),
-        ("ngram", {"tree": 9}, "'ngram' proposes no trees"),
-        ("none", {"tree": 9}, "'none' proposes no trees"),
-        (eagle, {"branch": 3}, "branch 3 grows a tree"),
-        (eagle, {"tree": -2}, "of -2 nodes"),
+        (dflash, {"num_steps": 3}, "only an EAGLE-3 has it"),
+        (dflash, {"topk": 3}, "give num_draft_tokens too"),
+        ("ngram", {"num_draft_tokens": 9}, "'ngram' proposes no trees"),
+        ("none", {"num_draft_tokens": 9}, "'none' proposes no trees"),
+        (eagle, {"topk": 3}, "topk 3 grows a tree"),
+        (eagle, {"num_draft_tokens": -2}, "of -2 nodes"),
     ):
         with pytest.raises(ValueError, match=note):
             ask(path, **value)
