@@ -1,6 +1,6 @@
-"""The picture on the first page: speedup of each draft over autoregressive decoding, from a report.
+"""The picture on the first page: tokens/s of llama.cpp and of every method on the same file, from a report.
 
-    python benchmarks/overview.py reports/drafts/embedded/report.json docs/overview.png
+    python benchmarks/overview.py reports/llama-cpp/report.json docs/overview.png
 
 The values are stored in the file as well (PNG text "Description"); tests/test_front_door.py compares them
 with the report.
@@ -16,38 +16,37 @@ from matplotlib.figure import Figure
 
 from outpace.checkpoint.save import write_atomically
 
-LABELS = {"n-gram": "n-gram lookup", "suffix": "suffix lookup"}
+LABELS = {
+    "llama.cpp": "llama.cpp",
+    "autoregressive": "Outpace, without a draft",
+    "suffix": "Outpace, suffix lookup",
+    "dflash": "Outpace, DFlash 2",
+}
 
 
-def speedups(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Method -> (speedup, tau) at temperature 0, without the controller."""
+def rates(report: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    """Method -> (tokens/s, over llama.cpp)."""
     return {
-        row["method"]: (round(row["speedup"], 2), round(row["tau"], 2))
-        for row in report["results"]
-        if row["temperature"] == 0 and not row.get("controller") and row["method"] != "plain"
+        name: (round(row["tokens_per_s"]), round(row["ratio"], 2)) for name, row in report["text"].items()
     }
-
-
-def _label(method: str) -> str:
-    for short, long in LABELS.items():
-        method = method.replace(short, long, 1)
-    return method
 
 
 def draw(report: dict[str, Any]) -> bytes:
     """The PNG's bytes."""
-    values = sorted(speedups(report).items(), key=lambda item: item[1][0])
+    values = rates(report)
     figure = Figure(figsize=(8, 0.42 * len(values) + 1.1), layout="constrained")
     axes = figure.subplots()
-    names = [_label(name) for name, _ in values]
-    bars = axes.barh(names, [speedup for _, (speedup, _) in values], color="#2a6f97", height=0.62)
-    axes.bar_label(bars, [f"{s:.2f}x   tau {t:.2f}" for _, (s, t) in values], padding=4, fontsize=9)
-    axes.axvline(1, color="#444444", linewidth=1)
-    axes.set_xlim(0, 1.28 * values[-1][1][0])
-    axes.set_title("Speedup over autoregressive decoding, temperature 0, identical output", fontsize=10)
+    colours = ["#8d99ae" if name == "llama.cpp" else "#2a6f97" for name in values]
+    names = [LABELS[name] for name in values]
+    bars = axes.barh(names, [rate for rate, _ in values.values()], color=colours, height=0.62)
+    labels = [f"{rate:,}   {times:.2f}x" for rate, times in values.values()]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.set_xlim(0, 1.25 * max(rate for rate, _ in values.values()))
+    axes.invert_yaxis()
+    axes.set_title("Tokens per second on one GGUF file, temperature 0, held-out prompts", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=160, metadata={"Description": json.dumps(dict(values))})
+    figure.savefig(file, format="png", dpi=160, metadata={"Description": json.dumps(values)})
     return file.getvalue()
 
 

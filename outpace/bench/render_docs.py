@@ -30,6 +30,23 @@ REAL_SIZE: Columns = (  # of a report of benchmarks/real_size.py
     ("decode", "warm_median.tokens_per_s", "{:.1f} tokens/s"),
     ("of the bandwidth", "warm_median.share_of_floor", "{:.0%}"),
 )
+LLAMA_CPP_STEPS: Columns = (  # of a report of benchmarks/against_llama_cpp.py
+    ("step", "name", "{}"),
+    ("Outpace", "outpace_ms", "{:.2f} ms"),
+    ("llama.cpp", "llama_cpp_ms", "{:.2f} ms"),
+    ("llama.cpp's time over ours", "ratio", "{:.2f}"),
+)
+LLAMA_CPP_TEXT: Columns = (
+    ("method", "name", "{}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("over llama.cpp", "ratio", "{:.2f}x"),
+)
+
+
+def against_llama_cpp(columns: Columns, part: str) -> Callable[[Report], list[str]]:
+    return lambda report: table(columns, ({"name": name, **row} for name, row in report[part].items()))
+
+
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
@@ -47,6 +64,8 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "pareto": retrofits.pareto_table,
     "mass": retrofits.mass_table,
     "held": retrofits.held_out_table,
+    "llama-cpp-steps": against_llama_cpp(LLAMA_CPP_STEPS, "steps"),
+    "llama-cpp-text": against_llama_cpp(LLAMA_CPP_TEXT, "text"),
     "real-size": lambda report: table(REAL_SIZE, [report]),
 }
 
