@@ -5,6 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from outpace.cli.main import main
 
@@ -27,6 +28,19 @@ def test_generate_streams_the_same_text_that_json_holds(monkeypatch, capsys):
     result = json.loads(output)
     assert out == result["text"] + "\n"
     assert len(result["tokens"]) == 24 and result["tau"] >= 1
+
+
+def test_threads_are_what_the_flag_says(monkeypatch, capsys):
+    before = torch.get_num_threads()
+    try:
+        for count in (2, 1):
+            command = ("generate", "default", "import os\n", "-n", 2, "--threads", count)
+            code, _, _ = run(monkeypatch, capsys, *command)
+            assert (code, torch.get_num_threads()) == (0, count)
+    finally:
+        torch.set_num_threads(before)
+    code, _, error = run(monkeypatch, capsys, "generate", "default", "import os\n", "--threads", 0)
+    assert code == 2 and "--threads" in error
 
 
 def test_the_text_is_the_same_with_every_draft(monkeypatch, capsys):

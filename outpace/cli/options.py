@@ -51,6 +51,16 @@ class DraftOptions:
         typer.Option(help="Folder of cost tables. Default: outpace in the user's cache folder."),
     ] = None
 
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Number of CPU threads. Default: one per physical core.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+
     def load_draft(self, model: "Model") -> "Draft | None":
         from outpace.api import load_draft
 
