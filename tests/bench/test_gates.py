@@ -151,6 +151,7 @@ def test_b_fails_where_a_cached_path_sees_ahead(target, prompts, monkeypatch, ki
         return honest(q, view, window, *rest)
 
     monkeypatch.setattr(attention, "attend_view", ahead)
+    monkeypatch.setattr(target, "native", False)  # the bug is planted in the modules
     gate = later_slots(target, prompts, BLOCK)
     assert gate.passed is False
     wrong = gate.figures["cache, window wrapped"]["first_wrong_layer"]
@@ -165,6 +166,7 @@ def test_b_fails_where_the_experts_mix_tokens(target, prompts, monkeypatch):
         return honest(self, x + 0.01 * x.mean(1, keepdim=True), routing)
 
     monkeypatch.setattr(Experts, "forward", mixing)
+    monkeypatch.setattr(target, "native", False)  # the bug is planted in the modules
     gate = later_slots(target, prompts, BLOCK)
     assert gate.passed is False
     assert all("first_wrong_layer" in figures for figures in gate.figures.values())
@@ -185,6 +187,7 @@ def test_c_fails_where_a_block_is_rotated_otherwise(target, prompts, monkeypatch
         return honest(self, last_column_counts)
 
     monkeypatch.setattr(type(target), "rope", shifted)
+    monkeypatch.setattr(target, "native", False)  # the bug is planted in the modules
     gate = one_token(target, prompts, BLOCK, 25)
     assert gate.passed is False
     assert gate.figures["violations"] > 0

@@ -203,7 +203,7 @@ def test_long_prompts_wait_no_longer_than_they_must(changes):
     ("changes", "message"),
     [
         ({"depth": 0}, "at least 1"),
-        ({"branch": 3}, "branch 3 grows a tree"),
+        ({"branch": 3}, "topk 3 grows a tree"),
         ({"branch": 8, "nodes": 99999}, "a tree of 99999 nodes: at most 1024"),
         ({"depth": 4, "nodes": 9}, "one of 4 draft tokens has 5 nodes, not 9"),
         ({"depth": 1024}, "depth 1024: a round verifies at most 1024 nodes"),
