@@ -22,10 +22,19 @@ class Program:
         self._used: list[object] = []
         self._packed: bytes | None = None
 
-    def _add(self, kernel: str, packed: bytes, *used: object) -> None:
+    def _add(self, kernel: str, packed: bytes, *used: object) -> int:
         self._calls.append((self._numbers[kernel], ctypes.create_string_buffer(packed, len(packed))))
         self._used += used
         self._packed = None
+        return len(self._calls) - 1
+
+    def add_packed(self, kernel: str, packed: bytes) -> int:
+        """A call whose arguments the caller has packed and keeps alive -> its index, for `replace`."""
+        return self._add(kernel, packed)
+
+    def replace(self, call: int, packed: bytes) -> None:
+        """From now on the call of this index has these arguments, which the caller keeps alive."""
+        ctypes.memmove(self._calls[call][1], packed, len(packed))
 
     def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> None:
         self._add("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
@@ -83,13 +92,8 @@ class Program:
     def append(
         self, qkv: Tensor, k: Tensor, v: Tensor, start: Tensor, counts: Tensor, heads: int, held: int
     ) -> None:
-        """The keys and values in qkv [B, T, (H + 2K) * D] to k, v [B, K, S + 1, D], S + 1 being the trash
-        slot: the first counts [B] of each row at storage index start [B] + held and on."""
-        (B, T, _), (_, K, slots, D) = qkv.shape, k.shape
-        assert qkv.is_contiguous() and k.is_contiguous() and v.is_contiguous() and k.shape == v.shape
-        tensors = (t.data_ptr() for t in (qkv, k, v, start, counts))
-        packed = _c.Append(*tensors, B, T, heads, K, D, slots - 1, held)
-        self._add("append", packed, qkv, k, v, start, counts)
+        """See `pack_append`."""
+        self._add("append", pack_append(qkv, k, v, start, counts, heads, held), qkv, k, v, start, counts)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """y += x."""
@@ -109,3 +113,15 @@ class Program:
             self._list = ctypes.create_string_buffer(calls, len(calls))
             self._packed = _c.Program(ctypes.addressof(self._list), len(self._calls))
         _c.run(self._packed)
+
+
+def pack_append(
+    qkv: Tensor, k: Tensor, v: Tensor, start: Tensor, counts: Tensor, heads: int, held: int
+) -> bytes:
+    """The keys and values in qkv [B, T, (H + 2K) * D] to k, v [B, K, S + 1, D], the last a trash slot:
+    the first counts [B] of each row at storage index start [B] + held and on."""
+    (B, T, _), (_, K, slots, D) = qkv.shape, k.shape
+    assert qkv.is_contiguous() and k.is_contiguous() and v.is_contiguous() and k.shape == v.shape
+    tensors = (t.data_ptr() for t in (qkv, k, v, start, counts))
+    packed: bytes = _c.Append(*tensors, B, T, heads, K, D, slots - 1, held)
+    return packed

@@ -168,7 +168,7 @@ class KVCache:
         self.last_start = [0] * batch
         # per ring size and sequence: the first index where the key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
-        self.native_steps: dict[tuple[object, ...], object] = {}  # see models/native_step.py
+        self.epoch = 0  # changes when the memories become other tensors, or remember something else
         self.layers: list[LayerCache] = []
         for layer, window in enumerate(windows):
             if own and layer in own:
@@ -234,7 +234,7 @@ class KVCache:
 
     def select(self, batch_indices: list[int]) -> None:
         """Keep only these batch indices, in this order: finished rows cost nothing more."""
-        self.native_steps.clear()  # they point at the memories as they were
+        self.epoch += 1
         for memory in self.layers:
             memory.select(batch_indices)
         self.lengths = [self.lengths[b] for b in batch_indices]

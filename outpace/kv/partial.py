@@ -247,7 +247,7 @@ class PartialCache(KVCache):
             memory if window else PartialLayerCache(memory, config, space, self.device)
             for memory, window in zip(full.layers, full.windows, strict=True)
         ]
-        full.native_steps.clear()  # they record no queries
+        full.epoch += 1  # it records queries from now on
         self.static = [0] * full.batch  # tokens of the first three segments
         self.summarised = [0] * full.batch  # blocks
         self.lengths = list(full.lengths)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import Embedding, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
-from outpace.models.native_step import native_step
+from outpace.models.native_step import NativeSteps, native_step
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
 from outpace.ops.rope import inverse_frequencies, rope_tables
@@ -41,9 +42,17 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.dtype = torch.float32  # of activations; weights stay as stored
         self.inv = inverse_frequencies(config.rope, config.head_dim)
-        self.native = (
-            True  # cached steps run as one native call where they can; hooks on modules do not see them
-        )
+        # cached steps as one native call, see native_step.py; False where hooks must see them
+        self.native = True
+        self.native_steps: NativeSteps = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: native steps point at the weights of this one."""
+        return self.__dict__ | {"native_steps": {}}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
+        self.native_steps.clear()  # the weights become other tensors
+        return super()._apply(fn, recurse)
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +161,7 @@ class Decoder(nn.Module):
         if self.native and cache is not None and step is not None and not routing:
             native = native_step(self, cache, step, aux)
             if native is not None:
-                hidden, states = native.run(tokens, step)
+                hidden, states = native.run(tokens, step, cache)
                 cache.advance(step)
                 return Output(hidden, states, [])
         if cache is None or step is None:

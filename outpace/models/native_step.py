@@ -6,7 +6,9 @@ that a program does not cover (`native_step` returns None) runs through the modu
 
 import ctypes
 from collections.abc import Sequence
+from threading import Lock
 from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +18,13 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import MOST_ROWS, Program, use_kernel
+from outpace.ops.dispatch import MOST_ROWS, Program, pack_append, pack_attend, use_kernel
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined
+
+MOST_STEPS = 128  # that a model keeps: a step for each size
+NativeSteps = dict[tuple[object, ...], "NativeStep"]
 
 
 class Layers(Protocol):
@@ -31,13 +36,20 @@ class Layers(Protocol):
     norm: RMSNorm
     inv: Tensor  # [D/2] float64
 
+    @property
+    def native_steps(self) -> NativeSteps: ...
+
 
 class NativeStep:
-    """B rows of T tokens over `cache`. Its buffers are made once; `run` copies the inputs into them."""
+    """B rows of T tokens. Its buffers are made once; `run` copies the inputs into them, and binds the program
+    to another cache where it has to: the calls that touch keys and values are packed again."""
 
     def __init__(self, model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> None:
         c, (B, T) = model.config, (len(step.start), step.T)
-        self.step, self.cache, M, C, D = step, cache, B * T, c.hidden_size, c.head_dim
+        self.step, M, C, D = step, B * T, c.hidden_size, c.head_dim
+        self.lock = Lock()  # for threads that share the model
+        self.cache, self.epoch = ref(cache), cache.epoch
+        self.over_cache: list[tuple[int, int, Attention]] = []  # of each layer: calls of append and attend
         self.tokens = torch.zeros(M, dtype=torch.int64)
         self.starts, self.counts = (
             (ctypes.c_int64 * B)(),
@@ -99,15 +111,30 @@ class NativeStep:
             norms = (a.q_norm.weight, a.k_norm.weight, a.q_norm.eps)
         self._linear(self.normed, a.qkv_proj, self.qkv)
         program.rope(self.qkv, self.cos, self.sin, H, K, norms)
-        qkv = self.qkv.view(B, T, -1)
-        program.append(qkv, memory.k, memory.v, self.start_tensor, self.counts_tensor, H, self.step.held)
-        q = qkv.unflatten(-1, (-1, a.head_dim))[:, :, :H]
-        k, v = memory.k[:, :, : memory.size], memory.v[:, :, : memory.size]
-        rules = {"window": a.window, "sinks": a.sinks, "scale": a.scale}
-        if self.step.tree is not None:
-            rules |= {"tree": self._mask(a.window), "depth": self.depth}
-        program.attend(q, k, v, self.start_tensor, self.attended, **rules)
+        calls = self._cache_calls(a, memory)
+        append, attend = program.add_packed("append", calls[0]), program.add_packed("attend", calls[1])
+        self.over_cache.append((append, attend, a))
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
+
+    def _cache_calls(self, a: Attention, memory: LayerCache) -> tuple[bytes, bytes]:
+        """The arguments of the calls that append to a layer's memory and attend to it."""
+        B, T, _ = self.attended.shape
+        qkv = self.qkv.view(B, T, -1)
+        q = qkv.unflatten(-1, (-1, a.head_dim))[:, :, : a.heads]
+        k, v = memory.k[:, :, : memory.size], memory.v[:, :, : memory.size]
+        tree = None if self.step.tree is None else self._mask(a.window)
+        rules = a.window, a.sinks, a.scale, tree, self.depth
+        where = memory.k, memory.v, self.start_tensor, self.counts_tensor
+        return (
+            pack_append(qkv, *where, a.heads, self.step.held),
+            pack_attend(q, k, v, self.start_tensor, self.attended, *rules),
+        )
+
+    def _bind(self, cache: KVCache) -> None:
+        for (append, attend, attention), memory in zip(self.over_cache, cache.layers, strict=True):
+            for call, packed in zip((append, attend), self._cache_calls(attention, memory), strict=True):
+                self.program.replace(call, packed)
+        self.cache, self.epoch = ref(cache), cache.epoch
 
     def _mask(self, window: int) -> Tensor:
         assert self.step.tree is not None
@@ -133,16 +160,22 @@ class NativeStep:
         for some in zip(*(t.split(MOST_TOKENS) for t in tensors), strict=True):
             self.program.moe(*some, *matrices)
 
-    def run(self, tokens: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor | None]:
+    def knows(self, cache: KVCache) -> bool:
+        return self.cache() is cache and self.epoch == cache.epoch
+
+    def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> tuple[Tensor, Tensor | None]:
         """tokens [B, T] -> hidden [B, T, C] after the final norm, aux [n, B, T, C]: copies of the buffers."""
-        self.tokens.view(tokens.shape).copy_(tokens)
-        self.starts[:], self.counts[:] = list(step.start), list(step.counts)
-        if step.tree is not None and self.depth is not None:
-            self.depth.copy_(step.tree.depth)
-            for window, mask in self.masks.items():
-                mask.copy_(step.tree.within(window))
-        self.program.run()
-        return self.hidden.clone(), None if self.aux is None else self.aux.clone()
+        with self.lock:
+            if not self.knows(cache):
+                self._bind(cache)
+            self.tokens.view(tokens.shape).copy_(tokens)
+            self.starts[:], self.counts[:] = list(step.start), list(step.counts)
+            if step.tree is not None and self.depth is not None:
+                self.depth.copy_(step.tree.depth)
+                for window, mask in self.masks.items():
+                    mask.copy_(step.tree.within(window))
+            self.program.run()
+            return self.hidden.clone(), None if self.aux is None else self.aux.clone()
 
 
 def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> NativeStep | None:
@@ -150,12 +183,16 @@ def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence
     if not use_kernel(cache.layers[0].k):
         return None
     U = 0 if step.tree is None else step.tree.parents.shape[1]
-    key = len(step.start), step.T, U, tuple(aux), torch.get_num_threads()
-    if key not in cache.native_steps:
-        covered = _covered(model, cache, step)
-        cache.native_steps[key] = NativeStep(model, cache, step, aux) if covered else None
-    known = cache.native_steps[key]
-    assert known is None or isinstance(known, NativeStep)
+    key = len(step.start), step.T, U, cache.offset, tuple(aux), torch.get_num_threads()
+    known = model.native_steps.get(key)
+    if known is not None and known.knows(cache):
+        return known
+    if not _covered(model, cache, step):
+        return None
+    if known is None:
+        if len(model.native_steps) == MOST_STEPS:
+            del model.native_steps[next(iter(model.native_steps))]
+        known = model.native_steps[key] = NativeStep(model, cache, step, aux)
     return known
 
 
@@ -165,7 +202,7 @@ def _covered(model: Layers, cache: KVCache, step: StepMetadata) -> bool:
     rows = len(step.start) * step.T
     if rows > MOST_ROWS or (step.tree is None and step.T > FEW) or step.both_ways:
         return False
-    if model.config.head_dim % 8:
+    if model.config.head_dim % 8 or any(_rounds(block) for block in model.layers):
         return False
     for memory in cache.layers:
         plain = type(memory) is LayerCache and memory.keys is None and not memory.record_queries
@@ -173,3 +210,9 @@ def _covered(model: Layers, cache: KVCache, step: StepMetadata) -> bool:
         if not plain or not fits:
             return False
     return True
+
+
+def _rounds(block: nn.Module) -> bool:
+    """Whether a layer in training rounds its experts anew in every forward."""
+    mlp = block.mlp
+    return isinstance(mlp, Experts) and (mlp.up.round_to_mxfp4 or mlp.down.round_to_mxfp4)

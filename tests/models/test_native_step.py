@@ -1,5 +1,9 @@
 """The native step against the modules, bit for bit: hidden states, aux states and what the cache holds."""
 
+import copy
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import tiny
 import torch
@@ -94,9 +98,9 @@ def compare(model, offset=0):
     assert model.native
     (mine, cache), (theirs, other) = both_ways(model, offset)
     model.native = True
-    assert (
-        len(cache.native_steps) == 2 and all(cache.native_steps.values()) and not other.native_steps
-    )  # those since the last `select`
+    made = model.native_steps.values()
+    assert sum(step.knows(cache) for step in made) == 2  # those since the last `select`
+    assert len(made) == 6 and not any(step.knows(other) for step in made)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     for a, b in zip(cache.layers, other.layers, strict=True):
         assert torch.equal(a.k[:, :, :-1], b.k[:, :, :-1]) and torch.equal(a.v[:, :, :-1], b.v[:, :, :-1])
@@ -149,7 +153,7 @@ def test_a_tree_that_grows_over_several_forwards():
             step = cache.begin(new, tree=Tree(parents[:, : held + new], held))
             tokens = tiny.tokens(2, new, seed=held)
             if model.native:
-                hidden.append(NativeStep(model, cache, step, ()).run(tokens, step)[0])
+                hidden.append(NativeStep(model, cache, step, ()).run(tokens, step, cache)[0])
             else:
                 cos, sin = model.rope(step.positions + cache.offset)
                 x = model.embed(tokens)
@@ -166,11 +170,67 @@ def test_what_a_program_does_not_cover_runs_through_the_modules():
     cache = model.make_cache(1, 100, slack=4)
     model(tiny.tokens(1, 65), cache)  # more tokens than a step has
     model(tiny.tokens(1, 6), cache)  # more than the ring of 7 + 4 takes behind a window
-    assert list(cache.native_steps.values()) == [None, None]
     assert model(tiny.tokens(1, 2), cache, routing=True).routing
-    assert not any(cache.native_steps.values())
+    for block in model.layers:
+        block.mlp.up.round_to_mxfp4 = True
     model(tiny.tokens(1, 2), cache)
-    assert any(cache.native_steps.values())
+    assert not model.native_steps
+    for block in model.layers:
+        block.mlp.up.round_to_mxfp4 = False
+    model(tiny.tokens(1, 2), cache)
+    assert len(model.native_steps) == 1
+
+
+@torch.inference_mode()
+def test_a_step_serves_one_cache_after_another():
+    """Of other sizes, in turn, and after the first is gone."""
+    model, texts = plain("gpt_oss"), (tiny.tokens(1, 9, seed=1), tiny.tokens(1, 9, seed=2))
+
+    def run():
+        caches, hidden = [model.make_cache(1, n, slack=3) for n in (12, 30)], []
+        for at in range(9):
+            for text, cache in zip(texts, caches, strict=True):
+                hidden.append(model(text[:, at : at + 1], cache).hidden)
+        return torch.cat(hidden)
+
+    first = run()
+    (step,) = model.native_steps.values()
+    gc.collect()
+    assert step.cache() is None, "a step keeps the keys and values of a text that is done"
+    assert torch.equal(first, run()) and list(model.native_steps.values()) == [step]
+    model.native = False
+    assert torch.equal(first, run())
+
+
+@torch.inference_mode()
+def test_threads_that_share_a_model():
+    model = plain("gpt_oss")
+    texts = [tiny.tokens(1, 40, seed=seed) for seed in range(4)]
+
+    @torch.inference_mode()
+    def run(text):
+        cache = model.make_cache(1, 40, slack=3)
+        return torch.cat([model(text[:, at : at + 1], cache).hidden for at in range(40)], dim=1)
+
+    alone = [run(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(run, texts))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@torch.inference_mode()
+def test_copies_and_other_weights_have_steps_of_their_own():
+    model = plain("llama")
+    before = model(tiny.tokens(1, 2), model.make_cache(1, 9)).hidden
+    other = copy.deepcopy(model)
+    other.layers[0].mlp.down_proj.weight.mul_(2)
+    changed = other(tiny.tokens(1, 2), other.make_cache(1, 9)).hidden
+    assert model.native_steps and other.native_steps and not torch.equal(before, changed)
+    assert torch.equal(model(tiny.tokens(1, 2), model.make_cache(1, 9)).hidden, before)
+    rounded = model.to(torch.bfloat16)(tiny.tokens(1, 2), model.make_cache(1, 9)).hidden
+    model.native = False
+    assert torch.equal(model(tiny.tokens(1, 2), model.make_cache(1, 9)).hidden, rounded)
+    assert not torch.equal(rounded, before)
 
 
 @torch.inference_mode()
