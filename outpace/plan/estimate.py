@@ -14,7 +14,7 @@ MFU = (0.15, 0.45)  # share of the products a second, in training
 ADAMW = 16  # bytes of a trained parameter: float32 master, gradient and two moments
 BLOCK_STATES = 32  # states of a token, each as wide as the model, that a block's backward needs
 # seconds of Outpace's calls: `outpace plan default --hardware this` on one core of an AMD EPYC with AVX-512
-LAYER_OVERHEAD = 1.5e-4
+LAYER_OVERHEAD = 6e-6
 # rho of `Sizes.experts_touched`, fitted to how the embedded model routes 1 to 8 tokens of code (8 experts, 2
 # each): `touched` in reports/drafts/embedded/report.json, as `outpace calibrate default` measures it
 EXPERT_OVERLAP = 0.83
