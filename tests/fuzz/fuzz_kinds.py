@@ -340,8 +340,11 @@ def make_samples(folder: Path, run: Run) -> None:
 
 
 def chat_target(target: Path, folder: Path) -> None:
-    """The target with a chat template, and without one of Harmony's tokens, so that the template is used."""
+    """The target with a chat template, and without one of Harmony's tokens, so that the template is used. Its
+    positions are few: a template may make a prompt as long as they allow, and that is no hang."""
     shutil.copytree(target, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|channel|>", "<|topic|>"))
     settings = {"chat_template": TEMPLATES[1], "bos_token": "<s>", "eos_token": "</s>"}
