@@ -6,9 +6,11 @@ void places(const Places *o) {
         o->positions[i] = o->offset + o->start[i / o->T] + (o->depth ? o->depth[i] : o->held + i % o->T);
 }
 
-typedef struct { const int64_t *tokens; any w; int64_t kind; float *y; int64_t M, K; } Embed;
-void embed(const Embed *o) {  // rows of w [.., K]
+typedef struct { const int64_t *tokens; any w; int64_t kind; float *y; int64_t *outside, M, V, K; } Embed;
+void embed(const Embed *o) {  // rows of w [V, K]; `outside` counts the tokens that have none
+    *o->outside = 0;
     for (long m = 0; m < o->M; m++) {
+        if (o->tokens[m] < 0 || o->tokens[m] >= o->V) { ++*o->outside; continue; }
         bytes row = (bytes)o->w + o->tokens[m] * at(o->kind, o->K);
         float *y = o->y + m * o->K;
         if (o->kind == F32 || o->kind == BF16) for (long i = 0; i < o->K; i++) y[i] = get(row, o->kind, i);

@@ -83,11 +83,11 @@ class Program:
         packed = _c.Places(start.data_ptr(), _address(depth), positions.data_ptr(), *sizes)
         self._add("places", packed, start, depth, positions)
 
-    def embed(self, tokens: Tensor, w: Matrix, y: Tensor) -> None:
-        """tokens [M] int64, w [V, C] -> y [M, C] float32."""
+    def embed(self, tokens: Tensor, w: Matrix, y: Tensor, outside: ctypes.c_int64) -> None:
+        """tokens [M] int64, w [V, C] -> y [M, C] float32; `outside`: how many tokens w has no row for."""
         assert tokens.dtype == torch.int64 and y.is_contiguous()
-        packed = _c.Embed(tokens.data_ptr(), *_matrix(w), y.data_ptr(), *y.shape)
-        self._add("embed", packed, tokens, w, y)
+        pointers = tokens.data_ptr(), *_matrix(w), y.data_ptr(), ctypes.addressof(outside)
+        self._add("embed", _c.Embed(*pointers, len(tokens), *w.shape), tokens, w, y, outside)
 
     def append(
         self, qkv: Tensor, k: Tensor, v: Tensor, start: Tensor, counts: Tensor, heads: int, held: int

@@ -72,7 +72,8 @@ class NativeStep:
         program.angles(positions.view(-1), model.inv, c.rope.concentration, self.cos, self.sin)
         embedding = model.embed_tokens.weight
         assert not isinstance(embedding, Joined), "an embedding is one matrix"
-        program.embed(self.tokens, embedding, self.x)
+        self.vocab_size, self.outside = c.vocab_size, ctypes.c_int64()
+        program.embed(self.tokens, embedding, self.x, self.outside)
         for i, (block, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
             assert isinstance(block, DecoderBlock)
             self._layer(block, memory)
@@ -164,7 +165,8 @@ class NativeStep:
         return self.cache() is cache and self.epoch == cache.epoch
 
     def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> tuple[Tensor, Tensor | None]:
-        """tokens [B, T] -> hidden [B, T, C] after the final norm, aux [n, B, T, C]: copies of the buffers."""
+        """tokens [B, T] -> hidden [B, T, C] after the final norm, aux [n, B, T, C]: copies of the buffers.
+        Raises IndexError, as an embedding does, for a token outside the vocabulary."""
         with self.lock:
             if not self.knows(cache):
                 self._bind(cache)
@@ -175,6 +177,8 @@ class NativeStep:
                 for window, mask in self.masks.items():
                     mask.copy_(step.tree.within(window))
             self.program.run()
+            if self.outside.value:
+                raise IndexError(f"a token is outside the vocabulary of {self.vocab_size:,}")
             return self.hidden.clone(), None if self.aux is None else self.aux.clone()
 
 

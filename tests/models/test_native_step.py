@@ -233,6 +233,17 @@ def test_copies_and_other_weights_have_steps_of_their_own():
     assert not torch.equal(rounded, before)
 
 
+@pytest.mark.parametrize("token", [-1, tiny.VOCAB])
+@torch.inference_mode()
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    model = plain("llama")
+    cache = model.make_cache(1, 9)
+    for model.native in (True, False):
+        with pytest.raises(IndexError):
+            model(torch.tensor([[3, token]]), cache)
+        assert cache.lengths == [0]
+
+
 @torch.inference_mode()
 def test_results_stay_what_they_were_after_the_next_step():
     model = plain("llama")
