@@ -228,11 +228,12 @@ def quick_machine(monkeypatch, tmp_path):
 
 
 def test_the_embedded_model_on_this_machine(quick_machine, monkeypatch):
+    # memory so fast that a step is all overhead: for a model in the cache, reading could explain all of it
+    monkeypatch.setattr("outpace.bench.machine.read_bandwidth", lambda: 1e15)
     data = measured_plan("default", "--context", "64")
     assert data["model"]["name"] == "default" and data["model"]["layers"] == 12
     overhead = data["choices"]["layer_overhead"]
-    # 0 where a step takes no longer than reading its bytes would: a model this small stays in the cache
-    assert 0 <= overhead < 1e-1 and overhead != Choices().layer_overhead and data["warnings"] == []
+    assert 1e-6 < overhead < 1e-1 and overhead != Choices().layer_overhead and data["warnings"] == []
     assert measured_plan("default", "--set", "layer_overhead=0.5")["choices"]["layer_overhead"] == 0.5
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     (warning,) = measured_plan("default")["warnings"]
