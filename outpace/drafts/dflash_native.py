@@ -15,6 +15,7 @@ from outpace.drafts.dflash_layer import DFlashLayer
 from outpace.kv.base import KVCache, LayerCache
 from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
+from outpace.models.native_step import cache_calls
 from outpace.ops.dispatch import MOST_ROWS, Program, use_kernel
 from outpace.ops.quant import Joined, Quant, Weight
 
@@ -71,11 +72,12 @@ class NativeBlock:
         program.linear(h, whole(layer.qkv_proj.weight), layer.qkv_proj.bias, qkv)
         norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
         program.rope(qkv, self.cos, self.sin, H, K, norms)
-        program.append(self.qkv, memory.k, memory.v, self.start, self.counts, H, 0)
-        q = self.qkv.unflatten(-1, (-1, D))[:, :, :H]
-        k, v = memory.k[:, :, : memory.size], memory.v[:, :, : memory.size]
-        rules = {"window": window, "sinks": None, "scale": D**-0.5, "both_ways": both_ways}
-        program.attend(q, k, v, self.start, self.attended, **rules)
+        where = self.start, self.counts, 0
+        calls = cache_calls(
+            self.qkv, memory, *where, self.attended, window, None, D**-0.5, both_ways=both_ways
+        )
+        for kernel, packed in zip(("append", "attend"), calls, strict=True):
+            program.add_packed(kernel, packed)
         program.linear(self.attended.view(M, -1), whole(layer.o_proj.weight), layer.o_proj.bias, self.y)
         program.add(self._after(layer.attention_conv, self.deltas[0]), self.x)
 

@@ -205,35 +205,10 @@ def pack_angles(positions: Tensor, inv: Tensor, concentration: float, cos: Tenso
     return _c.Angles(positions.data_ptr(), inv.data_ptr(), concentration, *tables, len(positions), len(inv))
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    window: int,
-    sinks: Tensor | None,
-    scale: float,
-    tree: Tensor | None = None,
-    depth: Tensor | None = None,
-    both_ways: bool = False,
-    first: Tensor | None = None,
-    lists: tuple[Tensor, Tensor] | None = None,
-    kv_share: Tensor | None = None,
-) -> Tensor:
-    """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> [B, T, H * D].
-    Values may have another number Dv of dimensions, and be one head's [B, 1, S, Dv] for all.
-    Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
-
-    New token t is at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
-    them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it is
-    at start + depth, and sees of the U tokens after the first `start` those that tree names: of its ancestors
-    and itself, those in its window. With lists, storage indices [B, T, N] and their counts [B, T],
-    both int64, each new token sees those and nothing else is read. `kv_share` [B, T, H] is written: the sum
-    of the weights of the keys, which is 1 minus the weight of the sink.
-    """
+def attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *rules: Any, **more: Any) -> Tensor:
+    """q [B, T, H, D] -> [B, T, H * Dv]; see `pack_attend`."""
     y = _empty(*q.shape[:2], q.shape[2] * v.shape[3])
-    rules = window, sinks, scale, tree, depth, both_ways, first, lists, kv_share
-    _c.attend(pack_attend(q, k, v, start, y, *rules))
+    _c.attend(pack_attend(q, k, v, start, y, *rules, **more))
     return y
 
 
@@ -253,6 +228,17 @@ def pack_attend(
     lists: tuple[Tensor, Tensor] | None = None,
     kv_share: Tensor | None = None,
 ) -> Any:
+    """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> y [B, T, H * Dv].
+    Values may have another number Dv of dimensions, and be one head's [B, 1, S, Dv] for all.
+    Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
+
+    New token t is at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
+    them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it is
+    at start + depth, and sees of the U tokens after the first `start` those that tree names: of its ancestors
+    and itself, those in its window. With lists, storage indices [B, T, N] and their counts [B, T],
+    both int64, each new token sees those and nothing else is read. `kv_share` [B, T, H] is written: the sum
+    of the weights of the keys, which is 1 minus the weight of the sink.
+    """
     b, t, h, d = q.shape
     _, kv, s, _ = k.shape
     u = t if tree is None else tree.shape[2]

@@ -61,11 +61,6 @@ class Program:
         packed = bindings.pack_angles(positions, inv, concentration, cos, sin)
         self._add("angles", packed, positions, inv, cos, sin)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, y: Tensor, **rules: Any) -> None:
-        """`rules` of `bindings.attend`."""
-        packed = bindings.pack_attend(q, k, v, start, y, **rules)
-        self._add("attend", packed, q, k, v, start, y, *rules.values())
-
     def route(
         self, x: Tensor, w: Tensor, b: Tensor | None, index: Tensor, weight: Tensor, **rules: bool
     ) -> None:

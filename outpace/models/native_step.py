@@ -7,7 +7,7 @@ that a program does not cover (`native_step` returns None) runs through the modu
 import ctypes
 from collections.abc import Sequence
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -46,15 +46,13 @@ class NativeStep:
 
     def __init__(self, model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> None:
         c, (B, T) = model.config, (len(step.start), step.T)
-        self.step, M, C, D = step, B * T, c.hidden_size, c.head_dim
+        M, C, D, self.held = B * T, c.hidden_size, c.head_dim, step.held
+        self.nodes = step.held + T  # of a tree
         self.lock = Lock()  # for threads that share the model
         self.cache, self.epoch = ref(cache), cache.epoch
         self.over_cache: list[tuple[int, int, Attention]] = []  # of each layer: calls of append and attend
         self.tokens = torch.zeros(M, dtype=torch.int64)
-        self.starts, self.counts = (
-            (ctypes.c_int64 * B)(),
-            (ctypes.c_int64 * B)(),
-        )  # cheaper to set than tensors
+        self.starts, self.counts = ((ctypes.c_int64 * B)() for _ in range(2))  # cheaper to set than tensors
         self.start_tensor, self.counts_tensor = (
             torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.counts)
         )
@@ -112,24 +110,17 @@ class NativeStep:
             norms = (a.q_norm.weight, a.k_norm.weight, a.q_norm.eps)
         self._linear(self.normed, a.qkv_proj, self.qkv)
         program.rope(self.qkv, self.cos, self.sin, H, K, norms)
-        calls = self._cache_calls(a, memory)
-        append, attend = program.add_packed("append", calls[0]), program.add_packed("attend", calls[1])
-        self.over_cache.append((append, attend, a))
+        append, attend = self._cache_calls(a, memory)
+        calls = program.add_packed("append", append), program.add_packed("attend", attend)
+        self.over_cache.append((*calls, a))
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
 
     def _cache_calls(self, a: Attention, memory: LayerCache) -> tuple[bytes, bytes]:
-        """The arguments of the calls that append to a layer's memory and attend to it."""
-        B, T, _ = self.attended.shape
-        qkv = self.qkv.view(B, T, -1)
-        q = qkv.unflatten(-1, (-1, a.head_dim))[:, :, : a.heads]
-        k, v = memory.k[:, :, : memory.size], memory.v[:, :, : memory.size]
-        tree = None if self.step.tree is None else self._mask(a.window)
+        tree = None if self.depth is None else self._mask(a.window)
         rules = a.window, a.sinks, a.scale, tree, self.depth
-        where = memory.k, memory.v, self.start_tensor, self.counts_tensor
-        return (
-            pack_append(qkv, *where, a.heads, self.step.held),
-            pack_attend(q, k, v, self.start_tensor, self.attended, *rules),
-        )
+        qkv = self.qkv.view(*self.attended.shape[:2], -1)
+        where = self.start_tensor, self.counts_tensor, self.held
+        return cache_calls(qkv, memory, *where, self.attended, *rules)
 
     def _bind(self, cache: KVCache) -> None:
         for (append, attend, attention), memory in zip(self.over_cache, cache.layers, strict=True):
@@ -138,8 +129,9 @@ class NativeStep:
         self.cache, self.epoch = ref(cache), cache.epoch
 
     def _mask(self, window: int) -> Tensor:
-        assert self.step.tree is not None
-        return self.masks.setdefault(window, torch.empty_like(self.step.tree.within(window)))
+        if window not in self.masks:
+            self.masks[window] = torch.empty(*self.attended.shape[:2], self.nodes, dtype=torch.bool)
+        return self.masks[window]
 
     def _mlp(self, mlp: MLP) -> None:
         gate_up = torch.empty(len(self.x), mlp.gate_up_proj.weight.shape[0])
@@ -182,6 +174,27 @@ class NativeStep:
             return self.hidden.clone(), None if self.aux is None else self.aux.clone()
 
 
+def cache_calls(
+    qkv: Tensor,
+    memory: LayerCache,
+    start: Tensor,
+    counts: Tensor,
+    held: int,
+    attended: Tensor,
+    *rules: Any,
+    **more: Any,
+) -> tuple[bytes, bytes]:
+    """qkv [B, T, (H + 2K) * D] of a layer: the arguments of the calls that append its keys and values to
+    `memory`, and attend to it -> attended [B, T, H * D]; `rules` are those of `pack_attend`. The caller keeps
+    all of it alive."""
+    D = memory.head_dim
+    heads = attended.shape[2] // D
+    q = qkv.unflatten(-1, (-1, D))[:, :, :heads]
+    k, v = memory.k[:, :, : memory.size], memory.v[:, :, : memory.size]
+    append = pack_append(qkv, memory.k, memory.v, start, counts, heads, held)
+    return append, pack_attend(q, k, v, start, attended, *rules, **more)
+
+
 def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> NativeStep | None:
     """The step of this size, made at its first use; None where the modules must run it."""
     if not use_kernel(cache.layers[0].k):
@@ -195,7 +208,7 @@ def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence
         return None
     if known is None:
         if len(model.native_steps) == MOST_STEPS:
-            del model.native_steps[next(iter(model.native_steps))]
+            model.native_steps.pop(next(iter(model.native_steps)), None)
         known = model.native_steps[key] = NativeStep(model, cache, step, aux)
     return known
 
