@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.small_moe import median
 from outpace.bench.machine import describe_target, machine, provenance, versions
 from outpace.bench.prompts import held_out_prompts
 from outpace.checkpoint.save import write_json
@@ -42,11 +43,6 @@ llama: Any = importlib.import_module("llama_cpp") if importlib.util.find_spec("l
 
 CONTEXT, PROMPT, NEW = 256, 512, 128
 WIDTHS, BATCHES = (1, 8, 16), (1, 4, 8, 16, 32)
-KINDS = (
-    *(f"{n} token{'s' * (n > 1)}" for n in WIDTHS),
-    f"prompt of {PROMPT}",
-    *(f"batch of {B}" for B in BATCHES),
-)
 METHODS = (None, "suffix", "dflash")
 LLAMA_CPP = "llama.cpp"
 FLASH_AUTO, FLASH_OFF, F32, F16 = -1, 0, 0, 1
@@ -117,12 +113,11 @@ def ours(target: Any, prompt: list[int], draft: Any) -> tuple[list[int], float]:
 def timed(call: Callable[[], Any], times: int = 15) -> float:
     """Median seconds, after one call to warm up."""
     call()
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return median(call, times)
+
+
+def count_of(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 @torch.inference_mode()
@@ -138,7 +133,7 @@ def our_steps(target: Any, ids: list[int]) -> dict[str, float]:
             target.logits(target(tokens[:, :n], cache).hidden).argmax(-1).tolist()
             cache.rewind([CONTEXT])
 
-        result[f"{n} token{'s' * (n > 1)}"] = timed(step)
+        result[count_of(n, "token")] = timed(step)
 
     def prompt() -> None:
         hidden = target(tokens[:, :PROMPT], target.make_cache(1, PROMPT)).hidden
@@ -170,7 +165,7 @@ def their_steps(it: LlamaCpp, many: LlamaCpp, ids: list[int]) -> dict[str, float
                 it.choice(i)
             it.forget(CONTEXT)
 
-        result[f"{n} token{'s' * (n > 1)}"] = timed(step)
+        result[count_of(n, "token")] = timed(step)
 
     def prompt() -> None:
         it.forget(0)
@@ -253,7 +248,7 @@ def compare(
     for prompt in prompts:
         for n in threads:
             torch.set_num_threads(n)
-            label = f"{n} thread{'s' * (n > 1)}"
+            label = count_of(n, "thread")
             collect(mine[label], our_steps(target, ids))
             for name, draft in drafts.items():
                 tokens, seconds = ours(target, prompt, draft)
@@ -270,7 +265,7 @@ def compare(
     assert all(texts[name, n] == own for name in drafts for n in threads), "a draft changed the text"
     baseline = best(their_rates, LLAMA_CPP, max)
     return {
-        "steps": {kind: step_row(best(mine, kind, min), best(theirs, kind, min)) for kind in KINDS},
+        "steps": {kind: step_row(best(mine, kind, min), best(theirs, kind, min)) for kind in mine[label]},
         "text": {LLAMA_CPP: text_row(baseline, baseline)}
         | {name: text_row(best(our_rates, name, max), baseline) for name in drafts},
         "tokens_until_llama_cpp_differs": {
