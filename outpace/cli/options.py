@@ -52,7 +52,7 @@ class DraftOptions:
     ] = None
 
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Number of CPU threads. Default: one per physical core.")
+        int | None, typer.Option(min=1, help="Number of CPU threads. Default: OMP_NUM_THREADS, else torch's.")
     ] = None
 
     def __post_init__(self) -> None:

@@ -77,7 +77,7 @@ class NativeBlock:
             self.qkv, memory, *where, self.attended, window, None, D**-0.5, both_ways=both_ways
         )
         for kernel, packed in zip(("append", "attend"), calls, strict=True):
-            program.add_packed(kernel, packed)
+            program.call(kernel, packed)
         program.linear(self.attended.view(M, -1), whole(layer.o_proj.weight), layer.o_proj.bias, self.y)
         program.add(self._after(layer.attention_conv, self.deltas[0]), self.x)
 

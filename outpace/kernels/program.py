@@ -22,80 +22,77 @@ class Program:
         self._used: list[object] = []
         self._packed: bytes | None = None
 
-    def _add(self, kernel: str, packed: bytes, *used: object) -> int:
+    def call(self, kernel: str, packed: bytes, *used: object) -> int:
+        """Adds a call of `kernel` with these arguments; `used` is kept alive. -> its index, for `replace`."""
         self._calls.append((self._numbers[kernel], ctypes.create_string_buffer(packed, len(packed))))
         self._used += used
         self._packed = None
         return len(self._calls) - 1
-
-    def add_packed(self, kernel: str, packed: bytes) -> int:
-        """A call whose arguments the caller has packed and keeps alive -> its index, for `replace`."""
-        return self._add(kernel, packed)
 
     def replace(self, call: int, packed: bytes) -> None:
         """From now on the call of this index has these arguments, which the caller keeps alive."""
         ctypes.memmove(self._calls[call][1], packed, len(packed))
 
     def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> None:
-        self._add("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
+        self.call("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float, y: Tensor) -> None:
-        self._add("rms_norm", bindings.pack_norm(x, w, eps, y), x, w, y)
+        self.call("rms_norm", bindings.pack_norm(x, w, eps, y), x, w, y)
 
     def rope(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, norms: HeadNorms | None
     ) -> None:
         """In place."""
         packed = bindings.pack_rope(qkv, cos, sin, heads, kv_heads, 2 * cos.shape[1], norms)
-        self._add("rope", packed, qkv, cos, sin, norms)
+        self.call("rope", packed, qkv, cos, sin, norms)
 
     def gated(self, gate_up: Tensor, y: Tensor) -> None:
         """SiLU over halves."""
-        self._add("gated", bindings.pack_gates(gate_up, None, y, None, 1.0), gate_up, y)
+        self.call("gated", bindings.pack_gates(gate_up, None, y, None, 1.0), gate_up, y)
 
     def block_conv(self, x: Tensor, base: Tensor, delta: Tensor, block: int, side: int, y: Tensor) -> None:
         """delta [M, sides, taps, G]."""
-        self._add("block_conv", pack_conv(x, base, delta, block, side, y), x, base, delta, y)
+        self.call("block_conv", pack_conv(x, base, delta, block, side, y), x, base, delta, y)
 
     def angles(self, positions: Tensor, inv: Tensor, concentration: float, cos: Tensor, sin: Tensor) -> None:
         packed = bindings.pack_angles(positions, inv, concentration, cos, sin)
-        self._add("angles", packed, positions, inv, cos, sin)
+        self.call("angles", packed, positions, inv, cos, sin)
 
     def route(
         self, x: Tensor, w: Tensor, b: Tensor | None, index: Tensor, weight: Tensor, **rules: bool
     ) -> None:
         """`rules`: softmax_first, renormalise."""
-        self._add("route", bindings.pack_route(x, w, b, index, weight, **rules), x, w, b, index, weight)
+        self.call("route", bindings.pack_route(x, w, b, index, weight, **rules), x, w, b, index, weight)
 
     def moe(self, x: Tensor, index: Tensor, weight: Tensor, y: Tensor, *experts: Any) -> None:
         """`experts`: what `bindings.pack_moe` takes after y."""
         packed = bindings.pack_moe(x, index, weight, y, *experts)
-        self._add("moe", packed, x, index, weight, y, *experts)
+        self.call("moe", packed, x, index, weight, y, *experts)
 
     def places(self, start: Tensor, depth: Tensor | None, held: int, offset: int, positions: Tensor) -> None:
         """positions [B, T] = offset + start [B] + depth [B, T], or + held + t."""
         sizes = *positions.shape, held, offset
         packed = _c.Places(start.data_ptr(), _address(depth), positions.data_ptr(), *sizes)
-        self._add("places", packed, start, depth, positions)
+        self.call("places", packed, start, depth, positions)
 
     def embed(self, tokens: Tensor, w: Matrix, y: Tensor, outside: ctypes.c_int64) -> None:
         """tokens [M] int64, w [V, C] -> y [M, C] float32; `outside`: how many tokens w has no row for."""
         assert tokens.dtype == torch.int64 and y.is_contiguous()
         pointers = tokens.data_ptr(), *_matrix(w), y.data_ptr(), ctypes.addressof(outside)
-        self._add("embed", _c.Embed(*pointers, len(tokens), *w.shape), tokens, w, y, outside)
+        self.call("embed", _c.Embed(*pointers, len(tokens), *w.shape), tokens, w, y, outside)
 
     def append(
         self, qkv: Tensor, k: Tensor, v: Tensor, start: Tensor, counts: Tensor, heads: int, held: int
     ) -> None:
         """See `pack_append`."""
-        self._add("append", pack_append(qkv, k, v, start, counts, heads, held), qkv, k, v, start, counts)
+        self.call("append", pack_append(qkv, k, v, start, counts, heads, held), qkv, k, v, start, counts)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """y += x."""
-        self._add("add_to", self._pair(x, y), x, y)
+        self.call("add_to", self._pair(x, y), x, y)
 
     def copy(self, x: Tensor, y: Tensor) -> None:
-        self._add("copy", self._pair(x, y), x, y)
+        self.call("copy", self._pair(x, y), x, y)
 
     def _pair(self, x: Tensor, y: Tensor) -> bytes:
         assert x.shape == y.shape and x.is_contiguous() and y.is_contiguous()

@@ -111,7 +111,7 @@ class NativeStep:
         self._linear(self.normed, a.qkv_proj, self.qkv)
         program.rope(self.qkv, self.cos, self.sin, H, K, norms)
         append, attend = self._cache_calls(a, memory)
-        calls = program.add_packed("append", append), program.add_packed("attend", attend)
+        calls = program.call("append", append), program.call("attend", attend)
         self.over_cache.append((*calls, a))
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
 
@@ -204,7 +204,7 @@ def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence
     known = model.native_steps.get(key)
     if known is not None and known.knows(cache):
         return known
-    if not _covered(model, cache, step):
+    if not _covered(model, cache, step, aux):
         return None
     if known is None:
         if len(model.native_steps) == MOST_STEPS:
@@ -213,20 +213,20 @@ def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence
     return known
 
 
-def _covered(model: Layers, cache: KVCache, step: StepMetadata) -> bool:
+def _covered(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> bool:
     """Few tokens, in float32, over plain keys and values; no new token is overwritten by one of the same step
     (see `LayerCache.append`)."""
     rows = len(step.start) * step.T
     if rows > MOST_ROWS or (step.tree is None and step.T > FEW) or step.both_ways:
         return False
-    if model.config.head_dim % 8 or any(_rounds(block) for block in model.layers):
+    if model.config.head_dim % 8 or not set(aux) <= set(range(len(model.layers))):
         return False
     for memory in cache.layers:
         plain = type(memory) is LayerCache and memory.keys is None and not memory.record_queries
         fits = not memory.window or step.held + step.T <= memory.size - memory.window + 1
         if not plain or not fits:
             return False
-    return True
+    return not any(map(_rounds, model.layers))
 
 
 def _rounds(block: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import torch
 from gguf_blocks import blocks
 
 from outpace.kernels import bindings
+from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.kv.tree import Tree
 from outpace.models.blocks import Embedding, ExpertMatrix, Linear
 from outpace.models.load import build, named_tensors
@@ -231,6 +232,24 @@ def test_copies_and_other_weights_have_steps_of_their_own():
     model.native = False
     assert torch.equal(model(tiny.tokens(1, 2), model.make_cache(1, 9)).hidden, rounded)
     assert not torch.equal(rounded, before)
+
+
+@torch.inference_mode()
+def test_a_layer_that_is_not_there_is_refused():
+    model = plain("llama")
+    with pytest.raises(KeyError):
+        model(tiny.tokens(1, 2), model.make_cache(1, 9), aux=(0, model.config.num_layers))
+
+
+@torch.inference_mode()
+def test_queries_are_recorded_once_a_partial_view_wants_them():
+    model = plain("gpt_oss")
+    cache = model.make_cache(1, 40, slack=4)
+    model(tiny.tokens(1, 2), cache)
+    PartialCache(cache, PartialConfig(block_size=4), 4)
+    model(tiny.tokens(1, 2), cache)
+    recorded = [memory.recorded is not None for memory in cache.layers]
+    assert recorded == [not window for window in cache.windows]
 
 
 @pytest.mark.parametrize("token", [-1, tiny.VOCAB])
