@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.checkpoint.base import LoadError
+from outpace.text.messages import check_depth
 
 MOST_BYTES = 32 * 2**20
 MOST_VALUES = 1_000_000  # in Python a value takes 50 to 200 bytes, whatever it takes in the file
@@ -39,6 +40,10 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         raise LoadError(f"{where} is nested too deeply for JSON that describes a checkpoint") from None
     except ValueError as error:  # not JSON, not UTF-8, an integer of thousands of digits, or ours
         raise LoadError(f"{where} is not JSON: {str(error)[:200]}") from None
+    try:  # what json reads may still be too deep to be copied or printed
+        check_depth(content, where)
+    except ValueError as error:
+        raise LoadError(str(error)) from None
     if not isinstance(content, dict):
         raise LoadError(f"{where} holds a {type(content).__name__}, not an object")
     return content

@@ -245,6 +245,7 @@ SHARD = {"file": "shard-00000.safetensors", "sha256": "a" * 64, "nbytes": 9, "sa
         {"planned_samples": -1},
         {"recipe": "fast"},
         {"recipe": {"final": "yes"}},
+        {"recipe": {"prompt_tokens": json.loads("[" * 400 + "8" + "]" * 400)}},
         *(
             {"shards": [SHARD | {"relative_error": 0.1, key: value}]}
             for key, values in {
