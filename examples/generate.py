@@ -20,9 +20,8 @@ def main(name: str = "default") -> None:
     print(f"{plain.tokens_per_second:.0f} -> {fast.tokens_per_second:.0f} tokens/s, tau {fast.tau:.2f}\n")
 
     for piece in outpace.stream(model, prompt, draft="dflash", sampling=sampling):
-        print(
-            f"[{piece.text}]" if piece.drafted else piece.text, end="", flush=True
-        )  # [proposed by the draft]
+        # in brackets what the draft proposed
+        print(f"[{piece.text}]" if piece.drafted else piece.text, end="", flush=True)
     print("\n")
 
     batch = outpace.generate(model, ["import os\n", "class Queue:\n"], sampling=sampling)

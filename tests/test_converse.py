@@ -173,9 +173,8 @@ def test_a_chat_that_outgrows_the_model():
     _, aside, turns, held = chat(Scripted(SECOND, positions=prompt + 20), "one", "x " * 100, max_tokens=100)
     assert [turn.text for turn in turns] == ["two"]
     assert "this model's positions end at" in aside and "(/reset)" in aside
-    assert (
-        held.chat.conversation.messages[-1].content == "two"
-    )  # the question that could not be asked is gone
+    # the question that could not be asked is gone
+    assert held.chat.conversation.messages[-1].content == "two"
 
 
 def test_with_a_real_target():

@@ -188,9 +188,8 @@ class Adaptive:
         self.predicted: tuple[float, float] | None = None
         self.history = AcceptanceHistory(2, costs.acceptance)
         self.states_survival = True  # of the draft; assumed until its first proposal
-        self.rested = self.wait = (
-            0  # autoregressive steps since the last proposal, and before the next decision
-        )
+        # autoregressive steps since the last proposal, and before the next decision
+        self.rested = self.wait = 0
         self.account: float | None = None  # seconds that may still be lost
         self._tables: dict[tuple[int, int], StepCosts] = {}
         self._costs = StepCosts.of(costs, 1, 0.0, 2)

@@ -58,9 +58,8 @@ class Reading:
     one: float = 0.0  # added to the up branch
 
     causal: bool = True
-    groups: Literal["blocked", "cyclic", "cyclic, inverse"] = (
-        "blocked"  # kv head of query head h: h // G, h % K
-    )
+    # kv head of query head h: h // G, h % K
+    groups: Literal["blocked", "cyclic", "cyclic, inverse"] = "blocked"
     rope_heads: HeadSet = "all"  # heads that are rotated
     rope_share: float = 1.0  # of each head's dimensions that are rotated
     pairs: Literal["halves", "neighbours"] = "halves"  # RoPE rotates (i, i + D/2), or (2i, 2i + 1)

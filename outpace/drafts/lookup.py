@@ -103,9 +103,8 @@ class Suffix:
 class SuffixSession:
     def __init__(self, answers: Suffixes, batch: int, length: int) -> None:
         self.answers = answers
-        self.history = torch.empty(
-            batch, length + 1, dtype=torch.int32
-        )  # where lookup runs, whatever the target's device
+        # on the CPU, where lookup runs, whatever the target's device
+        self.history = torch.empty(batch, length + 1, dtype=torch.int32)
         self.lengths = [0] * batch
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:

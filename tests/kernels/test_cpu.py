@@ -25,9 +25,8 @@ def seed():
 
 
 def unpack(blocks, scales):
-    values = torch.stack([E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]], -1).flatten(
-        -2
-    )  # [..., G, 32]
+    values = torch.stack([E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]], -1)
+    values = values.flatten(-2)  # [..., G, 32]
     return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
 
 

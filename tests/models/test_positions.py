@@ -46,8 +46,7 @@ def test_cached_keys_are_rotated_at_the_caches_offset(family, offset, monkeypatc
     positions = offset + torch.cat((torch.arange(T), T + torch.tensor([0, 1, 2, 1])))
     for block, seen, layer in zip(model.layers, inputs, cache.layers, strict=True):
         wanted = recomputed_keys(block.self_attn, torch.cat(seen, 1), positions, model)
-        held = torch.arange(
-            max(0, T + len(PARENTS) - layer.size), T + len(PARENTS)
-        )  # all but what a ring lost
+        # all but what a ring lost
+        held = torch.arange(max(0, T + len(PARENTS) - layer.size), T + len(PARENTS))
         assert len(held) >= 12
         assert (layer.k[:, :, held % layer.size] - wanted[:, :, held]).abs().max() < 1e-4
