@@ -322,10 +322,13 @@ def main() -> None:
     header["versions"]["llama-cpp-python"] = llama.__version__
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.target)
-        if path.suffix != ".gguf":
-            path = Path(folder) / "target.gguf"
-            convert_target(options.target, path, options.type)
-        header["target"] = describe_target(open_target(str(path))[0])
+        try:
+            if path.suffix != ".gguf":
+                path = Path(folder) / "target.gguf"
+                convert_target(options.target, path, options.type)
+            header["target"] = describe_target(open_target(str(path))[0])
+        except ValueError as error:
+            parser.error(str(error))
         with busy_core(options.busy):
             methods = METHODS[:1] if options.no_drafts else METHODS
             report = header | compare(options.target, path, options.threads, options.repeats, methods)

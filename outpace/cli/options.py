@@ -52,7 +52,8 @@ class DraftOptions:
     ] = None
 
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Number of CPU threads. Default: OMP_NUM_THREADS, else torch's.")
+        int | None,
+        typer.Option(min=1, max=128, help="Number of CPU threads. Default: OMP_NUM_THREADS, else torch's."),
     ] = None
 
     def __post_init__(self) -> None:
