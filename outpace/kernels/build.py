@@ -5,29 +5,16 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-
-import torch
 
 from outpace.kernels.layouts import SOURCE, kernels, sources
 
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC"]
 # gcc for some CPUs leaves a lone chain of products and sums unfused: a row would then depend on its company
 FLAGS += ["--param=avoid-fma-max-bits=0"]
-
-
-def _openmp() -> str | None:
-    """The OpenMP runtime that torch has loaded: a second one would bring a second pool of threads."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    mapped = re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*", maps)
-    return min(mapped, key=lambda path: "torch" not in path, default=None)
 
 
 def _flags_of_this_cpu() -> str:
@@ -47,19 +34,17 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _build(compiler: str, openmp: str | None) -> ctypes.CDLL:
+def _build(compiler: str) -> ctypes.CDLL:
     version = _run(compiler, "--version")
     flags = [*FLAGS, *os.environ.get("OUTPACE_CFLAGS", "").split()]
-    parts = [sources(), version, _flags_of_this_cpu(), torch.__version__, str(openmp), *flags]
+    parts = [sources(), version, _flags_of_this_cpu(), *flags]
     target = _cache() / f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         # under a temporary name, then renamed: no other process may load half a library
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            thing, library = Path(folder, "cpu.o"), Path(folder, "cpu.so")
-            _run(compiler, *flags, *(["-fopenmp"] if openmp else []), "-c", str(SOURCE), "-o", str(thing))
-            # not -fopenmp here: it would add the compiler's own runtime
-            _run(compiler, "-shared", str(thing), *([openmp] if openmp else []), "-lm", "-o", str(library))
+            library = Path(folder, "cpu.so")
+            _run(compiler, *flags, "-shared", "-pthread", str(SOURCE), "-lm", "-o", str(library))
             ctypes.CDLL(str(library))
             library.replace(target)
     return ctypes.CDLL(str(target))
@@ -72,21 +57,16 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None, "no C compiler (cc, gcc or clang) on the PATH"
-    why = ""
-    # without OpenMP if the compiler and torch's runtime do not fit: one thread is better than none
-    for openmp in dict.fromkeys([_openmp(), None]):
-        try:
-            library = _build(compiler, openmp)
-        except subprocess.CalledProcessError as error:
-            why = f"{' '.join(error.cmd)} failed: {error.stderr[:500]}"
-        except (OSError, RuntimeError) as error:  # no place to write to; no home
-            why = str(error)
-        else:
-            for name in kernels(sources()):
-                getattr(library, name).argtypes = [ctypes.c_char_p]
-                getattr(library, name).restype = None
-            return library, None
-    return None, why
+    try:
+        library = _build(compiler)
+    except subprocess.CalledProcessError as error:
+        return None, f"{' '.join(error.cmd)} failed: {error.stderr[:500]}"
+    except (OSError, RuntimeError) as error:  # no place to write to; no home
+        return None, str(error)
+    for name in kernels(sources()):
+        getattr(library, name).argtypes = [ctypes.c_char_p]
+        getattr(library, name).restype = None
+    return library, None
 
 
 def available() -> bool:

@@ -4,11 +4,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
-int omp_get_thread_num(void);
-#else
-#define omp_get_thread_num() 0
-#endif
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -34,10 +29,6 @@ int omp_get_thread_num(void);
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define UNROLL _Pragma("GCC unroll 32")
-// All threads or one: for a team of another size the runtime would end threads and start new ones. A team of one costs 0.5 us.
-#define TEAM(work) if (threads == 1) work; else _Pragma("omp parallel num_threads(threads)") work
-#define EACH_ROW(M, work) if (threads == 1) for (long m = 0; m < M; m++) work; \
-    else _Pragma("omp parallel for num_threads(threads) schedule(static)") for (long m = 0; m < M; m++) work
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef float vfu __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -135,19 +126,7 @@ INLINE vf expv(vf x) {  // relative error about 1e-7; 0 below -87
 }
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + expv(-x)); }
 
-// ---- threads
-typedef struct { long next, end, pad[6]; } Share;  // a thread's own items, so that small weights stay in its cache; then it steals
-static void deal(Share *s, long items, long threads) {
-    for (long i = 0; i < threads; i++) s[i] = (Share){items * i / threads, items * (i + 1) / threads, {0}};
-}
-static long take(Share *s, long threads) {
-    for (long i = 0, me = omp_get_thread_num(); i < threads; i++) {
-        Share *v = s + (me + i) % threads;
-        long item = __atomic_load_n(&v->next, __ATOMIC_RELAXED);
-        if (item < v->end && (item = __atomic_fetch_add(&v->next, 1, __ATOMIC_RELAXED)) < v->end) return item;
-    }
-    return -1;
-}
+#include "cpu_threads.c"
 INLINE int team(double work, double enough, long threads) { return work < enough ? 1 : MIN(threads, THREADS); }
 static float *scratch(size_t count) {  // kept per calling thread: fresh pages cost more than the kernels
     static __thread float *memory;
@@ -284,10 +263,14 @@ INLINE void place(float *to, const float *sums, int cols) {
     if (cols == COLS) memcpy(to, sums, COLS * sizeof(float));
     else for (int c = 0; c < cols; c++) to[c] = sums[c];
 }
-static void products(const Linear *o, long some, Share *shares, int threads) {
+INLINE long some_columns(const Linear *o) {  // of one item: weights that a cache holds, and enough items for all threads
+    return MAX(1, MIN(65536 / (COLS * at(o->kind, o->K)), o->N / (COLS * 4 * o->threads))) * COLS;
+}
+static void products(const void *with, long item, long me) {
+    const Linear *o = with;
     floats xs[MOST];
     float sums[MOST * COLS + 16];
-    for (long item; (item = take(shares, threads)) >= 0;) for (long m = 0; m < o->M; m += MOST) {
+    for (long m = 0, some = some_columns(o); m < o->M; m += MOST) {
         int rows = MIN(MOST, o->M - m);
         for (int r = 0; r < rows; r++) xs[r] = o->x + (m + r) * o->K;
         for (long n = item * some; n < MIN(o->N, (item + 1) * some); n += COLS) {
@@ -299,11 +282,8 @@ static void products(const Linear *o, long some, Share *shares, int threads) {
     }
 }
 void linear(const Linear *o) {
-    long some = MAX(1, 65536 / (COLS * at(o->kind, o->K))) * COLS;
-    int threads = team((double)o->N * o->K * (o->M + 3), 2e5, o->threads);
-    Share shares[THREADS];
-    deal(shares, (o->N + some - 1) / some, threads);
-    TEAM(products(o, some, shares, threads));
+    long some = some_columns(o);
+    each_item((o->N + some - 1) / some, products, o, team((double)o->N * o->K * (o->M + 3), 6e4, o->threads));
 }
 
 // ---- rows
@@ -315,7 +295,8 @@ static void norm(floats x, any w, long kind, long n, float eps, float *y) {
 }
 
 typedef struct { float *x; floats cos, sin; any norm[2]; int64_t kind[2]; double eps; int64_t M, H, K, D, threads; } Rope;
-static void turn(const Rope *o, long m) {
+static void turn(const void *with, long m) {
+    const Rope *o = with;
     floats cosine = o->cos + m * (o->D / 2), sine = o->sin + m * (o->D / 2);
     float *a = o->x + m * (o->H + 2 * o->K) * o->D;
     for (long h = 0; h < o->H + o->K; h++, a += o->D) {
@@ -329,8 +310,7 @@ static void turn(const Rope *o, long m) {
     }
 }
 void rope(const Rope *o) {
-    int threads = team((double)o->M * (o->H + o->K) * o->D, 32768, o->threads);
-    EACH_ROW(o->M, turn(o, m));
+    each_row(o->M, turn, o, team((double)o->M * (o->H + o->K) * o->D, 32768, o->threads));
 }
 
 static void spread(bytes p, uint8_t scale, float *y) {
@@ -339,15 +319,17 @@ static void spread(bytes p, uint8_t scale, float *y) {
     for (int j = 0; j < 16 / W; j++) store(y + 2 * W * j, LOW(v[j], v[j + 16 / W])), store(y + 2 * W * j + W, HIGH(v[j], v[j + 16 / W]));
 }
 typedef struct { bytes w; float *y; int64_t kind, M, K, threads; } Expand;
-void expand_rows(const Expand *o) {
-    int threads = team((double)o->M * o->K, 65536, o->threads);
-    EACH_ROW(o->M, expand(o->w + m * at(o->kind, o->K), o->kind, 0, o->K, o->y + m * o->K));
+static void expand_row(const void *with, long m) {
+    const Expand *o = with;
+    expand(o->w + m * at(o->kind, o->K), o->kind, 0, o->K, o->y + m * o->K);
 }
+void expand_rows(const Expand *o) { each_row(o->M, expand_row, o, team((double)o->M * o->K, 65536, o->threads)); }
 typedef struct { bytes blocks, scales; float *y; int64_t count, threads; } Packed;
-void unpack_mxfp4(const Packed *o) {
-    int threads = team(o->count * 32.0, 65536, o->threads);
-    EACH_ROW(o->count, spread(o->blocks + 16 * m, o->scales[m], o->y + 32 * m));
+static void spread_block(const void *with, long m) {
+    const Packed *o = with;
+    spread(o->blocks + 16 * m, o->scales[m], o->y + 32 * m);
 }
+void unpack_mxfp4(const Packed *o) { each_row(o->count, spread_block, o, team(o->count * 32.0, 65536, o->threads)); }
 
 #include "cpu_rows.c"
 #include "cpu_experts.c"

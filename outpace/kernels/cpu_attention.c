@@ -69,14 +69,15 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
 
 typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; const int64_t *list, *many; float *y, *seen;
                  int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; } Attend;
-typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; int threads; Share *looks, *merges; } Scene;
+typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; } Scene;
 
 static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
     long low = o->window ? MAX(0, o->start[b] + (o->tree ? o->depth[b * o->T + t] : t) - o->window + 1) : 0;
     return o->both_ways ? MIN(low, o->start[b]) : low;
 }
 INLINE long last_of(const Attend *o, long s, long t) { return s + (o->both_ways || o->tree ? o->U : t); }  // keys that t new tokens see
-static void look_at(const Scene *c, long item) {       // one tile of keys of one kv head of one sequence
+static void look_at(const void *with, long item, long me) {  // one tile of keys of one kv head of one sequence
+    const Scene *c = with;
     const Attend *o = c->o;
     long T = o->T, D = o->D, Dv = o->Dv, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b], first = o->first ? o->first[b] : 0;
     long edge = (c->base[b] + item % c->tiles) * KEYS, end = c->t0 + c->steps;
@@ -107,7 +108,8 @@ static void look_at(const Scene *c, long item) {       // one tile of keys of on
         if (n) look(qs, count, ks, vs, from - edge, n, lo, hi, D, Dv, o->scale, c->sums + row * Dv, c->high + row, c->mass + row);
     }
 }
-static void merge(const Scene *c, long item) {         // the tiles of one query
+static void merge(const void *with, long item) {  // the tiles of one query
+    const Scene *c = with;
     const Attend *o = c->o;
     long D = o->Dv, bh = item / c->rows, r = item % c->rows, head = bh % o->K * c->G + r % c->G, row = bh * c->tiles * c->rows + r;
     long place = (bh / o->K * o->T + c->t0 + r / c->G) * o->H + head;
@@ -127,11 +129,6 @@ static void merge(const Scene *c, long item) {         // the tiles of one query
     }
     for (long d = 0; d < D; d++) y[d] /= total > 0 ? total : 1.0f;
     if (o->seen) o->seen[place] = total > 0 ? 1 - sunk / total : 0;
-}
-static void show(const Scene *c) {
-    for (long item; (item = take(c->looks, c->threads)) >= 0;) look_at(c, item);
-#pragma omp barrier
-    for (long item; (item = take(c->merges, c->threads)) >= 0;) merge(c, item);
 }
 // q [B, T, H, D] and the rings k, v [B, K, S, D], with strides; token i lies at slot (i - first) % S, first 0 where absent. tree [B, T, U]: which of the
 // U tokens after `start` each new one sees, none that its window leaves out; else U = T, a chain, or with both_ways all of them. Or list [B, T, N]: it
@@ -153,10 +150,8 @@ void attend(const Attend *o) {
         }
         long all_rows = B * o->K * tiles * rows;
         float *sums = scratch(all_rows * (o->Dv + 2)), *high = sums + all_rows * o->Dv, *mass = high + all_rows;
-        Share looks[THREADS], merges[THREADS];
-        deal(looks, B * o->K * tiles, threads);
-        deal(merges, B * o->K * rows, threads);
-        Scene scene = {o, t0, steps, G, rows, tiles, base, low, sums, high, mass, threads, looks, merges};
-        TEAM(show(&scene));
+        Scene scene = {o, t0, steps, G, rows, tiles, base, low, sums, high, mass};
+        each_item(B * o->K * tiles, look_at, &scene, threads);
+        each_row(B * o->K * rows, merge, &scene, team((double)B * o->K * rows * tiles * o->Dv, 16384, threads));
     }
 }

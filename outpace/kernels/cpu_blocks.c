@@ -159,7 +159,8 @@ static Keys keys(float **memory, long n, long width, int back) {
     for (int i = 0; i < (back ? 6 : 3); i++) *wanted[i] = *memory, *memory += m.ld * width;
     return m;
 }
-static void one_row(const Blocks *o, long item) {  // the blocks of one row, for one kv head: nobody else writes their gradients
+static void one_row(const void *with, long item, long me) {  // the blocks of one row, for one kv head: nobody else writes their gradients
+    const Blocks *o = with;
     long at_row = item / o->K, h = item % o->K, n = o->context[at_row + 1] - o->context[at_row], D = o->D;
     long R = UP(o->B * (o->H / o->K), TALL), width = UP(D, 2 * W), back = o->grad != 0, first = (o->context[at_row] * o->K + h) * D;
     float *memory = scratch((UP(MAX(n, 1), 2 * W) + UP(o->B, 2 * W)) * width * 6 + R * (4 * width + 2 * STRIP + 3));
@@ -177,14 +178,6 @@ static void one_row(const Blocks *o, long item) {  // the blocks of one row, for
         put_row(o->d_context_v, o->kind, first + j * o->K * D, D, context.dv + j * width, 1.0f);
     }
 }
-static void all_rows(const Blocks *o, Share *shares, int threads) {
-    for (long item; (item = take(shares, threads)) >= 0;) one_row(o, item);
-}
 // rows pieces of text: row i has the blocks first[i].. and the context keys context[i]..; block b sees seen[b] of them. Backward
 // where grad is given.
-void blocks(const Blocks *o) {
-    int threads = MIN(o->threads, THREADS);
-    Share shares[THREADS];
-    deal(shares, o->rows * o->K, threads);
-    TEAM(all_rows(o, shares, threads));
-}
+void blocks(const Blocks *o) { each_item(o->rows * o->K, one_row, o, MIN(o->threads, THREADS)); }

@@ -6,7 +6,8 @@ typedef struct { any x, delta, base, dy; int64_t kind, base_kind; void *y, *d_de
 INLINE vf tap(const Conv *o, long m, long t, long c, long n) {
     return fetch(o->base, o->base_kind, t * o->C + c, n) + get(o->delta, o->kind, m * o->stride + t * (o->C / o->group) + c / o->group);
 }
-static void conv_row(const Conv *o, long m) {
+static void conv_row(const void *with, long m) {
+    const Conv *o = with;
     for (long g = 0; g < o->C; g += o->group) for (long c = g; c < g + o->group; c += W) {
         long n = g + o->group - c;
         vf s = {0};
@@ -15,11 +16,13 @@ static void conv_row(const Conv *o, long m) {
     }
 }
 void block_conv(const Conv *o) {
-    int threads = team((double)o->M * o->C * o->taps, 65536, o->threads);
-    EACH_ROW(o->M, conv_row(o, m));
+    each_row(o->M, conv_row, o, team((double)o->M * o->C * o->taps, 65536, o->threads));
 }
 // y: dx; d_delta [M, taps, groups] packed; d_base [taps, C]: summed within PARTS of the rows and then over them.
-static void conv_back(const Conv *o, long item, float *d_base) {
+typedef struct { const Conv *o; float *d_base; } ConvParts;
+static void conv_back(const void *with, long item) {
+    const Conv *o = ((const ConvParts *)with)->o;
+    float *d_base = ((const ConvParts *)with)->d_base + item * o->taps * o->C;
     long C = o->C, groups = C / o->group;
     memset(d_base, 0, o->taps * C * sizeof(float));
     for (long m = o->M * item / PARTS; m < o->M * (item + 1) / PARTS; m++) {
@@ -45,8 +48,7 @@ static void conv_back(const Conv *o, long item, float *d_base) {
 void block_conv_backward(const Conv *o) {
     long size = o->taps * o->C;
     float *d_base = scratch(PARTS * size);
-    int threads = team((double)o->M * o->C * o->taps, 32768, o->threads);
-    EACH_ROW(PARTS, conv_back(o, m, d_base + m * size));
+    each_row(PARTS, conv_back, &(ConvParts){o, d_base}, team((double)o->M * o->C * o->taps, 32768, o->threads));
     memset(o->d_base, 0, size * sizeof(float));
     for (long p = 0; p < PARTS; p++) for (long i = 0; i < size; i++) o->d_base[i] += d_base[p * size + i];
 }
@@ -60,7 +62,8 @@ static long insert(float *v, int64_t *ids, long count, long k, float x, long id)
     v[i] = x, ids[i] = id;
     return MIN(count + 1, k);
 }
-static void top_row(const Top *o, long m) {
+static void top_row(const void *with, long m) {
+    const Top *o = with;
     floats x = o->x + m * o->N;
     float *v = o->values + m * o->k;
     int64_t *ids = o->ids + m * o->k;
@@ -82,13 +85,13 @@ static void top_row(const Top *o, long m) {
     o->lse[m] = v[0] + logf(rest);
 }
 void top(const Top *o) {
-    int threads = team((double)o->M * o->N, 65536, o->threads);
-    EACH_ROW(o->M, top_row(o, m));
+    each_row(o->M, top_row, o, team((double)o->M * o->N, 65536, o->threads));
 }
 
 // ---- of each position's k candidates, the one with the largest values + <A[the one before] * h, B[candidate]>
 typedef struct { const int64_t *last, *ids; floats values, lse, h; any A, B; int64_t kind, *out; float *sure; int64_t M, n, k, r, threads; } Walk;
-static void walk_row(const Walk *o, long m) {
+static void walk_row(const void *with, long m) {
+    const Walk *o = with;
     int64_t previous = o->last[m];
     float s[64];
     for (long i = m * o->n; i < (m + 1) * o->n; i++) {
@@ -109,6 +112,5 @@ static void walk_row(const Walk *o, long m) {
     }
 }
 void walk(const Walk *o) {
-    int threads = team((double)o->M * o->n * o->k * o->r, 262144, o->threads);
-    EACH_ROW(o->M, walk_row(o, m));
+    each_row(o->M, walk_row, o, team((double)o->M * o->n * o->k * o->r, 262144, o->threads));
 }

@@ -29,10 +29,12 @@ static void expert(const Experts *o, long row, long k, int cols, const floats *x
 // Expert e's gates and ups begin `apart` * e rows into theirs; interleaved, they stand in turn in one matrix, which both name.
 typedef struct { floats x; const int64_t *index; floats weight; Experts gate, up, down; float *y; int64_t M, C, F, E, k, apart, interleaved, clamped;
                  double limit, alpha; int64_t threads; } Moe;
-typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; int threads; Share *ups, *downs; } Plan;
+typedef struct { const Moe *o; floats x; float *h, *parts; long *first, *used, *order, distinct, A; } Plan;
 
-static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of expert e, for all its rows
+static void up(const void *with, long item, long me) {  // some units of the hidden layer of one expert, for all its rows
+    const Plan *p = with;
     const Moe *o = p->o;
+    long groups = (o->F + UNITS - 1) / UNITS, e = p->used[item / groups], f0 = item % groups * UNITS, units = MIN(UNITS, o->F - f0);
     float sums[MOST * COLS + 16], raw[MOST][2 * UNITS], limit = o->limit;
     floats xs[MOST];
     for (long a = p->first[e]; a < p->first[e + 1]; a += MOST) {
@@ -54,8 +56,11 @@ static void up(const Plan *p, long e, long f0, int units) {  // h[.., f0..] of e
         }
     }
 }
-static void down(const Plan *p, long n, float *mine) {       // y[.., n..] of all experts
+static void down(const void *with, long item, long me) {  // some columns of y, of all experts
+    const Plan *p = with;
     const Moe *o = p->o;
+    long n = item * COLS;
+    float *mine = p->parts + me * p->A * COLS;
     float sums[MOST * COLS + 16];
     floats xs[MOST];
     int cols = MIN(COLS, o->C - n);
@@ -70,13 +75,6 @@ static void down(const Plan *p, long n, float *mine) {       // y[.., n..] of al
         for (long i = m * o->k; i < (m + 1) * o->k; i++) UNROLL for (int c = 0; c < COLS; c++) total[c] += o->weight[i] * mine[i * COLS + c];
         place(o->y + m * o->C + n, total, cols);
     }
-}
-static void both(const Plan *p) {
-    long groups = (p->o->F + UNITS - 1) / UNITS;
-    for (long item, f; f = (item = take(p->ups, p->threads)) % groups * UNITS, item >= 0;)
-        up(p, p->used[item / groups], f, MIN(UNITS, p->o->F - f));
-#pragma omp barrier
-    for (long item; (item = take(p->downs, p->threads)) >= 0;) down(p, item * COLS, p->parts + omp_get_thread_num() * p->A * COLS);
 }
 
 // y[m] = sum over i of weight[m, i] * (down . act(gate . x[m], up . x[m]) of expert index[m, i]); clamped: gpt-oss's activation.
@@ -93,9 +91,7 @@ void moe(const Moe *o) {
     memmove(first + 1, first, E * sizeof(long));
     first[0] = 0;
     for (long m = 0; o->up.kind == MXFP4 && m < M; m++) for (long c = 0; c < C; c++) mixed[m * C + even_odd(c)] = o->x[m * C + c];
-    Share ups[THREADS], downs[THREADS];
-    deal(ups, distinct * ((F + UNITS - 1) / UNITS), threads);
-    deal(downs, (C + COLS - 1) / COLS, threads);
-    Plan plan = {o, o->up.kind == MXFP4 ? mixed : o->x, h, parts, first, used, order, distinct, A, threads, ups, downs};
-    TEAM(both(&plan));
+    Plan plan = {o, o->up.kind == MXFP4 ? mixed : o->x, h, parts, first, used, order, distinct, A};
+    each_item(distinct * ((F + UNITS - 1) / UNITS), up, &plan, threads);
+    each_item((C + COLS - 1) / COLS, down, &plan, threads);
 }

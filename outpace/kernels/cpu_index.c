@@ -2,7 +2,8 @@
 
 typedef struct { floats q, w, keys; const int64_t *start; float *y; int64_t k_b, B, T, H, D, S, chain, threads; } Score;
 enum { SCORED = 8 * 2 * W };                           // keys of one item
-static void score_item(const Score *o, long item) {
+static void score_item(const void *with, long item) {
+    const Score *o = with;
     long tiles = (o->S + SCORED - 1) / SCORED, b = item / tiles, H = o->H, D = o->D, T = o->T, some = MOST / H;
     long from = item % tiles * SCORED, known = MIN(o->S, o->start[b] + (o->chain ? T : 0));
     float turned[(MOST_D + W) * 2 * W], p[MOST][KEYS];
@@ -38,8 +39,7 @@ static void score_item(const Score *o, long item) {
 // q [B, T, H, D], w [B, T, H], keys [B, S, D] -> y [B, T, S] = sum_j w_j max(q_j . k, 0), of the keys before start [B] and, in a chain, the new ones.
 void index_scores(const Score *o) {
     long items = o->B * ((o->S + SCORED - 1) / SCORED);
-    int threads = team((double)o->B * o->T * o->H * o->D * o->S, 4e4, o->threads);
-    EACH_ROW(items, score_item(o, m));
+    each_row(items, score_item, o, team((double)o->B * o->T * o->H * o->D * o->S, 4e4, o->threads));
 }
 
 typedef struct { floats scores; const int64_t *start, *counts; bytes tree; const int64_t *depth, *wanted; int64_t *list, *many;
@@ -64,7 +64,8 @@ static uint32_t threshold(floats x, long n, long take, long *equal) {  // the ta
     *equal = take;
     return prefix;
 }
-static void choose_row(const Choose *o, long item) {
+static void choose_row(const void *with, long item) {
+    const Choose *o = with;
     long b = item / o->T, t = item % o->T, start = o->start[b], place = start + (o->tree ? o->depth[item] : t), end = o->tree ? start : place + 1;
     long lo = MIN(o->sinks, end), hi = MAX(lo, MIN(place + 1 - o->recent, end)), take = o->wanted[item] - (place + 1 - (hi - lo)), n = 0, equal, last = -1;
     int64_t *list = o->list + item * o->N;
@@ -91,6 +92,5 @@ static void choose_row(const Choose *o, long item) {
 // many is -1, and nothing listed, where scores are not finite.
 void choose(const Choose *o) {
     long items = o->B * o->T;
-    int threads = team((double)items * o->S, 1e4, o->threads);
-    EACH_ROW(items, choose_row(o, m));
+    each_row(items, choose_row, o, team((double)items * o->S, 1e4, o->threads));
 }

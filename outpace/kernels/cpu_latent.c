@@ -18,7 +18,8 @@ static void combine_few(const floats *c, floats w, long begin, long end, float *
     for (int m = 0; m < LATENTS; m++) for (long p = 0; p < P; p++)
         for (long r = begin; r < end; r++) buf[m * D + p] += w[r * P + p] * c[m][r];
 }
-static void key_rows(const Unfold *o, long item) {       // TOKENS of one sequence, all heads
+static void key_rows(const void *with, long item) {  // TOKENS of one sequence, all heads
+    const Unfold *o = with;
     long blocks = (o->n + TOKENS - 1) / TOKENS, b = item / blocks, first = item % blocks * TOKENS, D = o->D, F = D / 2;
     int rows = MIN(TOKENS, o->n - first);
     float buf[TOKENS * MOST_D];
@@ -46,6 +47,5 @@ static void key_rows(const Unfold *o, long item) {       // TOKENS of one sequen
 // c [B, n, R and, where normed, 1 / rms of K heads], bias [K * D], cos and sin [B or 1, n, D / 2], gain [D] -> y [B, K, n, D], strided.
 void latent_keys(const Unfold *o) {
     long items = o->B * ((o->n + TOKENS - 1) / TOKENS);
-    int threads = team((double)o->B * o->n * o->R * o->K * o->D, 4e4, o->threads);
-    EACH_ROW(items, key_rows(o, m));
+    each_row(items, key_rows, o, team((double)o->B * o->n * o->R * o->K * o->D, 4e4, o->threads));
 }

@@ -24,7 +24,8 @@ INLINE vf gumbel(vu token, uint32_t low, uint32_t high) {
     return -log1(m - 1, e);
 }
 typedef struct { floats x; const int64_t *keys; float *y; int64_t M, N, threads; } Noise;
-static void noisy(const Noise *o, long m) {
+static void noisy(const void *with, long m) {
+    const Noise *o = with;
     floats x = o->x + m * o->N;
     uint32_t low = o->keys[m], high = (uint64_t)o->keys[m] >> 32;
     for (long n = 0; n < o->N; n += W) {
@@ -33,6 +34,5 @@ static void noisy(const Noise *o, long m) {
     }
 }
 void perturb(const Noise *o) {
-    int threads = team((double)o->M * o->N, 32768, o->threads);
-    EACH_ROW(o->M, noisy(o, m));
+    each_row(o->M, noisy, o, team((double)o->M * o->N, 32768, o->threads));
 }

@@ -19,7 +19,8 @@ INLINE any row(any p, long kind, long i) { return (bytes)p + i * at(kind, 1); }
 
 // ---- RMSNorm
 typedef struct { any x, w; void *y; int64_t kind, w_kind; double eps; int64_t M, C, threads; } Norm;
-static void norm_row(const Norm *o, long m) {
+static void norm_row(const void *with, long m) {
+    const Norm *o = with;
     any x = row(o->x, o->kind, m * o->C);
     vf squares = {0};
     for (long i = 0; i < o->C; i += W) { vf v = fetch(x, o->kind, i, o->C - i); squares += v * v; }
@@ -28,14 +29,16 @@ static void norm_row(const Norm *o, long m) {
         put(o->y, o->kind, m * o->C + i, o->C - i, fetch(x, o->kind, i, o->C - i) * s * fetch(o->w, o->w_kind, i, o->C - i));
 }
 void rms_norm(const Norm *o) {
-    int threads = team((double)o->M * o->C, 65536, o->threads);
-    EACH_ROW(o->M, norm_row(o, m));
+    each_row(o->M, norm_row, o, team((double)o->M * o->C, 65536, o->threads));
 }
 
 typedef struct { any x, w, dy; void *dx; float *dw; int64_t kind; double eps; int64_t M, C, threads; } NormBack;
 enum { PARTS = 64 };  // of the rows: dw is summed within each and then over them, so threads do not change it
-static void norm_back(const NormBack *o, long item, float *dw) {
+typedef struct { const NormBack *o; float *dw; } NormParts;
+static void norm_back(const void *with, long item) {
+    const NormBack *o = ((const NormParts *)with)->o;
     long C = o->C, kind = o->kind;
+    float *dw = ((const NormParts *)with)->dw + item * C;
     memset(dw, 0, C * sizeof(float));
     for (long m = o->M * item / PARTS; m < o->M * (item + 1) / PARTS; m++) {
         any x = row(o->x, kind, m * C), dy = row(o->dy, kind, m * C);
@@ -54,8 +57,7 @@ static void norm_back(const NormBack *o, long item, float *dw) {
 }
 void rms_norm_backward(const NormBack *o) {
     float *dw = scratch(PARTS * o->C);
-    int threads = team((double)o->M * o->C, 32768, o->threads);
-    EACH_ROW(PARTS, norm_back(o, m, dw + m * o->C));
+    each_row(PARTS, norm_back, &(NormParts){o, dw}, team((double)o->M * o->C, 32768, o->threads));
     memset(o->dw, 0, o->C * sizeof(float));
     for (long p = 0; p < PARTS; p++) for (long i = 0; i < o->C; i++) o->dw[i] += dw[p * o->C + i];
 }
@@ -71,7 +73,8 @@ void angles(const Angles *o) {
 
 // ---- heads turned by their angles, x to y: the first `turned` of each row's H heads, half against half; sign -1 turns back
 typedef struct { any x; void *y; floats cos, sin; int64_t kind, M, H, turned, D; double sign; int64_t threads; } Turn;
-static void turn_row(const Turn *o, long m) {
+static void turn_row(const void *with, long m) {
+    const Turn *o = with;
     long half = o->D / 2, first = m * o->H * o->D, end = first + o->turned * o->D;
     for (long a = first; a < end; a += o->D) for (long i = 0; i < half; i += W) {
         long n = half - i;
@@ -83,13 +86,13 @@ static void turn_row(const Turn *o, long m) {
     memcpy((void *)row(o->y, o->kind, end), row(o->x, o->kind, end), at(o->kind, (o->H - o->turned) * o->D));
 }
 void turn_heads(const Turn *o) {
-    int threads = team((double)o->M * o->H * o->D, 65536, o->threads);
-    EACH_ROW(o->M, turn_row(o, m));
+    each_row(o->M, turn_row, o, team((double)o->M * o->H * o->D, 65536, o->threads));
 }
 
 // ---- the place of the largest value of each row, the first among equals
 typedef struct { floats x; int64_t *y, M, N, threads; } Largest;
-static void largest(const Largest *o, long m) {
+static void largest(const void *with, long m) {
+    const Largest *o = with;
     floats x = o->x + m * o->N;
     vf best = all(-INFINITY);
     vi where = {0};
@@ -109,8 +112,7 @@ static void largest(const Largest *o, long m) {
     o->y[m] = place;
 }
 void argmax(const Largest *o) {
-    int threads = team((double)o->M * o->N, 262144, o->threads);
-    EACH_ROW(o->M, largest(o, m));
+    each_row(o->M, largest, o, team((double)o->M * o->N, 262144, o->threads));
 }
 
 // ---- gated activations: x [M, 2F] -> y [M, F]; clamped: gate and up in turn, else all gates and then all ups
@@ -129,7 +131,8 @@ INLINE Pair pair(const Gates *o, any x, long i) {
     vf a = fetch(x, o->kind, 2 * i, 2 * n), b = fetch(x, o->kind, 2 * i + W, MAX(2 * n - W, 0));
     return (Pair){EVEN(a, b), ODD(a, b)};
 }
-static void gate_row(const Gates *o, long m) {
+static void gate_row(const void *with, long m) {
+    const Gates *o = with;
     any x = row(o->x, o->kind, m * 2 * o->F);
     vf limit = all(o->limit);
     for (long i = 0; i < o->F; i += W) {
@@ -142,10 +145,10 @@ static void gate_row(const Gates *o, long m) {
     }
 }
 void gated(const Gates *o) {
-    int threads = team((double)o->M * o->F, 16384, o->threads);
-    EACH_ROW(o->M, gate_row(o, m));
+    each_row(o->M, gate_row, o, team((double)o->M * o->F, 16384, o->threads));
 }
-static void gate_back(const Gates *o, long m) {
+static void gate_back(const void *with, long m) {
+    const Gates *o = with;
     any x = row(o->x, o->kind, m * 2 * o->F), dy = row(o->dy, o->kind, m * o->F);
     vf limit = all(o->limit);
     for (long i = 0; i < o->F; i += W) {
@@ -170,6 +173,5 @@ static void gate_back(const Gates *o, long m) {
     }
 }
 void gated_backward(const Gates *o) {
-    int threads = team((double)o->M * o->F, 16384, o->threads);
-    EACH_ROW(o->M, gate_back(o, m));
+    each_row(o->M, gate_back, o, team((double)o->M * o->F, 16384, o->threads));
 }
