@@ -1,5 +1,6 @@
 // CPU kernels: each output row is the same float operations in the same order, however many rows travel with it. That is why
 // one accumulator of W lanes runs over k per output, why sums across lanes are written out, and why -ffast-math is forbidden.
+#define _GNU_SOURCE  // for RUSAGE_THREAD
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>

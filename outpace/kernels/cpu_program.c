@@ -18,4 +18,5 @@ void run(const Program *p) {
         case 12: moe(c->with); break;
         case 13: copy(c->with); break;
     }
+    look_round();
 }

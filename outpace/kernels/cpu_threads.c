@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <sys/resource.h>
 #include <signal.h>
 #include <time.h>
 
@@ -77,19 +78,28 @@ static void recruit(long members) {
     for (pthread_t thread; pool.members < members && !pthread_create(&thread, 0, member, 0); pool.members++) pthread_detach(thread);
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
-// Waits for the threads inside. One that takes longer than the caller worked has lost its core: for a while the caller then works alone,
-// longer each time.
-static void wait_for(long inside, long began) {
+// Other processes want the cores: for a while the caller works alone, longer each time.
+static void step_back(long time) {
+    pool.penalty = time - pool.stalled < 8 * pool.penalty ? MIN(2 * pool.penalty, LONGEST) : SHORTEST;
+    pool.stalled = time, pool.alone_until = time + pool.penalty;
+}
+static void wait_for(long inside, long began) {  // one that takes longer than the caller worked has lost its core
     for (int turns = 0; turns < SPINS; turns++) {
         if (atomic_load(&pool.left) == inside) return;
         relax();
     }
     long waits = now();
     while (atomic_load(&pool.left) != inside) sched_yield();
-    long end = now();
-    if (end - waits < waits - began + PATIENCE) return;
-    pool.penalty = end - pool.stalled < 8 * pool.penalty ? MIN(2 * pool.penalty, LONGEST) : SHORTEST;
-    pool.stalled = end, pool.alone_until = end + pool.penalty;
+    if (now() - waits > waits - began + PATIENCE) step_back(now());
+}
+static void look_round(void) {  // whether the caller has lost its core since it last looked
+#ifdef RUSAGE_THREAD
+    static __thread long before;
+    struct rusage use;
+    getrusage(RUSAGE_THREAD, &use);
+    if (use.ru_nivcsw > before && before && now() > pool.alone_until) step_back(now());
+    before = use.ru_nivcsw;
+#endif
 }
 static void each_item(long items, Item item, const void *with, long threads) {
     long began = 0, alone = (threads = MIN(threads, items)) <= 1;
