@@ -48,10 +48,11 @@ class Scripted:
         self.at = 0
         return SimpleNamespace(lengths=[0] * batch)
 
-    def __call__(self, tokens, cache, *, counts=None, tree=None, aux=()):
+    def __call__(self, tokens, cache, *, counts=None, tree=None, aux=(), logits=False):
         if self.at == 0:
             self.prompts[-1] += tokens[0, : counts[0]].tolist()
-        return Output(torch.zeros(*tokens.shape, 1), None, [])
+        hidden = torch.zeros(*tokens.shape, 1)
+        return Output(hidden, None, logits=self.logits(hidden) if logits else None)
 
     def logits(self, hidden):
         if self.at == self.interrupt:

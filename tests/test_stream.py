@@ -121,8 +121,9 @@ class Scripted:
     def make_cache(self, batch, length, **more):
         return SimpleNamespace(lengths=[0] * batch)
 
-    def __call__(self, tokens, cache, **more):
-        return Output(torch.zeros(*tokens.shape, 1), None, [])
+    def __call__(self, tokens, cache, *, logits=False, **more):
+        hidden = torch.zeros(*tokens.shape, 1)
+        return Output(hidden, None, logits=self.logits(hidden) if logits else None)
 
     def logits(self, hidden):
         logits = torch.zeros(*hidden.shape[:-1], self.config.vocab_size)

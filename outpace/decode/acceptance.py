@@ -93,14 +93,14 @@ class AcceptanceRule(Protocol):
     @property
     def sampler(self) -> DraftSampler: ...
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """[B, V] -> the next token of every row [B] int64, as autoregressive decoding draws it. Each call
-        goes one token on in every row's text."""
+    def draw(self, logits: Tensor, best: Tensor | None = None) -> Tensor:
+        """[B, V] -> the next token of every row [B] int64, as autoregressive decoding draws it; `best` [B],
+        the argmax, where it is known. Each call goes one token on in every row's text."""
         ...
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
-        """logits [B, N, V], the target's after each position of the proposal. The tokens of the
-        result count as emitted."""
+    def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
+        """logits [B, N, V], the target's after each position of the proposal; `best` [B, N], their argmax,
+        where it is known. The tokens of the result count as emitted."""
         ...
 
     def fork(self) -> "AcceptanceRule":
@@ -137,7 +137,10 @@ def exact_match(
 
 def follow(proposal: Proposal, predict: Tensor) -> VerifyResult:
     """predict [B, N], the target's token after each position: draft tokens live while they equal it."""
-    tokens, value = torch.stack((proposal.tokens, predict)).tolist()  # the step's one wait for the device
+    if proposal.on_host:
+        tokens, value = proposal.host_tokens, predict.tolist()
+    else:
+        tokens, value = torch.stack((proposal.tokens, predict)).tolist()  # the step's one wait for the device
     path = exact_match(tokens, proposal.above, value, proposal.counts)
     return VerifyResult(path, [[row[i] for i in columns] for columns, row in zip(path, value, strict=True)])
 
@@ -159,14 +162,14 @@ class Match:
     def sampler(self) -> DraftSampler:
         return Greedy(self.sampling.temperature or 1.0)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        tokens = sample(logits, self.sampling, self.rng, self.state.seen(logits))
+    def draw(self, logits: Tensor, best: Tensor | None = None) -> Tensor:
+        tokens = sample(logits, self.sampling, self.rng, self.state.seen(logits), best)
         self.state.add(tokens[:, None])
         return tokens
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
         seen = self.state.seen_at(proposal, logits)
-        result = follow(proposal, sample(logits, self.sampling, self.rng, seen))
+        result = follow(proposal, sample(logits, self.sampling, self.rng, seen, best))
         self.state.add(result.tokens)
         return result
 
@@ -214,7 +217,7 @@ class Gumbel:
     def sampler(self) -> DraftSampler:
         return GumbelCoupled(self.draft_sampling, self.key, self._on(self.streams), self._on(self.places))
 
-    def draw(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, best: Tensor | None = None) -> Tensor:
         self.device = logits.device
         keys = noise.keys(self.key, self._on(self.streams), self._on(self.places))
         tokens = greedy(coupled(logits, self.sampling, self.state.seen(logits), keys))
@@ -222,7 +225,7 @@ class Gumbel:
         self.state.add(tokens[:, None])
         return tokens
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
         tree = proposal.tree
         depth = torch.arange(logits.shape[1], device=logits.device) if tree is None else tree.depth
         keys = noise.keys(self.key, self._on(self.streams)[:, None], self._on(self.places)[:, None] + depth)
@@ -272,9 +275,9 @@ class Rejection(Match):
     def sampler(self) -> DraftSampler:
         return Sampled(self.draft_sampling, self.rng)
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
         if proposal.q is None:
-            return super().verify(proposal, logits)
+            return super().verify(proposal, logits, best)
         p = probabilities(logits, self.sampling, self.state.seen_at(proposal, logits))
         tokens = proposal.tokens
         u = torch.rand(tokens.shape, generator=self.rng, device=p.device)

@@ -294,8 +294,8 @@ def _measure(
             if not n:
                 for at in range(plain_at, plain_at + STEPS):
                     with Timer(target) as timer:
-                        hidden = target(tokens[:, at : at + 1], plain_cache).hidden
-                        rule.draw(target.logits(hidden[:, 0])).tolist()
+                        out = target(tokens[:, at : at + 1], plain_cache, logits=True)
+                        next_token(rule, out.logits, out.best)
                     if at - plain_at >= SETTLED:
                         times.setdefault((PLAIN, 1), []).append(timer.seconds)
                 plain_at += STEPS
@@ -339,11 +339,12 @@ def _step(
     proposal = widened(proposal, ahead, n)
     path = [[0]] * len(ahead)
     with Timer(target) as verifying:
-        out = target(
-            proposal.tokens, cache, counts=proposal.counts, tree=proposal.tree, aux=draft.target_layer_ids
-        )
-        logits = target.logits(out.hidden)
-        rule.verify(proposal, logits) if n > 1 else next_token(rule, logits)
+        what = {"counts": proposal.counts, "tree": proposal.tree, "aux": draft.target_layer_ids}
+        out = target(proposal.tokens, cache, **what, logits=True)
+        if n > 1:
+            rule.verify(proposal, out.logits, out.best)
+        else:
+            next_token(rule, out.logits, out.best)
     cache.commit(path)
     deferred.add(accepted_states(proposal, out.aux, path))
     return drafting.seconds, verifying.seconds

@@ -241,11 +241,11 @@ class Adaptive:
         # the survival of sampled tokens may depend on which they are; the number verified may not
         readable = proposal.survival is not None and proposal.q is None
         self.states_survival = readable
-        stated = proposal.survival.tolist() if readable else [None] * len(proposal.counts)  # type: ignore[union-attr]
+        stated = proposal.stated if readable else None
         self._rows, gains = [], [0.0] * proposal.tokens.shape[1]
         self.history.parents[: len(gains)] = proposal.above[0]
-        for parents, n, values in zip(proposal.above, proposal.counts, stated, strict=True):
-            row, depth = parents[:n], depths(parents[:n])
+        for b, (parents, n) in enumerate(zip(proposal.above, proposal.counts, strict=True)):
+            row, depth, values = parents[:n], depths(parents[:n]), None if stated is None else stated[b]
             survival = (
                 self.history.survival(row) if values is None else self.history.corrected(values, row, depth)
             )

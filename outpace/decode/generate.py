@@ -123,10 +123,10 @@ def steps(
             proposal = offered = Proposal(last[:, None], [1] * len(last))
         with trace.timed("verify"):
             counts = None if draft is None else proposal.counts
-            out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux)
-            logits = target.logits(out.hidden)  # [B, N, V]
-            check_finite(f"step {trace.steps + 1}", logits, offered)
-            result = rule.verify(proposal, logits) if n > 1 else next_token(rule, logits)
+            out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux, logits=True)
+            logits = out.logits  # [B, N, V]
+            check_finite(f"step {trace.steps + 1}", logits, offered, out.finite)
+            result = rule.verify(proposal, logits, out.best) if n > 1 else next_token(rule, logits, out.best)
         with trace.timed("rest"):
             if n > 1:
                 cache.commit(result.path)
@@ -183,7 +183,7 @@ def prefill(
     return rule.draw(logits)
 
 
-def next_token(rule: AcceptanceRule, logits: Tensor) -> VerifyResult:
-    """A step without draft tokens: logits [B, 1, V] -> its result."""
-    drawn = rule.draw(logits[:, 0])
+def next_token(rule: AcceptanceRule, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
+    """A step without draft tokens: logits [B, 1, V], and their argmax where it is known -> its result."""
+    drawn = rule.draw(logits[:, 0], None if best is None else best[:, 0])
     return VerifyResult([[0]] * len(drawn), [[token] for token in drawn.tolist()])

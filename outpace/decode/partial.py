@@ -112,10 +112,10 @@ class PartialSession:
         """One step on partial KV; -> the tokens of each row."""
         began = time.perf_counter()
         aux = self.draft.target_layer_ids
-        out = self.target(proposal.tokens, self.cache, counts=proposal.counts, tree=proposal.tree, aux=aux)
-        logits = self.target.logits(out.hidden)
-        check_finite(f"step {self.trace.steps + 1}, on partial KV", logits, proposal)
-        result = rule.verify(proposal, logits)
+        what = {"counts": proposal.counts, "tree": proposal.tree, "aux": aux, "logits": True}
+        out = self.target(proposal.tokens, self.cache, **what)
+        check_finite(f"step {self.trace.steps + 1}, on partial KV", out.logits, proposal, out.finite)
+        result = rule.verify(proposal, out.logits, out.best)
         self.cache.commit(result.path)
         self.trace.spent("partial", time.perf_counter() - began, within="draft")
         self.trace.partial_forwards += 1
@@ -175,10 +175,10 @@ class Trusting:
     def sampler(self) -> DraftSampler:
         return self.rule.sampler
 
-    def draw(self, logits: Tensor) -> Tensor:
-        return self.rule.draw(logits)
+    def draw(self, logits: Tensor, best: Tensor | None = None) -> Tensor:
+        return self.rule.draw(logits, best)
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> VerifyResult:
+    def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None = None) -> VerifyResult:
         """The logits at provisional tokens are replaced by certainty of the next one."""
         assert proposal.provisional is not None, "a PartialSession marks what is provisional"
         column = torch.arange(logits.shape[1], device=logits.device)

@@ -47,6 +47,29 @@ class Proposal:
         items: list[list[int]] = self.parents.tolist()
         return items
 
+    @cached_property
+    def stated(self) -> list[list[float]] | None:
+        """`survival` on the host."""
+        return None if self.survival is None else self.survival.tolist()
+
+    @cached_property
+    def host_tokens(self) -> list[list[int]]:
+        items: list[list[int]] = self.tokens.tolist()
+        return items
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `host_tokens`, `above` and `stated` are there already."""
+        return "host_tokens" in vars(self)
+
+    def with_lists(
+        self, tokens: list[list[int]], parents: list[list[int]], survival: list[list[float]]
+    ) -> "Proposal":
+        """Itself, with what its draft has on the host: nothing crosses from the device. `replace` makes a
+        proposal without them."""
+        vars(self).update(host_tokens=tokens, above=parents, stated=survival)
+        return self
+
     @property
     def deepest(self) -> list[int]:
         """Per row: how many draft tokens the longest path has."""
@@ -55,14 +78,23 @@ class Proposal:
         return [max(depths(parents)) for parents in self.above]
 
 
-def check_finite(where: str, logits: Tensor, offered: Proposal | None = None) -> None:
+def check_finite(
+    where: str, logits: Tensor, offered: Proposal | None = None, finite: bool | None = None
+) -> None:
     """Raises ValueError for NaN and infinity in the target's `logits`, and in the scores that a draft chose
-    `offered` by; `where` is the step. One wait for the device, for both."""
-    largest = {"target": logits.amax()}
-    if offered is not None and offered.survival is not None:
+    `offered` by; `where` is the step, `finite` what is known of the logits. One wait for the device, for
+    both."""
+    largest: dict[str, Tensor] = {} if finite else {"target": logits.amax()}
+    if offered is not None and offered.on_host:
+        stated = sum(map(sum, offered.stated or []))
+        if not math.isfinite(stated):
+            largest["draft"] = torch.tensor(stated)
+    elif offered is not None and offered.survival is not None:
         largest["draft"] = offered.survival.sum()
         if offered.q is not None:
             largest["draft"] = largest["draft"] + offered.q.amax()
+    if not largest:
+        return
     values = torch.stack([x.float() for x in largest.values()]).tolist()
     for model, value in zip(largest, values, strict=True):
         if not math.isfinite(value):

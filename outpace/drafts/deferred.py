@@ -28,6 +28,9 @@ class States:
         """These positions of each row, in this order."""
         counts = [len(row) for row in positions]
         padded = [row + [0] * (max(counts) - len(row)) for row in positions]
+        if self.aux is None and self.tokens.device.type == "cpu":  # a lookup's: lists are faster here
+            named = [[row[i] for i in at] for row, at in zip(self.tokens.tolist(), padded, strict=True)]
+            return States(torch.tensor(named), None, counts)
         columns = torch.tensor(padded, device=self.tokens.device)
         rows = torch.arange(len(counts), device=columns.device)[:, None]
         return States(
@@ -37,12 +40,15 @@ class States:
 
 def joined(parts: list[States]) -> States:
     """The parts concatenated row by row, without the padding between them."""
+    if len(parts) == 1:
+        n, alone = max(parts[0].counts), parts[0]
+        return States(alone.tokens[:, :n], None if alone.aux is None else alone.aux[:, :, :n], alone.counts)
     lengths = [max(part.counts) for part in parts]
     tokens = torch.cat([part.tokens[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
     states = [part.aux[:, :, :n] for part, n in zip(parts, lengths, strict=True) if part.aux is not None]
     counts = [sum(row) for row in zip(*(part.counts for part in parts), strict=True)]
     whole = States(tokens, torch.cat(states, dim=2) if states else None, counts)
-    if len(parts) == 1 or min(counts) == sum(lengths):
+    if min(counts) == sum(lengths):
         return whole
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     return whole.at(

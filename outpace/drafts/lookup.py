@@ -105,22 +105,22 @@ class SuffixSession:
         self.answers = answers
         # on the CPU, where lookup runs, whatever the target's device
         self.history = torch.empty(batch, length + 1, dtype=torch.int32)
+        self.cells = self.history.numpy()  # the same memory: a tensor is slow to write a few numbers to
         self.lengths = [0] * batch
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
-        tokens = tokens.cpu()
-        for b, count in enumerate(counts):
+        for b, (ids, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             n = self.lengths[b]
-            self.history[b, n : n + count] = tokens[b, :count]
+            self.cells[b, n : n + count] = ids[:count]
             self.lengths[b] = n + count
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         """Positions in descending order of survival, as counted: the first n of them are the best tree of
         n."""
         rows = []
-        for value, n, token in zip(self.history, self.lengths, last.tolist(), strict=True):
-            value[n] = token
-            result = self.answers.grow(value[: n + 1], width - 1)
+        for b, (n, token) in enumerate(zip(self.lengths, last.tolist(), strict=True)):
+            self.cells[b, n] = token
+            result = self.answers.grow(self.history[b, : n + 1], width - 1)
             rows.append(([token, *result.tokens], [0, *result.parents], [1.0, *result.reach]))
         return assembled(rows, last.device)
 
@@ -129,6 +129,7 @@ class SuffixSession:
 
     def select(self, batch_indices: list[int]) -> None:
         self.history, self.lengths = self.history[batch_indices], [self.lengths[b] for b in batch_indices]
+        self.cells = self.history.numpy()
 
 
 def save_suffix(answers: Suffixes, vocab_size: int, folder: Path) -> None:

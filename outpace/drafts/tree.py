@@ -135,12 +135,13 @@ def assembled(rows: list[tuple[list[int], list[int], list[float]]], device: torc
     # padding is its own parent: it descends from nobody
     parents = [[*row[1], *range(len(row[1]), N)] for row in rows]
     survival = [row[2] + [0.0] * n for row, n in zip(rows, short, strict=True)]
-    return Proposal(
+    proposal = Proposal(
         torch.tensor(tokens, device=device),
         counts,
         torch.tensor(parents, device=device),
         survival=torch.tensor(survival, dtype=torch.float32, device=device),
     )
+    return proposal.with_lists(tokens, parents, survival)
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,11 @@ def cut(proposal: Proposal, columns: int) -> Proposal:
     parents, q, survival = (None if part is None else part[:, :columns] for part in optional)
     counts = [min(count, columns) for count in proposal.counts]
     tokens = proposal.tokens[:, :columns]
-    return replace(proposal, tokens=tokens, counts=counts, parents=parents, q=q, survival=survival)
+    result = replace(proposal, tokens=tokens, counts=counts, parents=parents, q=q, survival=survival)
+    if not proposal.on_host:
+        return result
+    ids, above = ([row[:columns] for row in rows] for rows in (proposal.host_tokens, proposal.above))
+    return result.with_lists(ids, above, [row[:columns] for row in proposal.stated or []])
 
 
 class BlockSession(RewindableSession, Protocol):

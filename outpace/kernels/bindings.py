@@ -386,7 +386,7 @@ def argmax(x: Tensor) -> Tensor:
     """x [M, N] -> the index of each row's largest value, the first among equals, [M] int64."""
     assert x.is_contiguous() and x.shape[1]
     y = _empty(len(x), dtype=torch.int64)
-    _c.argmax(_c.Largest(x.data_ptr(), y.data_ptr(), *x.shape, _threads()))
+    _c.argmax(_c.Largest(x.data_ptr(), y.data_ptr(), 0, *x.shape, _threads()))
     return y
 
 

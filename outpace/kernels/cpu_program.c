@@ -17,6 +17,8 @@ void run(const Program *p) {
         case 11: route(c->with); break;
         case 12: moe(c->with); break;
         case 13: copy(c->with); break;
+        case 14: family(c->with); break;
+        case 15: argmax(c->with); break;
     }
     look_round();
 }

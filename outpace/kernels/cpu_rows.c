@@ -89,29 +89,37 @@ void turn_heads(const Turn *o) {
     each_row(o->M, turn_row, o, team((double)o->M * o->H * o->D, 65536, o->threads));
 }
 
-// ---- the place of the largest value of each row, the first among equals
-typedef struct { floats x; int64_t *y, M, N, threads; } Largest;
+// ---- the place of the largest value of each row, the first among equals; and how many rows hold a NaN, or have no finite largest value
+typedef struct { floats x; int64_t *y, *odd, M, N, threads; } Largest;
 static void largest(const void *with, long m) {
     const Largest *o = with;
     floats x = o->x + m * o->N;
     vf best = all(-INFINITY);
-    vi where = {0};
+    vi where = {0}, odd = {0};
     long n = 0;
     for (; n + W <= o->N; n += W) {
         vf v = load(x + n);
         vi more = v > best;
+        odd |= v != v;
         best = pick(more, v, best), where = (where & ~more) | ((vi){0} + (int)n & more);
     }
     float top = -INFINITY;
     long place = 0;
+    int wrong = 0;
     for (int i = 0; i < W; i++) {
         long at = where[i] + i;
+        wrong |= odd[i];
         if (best[i] > top || (best[i] == top && at < place)) top = best[i], place = at;
     }
-    for (; n < o->N; n++) if (x[n] > top) top = x[n], place = n;
+    for (; n < o->N; n++) {
+        wrong |= x[n] != x[n];
+        if (x[n] > top) top = x[n], place = n;
+    }
     o->y[m] = place;
+    if (o->odd && (wrong || fabsf(top) == INFINITY)) __atomic_fetch_add(o->odd, 1, __ATOMIC_RELAXED);
 }
 void argmax(const Largest *o) {
+    if (o->odd) *o->odd = 0;
     each_row(o->M, largest, o, team((double)o->M * o->N, 262144, o->threads));
 }
 

@@ -6,6 +6,24 @@ void places(const Places *o) {
         o->positions[i] = o->offset + o->start[i / o->T] + (o->depth ? o->depth[i] : o->held + i % o->T);
 }
 
+typedef struct { const int64_t *parents; uint8_t *sees; int64_t *depth, *wrong, B, U, held, window; } Family;
+// Of the nodes from `held` on of each tree of parents [B, U]: depth [B, T], and sees [B, T, U], their ancestors and themselves, those less than
+// `window` generations away (0: all). A root is its own parent; `wrong` counts parents that are no earlier node.
+void family(const Family *o) {
+    long U = o->U, T = U - o->held, depth[U];
+    memset(o->sees, 0, o->B * T * U);
+    *o->wrong = 0;
+    for (long b = 0; b < o->B; b++) for (long u = 0; u < U; u++) {
+        const int64_t *parent = o->parents + b * U;
+        if (parent[u] < 0 || parent[u] > u) { ++*o->wrong; return; }
+        depth[u] = parent[u] == u ? 0 : depth[parent[u]] + 1;
+        if (u < o->held) continue;
+        long row = b * T + u - o->held, a = u;
+        o->depth[row] = depth[u];
+        for (long n = 0; n <= depth[u] && (!o->window || n < o->window); n++, a = parent[a]) o->sees[row * U + a] = 1;
+    }
+}
+
 typedef struct { const int64_t *tokens; any w; int64_t kind; float *y; int64_t *outside, M, V, K; } Embed;
 void embed(const Embed *o) {  // rows of w [V, K]; `outside` counts the tokens that have none
     *o->outside = 0;

@@ -1,5 +1,6 @@
 """ctypes bindings of the C kernels of drafts alone: candidates, block convolutions, blocks, suffixes."""
 
+from ctypes import addressof, c_double, c_int64
 from typing import Any
 
 import torch
@@ -121,13 +122,12 @@ def grow(
     assert text.is_contiguous() and order.is_contiguous() and history.is_contiguous()
     assert 2 * len(contexts) <= MOST_CONTEXTS and list(contexts) == sorted(contexts, reverse=True)
     assert samples <= MOST_SAMPLES and recent <= MOST_RECENT and branch <= MOST_BRANCH
-    lengths = torch.tensor(contexts, dtype=torch.int64)
-    result, reach = _empty(2, nodes, dtype=torch.int64), _empty(nodes, dtype=torch.float64)
-    count = _empty(1, dtype=torch.int64)
-    inputs = (t.data_ptr() for t in (text, order, history, lengths))
+    # a few numbers: cheaper as C arrays than as tensors
+    lengths, count = (c_int64 * len(contexts))(*contexts), c_int64()
+    tokens, parents, reach = (c_int64 * nodes)(), (c_int64 * nodes)(), (c_double * nodes)()
+    inputs = *(t.data_ptr() for t in (text, order, history)), addressof(lengths)
     sizes = len(text), len(history), len(contexts), nodes, samples, recent, branch, deepest
-    outputs = (t.data_ptr() for t in (result[0], result[1], reach, count))
+    outputs = (addressof(part) for part in (tokens, parents, reach, count))
     _c.grow(_c.Grow(*inputs, *sizes, doubt, own_doubt, enough, *outputs))
-    n = int(count)
-    tokens, parents = result[:, :n].tolist()
-    return tokens, parents, reach[:n].tolist()
+    n = count.value
+    return tokens[:n], parents[:n], reach[:n]

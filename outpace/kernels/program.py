@@ -75,6 +75,28 @@ class Program:
         packed = _c.Places(start.data_ptr(), _address(depth), positions.data_ptr(), *sizes)
         self.call("places", packed, start, depth, positions)
 
+    def family(
+        self,
+        parents: Tensor,
+        held: int,
+        window: int,
+        sees: Tensor,
+        depth: Tensor,
+        wrong: ctypes.c_int64,
+    ) -> None:
+        """parents [B, U] int64 of trees -> sees [B, T, U] bool and depth [B, T] int64 of the nodes from
+        `held` on, see `kv.tree.Tree`; `wrong`: how many parents are no earlier node."""
+        assert parents.dtype == depth.dtype == torch.int64 and sees.is_contiguous() and depth.is_contiguous()
+        pointers = parents.data_ptr(), sees.data_ptr(), depth.data_ptr(), ctypes.addressof(wrong)
+        packed = _c.Family(*pointers, *parents.shape, held, window)
+        self.call("family", packed, parents, sees, depth, wrong)
+
+    def argmax(self, x: Tensor, y: Tensor, odd: ctypes.c_int64) -> None:
+        """x [M, N] -> y [M] int64; `odd`: how many rows hold a NaN, or have no finite largest value."""
+        assert x.is_contiguous() and y.is_contiguous() and y.dtype == torch.int64
+        pointers = x.data_ptr(), y.data_ptr(), ctypes.addressof(odd)
+        self.call("argmax", _c.Largest(*pointers, *x.shape, bindings._threads()), x, y, odd)
+
     def embed(self, tokens: Tensor, w: Matrix, y: Tensor, outside: ctypes.c_int64) -> None:
         """tokens [M] int64, w [V, C] -> y [M, C] float32; `outside`: how many tokens w has no row for."""
         assert tokens.dtype == torch.int64 and y.is_contiguous()

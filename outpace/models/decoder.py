@@ -1,7 +1,7 @@
 """The walk every architecture shares: embedding, blocks, final norm, head, and the aux states on the way."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,19 +15,10 @@ from outpace.models.blocks import Embedding, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
 from outpace.models.native_step import NativeSteps, native_step
+from outpace.models.native_step import Output as Output
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
 from outpace.ops.rope import inverse_frequencies, rope_tables
-
-
-@dataclass(frozen=True)
-class Output:
-    """hidden [B,T,C] after the final norm; aux [n,B,T,C] in the order asked for, None without any;
-    routing: one [B*T,E] of router logits per expert layer, where it was asked for."""
-
-    hidden: Tensor
-    aux: Tensor | None
-    routing: list[Tensor]
 
 
 class Decoder(nn.Module):
@@ -149,21 +140,22 @@ class Decoder(nn.Module):
         aux: Sequence[int] = (),
         offset: int = 0,
         routing: bool = False,
+        logits: bool = False,
     ) -> Output:
         """tokens [B,T] int64. With a cache, row b appends its first counts[b] (default T) tokens to it;
         without one, the T tokens are whole sequences that begin at position `offset`.
 
         `aux`: ids of the layers whose output is wanted; "layer l" is the output of block l, which
-        transformers calls hidden_states[l+1].
+        transformers calls hidden_states[l+1]. With `routing` and `logits` the output has those.
         """
         B, T = tokens.shape
         step = None if cache is None else cache.begin(T, counts, tree=tree)
         if self.native and cache is not None and step is not None and not routing:
-            native = native_step(self, cache, step, aux)
+            native = native_step(self, cache, step, aux, logits)
             if native is not None:
-                hidden, states = native.run(tokens, step, cache)
+                output = native.run(tokens, step, cache)
                 cache.advance(step)
-                return Output(hidden, states, [])
+                return output
         if cache is None or step is None:
             positions = torch.arange(offset, offset + T, device=tokens.device).expand(B, -1)
         else:
@@ -171,16 +163,17 @@ class Decoder(nn.Module):
         cos, sin = self.rope(positions)
         x = self.embed(tokens)
         kept = {}
-        logits: list[Tensor] = []
+        routed: list[Tensor] = []
         for i, block in enumerate(self.layers):
             memory = None if cache is None else cache.layers[i]
-            x = block(x, cos, sin, memory, step, logits if routing else None)
+            x = block(x, cos, sin, memory, step, routed if routing else None)
             if i in aux:
                 kept[i] = x
         if cache is not None and step is not None:
             cache.advance(step)
         stacked = torch.stack([kept[i] for i in aux]) if aux else None
-        return Output(self.norm(x), stacked, logits)
+        hidden = self.norm(x)
+        return Output(hidden, stacked, routed, self.logits(hidden) if logits else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] -> [..., V]."""

@@ -6,6 +6,7 @@ that a program does not cover (`native_step` returns None) runs through the modu
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
 from weakref import ref
@@ -21,7 +22,22 @@ from outpace.models.config import ModelConfig
 from outpace.ops.dispatch import MOST_ROWS, Program, pack_append, pack_attend, use_kernel
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
-from outpace.ops.quant import Joined
+from outpace.ops.quant import Joined, Weight
+
+
+@dataclass(frozen=True)
+class Output:
+    """hidden [B,T,C] after the final norm; aux [n,B,T,C] in the order asked for, None without any;
+    routing: one [B*T,E] of router logits per expert layer, where it was asked for; logits [B,T,V], where
+    they were, and of these, where the step knows it: best [B,T] int64, the argmax; whether all are finite."""
+
+    hidden: Tensor
+    aux: Tensor | None
+    routing: list[Tensor] = field(default_factory=list)
+    logits: Tensor | None = None
+    best: Tensor | None = None
+    finite: bool | None = None
+
 
 MOST_STEPS = 128  # that a model keeps: a step for each size
 NativeSteps = dict[tuple[object, ...], "NativeStep"]
@@ -37,6 +53,9 @@ class Layers(Protocol):
     inv: Tensor  # [D/2] float64
 
     @property
+    def head(self) -> Weight: ...
+
+    @property
     def native_steps(self) -> NativeSteps: ...
 
 
@@ -44,7 +63,9 @@ class NativeStep:
     """B rows of T tokens. Its buffers are made once; `run` copies the inputs into them, and binds the program
     to another cache where it has to: the calls that touch keys and values are packed again."""
 
-    def __init__(self, model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> None:
+    def __init__(
+        self, model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int], logits: bool
+    ) -> None:
         c, (B, T) = model.config, (len(step.start), step.T)
         M, C, D, self.held = B * T, c.hidden_size, c.head_dim, step.held
         self.nodes = step.held + T  # of a tree
@@ -56,8 +77,10 @@ class NativeStep:
         self.start_tensor, self.counts_tensor = (
             torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.counts)
         )
-        self.masks: dict[int, Tensor] = {}  # by window [B, T, U]
+        self.masks: dict[int, Tensor] = {}  # of a tree, by window [B, T, U]
+        self.parents = torch.zeros(B, self.nodes, dtype=torch.int64)
         self.depth = None if step.tree is None else torch.zeros(B, T, dtype=torch.int64)
+        self.orphans = ctypes.c_int64()  # nodes of a tree whose parent is none before them
         self.x, self.normed, self.y = (torch.empty(M, C) for _ in range(3))
         self.cos, self.sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
         self.qkv = torch.empty(M, (c.num_heads + 2 * c.num_kv_heads) * D)
@@ -65,6 +88,7 @@ class NativeStep:
         self.hidden = torch.empty(B, T, C)
         self.aux = torch.empty(len(aux), B, T, C) if aux else None
         self.program = program = Program()
+        self._trees(c)
         positions = torch.zeros(B, T, dtype=torch.int64)
         program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)
         program.angles(positions.view(-1), model.inv, c.rope.concentration, self.cos, self.sin)
@@ -79,6 +103,23 @@ class NativeStep:
                 assert self.aux is not None
                 program.copy(self.x.view(B, T, C), self.aux[j])
         program.rms_norm(self.x, model.norm.weight, model.norm.eps, self.hidden.view(M, C))
+        self.logits, self.best, self.odd = None, torch.empty(B, T, dtype=torch.int64), ctypes.c_int64()
+        if logits:
+            head = model.head
+            assert not isinstance(head, Joined), "a head is one matrix"
+            self.logits = torch.empty(B, T, c.vocab_size)
+            rows = self.logits.view(M, -1)
+            program.linear(self.hidden.view(M, C), head, None, rows)
+            program.argmax(rows, self.best.view(-1), self.odd)
+
+    def _trees(self, config: ModelConfig) -> None:
+        """What each node of a tree sees, for every window that a layer has."""
+        if self.depth is None:
+            return
+        B, T = self.depth.shape
+        for window in {config.window(i) for i in range(config.num_layers)}:
+            mask = self.masks[window] = torch.empty(B, T, self.nodes, dtype=torch.bool)
+            self.program.family(self.parents, self.held, window, mask, self.depth, self.orphans)
 
     def _layer(self, block: DecoderBlock, memory: LayerCache) -> None:
         program, norm = self.program, block.input_layernorm
@@ -116,7 +157,7 @@ class NativeStep:
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
 
     def _cache_calls(self, a: Attention, memory: LayerCache) -> tuple[bytes, bytes]:
-        tree = None if self.depth is None else self._mask(a.window)
+        tree = None if self.depth is None else self.masks[a.window]
         rules = a.window, a.sinks, a.scale, tree, self.depth
         qkv = self.qkv.view(*self.attended.shape[:2], -1)
         where = self.start_tensor, self.counts_tensor, self.held
@@ -127,11 +168,6 @@ class NativeStep:
             for call, packed in zip((append, attend), self._cache_calls(attention, memory), strict=True):
                 self.program.replace(call, packed)
         self.cache, self.epoch = ref(cache), cache.epoch
-
-    def _mask(self, window: int) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = torch.empty(*self.attended.shape[:2], self.nodes, dtype=torch.bool)
-        return self.masks[window]
 
     def _mlp(self, mlp: MLP) -> None:
         gate_up = torch.empty(len(self.x), mlp.gate_up_proj.weight.shape[0])
@@ -156,22 +192,26 @@ class NativeStep:
     def knows(self, cache: KVCache) -> bool:
         return self.cache() is cache and self.epoch == cache.epoch
 
-    def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> tuple[Tensor, Tensor | None]:
-        """tokens [B, T] -> hidden [B, T, C] after the final norm, aux [n, B, T, C]: copies of the buffers.
-        Raises IndexError, as an embedding does, for a token outside the vocabulary."""
+    def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> Output:
+        """tokens [B, T] -> copies of the buffers. Raises IndexError, as an embedding does, for a token
+        outside the vocabulary."""
         with self.lock:
             if not self.knows(cache):
                 self._bind(cache)
             self.tokens.view(tokens.shape).copy_(tokens)
             self.starts[:], self.counts[:] = list(step.start), list(step.counts)
-            if step.tree is not None and self.depth is not None:
-                self.depth.copy_(step.tree.depth)
-                for window, mask in self.masks.items():
-                    mask.copy_(step.tree.within(window))
+            if step.tree is not None:
+                self.parents.copy_(step.tree.parents)
             self.program.run()
             if self.outside.value:
                 raise IndexError(f"a token is outside the vocabulary of {self.vocab_size:,}")
-            return self.hidden.clone(), None if self.aux is None else self.aux.clone()
+            assert not self.orphans.value, "a parent is before its child"
+            aux = None if self.aux is None else self.aux.clone()
+            if self.logits is None:
+                return Output(self.hidden.clone(), aux)
+            return Output(
+                self.hidden.clone(), aux, [], self.logits.clone(), self.best.clone(), not self.odd.value
+            )
 
 
 def cache_calls(
@@ -195,12 +235,14 @@ def cache_calls(
     return append, pack_attend(q, k, v, start, attended, *rules, **more)
 
 
-def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> NativeStep | None:
+def native_step(
+    model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int], logits: bool = False
+) -> NativeStep | None:
     """The step of this size, made at its first use; None where the modules must run it."""
     if not use_kernel(cache.layers[0].k):
         return None
     U = 0 if step.tree is None else step.tree.parents.shape[1]
-    key = len(step.start), step.T, U, cache.offset, tuple(aux), torch.get_num_threads()
+    key = len(step.start), step.T, U, cache.offset, tuple(aux), logits, torch.get_num_threads()
     known = model.native_steps.get(key)
     if known is not None and known.knows(cache):
         return known
@@ -209,7 +251,7 @@ def native_step(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence
     if known is None:
         if len(model.native_steps) == MOST_STEPS:
             model.native_steps.pop(next(iter(model.native_steps)), None)
-        known = model.native_steps[key] = NativeStep(model, cache, step, aux)
+        known = model.native_steps[key] = NativeStep(model, cache, step, aux, logits)
     return known
 
 

@@ -183,11 +183,17 @@ def draw(p: Tensor, rng: torch.Generator | None) -> Tensor:
 
 
 def sample(
-    logits: Tensor, sampling: Sampling, rng: torch.Generator | None, seen: Tensor | None = None
+    logits: Tensor,
+    sampling: Sampling,
+    rng: torch.Generator | None,
+    seen: Tensor | None = None,
+    best: Tensor | None = None,
 ) -> Tensor:
     """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row; `seen` as `penalised`
-    wants it."""
+    wants it; `best` [...] the argmax of the logits, where it is known."""
     if sampling.temperature == 0:
+        if best is not None and not sampling.penalises:
+            return best
         return greedy(penalised(logits, sampling, seen))
     return draw(probabilities(logits, sampling, seen), rng)
 

@@ -154,7 +154,7 @@ def test_a_tree_that_grows_over_several_forwards():
             step = cache.begin(new, tree=Tree(parents[:, : held + new], held))
             tokens = tiny.tokens(2, new, seed=held)
             if model.native:
-                hidden.append(NativeStep(model, cache, step, ()).run(tokens, step, cache)[0])
+                hidden.append(NativeStep(model, cache, step, (), False).run(tokens, step, cache).hidden)
             else:
                 cos, sin = model.rope(step.positions + cache.offset)
                 x = model.embed(tokens)
