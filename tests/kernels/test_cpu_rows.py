@@ -1,5 +1,6 @@
 """The kernels of rows, and their gradients, against plain references in float64."""
 
+import ctypes
 import math
 import shutil
 
@@ -8,6 +9,7 @@ import torch
 from nearly import DTYPES, close
 
 from outpace.kernels import bindings
+from outpace.kernels.program import Program
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -76,6 +78,18 @@ def test_argmax_takes_the_first_of_equals(n):
     x = torch.randint(-3, 3, (40, n)).float()
     assert bindings.argmax(x).tolist() == [row.index(max(row)) for row in x.tolist()]
     assert bindings.argmax(torch.full((2, n), -math.inf)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("n", [1, 16, 17, 100])
+def test_rows_whose_argmax_means_nothing_are_counted(n):
+    x = torch.randn(6, n)
+    x[1, n // 2], x[3, n - 1], x[4] = math.nan, math.inf, -math.inf
+    x[2, n // 3] = -math.inf if n > 1 else 0.0  # a token that is cut is no error
+    odd, program = ctypes.c_int64(-1), Program()
+    program.argmax(x, torch.empty(6, dtype=torch.int64), odd)
+    for _ in range(2):  # not added up over calls
+        program.run()
+        assert odd.value == 3
 
 
 def test_angles_far_out():

@@ -41,6 +41,15 @@ def test_as_with_one_thread(product, n):
     assert all(torch.equal(product(), expected) for _ in range(200))
 
 
+def test_a_job_ends_when_its_last_item_does():
+    """Long items, and memory that a job before this one has filled with other numbers."""
+    x, w = torch.randn(64, 4096), torch.randn(48, 4096)
+    expected = [with_threads(1, lambda sign=sign: linear(sign * x, w)) for sign in (1, -1)]
+    torch.set_num_threads(2)
+    inputs = x, -x
+    assert all(torch.equal(linear(inputs[i % 2], w), expected[i % 2]) for i in range(200))
+
+
 def test_rows_of_a_job_are_all_done():
     x = torch.randn(3001, 257)
     assert torch.equal(with_threads(5, lambda: argmax(x)), x.argmax(1))

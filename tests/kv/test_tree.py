@@ -1,11 +1,15 @@
 """Trees against brute force, and commits over rings: the cache of a path is the cache of its text."""
 
+import ctypes
+
 import pytest
 import torch
 import trees
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from outpace.kernels.bindings import available
+from outpace.kernels.program import Program
 from outpace.kv import tree as module
 from outpace.kv.base import KVCache
 from outpace.kv.tree import Tree
@@ -44,12 +48,29 @@ def test_depths_and_ancestors(case, window, data):
         assert torch.equal(result, wanted)  # what devices do instead
     for part in (grown.sees, grown.depth, grown.within(window)):
         assert part.is_contiguous()  # kernels read them by address
+    if available():
+        assert all(
+            map(torch.equal, native_family(parents, held, window)[:2], (grown.within(window), grown.depth))
+        )
+
+
+def native_family(parents, held, window):
+    """What a native step makes of a tree: the nodes seen, the depths, and how many parents are none."""
+    B, U = parents.shape
+    sees = torch.ones(B, U - held, U, dtype=torch.bool)
+    depth, wrong = torch.full((B, U - held), -1), ctypes.c_int64(-1)
+    program = Program()
+    program.family(parents, held, window, sees, depth, wrong)
+    program.run()
+    return sees, depth, wrong.value
 
 
 @pytest.mark.parametrize("parents", [[0, 2, 1], [0, 0, 3], [0, -1], [1, 0]])
 def test_a_parent_that_does_not_stand_before_its_child(parents):
     with pytest.raises(AssertionError, match="a parent is before its child"):
         _ = Tree(torch.tensor([[0] * len(parents), parents])).sees
+    if available():
+        assert native_family(torch.tensor([[0] * len(parents), parents]), 0, 0)[2] == 1
 
 
 def test_trees_of_another_shape():

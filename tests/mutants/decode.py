@@ -138,8 +138,8 @@ MUTANTS = [
     (
         "accepted tokens are not in the history",
         "outpace/decode/acceptance.py",
-        "self.rng, seen))\n        self.state.add(result.tokens)",
-        "self.rng, seen))",
+        "self.rng, seen, best))\n        self.state.add(result.tokens)",
+        "self.rng, seen, best))",
         "tests/decode/test_penalty.py",
     ),
     (

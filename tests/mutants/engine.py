@@ -3,6 +3,34 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "a job that ends before its threads",
+        "outpace/kernels/cpu_threads.c",
+        "    wait_for(atomic_fetch_and(&pool.gate, ~(long)OPEN) & ENTERED, began);\n",
+        "    atomic_fetch_and(&pool.gate, ~(long)OPEN);\n",
+        "tests/kernels/test_threads.py",
+    ),
+    (
+        "an item that no thread takes",
+        "outpace/kernels/cpu_threads.c",
+        "pool.shares[i] = (Share){items * i / threads, items * (i + 1) / threads, {0}}",
+        "pool.shares[i] = (Share){items * i / threads, items * (i + 1) / threads - (i == 0), {0}}",
+        "tests/kernels/test_threads.py",
+    ),
+    (
+        "a window one generation longer in a native tree",
+        "outpace/kernels/cpu_step.c",
+        "n < o->window); n++, a = parent[a])",
+        "n <= o->window); n++, a = parent[a])",
+        "tests/kv/test_tree.py",
+    ),
+    (
+        "NaN among the logits of a native step",
+        "outpace/kernels/cpu_rows.c",
+        "        odd |= v != v;\n",
+        "",
+        "tests/kernels/test_cpu_rows.py",
+    ),
+    (
         "a window one token longer",
         "outpace/ops/attention.py",
         "(behind >= 0) & (behind < window)",

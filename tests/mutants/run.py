@@ -21,7 +21,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "site", "*_cache", "__pycache__", "shared", "demo-report")
-LIMIT = 600  # seconds of one run of the tests; a mutant that makes them hang counts as caught
+LIMIT = 600  # seconds of one run of the tests; a mutant that makes them hang or crash counts as caught
 OUTCOMES = {0: "survived", 1: "caught"}  # by pytest's exit status
 
 
@@ -65,7 +65,7 @@ def mismatch(mutant: Mutant, root: Path = ROOT) -> str | None:
 
 
 def run_tests(root: Path, tests: str) -> int:
-    """-> pytest's exit status; 1 if the tests hang."""
+    """-> pytest's exit status; 1 if the tests hang or end by a signal."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(root),
@@ -74,9 +74,10 @@ def run_tests(root: Path, tests: str) -> int:
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
     try:
-        return subprocess.run(
+        status = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, timeout=LIMIT, check=False
         ).returncode
+        return 1 if status < 0 else status
     except subprocess.TimeoutExpired:
         return 1
 
