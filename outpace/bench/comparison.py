@@ -36,6 +36,7 @@ from outpace.bench.report import (
     Columns,
     Page,
     Report,
+    by_name,
     figure_of,
     integer_axis,
     label,
@@ -44,6 +45,7 @@ from outpace.bench.report import (
     nested,
     stacked_bars,
     table,
+    table_of,
 )
 from outpace.bench.run import Bar, Prompts, Runs, interleave, seed_for
 from outpace.bench.suite import BenchSetup, SuiteRecipe, SuiteRequest, set_up
@@ -159,7 +161,8 @@ def remarks(methods: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-TRAINING: Columns = (
+training_table = table_of(
+    by_name("methods"),
     ("method", "name", "{}"),
     ("kind", "kind", "{}"),
     ("longest draft", "columns", "{}"),
@@ -200,10 +203,6 @@ LEGEND = """\
   gumbel the seed determines the text and ties are no excuse; under the other rules at T > 0 nothing can be
   compared.
 """
-
-
-def training_table(report: Report) -> list[str]:
-    return table(TRAINING, ({"name": name, **about} for name, about in report["methods"].items()))
 
 
 def _with_controller(report: Report, temperature: float) -> list[dict[str, Any]]:
@@ -529,7 +528,8 @@ def best_of_other_repeats(lengths: dict[str, Runs], plain: str) -> Runs:
     return runs
 
 
-CONTROLLER: Columns = (
+controller_table = table_of(
+    "results",
     ("text", "text", "{}"),
     ("T", "temperature", "{:g}"),
     METHOD,
@@ -557,10 +557,6 @@ CONTROLLER_LEGEND = """\
 - predicted speedup: what the controller expected, from a cost table measured before the first run and the
   draft's confidence, with its error. error in tokens/s: the same for tokens/s.
 """
-
-
-def controller_table(report: Report) -> list[str]:
-    return table(CONTROLLER, report["results"])
 
 
 def _controller_body(report: Report) -> list[str]:

@@ -20,14 +20,13 @@ from outpace.bench.machine import read_bandwidth, weight_bytes
 from outpace.bench.report import (
     PALETTE,
     Column,
-    Columns,
     Page,
     Report,
     context_axis,
     figure_of,
     label,
     scaled,
-    table,
+    table_of,
 )
 from outpace.bench.run import Bar, Run, at_least, check_contexts
 from outpace.kv.base import KVCache
@@ -362,7 +361,8 @@ def _megabytes(heading: str, key: str) -> Column:
 
 
 CONTEXT: Column = ("context", "context", "{:,}")
-COST: Columns = (
+cost_table = table_of(
+    "cells",
     CONTEXT,
     *map(_ms, METHODS),
     ("full / partial", "verification_speedup", "{:.2f}x"),
@@ -374,20 +374,13 @@ COST: Columns = (
     _megabytes("KV", "kv_bytes"),
     _megabytes("partial", "partial_kv_bytes"),
 )
-LATENT_COST: Columns = (
+latent_table = table_of(
+    "cells",
     CONTEXT,
     *map(_ms, (PLAIN, *LATENTS)),
     _megabytes("KV", "kv_bytes"),
     _megabytes("latents", "latent_kv_bytes"),
 )
-
-
-def cost_table(report: Report) -> list[str]:
-    return table(COST, report["cells"])
-
-
-def latent_table(report: Report) -> list[str]:
-    return table(LATENT_COST, report["cells"])
 
 
 def _body(report: Report) -> list[str]:

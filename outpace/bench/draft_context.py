@@ -42,6 +42,7 @@ from outpace.bench.report import (
     short,
     stacked_bars,
     table,
+    table_of,
 )
 from outpace.bench.run import Bar, Results, Run, at_least, check_contexts, check_known, prompt_and_answer
 from outpace.decode.generate import generate
@@ -338,7 +339,8 @@ OPERATION: Columns = (
     ("GB/s", scaled("bytes_per_s", 1e-9), "{:.1f}"),
     ("share of the floor", "share_of_floor", "{:.0%}"),
 )
-ACCEPTANCE: Columns = (
+acceptance_table = table_of(
+    "acceptance",
     ("prompt + decode", "regime", "{}"),
     ("variant", "variant", "{}"),
     ("tau", "tau", "{:.2f}"),
@@ -406,10 +408,6 @@ def _operations_table(cell: dict[str, Any]) -> list[str]:
         "bytes_per_s": cell["bytes"] / cell["seconds"],
     }
     return table(OPERATION, [*(o for o in cell["operations"] if o["seconds"] or o["bytes"]), whole])
-
-
-def acceptance_table(report: Report) -> list[str]:
-    return table(ACCEPTANCE, report["acceptance"])
 
 
 def _cells(report: Report, shape: str, variant: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.bench.report import BLUE, RED, Columns, Page, Report, figure_of, label, table
+from outpace.bench.report import BLUE, RED, Page, Report, figure_of, label, table_of
 from outpace.bench.run import Bar, Run, at_least
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -176,23 +176,17 @@ LEGEND = """\
 - needles: a line `name = value` is so many tokens of a held-out file ahead of its name; found where
   greedy decoding gives all six digits of the value. One digit in ten is right by chance.
 """
-LOSS: Columns = (
+loss_table = table_of(
+    "loss",
     ("position", lambda r: [r["begin"], r["end"]], "{:,} .. {:,}"),
     ("loss, nats", "nats", "{:.3f}"),
 )
-NEEDLES: Columns = (
+needle_table = table_of(
+    "needles",
     ("needle, tokens back", "distance", "{:,}"),
     ("found", lambda r: [r["found"], r["of"]], "{} of {}"),
     ("digits right", "digits", "{:.0%}"),
 )
-
-
-def loss_table(report: Report) -> list[str]:
-    return table(LOSS, report["loss"])
-
-
-def needle_table(report: Report) -> list[str]:
-    return table(NEEDLES, report["needles"])
 
 
 def _body(report: Report) -> list[str]:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from outpace.bench import comparison, context, draft_context, recall, retrofits
 from outpace.bench.machine import unpublishable
-from outpace.bench.report import Columns, Report, table
+from outpace.bench.report import Report, by_name, table_of
 from outpace.checkpoint.save import write_atomically
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PICTURES = "pictures"
-REAL_SIZE: Columns = (  # of a report of benchmarks/real_size.py
+real_size_table = table_of(  # of a report of benchmarks/real_size.py
+    lambda report: [report],
     ("size", "checkpoint_gib", "{:.1f} GiB"),
     ("load", "load_seconds", "{:.1f} s"),
     ("peak memory", "peak_rss_gib", "{:.1f} GiB"),
@@ -30,23 +31,19 @@ REAL_SIZE: Columns = (  # of a report of benchmarks/real_size.py
     ("decode", "warm_median.tokens_per_s", "{:.1f} tokens/s"),
     ("of the bandwidth", "warm_median.share_of_floor", "{:.0%}"),
 )
-LLAMA_CPP_STEPS: Columns = (  # of a report of benchmarks/against_llama_cpp.py
+llama_cpp_steps = table_of(  # of a report of benchmarks/against_llama_cpp.py
+    by_name("steps"),
     ("step", "name", "{}"),
     ("Outpace", "outpace_ms", "{:.2f} ms"),
     ("llama.cpp", "llama_cpp_ms", "{:.2f} ms"),
     ("llama.cpp's time over ours", "ratio", "{:.2f}"),
 )
-LLAMA_CPP_TEXT: Columns = (
+llama_cpp_text = table_of(
+    by_name("text"),
     ("method", "name", "{}"),
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("over llama.cpp", "ratio", "{:.2f}x"),
 )
-
-
-def against_llama_cpp(columns: Columns, part: str) -> Callable[[Report], list[str]]:
-    return lambda report: table(columns, ({"name": name, **row} for name, row in report[part].items()))
-
-
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
@@ -64,9 +61,9 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "pareto": retrofits.pareto_table,
     "mass": retrofits.mass_table,
     "held": retrofits.held_out_table,
-    "llama-cpp-steps": against_llama_cpp(LLAMA_CPP_STEPS, "steps"),
-    "llama-cpp-text": against_llama_cpp(LLAMA_CPP_TEXT, "text"),
-    "real-size": lambda report: table(REAL_SIZE, [report]),
+    "llama-cpp-steps": llama_cpp_steps,
+    "llama-cpp-text": llama_cpp_text,
+    "real-size": real_size_table,
 }
 
 

@@ -39,6 +39,16 @@ def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> list[
     return [*lines, ""]
 
 
+def table_of(rows: Value, *columns: Column) -> Callable[[Report], list[str]]:
+    """The table of some rows of a report: those at a dotted path, or computed from it."""
+    return lambda report: table(columns, rows(report) if callable(rows) else get(report, rows))
+
+
+def by_name(path: str) -> Callable[[Report], list[dict[str, Any]]]:
+    """Rows of a mapping at a dotted path, each with its key as "name"."""
+    return lambda report: [{"name": name, **row} for name, row in get(report, path).items()]
+
+
 def nested(key: str, column: Column) -> Column:
     """The same column, read from row[key]."""
     heading, value, form = column

@@ -38,6 +38,7 @@ from outpace.bench.report import (
     label,
     named_rows,
     table,
+    table_of,
 )
 from outpace.bench.run import Bar, Method, Prompts, Run, Runs, Timed, at_least, interleave, timed
 from outpace.decode.generate import generate
@@ -314,7 +315,8 @@ def _qualities(
     return values
 
 
-MEMORY: Columns = (
+memory_table = table_of(
+    "rows",
     ("", "name", "{}"),
     ("tokens/s", "tokens_per_s", "{:.1f}"),
     ("speedup", "over_plain", "{:.2f}"),
@@ -339,10 +341,6 @@ the original.
 difference.
 - lossless: against autoregressive decoding of the target as the row has it, named in the last column.
 """
-
-
-def memory_table(report: Report) -> list[str]:
-    return table(MEMORY, report["rows"])
 
 
 def _memory_line(report: Report) -> str:
