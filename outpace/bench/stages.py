@@ -1,19 +1,21 @@
 """A draft's forward taken apart and laid next to the plain reference: where does it first go wrong?"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
+from outpace.bench.draft_steps import patched
+from outpace.doctor.reference import concentration, frequencies
 from outpace.drafts.dflash import DFlash, DFlashSession
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.dflash_layer import DFlashLayer
-from outpace.drafts.eagle3 import Eagle3, Eagle3Config, Eagle3Layer
+from outpace.drafts.eagle3 import Eagle3, Eagle3Config
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.spec import EMBEDDING, HEAD, Description, DFlashDraft, Eagle3Draft
 from outpace.models.decoder import Decoder
@@ -43,48 +45,11 @@ def mlp(x: Tensor, w: Tensors, at: str) -> Tensor:
     return times(gate / (1 + torch.exp(-gate)) * up, w[f"{at}mlp.down_proj.weight"])
 
 
-def frequencies(rope: RopeConfig, D: int) -> tuple[list[float], float]:
-    """Radians per position of each of D / 2 dimensions, and what cos and sin are multiplied by."""
-    items, scale = [], 1.0
-    for i in range(D // 2):
-        turn = rope.theta ** (-2 * i / D)
-        match rope.kind:
-            case "linear":
-                turn /= rope.factor
-            case "factors":
-                turn /= rope.factors[i]
-            case "llama3":
-                wavelength, low, high = 2 * math.pi / turn, rope.low_freq_factor, rope.high_freq_factor
-                smooth = (rope.original_max_position / wavelength - low) / (high - low)
-                smooth = min(max(smooth, 0.0), 1.0)
-                turn = (1 - smooth) * turn / rope.factor + smooth * turn
-            case "yarn":
-                first, last = (
-                    D
-                    * math.log(rope.original_max_position / (beta * 2 * math.pi))
-                    / (2 * math.log(rope.theta))
-                    for beta in (rope.beta_fast, rope.beta_slow)
-                )
-                if rope.truncate:
-                    first, last = math.floor(first), math.ceil(last)
-                first, last = max(first, 0), min(last, D - 1)
-                ramp = (i - first) / (last - first if last != first else 0.001)
-                ramp = min(max(ramp, 0.0), 1.0)
-                turn = turn / rope.factor * ramp + turn * (1 - ramp)
-                scale = rope.attention_factor or (0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0)
-        items.append(turn)
-    return items, scale
-
-
 def turned(x: Tensor, positions: list[int], rope: RopeConfig) -> Tensor:
     """x [T, heads, D], dimension i turned together with i + D/2."""
-    D = x.shape[-1]
-    turns, scale = frequencies(rope, D)
-    angles = torch.tensor(
-        [[position * turn for turn in turns] for position in positions], dtype=torch.float64
-    )
-    cos, sin = (angles.cos() * scale)[:, None], (angles.sin() * scale)[:, None]
-    a, b = x[..., : D // 2], x[..., D // 2 :]
+    angles = torch.tensor(positions, dtype=torch.float64)[:, None, None] * frequencies(rope, x.shape[-1])
+    cos, sin = angles.cos() * concentration(rope), angles.sin() * concentration(rope)
+    a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
@@ -312,6 +277,26 @@ def _stages(
     return _eagle3(draft, files, *given)
 
 
+@contextmanager
+def recorded(layers: nn.ModuleList, stages: Stages) -> Iterator[None]:
+    """Inside, `stages` is told what attention and MLP of every layer add to the residual stream."""
+
+    def kept(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*inputs: Tensor) -> Tensor:
+            stages[name] = function(*inputs)
+            return stages[name]
+
+        return run
+
+    with ExitStack() as stack:
+        for i, layer in enumerate(layers):
+            for part, module in (("attention", layer.o_proj), ("mlp", layer.mlp)):
+                conv = getattr(layer, f"{part}_conv", None)
+                owner, method = (module, "forward") if conv is None else (conv, "after")
+                stack.enter_context(patched(owner, method, kept(f"{part} {i}", getattr(owner, method))))
+        yield
+
+
 def _cpu(x: Tensor) -> Tensor:
     return x.detach().cpu()
 
@@ -338,25 +323,14 @@ def _eagle3(
         embeds, features = (torch.cat(both, dim=1) for both in zip((embeds, features), masks, strict=True))
     T = features.shape[1]
     cache = BoundEagle3(draft, target, TreeShape()).begin(1, T, offset).cache
-    step, mixes = cache.begin(T), []
+    step, ours = cache.begin(T), {"fc": features}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         view = cache.layers[layer].append(k, v, step)
-        mixes.append(attend_view(q, view, config.sliding_window, None, config.head_dim**-0.5))
-        return mixes[-1]
+        return attend_view(q, view, config.sliding_window, None, config.head_dim**-0.5)
 
-    cos, sin = draft.rope(step.positions + offset)
-    hidden = draft(embeds, features, cos, sin, attend)
-    ours, x = {"fc": features}, features
-    for i, (layer, mixed) in enumerate(zip(draft.layers, mixes, strict=True)):
-        assert isinstance(layer, Eagle3Layer)
-        if layer.hidden_norm is not None and layer.norm_before_residual:
-            x = layer.hidden_norm(x)
-        ours[f"attention {i}"] = layer.o_proj(mixed)
-        x = x + ours[f"attention {i}"]
-        ours[f"mlp {i}"] = layer.mlp(layer.post_attention_layernorm(x))
-        x = x + ours[f"mlp {i}"]
-    assert torch.equal(x, hidden), "these are the stages of the forward that serves"
+    with recorded(draft.layers, ours):
+        hidden = draft(embeds, features, *draft.rope(step.positions + offset), attend)
     ours |= {"hidden": hidden, "fed back": draft.feedback(hidden), "before the head": draft.norm(hidden)}
     ours["logits"] = draft.head(hidden, target)
 
@@ -388,42 +362,20 @@ def _dflash(
     offset: int,
 ) -> tuple[Stages, Stages]:
     """One block behind the text; its context's states after fc, and every stage of its rows."""
-    config, S = draft.config, verified.shape[1]
+    S, anchor = verified.shape[1], verified.new_tensor([last])
     session = DFlashSession(draft, target, 1, S, offset)
     session.observe(verified, aux, [S])
-    block = draft.embed_block(verified.new_tensor([last]), target)
-    step, mixes = session.cache.begin(draft.block_size, both_ways=True), []
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        sees = replace(step, both_ways=not config.hides(layer))
-        view = session.cache.layers[layer].append(k, v, sees)
-        mixes.append(attend_view(q, view, config.window(layer), None, config.head_dim**-0.5))
-        return mixes[-1]
-
-    cos, sin = draft.rope(step.storage + offset)
-    hidden = draft.denoise(block, cos, sin, attend)
-    ours, x = {"fc": draft.fc(aux.permute(1, 2, 0, 3).flatten(2))}, block
-    for i, (layer, mixed) in enumerate(zip(draft.layers, mixes, strict=True)):
-        assert isinstance(layer, DFlashLayer)
-        out = layer.o_proj(mixed)
-        if layer.attention_conv is not None:
-            out = layer.attention_conv.after(out, layer.attention_conv.before(layer.input_layernorm(x))[1])
-        ours[f"attention {i}"], x = out, x + out
-        read = layer.post_attention_layernorm(x)
-        if layer.mlp_conv is None:
-            out = layer.mlp(read)
-        else:
-            read, delta = layer.mlp_conv.before(read)
-            out = layer.mlp_conv.after(layer.mlp(read), delta)
-        ours[f"mlp {i}"], x = out, x + out
-    assert torch.equal(draft.norm(x), hidden), "these are the stages of the forward that serves"
+    session.in_one_piece = False  # the block's rows pass through the modules
+    ours = {"fc": draft.fc(aux.permute(1, 2, 0, 3).flatten(2))}
+    with recorded(draft.layers, ours):
+        hidden = session.block_hidden(anchor)
     ours |= {"before the head": hidden, "logits": session.head.logits(hidden)}
 
     w, head = files.tensors, _cpu(target.dense_head)
     if "d2t" in w:
         head = head[w["d2t"] + torch.arange(len(w["d2t"]))]
     states = [_cpu(x) for x in aux[:, 0]]
-    theirs = dflash_stages(w, files.config, states, _cpu(block[0]), offset, head)
+    theirs = dflash_stages(w, files.config, states, _cpu(draft.embed_block(anchor, target)[0]), offset, head)
     return {name: _cpu(x[0]) for name, x in ours.items()}, theirs
 
 
