@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,48 +63,19 @@ class Baseline:
     chosen: dict[tuple[str, int], tuple[str, str]]  # method, batch -> attention, experts implementation
 
     def methods(self) -> dict[str, Method]:
-        values: dict[str, Method] = {"transformers": self.greedy}
-        return values | ({"transformers-dflash": self.dflash} if self.draft is not None else {})
-
-    def greedy(self, prompts: Prompts, new_tokens: int, seed: int = 0) -> Timed:
-        self._set(self.chosen["transformers", len(prompts)])
-        tokens, first, decode, clock, seconds = self._generate(prompts, new_tokens)
-        rounds = [[0] * len(prompts)] * (len(clock.times) - 1)
-        trace = Trace(rounds, rounds, [[1] * len(prompts)] * len(rounds))
-        trace.seconds |= {"prefill": first, "verify": seconds["target"], "rest": decode - seconds["target"]}
-        return Timed(tokens=tokens, first_s=first, decode_s=decode, trace=trace)
-
-    def dflash(self, prompts: Prompts, new_tokens: int, seed: int = 0) -> Timed:
-        """One prompt. The last step is left out of the trace where the end of the text cut it: what
-        would have been accepted beyond the end is not known."""
-        self._set(self.chosen["transformers-dflash", len(prompts)])
-        tokens, first, decode, clock, seconds = self._generate(
-            prompts, new_tokens, assistant_model=self.draft, speculation_type="dflash"
-        )
-        offered = self.draft.config.block_size - 1
-        trace, done = Trace(), clock.widths[0]
-        for width in clock.widths[1:]:
-            if new_tokens - done > offered:
-                trace.add(1, [0], [offered], [width - 1])
-            done += width
-        spent = seconds["target"] + seconds["draft"]
-        trace.seconds |= {
-            "prefill": first,
-            "draft": seconds["draft"],
-            "verify": seconds["target"],
-            "rest": decode - spent,
-        }
-        return Timed(tokens=tokens, first_s=first, decode_s=decode, trace=trace)
+        drafts = {"transformers": None} | ({"transformers-dflash": self.draft} if self.draft else {})
+        return {name: partial(self._generate, name, draft) for name, draft in drafts.items()}
 
     @torch.inference_mode()
-    def _generate(
-        self, prompts: Prompts, new_tokens: int, **how: Any
-    ) -> tuple[list[list[int]], float, float, BaselineTimer, dict[str, float]]:
+    def _generate(self, method: str, draft: Any, prompts: Prompts, new_tokens: int, seed: int = 0) -> Timed:
+        """A draft takes one prompt. Its last step is left out of the trace where the end of the text cut it:
+        what would have been accepted beyond the end is not known."""
+        self._set(self.chosen[method, len(prompts)])
         ids = torch.tensor([list(p) for p in prompts], device=self.target.device)
-        clock = BaselineTimer()
-        seconds = {"target": 0.0, "draft": 0.0}
+        how = {} if draft is None else {"assistant_model": draft, "speculation_type": "dflash"}
+        clock, trace = BaselineTimer(), Trace()
         began = time.perf_counter()
-        with _timing(self.target, clock, seconds, "target"), _timing(self.draft, clock, seconds, "draft"):
+        with _timing(self.target, clock, trace, "verify"), _timing(draft, clock, trace, "draft"):
             out = self.target.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -114,8 +86,17 @@ class Baseline:
                 **how,
             )
         ended = time.perf_counter()
+        first, decode = clock.times[0] - began, ended - clock.times[0]
+        offered = 0 if draft is None else draft.config.block_size - 1
+        done, B = clock.widths[0], len(prompts)
+        for width in clock.widths[1:]:
+            if new_tokens - done > offered:
+                trace.add(B, list(range(B)), [offered] * B, [width - 1] * B)
+            done += width
+        trace.seconds["prefill"] = first
+        trace.seconds["rest"] = decode - trace.seconds["draft"] - trace.seconds["verify"]
         tokens = out[:, ids.shape[1] :].tolist()
-        return tokens, clock.times[0] - began, ended - clock.times[0], clock, seconds
+        return Timed(tokens=tokens, first_s=first, decode_s=decode, trace=trace)
 
     def _set(self, how: tuple[str, str]) -> None:
         attention, experts = how
@@ -151,9 +132,7 @@ class Baseline:
 
 
 @contextmanager
-def _timing(
-    model: nn.Module | None, clock: BaselineTimer, seconds: dict[str, float], key: str
-) -> Iterator[None]:
+def _timing(model: nn.Module | None, clock: BaselineTimer, trace: Trace, part: str) -> Iterator[None]:
     """Add up the time inside `model` after the first token."""
     if model is None:
         yield
@@ -165,7 +144,7 @@ def _timing(
 
     def after(*_: object) -> None:
         if clock.times:
-            seconds[key] += time.perf_counter() - starts[-1]
+            trace.seconds[part] += time.perf_counter() - starts[-1]
 
     handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
     try:
