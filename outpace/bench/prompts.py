@@ -1,6 +1,7 @@
 """The prompts every number is measured on: held-out text, cut at line starts, never overlapping."""
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
@@ -16,19 +17,13 @@ def held_out_prompts(
 
     Raises ValueError when the documents do not hold that many.
     """
-    walks = [_cuts(tokenizer, d, length) for d in sorted(documents, key=_shuffled)]
+    walks = deque(_cuts(tokenizer, d, length) for d in sorted(documents, key=_shuffled))
     items: list[list[int]] = []
     while walks and len(items) < count:
-        left = []
-        for walk in walks:
-            prompt = next(walk, None)
-            if prompt is None:
-                continue
+        walk = walks.popleft()
+        if (prompt := next(walk, None)) is not None:
             items.append(prompt)
-            left.append(walk)
-            if len(items) == count:
-                break
-        walks = left
+            walks.append(walk)
     if len(items) < count:
         raise ValueError(
             f"{len(documents)} held-out documents hold {len(items)} prompts of {length} tokens, not {count}: "
