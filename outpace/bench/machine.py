@@ -1,14 +1,15 @@
 """Provenance of a measurement: machine, versions, commit, command line; sizes of models; memory bandwidth."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def _memory_gib() -> float | None:
 
 def parameters(module: nn.Module) -> int:
     """Number of weights, packed ones included."""
-    packed = (prod(part.shape) for part in module.modules() if isinstance(part, Quant))
+    packed = (math.prod(part.shape) for part in module.modules() if isinstance(part, Quant))
     return sum(p.numel() for p in module.parameters()) + sum(packed)
 
 
@@ -174,22 +175,22 @@ def weight_bytes(target: Decoder, experts: float | None = None) -> int:
 
 
 def read_bandwidth(gib: float = 1.0, repeats: int = 5) -> float:
-    """Memory bandwidth of all threads together in bytes/s: the best of a few sums over a large tensor."""
+    """Memory bandwidth of all threads together in bytes/s, measured by sums over a large tensor."""
     numbers = torch.ones(int(gib * 2**28))
-    best = 0.0
-    for _ in range(repeats):
-        began = time.perf_counter()
-        numbers.sum()
-        best = max(best, numbers.nbytes / (time.perf_counter() - began))
-    return best
+    return numbers.nbytes / _fastest(numbers.sum, repeats)
 
 
 def multiply_rate(size: int = 2048, repeats: int = 5) -> float:
-    """Floating-point operations/s of a square float32 product with all threads: the best of a few."""
+    """Floating-point operations/s of a square float32 product with all threads."""
     a, b = torch.ones(size, size), torch.ones(size, size)
-    best = 0.0
+    return 2 * size**3 / _fastest(lambda: a @ b, repeats)
+
+
+def _fastest(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of the best of a few."""
+    best = math.inf
     for _ in range(repeats):
         began = time.perf_counter()
-        _ = a @ b
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+        work()
+        best = min(best, time.perf_counter() - began)
     return best
