@@ -195,26 +195,19 @@ def interleave(
     return {method: done for method, done in runs.items() if done}
 
 
-class Bar:
+class Bar(Progress):
     """A progress bar; each `step` names the work that starts and advances by one."""
 
     def __init__(self, console: Console, name: str, total: int) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=console)
-        self.task = self.progress.add_task(name, total=total)
-
-    def __enter__(self) -> "Bar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
+        super().__init__(*columns, console=console)
+        self.task = self.add_task(name, total=total)
 
     def step(self, description: str) -> None:
-        self.progress.update(self.task, description=description, advance=1)
+        self.update(self.task, description=description, advance=1)
 
     def at(self, completed: int) -> None:
-        self.progress.update(self.task, completed=completed)
+        self.update(self.task, completed=completed)
 
 
 def at_least(settings: Any, suite: str, **least: int) -> None:
