@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from outpace.bench.machine import read_bandwidth, weight_bytes
+from outpace.bench.metrics import spread
 from outpace.bench.report import (
     PALETTE,
     Column,
@@ -292,10 +293,7 @@ def measure(target: Decoder, caches: FilledCaches, context: int, settings: Conte
         "partial_kv_bytes": partial.nbytes if PARTIAL in steps else 0,
         "methods": {
             name: {
-                "repeats": len(spent),
-                "seconds": statistics.median(spent),
-                "fastest": min(spent),
-                "slowest": max(spent),
+                **spread(spent),
                 "experts_touched": experts.get(name),
                 "bytes": read_bytes(caches, context, name, experts[name]) if name in experts else None,
             }

@@ -1,5 +1,6 @@
 """The suite draft-context: time of a draft step against context, by operation, next to the roofline."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from outpace.bench.draft_steps import (
     work_of_step,
 )
 from outpace.bench.machine import read_bandwidth
+from outpace.bench.metrics import joined, spread
 from outpace.bench.report import (
     BLUE,
     RED,
@@ -47,6 +49,7 @@ from outpace.bench.report import (
 from outpace.bench.run import Bar, Results, Run, at_least, check_contexts, check_known, prompt_and_answer
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.decode.trace import Trace
 from outpace.drafts.dflash import DFlash, DFlashSession
 from outpace.drafts.sampler import Greedy
 from outpace.models.decoder import Decoder
@@ -242,19 +245,8 @@ def measure(
             }
             for operation, amount in work.items()
         ]
-        whole_s = seconds[variant]
-        cells.append(
-            {
-                "shape": name,
-                "context": context,
-                "variant": variant,
-                "repeats": len(whole_s),
-                "seconds": statistics.median(whole_s),
-                "fastest": min(whole_s),
-                "slowest": max(whole_s),
-                "operations": operations,
-            }
-        )
+        cell = {"shape": name, "context": context, "variant": variant, **spread(seconds[variant])}
+        cells.append(cell | {"operations": operations})
     return cells
 
 
@@ -267,13 +259,11 @@ def with_rates(cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
     """Adds rates, and the share of the time that reading the bytes at the memory bandwidth would take."""
 
     def rates(nbytes: float, flops: float, seconds: float) -> dict[str, float]:
-        if not seconds:
-            return {"bytes_per_s": 0, "flops_per_s": 0, "share_of_floor": 0.0}
-        share = round(nbytes / bandwidth / seconds, 4)
+        seconds = seconds or math.inf  # nothing was done
         return {
             "bytes_per_s": round(nbytes / seconds),
             "flops_per_s": round(flops / seconds),
-            "share_of_floor": share,
+            "share_of_floor": round(nbytes / bandwidth / seconds, 4),
         }
 
     operations = [o | rates(o["bytes"], o["flops"], o["seconds"]) for o in cell["operations"]]
@@ -292,7 +282,7 @@ def acceptance(
 ) -> list[dict[str, Any]]:
     """Acceptance and speed of every variant at temperature 0, one prompt at a time and interleaved."""
     request = Request(max_new_tokens=new_tokens)
-    runs: dict[str, list[Any]] = {variant: [] for variant in settings.variants}
+    runs: dict[str, list[Trace]] = {variant: [] for variant in settings.variants}
     differ = dict.fromkeys(settings.variants, 0)
     for prompt in prompts:
         answer = generate(target, [prompt], request).tokens[0]
@@ -302,17 +292,17 @@ def acceptance(
             differ[variant] += out.tokens[0] != answer
     rows = []
     for variant, traces in runs.items():
-        lens = [n for t in traces for n in t.accept_lens]
-        decode_s = sum(t.seconds[p] for t in traces for p in ("draft", "verify", "rest"))
+        trace = joined(traces)
+        lens = trace.accept_lens
         rows.append(
             {
                 "variant": variant,
                 "prompts": len(prompts),
-                "tau": round((sum(lens) + len(lens)) / len(lens), 4),
+                "tau": round(trace.tau, 4),
                 "accepted_first": round(sum(n > 0 for n in lens) / len(lens), 4),
                 "rounds": len(lens),
-                "draft_ms": round(1000 * sum(t.seconds["draft"] for t in traces) / len(lens), 3),
-                "tokens_per_s": round(len(prompts) * (new_tokens - 1) / decode_s, 1),
+                "draft_ms": round(1000 * trace.seconds["draft"] / len(lens), 3),
+                "tokens_per_s": round(len(prompts) * (new_tokens - 1) / trace.decode_seconds, 1),
                 "texts_that_differ_from_plain": differ[variant],
             }
         )

@@ -14,7 +14,6 @@ from outpace.bench.machine import parameters
 from outpace.drafts.base import Proposal
 from outpace.drafts.dflash import BoundDFlash, DFlash, DFlashSession
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.dflash_decode import Head
 from outpace.drafts.sampler import DraftSampler
 from outpace.kv.metadata import StepMetadata
 from outpace.models.config import FULL
@@ -148,17 +147,8 @@ class Recomputed(DFlashSession):
     """Caches c_s [B, n, C] and computes every layer's keys and values in each step. Proposes the same tokens
     as the served session."""
 
-    def __init__(
-        self,
-        draft: DFlash,
-        target: Decoder,
-        batch: int,
-        length: int,
-        offset: int,
-        head: Head | None = None,
-        slack: int = 0,
-    ) -> None:
-        super().__init__(draft, target, batch, length, offset, head, slack)
+    def __init__(self, draft: DFlash, target: Decoder, batch: int, length: int, *rest: Any) -> None:
+        super().__init__(draft, target, batch, length, *rest)
         width = draft.config.hidden_size
         self.features = torch.zeros(batch, length, width, dtype=target.dtype, device=target.device)
         self.seen = [0] * batch
@@ -276,35 +266,25 @@ class StepTimer:
         self.since = now
 
 
-@dataclass(frozen=True)
-class TimedHead(Head):
-    timer: StepTimer
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.timer.wrap("head", super().logits)(hidden)
-        return result
-
-
 @contextmanager
 def taken_apart(session: DFlashSession, timer: StepTimer) -> Iterator[None]:
     """Inside, the session runs module by module instead of its fused kernels, each operation under
     `timer`."""
-    head, fused = session.head, session.in_one_piece
-    session.head = TimedHead(head.weight, head.ids, head.vocab_size, timer)
-    session.in_one_piece = False
+    fused, session.in_one_piece = session.in_one_piece, False
     with ExitStack() as stack:
         for owner, method, operation in _timed_methods(session):
             stack.enter_context(patched(owner, method, timer.wrap(operation, getattr(owner, method))))
         for layer in session.layers:
             stack.enter_context(patched(layer, "attention", _timed_attention(layer.attention, timer)))
         yield
-    session.head, session.in_one_piece = head, fused
+    session.in_one_piece = fused
 
 
 def _timed_methods(session: DFlashSession) -> Iterator[tuple[object, str, str]]:
     """(owner, method, operation); operations inside are charged to their own name."""
     draft = session.draft
     yield session, "block_hidden", "rope and norm"
+    yield session.head, "logits", "head"
     yield draft, "embed_block", "embedding"
     yield draft, "guess", "argmax"
     yield draft, "context", "fc"

@@ -166,6 +166,16 @@ def joined(traces: Iterable[Trace]) -> Trace:
     return total
 
 
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Of the repeats of one step."""
+    return {
+        "repeats": len(seconds),
+        "seconds": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+    }
+
+
 # ---- one row of a report -----------------------------------------------------------------------------
 
 
