@@ -1,14 +1,14 @@
 """The gates: five proofs that target, cache, draft and verifier agree, before any number is believed."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.bench.metrics import LosslessCheck, compare, in_float32, is_tie
+from outpace.bench.metrics import LosslessCheck, compare, compare_token, in_float32
 from outpace.bench.run import Prompts
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -17,7 +17,7 @@ from outpace.drafts.dflash import DFlash
 from outpace.drafts.sampler import DraftSampler
 from outpace.kv.base import KVCache
 from outpace.models.config import FULL
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Decoder, Output
 from outpace.teacher.store import TeacherCache, TeacherSample
 
 # Aux states are compared with what the cache stored: relative rounding of the format, and a floor as a
@@ -106,12 +106,9 @@ def _aux_excess(ours: Tensor, stored: Tensor, kind: str, compute: torch.dtype) -
 def _labels(target: Decoder, sample: TeacherSample, predicted: list[int]) -> LosslessCheck:
     """Every label against the argmax after its own prefix: a difference does not end the comparison."""
     text, start = sample.tokens.tolist(), sample.prompt_length
-    violations, ties = 0, 0
-    for i, (value, label) in enumerate(zip(predicted, text[start:], strict=True)):
-        if value != label:
-            tie = is_tie(target, text[: start + i], value, label, sample.offset)
-            violations, ties = violations + (not tie), ties + tie
-    return LosslessCheck(checked=len(predicted), violations=violations, ties=ties)
+    pairs = enumerate(zip(predicted, text[start:], strict=True), start)
+    checks = (compare_token(target, text[:at], value, label, sample.offset) for at, (value, label) in pairs)
+    return sum(checks, LosslessCheck())
 
 
 @torch.inference_mode()
@@ -171,27 +168,21 @@ def _cached_difference(target: Decoder, rows: list[list[int]], block: int) -> tu
     layers = range(target.config.num_layers)
     outs = []
     for tokens in _variants(target, [row[-1] for row in rows], block):
-        out = target(tokens, cache, aux=layers)
-        assert out.aux is not None
-        outs.append((target.logits(out.hidden[:, 0].contiguous()), out.aux[:, :, 0]))
+        outs.append(target(tokens, cache, aux=layers))
         cache.rewind(lengths)
-    return _difference(outs)
+    return _difference(target, outs, 0)
 
 
 def _uncached_difference(target: Decoder, text: list[int], block: int) -> tuple[float, float, int]:
     past = torch.tensor([text[:-block]], device=target.device)
-    slot = past.shape[1]
+    texts = (torch.cat((past, tokens), dim=1) for tokens in _variants(target, [text[-block]], block))
     layers = range(target.config.num_layers)
-    outs = []
-    for tokens in _variants(target, [text[-block]], block):
-        out = target(torch.cat((past, tokens), dim=1), aux=layers)
-        assert out.aux is not None
-        outs.append((target.logits(out.hidden[:, slot].contiguous()), out.aux[:, :, slot]))
-    return _difference(outs)
+    return _difference(target, [target(tokens, aux=layers) for tokens in texts], past.shape[1])
 
 
-def _difference(outs: list[tuple[Tensor, Tensor]]) -> tuple[float, float, int]:
-    (a, aux_a), (b, aux_b) = outs
+def _difference(target: Decoder, outs: list[Output], slot: int) -> tuple[float, float, int]:
+    a, b = (target.logits(out.hidden[:, slot].contiguous()) for out in outs)
+    aux_a, aux_b = (out.aux[:, :, slot] for out in outs if out.aux is not None)
     by_layer = (aux_a - aux_b).abs().amax((1, 2)) / aux_a.abs().amax((1, 2)).clamp(min=1.0)
     wrong = (by_layer > CAUSAL).nonzero().flatten().tolist()
     return float((a - b).abs().max()), float(a.abs().max()), wrong[0] if wrong else len(by_layer) - 1
@@ -214,7 +205,7 @@ def _prefilled(target: Decoder, rows: list[list[int]], block: int, headroom: int
 def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> CheckResult:
     """At every position of a text: one token decoded alone, and the same token as slot 0 of a block."""
     name = "one-token decode equals slot 0 of a block"
-    checked, violations, ties, equal, worst = 0, 0, 0, 0, 0.0
+    total, equal, worst = LosslessCheck(), 0, 0.0
     for prompt, share in _shares(prompts, positions, block):
         text = list(prompt)
         begin = len(text) - block - share
@@ -224,27 +215,17 @@ def one_token(target: Decoder, prompts: Prompts, block: int, positions: int) -> 
             cache.rewind([at])
             beside = _slot_0(target, cache, text[at : at + block])
             cache.commit([[0]])
-            checked += 1
             equal += bool(torch.equal(alone, beside))
             worst = max(worst, float((alone - beside).abs().max()))
-            a, b = int(alone.argmax()), int(beside.argmax())
-            if a != b:
-                tie = is_tie(target, text[: at + 1], a, b)
-                violations, ties = violations + (not tie), ties + tie
-    if not checked:
+            total += compare_token(target, text[: at + 1], int(alone.argmax()), int(beside.argmax()))
+    if not total.checked:
         return CheckResult(name, None, message=f"not run: it needs prompts of more than {2 * block} tokens")
-    figures = {
-        "checked": checked,
-        "violations": violations,
-        "ties": ties,
-        "bit_equal": equal,
-        "max_difference": worst,
-    }
+    figures = {**asdict(total), "bit_equal": equal, "max_difference": worst}
     description = (
-        f"{violations} of {checked} argmaxes differ, {ties} ties; {equal} bit-equal, largest difference "
-        f"{worst:.1e}"
+        f"{total.violations} of {total.checked} argmaxes differ, {total.ties} ties; {equal} bit-equal, "
+        f"largest difference {worst:.1e}"
     )
-    return CheckResult(name, violations == 0, figures, description)
+    return CheckResult(name, total.violations == 0, figures, description)
 
 
 def _slot_0(target: Decoder, cache: KVCache, tokens: list[int]) -> Tensor:
@@ -317,13 +298,7 @@ def oracle_labels(target: Decoder, prompts: Prompts, block: int, new_tokens: int
                 lens = lens[: max(0, (check.checked - 2) // block)]
             rounds += len(lens)
             short += sum(n != block - 1 for n in lens)
-    figures = {
-        "rounds": rounds,
-        "rounds_not_all_accepted": short,
-        "checked": total.checked,
-        "violations": total.violations,
-        "ties": total.ties,
-    }
+    figures = {"rounds": rounds, "rounds_not_all_accepted": short, **asdict(total)}
     message = (
         f"{rounds - short} of {rounds} rounds accept all {block - 1}; "
         f"{total.violations} of {total.checked} tokens differ, {total.ties} ties"

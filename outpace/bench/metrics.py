@@ -34,9 +34,11 @@ class LosslessCheck:
     ties: int = 0
 
     def __add__(self, other: "LosslessCheck") -> "LosslessCheck":
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        names = ("checked", "violations", "ties")
-        return LosslessCheck(**{n: a + b for n, a, b in zip(names, mine, theirs, strict=True)})
+        return LosslessCheck(
+            checked=self.checked + other.checked,
+            violations=self.violations + other.violations,
+            ties=self.ties + other.ties,
+        )
 
 
 @contextmanager
@@ -57,6 +59,15 @@ def is_tie(target: Decoder, prefix: Sequence[int], a: int, b: int, offset: int =
         hidden = target(torch.tensor([list(prefix)], device=target.device), offset=offset).hidden
         logits = target.logits(hidden[0, -1])
     return bool(logits.max() - torch.minimum(logits[a], logits[b]) <= TIE)
+
+
+def compare_token(
+    target: Decoder, prefix: Sequence[int], token: int, reference: int, offset: int = 0
+) -> LosslessCheck:
+    """What comes after `prefix`, by itself."""
+    differs = token != reference
+    tie = differs and is_tie(target, prefix, token, reference, offset)
+    return LosslessCheck(checked=1, violations=int(differs and not tie), ties=int(tie))
 
 
 def first_difference(tokens: list[int], reference: list[int]) -> int | None:
