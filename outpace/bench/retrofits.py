@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from outpace.bench.methods import Case, run_case
 from outpace.bench.metrics import (
     PLAIN,
     LosslessCheck,
@@ -40,7 +41,7 @@ from outpace.bench.report import (
     table,
     table_of,
 )
-from outpace.bench.run import Bar, Method, Prompts, Run, Runs, Timed, at_least, interleave, timed
+from outpace.bench.run import Bar, Method, Prompts, Run, Runs, Timed, at_least, interleave
 from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
@@ -229,10 +230,25 @@ def run_memory(
     rows = settings_for(target)
     run = Run(target, folder, settings=settings, draft=draft_name)
     prompts = held_out_prompts(tokenizer, documents, settings.prompts, settings.prompt_tokens)
-    states = list(dict.fromkeys(row.state for row in rows))
+    states = {row.state: Setting("", row.mla, row.dsa) for row in rows}
     steps = len(states) + settings.repeats * len(prompts) * len(rows)
+
+    @cache
+    def original() -> Quality:
+        Setting(PLAIN).apply(target)
+        return Quality(target, tokenizer, documents, settings)
+
+    def quality(state: Setting) -> dict[str, Any]:
+        of = original()
+        state.apply(target)
+        return of.measure() if any(state.state) else of.of_original()
+
+    qualities = {}
     with Bar(console, "memory", steps) as bar:
-        qualities = _qualities(target, tokenizer, documents, settings, states, run, bar)
+        for (has_mla, has_dsa), state in states.items():
+            name = f"quality, latents {has_mla}, sparse {has_dsa}"
+            bar.step(name)
+            qualities[state.state] = run.once(name, partial(quality, state))
         methods = {row.name: _method(target, draft, row, settings) for row in rows}
         groups = [[prompt] for prompt in prompts]
         runs = interleave("decoding", methods, groups, settings.new_tokens, settings, run.results, bar.step)
@@ -243,15 +259,12 @@ def run_memory(
 
 
 def _method(target: Decoder, draft: Draft, row: Setting, settings: MemorySettings) -> Method:
+    used, partial_kv = draft if row.draft else None, settings.partial_kv if row.partial else None
+    decode = run_case(Case(method=row.name, temperature=0.0), target, used, partial=partial_kv)
+
     def run(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
         row.apply(target)
-        request = Request(max_new_tokens=new_tokens)
-        used, partial_kv = draft if row.draft else None, settings.partial_kv if row.partial else None
-        return timed(
-            lambda on_tokens: generate(
-                target, prompts, request, used, partial=partial_kv, on_tokens=on_tokens
-            )
-        )
+        return decode(prompts, new_tokens, seed)
 
     return run
 
@@ -285,34 +298,6 @@ def _memory_row(
         "lossless_against": reference,
         "lossless": dataclasses.asdict(check),
     }
-
-
-def _qualities(
-    target: Decoder,
-    tokenizer: Tokenizer,
-    documents: Sequence[Document],
-    settings: MemorySettings,
-    states: list[tuple[bool, bool]],
-    run: Run,
-    bar: Bar,
-) -> dict[tuple[bool, bool], dict[str, Any]]:
-    """Of each state of the target, relative to the first, which is the original."""
-    quality: Quality | None = None
-
-    def measure(row: Setting) -> dict[str, Any]:
-        nonlocal quality
-        if quality is None:
-            Setting(PLAIN).apply(target)
-            quality = Quality(target, tokenizer, documents, settings)
-        row.apply(target)
-        return quality.measure() if row.mla or row.dsa else quality.of_original()
-
-    values = {}
-    for has_mla, has_dsa in states:
-        name = f"quality, latents {has_mla}, sparse {has_dsa}"
-        bar.step(name)
-        values[has_mla, has_dsa] = run.once(name, partial(measure, Setting(name, has_mla, has_dsa)))
-    return values
 
 
 memory_table = table_of(

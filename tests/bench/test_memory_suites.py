@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from outpace.bench import retrofits
+from outpace.bench import methods
 from outpace.bench.retrofits import (
     MEMORY_PAGE,
     PARETO_PAGE,
@@ -129,7 +129,7 @@ def test_files_and_tables(report):
 
 def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_path, monkeypatch):
     """A row where the text is not its target's plain text is counted."""
-    honest = retrofits.generate
+    honest = methods.generate
 
     def wrong(target, prompts, request, draft=None, **more):
         result = honest(target, prompts, request, draft, **more)
@@ -138,7 +138,7 @@ def test_a_wrong_draft_loop_would_show(retrofitted, original, documents, tmp_pat
         result.tokens[0][5] = (result.tokens[0][5] + 1) % 300
         return result
 
-    monkeypatch.setattr(retrofits, "generate", wrong)
+    monkeypatch.setattr(methods, "generate", wrong)
     memory = run_memory(retrofitted, original[1], NGram(), "ngram", documents[1], SETTINGS, tmp_path, QUIET)
     assert memory["violations"] == 2 * sum(row.draft for row in settings_for_both())
     assert retrofitted.config.use_mla_kv and retrofitted.config.use_dsa  # as it was
