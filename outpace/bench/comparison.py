@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from outpace.bench import plots
 from outpace.bench.methods import Case
 from outpace.bench.metrics import (
     PLAIN,
@@ -22,28 +23,20 @@ from outpace.bench.metrics import (
     speed_ratio,
 )
 from outpace.bench.report import (
-    BLUE,
     METHOD,
     MISMATCHED,
-    PALETTE,
     PREDICTED,
     RATE,
     RULE,
     SPEEDUP,
     TAU,
-    YELLOW,
     Column,
     Columns,
     Page,
     Report,
     by_name,
-    figure_of,
-    integer_axis,
-    label,
     mismatches,
-    named_rows,
     nested,
-    stacked_bars,
     table,
     table_of,
 )
@@ -260,9 +253,9 @@ def _speedup_plot(report: Report) -> Any:
     settings = list(dict.fromkeys((r["temperature"], r["rule"]) for r in drafted))
     names = list(report["methods"])
     height = 1.0 + len(settings) * (0.7 + 0.34 * len(names))
-    figure, panels = figure_of(len(settings), 1, height, "Speedup over autoregressive decoding")
+    figure, panels = plots.figure(len(settings), 1, height, "Speedup over autoregressive decoding")
     for axes, (temperature, rule) in zip(panels, settings, strict=True):
-        for steered, shift, colour in ((False, -0.2, BLUE), (True, 0.2, YELLOW)):
+        for steered, shift, colour in ((False, -0.2, plots.BLUE), (True, 0.2, plots.YELLOW)):
             key = temperature, rule, steered
             rows = [r for r in drafted if (r["temperature"], r["rule"], r["controller"]) == key]
             places = [names.index(r["method"]) + shift for r in rows]
@@ -271,8 +264,8 @@ def _speedup_plot(report: Report) -> Any:
             axes.bar_label(bars, [f"{r['speedup']:.2f}" for r in rows], fontsize=7, padding=2)
         axes.axvline(1, color="#3f3f3f", linewidth=0.8)
         axes.set_xlim(0, 1.12 * max(1.0, *(r["speedup"] for r in report["results"])))
-        named_rows(axes, names)
-        label(axes, title=f"T = {temperature:g}" + (f", rule {rule}" if temperature else ""))
+        plots.named_rows(axes, names)
+        plots.label(axes, title=f"T = {temperature:g}" + (f", rule {rule}" if temperature else ""))
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
     return figure
 
@@ -282,8 +275,8 @@ def _tau_plot(report: Report) -> Any:
     accepted positions of the same steps; a tree's as one point."""
     temperature = report["recipe"]["temperatures"][0]
     title = f"tau against positions verified per step, T = {temperature:g}"
-    figure, (axes,) = figure_of(1, 1, 4.2, title)
-    colours = dict(zip(report["methods"], PALETTE * len(report["methods"]), strict=False))
+    figure, (axes,) = plots.figure(1, 1, 4.2, title)
+    colours = dict(zip(report["methods"], plots.PALETTE * len(report["methods"]), strict=False))
     for r in _with_controller(report, temperature):
         name = r["method"]
         if not r["accept_by_position"] or r["name"] != name:
@@ -294,8 +287,8 @@ def _tau_plot(report: Report) -> Any:
             taus = list(accumulate(r["reached"], initial=1.0))
             taus += taus[-1:] * (report["methods"][name]["columns"] - len(taus))
             axes.plot(range(1, len(taus) + 1), taus, "o-", color=colours[name], markersize=3, label=name)
-    integer_axis(axes)
-    label(axes, "positions verified per step, root included", "tau", legend=True)
+    plots.integer_axis(axes)
+    plots.label(axes, "positions verified per step, root included", "tau", legend=True)
     return figure
 
 
@@ -304,10 +297,10 @@ def _time_plot(report: Report) -> Any:
     temperature, batch = report["recipe"]["temperatures"][0], report["recipe"]["batch"]
     rows = _with_controller(report, temperature)
     title = f"Milliseconds per committed token, T = {temperature:g}"
-    figure, (axes,) = figure_of(1, 1, 1.4 + 0.34 * len(rows), title)
+    figure, (axes,) = plots.figure(1, 1, 1.4 + 0.34 * len(rows), title)
     ms = {p: [r["round_ms"][p] / r["tau"] / batch for r in rows] for p in ("verify", "draft", "rest")}
-    stacked_bars(axes, ms, horizontal=True)
-    named_rows(axes, [r["name"] for r in rows])
+    plots.stacked_bars(axes, ms, horizontal=True)
+    plots.named_rows(axes, [r["name"] for r in rows])
     axes.legend(frameon=False, fontsize=8)
     return figure
 

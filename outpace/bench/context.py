@@ -16,19 +16,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from outpace.bench import plots
 from outpace.bench.machine import read_bandwidth, weight_bytes
 from outpace.bench.metrics import spread
-from outpace.bench.report import (
-    PALETTE,
-    Column,
-    Page,
-    Report,
-    context_axis,
-    figure_of,
-    label,
-    scaled,
-    table_of,
-)
+from outpace.bench.report import Column, Page, Report, scaled, table_of
 from outpace.bench.run import Bar, Run, at_least, check_contexts
 from outpace.kv.base import KVCache
 from outpace.kv.partial import PartialCache, PartialConfig
@@ -396,13 +387,13 @@ def _measured(report: Report) -> str:
 
 
 def _plot(report: Report) -> Any:
-    figure, (axes,) = figure_of(1, 1, 4.2, "A step against context")
-    for name, colour in zip(ABOUT, PALETTE, strict=True):
+    figure, (axes,) = plots.figure(1, 1, 4.2, "A step against context")
+    for name, colour in zip(ABOUT, plots.PALETTE, strict=True):
         cells = [cell for cell in report["cells"] if name in cell["methods"]]
         ms = [1000 * c["methods"][name]["seconds"] for c in cells]
         axes.plot([c["context"] for c in cells], ms, "o-", color=colour, label=name, markersize=3.5)
-    label(axes, y="ms", legend=True)
-    context_axis(axes, [cell["context"] for cell in report["cells"]])
+    plots.label(axes, y="ms", legend=True)
+    plots.context_axis(axes, [cell["context"] for cell in report["cells"]])
     return figure
 
 

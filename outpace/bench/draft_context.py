@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from outpace.bench import plots
 from outpace.bench.draft_steps import (
     OPERATIONS,
     SESSIONS,
@@ -29,23 +30,7 @@ from outpace.bench.draft_steps import (
 )
 from outpace.bench.machine import read_bandwidth
 from outpace.bench.metrics import joined, spread
-from outpace.bench.report import (
-    BLUE,
-    RED,
-    YELLOW,
-    Column,
-    Columns,
-    Page,
-    Report,
-    context_axis,
-    figure_of,
-    label,
-    scaled,
-    short,
-    stacked_bars,
-    table,
-    table_of,
-)
+from outpace.bench.report import Column, Columns, Page, Report, scaled, table, table_of
 from outpace.bench.run import Bar, Results, Run, at_least, check_contexts, check_known, prompt_and_answer
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -311,7 +296,7 @@ def acceptance(
 
 # ---- the report --------------------------------------------------------------------------------------
 
-COLOURS = {"cached": BLUE, "recomputed": RED, "noise cached": YELLOW}
+COLOURS = {"cached": plots.BLUE, "recomputed": plots.RED, "noise cached": plots.YELLOW}
 LEGEND = """\
 - ms: median of the repeats of a whole step at batch 1: a block drafted, then the verified tokens observed.
 - share of the floor: the bytes that must be read, over the machine's reading rate, over the measured time.
@@ -406,14 +391,14 @@ def _cells(report: Report, shape: str, variant: str) -> list[dict[str, Any]]:
 
 def _context_plot(report: Report) -> Any:
     """One panel per shape: a step's time against context, both on logarithmic scales."""
-    figure, panels = figure_of(1, len(report["shapes"]), 4.2, "One drafting step against context")
+    figure, panels = plots.figure(1, len(report["shapes"]), 4.2, "One drafting step against context")
     for axes, shape in zip(panels, report["shapes"], strict=True):
         for variant in report["variants"]:
             cells = _cells(report, shape, variant)
             contexts, ms = [c["context"] for c in cells], [1000 * c["seconds"] for c in cells]
             axes.plot(contexts, ms, "o-", color=COLOURS[variant], label=variant, markersize=3.5)
-        label(axes, y="ms per step", title=shape)
-        context_axis(axes, sorted({c["context"] for c in report["cells"]}))
+        plots.label(axes, y="ms per step", title=shape)
+        plots.context_axis(axes, sorted({c["context"] for c in report["cells"]}))
     panels[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -422,13 +407,13 @@ def _operations_plot(report: Report) -> Any:
     """One row per shape: stacked ms of the first variant's operations at every context."""
     shapes, variant = list(report["shapes"]), next(iter(report["variants"]))
     title = f"Where the time of a step goes ({variant})"
-    figure, panels = figure_of(len(shapes), 1, 1.2 + 2.4 * len(shapes), title)
+    figure, panels = plots.figure(len(shapes), 1, 1.2 + 2.4 * len(shapes), title)
     for axes, shape in zip(panels, shapes, strict=True):
         cells = _cells(report, shape, variant)
         seconds = [{o["operation"]: o["seconds"] for o in c["operations"]} for c in cells]
-        stacked_bars(axes, {name: [1000 * s[name] for s in seconds] for name in OPERATIONS})
-        axes.set_xticks(range(len(cells)), [short(c["context"]) for c in cells], fontsize=8)
-        label(axes, "context, tokens", "ms", shape)
+        plots.stacked_bars(axes, {name: [1000 * s[name] for s in seconds] for name in OPERATIONS})
+        axes.set_xticks(range(len(cells)), [plots.short(c["context"]) for c in cells], fontsize=8)
+        plots.label(axes, "context, tokens", "ms", shape)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
     return figure

@@ -14,7 +14,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.bench.report import BLUE, RED, Page, Report, figure_of, label, table_of
+from outpace.bench import plots
+from outpace.bench.report import Page, Report, table_of
 from outpace.bench.run import Bar, Run, at_least
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -199,14 +200,14 @@ def _body(report: Report) -> list[str]:
 
 
 def _plot(report: Report) -> Any:
-    figure, (left, right) = figure_of(1, 2, 3.6, "A long context")
+    figure, (left, right) = plots.figure(1, 2, 3.6, "A long context")
     loss, needles = report["loss"], report["needles"]
-    left.plot([r["end"] for r in loss], [r["nats"] for r in loss], "o-", color=BLUE, markersize=3.5)
+    left.plot([r["end"] for r in loss], [r["nats"] for r in loss], "o-", color=plots.BLUE, markersize=3.5)
     percent = [100 * r["found"] / r["of"] for r in needles]
-    right.plot([r["distance"] for r in needles], percent, "o-", color=RED, markersize=3.5)
+    right.plot([r["distance"] for r in needles], percent, "o-", color=plots.RED, markersize=3.5)
     right.set_ylim(-3, 103)
-    label(left, "position", "held-out loss, nats")
-    label(right, "tokens back", "needles found, %")
+    plots.label(left, "position", "held-out loss, nats")
+    plots.label(right, "tokens back", "needles found, %")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
     return figure

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from outpace.bench import plots
 from outpace.bench.methods import Case, run_case
 from outpace.bench.metrics import (
     PLAIN,
@@ -24,23 +25,7 @@ from outpace.bench.metrics import (
 )
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.recall import RecallSettings, find_needles, long_texts
-from outpace.bench.report import (
-    BLUE,
-    GREY,
-    KV_BYTES,
-    PURPLE,
-    QUALITY,
-    RED,
-    TAU,
-    Columns,
-    Page,
-    Report,
-    figure_of,
-    label,
-    named_rows,
-    table,
-    table_of,
-)
+from outpace.bench.report import KV_BYTES, QUALITY, TAU, Columns, Page, Report, table, table_of
 from outpace.bench.run import Bar, Method, Prompts, Run, Runs, Timed, at_least, interleave
 from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
@@ -337,17 +322,17 @@ def _memory_line(report: Report) -> str:
 
 
 def _memory_plot(report: Report) -> Any:
-    figure, (left, right) = figure_of(1, 2, 3.8, "Memory and speed")
+    figure, (left, right) = plots.figure(1, 2, 3.8, "Memory and speed")
     rows = report["rows"]
     places = range(len(rows))
-    left.barh(places, [row["over_plain"] for row in rows], color=BLUE)
-    left.axvline(1.0, color=GREY, linewidth=0.8)
-    right.barh(places, [row["memory"]["bytes_per_token"] for row in rows], color=RED)
+    left.barh(places, [row["over_plain"] for row in rows], color=plots.BLUE)
+    left.axvline(1.0, color=plots.GREY, linewidth=0.8)
+    right.barh(places, [row["memory"]["bytes_per_token"] for row in rows], color=plots.RED)
     right.barh(places, [row["memory"]["bytes_read"] for row in rows], color="#61304b", height=0.4)
-    named_rows(left, [row["name"] for row in rows])
-    named_rows(right, [""] * len(rows))
-    label(left, "speed over autoregressive decoding")
-    label(right, "bytes per token: cached, and (dark) read")
+    plots.named_rows(left, [row["name"] for row in rows])
+    plots.named_rows(right, [""] * len(rows))
+    plots.label(left, "speed over autoregressive decoding")
+    plots.label(right, "bytes per token: cached, and (dark) read")
     return figure
 
 
@@ -478,7 +463,12 @@ PARETO_LEGEND = """\
 difference.
 - needles: found at each distance, as the settings name them.
 """
-MARKS = {"original": ("*", "#222222"), "trained": ("D", PURPLE), "latents": ("o", RED), "index": ("s", BLUE)}
+MARKS = {
+    "original": ("*", "#222222"),
+    "trained": ("D", plots.PURPLE),
+    "latents": ("o", plots.RED),
+    "index": ("s", plots.BLUE),
+}
 
 
 def pareto_table(report: Report) -> list[str]:
@@ -497,7 +487,7 @@ def _pareto_line(report: Report) -> str:
 
 
 def _pareto_plot(report: Report) -> Any:
-    figure, panels = figure_of(1, 2, 3.8, "Bytes per token against quality")
+    figure, panels = plots.figure(1, 2, 3.8, "Bytes per token against quality")
     measures: tuple[tuple[str, Callable[[Any], float]], ...] = (
         ("KL to the original, nats", lambda q: q["kl"]),
         ("greedy answers that differ, %", lambda q: 100 * (1 - q["agreement"])),
@@ -507,7 +497,7 @@ def _pareto_plot(report: Report) -> Any:
             points = [p for p in report["points"] if p["kind"] == kind]
             x = [p["memory"]["bytes_read"] for p in points]
             axes.plot(x, [loss(p["quality"]) for p in points], mark, color=colour, label=kind, markersize=5)
-        label(axes, "bytes read per token of context", name)
+        plots.label(axes, "bytes read per token of context", name)
         axes.set_xlim(left=0)
     panels[0].legend(frameon=False, fontsize=8)
     return figure

@@ -11,26 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from outpace.bench import baselines
+from outpace.bench import baselines, plots
 from outpace.bench.machine import describe_draft
 from outpace.bench.methods import Case, run_case
 from outpace.bench.metrics import PLAIN, ResultCell, agreement, result
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.report import (
-    METHOD,
-    SPEEDUP,
-    TAU,
-    Columns,
-    Page,
-    Report,
-    cell,
-    figure_of,
-    get,
-    integer_axis,
-    label,
-    scaled,
-    table,
-)
+from outpace.bench.report import METHOD, SPEEDUP, TAU, Columns, Page, Report, cell, get, scaled, table
 from outpace.bench.run import Bar, Method, Run, at_least, check_known, interleave, prompt_and_answer
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash import DFlash
@@ -376,7 +362,7 @@ def _speed_plot(report: Report) -> Any:
     regimes = _by_regime(report["results"])
     methods = sorted({r["method"] for r in report["results"]}, key=METHODS.index)
     title = "Tokens per second, and speedup over plain"
-    figure, panels = figure_of(len(regimes), 1, 1.4 + 2.7 * len(regimes), title)
+    figure, panels = plots.figure(len(regimes), 1, 1.4 + 2.7 * len(regimes), title)
     for axes, rows in zip(panels, regimes.values(), strict=True):
         batches = sorted({r["batch"] for r in rows})
         for place, batch in enumerate(batches):
@@ -389,7 +375,7 @@ def _speed_plot(report: Report) -> Any:
         axes.set_xticks(range(len(batches)), [f"batch {b}" for b in batches])
         axes.set_xlim(-0.6, len(batches) - 0.4)
         axes.margins(y=0.12)
-        label(axes, y="tokens/s", title=regime_name(rows[0]))
+        plots.label(axes, y="tokens/s", title=regime_name(rows[0]))
     handles = [panels[0].bar(0, 0, color=COLOURS[m], label=m) for m in methods]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(methods), frameon=False, fontsize=9)
     return figure
@@ -399,7 +385,7 @@ def _acceptance_plot(report: Report) -> Any:
     """Share of the proposals where draft token k was accepted, at the smallest batch measured."""
     regimes = _by_regime([r for r in report["results"] if r["accept_by_position"]])
     title = "Share of proposals where the draft token k was accepted"
-    figure, panels = figure_of(1, max(1, len(regimes)), 3.8, title)
+    figure, panels = plots.figure(1, max(1, len(regimes)), 3.8, title)
     if not regimes:
         panels[0].text(0.5, 0.5, "no method of this run proposes anything", ha="center")
         panels[0].set_axis_off()
@@ -417,10 +403,10 @@ def _acceptance_plot(report: Report) -> Any:
                 clip_on=False,
                 label=f"{method} (tau {r['tau']:.2f})",
             )
-        integer_axis(axes)
+        plots.integer_axis(axes)
         axes.set_ylim(0, 1)
         title = f"{regime_name(rows[0])}, batch {smallest}"
-        label(axes, "position k in the block", "accepted", title, legend=True)
+        plots.label(axes, "position k in the block", "accepted", title, legend=True)
     return figure
 
 
