@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from outpace.cli.app import (
-    AsJson,
-    Corpus,
-    Draft,
-    Recipe,
-    Set,
-    Target,
-    app,
-    console,
-    recipe_settings,
-)
+from outpace.cli.app import AsJson, Corpus, Draft, Recipe, Set, Target, app, console, recipe_settings
 from outpace.cli.options import DraftQuant
 
 if TYPE_CHECKING:
