@@ -266,10 +266,10 @@ def _stages(
     draft: DFlash | Eagle3, files: Description, target: Decoder, text: list[int], offset: int
 ) -> tuple[Stages, Stages]:
     """(ours, the reference's), by the same names, each [rows, ...]."""
-    verified = torch.tensor([text[:-1]], device=target.device)
-    aux = target(verified, aux=draft.target_layer_ids, offset=offset).aux
+    tokens = torch.tensor([text], device=target.device)
+    aux = target(tokens[:, :-1], aux=draft.target_layer_ids, offset=offset).aux
     assert aux is not None
-    given = target, verified, aux, text[-1], offset
+    given = target, tokens, aux, offset
     if isinstance(draft, DFlash):
         assert isinstance(files, DFlashDraft)
         return _dflash(draft, files, *given)
@@ -305,17 +305,10 @@ def _cpu(x: Tensor) -> Tensor:
 
 
 def _eagle3(
-    draft: Eagle3,
-    files: Eagle3Draft,
-    target: Decoder,
-    verified: Tensor,
-    aux: Tensor,
-    last: int,
-    offset: int,
+    draft: Eagle3, files: Eagle3Draft, target: Decoder, text: Tensor, aux: Tensor, offset: int
 ) -> tuple[Stages, Stages]:
     """Every pair of the text, and after them, if the draft proposes in one pass, its masks."""
-    config = draft.config
-    following = torch.cat((verified[:, 1:], verified.new_tensor([[last]])), dim=1)
+    config, following = draft.config, text[:, 1:]
     embeds, features = draft.embed(following, target), draft.fuse(aux)
     more = GUESSES - 1 if config.parallel else 0
     if more:
@@ -353,16 +346,11 @@ def _eagle3(
 
 
 def _dflash(
-    draft: DFlash,
-    files: DFlashDraft,
-    target: Decoder,
-    verified: Tensor,
-    aux: Tensor,
-    last: int,
-    offset: int,
+    draft: DFlash, files: DFlashDraft, target: Decoder, text: Tensor, aux: Tensor, offset: int
 ) -> tuple[Stages, Stages]:
     """One block behind the text; its context's states after fc, and every stage of its rows."""
-    S, anchor = verified.shape[1], verified.new_tensor([last])
+    verified, anchor = text[:, :-1], text[:, -1]
+    S = verified.shape[1]
     session = DFlashSession(draft, target, 1, S, offset)
     session.observe(verified, aux, [S])
     session.in_one_piece = False  # the block's rows pass through the modules
