@@ -80,7 +80,7 @@ def _timed_cell(
     setup: BenchSetup, name: str, cases: list[Case], groups: list[list[list[int]]], bar: Bar, text: str = ""
 ) -> ResultCell:
     recipe, methods = setup.request.recipe, setup.methods(cases)
-    runs = interleave(name, methods, groups, recipe.new_tokens, recipe, setup.run.results, bar.step)
+    runs = interleave(name, methods, groups, recipe.new_tokens, recipe, setup.run, bar.step)
     return ResultCell(text or name, recipe.batch, recipe.new_tokens, groups, runs)
 
 
@@ -91,7 +91,9 @@ def method_row(setup: BenchSetup, cell: ResultCell, case: Case, baseline: Case) 
     args = setup.request.target, cell, case.label, case.temperature
     values = result(*args, baseline=baseline.label, reference=coupled)
     trace, costs = joined(run.trace for run in cell.runs[case.label].values()), setup.costs(case)
-    positions = [n for n, a in _by_row(trace) if a >= 0]
+    done = zip(trace.nodes, trace.accepted, strict=True)
+    rows = (row for nodes, accepted in done for row in zip(nodes, accepted, strict=True))
+    positions = [verified for verified, accepted in rows if accepted >= 0]
     steps, lens = max(len(trace.accepted), 1), trace.accept_lens
     return values | {
         "method": case.method,
@@ -104,16 +106,6 @@ def method_row(setup: BenchSetup, cell: ResultCell, case: Case, baseline: Case) 
         "round_ms": {p: round(1000 * trace.seconds[p] / steps, 4) for p in ("draft", "verify", "rest")},
         "predicted": None if costs is None else _predicted(trace, cell, costs, values["speedup"]),
     }
-
-
-def _by_row(trace: Trace) -> list[tuple[int, int]]:
-    """(positions verified, draft tokens accepted) of every step and row; accepted is -1 for a finished
-    row."""
-    return [
-        pair
-        for nodes, accepted in zip(trace.nodes, trace.accepted, strict=True)
-        for pair in zip(nodes, accepted, strict=True)
-    ]
 
 
 def _predicted(trace: Trace, cell: ResultCell, costs: Costs, speedup: float) -> dict[str, float]:

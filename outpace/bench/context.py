@@ -203,15 +203,15 @@ def run_context(target: Decoder, settings: ContextSettings, folder: Path, consol
     ):
         for context in settings.contexts:
             bar.step(f"context {context:,}")
-            if f"cell {context}" not in run.results:
+            if f"cell {context}" not in run:
                 caches = caches or fill_caches(target, longest, headroom, settings.partial(), settings.seed)
-                run.results[f"floor {context}"] = read_bandwidth(repeats=3)
-                run.results[f"cell {context}"] = measure(target, caches, context, settings)
-    bandwidth = max(run.results.named("floor ").values())
+                run[f"floor {context}"] = read_bandwidth(repeats=3)
+                run[f"cell {context}"] = measure(target, caches, context, settings)
+    bandwidth = max(run.named("floor ").values())
     return run.report(
         methods=ABOUT,
         floor={"read_bytes_per_s": round(bandwidth)},
-        cells=[with_rates(run.results[f"cell {n}"], bandwidth, settings) for n in settings.contexts],
+        cells=[with_rates(run[f"cell {n}"], bandwidth, settings) for n in settings.contexts],
     )
 
 

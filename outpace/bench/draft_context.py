@@ -106,7 +106,7 @@ def run_draft_context(
         for name, shape, ends in shapes_of(settings.shapes, draft, target, settings.seed):
             shapes[name] = describe(shape, ends, max(settings.contexts) + shape.block_size)
             check_fits(name, shape, max(settings.contexts), shapes[name]["needed_bytes"], settings.memory_gib)
-            for context in measure_shape(name, shape, ends, settings, run.results):
+            for context in measure_shape(name, shape, ends, settings, run):
                 bar.step(f"{name}, context {context}")
             del shape, ends
         decoded = []
@@ -117,12 +117,12 @@ def run_draft_context(
             rows = run.once(f"acceptance {regime}", measure_acceptance)
             decoded += [{"regime": regime, **row} for row in rows]
     left_out = [f"{s} left out: this draft has no window" for s in settings.shapes if s not in shapes]
-    bandwidth = max(run.results.named("floor ").values())
+    bandwidth = max(run.named("floor ").values())
     return run.report(
         floor={"read_bytes_per_s": round(bandwidth)},
         variants={v: about for v, about in VARIANTS.items() if v in settings.variants},
         shapes=shapes,
-        cells=[with_rates(c, bandwidth) for cells in run.results.named("cell ").values() for c in cells],
+        cells=[with_rates(c, bandwidth) for cells in run.named("cell ").values() for c in cells],
         acceptance=decoded,
         remarks=left_out,
     )

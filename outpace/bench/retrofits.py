@@ -236,7 +236,7 @@ def run_memory(
             qualities[state.state] = run.once(name, partial(quality, state))
         methods = {row.name: _method(target, draft, row, settings) for row in rows}
         groups = [[prompt] for prompt in prompts]
-        runs = interleave("decoding", methods, groups, settings.new_tokens, settings, run.results, bar.step)
+        runs = interleave("decoding", methods, groups, settings.new_tokens, settings, run, bar.step)
     reports = [_memory_row(target, row, rows, runs, prompts, settings, qualities[row.state]) for row in rows]
     Setting("restored", mla=bool(target.config.mla_ranks), dsa=bool(target.config.dsa_layers)).apply(target)
     violations = sum(row["lossless"]["violations"] for row in reports)

@@ -112,7 +112,7 @@ def _line(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
-class Run:
+class Run(Results):
     """One run of a suite. Results of an earlier, stopped run in `folder` are reused if the target and
     `inputs` (settings, the draft's fingerprint, ..) are the same. The machine is described before anything
     is measured."""
@@ -121,7 +121,7 @@ class Run:
         self.began = time.perf_counter()
         inputs = json.loads(json.dumps(inputs, default=dataclasses.asdict))
         target_json = describe_target(target)
-        self.results = Results(folder, {**inputs, "target": target_json})
+        super().__init__(folder, {**inputs, "target": target_json})
         self.header = {
             **provenance(),
             "machine": machine(target.device),
@@ -129,9 +129,6 @@ class Run:
             "target": target_json,
             **inputs,
         }
-
-    def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        return self.results.once(name, measure)
 
     def report(self, **results: Any) -> dict[str, Any]:
         """The complete report. progress.jsonl stays until `Page.write` has written it."""

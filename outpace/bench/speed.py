@@ -142,7 +142,7 @@ def run_bench(
                 cell.groups,
                 cell.new_tokens,
                 settings,
-                run.results,
+                run,
                 lambda method, name=name: bar.step(f"{name}: {method}"),  # type: ignore[misc]
                 partial(settings.skips, cell),
                 deadline,

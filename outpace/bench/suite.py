@@ -155,8 +155,8 @@ def set_up(request: SuiteRequest, cases: Sequence[Case], batch: int, precise: bo
     }
     about = {name: method.describe() for name, method in loaded.items()}
     run = Run(target, request.folder, recipe=recipe.as_json(), methods=about)
-    tables = _cost_tables(request, loaded, cases, batch, run.results, precise)
-    run.header["costs"] = {", ".join(table): run.results[_costs_key(table)] for table in tables}
+    tables = _cost_tables(request, loaded, cases, batch, run, precise)
+    run.header["costs"] = {", ".join(table): run[_costs_key(table)] for table in tables}
     return BenchSetup(request, loaded, tables, run)
 
 
