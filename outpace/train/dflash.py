@@ -100,22 +100,12 @@ class DFlashRecipe(DraftRecipe):
 
     def config(self, target: Decoder, tokenizer: Tokenizer, cached_layers: tuple[int, ...]) -> DFlashConfig:
         """Raises ValueError where the mask token is not in the vocabulary."""
-        theirs = target.config
         config = DFlashConfig(
-            hidden_size=theirs.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-            vocab_size=theirs.vocab_size,
-            rope=theirs.rope,
-            rms_norm_eps=theirs.rms_norm_eps,
+            **self.sizes(target),
             block_size=self.block_size,
             target_layer_ids=self.target_layer_ids or tuple(cached_layers),
-            num_target_layers=theirs.num_layers,
+            num_target_layers=target.config.num_layers,
             mask_token_id=self.mask_token_id(tokenizer),
-            max_position_embeddings=theirs.max_position_embeddings,
         )
         return self.served(config)
 
@@ -343,10 +333,6 @@ class DFlashTrainer(DraftTrainer[DFlash]):
         self.objective = Objective.of(self.draft, target, recipe)
         self.followed = FollowedAnchors(len(cache), recipe.anchors) if recipe.rounds else None
 
-    @property
-    def config(self) -> DFlashConfig:
-        return self.draft.config
-
     def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss:
         first = None if self.followed is None else self.followed.of(samples, rows)
         packed = self.pack(rows, seeded(self.recipe.seed, 1, step), first, final=self.recipe.final)
@@ -400,21 +386,5 @@ class DFlashTrainer(DraftTrainer[DFlash]):
         save_draft(self.draft, folder)
 
 
-def train_dflash(
-    recipe: DFlashRecipe,
-    target: Decoder,
-    tokenizer: Tokenizer,
-    cache: TeacherCache,
-    held_out: list[list[int]],
-    folder: Path,
-    *,
-    init: DFlash | None = None,
-    started_from: dict[str, Any] | None = None,
-    stop_after: int | None = None,
-) -> DFlash:
-    """`train_draft` for a DFlash. `init`: a draft to start from; its own sizes then apply, not the recipe's,
-    and the recipe's are the block, the window and the parts that it adds."""
-    make = partial(DFlashTrainer, recipe, target, tokenizer, cache, init)
-    return train_draft(
-        make, recipe, target, cache, held_out, folder, started_from=started_from, stop_after=stop_after
-    )
+# of an `init` the block, the window and the added parts are the recipe's all the same
+train_dflash = partial(train_draft, DFlashTrainer)

@@ -90,6 +90,13 @@ class DraftRecipe:
     def dtype(self, device: torch.device) -> torch.dtype:
         return product_dtype(device) if self.bfloat16 else torch.float32
 
+    def sizes(self, target: Decoder) -> dict[str, Any]:
+        """The fields that the configs of all kinds of drafts have."""
+        own = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        theirs = ("hidden_size", "vocab_size", "rope", "rms_norm_eps", "max_position_embeddings")
+        parts = ((self, own), (target.config, theirs))
+        return {name: getattr(source, name) for source, names in parts for name in names}
+
     def mask_token_id(self, tokenizer: Tokenizer) -> int | None:
         mask = None if self.mask_token is None else tokenizer.token_to_id(self.mask_token)
         if mask is None and self.mask_token is not None:
@@ -156,6 +163,7 @@ Batches = Iterable[tuple[int, list[TeacherSample]]]  # each with the index of it
 
 
 D = TypeVar("D", bound=nn.Module)
+R = TypeVar("R", bound=DraftRecipe)
 
 
 class DraftTrainer(ABC, Generic[D]):
@@ -166,8 +174,8 @@ class DraftTrainer(ABC, Generic[D]):
     draft: D
 
     @property
-    @abstractmethod
-    def config(self) -> Any: ...
+    def config(self) -> Any:
+        return self.draft.config
 
     @abstractmethod
     def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss: ...
@@ -193,25 +201,28 @@ class DraftTrainer(ABC, Generic[D]):
 
 
 def train_draft(
-    make: Callable[[], DraftTrainer[D]],
-    recipe: DraftRecipe,
+    kind: Callable[[R, Decoder, Tokenizer, TeacherCache, D | None], DraftTrainer[D]],
+    recipe: R,
     target: Decoder,
+    tokenizer: Tokenizer,
     cache: TeacherCache,
     held_out: list[list[int]],
     folder: Path,
     *,
+    init: D | None = None,
     started_from: dict[str, Any] | None = None,
     stop_after: int | None = None,
 ) -> D:
-    """Train the draft of make(), resuming from folder/checkpoint.pt if there is one; -> the draft, float32.
+    """Train a draft by a trainer of this kind, resuming from folder/checkpoint.pt if there is one; -> the
+    draft, float32.
 
     `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
-    every `eval_every` steps. `started_from`: provenance of the draft that this one starts from. After the
-    last step folder/draft holds the draft and provenance.json. Raises ValueError where cache, target and
-    recipe do not fit.
+    every `eval_every` steps. `init`: a draft to start from; its own sizes then apply, not the recipe's.
+    `started_from`: its provenance. After the last step folder/draft holds the draft and provenance.json.
+    Raises ValueError where cache, target and recipe do not fit.
     """
     with training_folder(folder):
-        trainer = make()
+        trainer = kind(recipe, target, tokenizer, cache, init)
         draft = trainer.draft
         if recipe.final and cache.sample(0).final is None:
             raise ValueError(

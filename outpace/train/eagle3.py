@@ -294,26 +294,17 @@ class Eagle3Recipe(DraftRecipe):
 
     def config(self, target: Decoder, tokenizer: Tokenizer, cached_layers: tuple[int, ...]) -> Eagle3Config:
         """Raises ValueError where the mask token is not in the vocabulary."""
-        theirs, layers = target.config, cached_layers
+        layers = cached_layers
         return Eagle3Config(
-            hidden_size=theirs.hidden_size,
-            target_hidden_size=theirs.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-            vocab_size=theirs.vocab_size,
-            draft_vocab_size=self.draft_vocab or theirs.vocab_size,
-            rope=theirs.rope,
-            rms_norm_eps=theirs.rms_norm_eps,
+            **self.sizes(target),
+            target_hidden_size=target.config.hidden_size,
+            draft_vocab_size=self.draft_vocab or target.config.vocab_size,
             layer_ids=self.target_layer_ids
             or tuple(sorted({layers[0], layers[len(layers) // 2], layers[-1]})),
             norm_before_residual=self.norm_before_residual,
             norm_output=self.norm_output,
             fc_norm=self.fc_norm,
             sliding_window=self.sliding_window,
-            max_position_embeddings=theirs.max_position_embeddings,
-            num_layers=self.num_layers,
             parallel=self.parallel,
             mask_token_id=self.mask_token_id(tokenizer) if self.parallel else None,
         )
@@ -373,10 +364,6 @@ class Eagle3Trainer(DraftTrainer[Eagle3]):
         self.dtype = recipe.dtype(target.device)
         self.vocabulary = DraftVocabulary.of(self.draft.target_ids(), target, self.dtype)
 
-    @property
-    def config(self) -> Eagle3Config:
-        return self.draft.config
-
     def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss:
         result, tokens = self.evaluate(rows, self.recipe.keep, seeded(self.recipe.seed, 1, step))
         return StepLoss(result.loss, tokens, metrics_of(result))
@@ -419,21 +406,4 @@ def metrics_of(result: UnrollLoss) -> dict[str, Any]:
     return metrics
 
 
-def train_eagle3(
-    recipe: Eagle3Recipe,
-    target: Decoder,
-    tokenizer: Tokenizer,
-    cache: TeacherCache,
-    held_out: list[list[int]],
-    folder: Path,
-    *,
-    init: Eagle3 | None = None,
-    started_from: dict[str, Any] | None = None,
-    stop_after: int | None = None,
-) -> Eagle3:
-    """`train_draft` for an EAGLE-3, published in SGLang's format. `init`: a draft to start from; its own
-    sizes then apply, not the recipe's."""
-    make = partial(Eagle3Trainer, recipe, target, tokenizer, cache, init)
-    return train_draft(
-        make, recipe, target, cache, held_out, folder, started_from=started_from, stop_after=stop_after
-    )
+train_eagle3 = partial(train_draft, Eagle3Trainer)  # published in SGLang's format

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import tiny
@@ -57,8 +56,13 @@ WORLD: dict = {}
 
 def train(folder, stop_after=None, seed=0, loss=None, **changes):
     """-> whether the draft is published, and its weight."""
-    make = partial(ToyTrainer, seed, loss)
-    draft = train_draft(make, Recipe(**changes), **WORLD, held_out=[], folder=folder, stop_after=stop_after)
+
+    def kind(*given):
+        return ToyTrainer(seed, loss)
+
+    draft = train_draft(
+        kind, Recipe(**changes), **WORLD, tokenizer=None, held_out=[], folder=folder, stop_after=stop_after
+    )
     return (folder / "draft" / "weights.pt").exists(), draft.weight.detach().clone()
 
 
