@@ -27,8 +27,9 @@ from outpace.formats.convert import convert_target, write_folder
 from outpace.formats.export import export_draft
 from outpace.formats.load import load_draft, save_draft
 from outpace.models.load import load_target
-from outpace.retrofit.dsa import DsaSettings, retrofit_dsa
-from outpace.retrofit.mla import MlaSettings, retrofit_mla
+from outpace.retrofit.dsa import DsaSettings
+from outpace.retrofit.mla import MlaSettings
+from outpace.retrofit.pipeline import retrofit
 from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import Document, read_corpus, split
 from outpace.train import suffix
@@ -133,14 +134,13 @@ def shelf(world, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["mla", "dsa"])
 def test_a_retrofit_without_training(kind, shelf, tmp_path):
-    make = retrofit_mla if kind == "mla" else retrofit_dsa
     small = {"rows": 2, "row_tokens": 48}
     settings = MlaSettings(**small) if kind == "mla" else DsaSettings(**small, min_context=0)
     documents, files = read_corpus(shelf / "text"), {}
 
     def run(folder):
         if not (folder / "out").exists():  # it is refused over another result
-            make(str(shelf / "target"), settings, documents, folder / "out")
+            retrofit(str(shelf / "target"), settings, documents, folder / "out")
 
     def check(folder, done):
         if not (folder / "out").exists():

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -21,6 +21,14 @@ from outpace.cli.app import (
     resumable,
     train_app,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from outpace.models.decoder import Decoder
+    from outpace.retrofit.pipeline import RetrofitSettings
+    from outpace.retrofit.train import RetrofitTrainer
+    from outpace.text.corpus import Document
 
 retrofit_app = typer.Typer(no_args_is_help=True, help="Reduce the KV cache of a trained target.")
 app.add_typer(retrofit_app, name="retrofit")
@@ -48,11 +56,9 @@ def mla(
     [bold]Examples[/bold]: outpace retrofit mla default --out small
     outpace retrofit mla qwen3-8b --out small --set rank=512 --set allocate=equal --set method=pca
     """
-    from outpace.retrofit.mla import MlaSettings, retrofit_mla
+    from outpace.retrofit.mla import MlaSettings
 
-    settings = recipe_settings(MlaSettings, recipe, set_)
-    make = partial(retrofit_mla, target, settings)
-    _made(make, corpus, out, as_json, show_latents)
+    _made(target, recipe_settings(MlaSettings, recipe, set_), corpus, out, as_json, show_latents)
 
 
 @retrofit_app.command("dsa")
@@ -72,25 +78,26 @@ def dsa(
     [bold]Examples[/bold]: outpace retrofit dsa default --out sparse
     outpace retrofit dsa qwen3-8b --out sparse --set top_k=2048 --set index_dim=64
     """
-    from outpace.retrofit.dsa import DsaSettings, retrofit_dsa
+    from outpace.retrofit.dsa import DsaSettings
 
-    settings = recipe_settings(DsaSettings, recipe, set_)
-    make = partial(retrofit_dsa, target, settings)
-    _made(make, corpus, out, as_json, show_indexes)
+    _made(target, recipe_settings(DsaSettings, recipe, set_), corpus, out, as_json, show_indexes)
 
 
 def _made(
-    make: Callable[..., dict[str, Any]],
+    target: str,
+    settings: "RetrofitSettings",
     corpus: Path | None,
     out: Path,
     as_json: bool,
     show: Callable[[dict[str, Any]], None],
 ) -> None:
     """A retrofit of the corpus's texts, its stages stated while it runs, its report shown."""
+    from outpace.retrofit.pipeline import retrofit
     from outpace.text.corpus import read_corpus
 
     with console.status("opening") as status:
-        report = make(read_corpus(corpus), out, (lambda stage: None) if as_json else status.update)
+        on_stage = (lambda stage: None) if as_json else status.update
+        report = retrofit(target, settings, read_corpus(corpus), out, on_stage)
     if as_json:
         print(json.dumps(report))
         return
@@ -119,20 +126,19 @@ def train_mla(
     [bold]Example[/bold]: outpace train mla small --out work/mla --recipe recipes/memory/mla.toml
     """
     from outpace.models.load import fingerprint
-    from outpace.retrofit.mla import MlaRecipe
-    from outpace.retrofit.mla import train_mla as train
+    from outpace.retrofit.mla import MlaRecipe, MlaTrainer
     from outpace.teacher.store import TeacherCache
 
     settings = recipe_settings(MlaRecipe, recipe, set_)
-    given = _opened(target, corpus)
-    if cache is not None:
-        original = fingerprint(given["target"], retrofits=False)
-        given["teacher"] = TeacherCache.open(
-            cache, target_fingerprint=original, vocab_size=given["target"].config.vocab_size, final=True
-        )
-    with resumable(out):
-        report = train(settings, folder=out, **given)
-    _summary(report, out)
+
+    def kind(opened: "Decoder", tokenizer: "Tokenizer", train: "list[Document]") -> MlaTrainer:
+        teacher = None
+        if cache is not None:
+            original, size = fingerprint(opened, retrofits=False), opened.config.vocab_size
+            teacher = TeacherCache.open(cache, target_fingerprint=original, vocab_size=size, final=True)
+        return MlaTrainer(settings, opened, tokenizer, train, teacher)
+
+    _train(kind, target, corpus, out)
 
 
 @train_app.command("dsa")
@@ -150,30 +156,29 @@ def train_dsa(
 
     [bold]Example[/bold]: outpace train dsa sparse --out work/dsa --recipe recipes/memory/dsa.toml
     """
-    from outpace.retrofit.dsa import DsaRecipe
-    from outpace.retrofit.dsa import train_dsa as train
+    from outpace.retrofit.dsa import DsaRecipe, DsaTrainer
 
-    settings = recipe_settings(DsaRecipe, recipe, set_)
-    given = _opened(target, corpus)
-    with resumable(out):
-        report = train(settings, folder=out, **given)
-    _summary(report, out)
+    _train(partial(DsaTrainer, recipe_settings(DsaRecipe, recipe, set_)), target, corpus, out)
 
 
-def _opened(target: str, corpus: Path | None) -> dict[str, Any]:
-    """The target, its tokenizer and chat template, and the texts to train on and to evaluate on."""
+def _train(
+    kind: "Callable[[Decoder, Tokenizer, list[Document]], RetrofitTrainer]",
+    target: str,
+    corpus: Path | None,
+    out: Path,
+) -> None:
+    """Open the target, train it on the corpus's texts by a trainer of this kind, and show the report."""
     from outpace.checkpoint.open import open_checkpoint, target_path
     from outpace.checkpoint.tokenizer import open_template
     from outpace.loading import open_target
+    from outpace.retrofit.train import train_retrofit
     from outpace.text.corpus import read_corpus, split
 
     template = open_template(open_checkpoint(target_path(target)))
-    opened, texts = open_target(target), split(read_corpus(corpus))
-    names = ("target", "tokenizer", "template", "train", "held_out")
-    return dict(zip(names, (*opened, template, *texts), strict=True))
-
-
-def _summary(report: dict[str, Any] | None, out: Path) -> None:
+    opened, tokenizer = open_target(target)
+    train, held_out = split(read_corpus(corpus))
+    with resumable(out):
+        report = train_retrofit(kind(opened, tokenizer, train), tokenizer, template, held_out, out)
     assert report is not None, "a run that was not stopped ends"
     if "mass" in report:
         show_indexes(report)

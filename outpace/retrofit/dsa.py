@@ -5,12 +5,10 @@ one complex number each. What mixes kv heads within a frequency goes through the
 index keeps, of all pairs (frequency, principal component of the heads' keys), those of most weight in scores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -26,10 +24,9 @@ from outpace.ops.quant import dense
 from outpace.ops.rope import rotate
 from outpace.ops.sampling import seeded
 from outpace.retrofit.evaluate import attention_input, residual_states
-from outpace.retrofit.pipeline import RetrofitSettings, Texts, retrofit
-from outpace.retrofit.train import RetrofitRecipe, train_retrofit
+from outpace.retrofit.pipeline import RetrofitSettings, Texts
+from outpace.retrofit.train import RetrofitRecipe
 from outpace.text.corpus import Document
-from outpace.text.template import ChatTemplate
 from outpace.train.data import rows_of_step, token_stream
 
 SHARES = (0.125, 0.25, 0.5)  # of the context, at which mass is reported
@@ -319,23 +316,13 @@ class DsaSettings(RetrofitSettings):
     def keep(self) -> TopKConfig:
         return TopKConfig(**{field.name: getattr(self, field.name) for field in fields(TopKConfig)})
 
-
-def retrofit_dsa(
-    path: str,
-    settings: DsaSettings,
-    documents: Sequence[Document],
-    out: Path,
-    on_stage: Callable[[str], None] = lambda stage: None,
-) -> dict[str, Any]:
-    """`retrofit` with an index; -> the report. Raises ValueError for settings that do not fit the target."""
-
-    def attach(target: Decoder, texts: Texts, validation: Texts) -> dict[str, Any]:
-        layers, heads, dim = settings.resolve(target.config)
+    def attach(self, target: Decoder, texts: Texts, validation: Texts) -> dict[str, Any]:
+        layers, heads, dim = self.resolve(target.config)
         indexers = initial_indexers(target, texts, layers, heads, dim)
-        fit_temperature(target, indexers, texts[0], settings.keep)
-        attach_index(target, indexers, settings.keep)
+        fit_temperature(target, indexers, texts[0], self.keep)
+        attach_index(target, indexers, self.keep)
         target.use_dsa(False)  # the states of the original
-        table = mass_table(target, validation, layers, settings.keep.by_count)
+        table = mass_table(target, validation, layers, self.keep.by_count)
         target.use_dsa(True)
         return {
             "settings": {"layers": layers, "index_heads": heads, "index_dim": dim},
@@ -343,8 +330,6 @@ def retrofit_dsa(
             "parameters": sum(p.numel() for indexer in indexers.values() for p in indexer.parameters()),
             "mass": table,
         }
-
-    return retrofit(path, settings, documents, out, on_stage, attach)
 
 
 def initial_indexers(
@@ -377,32 +362,16 @@ class DsaRecipe(RetrofitRecipe):
     decay: float = 0.5
 
 
-def train_dsa(
-    recipe: DsaRecipe,
-    target: Decoder,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    train: list[Document],
-    held_out: list[Document],
-    folder: Path,
-    *,
-    stop_after: int | None = None,
-) -> dict[str, Any] | None:
-    """Train the indexes of `target`, in place, and save folder/model; -> the report, None if stopped early.
-    Raises ValueError for a target without an index."""
-    if not target.config.dsa_layers:
-        raise ValueError("train dsa: this target has no index: add one by outpace retrofit dsa")
-    trainer = DsaTrainer(target, recipe, token_stream(tokenizer, train, recipe.seed))
-    return train_retrofit(
-        trainer, recipe, target, tokenizer, template, held_out, folder, stop_after=stop_after
-    )
-
-
-@dataclass
 class DsaTrainer:
-    target: Decoder
-    recipe: DsaRecipe
-    stream: np.ndarray  # of token ids
+    """Raises ValueError for a target without an index."""
+
+    def __init__(
+        self, recipe: DsaRecipe, target: Decoder, tokenizer: Tokenizer, train: list[Document]
+    ) -> None:
+        if not target.config.dsa_layers:
+            raise ValueError("train dsa: this target has no index: add one by outpace retrofit dsa")
+        self.recipe, self.target = recipe, target
+        self.stream = token_stream(tokenizer, train, recipe.seed)
 
     @property
     def indexers(self) -> dict[int, Indexer]:

@@ -5,9 +5,8 @@ the best latent of rank R is c = U_R^T M^(1/2) (y - mu), read as y^ = M^(-1/2) U
 is the sum of the eigenvalues left out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,11 +23,10 @@ from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
 from outpace.ops.sampling import seeded
 from outpace.retrofit.evaluate import attention_input, evaluate, residual_states
-from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, Texts, retrofit
-from outpace.retrofit.train import RetrofitRecipe, train_retrofit
+from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, Texts
+from outpace.retrofit.train import RetrofitRecipe
 from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import Document
-from outpace.text.template import ChatTemplate
 from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import block_losses
 
@@ -300,33 +298,27 @@ class MlaSettings(RetrofitSettings):
     def ranks(self, bases: Bases, rank: int) -> dict[int, int]:
         return ranks_of(bases, rank) if self.allocate == "marginal" else dict.fromkeys(bases, rank)
 
+    @property
+    def extra_rows(self) -> int:
+        return HELD_OUT_TEXTS if self.searches else 0
 
-def retrofit_mla(
-    path: str,
-    settings: MlaSettings,
-    documents: Sequence[Document],
-    out: Path,
-    on_stage: Callable[[str], None] = lambda stage: None,
-) -> dict[str, Any]:
-    """`retrofit` with latents; -> the report. Raises ValueError for settings that do not fit the target."""
-
-    def attach_latents(target: Decoder, texts: Texts, _: Texts) -> dict[str, Any]:
-        layers, rank = settings.resolve(target.config)
-        before, moments = target.config, calibrate(target, texts[: settings.rows], layers)
+    def attach(self, target: Decoder, texts: Texts, validation: Texts) -> dict[str, Any]:
+        layers, rank = self.resolve(target.config)
+        before, moments = target.config, calibrate(target, texts[: self.rows], layers)
         table = [
             {"method": method, "fraction": fraction, "layers": [asdict(e) for e in result]}
             for method, fraction, result in error_table(target, moments)
         ]
-        balance, tried = chosen_balance(target, moments, rank, settings, texts[settings.rows :])
-        bases = bases_of(target, moments, settings.method, balance)
-        ranks = settings.ranks(bases, rank)
+        balance, tried = chosen_balance(target, moments, rank, self, texts[self.rows :])
+        bases = bases_of(target, moments, self.method, balance)
+        ranks = self.ranks(bases, rank)
         lost = errors(target, bases, moments, ranks)
         attach(target, bases, ranks)
         numbers = [sum(map(config.kv_numbers, layers)) for config in (before, target.config)]
         latents = [a.latent for a in target.attentions if a.latent is not None]
         return {
             "settings": {"layers": layers},
-            "balance": balance if settings.method == LOSS else None,
+            "balance": balance if self.method == LOSS else None,
             "balances_tried": tried,
             "ranks": {str(i): r for i, r in ranks.items()},
             "numbers_per_token": dict(zip(("before", "after"), numbers, strict=True)),
@@ -334,9 +326,6 @@ def retrofit_mla(
             "errors": [asdict(e) for e in lost],
             "errors_by_method": table,
         }
-
-    extra = HELD_OUT_TEXTS if settings.searches else 0
-    return retrofit(path, settings, documents, out, on_stage, attach_latents, extra)
 
 
 def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balance: float) -> Bases:
@@ -386,45 +375,31 @@ class MlaRecipe(RetrofitRecipe):
     mse: float = 1.0  # weight of the error of the last states, relative to their size
 
 
-def train_mla(
-    recipe: MlaRecipe,
-    target: Decoder,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    train: list[Document],
-    held_out: list[Document],
-    folder: Path,
-    *,
-    teacher: TeacherCache | None = None,
-    stop_after: int | None = None,
-) -> dict[str, Any] | None:
-    """Train the latents of `target`, in place, and save folder/model; -> the report, None if stopped early.
-    With `teacher`, a cache of the original with final states, on its texts: training all layers together then
-    needs no forward of the original. Raises ValueError for a target without latents."""
-    if not target.config.mla_ranks:
-        raise ValueError("train mla: this target has no latents: add them by outpace retrofit mla")
-    stream = None if teacher is not None else token_stream(tokenizer, train, recipe.seed)
-
-    def batches(step: int) -> list[tuple[Tensor, Tensor | None]]:
-        if teacher is not None:
-            return cached_texts(teacher, recipe, step)
-        assert stream is not None
-        rows, _ = rows_of_step(stream, recipe.row_tokens, recipe.rows, step * recipe.rows, recipe.seed)
-        return [(rows, None)]
-
-    trainer = MlaTrainer(target, recipe, batches)
-    return train_retrofit(
-        trainer, recipe, target, tokenizer, template, held_out, folder, stop_after=stop_after
-    )
-
-
-@dataclass
 class MlaTrainer:
-    """`batches(step)`: texts [B, T], each with the original's last states [B * T, C] where they are known."""
+    """With `teacher`, a cache of the original with final states, on its texts: training all layers together
+    then needs no forward of the original. Raises ValueError for a target without latents."""
 
-    target: Decoder
-    recipe: MlaRecipe
-    batches: Callable[[int], list[tuple[Tensor, Tensor | None]]]
+    def __init__(
+        self,
+        recipe: MlaRecipe,
+        target: Decoder,
+        tokenizer: Tokenizer,
+        train: list[Document],
+        teacher: TeacherCache | None = None,
+    ) -> None:
+        if not target.config.mla_ranks:
+            raise ValueError("train mla: this target has no latents: add them by outpace retrofit mla")
+        self.recipe, self.target, self.teacher = recipe, target, teacher
+        self.stream = None if teacher is not None else token_stream(tokenizer, train, recipe.seed)
+
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Texts [B, T], each with the original's last states [B * T, C] where they are known."""
+        recipe = self.recipe
+        if self.teacher is not None:
+            return cached_texts(self.teacher, recipe, step)
+        assert self.stream is not None
+        rows, _ = rows_of_step(self.stream, recipe.row_tokens, recipe.rows, step * recipe.rows, recipe.seed)
+        return [(rows, None)]
 
     @property
     def attentions(self) -> dict[int, Attention]:

@@ -1,5 +1,6 @@
 """Frame of a retrofit of a target on disk: settings, layers, calibration text, evaluation, saving."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ Texts = list[list[int]]  # token ids, each from the beginning of a document
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrofitSettings:
+class RetrofitSettings(ABC):
     """`layers`: which; none: all with full attention. `rows` texts of `row_tokens` for calibration."""
 
     NAME: ClassVar[str]
@@ -52,31 +53,40 @@ class RetrofitSettings:
             )
         return list(self.layers) or full
 
+    @property
+    def extra_rows(self) -> int:
+        """Texts that `attach` needs besides those of calibration."""
+        return 0
+
+    @abstractmethod
+    def attach(self, target: Decoder, texts: Texts, validation: Texts) -> dict[str, Any]:
+        """Give the target its retrofit, in place, calibrated on `rows` + `extra_rows` texts; -> its part of
+        the report. `validation`: the held-out texts. Raises ValueError for settings that do not fit."""
+
 
 def retrofit(
     path: str,
     settings: RetrofitSettings,
     documents: Sequence[Document],
     out: Path,
-    on_stage: Callable[[str], None],
-    attach: Callable[[Decoder, Texts, Texts], dict[str, Any]],
-    extra_rows: int = 0,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """Write out/, a checkpoint with the original tensors untouched, tokenizer and template, and the
-    report settings.NAME.json, which is returned. `attach` changes the target in place, calibrated on
-    settings.rows + `extra_rows` texts, and returns its part of the report; its third argument is the
-    held-out texts. Raises ValueError for an `out` with contents."""
+    report settings.NAME.json, which is returned. Raises ValueError for settings that do not fit the target
+    and for an `out` with contents."""
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise ValueError(f"{out} is there already: name another folder")
     target, tokenizer = open_target(path)
     settings.layers_of(target.config)
     on_stage("reading text")
     train, held_out = split(list(documents))
-    texts = texts_of(tokenizer, train, settings.rows + extra_rows, settings.row_tokens, settings.seed)
+    texts = texts_of(
+        tokenizer, train, settings.rows + settings.extra_rows, settings.row_tokens, settings.seed
+    )
     validation = texts_of(tokenizer, held_out, HELD_OUT_TEXTS, settings.row_tokens, settings.seed)
     made_from, before = fingerprint(target), evaluate(target, validation)
     on_stage(f"calibrating on {settings.rows} texts")
-    values = attach(target, texts, validation)
+    values = settings.attach(target, texts, validation)
     on_stage("evaluating on held-out text")
     after = evaluate(target, validation, before.pop("log_probabilities"))
     del after["log_probabilities"]

@@ -53,6 +53,12 @@ class RetrofitTrainer(Protocol):
     """The part of training that depends on the kind of retrofit."""
 
     @property
+    def recipe(self) -> RetrofitRecipe: ...
+
+    @property
+    def target(self) -> Decoder: ...
+
+    @property
     def modules(self) -> list[nn.Module]: ...  # of the target; their parameters learn
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, Any]]: ...
@@ -66,8 +72,6 @@ class RetrofitTrainer(Protocol):
 
 def train_retrofit(
     trainer: RetrofitTrainer,
-    recipe: RetrofitRecipe,
-    target: Decoder,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     held_out: list[Document],
@@ -78,10 +82,11 @@ def train_retrofit(
     """Train the parameters of `trainer` in place with AdamW, resuming from folder/checkpoint.pt, and publish
     folder/model, a checkpoint with its report recipe.NAME.json; -> the report, None if stopped early. Memory
     for training does not depend on the backbone's size. Raises ValueError if the backbone changed."""
+    recipe, target = trainer.recipe, trainer.target
     texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
     with training_folder(folder):
         backbone = fingerprint(target, retrofits=False)
-        untrained = _untrained(folder, lambda: _evaluate(trainer, target, texts))
+        untrained = _untrained(folder, lambda: _evaluate(trainer, texts))
         parameters = trainable(target, trainer.modules)
         adam = torch.optim.AdamW(parameters, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
 
@@ -100,7 +105,7 @@ def train_retrofit(
             raise ValueError("the backbone changed while its retrofit was trained: nothing is saved")
         if len(log) < recipe.steps:
             return None
-        values = _evaluate(trainer, target, texts)
+        values = _evaluate(trainer, texts)
         values["held_out"]["untrained"] = untrained.pop("held_out")["after"]
         report = {
             "recipe": asdict(recipe),
@@ -126,12 +131,12 @@ def trainable(target: Decoder, modules: list[nn.Module]) -> list[nn.Parameter]:
     return parameters
 
 
-def _evaluate(trainer: RetrofitTrainer, target: Decoder, texts: list[list[int]]) -> dict[str, Any]:
+def _evaluate(trainer: RetrofitTrainer, texts: list[list[int]]) -> dict[str, Any]:
     """Held-out loss of the original and of the retrofit as it is now."""
     trainer.switch(False)
-    values, original = trainer.metrics(texts), evaluate(target, texts)
+    values, original = trainer.metrics(texts), evaluate(trainer.target, texts)
     trainer.switch(True)
-    after = evaluate(target, texts, original.pop("log_probabilities"))
+    after = evaluate(trainer.target, texts, original.pop("log_probabilities"))
     del after["log_probabilities"]
     return values | {"held_out": {"texts": len(texts), "original": original, "after": after}}
 

@@ -13,7 +13,8 @@ from outpace.models.attention import Attention
 from outpace.models.load import fingerprint, named_tensors
 from outpace.ops.rope import rotate
 from outpace.retrofit import dsa
-from outpace.retrofit.dsa import DsaSettings, retrofit_dsa
+from outpace.retrofit.dsa import DsaSettings
+from outpace.retrofit.pipeline import retrofit
 
 KEEP = TopKConfig(top_k=16, min_context=0, sinks=2, recent=5)
 
@@ -171,7 +172,7 @@ SMALL = {"rows": 2, "row_tokens": 512, "top_k": 0.25, "min_context": 0, "recent"
 
 
 def test_from_a_folder_to_a_folder(documents, tmp_path):
-    report = retrofit_dsa("default", DsaSettings(**SMALL), documents, tmp_path / "out")
+    report = retrofit("default", DsaSettings(**SMALL), documents, tmp_path / "out")
     again, _ = open_target(str(tmp_path / "out"))
     whole, _ = open_target("default")
     assert report == json.loads((tmp_path / "out" / "dsa.json").read_text())
@@ -187,9 +188,9 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
     assert all(row["index"] <= row["best"] + 1e-6 for row in report["mass"])
     assert sum(row["index"] for row in report["mass"]) > sum(row["recent"] for row in report["mass"])
     with pytest.raises(ValueError, match="is there already"):
-        retrofit_dsa("default", DsaSettings(**SMALL), documents, tmp_path / "out")
+        retrofit("default", DsaSettings(**SMALL), documents, tmp_path / "out")
     with pytest.raises(ValueError, match="has an index already"):
-        retrofit_dsa(str(tmp_path / "out"), DsaSettings(**SMALL), documents, tmp_path / "twice")
+        retrofit(str(tmp_path / "out"), DsaSettings(**SMALL), documents, tmp_path / "twice")
     assert isinstance(again.attentions[1], Attention) and not (tmp_path / "twice").exists()
 
 
@@ -208,5 +209,5 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
 )
 def test_settings_that_cannot_be(message, error, documents, tmp_path):
     with pytest.raises(ValueError, match=error):
-        retrofit_dsa("default", DsaSettings(**SMALL | message), documents, tmp_path / "out")
+        retrofit("default", DsaSettings(**SMALL | message), documents, tmp_path / "out")
     assert not (tmp_path / "out").exists()

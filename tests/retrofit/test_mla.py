@@ -11,7 +11,8 @@ from outpace.loading import open_target
 from outpace.models.load import fingerprint, load_target, named_tensors
 from outpace.retrofit import mla
 from outpace.retrofit.evaluate import evaluate
-from outpace.retrofit.mla import MlaSettings, averaged, calibrate, retrofit_mla
+from outpace.retrofit.mla import MlaSettings, averaged, calibrate
+from outpace.retrofit.pipeline import retrofit
 
 
 def full_layers(model):
@@ -157,7 +158,7 @@ def documents():
 
 def test_from_a_folder_to_a_folder(documents, tmp_path):
     settings = MlaSettings(rows=3, row_tokens=256)
-    report = retrofit_mla("default", settings, documents, tmp_path / "out")
+    report = retrofit("default", settings, documents, tmp_path / "out")
     again, _ = open_target(str(tmp_path / "out"))
     whole, _ = open_target("default")
     assert report == json.loads((tmp_path / "out" / "mla.json").read_text())
@@ -174,11 +175,11 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
     value = evaluate(again, text, evaluate(whole, text)["log_probabilities"])
     assert value["kl"] > 0 and value["same_likeliest"] < 1
     with pytest.raises(ValueError, match="is there already"):
-        retrofit_mla("default", settings, documents, tmp_path / "out")
+        retrofit("default", settings, documents, tmp_path / "out")
     with pytest.raises(ValueError, match=r"mla.json is there already"):
-        retrofit_mla("default", settings, documents, tmp_path / "out" / "mla.json")
+        retrofit("default", settings, documents, tmp_path / "out" / "mla.json")
     with pytest.raises(ValueError, match="has latents already"):
-        retrofit_mla(str(tmp_path / "out"), settings, documents, tmp_path / "twice")
+        retrofit(str(tmp_path / "out"), settings, documents, tmp_path / "twice")
     assert isinstance(load_target(tmp_path / "out"), type(whole)) and not (tmp_path / "twice").exists()
 
 
@@ -198,5 +199,5 @@ def test_from_a_folder_to_a_folder(documents, tmp_path):
 )
 def test_settings_that_cannot_be(message, error, documents, tmp_path):
     with pytest.raises(ValueError, match=error):
-        retrofit_mla("default", MlaSettings(**message), documents, tmp_path / "out")
+        retrofit("default", MlaSettings(**message), documents, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,9 @@ from examples.tiny_target.training import init_weights
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla
-from outpace.retrofit.dsa import DsaRecipe, train_dsa
-from outpace.retrofit.mla import MlaRecipe, calibrate, train_mla, whole_losses
+from outpace.retrofit.dsa import DsaRecipe, DsaTrainer
+from outpace.retrofit.mla import MlaRecipe, MlaTrainer, calibrate, whole_losses
+from outpace.retrofit.train import train_retrofit
 from outpace.teacher.store import TeacherSample
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
@@ -56,12 +57,12 @@ def with_latents(world, rank=8):
     return model
 
 
-def trained(kind, world, folder, recipe=None, **more):
+def trained(kind, world, folder, recipe=None, stop_after=None, **more):
     model, tokenizer, train, held_out = world
     model = with_index(world) if kind == "dsa" else with_latents(world)
-    call, default = (train_dsa, DSA) if kind == "dsa" else (train_mla, MLA)
-    report = call(recipe or default, model, tokenizer, None, train, held_out, folder, **more)
-    return model, report
+    trainer, default = (DsaTrainer, DSA) if kind == "dsa" else (MlaTrainer, MLA)
+    trainer = trainer(recipe or default, model, tokenizer, train, **more)
+    return model, train_retrofit(trainer, tokenizer, None, held_out, folder, stop_after=stop_after)
 
 
 @pytest.mark.parametrize("kind", ["dsa", "mla"])
@@ -173,9 +174,8 @@ def test_shares_above_one():
         MlaRecipe(layer_share=1.5)
 
 
-def test_a_target_without_the_retrofit(world, tmp_path):
-    model, tokenizer, train, held_out = world
-    for call, recipe, named in ((train_dsa, DSA, "no index"), (train_mla, MLA, "no latents")):
+def test_a_target_without_the_retrofit(world):
+    model, tokenizer, train, _ = world
+    for trainer, recipe, named in ((DsaTrainer, DSA, "no index"), (MlaTrainer, MLA, "no latents")):
         with pytest.raises(ValueError, match=named):
-            call(recipe, model, tokenizer, None, train, held_out, tmp_path)
-    assert not list(tmp_path.iterdir())
+            trainer(recipe, model, tokenizer, train)
