@@ -32,11 +32,12 @@ def check_of(
     errors: Sequence[str] = (),
     warnings: Sequence[str] = (),
     evidence: dict[str, Any] | None = None,
+    mistakes: tuple[str, ...] = (),
 ) -> Check:
     """Errors fail the check, warnings warn; with neither it passes with `message`."""
     status: Status = "fail" if errors else "warn" if warnings else "pass"
     text = "; ".join([*errors, *warnings]) or message
-    return Check(name=name, status=status, message=text, evidence=evidence or {})
+    return Check(name=name, status=status, message=text, evidence=evidence or {}, mistakes=mistakes)
 
 
 def skipped(name: str, reason: str, evidence: dict[str, Any] | None = None) -> Check:

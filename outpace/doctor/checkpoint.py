@@ -22,6 +22,7 @@ from outpace.ops.quant import Quant
 
 MLA = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_topk")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SHOWN = 4  # of a list, in a message
 PROBE = "layers.0.input_layernorm.weight"
 PREFIXES = {  # part of a prefix -> where such a checkpoint comes from, and what to do
     "language_model": "part of a multimodal checkpoint: save it alone, or fetch the text-only model",
@@ -189,29 +190,19 @@ def _experts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
         fix = f"config.json belongs to another model: its `architectures` should be [{right!r}]"
         if right == own:
             fix = f"take {_some(over)} out of `mlp_only_layers`, and set `decoder_sparse_step` to 1"
-        yield (
-            Finding(
-                name="dense_mlp_over_experts",
-                message=f"config.json ({own}) builds a dense MLP in layers {_some(over)}; the checkpoint "
-                "holds experts there: they would stay unread, and the MLP random",
-                fix=fix,
-            ),
-            names,
+        message = (
+            f"config.json ({own}) builds a dense MLP in layers {_some(over)}; the checkpoint holds experts "
+            "there: they would stay unread, and the MLP random"
         )
+        yield Finding(name="dense_mlp_over_experts", message=message, fix=fix), names
     if under:
         fix = "config.json belongs to another model: its `architectures` should name a dense one"
         dense_layers = {*under, *(i for i, moe in enumerate(evidence.config.moe_layers) if not moe)}
         if len(dense_layers) < evidence.config.num_layers:
             fix = f"set `mlp_only_layers` to {sorted(dense_layers)}"
-        yield (
-            Finding(
-                name="experts_over_dense_mlp",
-                message=f"config.json ({own}) builds experts in layers {_some(under)}, where the checkpoint "
-                "holds a dense MLP",
-                fix=fix,
-            ),
-            _of_layers(under, missing, moe) | _of_layers(under, left, dense),
-        )
+        message = f"config.json ({own}) builds experts in layers {_some(under)}, where the checkpoint holds "
+        names = _of_layers(under, missing, moe) | _of_layers(under, left, dense)
+        yield Finding(name="experts_over_dense_mlp", message=message + "a dense MLP", fix=fix), names
 
 
 def _number_of_experts(evidence: CheckpointUnderTest) -> Iterator[Explained]:
@@ -252,24 +243,16 @@ def _layers(evidence: CheckpointUnderTest) -> Iterator[Explained]:
 def _head(evidence: CheckpointUnderTest) -> Iterator[Explained]:
     tied, held = evidence.config.tie_word_embeddings, HEAD in evidence.specs
     if tied and held and EMBEDDING in evidence.specs and not _equal(evidence.checkpoint, HEAD, EMBEDDING):
-        yield (
-            Finding(
-                name="tied_head_differs",
-                message=f"`tie_word_embeddings` is true, and {HEAD} is not {EMBEDDING}: it would stay unread",
-                fix="set `tie_word_embeddings` to false, if the head was trained; else remove the tensor",
-            ),
-            set(),
-        )
+        message = f"`tie_word_embeddings` is true, and {HEAD} is not {EMBEDDING}: it would stay unread"
+        fix = "set `tie_word_embeddings` to false, if the head was trained; else remove the tensor"
+        yield Finding(name="tied_head_differs", message=message, fix=fix), set()
     if not tied and not held:
-        yield (
-            Finding(
-                name="missing_head",
-                message=f"`tie_word_embeddings` is false or missing, and there is no {HEAD}",
-                fix="set `tie_word_embeddings` to true where the model shares its embedding (Llama 3.2 1B "
-                "and 3B, Qwen3 0.6B to 4B); else fetch the file that holds the head",
-            ),
-            {HEAD},
+        message = f"`tie_word_embeddings` is false or missing, and there is no {HEAD}"
+        fix = (
+            "set `tie_word_embeddings` to true where the model shares its embedding (Llama 3.2 1B and 3B, "
+            "Qwen3 0.6B to 4B); else fetch the file that holds the head"
         )
+        yield Finding(name="missing_head", message=message, fix=fix), {HEAD}
 
 
 def _vocabulary(evidence: CheckpointUnderTest) -> Iterator[Explained]:
@@ -344,13 +327,10 @@ def _rest(comparison: Comparison) -> Iterator[Finding]:
         ("left_over", "config.json has no place for", comparison.left_over),
     ):
         if rest:
-            shown = ", ".join(rest[:4]) + (f", .. ({len(rest)} in all)" if len(rest) > 4 else "")
-            yield Finding(name=name, message=f"{what}: {shown}", fix=fix)
-    shapes = comparison.wrong_shape
+            yield Finding(name=name, message=f"{what}: {_first(rest)}", fix=fix)
+    shapes = [f"{n} is {held}, config.json wants {wanted}" for n, wanted, held in comparison.wrong_shape]
     if shapes:
-        rows = "; ".join(f"{n} is {shape}, config.json wants {wanted}" for n, wanted, shape in shapes[:4])
-        more = f"; .. ({len(shapes)} in all)" if len(shapes) > 4 else ""
-        yield Finding(name="shape", message=rows + more, fix=fix)
+        yield Finding(name="shape", message=_first(shapes, "; "), fix=fix)
     if comparison.wrong_dtype:
         name, wanted, held = comparison.wrong_dtype[0]
         message = f"{name} is {held}, where {wanted} belongs ({len(comparison.wrong_dtype)} in all)"
@@ -374,6 +354,11 @@ def _some(layers: list[int]) -> str:
     return ", ".join(map(str, layers[:6])) + (" .." if len(layers) > 6 else "")
 
 
+def _first(rows: list[str], separator: str = ", ", count: str = "in all") -> str:
+    more = f"{separator}.. ({len(rows)} {count})" if len(rows) > SHOWN else ""
+    return separator.join(rows[:SHOWN]) + more
+
+
 def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     a, b = checkpoint.get(one), checkpoint.get(other)
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -389,7 +374,6 @@ ABSURD = 1e5  # no trained weight is near; a flipped exponent bit is far beyond
 NAN_SCALE = 255  # of E8M0
 LARGEST_CODE = 6.0  # of E2M1
 WHOLE = (torch.float64, torch.float32, torch.bfloat16)  # dtypes that know their extremes
-SHOWN = 4
 # an untrained index weighs its heads alike; a frequency may be the first
 MAY_BE_ZERO = ("bias", "dsa_w.weight", "dsa_frequencies")
 
@@ -412,12 +396,9 @@ def deep_findings(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lamb
         "absurd": "a damaged file, a wrong dtype or byte order: fetch it again",
     }
     return [
-        Finding(name=kind, message=_listed(rows), fix=mends[kind]) for kind, rows in sorted(faults.items())
+        Finding(name=kind, message=_first(rows, count="tensors"), fix=mends[kind])
+        for kind, rows in sorted(faults.items())
     ]
-
-
-def _listed(rows: list[str]) -> str:
-    return ", ".join(rows[:SHOWN]) + (f", .. ({len(rows)} tensors)" if len(rows) > SHOWN else "")
 
 
 def _look(name: str, pieces: Iterator[Tensor]) -> Iterator[tuple[str, str]]:

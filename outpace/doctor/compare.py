@@ -15,8 +15,9 @@ from outpace.doctor.engine import (
     LayerSteps,
     Walk,
     comparable_rows,
-    engine_attention,
-    engine_mlp,
+    head_logits,
+    run_attention,
+    run_mlp,
     same_experts,
 )
 from outpace.doctor.mistakes import COMMON_EPS, HALVES, Half, Mistake, Names
@@ -30,10 +31,7 @@ from outpace.doctor.reference import (
     frequencies,
     layer_of,
     mlp_weights,
-    read_attention,
-    read_mlp,
     relative,
-    right_reading,
     rms_norm,
 )
 from outpace.doctor.search import EXACT, Explainer, Explanation, half_layer, rows_to_try
@@ -175,14 +173,8 @@ def compare_layers(model: Decoder, ours: Walk, reference: Reference) -> list[Lay
 def _compare_layer(
     model: Decoder, i: int, ours: LayerSteps, theirs: LayerSteps, reference: Reference, explainer: Explainer
 ) -> LayerDifference:
-    block, right = layer_of(model, i), right_reading(model, i)
-    if reference.ours_plain:
-        attention = read_attention(theirs.x, attention_weights(block), right).out
-        plain = read_mlp(theirs.middle, mlp_weights(block), right)
-        mlp, chosen = plain.out, None if plain.logits is None else plain.chosen
-    else:
-        attention = engine_attention(model, block, theirs.x)
-        mlp, chosen = engine_mlp(model, block, theirs.middle)
+    attention = run_attention(model, i, theirs.x, plain=reference.ours_plain)
+    mlp, chosen = run_mlp(model, i, theirs.middle, plain=reference.ours_plain)
     same = same_experts(chosen, theirs.chosen)
     every = torch.ones(len(theirs.x), dtype=torch.bool)
     sides: dict[Half, tuple[Tensor, Tensor, Tensor, Tensor]] = {
@@ -203,7 +195,7 @@ def _compare_layer(
             explanations[half] = explainer.explain(own, other, mine[few], its[few], limits[half])
     return LayerDifference(
         layer=i,
-        window=right.window,
+        window=model.config.window(i),
         halves=halves,
         so_far=apart(ours.out, theirs.out),
         routed_alike=None if same is None else float(same.float().mean()),
@@ -392,7 +384,7 @@ def check_logits(model: Decoder, ours: Walk, reference: Reference, *, layers_agr
     limit, theirs = _head_limit(model, reference), reference.walk
     whole = apart(ours.logits, theirs.logits)
     last = theirs.layers[-1].out.to(model.device, model.dtype)
-    alone = relative(model.logits(model.norm(last)).float().cpu(), theirs.logits)
+    alone = relative(head_logits(model, last), theirs.logits)
     same = float((ours.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean())
     evidence: dict[str, Any] = asdict(whole) | {"head_alone": alone, "same_top_1": same}
     text = f"cosine {whole.cosine:.6f}, largest difference {whole.largest:.2g}, top-1 alike {same:.1%}"

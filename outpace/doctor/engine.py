@@ -62,15 +62,9 @@ def walk(model: Decoder, tokens: list[int], *, plain: bool = False) -> Walk:
     x = model.embed(torch.tensor([tokens], device=model.device))[0].float().cpu()
     embedded, steps = x, []
     for i in range(len(model.layers)):
-        block, chosen = layer_of(model, i), None
-        if plain:
-            attention = read_attention(x, attention_weights(block), right_reading(model, i)).out
-            its = read_mlp(x + attention, mlp_weights(block), right_reading(model, i))
-            mlp, chosen = its.out, None if its.logits is None else its.chosen
-        else:
-            attention = engine_attention(model, block, x)
-            mlp, chosen = engine_mlp(model, block, x + attention)
+        attention = run_attention(model, i, x, plain=plain)
         middle = x + attention
+        mlp, chosen = run_mlp(model, i, middle, plain=plain)
         step = LayerSteps(x=x, attention=attention, middle=middle, mlp=mlp, out=middle + mlp, chosen=chosen)
         steps.append(step)
         x = step.out
@@ -83,8 +77,12 @@ def head_logits(model: Decoder, x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def engine_attention(model: Decoder, block: DecoderBlock, x: Tensor) -> Tensor:
-    """x [T, C] -> [T, C], what the engine's attention adds; positions 0 .. T-1, no cache."""
+def run_attention(model: Decoder, layer: int, x: Tensor, *, plain: bool = False) -> Tensor:
+    """x [T, C] -> [T, C], what a layer's attention adds, in the engine or in the plain forward; positions
+    0 .. T-1, no cache."""
+    block = layer_of(model, layer)
+    if plain:
+        return read_attention(x, attention_weights(block), right_reading(model, layer)).out
     x = x.to(model.device, model.dtype)[None]
     cos, sin = model.rope(torch.arange(x.shape[1], device=x.device)[None])
     result: Tensor = block.self_attn(block.input_layernorm(x), cos, sin, None, None)
@@ -92,8 +90,12 @@ def engine_attention(model: Decoder, block: DecoderBlock, x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def engine_mlp(model: Decoder, block: DecoderBlock, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x [T, C] -> what the engine's MLP adds [T, C]; the experts it chose [T, k]."""
+def run_mlp(model: Decoder, layer: int, x: Tensor, *, plain: bool = False) -> tuple[Tensor, Tensor | None]:
+    """x [T, C] -> what a layer's MLP adds [T, C]; the experts it chose [T, k]."""
+    block = layer_of(model, layer)
+    if plain:
+        its = read_mlp(x, mlp_weights(block), right_reading(model, layer))
+        return its.out, None if its.logits is None else its.chosen
     normed = block.post_attention_layernorm(x.to(model.device, model.dtype)[None])
     if not isinstance(block.mlp, Experts):
         return block.mlp(normed)[0].float().cpu(), None
@@ -147,7 +149,7 @@ def _examine(model: Decoder, i: int, steps: LayerSteps, explainer: Explainer) ->
     block, reading = layer_of(model, i), right_reading(model, i)
     a = read_attention(steps.x, attention_weights(block), reading)
     m = read_mlp(steps.middle, mlp_weights(block), reading)
-    few = engine_attention(model, block, steps.x[:FEW]), engine_mlp(model, block, steps.middle[:FEW])[0]
+    few = run_attention(model, i, steps.x[:FEW]), run_mlp(model, i, steps.middle[:FEW])[0]
     note = comparable_rows(same_experts(steps.chosen, m.chosen), len(steps.x))
     every = torch.ones_like(note)
     errors: dict[Half, float] = {}

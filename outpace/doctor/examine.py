@@ -8,38 +8,10 @@ from tokenizers import Tokenizer
 
 from outpace.checkpoint.open import Checkpoint, open_checkpoint, target_path
 from outpace.checkpoint.tokenizer import open_template, open_tokenizer
+from outpace.doctor import engine, prediction, text_checks, weights
 from outpace.doctor.check import Check, skipped
 from outpace.doctor.compare import Reference, check_configs, compare
-from outpace.doctor.engine import check_engine, check_rope, check_router, check_rows, examine_layers, walk
-from outpace.doctor.prediction import (
-    check_greedy,
-    check_growth,
-    check_text,
-    greedy_text,
-    sample_tokens,
-    try_mistakes,
-)
-from outpace.doctor.text_checks import (
-    check_beginning,
-    check_harmony,
-    check_round_trip,
-    check_special,
-    check_template,
-    check_vocabulary,
-    stop_ids,
-)
 from outpace.doctor.transformers_reference import open_transformers, walk_transformers
-from outpace.doctor.weights import (
-    check_codes,
-    check_config_values,
-    check_decoding,
-    check_embedding,
-    check_head,
-    check_orders,
-    check_sinks,
-    gather_marks,
-    mistakes_in_order,
-)
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target, parse_config
 
@@ -91,32 +63,32 @@ def examine(what: Examination) -> Iterator[Check]:
         if tokenizer is not None:
             raise
         yield skipped("tokenizer", str(error))
-    ids = sample_tokens(tokenizer, model.config.vocab_size, what.tokens, what.text)
-    yield check_embedding(model, checkpoint, ids)
-    yield check_head(model, checkpoint)
-    yield check_config_values(model.config)
-    yield check_sinks(model)
-    yield check_decoding(model)
-    yield check_codes(model)
-    marks = gather_marks(model)
-    yield from check_orders(marks)
-    ours = walk(model, ids)
-    exams = examine_layers(model, ours)
-    yield check_engine(exams)
-    yield check_rows(exams)
-    yield check_rope(model)
-    yield check_router(exams, model.config.num_experts)
-    yield check_growth(ours)
+    ids = prediction.sample_tokens(tokenizer, model.config.vocab_size, what.tokens, what.text)
+    yield weights.check_embedding(model, checkpoint, ids)
+    yield weights.check_head(model, checkpoint)
+    yield weights.check_config_values(model.config)
+    yield weights.check_sinks(model)
+    yield weights.check_decoding(model)
+    yield weights.check_codes(model)
+    marks = weights.gather_marks(model)
+    yield from weights.check_orders(marks)
+    ours = engine.walk(model, ids)
+    exams = engine.examine_layers(model, ours)
+    yield engine.check_engine(exams)
+    yield engine.check_rows(exams)
+    yield engine.check_rope(model)
+    yield engine.check_router(exams, model.config.num_experts)
+    yield prediction.check_growth(ours)
     whole = model.config.num_layers == parse_config(checkpoint.config).num_layers
     if tokenizer is None or not whole:
         reason = "there is no tokenizer" if tokenizer is None else "only the first layers were run"
         yield skipped("prediction of a text", reason)
     else:
-        yield check_text(ours.logits, ids)
-        greedy = greedy_text(model, ids)
-        yield check_greedy(greedy, tokenizer.decode(greedy.tokens), model.config.vocab_size)
+        yield prediction.check_text(ours.logits, ids)
+        greedy = prediction.greedy_text(model, ids)
+        yield prediction.check_greedy(greedy, tokenizer.decode(greedy.tokens), model.config.vocab_size)
         seconds = float("inf") if what.thorough else SECONDS
-        yield from try_mistakes(model, ids, seconds, mistakes_in_order(marks))
+        yield from prediction.try_mistakes(model, ids, seconds, weights.mistakes_in_order(marks))
     if other is not None:
         plain = not all(e.exact for e in exams)
         yield from check_against(what, other, model, ids, plain, whole and tokenizer is not None)
@@ -124,13 +96,13 @@ def examine(what: Examination) -> Iterator[Check]:
 
 def check_tokenizer(tokenizer: Tokenizer, model: Decoder, checkpoint: Checkpoint) -> Iterator[Check]:
     config = model.config
-    yield check_round_trip(tokenizer)
-    yield check_vocabulary(tokenizer, config)
-    yield check_special(tokenizer, config, checkpoint.folder)
-    yield check_beginning(tokenizer, config)
-    yield check_harmony(tokenizer, config)
-    stops = stop_ids(config, checkpoint.folder)
-    yield check_template(tokenizer, config, open_template(checkpoint), stops)
+    yield text_checks.check_round_trip(tokenizer)
+    yield text_checks.check_vocabulary(tokenizer, config)
+    yield text_checks.check_special(tokenizer, config, checkpoint.folder)
+    yield text_checks.check_beginning(tokenizer, config)
+    yield text_checks.check_harmony(tokenizer, config)
+    stops = text_checks.stop_ids(config, checkpoint.folder)
+    yield text_checks.check_template(tokenizer, config, open_template(checkpoint), stops)
 
 
 def check_against(
@@ -144,10 +116,10 @@ def check_against(
         yield configs
         if configs.status == "fail":
             return
-    ours = walk(model, ids, plain=plain)
+    ours = engine.walk(model, ids, plain=plain)
     if what.reference == HF:
         theirs = walk_transformers(open_transformers(other, model.config.num_layers), ids)
     else:
-        theirs = walk(its or model, ids, plain=plain)
+        theirs = engine.walk(its or model, ids, plain=plain)
     reference = Reference(walk=theirs, model=its, ours_plain=plain)
     yield from compare(model, ours, reference, ids, loss_counts=loss_counts)

@@ -129,9 +129,8 @@ def check_greedy(greedy: GreedyText, text: str, vocab_size: int) -> Check:
         warnings.append(f"it repeats the same {'token' if loop == 1 else 'two tokens'}")
     message = f"{text!r} (entropy {mean:.2f} of {most:.2f} nats)"
     evidence = {"text": text, "tokens": greedy.tokens, "entropy": mean, "loop": loop}
-    check = check_of("greedy continuation", message, errors=errors, warnings=warnings, evidence=evidence)
-    check.evidence["cached_against_whole"] = greedy.apart
-    return check
+    evidence |= {"cached_against_whole": greedy.apart}
+    return check_of("greedy continuation", message, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def shortest_loop(tokens: list[int], least: int = 8) -> int:

@@ -177,10 +177,8 @@ def check_config_values(config: ModelConfig) -> Check:
             f"{YARN_FACTOR}: config.json sets {concentration(rope):.4g}, YaRN's for factor {rope.factor:g} "
             f"is {default:.4g}. Fix: remove `attention_factor`, unless the model was trained with it"
         )
-    check = check_of(
-        "config values", "window and YaRN's factor are as in published models", warnings=warnings
-    )
-    return replace(check, mistakes=tuple(mistakes))
+    text = "window and YaRN's factor are as in published models"
+    return check_of("config values", text, warnings=warnings, mistakes=tuple(mistakes))
 
 
 # ---- order of the experts' values -----------------------------------------------------------------
