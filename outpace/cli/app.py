@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from outpace.models.decoder import Decoder
+    from outpace.teacher.store import TeacherCache
 
 T = TypeVar("T")
 
@@ -16,6 +21,7 @@ teacher_app = typer.Typer(no_args_is_help=True, help="Build, describe and check 
 app.add_typer(train_app, name="train")
 app.add_typer(teacher_app, name="teacher")
 console = Console()
+say = partial(console.print, highlight=False)  # numbers and paths stay uncoloured
 
 Target = Annotated[
     str,
@@ -70,10 +76,22 @@ def read_text(path: Path) -> str:
 
 
 def recipe_settings(cls: type[T], recipe: Path | None, pairs: list[str] | None, **more: Any) -> T:
-    """The recipe, --set on top of it, and options of the command (`more`) over both."""
+    """The recipe, --set on top of it, and over both the options of the command (`more`; None: not given)."""
     from outpace.config import load_settings, parse_overrides
 
-    return load_settings(cls, recipe, parse_overrides(cls, pairs or []) | more)
+    given = {name: value for name, value in more.items() if value is not None}
+    return load_settings(cls, recipe, parse_overrides(cls, pairs or []) | given)
+
+
+def teacher_cache(
+    folder: Path, target: "Decoder", *, final: bool = False, retrofits: bool = True
+) -> "TeacherCache":
+    """Of this target, or of the original of a retrofitted one. Raises ValueError for any other."""
+    from outpace.models.load import fingerprint
+    from outpace.teacher.store import TeacherCache
+
+    wanted, vocab_size = fingerprint(target, retrofits=retrofits), target.config.vocab_size
+    return TeacherCache.open(folder, target_fingerprint=wanted, vocab_size=vocab_size, final=final)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Target, app, console, integers
+from outpace.cli.app import AsJson, Target, app, console, integers, say
 from outpace.cli.costs import measure_costs, stored_costs
 from outpace.cli.options import DraftOptions, with_options
 
@@ -77,7 +77,7 @@ def calibrate(
         print(json.dumps(_as_json(costs) | {"file": str(path)}))
         return
     _show(costs)
-    console.print(f"saved in {path}", style="dim", highlight=False, soft_wrap=True)
+    say(f"saved in {path}", style="dim", soft_wrap=True)
 
 
 def _as_json(costs: "Costs") -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _show(costs: "Costs") -> None:
     if costs.busy:
         lines.append("[bold]the machine was busy: measure again, with --force, when it is not[/bold]")
     for line in lines:
-        console.print(line, style="dim", highlight=False, soft_wrap=True)
+        say(line, style="dim", soft_wrap=True)
 
 
 def _draw(costs: "Costs", path: Path) -> None:

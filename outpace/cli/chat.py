@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from outpace.cli.app import Target, app, console, read_text
+from outpace.cli.app import Target, app, console, read_text, say
 from outpace.cli.generate import answer_note
 from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
@@ -309,7 +309,7 @@ def _typed() -> Iterator[str]:
                     lines.append(line)
                 line = "\n".join(lines)
         except KeyboardInterrupt:  # perhaps meant for an answer that was over already
-            console.print("\n(Ctrl-D or /quit ends the chat)", style="dim", highlight=False)
+            say("\n(Ctrl-D or /quit ends the chat)", style="dim")
             continue
         except EOFError:
             console.print()

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Target, app, console
+from outpace.cli.app import AsJson, Target, app, console, say
 
 if TYPE_CHECKING:
     from outpace.doctor.checkpoint import Inspection, Report
@@ -92,11 +92,7 @@ def synth(
     else:
         kept = f" ({written.kept_shards} kept from an earlier run)" if written.kept_shards else ""
         files = f"{written.nbytes:,} bytes, shards: {written.shards}{kept}, {written.seconds:.1f} s"
-        console.print(
-            f"{written.folder}: {files}; `outpace inspect {written.folder}` looks into it",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"{written.folder}: {files}; `outpace inspect {written.folder}` looks into it", soft_wrap=True)
 
 
 @app.command()
@@ -131,20 +127,19 @@ def convert(
             overwrite=overwrite,
             on_bytes=lambda n, total: bar.update(task, advance=n, total=total),
         )
-    console.print(f"{out}: written; `outpace inspect {out}` looks into it", highlight=False)
+    say(f"{out}: written; `outpace inspect {out}` looks into it")
 
 
 def _show_inspection(inspection: "Inspection") -> None:
     c = inspection.config
-    console.print(f"[bold]{c.architecture}[/bold]  {inspection.folder}", highlight=False)
+    say(f"[bold]{c.architecture}[/bold]  {inspection.folder}")
     windows = sum(bool(c.window(i)) for i in range(c.num_layers))
     sliding = f" ({windows} with a window of {c.sliding_window})" if windows else ""
     experts = f"{c.num_experts} experts, {c.experts_per_token} per token; " if c.num_experts else ""
-    console.print(
+    say(
         f"{c.num_layers} layers{sliding}, width {c.hidden_size}, "
         f"{c.num_heads} heads on {c.num_kv_heads} kv heads of {c.head_dim}; {experts}"
-        f"vocabulary {c.vocab_size:,}; positions to {c.max_position_embeddings:,} ({c.rope.kind} rope)",
-        highlight=False,
+        f"vocabulary {c.vocab_size:,}; positions to {c.max_position_embeddings:,} ({c.rope.kind} rope)"
     )
     table = Table("part", "parameters", "bytes", box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -154,10 +149,9 @@ def _show_inspection(inspection: "Inspection") -> None:
     table.add_row("total", f"{inspection.parameters:,}", f"{inspection.nbytes:,}", style="bold")
     console.print(table)
     stored = ", ".join(f"{k} {v:,} bytes" for k, v in inspection.dtypes.items())
-    console.print(
+    say(
         f"active per token: {inspection.active_parameters:,} parameters; stored as {stored}; "
-        f"KV cache grows by {inspection.kv_bytes_per_token:,} bytes per token (float32)",
-        highlight=False,
+        f"KV cache grows by {inspection.kv_bytes_per_token:,} bytes per token (float32)"
     )
 
 
@@ -167,11 +161,9 @@ def _show_report(report: "Report") -> None:
         _show_inspection(report.inspection)
     for finding in report.findings:
         style = "red" if finding.fault else "yellow"
-        console.print(
-            f"[bold {style}]{finding.name}[/bold {style}]: {escape(finding.message)}", highlight=False
-        )
+        say(f"[bold {style}]{finding.name}[/bold {style}]: {escape(finding.message)}")
         if finding.fix:
-            console.print(f"  -> {escape(finding.fix)}", highlight=False)
+            say(f"  -> {escape(finding.fix)}")
     if report.passed:
         scope = "every value scanned" if report.deep else "headers only; --scan reads every value"
         console.print(f"names, shapes and dtypes are what the config describes ({scope})", style="green")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from outpace.cli.app import app, console
+from outpace.cli.app import app, console, say
 
 if TYPE_CHECKING:
     from outpace.api import GenerationOutput, Model
@@ -28,17 +28,16 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     from outpace.text.corpus import read_corpus, split
 
     model = load("default")
-    console.print(f"[bold]Prompt[/bold]\n{PROMPT}", highlight=False)
+    say(f"[bold]Prompt[/bold]\n{PROMPT}")
     plain = _show(model, None, "Autoregressive")
     suffix = load_draft("suffix", model)
     fast = _show(model, suffix, "Speculative, accepted draft tokens in green")
     if fast.tokens != plain.tokens:
         raise ValueError("demo: the speculative text differs from the autoregressive one; this is a bug")
     speedup = fast.tokens_per_second / plain.tokens_per_second
-    console.print(
+    say(
         f"The same {len(fast.tokens)} tokens, {speedup:.1f} times as fast: "
-        f"{fast.tau:.2f} tokens per forward of the target.\n",
-        highlight=False,
+        f"{fast.tau:.2f} tokens per forward of the target.\n"
     )
     held_out = split(read_corpus())[1]
     dflash = open_dflash("dflash", model.tokenizer)
@@ -46,10 +45,9 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     PAGE.write(report, out)
     write_json(out / "trace.json", json.loads(json.dumps(asdict(fast.trace))))
     print_report(report, console)
-    console.print(
+    say(
         f"report: {out}/report.md (report.json)   plots: {out}/speed.png, acceptance.png   "
-        f"steps of the text above: {out}/trace.json",
-        highlight=False,
+        f"steps of the text above: {out}/trace.json"
     )
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from outpace.cli.app import AsJson, app, console
+from outpace.cli.app import AsJson, app, console, say
 
 LAYERS = "layers against the reference"
 MARKS = {
@@ -63,7 +63,7 @@ def doctor(
         items.append(check)
         if not as_json:
             line = f"{MARKS[check.status]}  {check.name}: [dim]{escape(check.message)}[/dim]"
-            console.print(line, highlight=False)
+            say(line)
             if check.name == LAYERS:
                 show_layers(check.evidence)
     if as_json:

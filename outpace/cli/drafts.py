@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from outpace.cli.app import AsJson, app, console
+from outpace.cli.app import AsJson, app, console, say
 
 DraftPath = Annotated[
     str, typer.Argument(help="Draft: a folder or GGUF file of any known format, or 'dflash'.")
@@ -60,11 +60,11 @@ def export(
         description, to, out, files, precision, packed=dtype == PACKED, allow_lossy=allow_lossy_format
     )
     for note in notes:
-        console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
+        say(f"[dim]note: {escape(note)}[/dim]", soft_wrap=True)
     for warning in warnings:
         text = f"[yellow]{warning.check}:[/yellow] {warning.engine} {escape(warning.message)}"
-        console.print(text, highlight=False, soft_wrap=True)
-    console.print(f"{escape(str(out))}: written as {to} (from {result})", highlight=False)
+        say(text, soft_wrap=True)
+    say(f"{escape(str(out))}: written as {to} (from {result})")
 
 
 @app.command("import")
@@ -89,8 +89,8 @@ def import_(
     files = None if target is None else open_target_files(target)
     result, written, notes = import_draft(path, out, files)
     for note in notes:
-        console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False, soft_wrap=True)
-    console.print(f"{escape(str(out))}: {written}, read from {result}", highlight=False)
+        say(f"[dim]note: {escape(note)}[/dim]", soft_wrap=True)
+    say(f"{escape(str(out))}: {written}, read from {result}")
 
 
 @app.command()

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Target, app, console, read_text
+from outpace.cli.app import AsJson, Target, app, console, read_text, say
 from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
 if TYPE_CHECKING:
@@ -131,11 +131,11 @@ def generate(
     if missing:
         Console(stderr=True).print(missing, style="dim", highlight=False, soft_wrap=True)
     if output.top_logits:
-        console.print(_logits_lines(output), highlight=False, markup=False, soft_wrap=True)
+        say(_logits_lines(output), markup=False, soft_wrap=True)
     if warm is not None:
         console.print(_timing_table(load_seconds, output, warm))
     if stats:
-        console.print(f"{output.summary()}; {note}", style="dim", highlight=False)
+        say(f"{output.summary()}; {note}", style="dim")
 
 
 def answer_note(output: "GenerationOutput") -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Recipe, Set, app, console, recipe_settings
+from outpace.cli.app import AsJson, Recipe, Set, app, console, recipe_settings, say
 
 if TYPE_CHECKING:
     from outpace.plan.devices import Device
@@ -203,13 +203,11 @@ def _show(report: dict[str, Any]) -> None:
             f"{part} {_bytes(training[part])}" for part in ("weights", "optimizer", "activations")
         )
         cached = f"a teacher cache would take {_bytes(report['teacher_cache_bytes'])}"
-        console.print(
-            f"training on {training['tokens']:,.0f} tokens: {hours}; {parts}; {cached}", highlight=False
-        )
+        say(f"training on {training['tokens']:,.0f} tokens: {hours}; {parts}; {cached}")
     for line in report["assumptions"]:
-        console.print(f"- {line}", style="dim", highlight=False)
+        say(f"- {line}", style="dim")
     for warning in report["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
+        say(f"warning: {warning}", style="yellow")
 
 
 def _title(model: dict[str, Any], device: dict[str, Any]) -> str:

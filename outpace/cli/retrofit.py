@@ -19,6 +19,8 @@ from outpace.cli.app import (
     console,
     recipe_settings,
     resumable,
+    say,
+    teacher_cache,
     train_app,
 )
 
@@ -103,7 +105,7 @@ def _made(
         return
     show(report)
     _held_out(report["held_out"])
-    console.print(f"written: {out}; `outpace generate {out}` uses it", highlight=False)
+    say(f"written: {out}; `outpace generate {out}` uses it")
 
 
 @train_app.command("mla")
@@ -125,17 +127,12 @@ def train_mla(
 
     [bold]Example[/bold]: outpace train mla small --out work/mla --recipe recipes/memory/mla.toml
     """
-    from outpace.models.load import fingerprint
     from outpace.retrofit.mla import MlaRecipe, MlaTrainer
-    from outpace.teacher.store import TeacherCache
 
     settings = recipe_settings(MlaRecipe, recipe, set_)
 
     def kind(opened: "Decoder", tokenizer: "Tokenizer", train: "list[Document]") -> MlaTrainer:
-        teacher = None
-        if cache is not None:
-            original, size = fingerprint(opened, retrofits=False), opened.config.vocab_size
-            teacher = TeacherCache.open(cache, target_fingerprint=original, vocab_size=size, final=True)
+        teacher = None if cache is None else teacher_cache(cache, opened, final=True, retrofits=False)
         return MlaTrainer(settings, opened, tokenizer, train, teacher)
 
     _train(kind, target, corpus, out)
@@ -184,9 +181,9 @@ def _train(
         show_indexes(report)
     held = report["held_out"]
     for name, after in (("untrained", held["untrained"]), ("trained", held["after"])):
-        console.print(name, end=": ", highlight=False)
+        say(name, end=": ")
         _held_out({"before": held["original"], "after": after})
-    console.print(f"{out / 'model'}: saved", highlight=False)
+    say(f"{out / 'model'}: saved")
 
 
 def show_indexes(report: dict[str, Any]) -> None:
@@ -203,10 +200,9 @@ def show_indexes(report: dict[str, Any]) -> None:
 
 def _held_out(held: dict[str, Any]) -> None:
     before, after = held["before"]["nats_per_token"], held["after"]["nats_per_token"]
-    console.print(
+    say(
         f"held-out loss {before:.4f} -> {after:.4f} nats per token ({after / before - 1:+.2%}), "
-        f"KL {held['after']['kl']:.4f}, same top-1 token {held['after']['same_likeliest']:.1%}",
-        highlight=False,
+        f"KL {held['after']['kl']:.4f}, same top-1 token {held['after']['same_likeliest']:.1%}"
     )
 
 
@@ -219,7 +215,4 @@ def show_latents(report: dict[str, Any]) -> None:
     console.print(table)
     numbers = report["numbers_per_token"]
     saved = 1 - numbers["after"] / numbers["before"]
-    console.print(
-        f"{numbers['before']:,} -> {numbers['after']:,} numbers per token in these layers ({saved:.0%} less)",
-        highlight=False,
-    )
+    say(f"{numbers['before']:,} -> {numbers['after']:,} numbers per token in these layers ({saved:.0%} less)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from outpace.cli.app import Target, app, console
+from outpace.cli.app import Target, app, console, say
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ def rows(
             print(json.dumps(row.as_json()))
         elif count < wanted:
             console.rule(f"line {row.line}, turn {row.turn}", style="dim")
-            console.print(_marked(row, tokens.tokenizer), highlight=False, soft_wrap=True)
+            say(_marked(row, tokens.tokenizer), soft_wrap=True)
         count, total, supervised = count + 1, total + len(row.ids), supervised + sum(row.mask)
         longest = max(longest, len(row.ids))
         lines.add(row.line)
@@ -57,7 +57,7 @@ def rows(
         return
     share = f", {supervised / total:.1%} of them supervised; the longest row has {longest:,}" if total else ""
     text = f"{len(lines):,} conversations, {count:,} rows, {total:,} tokens{share}"
-    console.print(text, highlight=False)
+    say(text)
 
 
 def _marked(row: "TrainingRow", tokenizer: "Tokenizer") -> Text:

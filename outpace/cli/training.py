@@ -1,6 +1,7 @@
 """Commands that train, and the teacher cache they train from."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,15 +17,15 @@ from outpace.cli.app import (
     integers,
     recipe_settings,
     resumable,
+    say,
     teacher_app,
+    teacher_cache,
     train_app,
 )
 
 if TYPE_CHECKING:
     from outpace.api import Model
-    from outpace.teacher.store import TeacherCache
-    from outpace.train.dflash import DFlashRecipe
-    from outpace.train.eagle3 import Eagle3Recipe
+    from outpace.train.drafts import DraftRecipe
 
 Loss = Annotated[
     str | None,
@@ -33,7 +34,7 @@ Loss = Annotated[
 
 
 @train_app.command("dflash")
-def train_dflash(
+def dflash(
     cache: Annotated[Path, typer.Option(help="Teacher cache folder (outpace teacher build).")],
     out: Annotated[Path, typer.Option(help="Folder of the run; the draft is out/draft.")],
     target: Target = "default",
@@ -62,23 +63,18 @@ def train_dflash(
     """
     from outpace.api import load
     from outpace.loading import open_dflash
-    from outpace.train import dflash
+    from outpace.train.dflash import DFlashRecipe, train_dflash
 
-    settings = recipe_settings(dflash.DFlashRecipe, recipe, set_, **_given(loss=loss, weights=weights))
+    settings = recipe_settings(DFlashRecipe, recipe, set_, loss=loss, weights=weights)
     if init in ("none", "ngram"):
         raise ValueError(f"--init {init}: it means no weights; name a draft's folder, or 'dflash'")
     model = load(target)
     start = None if init is None else open_dflash(init, model.tokenizer)
-    teacher, prompts, before = _data(model, cache, settings, corpus, init)
-    with resumable(out):
-        dflash.train_dflash(
-            settings, model.target, model.tokenizer, teacher, prompts, out, init=start, started_from=before
-        )
-    console.print(f"{out / 'draft'}: saved")
+    _train(train_dflash, settings, model, cache, corpus, out, init, start)
 
 
 @train_app.command("eagle3")
-def train_eagle3(
+def eagle3(
     cache: Annotated[Path, typer.Option(help="Teacher cache folder (outpace teacher build --final).")],
     out: Annotated[Path, typer.Option(help="Folder of the run; the draft is out/draft.")],
     target: Target = "default",
@@ -103,51 +99,40 @@ def train_eagle3(
     from outpace.api import load
     from outpace.drafts.eagle3 import Eagle3
     from outpace.loading import open_weights
-    from outpace.train import eagle3
+    from outpace.train.eagle3 import Eagle3Recipe, train_eagle3
 
-    settings = recipe_settings(eagle3.Eagle3Recipe, recipe, set_, **_given(loss=loss))
+    settings = recipe_settings(Eagle3Recipe, recipe, set_, loss=loss)
     model = load(target)
     start = None if init is None else open_weights(init, model.target, model.tokenizer)
     if init is not None and not isinstance(start, Eagle3):
         raise ValueError(f"--init {init}: it is no EAGLE-3; name the folder of one")
-    assert start is None or isinstance(start, Eagle3)
-    teacher, prompts, before = _data(model, cache, settings, corpus, init)
-    with resumable(out):
-        eagle3.train_eagle3(
-            settings, model.target, model.tokenizer, teacher, prompts, out, init=start, started_from=before
-        )
-    console.print(f"{out / 'draft'}: saved")
+    _train(train_eagle3, settings, model, cache, corpus, out, init, start)
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    """Those of the options that were set."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _data(
+def _train(
+    train: Callable[..., Any],
+    settings: "DraftRecipe",
     model: "Model",
     cache: Path,
-    settings: "DFlashRecipe | Eagle3Recipe",
     corpus: Path | None,
+    out: Path,
     init: str | None,
-) -> "tuple[TeacherCache, list[list[int]], Any]":
-    """-> the teacher cache, held-out prompts, the provenance of the draft `init`."""
+    start: Any,
+) -> None:
+    """Train a draft on the cache and on held-out prompts of the corpus; `start`: the draft named `init`."""
     from outpace.bench.prompts import held_out_prompts
     from outpace.loading import draft_folder
-    from outpace.models.load import fingerprint
-    from outpace.teacher.store import TeacherCache
     from outpace.text.corpus import read_corpus, split
     from outpace.train.drafts import read_provenance
 
-    teacher = TeacherCache.open(
-        cache,
-        target_fingerprint=fingerprint(model.target),
-        vocab_size=model.target.config.vocab_size,
-        final=settings.final,
-    )
+    teacher = teacher_cache(cache, model.target, final=settings.final)
     held_out = split(read_corpus(corpus))[1]
     prompts = held_out_prompts(model.tokenizer, held_out, settings.eval_prompts, 256)
-    return teacher, prompts, None if init is None else read_provenance(draft_folder(init))
+    before = None if init is None else read_provenance(draft_folder(init))
+    given = settings, model.target, model.tokenizer, teacher, prompts, out
+    with resumable(out):
+        train(*given, init=start, started_from=before)
+    console.print(f"{out / 'draft'}: saved")
 
 
 @train_app.command("suffix")
@@ -163,14 +148,10 @@ def train_suffix(
     outpace generate default "import os" --draft work/suffix/draft --num-draft-tokens 16 --stats
     """
     from outpace.loading import open_target
-    from outpace.models.load import fingerprint
-    from outpace.teacher.store import TeacherCache
     from outpace.train.suffix import build_suffix
 
     loaded, _ = open_target(target)
-    teacher = TeacherCache.open(
-        cache, target_fingerprint=fingerprint(loaded), vocab_size=loaded.config.vocab_size
-    )
+    teacher = teacher_cache(cache, loaded)
     with console.status("sorting the answers"):
         result = build_suffix(loaded, teacher, out, answers)
     used = int((result.text < 0).sum())
@@ -200,10 +181,9 @@ def teacher_build(
     from outpace.teacher import build
     from outpace.text.corpus import read_corpus, split
 
-    more: dict[str, object] = {"final": True} if final else {}
-    if position_offsets is not None:
-        more["position_offsets"] = integers(position_offsets, "--position-offsets")
-    settings = recipe_settings(build.TeacherRecipe, recipe, set_, **more)
+    offsets = None if position_offsets is None else integers(position_offsets, "--position-offsets")
+    given = {"position_offsets": offsets, "final": final or None}
+    settings = recipe_settings(build.TeacherRecipe, recipe, set_, **given)
     loaded, tokenizer = open_target(target)
     train, _ = split(read_corpus(corpus))
     with resumable(out):
@@ -222,7 +202,7 @@ def teacher_info(path: Path, as_json: AsJson = False) -> None:
         print(json.dumps(description, indent=2))
     else:
         for key, value in description.items():
-            console.print(f"{key:>20}  {value}", highlight=False)
+            say(f"{key:>20}  {value}")
 
 
 @teacher_app.command("verify")
