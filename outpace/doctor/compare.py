@@ -23,9 +23,7 @@ from outpace.doctor.engine import (
 from outpace.doctor.mistakes import COMMON_EPS, HALVES, Half, Mistake, Names
 from outpace.doctor.prediction import known_mistakes, token_losses
 from outpace.doctor.reference import (
-    AttentionWeights,
     Matrix,
-    MlpWeights,
     attention_weights,
     concentration,
     frequencies,
@@ -36,6 +34,7 @@ from outpace.doctor.reference import (
 )
 from outpace.doctor.search import EXACT, Explainer, Explanation, half_layer, rows_to_try
 from outpace.doctor.weights import spread_rows, weight_rows
+from outpace.models.attention import DecoderBlock
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.ops.linear import linear
@@ -90,9 +89,8 @@ def check_configs(ours: ModelConfig, theirs: ModelConfig) -> Check:
     text = "; ".join(f"{k} {x} here, {y} there" for k, (x, y) in list(differ.items())[:6])
     fatal = [f"two different models: {text}"] if any(k in differ for k in SIZES) else []
     warnings = [text] if differ and not fatal else []
-    return check_of(
-        "configs", "both sides are configured alike", errors=fatal, warnings=warnings, evidence=differ
-    )
+    alike = "both sides are configured alike"
+    return check_of("configs", alike, errors=fatal, warnings=warnings, evidence=differ)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -210,29 +208,24 @@ def _different(model: Decoder, other: Decoder | None, layer: int) -> dict[Half, 
     experts; empty where both sides are one file."""
     if other is None:
         return {"attention": {}, "mlp": {}}
-    ours, theirs = layer_of(model, layer), layer_of(other, layer)
+    ours, theirs = (_tensors(layer_of(side, layer)) for side in (model, other))
     return {
-        "attention": _tensor_errors(attention_weights(ours), attention_weights(theirs)),
-        "mlp": _tensor_errors(mlp_weights(ours), mlp_weights(theirs)),
+        half: {n: relative(a, b[n]) for n, a in ours[half].items() if n in b and a.shape == b[n].shape}
+        for half, b in theirs.items()
     }
 
 
-def _tensor_errors(
-    ours: AttentionWeights | MlpWeights, theirs: AttentionWeights | MlpWeights
-) -> dict[str, float]:
-    a, b = _tensors(ours), _tensors(theirs)
-    return {n: relative(a[n], b[n]) for n in a if n in b and a[n].shape == b[n].shape}
+def _tensors(block: DecoderBlock) -> dict[Half, dict[str, Tensor]]:
+    mlp = mlp_weights(block)
+    parts = {"attention": vars(attention_weights(block)), "mlp": vars(mlp) | vars(mlp.expert(0))}
+    return {half: _named(parts[half]) for half in HALVES}
 
 
-def _tensors(weights: AttentionWeights | MlpWeights) -> dict[str, Tensor]:
-    parts = dict(vars(weights))
-    if isinstance(weights, MlpWeights):
-        parts |= vars(weights.expert(0))
+def _named(parts: dict[str, Any]) -> dict[str, Tensor]:
+    tensors = {n: t for n, t in parts.items() if isinstance(t, Tensor)}
     matrices = {n: m for n, m in parts.items() if isinstance(m, Matrix)}
-    tensors = {n: t for n, t in parts.items() if isinstance(t, Tensor)} | {
-        n: m.weight for n, m in matrices.items()
-    }
-    return tensors | {f"{n}.bias": m.bias for n, m in matrices.items() if m.bias is not None}
+    biases = {f"{n}.bias": m.bias for n, m in matrices.items() if m.bias is not None}
+    return tensors | {n: m.weight for n, m in matrices.items()} | biases
 
 
 def other_tensors(different: dict[str, float]) -> tuple[str, ...]:

@@ -223,12 +223,9 @@ def check_rows(exams: list[LayerExam]) -> Check:
     if shares:
         text += f"; sinks take {min(shares):.1%} to {max(shares):.1%} of a row"
     wrong = f"layer {worst.layer}: weights and sink sum to 1 only within {worst.row_error:.2g}"
-    return check_of(
-        "attention rows sum to 1",
-        text,
-        errors=[] if worst.row_error <= SUM_LIMIT else [wrong],
-        evidence={"largest_error": worst.row_error, "sink_share": shares},
-    )
+    errors = [] if worst.row_error <= SUM_LIMIT else [wrong]
+    evidence = {"largest_error": worst.row_error, "sink_share": shares}
+    return check_of("attention rows sum to 1", text, errors=errors, evidence=evidence)
 
 
 def check_router(exams: list[LayerExam], experts: int) -> Check:

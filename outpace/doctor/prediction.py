@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,16 +58,10 @@ def check_growth(ours: Walk) -> Check:
         warnings = [f"layer {i} adds nothing at all" for i, pair in enumerate(added) if min(pair) == 0][:1]
         leaps = [(i, b / max(a, 1e-30)) for i, (a, b) in enumerate(pairwise(sizes))]
         warnings += [f"it grows {by:.0f} times in layer {i}" for i, by in leaps if by > GROWTH][:1]
-    return check_of(
-        "residual stream",
-        f"rms {sizes[0]:.3g} after the embedding, {sizes[-1]:.3g} after the last layer",
-        errors=errors,
-        warnings=warnings,
-        evidence={
-            "rms": [float(f"{s:.4g}") for s in sizes],
-            "added": [[float(f"{x:.4g}") for x in pair] for pair in added],
-        },
-    )
+    text = f"rms {sizes[0]:.3g} after the embedding, {sizes[-1]:.3g} after the last layer"
+    evidence: dict[str, Any] = {"rms": [float(f"{s:.4g}") for s in sizes]}
+    evidence["added"] = [[float(f"{x:.4g}") for x in pair] for pair in added]
+    return check_of("residual stream", text, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def _rms(x: Tensor) -> float:

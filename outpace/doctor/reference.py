@@ -195,8 +195,7 @@ def gate_up_matrix(experts: Experts, e: int) -> Matrix:
     def both(a: Tensor, b: Tensor) -> Tensor:
         return torch.stack((a, b), dim=axis).flatten(0, 1)
 
-    biased = gate.bias is not None and up.bias is not None
-    bias = both(gate.bias, up.bias) if biased and gate.bias is not None and up.bias is not None else None
+    bias = None if gate.bias is None or up.bias is None else both(gate.bias, up.bias)
     return Matrix(weight=both(gate.weight, up.weight), bias=bias)
 
 

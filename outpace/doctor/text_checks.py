@@ -67,31 +67,23 @@ def check_round_trip(tokenizer: Tokenizer) -> Check:
         ]
     elif outer:
         warnings = [f"outer spaces are lost or added in {len(outer)} of {count} texts; all else comes back"]
-    return check_of(
-        "tokenizer round trip",
-        f"{count} texts come back unchanged",
-        errors=errors,
-        warnings=warnings,
-        evidence={"texts": count, "lost": lost, "outer_spaces": outer},
-    )
+    text = f"{count} texts come back unchanged"
+    evidence = {"texts": count, "lost": lost, "outer_spaces": outer}
+    return check_of("tokenizer round trip", text, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Check:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     highest, rows = max(ids, default=-1), config.vocab_size
-    text, spare = f"{len(ids):,} tokens, {rows:,} rows", rows - highest - 1
+    spare = f" ({rows - highest - 1:,} of them padding)" if rows - highest - 1 else ""
+    text = f"{len(ids):,} tokens, {rows:,} rows{spare}"
     errors, warnings = [], []
     if highest >= rows:
         errors = [f"ids go to {highest:,}, the embedding has {rows:,} rows: not this model's tokenizer"]
     elif highest < rows * 0.9:
         warnings = [f"ids end at {highest:,}, the embedding has {rows:,} rows: another model's tokenizer?"]
-    return check_of(
-        "vocabulary size",
-        text + (f" ({spare:,} of them padding)" if spare else ""),
-        errors=errors,
-        warnings=warnings,
-        evidence={"tokens": len(ids), "highest_id": highest, "rows": rows},
-    )
+    evidence = {"tokens": len(ids), "highest_id": highest, "rows": rows}
+    return check_of("vocabulary size", text, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def check_special(tokenizer: Tokenizer, config: ModelConfig, folder: Path) -> Check:
@@ -154,13 +146,9 @@ def check_beginning(tokenizer: Tokenizer, config: ModelConfig) -> Check:
         errors = [f"begin tokens twice: {tokens}"]
     elif before and config.bos_token_id is not None and before != [config.bos_token_id]:
         warnings = [f"the tokenizer begins a text with {tokens}, config.json with id {config.bos_token_id}"]
-    return check_of(
-        "beginning of a text",
-        f"the tokenizer puts {tokens[0] if before else 'nothing'} in front",
-        errors=errors,
-        warnings=warnings,
-        evidence={"before": before, "behind": after},
-    )
+    text = f"the tokenizer puts {tokens[0] if before else 'nothing'} in front"
+    evidence = {"before": before, "behind": after}
+    return check_of("beginning of a text", text, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
@@ -171,9 +159,8 @@ def check_harmony(tokenizer: Tokenizer, config: ModelConfig) -> Check:
         return skipped(name, "not a gpt-oss")
     if not has_harmony_tokens(tokenizer):
         missing = ", ".join(str(m) for m in Mark if tokenizer.token_to_id(m) is None)
-        return check_of(
-            name, "", warnings=[f"a gpt-oss with a tokenizer that has no Harmony: it lacks {missing}"]
-        )
+        text = f"a gpt-oss with a tokenizer that has no Harmony: it lacks {missing}"
+        return check_of(name, "", warnings=[text])
     conversation = Conversation(system=System(), messages=(Message(role="user", content="Hello"),))
     ids, text = prompt_ids(conversation, tokenizer), render(conversation)
     errors = [*_split_marks(tokenizer, map(str, Mark)), *_harmony_faults(tokenizer, ids)]
