@@ -150,7 +150,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states, head, labels, target_states, target_head, of, weights, mix, chunk, top):  # type: ignore[no-untyped-def]
-        rows = _SumRows(states, head, labels, target_states, target_head, of, mix, chunk)
+        theirs = None if target_head is None else target_head.to(target_states.dtype)
+        rows = _SumRows(states, head.to(states.dtype), labels, target_states, theirs, of, mix, chunk)
         loss = torch.empty(len(states), dtype=torch.float32, device=states.device)
         nll, hits = torch.empty_like(loss), torch.empty_like(loss, dtype=torch.bool)
         accept = None if target_states is None else torch.empty_like(loss)
@@ -189,25 +190,18 @@ class _Chunked(torch.autograd.Function):
         return d_states, d_head, *[None] * 8
 
 
+@dataclass(frozen=True)
 class _SumRows:
-    """The inputs of `_Chunked`, and its work on one chunk of their rows."""
+    """The inputs of `_Chunked`, heads in the dtype of their states, and its work on one chunk of rows."""
 
-    def __init__(
-        self,
-        states: Tensor,
-        head: Tensor,
-        labels: Tensor,
-        target_states: Tensor | None,
-        target_head: Tensor | None,
-        of: Tensor | None,
-        mix: dict[str, float],
-        size: int,
-    ) -> None:
-        self.states, self.labels, self.of, self.mix, self.size = states, labels, of, mix, size
-        self.head = head.to(states.dtype)
-        self.target_states, self.target_head = target_states, target_head
-        if target_head is not None and target_states is not None:
-            self.target_head = target_head.to(target_states.dtype)
+    states: Tensor
+    head: Tensor
+    labels: Tensor
+    target_states: Tensor | None
+    target_head: Tensor | None
+    of: Tensor | None
+    mix: dict[str, float]
+    size: int  # rows of a chunk
 
     def parts(self) -> Iterator[slice]:
         return (slice(i, i + self.size) for i in range(0, len(self.states), self.size))
