@@ -21,13 +21,12 @@ from outpace.models.decoder import Decoder
 from outpace.models.latent import Latent
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
-from outpace.ops.sampling import seeded
 from outpace.retrofit.evaluate import attention_input, evaluate, residual_states
 from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, Texts
 from outpace.retrofit.train import RetrofitRecipe
 from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import Document
-from outpace.train.data import rows_of_step, token_stream
+from outpace.train.data import rows_of_step, shuffled, token_stream
 from outpace.train.losses import block_losses
 
 OFFSETS = 512  # distances over which a rotation is averaged
@@ -305,10 +304,7 @@ class MlaSettings(RetrofitSettings):
     def attach(self, target: Decoder, texts: Texts, validation: Texts) -> dict[str, Any]:
         layers, rank = self.resolve(target.config)
         before, moments = target.config, calibrate(target, texts[: self.rows], layers)
-        table = [
-            {"method": method, "fraction": fraction, "layers": [asdict(e) for e in result]}
-            for method, fraction, result in error_table(target, moments)
-        ]
+        table = error_table(target, moments)
         balance, tried = chosen_balance(target, moments, rank, self, texts[self.rows :])
         bases = bases_of(target, moments, self.method, balance)
         ranks = self.ranks(bases, rank)
@@ -332,14 +328,15 @@ def bases_of(target: Decoder, moments: Mapping[int, Moments], method: str, balan
     return {i: basis(method, target.attentions[i], m, balance) for i, m in moments.items()}
 
 
-def error_table(target: Decoder, moments: Mapping[int, Moments]) -> list[tuple[str, float, list[Error]]]:
+def error_table(target: Decoder, moments: Mapping[int, Moments]) -> list[dict[str, Any]]:
     """Every method at every fraction, all layers of one rank."""
     entries = []
     for method in METHODS:
         bases = bases_of(target, moments, method, BALANCE)
         for fraction in FRACTIONS:
             ranks = {i: max(1, round(fraction * len(b.mean))) for i, b in bases.items()}
-            entries.append((method, fraction, errors(target, bases, moments, ranks)))
+            lost = [asdict(e) for e in errors(target, bases, moments, ranks)]
+            entries.append({"method": method, "fraction": fraction, "layers": lost})
     return entries
 
 
@@ -444,13 +441,11 @@ class MlaTrainer:
 
 
 def cached_texts(teacher: TeacherCache, recipe: MlaRecipe, step: int) -> list[tuple[Tensor, Tensor | None]]:
-    """The step's texts [1, T] and final states [T, C], shuffled again every epoch. Raises ValueError for a
+    """The step's texts [1, T] and final states [T, C]. Raises ValueError for a
     cache without final states, and for texts that do not begin at position 0."""
     texts: list[tuple[Tensor, Tensor | None]] = []
-    for n in range(step * recipe.rows, (step + 1) * recipe.rows):
-        epoch, i = divmod(n, len(teacher))
-        order = torch.randperm(len(teacher), generator=seeded(recipe.seed, 6, epoch))
-        sample = teacher.sample(int(order[i]))
+    for i in shuffled(step * recipe.rows, recipe.rows, len(teacher), recipe.seed, 6):
+        sample = teacher.sample(i)
         if sample.final is None or sample.offset:
             raise ValueError(
                 "train mla: this cache has no final states, or texts at other positions: build one with "

@@ -26,8 +26,8 @@ from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.dispatch import product_dtype
-from outpace.ops.sampling import seeded
 from outpace.teacher.store import TeacherCache, TeacherSample
+from outpace.train.data import shuffled
 from outpace.train.losses import needs_target
 from outpace.train.trainer import Log, Muon, fit, take_step, training_folder, warmup_cosine
 
@@ -240,7 +240,8 @@ def train_draft(
             for name, optimizer in learners.items():
                 for group in optimizer.param_groups:
                     group["lr"] = factor * (recipe.muon_lr if name == "muon" else recipe.lr)
-            samples = [training[i] for i in rows_of_step(step, recipe, len(training))]
+            chosen = shuffled(step * recipe.rows, recipe.rows, len(training), recipe.seed, 0)
+            samples = [training[i] for i in chosen]
             result = trainer.loss(step, samples, [cache.sample(i) for i in samples])
             failed = take_step(result.loss, list(draft.parameters()), learners.values(), recipe.clip)
             metrics = {"loss": result.loss.item(), **result.metrics, **failed, "lr": recipe.lr * factor}
@@ -301,15 +302,6 @@ def optimizers(
     if not matrices:
         return {"adam": adam}
     return {"adam": adam, "muon": Muon(matrices, recipe.muon_lr, weight_decay=recipe.weight_decay)}
-
-
-def rows_of_step(step: int, recipe: DraftRecipe, size: int) -> list[int]:
-    """The step's rows: an endless pass over `size` samples, shuffled again every epoch."""
-    rows = []
-    for n in range(step * recipe.rows, (step + 1) * recipe.rows):
-        epoch, i = divmod(n, size)
-        rows.append(int(torch.randperm(size, generator=seeded(recipe.seed, 0, epoch))[i]))
-    return rows
 
 
 def aux_indices(wanted: tuple[int, ...], target: Decoder, cache: TeacherCache) -> list[int] | None:

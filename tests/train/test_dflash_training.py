@@ -12,9 +12,9 @@ from taught import PROMPTS, TOKENIZER, TrainedSetup
 from outpace.formats.load import load_dflash
 from outpace.formats.spec import canonical
 from outpace.models.config import FULL, WINDOW
-from outpace.train.data import pack
+from outpace.train.data import pack, shuffled
 from outpace.train.dflash import DFlashRecipe, Objective, block_states, init_dflash, train_dflash
-from outpace.train.drafts import accuracy, rows_of_step
+from outpace.train.drafts import accuracy
 
 LAYERS = (0, 2)
 RECIPE = DFlashRecipe(
@@ -112,7 +112,7 @@ def test_accept_len_counts_leading_hits():
 
 def test_every_row_is_seen_once_an_epoch():
     recipe = replace(RECIPE, rows=2)
-    seen = [i for step in range(14) for i in rows_of_step(step, recipe, 7)]
+    seen = [i for step in range(14) for i in shuffled(step * recipe.rows, recipe.rows, 7, recipe.seed, 0)]
     assert [sorted(seen[n : n + 7]) for n in range(0, 28, 7)] == [list(range(7))] * 4
     assert seen[:7] != seen[7:14]
 
