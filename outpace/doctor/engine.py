@@ -264,18 +264,11 @@ def check_rope(model: Decoder) -> Check:
         (f"a head at position {last:,} is off by {agree:.1e}", agree, 1e-5),
     )
     text = f"no rotation at position 0, q.k depends on the distance alone, angles hold at position {last:,}"
-    return check_of(
-        "RoPE",
-        text + (f"; concentration {factor:.4f}" if factor != 1 else ""),
-        errors=[text for text, error, limit in limits if not error <= limit],
-        evidence={
-            "at_position_0": at_zero,
-            "by_distance": distance,
-            "angles_at_last_position": angle,
-            "last_position": last,
-            "concentration": factor,
-        },
-    )
+    text += f"; concentration {factor:.4f}" if factor != 1 else ""
+    errors = [wrong for wrong, error, limit in limits if not error <= limit]
+    evidence = {"at_position_0": at_zero, "by_distance": distance, "angles_at_last_position": angle}
+    evidence |= {"last_position": last, "concentration": factor}
+    return check_of("RoPE", text, errors=errors, evidence=evidence)
 
 
 def _angle_error(model: Decoder, last: int, width: int) -> float:

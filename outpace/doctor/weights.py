@@ -100,19 +100,10 @@ def check_embedding(model: Decoder, checkpoint: Checkpoint, tokens: list[int]) -
     elif not apart <= 1e-6 * float(rows.abs().max()):
         errors = [f"the model's rows differ from the file's rows by {apart:.2g}"]
     text = f"{len(ids)} rows are the file's; norms {least:.3g} to {most:.3g}, median {median:.3g}"
-    return check_of(
-        "embedding rows",
-        text,
-        errors=errors,
-        warnings=[f"{text}; tokens {odd[:5]} have rows of a norm that no trained token has"] if odd else [],
-        evidence={
-            "largest_difference": apart,
-            "median_norm": median,
-            "smallest_norm": least,
-            "largest_norm": most,
-            "odd": odd[:20],
-        },
-    )
+    warnings = [f"{text}; tokens {odd[:5]} have rows of a norm that no trained token has"] if odd else []
+    evidence: dict[str, Any] = {"largest_difference": apart, "median_norm": median, "smallest_norm": least}
+    evidence |= {"largest_norm": most, "odd": odd[:20]}
+    return check_of("embedding rows", text, errors=errors, warnings=warnings, evidence=evidence)
 
 
 def check_head(model: Decoder, checkpoint: Checkpoint) -> Check:
