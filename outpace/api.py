@@ -12,10 +12,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from outpace.config import cache_folder
+from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Controller
 from outpace.decode.generate import steps
 from outpace.decode.partial import Partial
-from outpace.decode.request import BatchRows, Request
+from outpace.decode.request import GREEDY, BatchRows, Request
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
 from outpace.loading import open_chat, open_draft, open_target, own_draft
@@ -104,6 +106,7 @@ class Model:
     target: Decoder
     tokenizer: Tokenizer
     layers: int | None = None
+    _controllers: dict[str, Controller | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def eos(self) -> frozenset[int]:
@@ -302,7 +305,8 @@ def generate(
     Args:
         model: The target.
         prompt: A string, a list of token ids, a list of messages, or a list of those (a batch).
-        draft: A loaded draft or its name; None for the best one known for the target, False for
+        draft: A loaded draft or its name, which then proposes its full length in every step; None for the
+            best one known for the target, in the length that measured costs say is fastest; False for
             autoregressive decoding.
         sampling: Sampling parameters and limits.
 
@@ -340,7 +344,7 @@ def stream(
         draft: As in `generate`.
         sampling: Sampling parameters and limits.
         chat: The chat format that made the prompt's token ids, and reads the output.
-        controller: Chooses the draft length of each step; None is the draft's own.
+        controller: Chooses the draft length of each step; None as `draft` says.
         partial: Verifies on partial KV first; needs a draft and no controller.
         rng: Random generator, instead of `sampling.seed`.
 
@@ -388,9 +392,12 @@ def _decode(
 ) -> Iterator[None]:
     if draft is True:
         raise ValueError("draft=True: name a draft, or leave it out for the best one known")
+    free = draft is None and controller is None and partial is None
     if draft is None or isinstance(draft, str):
         draft = load_draft(draft, model)
     request = sampling.request(frozenset().union(*(row.eos for row in rows)))
+    if free and draft:
+        controller = _controller(model, draft, request, sampling.seed)
     if rng is None:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         rng = generator(seed, model.target.device)
@@ -409,6 +416,18 @@ def _decode(
         rng=rng,
         on_logits=(lambda b, logits: rows[b].add_logits(logits)) if sampling.top_logits else None,
     )
+
+
+def _controller(model: Model, draft: Draft, request: Request, seed: int | None) -> Controller | None:
+    """The one with this machine's costs, one for all requests of a rule. With a seed, only where the draft
+    length leaves the text as it is: elsewhere the seed's text would depend on the costs."""
+    rule = request.effective_rule
+    if seed is not None and rule not in (GREEDY, "gumbel"):
+        return None
+    if rule not in model._controllers:
+        chosen, _ = auto_controller(model.target, model.tokenizer, draft, rule, cache_folder())
+        model._controllers[rule] = chosen
+    return model._controllers[rule]
 
 
 def _is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:

@@ -68,5 +68,5 @@ def few_repeats(monkeypatch):
     monkeypatch.setattr("outpace.decode.calibrate.MIN_REPEATS", 2)
     monkeypatch.setattr("outpace.decode.calibrate.MAX_REPEATS", 2)
     monkeypatch.setattr("outpace.decode.calibrate.STEADY", 8)
-    monkeypatch.setattr("outpace.cli.costs.QUICK", 1e9)
+    monkeypatch.setattr("outpace.decode.auto.QUICK", 1e9)
     monkeypatch.setattr("outpace.decode.calibrate.ATTEMPTS", 1)

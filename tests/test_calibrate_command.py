@@ -5,7 +5,7 @@ import json
 import pytest
 from test_cli import run
 
-from outpace.cli import costs as command
+from outpace.decode import auto as command
 
 QUICKLY = ("calibrate", "--contexts", 32, "--seconds", 0.1)
 pytestmark = pytest.mark.usefixtures("few_repeats")

@@ -47,7 +47,7 @@ def quick():
     """One loaded model, and outputs of at most 4 tokens."""
     opened = open_target("default")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outpace.cli.costs.QUICK", 0.0)
+        patch.setattr("outpace.decode.auto.QUICK", 0.0)
         patch.setattr(
             "outpace.api.load",
             lambda name, layers=None: Model(

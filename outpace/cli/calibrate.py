@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.cli.app import AsJson, Target, app, console, integers, say
-from outpace.cli.costs import measure_costs, stored_costs
 from outpace.cli.options import DraftOptions, with_options
 
 if TYPE_CHECKING:
+    from outpace.api import Model
     from outpace.decode.costs import Costs
+    from outpace.drafts.base import Draft
 
 
 @app.command()
@@ -48,6 +49,7 @@ def calibrate(
     """
     from outpace.api import load
     from outpace.config import cache_folder
+    from outpace.decode.auto import stored_costs
     from outpace.decode.costs import table_path, write_costs
     from outpace.decode.request import COST_RULES
 
@@ -63,12 +65,12 @@ def calibrate(
     if draft is None:
         raise ValueError("there is nothing to calibrate without a draft: name one with --draft")
     folder = options.cache_dir or cache_folder()
-    costs, unusable = (None, None) if force else stored_costs(model, draft, folder, acceptance)
+    costs, unusable = (None, None) if force else stored_costs(model.target, draft, folder, acceptance)
     if unusable:
         Console(stderr=True).print(unusable, style="dim", highlight=False, soft_wrap=True)
     if costs is None:
         (folder / "costs").mkdir(parents=True, exist_ok=True)  # fails before the measurement, not after
-        costs = measure_costs(model, draft, acceptance, lengths, sizes, seconds, quiet=as_json)
+        costs = _measured(model, draft, acceptance, lengths, sizes, seconds, quiet=as_json)
         write_costs(costs, folder)
     path = table_path(folder, costs.fingerprint)
     if plot is not None:
@@ -78,6 +80,30 @@ def calibrate(
         return
     _show(costs)
     say(f"saved in {path}", style="dim", soft_wrap=True)
+
+
+def _measured(
+    model: "Model",
+    draft: "Draft",
+    rule: str,
+    contexts: list[int],
+    batches: list[int],
+    seconds: float,
+    quiet: bool,
+) -> "Costs":
+    """With a progress bar unless `quiet`."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from outpace.decode.auto import measure_costs
+
+    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(done: float) -> None:
+            bar.update(task, completed=done)
+
+        return measure_costs(model.target, model.tokenizer, draft, rule, contexts, batches, seconds, show)
 
 
 def _as_json(costs: "Costs") -> dict[str, Any]:

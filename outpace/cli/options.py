@@ -195,8 +195,9 @@ class GenerationOptions(DraftOptions):
     def _controller(
         self, model: "Model", draft: "Draft | None", sampling: "SamplingParams"
     ) -> "tuple[Draft | None, Controller | None, str]":
-        from outpace.cli.costs import costs_for_auto
-        from outpace.decode.controller import Adaptive, Fixed
+        from outpace.config import cache_folder
+        from outpace.decode.auto import auto_controller
+        from outpace.decode.controller import Fixed
 
         fixed = self.num_speculative_tokens
         if self.speculate not in SPECULATE:
@@ -217,8 +218,8 @@ class GenerationOptions(DraftOptions):
         if self.speculate == "always":
             return draft, None, "full draft length in every step"
         rule = sampling.request(frozenset()).effective_rule
-        costs, note = costs_for_auto(model, draft, rule, self.cache_dir)
-        return draft, None if costs is None else Adaptive(costs), note
+        folder = self.cache_dir or cache_folder()
+        return draft, *auto_controller(model.target, model.tokenizer, draft, rule, folder)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

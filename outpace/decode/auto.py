@@ -1,0 +1,74 @@
+"""The controller of a request that names no draft length, by costs that are stored or quickly measured."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from outpace.checkpoint.base import LoadError
+from outpace.decode.calibrate import OnProgress, calibrate, quick
+from outpace.decode.controller import Adaptive, Controller, Fixed
+from outpace.decode.costs import Costs, fingerprint, read_costs, write_costs
+from outpace.decode.request import GREEDY
+from outpace.drafts.base import Draft
+from outpace.models.decoder import Decoder
+from outpace.text.corpus import read_corpus, split
+
+QUICK = 5.0  # seconds that a request may spend on its own cost table
+
+
+def stored_costs(
+    target: Decoder, draft: Draft, folder: Path, rule: str = GREEDY
+) -> tuple[Costs | None, str | None]:
+    """-> the stored table of this target, draft, machine and rule, or why the stored file is not used."""
+    try:
+        return read_costs(folder, fingerprint(target, draft, rule)), None
+    except LoadError as error:
+        return None, f"{error}; measuring again"
+
+
+def measure_costs(
+    target: Decoder,
+    tokenizer: Tokenizer,
+    draft: Draft,
+    rule: str,
+    contexts: list[int],
+    batches: list[int],
+    seconds: float,
+    on_progress: OnProgress | None = None,
+) -> Costs:
+    """`calibrate` on held-out text of the standard library."""
+    wanted, text = max(contexts) + 4096, list[int]()
+    for document in split(read_corpus())[1]:
+        if len(text) >= wanted:
+            break
+        text += tokenizer.encode(document.text[:20000], add_special_tokens=False).ids
+    how = {"contexts": contexts, "batches": batches, "seconds": seconds}
+    return calibrate(target, draft, text, **how, rule=rule, on_progress=on_progress)  # type: ignore[arg-type]
+
+
+def auto_controller(
+    target: Decoder, tokenizer: Tokenizer, draft: Draft, rule: str, folder: Path
+) -> tuple[Controller | None, str]:
+    """The controller with the costs of this target, draft, machine and acceptance rule, and a note for the
+    user. None, the draft's full length, where measuring them would take more than QUICK seconds."""
+    costs, unusable = stored_costs(target, draft, folder, rule)
+    if costs is not None:
+        return Adaptive(costs), "draft length chosen by measured costs"
+    more = f"; {unusable}" if unusable else ""
+    expected = quick(target, draft, enough=QUICK)
+    if expected > QUICK:
+        greedy = None if rule == GREEDY else stored_costs(target, draft, folder)[0]
+        if greedy is not None:
+            note = f"draft length chosen by greedy costs (outpace calibrate --acceptance {rule})"
+            return Adaptive(greedy), note
+        note = f"a cost table would take {expected:.0f} s or more (outpace calibrate)"
+        return None, f"full draft length in every step: {note}{more}"
+    costs = measure_costs(target, tokenizer, draft, rule, [256], [1], 0.5)
+    if costs.busy:  # a target that is measured so soon is fast: drafting costs more than it, if in doubt
+        return Fixed(1), "no draft tokens: the machine is too busy to measure costs (outpace calibrate)"
+    note = f"draft length chosen by costs measured in about {expected:.1f} s"
+    try:
+        write_costs(costs, folder)
+    except OSError as error:
+        note += f", which could not be saved ({error})"
+    return Adaptive(costs), note + more
