@@ -1,7 +1,7 @@
 """A GGUF file -> named tensors and config, under HF's names; blocks stay packed, and in the mapped file."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from outpace.checkpoint.base import LoadError
 from outpace.checkpoint.gguf_config import architecture_of, config_from
 from outpace.checkpoint.gguf_header import Header, TensorInfo, read_header
 from outpace.ops.quant import PACKED, Quant
+from outpace.ops.rope import RopeConfig, inverse_frequencies
 
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 OF_LAYER = {
@@ -38,7 +39,7 @@ OF_LAYER = {
 }
 ROUTER = {"gpt-oss": "mlp.router", "qwen3moe": "mlp.gate"}
 ROPE_FACTORS = "rope_freqs.weight"  # a part of the config, not of the weights
-PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.int16}
+PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.int16, "I64": np.int64}
 INTERLEAVED = "llama"  # the architecture where the q and k rows are stored for pairs (2i, 2i + 1)
 
 
@@ -55,18 +56,11 @@ class GGUFCheckpoint:
         return sorted(self.held)
 
     def get(self, name: str) -> Tensor | Quant:
-        """Views of the mapping; formats that no product exists for are unpacked to float32."""
-        header, info = self._place(name)
-        flat = np.frombuffer(header.data, np.uint8, info.nbytes, info.start)
-        if info.format in PLAIN:
-            plain = torch.from_numpy(flat.view(PLAIN[info.format])).reshape(info.shape)
-            tensor: Tensor | Quant = plain.view(torch.bfloat16) if info.format == "BF16" else plain
-        elif info.format in PACKED and len(info.shape) > 1:
-            tensor = Quant(torch.from_numpy(flat).reshape(*info.shape[:-1], -1), info.format)
-        else:
-            tensor = _unpacked(f"{header.path}: {name}", flat, info)
-        heads = self._permuted(name)
-        return tensor if not heads else tensor[_halves(info.shape[0], heads)]
+        tensor = stored_tensor(*self._place(name), name)
+        heads = 0
+        if self.metadata["general.architecture"] == INTERLEAVED:
+            heads = paired_heads(name, self.config["num_attention_heads"], self.config["num_key_value_heads"])
+        return tensor[halves(tensor.shape[0], heads)] if heads else tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._place(name)[1].shape
@@ -82,14 +76,6 @@ class GGUFCheckpoint:
         if name not in self.held:
             raise LoadError(f"{self.folder} holds no tensor {name}")
         return self.held[name]
-
-    def _permuted(self, name: str) -> int:
-        """Heads of q or k where the rows must be put back into halves; 0 for everything else."""
-        if self.metadata["general.architecture"] != INTERLEAVED:
-            return 0
-        if ".q_proj." in name:
-            return int(self.config["num_attention_heads"])
-        return int(self.config["num_key_value_heads"]) if ".k_proj." in name else 0
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
@@ -131,18 +117,19 @@ def _floats(header: Header, info: TensorInfo) -> list[float]:
 
 
 def gguf_name(name: str, architecture: str) -> str:
-    """HF's name -> GGUF's."""
+    """HF's name -> GGUF's; one without a place there comes back as it is."""
     stem, _, kind = name.rpartition(".")
     if kind == "sinks":
         stem, kind = name, "weight"
     for ours, theirs in WHOLE.items():
         if stem == theirs:
             return f"{ours}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     norm = "post_attention_norm" if architecture == "gpt-oss" else "ffn_norm"
     table = {theirs: ours for ours, theirs in OF_LAYER.items()}
     table |= {"post_attention_layernorm": norm, ROUTER.get(architecture, ""): "ffn_gate_inp"}
-    return f"blk.{layer}.{table[rest]}.{kind}"
+    table |= {"hidden_norm": "attn_norm_2"}  # of an EAGLE-3
+    return f"blk.{layer[1]}.{table[layer[2]]}.{kind}" if layer and layer[2] in table else name
 
 
 def hf_name(name: str, architecture: str) -> str:
@@ -179,6 +166,17 @@ def _other_parts(first: Header) -> list[Path]:
     return parts
 
 
+def stored_tensor(header: Header, info: TensorInfo, name: str) -> Tensor | Quant:
+    """A view of the mapped file; formats that no product exists for are unpacked to float32."""
+    flat = np.frombuffer(header.data, np.uint8, info.nbytes, info.start)
+    if info.format in PLAIN:
+        plain = torch.from_numpy(flat.view(PLAIN[info.format])).reshape(info.shape)
+        return plain.view(torch.bfloat16) if info.format == "BF16" else plain
+    if info.format in PACKED and len(info.shape) > 1:
+        return Quant(torch.from_numpy(flat).reshape(*info.shape[:-1], -1), info.format)
+    return _unpacked(f"{header.path}: {name}", flat, info)
+
+
 def _unpacked(where: str, flat: "np.ndarray[Any, Any]", info: TensorInfo) -> Tensor:
     try:
         values = gguf.quants.dequantize(flat.reshape(-1, info.nbytes), GGMLQuantizationType[info.format])
@@ -189,22 +187,22 @@ def _unpacked(where: str, flat: "np.ndarray[Any, Any]", info: TensorInfo) -> Ten
     return torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(info.shape)
 
 
-def _halves(rows: int, heads: int) -> Tensor:
+def paired_heads(name: str, heads: int, kv_heads: int) -> int:
+    """Of q and k, where llama.cpp may turn pairs (2i, 2i + 1) and all others i with i + D/2; else 0."""
+    return heads if ".q_proj." in name else kv_heads if ".k_proj." in name else 0
+
+
+def halves(rows: int, heads: int) -> Tensor:
     """Index of rows: each head's pairs (2i, 2i + 1) -> i and i + D/2."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
-def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """bool, int (uint32), float (float32), str, or a list of one of them."""
-    for key, value in metadata.items():
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case _:
-                writer.add_array(key, value)
+def pairs(rows: int, heads: int) -> Tensor:
+    """`halves` undone."""
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+def rope_factors(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[D/2] float32: what each of theta's frequencies is divided by."""
+    plain = RopeConfig(theta=rope.theta)
+    return (inverse_frequencies(plain, head_dim) / inverse_frequencies(rope, head_dim)).float()

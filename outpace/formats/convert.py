@@ -1,23 +1,27 @@
 """A target in one format -> the same in another: GGUF that llama.cpp reads, or HF safetensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, add_metadata, gguf_name
+from outpace.checkpoint.gguf import (
+    INTERLEAVED,
+    ROPE_FACTORS,
+    gguf_name,
+    paired_heads,
+    pairs,
+    rope_factors,
+)
 from outpace.checkpoint.gguf_config import ARCHITECTURES
+from outpace.checkpoint.gguf_writer import Item, OnBytes, write_items
 from outpace.checkpoint.open import open_checkpoint, target_path
-from outpace.checkpoint.publish import published, written
+from outpace.checkpoint.publish import published
 from outpace.checkpoint.save import write_atomically
 from outpace.checkpoint.tokenizer import open_template, open_tokenizer
 from outpace.models.blocks import ExpertMatrix, Experts
@@ -27,7 +31,6 @@ from outpace.models.load import build, entries, load_target, weight_of
 from outpace.models.save import fused, is_mxfp4, save_target
 from outpace.ops import mxfp4
 from outpace.ops.quant import Quant
-from outpace.ops.rope import inverse_frequencies
 from outpace.text.gguf_tokenizer import gguf_vocabulary
 from outpace.text.template import ChatTemplate
 
@@ -39,22 +42,6 @@ TYPES: dict[str, GGMLQuantizationType] = {
 }
 ARCHITECTURE_OF = {theirs: ours for ours, (theirs, _) in ARCHITECTURES.items()}
 NO_VOCABULARY = {"tokenizer.ggml.model": "none"}
-OnBytes = Callable[[int, int], None]  # bytes just written, bytes in all
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor of the file; `make` gives it when its turn comes."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: GGMLQuantizationType
-    make: Callable[[], Tensor | Quant]
-
-    @property
-    def nbytes(self) -> int:
-        values, size = GGML_QUANT_SIZES[self.kind]
-        return prod(self.shape) // values * size
 
 
 def write_gguf(
@@ -79,22 +66,8 @@ def write_gguf(
     if type not in TYPES:
         raise ValueError(f"type {type!r} is none of: {', '.join(TYPES)}")
     architecture = ARCHITECTURE_OF[model.config.architecture]
-    items = plan(model, type)
-    total = sum(item.nbytes for item in items)
-    with written(path, total) as temporary:
-        writer = gguf.GGUFWriter(temporary, architecture)
-        add_metadata(writer, _metadata(model.config, architecture) | (vocabulary or NO_VOCABULARY))
-        for item in items:
-            row = item.nbytes // prod(item.shape[:-1])
-            shape = (*item.shape[:-1], row)
-            writer.add_tensor_info(item.name, shape, np.dtype(np.uint8), item.nbytes, raw_dtype=item.kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for item in items:
-            writer.write_tensor_data(_bytes(item.make(), item.kind))
-            on_bytes(item.nbytes, total)
-        writer.close()
+    metadata = _metadata(model.config, architecture) | (vocabulary or NO_VOCABULARY)
+    write_items(path, architecture, metadata, plan(model, type), on_bytes)
 
 
 def convert_target(
@@ -163,7 +136,7 @@ def plan(model: Decoder, type: str) -> list[Item]:
     architecture = ARCHITECTURE_OF[config.architecture]
     items = []
     if config.rope.kind in ("llama3", "factors"):
-        factors = partial(_rope_factors, config)
+        factors = partial(rope_factors, config.rope, config.head_dim)
         items.append(Item(ROPE_FACTORS, (config.head_dim // 2,), TYPES["f32"], factors))
     with torch.device("meta"):
         empty = build(config, "split")
@@ -174,8 +147,9 @@ def plan(model: Decoder, type: str) -> list[Item]:
             make: Callable[[], Tensor | Quant] = partial(
                 _part, model, entry.param, partial(_pick, entry.split, i)
             )
-            if heads := _interleaved(name, config) if architecture == INTERLEAVED else 0:
-                make = partial(_pairs, make, heads)
+            heads = paired_heads(name, config.num_heads, config.num_kv_heads)
+            if heads and architecture == INTERLEAVED:
+                make = partial(_reordered, make, pairs(part.shape[0], heads))
             kind = _kind(model, entry.param, name, tuple(part.shape), TYPES[type])
             items.append(Item(gguf_name(name, architecture), tuple(part.shape), kind, make))
     return items
@@ -234,40 +208,8 @@ def _part(model: Decoder, param: str, pick: Callable[[Tensor], Tensor]) -> Tenso
     return weight if half is None else weight[:, half]
 
 
-def _rope_factors(config: ModelConfig) -> Tensor:
-    """What each frequency is divided by."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    return (config.rope.theta**-exponent / inverse_frequencies(config.rope, config.head_dim)).float()
-
-
-def _interleaved(name: str, config: ModelConfig) -> int:
-    if ".q_proj." in name:
-        return config.num_heads
-    return config.num_kv_heads if ".k_proj." in name else 0
-
-
-def _pairs(make: Callable[[], Tensor | Quant], heads: int) -> Tensor:
-    """Each head's rows i and i + D/2 -> 2i and 2i + 1."""
-    rows = make()
-    assert isinstance(rows, Tensor), "q and k are fused, which unpacks them"
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def _bytes(tensor: Tensor | Quant, kind: GGMLQuantizationType) -> "np.ndarray[Any, Any]":
-    if isinstance(tensor, Quant):
-        if tensor.format == kind.name:
-            return tensor.data.contiguous().numpy()
-        tensor = tensor.dense()
-    tensor = tensor.detach().cpu()
-    match kind.name:
-        case "F32":
-            return tensor.float().contiguous().numpy()
-        case "F16":
-            return tensor.half().contiguous().numpy()
-        case "BF16":
-            return tensor.bfloat16().contiguous().view(torch.int16).numpy()
-        case _:
-            return gguf.quants.quantize(tensor.float().contiguous().numpy(), kind)
+def _reordered(make: Callable[[], Tensor | Quant], rows: Tensor) -> Tensor | Quant:
+    return make()[rows]
 
 
 def _check(config: ModelConfig) -> None:

@@ -7,22 +7,30 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import gguf
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
-from outpace.checkpoint.gguf import add_metadata
+from outpace.checkpoint.gguf import (
+    ROPE_FACTORS,
+    gguf_name,
+    halves,
+    paired_heads,
+    pairs,
+    rope_factors,
+    stored_tensor,
+)
 from outpace.checkpoint.gguf_header import Header, read_header
-from outpace.checkpoint.publish import written
+from outpace.checkpoint.gguf_writer import Item, write_items
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.eagle3 import Eagle3Config
-from outpace.drafts.quantize import pack, packs
+from outpace.drafts.quantize import packs
 from outpace.formats.base import Format, draft_rows
 from outpace.formats.engines import View, field_view
 from outpace.formats.fields import (
@@ -57,26 +65,13 @@ from outpace.formats.spec import (
     warn,
 )
 from outpace.models.config import FULL, WINDOW
-from outpace.ops.quant import Quant, dense
-from outpace.ops.rope import RopeConfig, inverse_frequencies
+from outpace.ops.quant import dense
+from outpace.ops.rope import RopeConfig
 
 # of our own: the whole config and the precision of what had to be widened. llama.cpp does not read it
 RECORD = "outpace.draft"
 FINGERPRINT = "outpace.target_fingerprint"
-ROPE_FACTORS = "rope_freqs.weight"
 MASK = "tokenizer.ggml.mask_token_id"
-WHOLE = {"fc.weight": "fc.weight", "norm.weight": "output_norm.weight"}
-WHOLE |= {EMBEDDING: "token_embd.weight", HEAD: "output.weight"}
-OF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "hidden_norm": "attn_norm_2",
-    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
-    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-}
-PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.int16, "I64": np.int64}
 KINDS = {
     torch.float32: GGMLQuantizationType.F32,
     torch.float16: GGMLQuantizationType.F16,
@@ -152,11 +147,15 @@ class GGUFFormat(Format):
             raise LoadError(
                 f"{path}: general.architecture is {str(architecture)[:60]!r}, not {self.architecture!r}"
             )
-        values = {k: shortest(v) if type(v) is float else v for k, v in header.metadata.items()}
-        return header, ConfigFile(where=str(path), values=values, target=target)
+        return header, ConfigFile(where=str(path), values=header.metadata, target=target)
 
     def name(self, ours: str) -> str:
-        return "enc.output_norm.weight" if ours == self.encoder_norm else gguf_name(ours)
+        """llama.cpp's name; the draft's own where it has none."""
+        if ours == self.encoder_norm:
+            return "enc.output_norm.weight"
+        whole = ours if ours == HEAD else "model." + ours.replace("midlayer.", "layers.0.")
+        theirs = gguf_name(whole, self.architecture)
+        return ours if theirs == whole else theirs
 
     def read(self, path: Path, target: TargetFiles | None = None, token_id: TokenId | None = None) -> Read:
         """Raises LoadError. Others' files of a DFlash do not hold the depth of the target: name it."""
@@ -177,12 +176,13 @@ class GGUFFormat(Format):
                 str(path), held, lambda name: tensor_of(header, name), target, kind=self.kind
             )
         check_shapes(path, wanted, {name: header.tensors[theirs].shape for name, theirs in held.items()})
-        tensors = {n: narrowed(tensor_of(header, held[n]), widened.get(held[n])) for n in wanted}
+        tensors = {n: tensor_of(header, held[n]) for n in wanted}
+        # exact, since it was widened from there
+        tensors = {n: t.to(widened.get(held[n], t.dtype)) for n, t in tensors.items()}
         if isinstance(config, Eagle3Config):
+            tensors = eagle3_rows(tensors, config, halves)
             if "d2t" in tensors:  # target ids
                 tensors["d2t"] = tensors["d2t"] - torch.arange(len(tensors["d2t"]))
-            for name, heads in _rotated(config).items():
-                tensors[name] = halves(tensors[name], heads)
         vocabulary_map(path, draft_rows(config), config.vocab_size, tensors)
         return describe(config, tensors, fingerprint_in(file, FINGERPRINT)), notes
 
@@ -219,12 +219,12 @@ class GGUFFormat(Format):
         if target is None:
             raise ValueError("a GGUF draft carries its target's vocabulary: give --target")
         config: Any = draft.config
-        tensors = {self.name(name): tensor for name, tensor in draft.tensors.items() if name != "t2d"}
+        tensors = {name: tensor for name, tensor in draft.tensors.items() if name != "t2d"}
         if isinstance(config, Eagle3Config):
-            for name, heads in _rotated(config).items():
-                tensors[self.name(name)] = pairs(draft.tensors[name], heads)
+            tensors = eagle3_rows(tensors, config, pairs)
             if "d2t" in tensors:
                 tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        tensors = {self.name(name): tensor for name, tensor in tensors.items()}
         if by_factors(config.rope):
             tensors[ROPE_FACTORS] = rope_factors(config.rope, config.head_dim)
         keys = self.keys(config)
@@ -281,20 +281,12 @@ def dflash_warnings(draft: DFlashDraft) -> list[FormatWarning]:
 # ---- EAGLE-3 -----------------------------------------------------------------------------------------
 
 
-def _rotated(config: Eagle3Config) -> dict[str, int]:
-    """llama.cpp turns pairs (2i, 2i + 1) here, all other engines i with i + D/2: rows are in its order."""
-    at = "midlayer.self_attn."
-    return {f"{at}q_proj.weight": config.num_heads, f"{at}k_proj.weight": config.num_kv_heads}
-
-
-def pairs(rows: Tensor, heads: int) -> Tensor:
-    """Each head's rows i and i + D/2 -> 2i and 2i + 1."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def halves(rows: Tensor, heads: int) -> Tensor:
-    """`pairs` undone."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+def eagle3_rows(
+    tensors: Mapping[str, Tensor], config: Eagle3Config, order: Callable[[int, int], Tensor]
+) -> dict[str, Tensor]:
+    """q and k in `order`: llama.cpp turns pairs (2i, 2i + 1) here, all other engines i with i + D/2."""
+    heads = {name: paired_heads(name, config.num_heads, config.num_kv_heads) for name in tensors}
+    return {n: t[order(len(t), heads[n])] if heads[n] else t for n, t in tensors.items()}
 
 
 def parse_eagle3(file: ConfigFile, header: Header) -> Eagle3Config:
@@ -341,24 +333,9 @@ def views(fields: Fields, *rows: str) -> Callable[[ConfigFile], dict[str, View]]
 
 
 def tensor_of(header: Header, name: str) -> Tensor:
-    """A view of the mapped file; blocks of numbers are unpacked to float32."""
-    info = header.tensors[name]
-    flat = np.frombuffer(header.data, np.uint8, info.nbytes, info.start)
-    if info.format in PLAIN:
-        plain = torch.from_numpy(flat.view(PLAIN[info.format])).reshape(info.shape)
-        return plain.view(torch.bfloat16) if info.format == "BF16" else plain
-    return dense(Quant(torch.from_numpy(flat).reshape(*info.shape[:-1], -1), info.format))
-
-
-def gguf_name(name: str) -> str:
-    """z-lab's or SGLang's name -> llama.cpp's; one without a place there comes back as it is."""
-    if name in WHOLE:
-        return WHOLE[name]
-    parts = name.replace("midlayer.", "layers.0.").split(".", 2)
-    if parts[0] != "layers" or len(parts) < 3:
-        return name
-    stem, _, kind = parts[2].rpartition(".")
-    return f"blk.{parts[1]}.{OF_LAYER[stem]}.{kind}" if stem in OF_LAYER else name
+    """As it is stored; blocks of numbers are unpacked to float32."""
+    value = stored_tensor(header, header.tensors[name], name)
+    return value if isinstance(value, Tensor) else dense(value)
 
 
 def shortest(value: float) -> float:
@@ -392,12 +369,6 @@ def rope_keys(rope: RopeConfig, architecture: str) -> dict[str, Any]:
     if more != 1.0:
         values["rope.scaling.attn_factor"] = more
     return {f"{architecture}.{key}": value for key, value in values.items()}
-
-
-def rope_factors(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[D/2] float32: what each of theta's frequencies is divided by."""
-    plain = RopeConfig(theta=rope.theta)
-    return (inverse_frequencies(plain, head_dim) / inverse_frequencies(rope, head_dim)).float()
 
 
 def read_rope(file: ConfigFile, header: Header, architecture: str, head_dim: int) -> RopeConfig:
@@ -460,30 +431,20 @@ def write_file(
     record = json.dumps({"config": asdict(config), "widened": widened}, sort_keys=True)
     if packed and not any(_multiplies(name, tensor) for name, tensor in tensors.items()):
         raise ValueError("q8_0: blocks of 32 divide the rows of none of its matrices; leave it as stored")
-    with written(path, sum(t.nbytes for t in tensors.values())) as temporary:
-        writer = gguf.GGUFWriter(temporary, architecture)
-        writer.add_type("model")
-        add_metadata(writer, {**metadata, RECORD: record})
-        for name, tensor in tensors.items():
-            if packed and _multiplies(name, tensor):
-                blocks = pack(tensor).data.contiguous().numpy()
-                writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q8_0)
-                continue
-            plain = tensor.float() if _vector(tensor) else tensor
-            if plain.dtype not in KINDS:
-                raise ValueError(f"{name} is {plain.dtype}: GGUF has no such type; choose --dtype")
-            data = plain.detach().contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(name, data, raw_dtype=KINDS[plain.dtype])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    items = []
+    for name, tensor in tensors.items():
+        dtype = torch.float32 if _vector(tensor) else tensor.dtype
+        kind = GGMLQuantizationType.Q8_0 if packed and _multiplies(name, tensor) else KINDS.get(dtype)
+        if kind is None:
+            raise ValueError(f"{name} is {dtype}: GGUF has no such type; choose --dtype")
+        items.append(Item(name, tuple(tensor.shape), kind, partial(tensor.detach)))
+    write_items(path, architecture, {"general.type": "model", **metadata, RECORD: record}, items)
 
 
 def _multiplies(name: str, tensor: Tensor) -> bool:
     """Whether it is the matrix of a product, in rows that blocks divide."""
     is_matrix = tensor.dim() == 2 and tensor.is_floating_point()
-    return is_matrix and name != WHOLE[EMBEDDING] and packs(tensor)
+    return is_matrix and name != "token_embd.weight" and packs(tensor)
 
 
 def _vector(tensor: Tensor) -> bool:
@@ -530,11 +491,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return type(value) in (int, float) and 0 < value < math.inf
     return type(value) is hint and (hint is not int or 0 <= value < 2**40)
-
-
-def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A widened vector as it was; exact, since it was widened from there."""
-    return tensor if dtype is None or dtype == tensor.dtype else tensor.to(dtype)
 
 
 DFLASH_FORMAT = GGUFFormat(
