@@ -16,7 +16,7 @@ from outpace.bench.methods import Case, run_case
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
 from outpace.formats.export import check_fit, export_draft, import_draft
-from outpace.formats.load import build_dflash, describe_draft, load_dflash, read_draft, save_draft
+from outpace.formats.load import build_draft, describe_draft, load_dflash, read_draft, save_draft
 
 GREEDY = Case(method="ours", temperature=0.0)
 EMBEDDED_DRAFT = EMBEDDED / "dflash"
@@ -200,7 +200,7 @@ def test_import_names_what_it_detected(target, tmp_path):
 def test_a_draft_of_any_format_runs(target, tmp_path):
     """What decodes is built from any format, to the same bits."""
     draft = samples.dflash(rope=samples.ROPES["rounded yarn"])
-    state = build_dflash(draft).state_dict()
+    state = build_draft(draft).state_dict()
     for to in ("speculators", "transformers", "gguf"):
         out = tmp_path / ("d.gguf" if to == "gguf" else to)
         export_draft(draft, to, out, target)
@@ -211,8 +211,8 @@ def test_a_draft_of_any_format_runs(target, tmp_path):
 
 def test_what_training_saves_is_what_export_writes(tmp_path):
     draft = samples.dflash()
-    save_draft(build_dflash(draft), tmp_path / "saved", torch.float32)
-    export_draft(describe_draft(build_dflash(draft)), "zlab", tmp_path / "exported")
+    save_draft(build_draft(draft), tmp_path / "saved", torch.float32)
+    export_draft(describe_draft(build_draft(draft)), "zlab", tmp_path / "exported")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
 
@@ -247,7 +247,7 @@ def test_transformers_own_class_accepts_what_ours_accepts(variant, fond, tmp_pat
     runs = replace(baseline, draft=model.eval(), chosen=chosen).methods()
     prompts = tiny.tokens(1, 13, seed=2).tolist()
     result = runs["transformers-dflash"](prompts, 41, 0)
-    ours = run_case(GREEDY, target, build_dflash(draft).bind(target))(prompts, 41, 0)
+    ours = run_case(GREEDY, target, build_draft(draft).bind(target))(prompts, 41, 0)
     assert result.tokens == ours.tokens
     lens = result.trace.accept_lens
     assert len(lens) > 8 and len(set(lens)) > 1

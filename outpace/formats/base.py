@@ -103,10 +103,8 @@ class FolderFormat(Format):
         tensors = dict(draft.tensors)
         if self.copies and target is not None:
             tensors |= copies_for(draft, target)
-        if self.copies and "mask_hidden" in tensors:
-            tensors["mask_hidden"] = tensors["mask_hidden"][
-                None
-            ]  # [1, 1, states], as speculators' code has it
+        if self.copies and "mask_hidden" in tensors:  # [1, 1, states], as speculators' code has it
+            tensors["mask_hidden"] = tensors["mask_hidden"][None]
         save_checkpoint(path, config, ((self.their_name(name), t) for name, t in tensors.items()))
 
 

@@ -6,7 +6,7 @@ A record of our own ("outpace.draft") holds the config and what llama.cpp has no
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -54,7 +54,6 @@ from outpace.formats.spec import (
     FormatWarning,
     Read,
     TargetFiles,
-    canonical,
     canonical_rope,
     check_shapes,
     describe,
@@ -191,9 +190,6 @@ class GGUFFormat(Format):
         try:
             _check_record_types(file, self.config_class, fields)
             config: Any = self.config_class(**fields)
-            if isinstance(config, DFlashConfig):
-                config = canonical(config)
-            config = replace(config, rope=canonical_rope(config.rope))
             wanted = self.keys(config)
             if config.rope.kind == "factors" and len(config.rope.factors) != config.head_dim // 2:
                 raise TypeError("one rope factor per frequency")
@@ -245,15 +241,13 @@ def parse_dflash(file: ConfigFile, header: Header) -> DFlashConfig:
     if not isinstance(slides, list) or len(slides) != fields["num_layers"]:
         raise file.error(f"dflash.attention.sliding_window_pattern is not of {fields['num_layers']} layers")
     causal = file.checked("dflash.attention.causal", file.values.get("dflash.attention.causal", False), bool)
-    return canonical(
-        DFlashConfig(
-            **file.depth(fields | {"num_target_layers": 0}),
-            rope=read_rope(file, header, "dflash", fields["head_dim"]),
-            layer_types=tuple(WINDOW if slide else FULL for slide in slides),
-            sliding_window=file.checked("dflash.attention.sliding_window", window, int),
-            causal=causal and any(slides),
-            causal_full=causal and not all(slides),
-        )
+    return DFlashConfig(
+        **file.depth(fields | {"num_target_layers": 0}),
+        rope=read_rope(file, header, "dflash", fields["head_dim"]),
+        layer_types=tuple(WINDOW if slide else FULL for slide in slides),
+        sliding_window=file.checked("dflash.attention.sliding_window", window, int),
+        causal=causal and any(slides),
+        causal_full=causal and not all(slides),
     )
 
 
@@ -297,7 +291,7 @@ def parse_eagle3(file: ConfigFile, header: Header) -> Eagle3Config:
     return Eagle3Config(
         **fields,
         draft_vocab_size=rows.shape[0] if rows else fields["vocab_size"],
-        rope=canonical_rope(read_rope(file, header, "eagle3", fields["head_dim"])),
+        rope=read_rope(file, header, "eagle3", fields["head_dim"]),
     )
 
 

@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +26,6 @@ from outpace.formats.spec import (
     HEAD,
     Description,
     DFlashDraft,
-    Eagle3Draft,
     TargetFiles,
     TensorShape,
     converted,
@@ -201,33 +199,17 @@ def target_fingerprints(target: Decoder) -> list[str]:
 
 def build_draft(description: Description) -> DFlash | Eagle3:
     """A description -> the module."""
-    if isinstance(description, DFlashDraft):
-        return build_dflash(description)
-    return build_eagle3(description)
-
-
-def build_dflash(description: DFlashDraft) -> DFlash:
-    with torch.device("meta"):
-        draft = DFlash(description.config)
-    return _filled(draft, description)
-
-
-def build_eagle3(description: Eagle3Draft) -> Eagle3:
-    with torch.device("meta"):
-        draft = Eagle3(
-            description.config,
-            own_embedding=description.own_embedding,
-            own_head=description.own_head,
-            mapped="d2t" in description.tensors,
-        )
-    return _filled(draft, description)
-
-
-Module = TypeVar("Module", DFlash, Eagle3)
-
-
-def _filled(draft: Module, description: Description) -> Module:
     tensors = description.tensors
+    with torch.device("meta"):
+        if isinstance(description, DFlashDraft):
+            draft: DFlash | Eagle3 = DFlash(description.config)
+        else:
+            draft = Eagle3(
+                description.config,
+                own_embedding=description.own_embedding,
+                own_head=description.own_head,
+                mapped="d2t" in tensors,
+            )
     for entry in weight_map({name: tuple(t.shape) for name, t in tensors.items()}):
         assign(draft, entry.param, entry.join([to_tensor(tensors[name]) for name in entry.names]))
     return draft.eval()

@@ -36,7 +36,6 @@ from outpace.formats.spec import (
     Eagle3Draft,
     FormatWarning,
     TargetFiles,
-    canonical_rope,
     warn,
 )
 from outpace.models.config import FULL, WINDOW
@@ -153,7 +152,7 @@ def eagle3_config(file: ConfigFile, layer: Mapping[str, Any], fields: dict[str, 
         )
     if len(set(types)) > 1:
         raise file.error(f"layer_types {list(types)}: only EAGLE-3 with layers of one kind is supported")
-    rope = canonical_rope(read_rope(file, layer, default_theta=10000.0))
+    rope = read_rope(file, layer, default_theta=10000.0)
     return Eagle3Config(**fields, rope=rope, sliding_window=window)
 
 

@@ -78,19 +78,19 @@ class TargetFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashDraft:
-    """A DFlash: its config, canonical, and its tensors by z-lab's names, each as stored."""
+    """A DFlash: its config, which becomes canonical, and its tensors by z-lab's names, each as stored."""
 
     config: DFlashConfig
     tensors: Mapping[str, Tensor]
     target_fingerprint: str = ""  # of the target it was made for; "" where that is not known
 
     def __post_init__(self) -> None:
-        assert self.config == canonical(self.config)
+        object.__setattr__(self, "config", canonical(self.config))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Draft:
-    """An EAGLE-3: its config and its tensors by SGLang's names, each as stored.
+    """An EAGLE-3: its config, which becomes canonical, and its tensors by SGLang's names, each as stored.
 
     `d2t` int64 [draft_vocab] holds offsets (draft id i means target id i + d2t[i]), `t2d` bool
     [vocab] is true at those ids; both are absent where the vocabularies are the same. `embed_tokens.weight`
@@ -103,7 +103,7 @@ class Eagle3Draft:
 
     def __post_init__(self) -> None:
         c = self.config
-        assert c.rope == canonical_rope(c.rope)
+        object.__setattr__(self, "config", replace(c, rope=canonical_rope(c.rope)))
         if c.hidden_size != c.target_hidden_size and not (self.own_embedding and self.own_head):
             raise ValueError(
                 f"an EAGLE-3 of width {c.hidden_size} for a target of {c.target_hidden_size} needs an "
@@ -126,10 +126,9 @@ Read = tuple[Description, list[str]]  # and notes on the files
 def describe(
     config: DFlashConfig | Eagle3Config, tensors: Mapping[str, Tensor], fingerprint: str = ""
 ) -> Description:
-    """The description of a draft of either kind, its config canonical."""
+    """The description of a draft of either kind."""
     if isinstance(config, DFlashConfig):
-        return DFlashDraft(config=canonical(config), tensors=tensors, target_fingerprint=fingerprint)
-    config = replace(config, rope=canonical_rope(config.rope))
+        return DFlashDraft(config=config, tensors=tensors, target_fingerprint=fingerprint)
     return Eagle3Draft(config=config, tensors=tensors, target_fingerprint=fingerprint)
 
 

@@ -42,7 +42,6 @@ from outpace.formats.spec import (
     Eagle3Draft,
     FormatWarning,
     TargetFiles,
-    canonical,
     parts_warning,
     warn,
 )
@@ -179,14 +178,12 @@ def parse_dflash(file: ConfigFile) -> DFlashConfig:
     if WINDOW in types:
         read = "it is read here as vLLM reads it, by slot and with the token itself"
         file.notes.append(f"window: speculators' own code {OWN_WINDOW}; {read}")
-    return canonical(
-        DFlashConfig(
-            **file.depth(fields),
-            rope=read_rope(file, layer, default_theta=10000.0),
-            layer_types=types,
-            sliding_window=window,
-            causal=_causal(file, types),
-        )
+    return DFlashConfig(
+        **file.depth(fields),
+        rope=read_rope(file, layer, default_theta=10000.0),
+        layer_types=types,
+        sliding_window=window,
+        causal=_causal(file, types),
     )
 
 

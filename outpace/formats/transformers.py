@@ -22,7 +22,6 @@ from outpace.formats.spec import (
     DFlashDraft,
     FormatWarning,
     TargetFiles,
-    canonical,
     parts_warning,
     warn,
 )
@@ -54,14 +53,12 @@ def parse(file: ConfigFile) -> DFlashConfig:
     fields["vocab_size"] = fields["vocab_size"] or (file.target and file.target.config.vocab_size)
     if not fields["vocab_size"]:
         raise file.error("config.json has no vocab_size; name the target that has the vocabulary")
-    return canonical(
-        DFlashConfig(
-            **fields,
-            rope=read_rope(file, file.values, default_theta=500000.0),
-            layer_types=_types(file),
-            # their window counts how many positions back a query sees; here the query itself is counted too
-            sliding_window=file.checked("sliding_window", _window(file), int) + 1,
-        )
+    return DFlashConfig(
+        **fields,
+        rope=read_rope(file, file.values, default_theta=500000.0),
+        layer_types=_types(file),
+        # their window counts how many positions back a query sees; here the query itself is counted too
+        sliding_window=file.checked("sliding_window", _window(file), int) + 1,
     )
 
 

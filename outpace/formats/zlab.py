@@ -42,7 +42,6 @@ from outpace.formats.spec import (
     DFlashDraft,
     FormatWarning,
     TargetFiles,
-    canonical,
     warn,
 )
 from outpace.models.config import FULL, WINDOW
@@ -130,15 +129,13 @@ def parse(file: ConfigFile) -> DFlashConfig:
     causal, causal_full = _causal(file, types)
     if "mask_embedding" not in file.names and fields["mask_token_id"] is None:
         fields["mask_token_id"] = _mask_by_text(file)
-    return canonical(
-        DFlashConfig(
-            **fields,
-            rope=rope,
-            layer_types=types,
-            sliding_window=window,
-            causal=causal,
-            causal_full=causal_full,
-        )
+    return DFlashConfig(
+        **fields,
+        rope=rope,
+        layer_types=types,
+        sliding_window=window,
+        causal=causal,
+        causal_full=causal_full,
     )
 
 

@@ -13,15 +13,14 @@ from rich.console import Console
 from outpace.bench.stages import compare_stages, show_stages
 from outpace.checkpoint.open import EMBEDDED
 from outpace.cli.main import main
-from outpace.formats.load import build_dflash, build_eagle3
+from outpace.formats.load import build_draft
 
 TEXTS = [tiny.tokens(n, seed=n).tolist() for n in (19, 2, 11)]
 
 
 def staged(described, tamper=None, offset=0, texts=TEXTS, target=None):
-    build = build_dflash if isinstance(described, samples.DFlashDraft) else build_eagle3
     copies = {name: tensor.clone() for name, tensor in described.tensors.items()}
-    draft = build(dataclasses.replace(described, tensors=copies))
+    draft = build_draft(dataclasses.replace(described, tensors=copies))
     if tamper is not None:
         with torch.no_grad():
             tamper(draft)
@@ -102,13 +101,13 @@ def test_wrong_positions_and_a_window_too_wide_show_in_the_attention():
     assert staged(samples.eagle3(), further).first_wrong == "attention 0"
     assert staged(samples.dflash(), further).first_wrong == "attention 0"
     described = samples.eagle3(sliding_window=4)
-    wide = build_eagle3(dataclasses.replace(described, config=samples.eagle3(sliding_window=5).config))
+    wide = build_draft(dataclasses.replace(described, config=samples.eagle3(sliding_window=5).config))
     assert compare_stages(wide, described, samples.target(), TEXTS).first_wrong == "attention 0"
 
 
 def test_what_is_fed_back_is_looked_at():
     described = samples.eagle3(norm_output=True)
-    raw = build_eagle3(dataclasses.replace(described, config=samples.eagle3().config))
+    raw = build_draft(dataclasses.replace(described, config=samples.eagle3().config))
     assert compare_stages(raw, described, samples.target(), TEXTS).first_wrong == "fed back"
 
 

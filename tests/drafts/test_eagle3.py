@@ -17,7 +17,7 @@ from outpace.drafts.lookup import NGram
 from outpace.drafts.sampler import Greedy
 from outpace.drafts.tree import DDTree
 from outpace.formats.export import export_draft
-from outpace.formats.load import build_eagle3, describe_draft, detect, load_draft, save_draft
+from outpace.formats.load import build_draft, describe_draft, detect, load_draft, save_draft
 from outpace.formats.preflight import PreflightCell, preflight
 from outpace.loading import loaded_files, open_draft, open_target
 from outpace.models.load import named_tensors
@@ -146,7 +146,7 @@ def test_configs_that_are_refused(changes, message):
 @pytest.mark.parametrize("variant", samples.EAGLE3S)
 def test_what_is_described_is_what_was_built(variant):
     described = samples.eagle3(torch.bfloat16, **samples.EAGLE3S[variant])
-    draft = build_eagle3(described)
+    draft = build_draft(described)
     samples.same(described, describe_draft(draft))
     assert {n for n, _ in named_tensors(draft) if n.startswith("layers.")} == {
         f"layers.{i}.{n}.weight"
@@ -271,7 +271,7 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(opened, tmp_path):
 
 def test_shapes_a_person_may_ask_for(opened, tmp_path):
     folder, target, tokenizer = opened
-    save_draft(build_eagle3(samples.eagle3()), tmp_path / "e")
+    save_draft(build_draft(samples.eagle3()), tmp_path / "e")
     export_draft(samples.dflash(), "zlab", tmp_path / "d")
     eagle, dflash = str(tmp_path / "e"), str(tmp_path / "d")
 

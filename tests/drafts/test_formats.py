@@ -13,7 +13,7 @@ import torch
 
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.export import export_draft
-from outpace.formats.load import FORMATS, build_dflash, build_eagle3, detect, read_draft
+from outpace.formats.load import FORMATS, build_draft, detect, read_draft
 from outpace.formats.spec import DFLASH, EAGLE3
 
 LAST = 77
@@ -120,7 +120,7 @@ def test_precisions_may_be_mixed(target, tmp_path):
 
 @torch.inference_mode()
 def our_block(draft, hs):
-    bound = build_dflash(draft).bind(samples.target())
+    bound = build_draft(draft).bind(samples.target())
     session = bound.begin(1, 64)
     aux = torch.stack([hs[k + 1] for k in draft.config.target_layer_ids])[:, None]
     session.observe(torch.zeros(1, len(hs[0]), dtype=torch.long), aux, [len(hs[0])])
@@ -167,7 +167,7 @@ class Listening:
 @torch.inference_mode()
 def our_chain(draft, hs):
     """Three draft tokens by the module that serves; our layer l is hs[l + 1]."""
-    bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=3))
+    bound = BoundEagle3(build_draft(draft), samples.target(), TreeShape(depth=3))
     session, recorded = bound.begin(1, 64), Listening()
     states = [hs[k + 1] for k in draft.config.layer_ids]
     session.observe(tiny.tokens(1, len(hs[0])), torch.stack(states)[:, None], [len(hs[0])])

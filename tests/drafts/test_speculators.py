@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from outpace.bench.stages import eagle3_feature, eagle3_stages
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.export import export_draft
-from outpace.formats.load import build_eagle3
+from outpace.formats.load import build_draft
 
 theirs = pytest.importorskip(
     "speculators.models.eagle3.core",
@@ -76,7 +76,7 @@ def test_an_eagle3_stage_by_stage(variant, tmp_path):
         torch.testing.assert_close(recorded[name][0].double(), stages[name], atol=1e-4, rtol=1e-4)
 
     # the walk from one index on: every later step reads its own state and the true token
-    bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=STEPS))
+    bound = BoundEagle3(build_draft(draft), samples.target(), TreeShape(depth=STEPS))
     session, forced = bound.begin(1, 64), Forced(following[0, AT + 1 :].tolist())
     session.observe(text[:, : AT + 1], torch.stack(states)[:, None, : AT + 1], [AT + 1])
     session.propose(following[:, AT], STEPS + 1, forced)
@@ -115,7 +115,7 @@ def test_guesses_in_one_pass(changes, tmp_path, monkeypatch):
         model(torch.cat(states, -1)[None], following, torch.zeros(1, T, dtype=torch.long),
               verifier_last_hidden_states=hs[-1][None])  # fmt: skip
 
-    bound = BoundEagle3(build_eagle3(draft), samples.target(), TreeShape(depth=STEPS))
+    bound = BoundEagle3(build_draft(draft), samples.target(), TreeShape(depth=STEPS))
     session, value = bound.begin(1, 64), Listening()
     session.observe(text[:, : AT + 1], torch.stack(states)[:, None, : AT + 1], [AT + 1])
     session.propose(following[:, AT], STEPS + 1, value)
