@@ -49,7 +49,7 @@ def save_checkpoint(
             held[name] = tensor.contiguous()
             size += tensor.nbytes
         shards.append(_write_shard(new, len(shards), held))
-        finals = [shard_name(i, len(shards)) for i in range(len(shards))] if len(shards) > 1 else [SINGLE]
+        finals = shard_names(len(shards))
         for (temporary, _, _), final in zip(shards, finals, strict=True):
             os.replace(temporary, new / final)
         if len(shards) > 1:
@@ -67,8 +67,11 @@ def remove_weights(folder: Path, kept: Container[str] = ()) -> None:
     (folder / INDEX).unlink(missing_ok=True)
 
 
-def shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+def shard_names(count: int) -> list[str]:
+    """HF's names: numbered ones, or the one of a single file."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_index(folder: Path, names_of: dict[str, list[str]], total_bytes: int) -> None:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from outpace.checkpoint.base import LoadError
-from outpace.checkpoint.hf import SINGLE
 from outpace.checkpoint.open import EMBEDDED
 from outpace.checkpoint.safetensors import DTYPES, open_file
 from outpace.checkpoint.save import (
     SHARD_BYTES,
     remove_weights,
-    shard_name,
+    shard_names,
     stream_file,
     write_index,
     write_json,
@@ -111,8 +110,7 @@ def _shards(config: dict[str, Any], dtype: str, shard_bytes: int) -> dict[str, l
         shards[-1] += held
     for held in shards:  # larger elements first: all that follows stays aligned
         held.sort(key=lambda spec: -DTYPES[spec[1]].itemsize)
-    names = [shard_name(i, len(shards)) for i in range(len(shards))] if len(shards) > 1 else [SINGLE]
-    return dict(zip(names, shards, strict=True))
+    return dict(zip(shard_names(len(shards)), shards, strict=True))
 
 
 def _place(spec: Spec) -> int:
