@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from outpace.checkpoint.gguf import (
 )
 from outpace.checkpoint.gguf_header import Header, read_header
 from outpace.checkpoint.gguf_writer import Item, write_items
+from outpace.config import typed
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.eagle3 import Eagle3Config
 from outpace.drafts.quantize import packs
@@ -81,22 +82,22 @@ KINDS = {
 
 def common(architecture: str) -> Fields:
     """llama.cpp's keys of both kinds."""
-    rows: tuple[tuple[str, str, type, Any, str], ...] = (
-        ("vocab_size", "vocab_size", int, NEEDED, ""),
-        ("hidden_size", "embedding_length", int, NEEDED, ""),
-        ("num_layers", "block_count", int, NEEDED, ""),
-        ("intermediate_size", "feed_forward_length", int, NEEDED, ""),
-        ("num_heads", "attention.head_count", int, NEEDED, ""),
-        ("num_kv_heads", "attention.head_count_kv", int, lambda values: values["num_heads"], ""),
-        ("head_dim", "attention.key_length", int, lambda v: v["hidden_size"] // v["num_heads"], ""),
-        ("head_dim", "attention.value_length", int, lambda values: values["head_dim"], ""),
-        ("head_dim", "rope.dimension_count", int, lambda values: values["head_dim"], ""),
-        ("rms_norm_eps", "attention.layer_norm_rms_epsilon", float, NEEDED, ""),
-        ("max_position_embeddings", "context_length", int, NEEDED, ""),
+    rows: tuple[tuple[str, str, type, Any], ...] = (
+        ("vocab_size", "vocab_size", int, NEEDED),
+        ("hidden_size", "embedding_length", int, NEEDED),
+        ("num_layers", "block_count", int, NEEDED),
+        ("intermediate_size", "feed_forward_length", int, NEEDED),
+        ("num_heads", "attention.head_count", int, NEEDED),
+        ("num_kv_heads", "attention.head_count_kv", int, lambda values: values["num_heads"]),
+        ("head_dim", "attention.key_length", int, lambda v: v["hidden_size"] // v["num_heads"]),
+        ("head_dim", "attention.value_length", int, lambda values: values["head_dim"]),
+        ("head_dim", "rope.dimension_count", int, lambda values: values["head_dim"]),
+        ("rms_norm_eps", "attention.layer_norm_rms_epsilon", float, NEEDED),
+        ("max_position_embeddings", "context_length", int, NEEDED),
     )
     return tuple(
         Field(name=name, places=(Place(f"{architecture}.{key}"),), kind=kind, default=default, most=2**31)
-        for name, key, kind, default, _ in rows
+        for name, key, kind, default in rows
     )
 
 
@@ -188,13 +189,16 @@ class GGUFFormat(Format):
     def _recorded(self, file: ConfigFile, fields: dict[str, Any]) -> Any:
         """The config of our record, which must agree with the keys that llama.cpp reads."""
         try:
-            _check_record_types(file, self.config_class, fields)
-            config: Any = self.config_class(**fields)
+            config: Any = typed(self.config_class, fields, RECORD)
             wanted = self.keys(config)
             if config.rope.kind == "factors" and len(config.rope.factors) != config.head_dim // 2:
                 raise TypeError("one rope factor per frequency")
-        except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
-            raise file.error(f"its record is damaged ({error!r})") from error
+        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+            raise file.error(f"its record is damaged ({repr(error)[:300]})") from error
+        values = asdict(config)
+        for name, value in (values | values["rope"]).items():
+            if not _in_range(value):
+                raise file.error(f"the metadata {RECORD} is damaged ({name} is {str(value)[:60]!r})")
         for key, value in wanted.items():
             given = file.values.get(key)
             same = given == value
@@ -453,10 +457,6 @@ def read_record(file: ConfigFile) -> tuple[dict[str, Any], dict[str, torch.dtype
     try:
         data = json.loads(text)
         fields = dict(data["config"])
-        for key, value in fields.items():
-            fields[key] = tuple(value) if isinstance(value, list) else value
-        rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["rope"].items()}
-        fields["rope"] = RopeConfig(**rope)
         widened = {str(name): getattr(torch, str(dtype)) for name, dtype in data["widened"].items()}
         if not all(isinstance(dtype, torch.dtype) for dtype in widened.values()):
             raise TypeError("no dtype")
@@ -465,26 +465,15 @@ def read_record(file: ConfigFile) -> tuple[dict[str, Any], dict[str, torch.dtype
     return fields, widened
 
 
-def _check_record_types(file: ConfigFile, kind: type, values: Mapping[str, Any]) -> None:
-    """Raises LoadError for a field of the record with another type than the config has, or out of range."""
-    hints = get_type_hints(kind)
-    for name, value in values.items():
-        hint = hints.get(name, type(None))
-        if hint is RopeConfig:
-            _check_record_types(file, RopeConfig, vars(value))
-        elif not _fits(value, hint):
-            raise file.error(f"the metadata {RECORD} is damaged ({name} is {str(value)[:60]!r})")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    kinds = get_args(hint)
-    if get_origin(hint) is tuple:
-        return type(value) is tuple and all(_fits(item, kinds[0]) for item in value)
-    if kinds:  # a union
-        return any(_fits(value, kind) for kind in kinds)
-    if hint is float:
-        return type(value) in (int, float) and 0 < value < math.inf
-    return type(value) is hint and (hint is not int or 0 <= value < 2**40)
+def _in_range(value: Any) -> bool:
+    match value:
+        case tuple() | list():
+            return all(map(_in_range, value))
+        case float():
+            return 0 < value < math.inf
+        case int():
+            return 0 <= value < 2**40
+    return True
 
 
 DFLASH_FORMAT = GGUFFormat(
