@@ -23,7 +23,7 @@ class LoadError(ValueError):
 class Checkpoint(Protocol):
     """Named tensors and the config that goes with them, under HF's names, whatever the files are.
 
-    `checkpoint/hf.py` reads folders of safetensors, `checkpoint/gguf.py` GGUF files; `weights.checkpoint`
+    `checkpoint/hf.py` reads folders of safetensors, `checkpoint/gguf.py` GGUF files; `checkpoint/open.py`
     opens whichever a path holds.
     """
 

@@ -45,7 +45,7 @@ INTERLEAVED = "llama"  # the architecture where the q and k rows are stored for 
 
 @dataclass(frozen=True)
 class GGUFCheckpoint:
-    """See weights.contract.Checkpoint. `metadata` is the first file's; `held`: HF's name -> file, place."""
+    """See base.Checkpoint. `metadata` is the first file's; `held`: HF's name -> file, place."""
 
     folder: Path
     config: dict[str, Any]

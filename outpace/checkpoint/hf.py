@@ -20,7 +20,7 @@ SHARD = re.compile(r"(?!\.)[\w.+=@ -]{1,240}\.safetensors")  # one file of this 
 
 @dataclass(frozen=True, kw_only=True)
 class HFCheckpoint:
-    """A `weights.contract.Checkpoint`. Its files are mapped once, when it is opened: what `get` gives
+    """A `base.Checkpoint`. Its files are mapped once, when it is opened: what `get` gives
     is what was there then."""
 
     folder: Path

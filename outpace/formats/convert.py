@@ -52,8 +52,8 @@ def write_gguf(
     on_bytes: OnBytes = lambda done, total: None,
 ) -> None:
     """`type` is that of the matrices; MXFP4 experts stay as they are, norms, biases and routers are F32.
-    `vocabulary`: the tokenizer's metadata (chat.vocabulary.gguf_vocabulary), or none. One tensor is in memory
-    at a time, and the file gets its name when it is whole. Raises ValueError where GGUF cannot say it."""
+    `vocabulary`: the tokenizer's metadata (`gguf_vocabulary`), or none. One tensor is in memory at a time,
+    and the file gets its name when it is whole. Raises ValueError where GGUF cannot say it."""
     _check(model.config)
     if model.config.mla_ranks:
         raise ValueError(

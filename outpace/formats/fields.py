@@ -98,14 +98,14 @@ class Place:
 class Field:
     """One field of a DFlashConfig or Eagle3Config, as a format has it.
 
-    All places that a file fills must agree. `default`: the value of a missing key, or a function of the
-    fields read so far. `sparse`: false, zero and empty values are not written. `row`: the row of
-    `outpace preflight` that shows it; `engines`: the places that an engine reads, first one first, where that
-    is not all of them.
+    `places`: by default the key of that name; all that a file fills must agree. `default`: the value of a
+    missing key, or a function of the fields read so far. `sparse`: false, zero and empty values are not
+    written. `row`: the row of `outpace preflight` that shows it; `engines`: the places that an engine reads,
+    first one first, where that is not all of them.
     """
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[Place, ...] = ()
     kind: type = int
     default: Any = NEEDED
     least: int = 0
@@ -113,6 +113,10 @@ class Field:
     sparse: bool = False
     row: str = ""
     engines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.places:
+            object.__setattr__(self, "places", (Place(self.name),))
 
 
 Fields = tuple[Field, ...]

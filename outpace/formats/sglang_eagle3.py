@@ -8,6 +8,7 @@ from outpace.checkpoint.open import LoadError
 from outpace.drafts.eagle3 import Eagle3Config
 from outpace.formats.base import FolderFormat
 from outpace.formats.engines import (
+    IDS,
     REFUSES,
     View,
     converter_view,
@@ -41,41 +42,31 @@ from outpace.formats.spec import (
 from outpace.models.config import FULL, WINDOW
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SGLang's, vLLM's
-IDS = "eagle_aux_hidden_state_layer_ids"
 NESTED_IDS = f"eagle_config.{IDS}"
 LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 
-def norms(*more: Field) -> Fields:
-    """The four flags on top of the file, or as in `more`.
+def norms(*before_fc: Place) -> Fields:
+    """The four flags on top of the file, or `norm_before_fc` in other places.
 
     `norm_output` is left out where it is false, the default of SGLang, vLLM and speculators: SpecForge's
     class has another key of that name, the norm before the head, which is true by default."""
-    special = {row.name: row for row in more}
-    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    flags: dict[str, tuple[Place, ...]] = {
+        "norm_before_residual": (),
+        "norm_before_fc": before_fc,
+        "fc_norm": (),
+        "norm_output": (),
+    }
     return tuple(
-        special.get(
-            name,
-            Field(name=name, places=(Place(name),), kind=bool, default=False, sparse=name == "norm_output"),
-        )
-        for name in names
+        Field(name=name, places=places, kind=bool, default=False, sparse=name == "norm_output")
+        for name, places in flags.items()
     )
 
 
 # missing sizes are the layer's own
 SIZES = (
-    Field(
-        name="target_hidden_size",
-        places=(Place("target_hidden_size"),),
-        default=lambda values: values["hidden_size"],
-        least=1,
-    ),
-    Field(
-        name="draft_vocab_size",
-        places=(Place("draft_vocab_size"),),
-        default=lambda values: values["vocab_size"],
-        least=1,
-    ),
+    Field(name="target_hidden_size", default=lambda values: values["hidden_size"], least=1),
+    Field(name="draft_vocab_size", default=lambda values: values["vocab_size"], least=1),
 )
 FIELDS = (
     *body(num_hidden_layers=1),
@@ -89,23 +80,11 @@ FIELDS = (
         ),
         default=None,
         row="layer ids",
-        engines={
-            "SGLang": (NESTED_IDS,),
-            "SpecForge": (NESTED_IDS,),
-            "vLLM": (IDS,),
-            "llama.cpp": (IDS,),
-        },
+        engines={"SGLang": (NESTED_IDS,), "SpecForge": (NESTED_IDS,), "vLLM": (IDS,), "llama.cpp": (IDS,)},
     ),
     *norms(
-        Field(
-            name="norm_before_fc",
-            kind=bool,
-            default=False,
-            places=(
-                Place("eagle_config.norm_before_fc", "vLLM"),
-                Place("norm_before_fc", "vLLM, llama.cpp's converter"),
-            ),
-        ),
+        Place("eagle_config.norm_before_fc", "vLLM"),
+        Place("norm_before_fc", "vLLM, llama.cpp's converter"),
     ),
     # vLLM's keys for P-EAGLE
     Field(name="parallel", places=(Place("parallel_drafting"),), kind=bool, default=False, sparse=True),

@@ -6,6 +6,7 @@ from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.eagle3 import Eagle3Config
 from outpace.formats.base import FolderFormat
 from outpace.formats.engines import (
+    IDS,
     View,
     converter_view,
     eagle3_norms,
@@ -32,7 +33,7 @@ from outpace.formats.fields import (
     read_rope,
     write_fields,
 )
-from outpace.formats.sglang_eagle3 import IDS, SIZES, eagle3_config, eagle3_layer, norms, our_name
+from outpace.formats.sglang_eagle3 import SIZES, eagle3_config, eagle3_layer, norms, our_name
 from outpace.formats.spec import (
     DFLASH,
     EAGLE3,
@@ -68,7 +69,7 @@ LLAMA = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
-MASK = Field(name="mask_token_id", places=(Place("mask_token_id"),), default=None, row="mask token")
+MASK = Field(name="mask_token_id", default=None, row="mask token")
 DFLASH_FIELDS = (
     *body(LAYER, **QWEN3),
     Field(
@@ -80,7 +81,6 @@ DFLASH_FIELDS = (
     ),
     Field(
         name="block_size",
-        places=(Place("block_size"),),
         default=8,
         least=2,
         most=4096,

@@ -36,8 +36,8 @@ OURS = {theirs: name for name, theirs in RENAMED.items()}
 FIELDS = (
     *body(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=131072, vocab_size=0),
     Field(name="target_layer_ids", kind=list, places=(Place("target_layer_ids", offset=1),), row="layer ids"),
-    Field(name="block_size", places=(Place("block_size"),), default=16, least=2, most=4096, row="block size"),
-    Field(name="mask_token_id", places=(Place("mask_token_id"),), row="mask token"),
+    Field(name="block_size", default=16, least=2, most=4096, row="block size"),
+    Field(name="mask_token_id", row="mask token"),
     OWN_DEPTH,
     OWN_TEMPERATURES,
 )

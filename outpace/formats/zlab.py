@@ -12,6 +12,7 @@ from outpace.drafts.dflash import parts_of, second_parts
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.formats.base import FolderFormat
 from outpace.formats.engines import (
+    IDS,
     REFUSES,
     View,
     bias_words,
@@ -50,7 +51,6 @@ ARCHITECTURE, SECOND, OWN = "DFlashDraftModel", "DFlash2DraftModel", "OutpaceDFl
 ARCHITECTURES = (ARCHITECTURE, SECOND, OWN)
 DEFAULT_MASK = "<|MASK|>"
 NESTED_IDS = "dflash_config.target_layer_ids"
-IDS = "eagle_aux_hidden_state_layer_ids"
 MASK = "dflash_config.mask_token_id"
 PARTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # DFlash 2
 OWN_PARTS: dict[str, type] = {
