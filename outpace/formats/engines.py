@@ -1,6 +1,6 @@
 """What each engine reads from a draft's files, in words: equal words mean an equal reading."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -205,8 +205,33 @@ def causal_layers(hf: Mapping[str, Any], types: Iterable[str], otherwise: Any = 
     return [t == WINDOW if value is None else bool(value) for t in types]
 
 
+def own_source(file: ConfigFile) -> str:
+    """Of an engine that takes what the files hold."""
+    return source(EMBEDDING in file.names, HEAD in file.names)
+
+
+def dflash_view(
+    file: ConfigFile,
+    fields: Fields,
+    engine: str,
+    layer: Mapping[str, Any],
+    default_theta: float,
+    types: Collection[str],
+    window: Any,
+    causal: Iterable[bool],
+    missing: Mapping[str, str] | None = None,
+) -> View:
+    """`layer`: the Qwen3 config; `types`, `window` and `causal`: as the engine reads them."""
+    return field_view(file, fields, engine, missing) | {
+        "rope": engine_rope(layer, engine, default_theta),
+        "window": windows(types, window),
+        "block sees": sees(types, causal),
+        "embedding, head": own_source(file),
+    }
+
+
 def eagle3_view(file: ConfigFile, fields: Fields, layer: Mapping[str, Any], engine: str) -> View:
-    """`layer`: the Llama config. Norms, embedding and head are the caller's."""
+    """`layer`: the Llama config. Norms are the caller's."""
     vocab = layer.get("vocab_size") or 0
     types = tuple(layer.get("layer_types") or (FULL,))
     ids = states(default_states(file.target))
@@ -216,6 +241,7 @@ def eagle3_view(file: ConfigFile, fields: Fields, layer: Mapping[str, Any], engi
         "layers": str(layer.get("num_hidden_layers") or 1),
         "one pass": one_pass(file.get("parallel_drafting"), file.get("ptd_token_id")),
         "vocabulary": f"{file.get('draft_vocab_size') or vocab:,} of {vocab:,}",
+        "embedding, head": own_source(file),
     }
 
 
@@ -227,7 +253,6 @@ def converter_view(file: ConfigFile, layer: Mapping[str, Any], base: View) -> Vi
         "norms": eagle3_norms(layer.get("rms_norm_eps"), *norms),
         "rope": engine_rope(layer, "llama.cpp", 10000.0),
         "window": "none",
-        "embedding, head": source(EMBEDDING in file.names, HEAD in file.names),
     }
     if ids and len(ids) != 3:
         view["layer ids"] = REFUSES + "it joins three states"

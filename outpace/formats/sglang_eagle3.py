@@ -32,7 +32,6 @@ from outpace.formats.fields import (
 )
 from outpace.formats.spec import (
     EAGLE3,
-    EMBEDDING,
     HEAD,
     Eagle3Draft,
     FormatWarning,
@@ -204,8 +203,7 @@ def views(file: ConfigFile) -> dict[str, View]:
         "embedding, head": source(False, HEAD in file.names and not whole),
     }
     vllm = base("vLLM") | {
-        "norms": eagle3_norms(eps, hf.get("norm_before_residual"), before_fc, hf.get("fc_norm"), output),
-        "embedding, head": source(EMBEDDING in file.names, HEAD in file.names),
+        "norms": eagle3_norms(eps, hf.get("norm_before_residual"), before_fc, hf.get("fc_norm"), output)
     }
     # its norm_output is the norm before the head; the state it feeds back is always the one before
     specforge_norms = eagle3_norms(eps, False, False, file.first("fc_norm", OLD_FC_NORM), False)

@@ -9,15 +9,11 @@ from outpace.formats.engines import (
     IDS,
     View,
     converter_view,
+    dflash_view,
     eagle3_norms,
     eagle3_view,
-    engine_rope,
-    field_view,
     layer_types,
     one_pass,
-    sees,
-    source,
-    windows,
 )
 from outpace.formats.fields import (
     OWN_DEPTH,
@@ -240,13 +236,8 @@ def dflash_views(file: ConfigFile) -> dict[str, View]:
     # vLLM, before it resolved this per layer
     older = [not (True if non_causal is None else non_causal)] * len(types)
     own = [not non_causal and t == WINDOW for t in types]
-    base = {
-        "rope": engine_rope(layer, "vLLM", 10000.0),
-        "window": windows(types, window),
-        "embedding, head": source(EMBEDDING in file.names, HEAD in file.names),
-    }
     return {
-        engine: field_view(file, DFLASH_FIELDS, engine) | base | {"block sees": sees(types, causal)}
+        engine: dflash_view(file, DFLASH_FIELDS, engine, layer, 10000.0, types, window, causal)
         for engine, causal in (("vLLM", older), ("speculators", own))
     }
 
@@ -303,8 +294,7 @@ def eagle3_views(file: ConfigFile) -> dict[str, View]:
     more = (file.get("norm_before_fc"), file.get("fc_norm"), file.get("norm_output"))
     parallel = file.get("speculators_model_type") == "peagle"
     base = eagle3_view(file, EAGLE3_FIELDS, layer, "vLLM") | {
-        "one pass": one_pass(parallel, file.get("mask_token_id")),
-        "embedding, head": source(EMBEDDING in file.names, HEAD in file.names),
+        "one pass": one_pass(parallel, file.get("mask_token_id"))
     }
     vllm = base | {"norms": eagle3_norms(eps, residual in (None, True), *more)}
     own = base | {"norms": eagle3_norms(eps, residual, *more)}

@@ -4,7 +4,7 @@ from typing import Any
 
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.formats.base import FolderFormat
-from outpace.formats.engines import View, bias_words, engine_rope, field_view, sees, source, windows
+from outpace.formats.engines import View, bias_words, dflash_view, source
 from outpace.formats.fields import (
     OWN_DEPTH,
     OWN_TEMPERATURES,
@@ -99,10 +99,9 @@ def warnings(draft: DFlashDraft) -> list[FormatWarning]:
 
 def views(file: ConfigFile) -> dict[str, View]:
     window = _window(file)
-    view = field_view(file, FIELDS, "transformers") | {
-        "rope": engine_rope(file.values, "transformers", 500000.0),
-        "window": windows(_types(file), window + 1 if type(window) is int else 2049),
-        "block sees": sees((), ()),
+    window = window + 1 if type(window) is int else 2049
+    view = dflash_view(file, FIELDS, "transformers", file.values, 500000.0, _types(file), window, causal=())
+    view |= {
         "attention bias": bias_words(False),
         "embedding, head": source(False, False),
     }

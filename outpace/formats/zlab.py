@@ -5,6 +5,7 @@ convolutions) are under "outpace", and the architecture is then our own: an engi
 drafts with half of it.
 """
 
+from functools import partial
 from typing import Any
 
 from outpace.checkpoint.open import LoadError
@@ -17,12 +18,9 @@ from outpace.formats.engines import (
     View,
     bias_words,
     causal_layers,
-    engine_rope,
-    field_view,
+    dflash_view,
     layer_types,
-    sees,
     source,
-    windows,
 )
 from outpace.formats.fields import (
     OWN_TEMPERATURES,
@@ -38,8 +36,6 @@ from outpace.formats.fields import (
 )
 from outpace.formats.spec import (
     DFLASH,
-    EMBEDDING,
-    HEAD,
     DFlashDraft,
     FormatWarning,
     TargetFiles,
@@ -247,36 +243,21 @@ def views(file: ConfigFile) -> dict[str, View]:
     swa = inner.get("swa_window_size")
     use_swa = bool(inner.get("use_swa")) and WINDOW not in types
     wide = (WINDOW,) * len(types) if use_swa else types
-    own = source(EMBEDDING in file.names, HEAD in file.names)
     mask = f"the token {file.first('dflash_config.mask_token', 'mask_token') or DEFAULT_MASK!r}"
-    sglang = field_view(file, FIELDS, "SGLang", missing={"mask token": mask}) | {
-        "rope": engine_rope(layer, "SGLang", 1e6),
-        "window": windows(types, window),
-        "block sees": sees(types, causal_layers(layer, types)),
-        "parts": _parts(file, "SGLang"),
-        "embedding, head": source(False, False),
-    }
-    vllm = field_view(file, FIELDS, "vLLM") | {
-        "rope": engine_rope(layer, "vLLM", 1e6),
-        "window": windows(wide, swa or window),
-        "block sees": sees(wide, causal_layers(layer, types, inner.get("causal"))),
-        "parts": _parts(file, "vLLM"),
-        "embedding, head": own,
-    }
+    view = partial(dflash_view, file, FIELDS)
+    sglang = view("SGLang", layer, 1e6, types, window, causal_layers(layer, types), {"mask token": mask})
+    sglang["embedding, head"] = source(False, False)
+    vllm = view("vLLM", layer, 1e6, wide, swa or window, causal_layers(layer, types, inner.get("causal")))
     ggml_window = swa or layer.get("sliding_window")
     slides = (layer.get("use_sliding_window") or inner.get("use_swa")) and ggml_window
     ggml_types = (wide if inner.get("use_swa") else types) if slides else (FULL,) * len(types)
-    causal = bool(layer.get("is_causal", inner.get("causal")))
-    llama_cpp = field_view(file, FIELDS, "llama.cpp", missing={"mask token": "none"}) | {
-        "rope": engine_rope(layer, "llama.cpp", 10000.0),
-        "window": windows(ggml_types, ggml_window),
-        "block sees": sees(types, [causal] * len(types)),
-        "parts": _parts(file, "llama.cpp"),
-        "embedding, head": own,
-    }
+    causal = [bool(layer.get("is_causal", inner.get("causal")))] * len(types)
+    no_mask = {"mask token": "none"}
+    llama_cpp = view("llama.cpp", layer, 10000.0, ggml_types, ggml_window, causal, no_mask)
     if llama_cpp["attention bias"] == bias_words(True):
         llama_cpp["attention bias"] = REFUSES + "it has no biases"
-    return {"SGLang": sglang, "vLLM": vllm, "llama.cpp": llama_cpp}
+    views = {"SGLang": sglang, "vLLM": vllm, "llama.cpp": llama_cpp}
+    return {engine: view | {"parts": _parts(file, engine)} for engine, view in views.items()}
 
 
 def _parts(file: ConfigFile, engine: str) -> str:
