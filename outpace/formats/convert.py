@@ -10,14 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.checkpoint.gguf import (
-    INTERLEAVED,
-    ROPE_FACTORS,
-    gguf_name,
-    paired_heads,
-    pairs,
-    rope_factors,
-)
+from outpace.checkpoint.gguf import INTERLEAVED, ROPE_FACTORS, gguf_name, paired_heads, pairs, rope_factors
 from outpace.checkpoint.gguf_config import ARCHITECTURES
 from outpace.checkpoint.gguf_writer import Item, OnBytes, write_items
 from outpace.checkpoint.open import open_checkpoint, target_path
@@ -119,12 +112,10 @@ def vocabulary_of(model: Decoder, tokenizer: Tokenizer, template: str | None) ->
     """The tokenizer, the ids that begin and end a text, and the chat template, as GGUF metadata."""
     config = model.config
     value = gguf_vocabulary(tokenizer, config.vocab_size)
-    if config.eos_token_ids:
-        value["tokenizer.ggml.eos_token_id"] = config.eos_token_ids[0]
-    if config.bos_token_id is not None:
-        value["tokenizer.ggml.bos_token_id"] = config.bos_token_id
-    if config.pad_token_id is not None:
-        value["tokenizer.ggml.padding_token_id"] = config.pad_token_id
+    eos = config.eos_token_ids[0] if config.eos_token_ids else None
+    for kind, token in {"eos": eos, "bos": config.bos_token_id, "padding": config.pad_token_id}.items():
+        if token is not None:
+            value[f"tokenizer.ggml.{kind}_token_id"] = token
     if template is not None:
         value["tokenizer.chat_template"] = template
     return value
@@ -160,19 +151,23 @@ def _kind(
 ) -> GGMLQuantizationType:
     if len(shape) < 2 or name.endswith("bias") or ".router." in param:
         return TYPES["f32"]
-    matrix = _expert_matrix(model, param)
-    if matrix is not None and is_mxfp4(matrix):
+    experts = _experts(model, param)
+    if experts is not None and is_mxfp4(_matrix(experts, param)):
         return GGMLQuantizationType.MXFP4
     values, _ = GGML_QUANT_SIZES[kind]
     return kind if shape[-1] % values == 0 else TYPES["f16"]
 
 
-def _expert_matrix(model: Decoder, param: str) -> ExpertMatrix | None:
-    """The matrix that holds an expert's gate, up or down; gate and up may be one, which is called up."""
+def _experts(model: Decoder, param: str) -> Experts | None:
+    """Those that the weight or bias belongs to."""
     path, _, name = param.rpartition(".")[0].rpartition(".")
-    experts = model.get_submodule(path)
-    if not isinstance(experts, Experts) or name == "router":
-        return None
+    module = model.get_submodule(path)
+    return module if isinstance(module, Experts) and name != "router" else None
+
+
+def _matrix(experts: Experts, param: str) -> ExpertMatrix:
+    """The one that holds gate, up or down; gate and up may be one, which is called up."""
+    name = param.split(".")[-2]
     return {"gate": experts.gate or experts.up, "up": experts.up, "down": experts.down}[name]
 
 
@@ -181,31 +176,24 @@ def _pick(split: Callable[[Tensor], list[Tensor]], i: int, whole: Tensor) -> Ten
 
 
 def _part(model: Decoder, param: str, pick: Callable[[Tensor], Tensor]) -> Tensor | Quant:
-    matrix = _expert_matrix(model, param)
-    if matrix is None:
+    experts = _experts(model, param)
+    if experts is None:
         return pick(fused(model, param))
-    experts = model.get_submodule(param.rpartition(".")[0].rpartition(".")[0])
-    assert isinstance(experts, Experts)
-    leaf, name = param.rpartition(".")[2], param.split(".")[-2]
+    matrix, size = _matrix(experts, param), model.config.expert_size
+    *_, name, leaf = param.split(".")
     if experts.gate is not None or name == "down":
-        half: slice | None = None
+        rows = slice(None)
     elif experts.limit is not None:  # in turn
-        half = slice(name == "up", None, 2)
+        rows = slice(name == "up", None, 2)
     else:
-        size = model.config.expert_size
-        half = slice(size, None) if name == "up" else slice(0, size)
+        rows = slice(size, None) if name == "up" else slice(0, size)
     if leaf == "bias":
         assert matrix.bias is not None
-        return matrix.bias if half is None else matrix.bias[:, half]
-    if matrix.weight is None:
-        blocks, scales = matrix.blocks, matrix.scales
-        if half is not None:
-            blocks, scales = blocks[:, half], scales[:, half]
-        return Quant(mxfp4.to_ggml(blocks, scales), "MXFP4")
+        return matrix.bias[:, rows]
     weight = matrix.weight
-    if isinstance(weight, Quant):
-        return weight if half is None else Quant(weight.data[:, half], weight.format)
-    return weight if half is None else weight[:, half]
+    if weight is None:
+        return Quant(mxfp4.to_ggml(matrix.blocks[:, rows], matrix.scales[:, rows]), "MXFP4")
+    return Quant(weight.data[:, rows], weight.format) if isinstance(weight, Quant) else weight[:, rows]
 
 
 def _reordered(make: Callable[[], Tensor | Quant], rows: Tensor) -> Tensor | Quant:
