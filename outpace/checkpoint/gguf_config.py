@@ -105,10 +105,7 @@ def config_from(
     return (
         values
         | experts
-        | {
-            "intermediate_size": size,
-            "sliding_window": fields.count("attention.sliding_window", 128),
-        }
+        | {"intermediate_size": size, "sliding_window": fields.count("attention.sliding_window", 128)}
     )
 
 

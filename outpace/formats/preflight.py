@@ -17,16 +17,7 @@ from outpace.formats.errors import Files, find_errors, find_notes
 from outpace.formats.fields import ConfigFile
 from outpace.formats.gguf import GGUFFormat
 from outpace.formats.load import CANONICAL, FORMATS, detect, kind_of, read_draft
-from outpace.formats.spec import (
-    DFLASH,
-    EAGLE3,
-    EMBEDDING,
-    HEAD,
-    Description,
-    TargetFiles,
-    is_targets,
-    stored,
-)
+from outpace.formats.spec import DFLASH, EAGLE3, EMBEDDING, HEAD, Description, TargetFiles, is_targets, stored
 
 OURS = "outpace"
 ENGINES = (OURS, "SGLang", "vLLM", "SpecForge", "speculators", "llama.cpp", "transformers")
@@ -153,13 +144,7 @@ def _open(path: Path, name: str, target: TargetFiles) -> tuple[Files, dict[str, 
 
 
 def _cell(
-    engine: str,
-    check: str,
-    name: str,
-    draft: Description | None,
-    view: View | None,
-    meant: View,
-    shared: str,
+    engine: str, check: str, name: str, draft: Description | None, view: View | None, meant: View, shared: str
 ) -> PreflightCell:
     """`shared`: the words of a row that all who open the files read alike."""
     if engine == OURS:

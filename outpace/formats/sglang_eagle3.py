@@ -30,14 +30,7 @@ from outpace.formats.fields import (
     read_rope,
     write_fields,
 )
-from outpace.formats.spec import (
-    EAGLE3,
-    HEAD,
-    Eagle3Draft,
-    FormatWarning,
-    TargetFiles,
-    warn,
-)
+from outpace.formats.spec import EAGLE3, HEAD, Eagle3Draft, FormatWarning, TargetFiles, warn
 from outpace.models.config import FULL, WINDOW
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SGLang's, vLLM's
@@ -82,8 +75,7 @@ FIELDS = (
         engines={"SGLang": (NESTED_IDS,), "SpecForge": (NESTED_IDS,), "vLLM": (IDS,), "llama.cpp": (IDS,)},
     ),
     *norms(
-        Place("eagle_config.norm_before_fc", "vLLM"),
-        Place("norm_before_fc", "vLLM, llama.cpp's converter"),
+        Place("eagle_config.norm_before_fc", "vLLM"), Place("norm_before_fc", "vLLM, llama.cpp's converter")
     ),
     # vLLM's keys for P-EAGLE
     Field(name="parallel", places=(Place("parallel_drafting"),), kind=bool, default=False, sparse=True),

@@ -17,14 +17,7 @@ from outpace.formats.fields import (
     read_rope,
     write_fields,
 )
-from outpace.formats.spec import (
-    DFLASH,
-    DFlashDraft,
-    FormatWarning,
-    TargetFiles,
-    parts_warning,
-    warn,
-)
+from outpace.formats.spec import DFLASH, DFlashDraft, FormatWarning, TargetFiles, parts_warning, warn
 from outpace.formats.zlab import narrow_window
 from outpace.models.config import WINDOW
 
@@ -101,10 +94,7 @@ def views(file: ConfigFile) -> dict[str, View]:
     window = _window(file)
     window = window + 1 if type(window) is int else 2049
     view = dflash_view(file, FIELDS, "transformers", file.values, 500000.0, _types(file), window, causal=())
-    view |= {
-        "attention bias": bias_words(False),
-        "embedding, head": source(False, False),
-    }
+    view |= {"attention bias": bias_words(False), "embedding, head": source(False, False)}
     view.pop("vocabulary")  # it is not read
     return {"transformers": view}
 

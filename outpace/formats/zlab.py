@@ -34,13 +34,7 @@ from outpace.formats.fields import (
     read_rope,
     write_fields,
 )
-from outpace.formats.spec import (
-    DFLASH,
-    DFlashDraft,
-    FormatWarning,
-    TargetFiles,
-    warn,
-)
+from outpace.formats.spec import DFLASH, DFlashDraft, FormatWarning, TargetFiles, warn
 from outpace.models.config import FULL, WINDOW
 
 ARCHITECTURE, SECOND, OWN = "DFlashDraftModel", "DFlash2DraftModel", "OutpaceDFlashDraftModel"
@@ -126,12 +120,7 @@ def parse(file: ConfigFile) -> DFlashConfig:
     if "mask_embedding" not in file.names and fields["mask_token_id"] is None:
         fields["mask_token_id"] = _mask_by_text(file)
     return DFlashConfig(
-        **fields,
-        rope=rope,
-        layer_types=types,
-        sliding_window=window,
-        causal=causal,
-        causal_full=causal_full,
+        **fields, rope=rope, layer_types=types, sliding_window=window, causal=causal, causal_full=causal_full
     )
 
 

@@ -33,28 +33,21 @@ class ChatFormat(Protocol):
 
     def add_user(self, text: str) -> None:
         """Add the user's next message."""
-        ...
 
     def add_tool_result(self, text: str) -> None:
         """Add the result of the last call. Raises ValueError where there is none."""
-        ...
 
     def remove_last(self) -> None:
         """Remove the last message."""
-        ...
 
     def reset(self) -> None:
         """Remove all messages."""
-        ...
 
     def prompt(self) -> list[int]:
         """Token ids after which the model answers."""
-        ...
 
     def feed(self, token: int) -> ChatPart | None:
         """One more token of the answer; -> the text that it adds."""
-        ...
 
     def end(self) -> list[ChatPart]:
         """The answer is over, complete or not; -> all of it. It becomes part of the messages."""
-        ...

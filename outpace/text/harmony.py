@@ -9,15 +9,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-from outpace.text.messages import (
-    ANALYSIS,
-    Conversation,
-    Developer,
-    Message,
-    Namespace,
-    System,
-    Tool,
-)
+from outpace.text.messages import ANALYSIS, Conversation, Developer, Message, Namespace, System, Tool
 from outpace.text.tokenizer import END_OF_TEXT, PlainEncoder, token_id
 
 Schema = dict[str, Any]

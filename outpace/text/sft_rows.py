@@ -118,11 +118,7 @@ def read_conversations(path: Path, system: System | None = None) -> Iterator[tup
 
 
 def read_rows(
-    path: Path,
-    tokens: HarmonyTokens,
-    *,
-    system: System | None = None,
-    recipient_in: RecipientIn = "role",
+    path: Path, tokens: HarmonyTokens, *, system: System | None = None, recipient_in: RecipientIn = "role"
 ) -> Iterator[TrainingRow]:
     """`rows` of every conversation in a JSONL file, in order."""
     for line, conversation in read_conversations(path, system):
