@@ -37,16 +37,15 @@ class Files:
     def fc(self) -> tuple[int, ...]:
         return self.specs.get("fc.weight", self.specs.get("encoder.fc.weight", ((0, 0), "")))[0]
 
-    def words(self, check: str) -> str:
-        """Of the rows that no engine reads by a rule of its own."""
-        match check:
-            case "hidden sizes":
-                return f"{self.fc[0]} <- {self.fc[-1]}" if self.fc[0] else ""
-            case "dtype":
-                return ", ".join(sorted({d for _, d in self.specs.values() if d not in ("I64", "BOOL")}))
-            case "anchor slot":
-                return "slot 0, unshifted"
-        return ""
+    @property
+    def view(self) -> View:
+        """The rows that no engine reads by a rule of its own."""
+        dtypes = {dtype for _, dtype in self.specs.values() if dtype not in ("I64", "BOOL")}
+        return {
+            "hidden sizes": f"{self.fc[0]} <- {self.fc[-1]}" if self.fc[0] else "",
+            "dtype": ", ".join(sorted(dtypes)),
+            "anchor slot": "slot 0, unshifted",
+        }
 
 
 def find_errors(files: Files, target: TargetFiles, meant: View) -> dict[str, str]:

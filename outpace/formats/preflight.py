@@ -91,26 +91,23 @@ def preflight(path: Path, target: TargetFiles, engines: tuple[str, ...] = ENGINE
     name = detect(path)
     kind = FORMATS[name].kind
     draft, refused, notes = _read(path, target)
-    files, readings = _open(path, name, target)
-    ours = None if draft is None else description_view(draft)
-    if ours and isinstance(FORMATS[name], GGUFFormat):
-        readings = {engine: ours | view for engine, view in readings.items()}
-    meant = ours or readings[next(e for e in FORMATS[name].engines if e in readings)]
+    files, views = _open(path, name, target)
+    readings = {engine: files.view | view for engine, view in views.items()}
+    if draft is not None:
+        readings[OURS] = files.view | description_view(draft)
+        if isinstance(FORMATS[name], GGUFFormat):
+            readings = {engine: readings[OURS] | view for engine, view in readings.items()}
+    meant = readings[next(e for e in (OURS, *FORMATS[name].engines) if e in readings)]
     errors, strange = find_errors(files, target, meant), find_notes(files, target)
     rows = []
     for check in CHECKS[kind]:
-        shared = files.words(check)
-        cells = {
-            e: _cell(e, check, name, draft, ours if e == OURS else readings.get(e), meant, shared)
-            for e in ENGINES
-            if e in engines
-        }
+        cells = {e: _cell(e, check, name, draft, readings.get(e), meant) for e in ENGINES if e in engines}
         error, note = errors.get(check, ""), strange.get(check, "")
         if error:
             cells = {
                 e: PreflightCell("wrong", c.message) if c.state == "same" else c for e, c in cells.items()
             }
-        value, fix = meant.get(check) or shared, _fix(check, name, draft, cells)
+        value, fix = meant.get(check, ""), _fix(check, name, draft, cells)
         rows.append(PreflightRow(check=check, message=value, cells=cells, fault=error, note=note, fix=fix))
     return Preflight(
         path=str(path), format=name, kind=kind, target=target.path, rows=rows, refused=refused, notes=notes
@@ -144,18 +141,17 @@ def _open(path: Path, name: str, target: TargetFiles) -> tuple[Files, dict[str, 
 
 
 def _cell(
-    engine: str, check: str, name: str, draft: Description | None, view: View | None, meant: View, shared: str
+    engine: str, check: str, name: str, draft: Description | None, view: View | None, meant: View
 ) -> PreflightCell:
-    """`shared`: the words of a row that all who open the files read alike."""
     if engine == OURS:
-        return PreflightCell("", "") if view is None else PreflightCell("same", view.get(check) or shared)
+        return PreflightCell("", "") if view is None else PreflightCell("same", view.get(check, ""))
     direct = engine in FORMATS[name].engines
     warning = None if draft is None else _warning(engine, check, name if direct else None, draft)
     if view is not None:
-        value = view.get(check, shared)
+        value = view.get(check, "")
         if value.startswith(REFUSES):
             return PreflightCell("refuses", value.removeprefix(REFUSES))
-        if value and value != (meant.get(check) or shared):
+        if value and value != meant.get(check):
             return PreflightCell("differs", value)
         if warning is not None and direct:
             return warning

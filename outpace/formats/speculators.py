@@ -46,17 +46,7 @@ from outpace.formats.zlab import narrow_window
 from outpace.models.config import FULL, WINDOW, check_values
 
 LAYER = "transformer_layer_config."
-# a file has what differs from these, the defaults of transformers' Qwen3Config and LlamaConfig
-QWEN3 = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-}
+# a file has what differs from these, the defaults of transformers' LlamaConfig and Qwen3Config
 LLAMA = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -64,6 +54,13 @@ LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
+}
+QWEN3 = LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
 }
 MASK = Field(name="mask_token_id", default=None, row="mask token")
 DFLASH_FIELDS = (
