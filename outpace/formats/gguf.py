@@ -6,7 +6,7 @@ A record of our own ("outpace.draft") holds the config and what llama.cpp has no
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,7 @@ class GGUFFormat(Format):
         """The config of our record, which must agree with the keys that llama.cpp reads."""
         try:
             config: Any = typed(self.config_class, fields, RECORD)
+            config = replace(config, rope=canonical_rope(config.rope))  # a kind that is known
             wanted = self.keys(config)
             if config.rope.kind == "factors" and len(config.rope.factors) != config.head_dim // 2:
                 raise TypeError("one rope factor per frequency")
