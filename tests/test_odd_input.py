@@ -227,9 +227,10 @@ def test_ctrl_c_of_a_training_says_how_to_resume(monkeypatch, capsys, tmp_path, 
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    module = "outpace.train" if kind in ("dflash", "eagle3") else "outpace.retrofit"
-    monkeypatch.setattr(f"{module}.{kind}.train_{kind}", interrupted)
-    monkeypatch.setattr("outpace.cli.training._data", lambda *arguments: (None, [], None))
-    arguments = ("--cache", tmp_path) if module == "outpace.train" else ("default",)
+    is_draft = kind in ("dflash", "eagle3")
+    train = f"outpace.train.{kind}.train_{kind}" if is_draft else "outpace.retrofit.train.train_retrofit"
+    monkeypatch.setattr(train, interrupted)
+    monkeypatch.setattr("outpace.cli.training.teacher_cache", lambda *arguments, **options: None)
+    arguments = ("--cache", tmp_path) if is_draft else ("default",)
     code, _, err = run(monkeypatch, capsys, "train", kind, *arguments, "--out", tmp_path / "run")
     assert code == 130 and f"the same command resumes from {tmp_path / 'run'}" in err.replace("\n", "")
