@@ -230,6 +230,9 @@ def test_ctrl_c_of_a_training_says_how_to_resume(monkeypatch, capsys, tmp_path, 
     is_draft = kind in ("dflash", "eagle3")
     train = f"outpace.train.{kind}.train_{kind}" if is_draft else "outpace.retrofit.train.train_retrofit"
     monkeypatch.setattr(train, interrupted)
+    if not is_draft:
+        made = f"outpace.retrofit.{kind}.{kind.title()}Trainer"
+        monkeypatch.setattr(made, lambda *arguments: None)
     monkeypatch.setattr("outpace.cli.training.teacher_cache", lambda *arguments, **options: None)
     arguments = ("--cache", tmp_path) if is_draft else ("default",)
     code, _, err = run(monkeypatch, capsys, "train", kind, *arguments, "--out", tmp_path / "run")
