@@ -1,6 +1,10 @@
 """Lossless speculative decoding for GPT-OSS, Qwen3 and Llama: `load`, `load_draft`, `generate`, `stream`."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# read when torch is loaded: its OpenMP threads would spin for milliseconds on cores that the kernels need
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
     from outpace.api import (

@@ -1,6 +1,5 @@
 """The console script: every command, and errors that end in one line."""
 
-import os
 import sys
 
 from rich.console import Console
@@ -27,8 +26,6 @@ def main() -> None:
     """The console script: errors meant for people end in one line, not in a traceback."""
     if sys.stdout is None:  # closed by the shell: >&-
         _fail("the standard output is closed: redirect it to a file")
-    # read when torch is loaded: its OpenMP threads would spin for milliseconds on cores that others need
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         app()
     except UnicodeDecodeError as error:  # files are decoded where they are read

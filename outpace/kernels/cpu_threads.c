@@ -9,7 +9,7 @@
 
 typedef void (*Item)(const void *with, long item, long me);  // me: 0 the caller, 1.. the others; each scratch memory's own
 typedef struct { long next, end, pad[6]; } Share;            // a thread's own items, so that small weights stay in its cache; then it steals
-enum { SPINS = 4000, PATIENCE = 200000, SHORTEST = 10000000, LONGEST = 1000000000 };  // turns of a loop; nanoseconds
+enum { SPINS = 4000, PATIENCE = 200000, SHORTEST = 5000000, LONGEST = 100000000 };  // turns of a loop; nanoseconds
 // Of the gate, from the right: threads inside; how many may enter; whether it is open; the number of the job.
 enum { ENTERED = 0xff, ROOM = 8, OPEN = 1 << 16, JOB = 17 };
 
@@ -80,7 +80,7 @@ static void recruit(long members) {
 }
 // Other processes want the cores: for a while the caller works alone, longer each time.
 static void step_back(long time) {
-    pool.penalty = time - pool.stalled < 8 * pool.penalty ? MIN(2 * pool.penalty, LONGEST) : SHORTEST;
+    pool.penalty = time - pool.stalled < 4 * pool.penalty ? MIN(2 * pool.penalty, LONGEST) : SHORTEST;
     pool.stalled = time, pool.alone_until = time + pool.penalty;
 }
 static void wait_for(long inside, long began) {  // one that takes longer than the caller worked has lost its core
@@ -92,13 +92,12 @@ static void wait_for(long inside, long began) {  // one that takes longer than t
     while (atomic_load(&pool.left) != inside) sched_yield();
     if (now() - waits > waits - began + PATIENCE) step_back(now());
 }
-static void look_round(void) {  // whether the caller has lost its core since it last looked
+static long cores_lost(void) {  // how often the calling thread has been taken from its core
 #ifdef RUSAGE_THREAD
-    static __thread long before;
     struct rusage use;
-    getrusage(RUSAGE_THREAD, &use);
-    if (use.ru_nivcsw > before && before && now() > pool.alone_until) step_back(now());
-    before = use.ru_nivcsw;
+    return getrusage(RUSAGE_THREAD, &use) ? 0 : use.ru_nivcsw;
+#else
+    return 0;
 #endif
 }
 static void each_item(long items, Item item, const void *with, long threads) {
