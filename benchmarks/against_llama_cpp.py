@@ -24,6 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import outpace  # noqa: F401 - before torch is loaded: it sets how long torch's threads spin
+
+# isort: split
 import numpy as np
 import torch
 
