@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
-from outpace.decode.controller import Controller
+from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.generate import steps
 from outpace.decode.partial import Partial
 from outpace.decode.request import GREEDY, BatchRows, Request
@@ -106,7 +106,10 @@ class Model:
     target: Decoder
     tokenizer: Tokenizer
     layers: int | None = None
-    _controllers: dict[str, Controller | None] = field(default_factory=dict, repr=False, compare=False)
+    # by acceptance rule and number of threads
+    _controllers: dict[tuple[str, int], Controller | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def eos(self) -> frozenset[int]:
@@ -419,15 +422,19 @@ def _decode(
 
 
 def _controller(model: Model, draft: Draft, request: Request, seed: int | None) -> Controller | None:
-    """The one with this machine's costs, one for all requests of a rule. With a seed, only where the draft
-    length leaves the text as it is: elsewhere the seed's text would depend on the costs."""
+    """A new one with this machine's costs, which are looked up once. With a seed, only where the draft length
+    leaves the text as it is: elsewhere the seed's text would depend on the costs."""
     rule = request.effective_rule
     if seed is not None and rule not in (GREEDY, "gumbel"):
         return None
-    if rule not in model._controllers:
-        chosen, _ = auto_controller(model.target, model.tokenizer, draft, rule, cache_folder())
-        model._controllers[rule] = chosen
-    return model._controllers[rule]
+    key = rule, torch.get_num_threads()
+    if key not in model._controllers:
+        model._controllers[key], _ = auto_controller(
+            model.target, model.tokenizer, draft, rule, cache_folder()
+        )
+    known = model._controllers[key]
+    # one serves one generation at a time, and threads may share a model
+    return Adaptive(known.costs) if isinstance(known, Adaptive) else known
 
 
 def _is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:

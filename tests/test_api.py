@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import outpace
+from outpace.decode.controller import Adaptive
 from outpace.decode.generate import generate as decode
 from outpace.decode.request import Request
 
@@ -145,6 +146,27 @@ def test_messages_need_a_chat_format(model):
 def test_refusals(model, call, message):
     with pytest.raises(ValueError, match=message):
         call(model)
+
+
+def test_every_request_without_a_draft_has_a_controller_of_its_own(model, few_repeats, monkeypatch):
+    """Threads may share a model; a controller counts what one generation accepts."""
+    monkeypatch.setattr("outpace.decode.costs.Costs.busy", False)
+    seen = []
+
+    def noted(*arguments, controller, **more):
+        seen.append(controller)
+        return iter(())
+
+    monkeypatch.setattr("outpace.api.steps", noted)
+    model._controllers.clear()
+    for how in ({}, {}, {"draft": "ngram"}, {"draft": False}):
+        outpace.stream(model, "x", **how)
+    drawn = {"temperature": 1.0, "acceptance": "rejection", "seed": 3}  # its text depends on the draft length
+    outpace.stream(model, "x", sampling=outpace.SamplingParams(**drawn))
+    first, second, *others = seen
+    assert isinstance(first, Adaptive) and isinstance(second, Adaptive) and first is not second
+    assert first.costs is second.costs and others == [None] * 3
+    model._controllers.clear()  # of costs that mean nothing
 
 
 def test_importing_outpace_is_quick_and_names_are_known():

@@ -42,8 +42,16 @@ def measure_costs(
         if len(text) >= wanted:
             break
         text += tokenizer.encode(document.text[:20000], add_special_tokens=False).ids
-    how = {"contexts": contexts, "batches": batches, "seconds": seconds}
-    return calibrate(target, draft, text, **how, rule=rule, on_progress=on_progress)  # type: ignore[arg-type]
+    return calibrate(
+        target,
+        draft,
+        text,
+        contexts=contexts,
+        batches=batches,
+        seconds=seconds,
+        rule=rule,
+        on_progress=on_progress,
+    )
 
 
 def auto_controller(

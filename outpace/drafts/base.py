@@ -85,7 +85,7 @@ def check_finite(
     `offered` by; `where` is the step, `finite` what is known of the logits. One wait for the device, for
     both."""
     largest: dict[str, Tensor] = {} if finite else {"target": logits.amax()}
-    if offered is not None and offered.on_host:
+    if offered is not None and offered.on_host and offered.q is None:
         stated = sum(map(sum, offered.stated or []))
         if not math.isfinite(stated):
             largest["draft"] = torch.tensor(stated)

@@ -38,17 +38,19 @@ class States:
         )
 
 
+def _concatenated(parts: list[Tensor], dim: int) -> Tensor:
+    """Of one alone a view: every step has one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
 def joined(parts: list[States]) -> States:
     """The parts concatenated row by row, without the padding between them."""
-    if len(parts) == 1:
-        n, alone = max(parts[0].counts), parts[0]
-        return States(alone.tokens[:, :n], None if alone.aux is None else alone.aux[:, :, :n], alone.counts)
     lengths = [max(part.counts) for part in parts]
-    tokens = torch.cat([part.tokens[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
+    tokens = [part.tokens[:, :n] for part, n in zip(parts, lengths, strict=True)]
     states = [part.aux[:, :, :n] for part, n in zip(parts, lengths, strict=True) if part.aux is not None]
     counts = [sum(row) for row in zip(*(part.counts for part in parts), strict=True)]
-    whole = States(tokens, torch.cat(states, dim=2) if states else None, counts)
-    if min(counts) == sum(lengths):
+    whole = States(_concatenated(tokens, 1), _concatenated(states, 2) if states else None, counts)
+    if len(parts) == 1 or min(counts) == sum(lengths):
         return whole
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     return whole.at(

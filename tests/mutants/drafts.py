@@ -47,8 +47,8 @@ MUTANTS = [
     (
         "pending states joined with their padding",
         "outpace/drafts/deferred.py",
-        "if min(counts) == sum(lengths):",
-        "if max(counts) == sum(lengths):",
+        "if len(parts) == 1 or min(counts) == sum(lengths):",
+        "if len(parts) == 1 or max(counts) == sum(lengths):",
         "tests/drafts/test_deferred.py",
     ),
     (
