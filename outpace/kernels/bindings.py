@@ -27,8 +27,11 @@ MOST_INDEX_HEADS, MOST_HEAD_DIM, MOST_CANDIDATES = 64, 256, 64
 def use_kernel(x: Tensor, *, backward: bool = False, few_rows: bool = False) -> bool:
     """True where a C kernel takes `x`: the kernels are built, x lies on a CPU, and is an integer tensor or a
     float32 one while no gradient is recorded. With `backward`, the kernel has a backward pass: x may be
-    bfloat16 and record a gradient. With `few_rows`, x [..., C] has at most MOST_ROWS rows.
+    bfloat16 and record a gradient. With `few_rows`, x [..., C] has at most MOST_ROWS rows. A compiler that
+    captures a step sees torch's operators.
     """
+    if torch.compiler.is_compiling():
+        return False
     if x.is_floating_point():
         if backward:
             fits = x.dtype in (torch.float32, torch.bfloat16)

@@ -118,10 +118,11 @@ class LayerCache:
 
     def _put(self, whole: Tensor, new: Tensor, step: StepMetadata) -> None:
         T = step.T
-        slot = (step.start[0] + step.held) % self.size
-        if len(step.start) == 1 and step.counts[0] == T and slot + T <= self.size:
-            whole[:, :, slot : slot + T] = new
-            return
+        if len(step.start) == 1 and step.counts[0] == T:
+            slot = (step.start[0] + step.held) % self.size
+            if slot + T <= self.size:
+                whole[:, :, slot : slot + T] = new
+                return
         whole.transpose(1, 2)[step.rows, step.slots(self.size)] = new.transpose(1, 2)
 
     def _read(self, x: Tensor, index: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """What one forward adds to a memory, and what its queries may look at."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from outpace.kv.lazy import lazy
 from outpace.kv.topk import Lists, QueryPositions
 from outpace.kv.tree import Tree
 
@@ -21,6 +21,8 @@ class StepMetadata:
     `both_ways` lets every new token see every other (a draft's block) instead of only earlier ones; with a
     `tree`, it sees its ancestors. A node is remembered by its position and is at its depth; the nodes that
     the tree holds from earlier forwards lie between start[b] and the new ones.
+    `on_device`: start and counts [B] int64 of a step whose shapes alone are known on the host; `start` and
+    `counts` are empty then.
     """
 
     start: tuple[int, ...]
@@ -29,17 +31,18 @@ class StepMetadata:
     device: torch.device
     both_ways: bool = False
     tree: Tree | None = None
+    on_device: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
 
-    @cached_property
+    @lazy
     def starts(self) -> Tensor:
         """[B] int64, `start` as a tensor."""
-        return torch.tensor(self.start, device=self.device)
+        return self.on_device[0] if self.on_device else torch.tensor(self.start, device=self.device)
 
     @property
     def held(self) -> int:
         return 0 if self.tree is None else self.tree.held
 
-    @cached_property
+    @lazy
     def storage(self) -> Tensor:
         """[B, T] the index at which each new token is remembered."""
         return self.starts[:, None] + torch.arange(self.held, self.held + self.T, device=self.device)
@@ -49,12 +52,12 @@ class StepMetadata:
         """[B, T] where each new token is in its text."""
         return self.storage if self.tree is None else self.starts[:, None] + self.tree.depth
 
-    @cached_property
+    @lazy
     def rows(self) -> Tensor:
         """[B, 1] 0, 1, 2, .."""
-        return torch.arange(len(self.start), device=self.device)[:, None]
+        return torch.arange(len(self.starts), device=self.device)[:, None]
 
-    @cached_property
+    @lazy
     def _slots(self) -> dict[int, Tensor]:
         return {}
 
@@ -68,17 +71,17 @@ class StepMetadata:
             self._slots[size] = torch.where(kept, self.storage % size, size)
         return self._slots[size]
 
-    @cached_property
+    @lazy
     def real(self) -> Tensor:
         """[B, T] False at padding."""
         return torch.arange(self.T, device=self.device) < self.counts_tensor[:, None]
 
-    @cached_property
+    @lazy
     def counts_tensor(self) -> Tensor:
         """[B] int64, `counts` as a tensor."""
-        return torch.tensor(self.counts, device=self.device)
+        return self.on_device[1] if self.on_device else torch.tensor(self.counts, device=self.device)
 
-    @cached_property
+    @lazy
     def query_positions(self) -> QueryPositions:
         """The same, as an index asks for it."""
         return QueryPositions(self.starts, self.counts_tensor, self.T, self.tree, max(self.start) + self.T)
@@ -133,8 +136,7 @@ class KVView:
     def index(self) -> Tensor:
         """[B, S] which token lies in each slot; negative where none does."""
         step, slot = self.step, torch.arange(self.k.shape[2], device=self.k.device)
-        counts = torch.tensor(step.counts, device=self.k.device)[:, None]
-        last = step.starts[:, None] + step.held + counts - 1
+        last = step.starts[:, None] + step.held + step.counts_tensor[:, None] - 1
         if self.first is not None:
             slot = slot + self.first[:, None]
         return last - (last - slot) % self.k.shape[2]

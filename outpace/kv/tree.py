@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from outpace.kv.lazy import lazy
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Tree:
         assert self.parents.dim() == 2 and self.parents.dtype == torch.int64, "parents [B, U] int64"
         assert 0 <= self.held < self.parents.shape[1], "a tree has new positions"
 
-    @cached_property
+    @lazy
     def depth(self) -> Tensor:
         """[B, T] int64, 0 at a root."""
         return self._all[1][:, self.held :].contiguous()
 
-    @cached_property
+    @lazy
     def sees(self) -> Tensor:
         """[B, T, U] bool: which nodes each new one descends from, itself included."""
         return self._all[0][:, self.held :].contiguous()
@@ -44,15 +45,16 @@ class Tree:
             self._near[window] = self.sees & (behind < window)
         return self._near[window]
 
-    @cached_property
+    @lazy
     def _near(self) -> dict[int, Tensor]:
         return {}
 
-    @cached_property
+    @lazy
     def _all(self) -> tuple[Tensor, Tensor]:
         """sees [B, U, U] and depth [B, U] of all positions. Python is the faster way on a CPU; elsewhere it
-        would be a wait for the device."""
-        return _by_rows(self.parents) if self.parents.device.type == "cpu" else _by_doubling(self.parents)
+        would be a wait for the device, and a compiler does not know the numbers."""
+        on_host = self.parents.device.type == "cpu" and not torch.compiler.is_compiling()
+        return _by_rows(self.parents) if on_host else _by_doubling(self.parents)
 
 
 def _by_rows(parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from outpace.kv.base import KVCache, LayerCache
 from outpace.kv.latent import LatentCache
+from outpace.kv.metadata import StepMetadata
 from outpace.kv.tree import Tree
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import Embedding, Linear, RMSNorm
@@ -160,20 +161,31 @@ class Decoder(nn.Module):
             positions = torch.arange(offset, offset + T, device=tokens.device).expand(B, -1)
         else:
             positions = step.positions + cache.offset
+        routed: list[Tensor] | None = [] if routing else None
+        memories = None if cache is None else cache.layers
+        hidden, kept = self.walk(tokens, positions, memories, step, aux, routed)
+        if cache is not None and step is not None:
+            cache.advance(step)
+        return Output(hidden, kept, routed or [], self.logits(hidden) if logits else None)
+
+    def walk(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        memories: Sequence[LayerCache] | None,
+        step: StepMetadata | None,
+        aux: Sequence[int] = (),
+        routed: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """tokens, positions [B,T] -> hidden [B,T,C] and aux [n,B,T,C] of an `Output`, by the modules."""
         cos, sin = self.rope(positions)
         x = self.embed(tokens)
         kept = {}
-        routed: list[Tensor] = []
         for i, block in enumerate(self.layers):
-            memory = None if cache is None else cache.layers[i]
-            x = block(x, cos, sin, memory, step, routed if routing else None)
+            x = block(x, cos, sin, None if memories is None else memories[i], step, routed)
             if i in aux:
                 kept[i] = x
-        if cache is not None and step is not None:
-            cache.advance(step)
-        stacked = torch.stack([kept[i] for i in aux]) if aux else None
-        hidden = self.norm(x)
-        return Output(hidden, stacked, routed, self.logits(hidden) if logits else None)
+        return self.norm(x), torch.stack([kept[i] for i in aux]) if aux else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] -> [..., V]."""

@@ -14,6 +14,7 @@ from outpace.ops.quant import Quant, Weight, dense
 
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
 Experts = Tensor | Packed | Quant  # [E, N, K]
+MOST_GATHERED = 64  # (token, choice) pairs that bring their matrices along
 MOST_TOKENS = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
 
 
@@ -76,6 +77,8 @@ def run_experts(
             return weigh(x, experts, weights)
         some = zip(x.split(MOST_TOKENS), experts.split(MOST_TOKENS), weights.split(MOST_TOKENS), strict=True)
         return torch.cat([weigh(*part) for part in some])
+    if torch.compiler.is_compiling() or (x.device.type != "cpu" and experts.numel() <= MOST_GATHERED):
+        return _gathered(x, experts, weights, up, up_bias, down, down_bias, limit, gate, gate_bias)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
@@ -83,14 +86,47 @@ def run_experts(
     for e, rows in enumerate(_Spread.apply(x, order, k).split(counts)):  # type: ignore[no-untyped-call]
         if len(rows):
             h = _expert_linear(rows, up, up_bias, e)
-            if gate is not None:  # as one matrix would have given them: in turn, or gates first
-                gates = _expert_linear(rows, gate, gate_bias, e)
-                h = torch.cat((gates, h), -1) if limit is None else torch.stack((gates, h), -1).flatten(-2)
+            if gate is not None:
+                h = _interleaved(_expert_linear(rows, gate, gate_bias, e), h, limit)
             h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
             parts.append(_expert_linear(h, down, down_bias, e))
     y = torch.cat(parts) * weights.flatten()[order, None].to(x.dtype)
     out: Tensor = _Gather.apply(y, order, k)  # type: ignore[no-untyped-call]
     return out
+
+
+def _gathered(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Experts,
+    up_bias: Tensor | None,
+    down: Experts,
+    down_bias: Tensor | None,
+    limit: float | None,
+    gate: Experts | None,
+    gate_bias: Tensor | None,
+) -> Tensor:
+    """Every choice of every token with matrices of its own [M*k,N,K]: nobody asks on the host who chose
+    whom, at the price of a copy of what is chosen."""
+    (M, k), chosen = experts.shape, experts.flatten()
+
+    def product(x: Tensor, matrices: Experts, bias: Tensor | None) -> Tensor:
+        y = torch.einsum("mk,mnk->mn", x, _expert(matrices, chosen, x.dtype))
+        return y if bias is None else y + bias[chosen].to(y.dtype)
+
+    rows = x.repeat_interleave(k, dim=0)
+    h = product(rows, up, up_bias)
+    if gate is not None:
+        h = _interleaved(product(rows, gate, gate_bias), h, limit)
+    h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
+    y = product(h, down, down_bias) * weights.flatten()[:, None].to(x.dtype)
+    return y.view(M, k, -1).sum(1)
+
+
+def _interleaved(gates: Tensor, ups: Tensor, limit: float | None) -> Tensor:
+    """As one matrix would have given them: in turn, or gates first."""
+    return torch.cat((gates, ups), -1) if limit is None else torch.stack((gates, ups), -1).flatten(-2)
 
 
 class _Spread(torch.autograd.Function):
@@ -132,9 +168,12 @@ def _expert_count(weight: Experts) -> int:
     return (weight[0] if isinstance(weight, tuple) else weight).shape[0]
 
 
-def _expert_linear(x: Tensor, weight: Experts, bias: Tensor | None, e: int) -> Tensor:
+def _expert(weight: Experts, e: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """[N,K], or of several [n,N,K], dense."""
     if isinstance(weight, tuple):
-        w = mxfp4.unpack(weight[0][e], weight[1][e], x.dtype)
-    else:
-        w = dense(weight[e], x.dtype)
-    return F.linear(x, w, None if bias is None else bias[e].to(x.dtype))
+        return mxfp4.unpack(weight[0][e], weight[1][e], dtype)
+    return dense(weight[e], dtype)
+
+
+def _expert_linear(x: Tensor, weight: Experts, bias: Tensor | None, e: int) -> Tensor:
+    return F.linear(x, _expert(weight, e, x.dtype), None if bias is None else bias[e].to(x.dtype))
