@@ -25,11 +25,12 @@ CALIBRATION_TRIALS = 6.0  # and of the calibration's acceptance rate
 
 PROBE_SHARE = 0.01  # of the time, spent on probes and on showing the draft the tokens it missed
 SHOW_SHARE = 0.75  # of that, at most for showing
-CREDIT = 2.0  # probes that may be lost at the beginning of a text
+CREDIT = 2.0  # probes that may be lost at the beginning of a text ..
+CREDIT_STEPS = 2.0  # .. where they cost no more than so many autoregressive steps
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # steps of loss before drafting rests although it is predicted to pay
 GAP = 8  # autoregressive steps between two decisions while drafting rests
-STRETCH = 64  # tokens of context with equal costs
+STRETCH = 256  # tokens of context with equal costs
 
 
 class Controller(Protocol):
@@ -227,7 +228,9 @@ class Adaptive:
         best = fastest(gains, now.step, least=2)
         pays = sum(gains[:best]) / now.step[best] > now.rows / now.step[1]
         price = now.step[best] - now.step[1] + (now.wake if self.rested else 0.0)
-        self.account = CREDIT * price if self.account is None else min(self.account, BANK * price)
+        if self.account is None:
+            self.account = min(CREDIT * price, CREDIT_STEPS * now.step[1])
+        self.account = min(self.account, BANK * price)
         if self.account < (-DEBT * price if pays else price):
             self.wait = GAP - 1
             return 1
@@ -243,7 +246,8 @@ class Adaptive:
         self.states_survival = readable
         stated = proposal.stated if readable else None
         self._rows, gains = [], [0.0] * proposal.tokens.shape[1]
-        self.history.parents[: len(gains)] = proposal.above[0]
+        first = proposal.counts[0]  # positions of the first row; padding follows, which has no parent
+        self.history.parents[:first] = proposal.above[0][:first]
         for b, (parents, n) in enumerate(zip(proposal.above, proposal.counts, strict=True)):
             row, depth, values = parents[:n], depths(parents[:n]), None if stated is None else stated[b]
             survival = (

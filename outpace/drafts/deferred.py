@@ -1,6 +1,6 @@
 """Verified tokens that a draft has yet to observe, and a session that observes them when it is to propose."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from outpace.drafts.sampler import DraftSampler
 MAX_PENDING = 512  # positions; the hidden states of a whole text would fill the memory
 
 
-@dataclass(frozen=True)
-class States:
+class States(NamedTuple):
     """tokens [B, T], the target's hidden states aux [n, B, T, C], and the number of verified tokens of each
     row; what follows them is padding."""
 
@@ -38,6 +37,11 @@ class States:
         )
 
 
+def _first(x: Tensor, n: int, dim: int) -> Tensor:
+    """Without a view where it is all of them, as after an autoregressive step."""
+    return x if x.shape[dim] == n else x.narrow(dim, 0, n)
+
+
 def _concatenated(parts: list[Tensor], dim: int) -> Tensor:
     """Of one alone a view: every step has one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
@@ -46,8 +50,8 @@ def _concatenated(parts: list[Tensor], dim: int) -> Tensor:
 def joined(parts: list[States]) -> States:
     """The parts concatenated row by row, without the padding between them."""
     lengths = [max(part.counts) for part in parts]
-    tokens = [part.tokens[:, :n] for part, n in zip(parts, lengths, strict=True)]
-    states = [part.aux[:, :, :n] for part, n in zip(parts, lengths, strict=True) if part.aux is not None]
+    tokens = [_first(part.tokens, n, 1) for part, n in zip(parts, lengths, strict=True)]
+    states = [_first(part.aux, n, 2) for part, n in zip(parts, lengths, strict=True) if part.aux is not None]
     counts = [sum(row) for row in zip(*(part.counts for part in parts), strict=True)]
     whole = States(_concatenated(tokens, 1), _concatenated(states, 2) if states else None, counts)
     if len(parts) == 1 or min(counts) == sum(lengths):

@@ -16,7 +16,7 @@ from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import BigramBias, DraftTokens, Head, confidence, guess, survival
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
-from outpace.drafts.dflash_native import NativeBlock, NativeContext, native
+from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativePrograms, native, program_of
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
@@ -48,6 +48,15 @@ class DFlash(nn.Module):
         offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.draft_vocab_size else None
         self.register_buffer("d2t", offsets)  # row i of the draft's head is the target's token i + d2t[i]
         self.inv = inverse_frequencies(config.rope, config.head_dim)
+        self.native_programs: NativePrograms = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: native programs point at the weights of this one."""
+        return self.__dict__ | {"native_programs": {}}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DFlash":
+        self.native_programs.clear()  # the weights become other tensors
+        return super()._apply(fn, recurse)
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -170,9 +179,6 @@ class DFlashSession:
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
         self.in_one_piece = not any(isinstance(part, Joined) for part in draft.modules())
-        # by how many rows of each sequence they take
-        self.native_blocks: dict[int, NativeBlock] = {}
-        self.native_contexts: dict[int, NativeContext] = {}
         self.cache = KVCache(
             batch,
             length + draft.block_size,
@@ -192,7 +198,7 @@ class DFlashSession:
             return
         step, states = self.cache.begin(width, counts), aux[:, :, :width]
         if width <= self.draft.block_size and self._native(width):
-            self._native_context(width).append(states, step)
+            self._native_context(width).append(states, step, self.cache)
         else:
             for memory, (k, v) in zip(self.cache.layers, self.context_kv(states, step), strict=True):
                 memory.append(k, v, step)
@@ -209,11 +215,9 @@ class DFlashSession:
         return self.in_one_piece and native(self.draft.config, self.cache, self.cache.batch, T)
 
     def _native_context(self, T: int) -> NativeContext:
-        if T not in self.native_contexts:
-            draft = self.draft
-            parts = draft.config, self.layers, draft.fc, draft.hidden_norm, draft.inv
-            self.native_contexts[T] = NativeContext(*parts, self.cache, T)
-        return self.native_contexts[T]
+        draft, cache = self.draft, self.cache
+        parts = draft.config, self.layers, draft.fc, draft.hidden_norm, draft.inv
+        return program_of(draft.native_programs, NativeContext, parts, cache.offset, cache.batch, T)
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         hidden = self.block_hidden(last, width)[:, 1:width]
@@ -240,7 +244,6 @@ class DFlashSession:
 
     def select(self, batch_indices: list[int]) -> None:
         self.cache.select(batch_indices)
-        self.native_blocks, self.native_contexts = {}, {}  # they point at the memories as they were
 
     def block_hidden(self, last: Tensor, width: int | None = None) -> Tensor:
         """last [B] -> [B, block_size, C]; where no slot depends on a later one, the first `width` alone."""
@@ -250,7 +253,7 @@ class DFlashSession:
             x = x[:, :width]
         step = self.cache.begin(x.shape[1], both_ways=True)
         if self._native(x.shape[1]):
-            return self._native_block(x.shape[1]).denoise(x, step)
+            return self._native_block(x.shape[1]).denoise(x, step, self.cache)
         positions, scale = step.storage + self.cache.offset, config.head_dim**-0.5
         one_way = replace(step, both_ways=False) if config.causal or config.causal_full else step
 
@@ -262,11 +265,9 @@ class DFlashSession:
         return self.draft.denoise(x, *self.draft.rope(positions), attention)
 
     def _native_block(self, T: int) -> NativeBlock:
-        if T not in self.native_blocks:
-            draft = self.draft
-            parts = draft.config, self.layers, draft.norm, draft.inv
-            self.native_blocks[T] = NativeBlock(*parts, self.cache, T)
-        return self.native_blocks[T]
+        draft, cache = self.draft, self.cache
+        parts = draft.config, self.layers, draft.norm, draft.inv
+        return program_of(draft.native_programs, NativeBlock, parts, cache.offset, cache.batch, T)
 
 
 Shape = tuple[int, ...]

@@ -1,10 +1,12 @@
 """A small draft's forward in two native calls: one for a block, one for the context of verified tokens.
 
 `DFlash.denoise` and `DFlashLayer.context_kv` say what is computed; here is the same to the bit, over static
-buffers and the session's cache, for one size of batch and block.
+buffers, for one size of batch and block; programs stay with the draft and serve one session after another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +14,10 @@ from torch import Tensor
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_heads import AFTER, BEFORE, BlockConv
 from outpace.drafts.dflash_layer import DFlashLayer
-from outpace.kv.base import KVCache, LayerCache
+from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
-from outpace.models.native_step import cache_calls
-from outpace.ops.dispatch import MOST_ROWS, Program, use_kernel
+from outpace.ops.dispatch import MOST_ROWS, Program, Rings, use_kernel
 from outpace.ops.quant import Joined, Quant, Weight
 
 
@@ -32,8 +33,9 @@ def whole(weight: Weight) -> Tensor | Quant:
 
 
 class NativeBlock:
-    """The layers of a draft and its last norm, for blocks of T rows behind what `cache` holds; `inv` are its
-    rope's frequencies. The blocks' own keys are not advanced over: the next append replaces them."""
+    """The layers of a draft and its last norm, for B blocks of T rows behind what a cache holds; `inv` are
+    its rope's frequencies, from position `offset` on. The blocks' own keys are not advanced over: the next
+    append replaces them."""
 
     def __init__(
         self,
@@ -41,10 +43,11 @@ class NativeBlock:
         layers: Sequence[DFlashLayer],
         norm: RMSNorm,
         inv: Tensor,
-        cache: KVCache,
+        offset: int,
+        B: int,
         T: int,
     ) -> None:
-        B, self.T = cache.batch, T
+        self.T, self.rings, self.lock = T, Rings(len(layers)), Lock()
         M, H, K, D = B * T, c.num_heads, c.num_kv_heads, c.head_dim
         self.start, self.counts = torch.zeros(B, dtype=torch.int64), torch.full((B,), T)
         self.x, self.h, self.y, self.z = (torch.empty(M, c.hidden_size) for _ in range(4))
@@ -56,28 +59,25 @@ class NativeBlock:
         self.deltas = [torch.empty(M, 2, taps, groups) for _ in range(2)]  # of attention and of the MLP
         self.program = program = Program()
         positions = torch.zeros(B, T, dtype=torch.int64)
-        program.places(self.start, None, 0, cache.offset, positions)
+        program.places(self.start, None, 0, offset, positions)
         program.angles(positions.view(-1), inv, c.rope.concentration, self.cos, self.sin)
-        for i, (layer, memory) in enumerate(zip(layers, cache.layers, strict=True)):
-            self._attention(layer, memory, c.window(i), not c.hides(i))
+        for i, layer in enumerate(layers):
+            self._attention(layer, self.rings.address(i), c.window(i), not c.hides(i))
             self._mlp(layer)
         program.rms_norm(self.x, norm.weight, norm.eps, self.hidden.view(M, -1))
 
-    def _attention(self, layer: DFlashLayer, memory: LayerCache, window: int, both_ways: bool) -> None:
+    def _attention(self, layer: DFlashLayer, ring: int, window: int, both_ways: bool) -> None:
         program, norm, M = self.program, layer.input_layernorm, len(self.x)
-        H, K, D = layer.heads, layer.kv_heads, memory.head_dim
+        H, K, D = layer.heads, layer.kv_heads, layer.head_dim
         program.rms_norm(self.x, norm.weight, norm.eps, self.h)
         h = self._before(layer.attention_conv, self.h, self.deltas[0])
         qkv = self.qkv.view(M, -1)
         program.linear(h, whole(layer.qkv_proj.weight), layer.qkv_proj.bias, qkv)
         norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
         program.rope(qkv, self.cos, self.sin, H, K, norms)
-        where = self.start, self.counts, 0
-        calls = cache_calls(
-            self.qkv, memory, *where, self.attended, window, None, D**-0.5, both_ways=both_ways
-        )
-        for kernel, packed in zip(("append", "attend"), calls, strict=True):
-            program.call(kernel, packed)
+        program.append(self.qkv, ring, self.start, self.counts, H, K, 0)
+        q = self.qkv.unflatten(-1, (-1, D))[:, :, :H]
+        program.attend(q, ring, K, self.start, self.attended, window, None, D**-0.5, both_ways=both_ways)
         program.linear(self.attended.view(M, -1), whole(layer.o_proj.weight), layer.o_proj.bias, self.y)
         program.add(self._after(layer.attention_conv, self.deltas[0]), self.x)
 
@@ -103,12 +103,14 @@ class NativeBlock:
         self.program.block_conv(self.y, conv.base_kernel[AFTER], delta, self.T, AFTER, self.z)
         return self.z
 
-    def denoise(self, x: Tensor, step: StepMetadata) -> Tensor:
+    def denoise(self, x: Tensor, step: StepMetadata, cache: KVCache) -> Tensor:
         """`DFlash.denoise` behind the cached tokens: x [B,T,C] -> hidden [B,T,C]."""
-        self.x.view(x.shape).copy_(x)
-        self.start.copy_(step.starts)
-        self.program.run()
-        return self.hidden.clone()
+        with self.lock:
+            self.rings.point_to(cache.rings)
+            self.x.view(x.shape).copy_(x)
+            self.start.copy_(step.starts)
+            self.program.run()
+            return self.hidden.clone()
 
 
 class NativeContext:
@@ -121,11 +123,12 @@ class NativeContext:
         fc: Linear,
         norm: RMSNorm,
         inv: Tensor,
-        cache: KVCache,
+        offset: int,
+        B: int,
         T: int,
     ) -> None:
-        B, K, D = cache.batch, c.num_kv_heads, c.head_dim
-        M = B * T
+        K, D, M = c.num_kv_heads, c.head_dim, B * T
+        self.rings, self.lock = Rings(len(layers)), Lock()
         self.aux = torch.empty(B, T, len(c.target_layer_ids), c.hidden_size)
         self.start, self.counts = (torch.zeros(B, dtype=torch.int64) for _ in range(2))
         fused, features = torch.empty(M, c.hidden_size), torch.empty(M, c.hidden_size)
@@ -134,18 +137,38 @@ class NativeContext:
         self.program = program = Program()
         program.linear(self.aux.view(M, -1), whole(fc.weight), fc.bias, fused)
         program.rms_norm(fused, norm.weight, norm.eps, features)
-        program.places(self.start, None, 0, cache.offset, positions)
+        program.places(self.start, None, 0, offset, positions)
         program.angles(positions.view(-1), inv, c.rope.concentration, cos, sin)
-        for layer, memory in zip(layers, cache.layers, strict=True):
+        for i, layer in enumerate(layers):
             weight, bias = layer.context_weights()
             program.linear(features, whole(weight), bias, kv.view(M, -1))
             norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
             program.rope(kv.view(M, -1), cos, sin, 0, K, norms)
-            program.append(kv, memory.k, memory.v, self.start, self.counts, 0, 0)
+            program.append(kv, self.rings.address(i), self.start, self.counts, 0, K, 0)
 
-    def append(self, aux: Tensor, step: StepMetadata) -> None:
+    def append(self, aux: Tensor, step: StepMetadata, cache: KVCache) -> None:
         """aux [n,B,T,C] of the step's tokens."""
-        self.aux.copy_(aux.permute(1, 2, 0, 3))
-        self.start.copy_(step.starts)
-        self.counts.copy_(step.counts_tensor)
-        self.program.run()
+        with self.lock:
+            self.rings.point_to(cache.rings)
+            self.aux.copy_(aux.permute(1, 2, 0, 3))
+            self.start.copy_(step.starts)
+            self.counts.copy_(step.counts_tensor)
+            self.program.run()
+
+
+MOST_PROGRAMS = 64  # that a draft keeps: one for each size
+Kind = TypeVar("Kind", NativeBlock, NativeContext)
+NativePrograms = dict[tuple[object, ...], NativeBlock | NativeContext]
+
+
+def program_of(
+    known: NativePrograms, kind: Callable[..., Kind], parts: tuple[Any, ...], offset: int, B: int, T: int
+) -> Kind:
+    """The program of this kind and size, made of `parts` at its first use."""
+    key = kind, offset, B, T, torch.get_num_threads()
+    program: Any = known.get(key)
+    if program is None:
+        if len(known) >= MOST_PROGRAMS:
+            known.pop(next(iter(known)), None)
+        program = known[key] = kind(*parts, offset, B, T)
+    return program  # type: ignore[no-any-return]

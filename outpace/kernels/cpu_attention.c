@@ -67,8 +67,9 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
     }
 }
 
+typedef struct { float *k, *v; int64_t size; } Ring;  // [B, K, size + 1, D], what a cache holds of a layer; the last slot is for padding
 typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; const int64_t *list, *many; float *y, *seen;
-                 int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; } Attend;
+                 int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; const Ring *ring; } Attend;
 typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; } Scene;
 
 static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
@@ -133,8 +134,13 @@ static void merge(const void *with, long item) {  // the tiles of one query
 // q [B, T, H, D] and the rings k, v [B, K, S, D], with strides; token i lies at slot (i - first) % S, first 0 where absent. tree [B, T, U]: which of the
 // U tokens after `start` each new one sees, none that its window leaves out; else U = T, a chain, or with both_ways all of them. Or list [B, T, N]: it
 // sees the first many [B, T] tokens of its own list, in that order, and none is read besides. Values have Dv numbers, and may be the same for all heads;
-// seen [B, T, H], where given: what share of the weights falls on tokens and not on the sink.
-void attend(const Attend *o) {
+// seen [B, T, H], where given: what share of the weights falls on tokens and not on the sink. With a `ring`, k and v are its.
+void attend(const Attend *given) {
+    Attend own = *given, *o = &own;
+    if (o->ring) {
+        o->k = o->ring->k, o->v = o->ring->v, o->S = o->ring->size;
+        o->k_h = o->v_h = (o->S + 1) * o->D, o->k_b = o->v_b = o->K * o->k_h, o->v_s = o->D;
+    }
     long B = o->B, T = o->T, G = o->H / o->K, some = MAX(1, MOST / G), longest = 0, base[B], low[B];
     for (long b = 0; b < B; b++) longest = MAX(longest, o->start[b] + o->U);
     if (o->list) longest = o->N;

@@ -36,17 +36,17 @@ void embed(const Embed *o) {  // rows of w [V, K]; `outside` counts the tokens t
     }
 }
 
-typedef struct { floats qkv; float *k, *v; const int64_t *start, *counts; int64_t B, T, H, K, D, size, held; } Append;
-// Keys and values of the first counts [B] tokens of each row to the rings k, v [B, K, size + 1, D], behind start [B] + held tokens;
-// what a ring would overwrite at once is not written.
+typedef struct { floats qkv; const int64_t *start, *counts; int64_t B, T, H, K, D, held; const Ring *ring; } Append;
+// Keys and values of the first counts [B] tokens of each row to the ring, behind start [B] + held tokens; what it would overwrite at
+// once is not written.
 void append(const Append *o) {
-    long D = o->D, width = (o->H + 2 * o->K) * D;
-    for (long b = 0; b < o->B; b++) for (long t = MAX(0, o->counts[b] - o->size); t < o->counts[b]; t++) {
+    long D = o->D, width = (o->H + 2 * o->K) * D, size = o->ring->size;
+    for (long b = 0; b < o->B; b++) for (long t = MAX(0, o->counts[b] - size); t < o->counts[b]; t++) {
         floats k = o->qkv + (b * o->T + t) * width + o->H * D, v = k + o->K * D;
-        long slot = (o->start[b] + o->held + t) % o->size;
+        long slot = (o->start[b] + o->held + t) % size;
         for (long h = 0; h < o->K; h++) {
-            long to = ((b * o->K + h) * (o->size + 1) + slot) * D;
-            memcpy(o->k + to, k + h * D, D * sizeof(float)), memcpy(o->v + to, v + h * D, D * sizeof(float));
+            long to = ((b * o->K + h) * (size + 1) + slot) * D;
+            memcpy(o->ring->k + to, k + h * D, D * sizeof(float)), memcpy(o->ring->v + to, v + h * D, D * sizeof(float));
         }
     }
 }

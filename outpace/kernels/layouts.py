@@ -56,6 +56,6 @@ def layout(text: str, name: str) -> str:
 
 
 def packers(text: str) -> dict[str, struct.Struct]:
-    """Every struct that a kernel takes, by its name; plus that of the list which `run` reads."""
-    names = {*kernels(text).values(), "Call"}
+    """Every struct that a kernel takes, by its name; plus those of the lists that kernels read."""
+    names = {*kernels(text).values(), "Call", "Ring"}
     return {name: struct.Struct(layout(text, name)) for name in names}

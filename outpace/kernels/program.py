@@ -1,6 +1,7 @@
 """Several kernels in one call: a list of them, packed once for buffers that stay, and run again and again."""
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,31 @@ from outpace.kernels import bindings
 from outpace.kernels.bindings import HeadNorms, Matrix, _address, _c, _matrix
 from outpace.kernels.draft_bindings import pack_conv
 from outpace.kernels.layouts import cases, sources
+
+
+class Rings:
+    """Where `append` and `attend` find each layer's keys and values: to run a program over another cache,
+    `point_to` it, and no call is packed again."""
+
+    def __init__(self, layers: int) -> None:
+        self._size = len(_c.Ring(0, 0, 0))
+        self._entries = ctypes.create_string_buffer(layers * self._size)
+
+    def address(self, layer: int) -> int:
+        return ctypes.addressof(self._entries) + layer * self._size
+
+    def point_to(self, rings: bytes) -> None:
+        """`rings` of `pack_rings`; who runs the program keeps the tensors alive."""
+        ctypes.memmove(self._entries, rings, len(self._entries))
+
+
+def pack_rings(memories: Iterable[tuple[Tensor, Tensor]]) -> bytes:
+    """k and v [B, K, S + 1, D] of every layer, the last slot a trash slot."""
+    items = []
+    for k, v in memories:
+        assert k.is_contiguous() and v.is_contiguous() and k.shape == v.shape and k.dtype == torch.float32
+        items.append(_c.Ring(k.data_ptr(), v.data_ptr(), k.shape[2] - 1))
+    return b"".join(items)
 
 
 class Program:
@@ -22,16 +48,11 @@ class Program:
         self._used: list[object] = []
         self._packed: bytes | None = None
 
-    def call(self, kernel: str, packed: bytes, *used: object) -> int:
-        """Adds a call of `kernel` with these arguments; `used` is kept alive. -> its index, for `replace`."""
+    def call(self, kernel: str, packed: bytes, *used: object) -> None:
+        """Adds a call of `kernel` with these arguments; `used` is kept alive."""
         self._calls.append((self._numbers[kernel], ctypes.create_string_buffer(packed, len(packed))))
         self._used += used
         self._packed = None
-        return len(self._calls) - 1
-
-    def replace(self, call: int, packed: bytes) -> None:
-        """From now on the call of this index has these arguments, which the caller keeps alive."""
-        ctypes.memmove(self._calls[call][1], packed, len(packed))
 
     def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> None:
         self.call("linear", bindings.pack_linear(x, w, bias, y), x, w, bias, y)
@@ -104,10 +125,36 @@ class Program:
         self.call("embed", _c.Embed(*pointers, len(tokens), *w.shape), tokens, w, y, outside)
 
     def append(
-        self, qkv: Tensor, k: Tensor, v: Tensor, start: Tensor, counts: Tensor, heads: int, held: int
+        self, qkv: Tensor, ring: int, start: Tensor, counts: Tensor, heads: int, kv_heads: int, held: int
     ) -> None:
-        """See `pack_append`."""
-        self.call("append", pack_append(qkv, k, v, start, counts, heads, held), qkv, k, v, start, counts)
+        """The keys and values in qkv [B, T, (H + 2K) * D] to the ring of this address: the first counts [B]
+        of each row at storage index start [B] + held and on."""
+        assert qkv.is_contiguous() and start.dtype == counts.dtype == torch.int64
+        B, T, width = qkv.shape
+        sizes = B, T, heads, kv_heads, width // (heads + 2 * kv_heads), held
+        packed = _c.Append(qkv.data_ptr(), start.data_ptr(), counts.data_ptr(), *sizes, ring)
+        self.call("append", packed, qkv, start, counts)
+
+    def attend(
+        self,
+        q: Tensor,
+        ring: int,
+        kv_heads: int,
+        start: Tensor,
+        y: Tensor,
+        window: int,
+        sinks: Tensor | None,
+        scale: float,
+        tree: Tensor | None = None,
+        depth: Tensor | None = None,
+        both_ways: bool = False,
+    ) -> None:
+        """See `pack_attend`: q [B, T, H, D] over the ring of this address -> y [B, T, H * D]."""
+        B, _, _, D = q.shape
+        absent = torch.empty(B, kv_heads, 1, D, device="meta")  # k and v are the ring's
+        rules = window, sinks, scale, tree, depth, both_ways
+        packed = bindings.pack_attend(q, absent, absent, start, y, *rules, ring=ring)
+        self.call("attend", packed, q, start, y, *rules)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """y += x."""
@@ -127,15 +174,3 @@ class Program:
             self._list = ctypes.create_string_buffer(calls, len(calls))
             self._packed = _c.Program(ctypes.addressof(self._list), len(self._calls))
         _c.run(self._packed)
-
-
-def pack_append(
-    qkv: Tensor, k: Tensor, v: Tensor, start: Tensor, counts: Tensor, heads: int, held: int
-) -> bytes:
-    """The keys and values in qkv [B, T, (H + 2K) * D] to k, v [B, K, S + 1, D], the last a trash slot:
-    the first counts [B] of each row at storage index start [B] + held and on."""
-    (B, T, _), (_, K, slots, D) = qkv.shape, k.shape
-    assert qkv.is_contiguous() and k.is_contiguous() and v.is_contiguous() and k.shape == v.shape
-    tensors = (t.data_ptr() for t in (qkv, k, v, start, counts))
-    packed: bytes = _c.Append(*tensors, B, T, heads, K, D, slots - 1, held)
-    return packed

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.kernels.program import pack_rings
 from outpace.kv.metadata import FEW, KVView, StepMetadata
 from outpace.kv.moves import move
 from outpace.kv.topk import Index, Lists, TopKConfig, choose
@@ -170,6 +171,7 @@ class KVCache:
         # per ring size and sequence: the first index where the key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
         self.epoch = 0  # changes when the memories become other tensors, or remember something else
+        self._rings = -1, b""  # of which epoch
         self.layers: list[LayerCache] = []
         for layer, window in enumerate(windows):
             if own and layer in own:
@@ -198,6 +200,13 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(memory.nbytes for memory in self.layers)
+
+    @property
+    def rings(self) -> bytes:
+        """Where all layers' keys and values are, for a program's `Rings`; of plain memories only."""
+        if self._rings[0] != self.epoch:
+            self._rings = self.epoch, pack_rings((memory.k, memory.v) for memory in self.layers)
+        return self._rings[1]
 
     def begin(
         self,

@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import MOST_ROWS, Program, pack_append, pack_attend, use_kernel
+from outpace.ops.dispatch import MOST_ROWS, Program, Rings, use_kernel
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
@@ -60,8 +60,8 @@ class Layers(Protocol):
 
 
 class NativeStep:
-    """B rows of T tokens. Its buffers are made once; `run` copies the inputs into them, and binds the program
-    to another cache where it has to: the calls that touch keys and values are packed again."""
+    """B rows of T tokens. Its buffers are made once; `run` copies the inputs into them, and points the
+    program to the rings of another cache where it has to."""
 
     def __init__(
         self, model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int], logits: bool
@@ -70,8 +70,8 @@ class NativeStep:
         M, C, D, self.held = B * T, c.hidden_size, c.head_dim, step.held
         self.nodes = step.held + T  # of a tree
         self.lock = Lock()  # for threads that share the model
-        self.cache, self.epoch = ref(cache), cache.epoch
-        self.over_cache: list[tuple[int, int, Attention]] = []  # of each layer: calls of append and attend
+        self.rings = Rings(len(model.layers))
+        self._point_to(cache)
         self.tokens = torch.zeros(M, dtype=torch.int64)
         self.starts, self.counts = ((ctypes.c_int64 * B)() for _ in range(2))  # cheaper to set than tensors
         self.start_tensor, self.counts_tensor = (
@@ -96,9 +96,9 @@ class NativeStep:
         assert not isinstance(embedding, Joined), "an embedding is one matrix"
         self.vocab_size, self.outside = c.vocab_size, ctypes.c_int64()
         program.embed(self.tokens, embedding, self.x, self.outside)
-        for i, (block, memory) in enumerate(zip(model.layers, cache.layers, strict=True)):
+        for i, block in enumerate(model.layers):
             assert isinstance(block, DecoderBlock)
-            self._layer(block, memory)
+            self._layer(block, self.rings.address(i))
             for j, _ in (pair for pair in enumerate(aux) if pair[1] == i):
                 assert self.aux is not None
                 program.copy(self.x.view(B, T, C), self.aux[j])
@@ -121,10 +121,10 @@ class NativeStep:
             mask = self.masks[window] = torch.empty(B, T, self.nodes, dtype=torch.bool)
             self.program.family(self.parents, self.held, window, mask, self.depth, self.orphans)
 
-    def _layer(self, block: DecoderBlock, memory: LayerCache) -> None:
+    def _layer(self, block: DecoderBlock, ring: int) -> None:
         program, norm = self.program, block.input_layernorm
         program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
-        self._attention(block.self_attn, memory)
+        self._attention(block.self_attn, ring)
         program.add(self.y, self.x)
         norm = block.post_attention_layernorm
         program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
@@ -144,29 +144,22 @@ class NativeStep:
         for part, bias, columns in zip(layer.weight.parts, biases, y.split(rows, dim=1), strict=True):
             self.program.linear(x, part, bias, columns)
 
-    def _attention(self, a: Attention, memory: LayerCache) -> None:
+    def _attention(self, a: Attention, ring: int) -> None:
         program, (B, T, _), H, K = self.program, self.attended.shape, a.heads, a.kv_heads
         norms = None
         if a.q_norm is not None and a.k_norm is not None:
             norms = (a.q_norm.weight, a.k_norm.weight, a.q_norm.eps)
         self._linear(self.normed, a.qkv_proj, self.qkv)
         program.rope(self.qkv, self.cos, self.sin, H, K, norms)
-        append, attend = self._cache_calls(a, memory)
-        calls = program.call("append", append), program.call("attend", attend)
-        self.over_cache.append((*calls, a))
+        qkv = self.qkv.view(B, T, -1)
+        program.append(qkv, ring, self.start_tensor, self.counts_tensor, H, K, self.held)
+        q, tree = qkv.unflatten(-1, (-1, a.head_dim))[:, :, :H], self.masks.get(a.window)
+        rules = a.window, a.sinks, a.scale, tree, self.depth
+        program.attend(q, ring, K, self.start_tensor, self.attended, *rules)
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
 
-    def _cache_calls(self, a: Attention, memory: LayerCache) -> tuple[bytes, bytes]:
-        tree = None if self.depth is None else self.masks[a.window]
-        rules = a.window, a.sinks, a.scale, tree, self.depth
-        qkv = self.qkv.view(*self.attended.shape[:2], -1)
-        where = self.start_tensor, self.counts_tensor, self.held
-        return cache_calls(qkv, memory, *where, self.attended, *rules)
-
-    def _bind(self, cache: KVCache) -> None:
-        for (append, attend, attention), memory in zip(self.over_cache, cache.layers, strict=True):
-            for call, packed in zip((append, attend), self._cache_calls(attention, memory), strict=True):
-                self.program.replace(call, packed)
+    def _point_to(self, cache: KVCache) -> None:
+        self.rings.point_to(cache.rings)
         self.cache, self.epoch = ref(cache), cache.epoch
 
     def _mlp(self, mlp: MLP) -> None:
@@ -197,7 +190,7 @@ class NativeStep:
         outside the vocabulary."""
         with self.lock:
             if not self.knows(cache):
-                self._bind(cache)
+                self._point_to(cache)
             self.tokens.view(tokens.shape).copy_(tokens)
             self.starts[:], self.counts[:] = list(step.start), list(step.counts)
             if step.tree is not None:
@@ -212,27 +205,6 @@ class NativeStep:
             return Output(
                 self.hidden.clone(), aux, [], self.logits.clone(), self.best.clone(), not self.odd.value
             )
-
-
-def cache_calls(
-    qkv: Tensor,
-    memory: LayerCache,
-    start: Tensor,
-    counts: Tensor,
-    held: int,
-    attended: Tensor,
-    *rules: Any,
-    **more: Any,
-) -> tuple[bytes, bytes]:
-    """qkv [B, T, (H + 2K) * D] of a layer: the arguments of the calls that append its keys and values to
-    `memory`, and attend to it -> attended [B, T, H * D]; `rules` are those of `pack_attend`. The caller keeps
-    all of it alive."""
-    D = memory.head_dim
-    heads = attended.shape[2] // D
-    q = qkv.unflatten(-1, (-1, D))[:, :, :heads]
-    k, v = memory.k[:, :, : memory.size], memory.v[:, :, : memory.size]
-    append = pack_append(qkv, memory.k, memory.v, start, counts, heads, held)
-    return append, pack_attend(q, k, v, start, attended, *rules, **more)
 
 
 def native_step(

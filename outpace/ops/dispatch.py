@@ -4,10 +4,9 @@ import torch
 
 from outpace.kernels.bindings import MOST_ROWS as MOST_ROWS
 from outpace.kernels.bindings import built as built
-from outpace.kernels.bindings import pack_attend as pack_attend
 from outpace.kernels.bindings import use_kernel as use_kernel
 from outpace.kernels.program import Program as Program
-from outpace.kernels.program import pack_append as pack_append
+from outpace.kernels.program import Rings as Rings
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

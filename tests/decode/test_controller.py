@@ -96,6 +96,38 @@ def test_a_tree_keeps_its_best_columns_and_a_short_row_its_own():
     assert history.observed[1] == 1 and history.stated[1] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_padded_first_row_says_nothing_of_parents(stated):
+    """Padding follows itself, and is no node of the tree that the next proposal is predicted by."""
+    controller = Adaptive(table([1e-3, 1.1e-3, 1.2e-3, 1.3e-3], [0.1e-3] * 4, batch=2))
+    controller.begin(4)
+    for _ in range(3):
+        controller.width([9, 9])
+        tree = Proposal(
+            torch.arange(8).view(2, 4),
+            [2, 4],
+            torch.tensor([[0, 0, 2, 3], [0, 0, 1, 1]]),
+            survival=torch.tensor([[1, 0.9, 0, 0], [1, 0.9, 0.8, 0.7]]) if stated else None,
+        )
+        controller.learn(controller.cut(tree), [[0, 1], [0, 1]])
+        assert all(parent < i for i, parent in enumerate(controller.history.parents) if i)
+
+
+def test_a_dear_probe_of_text_that_does_not_pay_waits_until_it_is_earned():
+    plain, dear = 1e-3, 4e-3  # a probe costs five autoregressive steps
+    controller = Adaptive(table([plain] * 4, [dear] * 4, acceptance=0.1))
+    controller.begin(4)
+    widths = []
+    for n in range(400):
+        widths.append(controller.width([n]))
+        if widths[-1] > 1:
+            offered = chain([[0.1] * (widths[-1] - 1)], width=widths[-1])
+            controller.learn(controller.cut(offered), [[0]])
+        else:
+            controller.learn(chain([[]], width=1), [[0]])
+    assert widths[0] == 1 and 0 < sum(w > 1 for w in widths) <= 2
+
+
 def test_survival_of_drawn_guesses_is_not_read():
     """What is verified of them may not depend on which they are."""
     names = set()

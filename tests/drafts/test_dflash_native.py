@@ -1,5 +1,6 @@
 """A draft's rounds in few calls are its modules' to the bit: every part, ragged rows, any width."""
 
+import copy
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from test_dflash import VARIANTS
 from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, drafted
 
+from outpace.drafts.dflash_native import NativeBlock, NativeContext
 from outpace.drafts.quantize import quantised
 from outpace.drafts.sampler import Greedy
 
@@ -21,6 +23,7 @@ def sessions(draft, target, rows, offset=0):
     bound = draft.bind(target)
     result = bound.begin(rows, 80, offset), bound.begin(rows, 80, offset)
     result[1].in_one_piece = False
+    assert result[0]._native(4) and not result[1]._native(4)
     return result
 
 
@@ -50,8 +53,7 @@ def test_rounds_are_the_modules(name):
         width = 2 + i % 3
         one, other = (session.propose(last, width, Greedy()) for session in (fast, plain))
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
-    assert fast.native_blocks and fast.native_contexts
-    assert not plain.native_blocks and not plain.native_contexts
+    assert {type(program) for program in draft.native_programs.values()} == {NativeBlock, NativeContext}
 
 
 @torch.inference_mode()
@@ -76,4 +78,19 @@ def test_stored_weights_of_other_kinds(stored):
     for session in (fast, plain):
         session.observe(text, aux, [4, 2])
     assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
-    assert fast.native_blocks and fast.native_contexts
+    assert {type(program) for program in draft.native_programs.values()} == {NativeBlock, NativeContext}
+
+
+@torch.inference_mode()
+def test_sessions_share_programs_and_not_what_they_hold():
+    target, draft = tiny.target("gpt_oss"), drafted(**CONV, **SELECTOR, head_dim=8)
+    pairs = [sessions(draft, target, 2) for _ in range(2)]
+    for turn in range(6):  # two texts at once, step by step, through one program each
+        fast, plain = pairs[turn % 2]
+        text, last = tiny.tokens(2, 3, seed=turn), tiny.tokens(2, seed=turn + 9)
+        aux = target(text, aux=draft.target_layer_ids).aux
+        for session in (fast, plain):
+            session.observe(text, aux, [3, 1 + turn % 3])
+        assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
+    assert len(draft.native_programs) == 2
+    assert not copy.deepcopy(draft).native_programs and not draft.double().native_programs

@@ -159,14 +159,14 @@ MUTANTS = [
     (
         "a native DFlash block without its offset",
         "outpace/drafts/dflash_native.py",
-        "dtype=torch.int64)\n        program.places(self.start, None, 0, cache.offset, positions)",
+        "dtype=torch.int64)\n        program.places(self.start, None, 0, offset, positions)",
         "dtype=torch.int64)\n        program.places(self.start, None, 0, 0, positions)",
         "tests/drafts/test_dflash_native.py",
     ),
     (
         "a native DFlash context without its offset",
         "outpace/drafts/dflash_native.py",
-        "features)\n        program.places(self.start, None, 0, cache.offset, positions)",
+        "features)\n        program.places(self.start, None, 0, offset, positions)",
         "features)\n        program.places(self.start, None, 0, 0, positions)",
         "tests/drafts/test_dflash_native.py",
     ),

@@ -264,9 +264,30 @@ MUTANTS = [
     (
         "gates and ups exchanged",
         "outpace/ops/moe.py",
-        "torch.stack((gates, h), -1).flatten(-2)",
-        "torch.stack((h, gates), -1).flatten(-2)",
+        "torch.stack((gates, ups), -1).flatten(-2)",
+        "torch.stack((ups, gates), -1).flatten(-2)",
         "tests/kernels/test_block_formats.py",
+    ),
+    (
+        "a native step that stays with its first cache",
+        "outpace/models/native_step.py",
+        "            if not self.knows(cache):\n                self._point_to(cache)\n",
+        "",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "a captured step that remembers padding",
+        "outpace/models/static_step.py",
+        "on_device=(start, counts)",
+        "on_device=(start, counts * 0 + T)",
+        "tests/models/test_static_step.py",
+    ),
+    (
+        "parents of padding kept for the next proposal",
+        "outpace/decode/controller.py",
+        "self.history.parents[:first] = proposal.above[0][:first]",
+        "self.history.parents[: len(gains)] = proposal.above[0]",
+        "tests/decode/test_controller.py",
     ),
     (
         "a gate clamped on both sides",
