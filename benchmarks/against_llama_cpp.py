@@ -10,7 +10,6 @@ Run: python -m benchmarks.against_llama_cpp [--target default] [--out reports/ll
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -27,10 +26,11 @@ from typing import Any
 import outpace  # noqa: F401 - before torch is loaded: it sets how long torch's threads spin
 
 # isort: split
-import numpy as np
 import torch
 
 from benchmarks.small_moe import median
+from outpace.bench import llama_cpp
+from outpace.bench.llama_cpp import PROMPT, SETTINGS, LlamaCpp, load_model
 from outpace.bench.machine import describe_target, machine, provenance, versions
 from outpace.bench.prompts import held_out_prompts
 from outpace.checkpoint.save import write_json
@@ -39,66 +39,12 @@ from outpace.decode.request import Request
 from outpace.drafts.dflash import BoundDFlash
 from outpace.formats.convert import convert_target
 from outpace.loading import open_draft, open_target
+from outpace.models.decoder import Output
 from outpace.text.corpus import read_corpus, split
 
-# optional: `main` says how to get it
-llama: Any = importlib.import_module("llama_cpp") if importlib.util.find_spec("llama_cpp") else None
-
-CONTEXT, PROMPT, NEW = 256, 512, 128
+CONTEXT, NEW = 256, 128
 WIDTHS, BATCHES = (1, 8, 16), (1, 4, 8, 16, 32)
 METHODS = (None, "suffix", "dflash")
-LLAMA_CPP = "llama.cpp"
-FLASH_AUTO, FLASH_OFF, F32, F16 = -1, 0, 0, 1
-SETTINGS = {  # of llama.cpp: flash attention, type of keys and values
-    "defaults": (FLASH_AUTO, F16),
-    "no flash attention": (FLASH_OFF, F16),
-    "no flash attention, float32 KV": (FLASH_OFF, F32),
-}
-
-
-class LlamaCpp:
-    """llama.cpp through its C functions: `batch` sequences of up to `length` tokens."""
-
-    def __init__(self, path: Path, batch: int, length: int, flash: int, kv_type: int) -> None:
-        parameters = llama.llama_model_default_params()
-        self.model = llama.llama_model_load_from_file(str(path).encode(), parameters)
-        how = llama.llama_context_default_params()
-        how.n_ctx, how.n_batch, how.n_ubatch, how.n_seq_max = batch * length, PROMPT, PROMPT, batch
-        how.kv_unified, how.flash_attn_type, how.type_k, how.type_v = True, flash, kv_type, kv_type
-        self.context = llama.llama_init_from_model(self.model, how)
-        self.batch = llama.llama_batch_init(max(PROMPT, batch), 0, 1)
-        self.vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
-
-    def decode(self, tokens: list[int], place: int, rows: int = 1, logits: bool = True) -> None:
-        """`tokens` from position `place` on: one row's, or with `rows` one of each row."""
-        b = self.batch
-        b.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            b.token[i], b.pos[i] = token, place + (0 if rows > 1 else i)
-            b.n_seq_id[i], b.seq_id[i][0] = 1, i if rows > 1 else 0
-            b.logits[i] = logits or i == len(tokens) - 1
-        if llama.llama_decode(self.context, b):
-            raise RuntimeError("llama.cpp could not decode: its cache is too small")
-
-    def choice(self, i: int) -> int:
-        """The most probable token after the i-th of the last call."""
-        values = llama.llama_get_logits_ith(self.context, i)
-        return int(np.ctypeslib.as_array(values, (self.vocab,)).argmax())
-
-    def forget(self, place: int, row: int = 0) -> None:
-        """Everything of a row from position `place` on."""
-        llama.llama_memory_seq_rm(llama.llama_get_memory(self.context), row, place, -1)
-
-    def generate(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """Greedy tokens, and the seconds from the first on."""
-        self.forget(0)
-        self.decode(prompt, 0, logits=False)
-        tokens = [self.choice(len(prompt) - 1)]
-        began = time.perf_counter()
-        while len(tokens) < count:
-            self.decode(tokens[-1:], len(prompt) + len(tokens) - 1)
-            tokens.append(self.choice(0))
-        return tokens, time.perf_counter() - began
 
 
 def ours(target: Any, prompt: list[int], draft: Any) -> tuple[list[int], float]:
@@ -123,6 +69,12 @@ def count_of(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
+def chosen(out: Output) -> torch.Tensor:
+    """[B, T]: the most probable tokens, as the loop takes them."""
+    assert out.logits is not None
+    return out.logits.argmax(-1) if out.best is None else out.best
+
+
 @torch.inference_mode()
 def our_steps(target: Any, ids: list[int]) -> dict[str, float]:
     """Seconds of each kind of step, the logits and the choice included."""
@@ -133,7 +85,7 @@ def our_steps(target: Any, ids: list[int]) -> dict[str, float]:
     for n in WIDTHS:
 
         def step(n: int = n) -> None:
-            target.logits(target(tokens[:, :n], cache).hidden).argmax(-1).tolist()
+            chosen(target(tokens[:, :n], cache, logits=True)).tolist()
             cache.rewind([CONTEXT])
 
         result[count_of(n, "token")] = timed(step)
@@ -148,7 +100,7 @@ def our_steps(target: Any, ids: list[int]) -> dict[str, float]:
         target(tokens[:, :CONTEXT].expand(B, -1), cache)
 
         def rows(B: int = B, cache: Any = cache) -> None:
-            target.logits(target(tokens[:, :1].expand(B, -1), cache).hidden).argmax(-1).tolist()
+            chosen(target(tokens[:, :1].expand(B, -1), cache, logits=True)).tolist()
             cache.rewind([CONTEXT] * B)
 
         result[f"batch of {B}"] = timed(rows)
@@ -180,11 +132,11 @@ def their_steps(it: LlamaCpp, many: LlamaCpp, ids: list[int]) -> dict[str, float
         many.forget(0, row)
     many.decode(ids[:CONTEXT], 0, logits=False)
     for row in range(1, max(BATCHES)):
-        llama.llama_memory_seq_cp(llama.llama_get_memory(many.context), 0, row, 0, -1)
+        many.share(row)
     for B in BATCHES:
 
         def rows(B: int = B) -> None:
-            many.decode([ids[0]] * B, CONTEXT, rows=B)
+            many.decode_rows([ids[0]] * B, CONTEXT)
             for i in range(B):
                 many.choice(i)
             for row in range(B):
@@ -242,8 +194,9 @@ def compare(
     _, held_out = split(read_corpus())
     prompts = held_out_prompts(tokenizer, held_out, repeats, CONTEXT)
     ids = held_out_prompts(tokenizer, held_out, 1, PROMPT)[0]
+    model = load_model(path)
     engines = {
-        name: [LlamaCpp(path, batch, CONTEXT + PROMPT, *how) for batch in (1, max(BATCHES))]
+        name: [LlamaCpp(model, batch, CONTEXT + PROMPT, *how) for batch in (1, max(BATCHES))]
         for name, how in SETTINGS.items()
     }
     mine, theirs, our_rates, their_rates = (measured() for _ in range(4))
@@ -259,17 +212,17 @@ def compare(
                 texts[name, n].append(tokens)
             for setting, (it, many) in engines.items():
                 for engine in (it, many):
-                    llama.llama_set_n_threads(engine.context, n, n)
+                    engine.use_threads(n)
                 collect(theirs[f"{label}, {setting}"], their_steps(it, many, ids))
-                tokens, seconds = it.generate(prompt, NEW)
-                collect(their_rates[f"{label}, {setting}"], {LLAMA_CPP: (NEW - 1) / seconds})
-                texts[setting, n].append(tokens)
+                rows, _, seconds = it.generate([prompt], NEW)
+                collect(their_rates[f"{label}, {setting}"], {llama_cpp.NAME: (NEW - 1) / seconds})
+                texts[setting, n].append(rows[0])
     own = texts["autoregressive", threads[0]]
     assert all(texts[name, n] == own for name in drafts for n in threads), "a draft changed the text"
-    baseline = best(their_rates, LLAMA_CPP, max)
+    baseline = best(their_rates, llama_cpp.NAME, max)
     return {
         "steps": {kind: step_row(best(mine, kind, min), best(theirs, kind, min)) for kind in mine[label]},
-        "text": {LLAMA_CPP: text_row(baseline, baseline)}
+        "text": {llama_cpp.NAME: text_row(baseline, baseline)}
         | {name: text_row(best(our_rates, name, max), baseline) for name in drafts},
         "tokens_until_llama_cpp_differs": {
             name: [until_different(a, b) for a, b in zip(texts[name, threads[0]], own, strict=True)]
@@ -316,13 +269,10 @@ def main() -> None:
     parser.add_argument("--no-drafts", action="store_true", help="autoregressive decoding alone")
     parser.add_argument("--out", type=Path, help="folder for report.json")
     options = parser.parse_args()
-    if llama is None:
-        parser.error("llama-cpp-python is not installed: make oracle")
-    silent = llama.llama_log_callback(lambda level, text, user: None)  # C calls it: it must stay
-    llama.llama_log_set(silent, None)
-    llama.llama_backend_init()
+    if not llama_cpp.installed():
+        parser.error(f"llama-cpp-python is not installed: {llama_cpp.HOW_TO_GET}")
     header = {**provenance(), "machine": machine(torch.device("cpu")), "versions": versions()}
-    header["versions"]["llama-cpp-python"] = llama.__version__
+    header["versions"]["llama-cpp-python"] = llama_cpp.llama.__version__
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.target)
         try:

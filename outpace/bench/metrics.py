@@ -209,11 +209,12 @@ def result(
     single: Runs | None = None,
     baseline: str = PLAIN,
     reference: str | None = None,
+    compared: bool = True,
 ) -> dict[str, Any]:
     """Metrics of one method. `baseline`: the method that the speedup compares with. `single`: autoregressive
     runs at batch 1, which check autoregressive decoding at larger batches. `reference`: the method whose
     tokens must be repeated exactly, seed by seed; None: at temperature 0 the baseline's, otherwise nothing
-    is compared."""
+    is compared, as where the method is not to be `compared`."""
     runs = cell.runs[method]
     plain = {turn: cell.runs[baseline][turn] for turn in runs}
     speeds, prompt_tokens = _speeds(runs), len(cell.groups[0][0])
@@ -223,7 +224,9 @@ def result(
     parts = {p: statistics.fmean(r.trace.seconds[p] for r in runs.values()) for p in ("draft", "verify")}
     parts["rest"] = max(0.0, decode - sum(parts.values()))
     first = statistics.median(r.first_s for r in runs.values())
-    if temperature == 0:
+    if not compared:
+        lossless = dataclasses.asdict(LosslessCheck()) | {"unrepeated": 0}
+    elif temperature == 0:
         lossless = _greedy_check(target, cell, method, baseline, single)
     else:
         answers = cell.runs[reference] if reference else {}

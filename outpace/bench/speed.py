@@ -1,7 +1,7 @@
 """The suite speed: methods interleaved in one run; tokens/s, speedup, acceptance, losslessness."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from outpace.bench import baselines, plots
+from outpace.bench import baselines, llama_cpp, plots
 from outpace.bench.machine import describe_draft
 from outpace.bench.methods import Case, run_case
-from outpace.bench.metrics import PLAIN, ResultCell, agreement, result
+from outpace.bench.metrics import PLAIN, ResultCell, agreement, result, speed_ratio
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.report import METHOD, SPEEDUP, TAU, Columns, Page, Report, cell, get, scaled, table
-from outpace.bench.run import Bar, Method, Run, at_least, check_known, interleave, prompt_and_answer
+from outpace.bench.run import Bar, Method, Run, Runs, at_least, check_known, interleave, prompt_and_answer
+from outpace.config import cache_folder
+from outpace.decode.auto import auto_controller
+from outpace.decode.controller import Adaptive
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash import DFlash
 from outpace.drafts.lookup import NGram
@@ -25,19 +28,30 @@ from outpace.drafts.tree import DDTree
 from outpace.models.decoder import Decoder
 from outpace.text.corpus import Document
 
+LLAMA_CPP = llama_cpp.NAME
 COLOURS = {  # of every method, in the order of tables and plots
+    LLAMA_CPP: "#4a4a4a",
     "transformers": "#b0b0b0",
     "transformers-dflash": "#7a7a7a",
     "plain": "#8fb8de",
+    "default": "#1b4965",
     "ngram": "#e3a857",
     "suffix": "#c1666b",
     "dflash": "#2a6f97",
     "dflash-tree": "#4f9d69",
 }
-MARKS = {"dflash": "o-", "transformers-dflash": "x--", "ngram": "s-", "suffix": "^-", "dflash-tree": "D-"}
+MARKS = {
+    "default": "*-",
+    "dflash": "o-",
+    "transformers-dflash": "x--",
+    "ngram": "s-",
+    "suffix": "^-",
+    "dflash-tree": "D-",
+}
 METHODS = tuple(COLOURS)
-BASELINES = METHODS[:2]
+BASELINES = ("transformers", "transformers-dflash")
 REGIMES = {"short": (256, 256), "long": (1024, 2048)}  # prompt tokens, decoded tokens
+DEFAULT = "default"
 NGRAM_BLOCK = 8  # where there is no draft to take the block size from
 TREE = 16  # nodes of the tree of `dflash-tree`, root included
 
@@ -129,7 +143,7 @@ def run_bench(
     take."""
     run = Run(target, folder, draft=None if draft is None else describe_draft(draft), settings=settings)
     remarks: list[str] = []
-    methods = _methods(target, draft, suffix, settings, remarks)
+    methods = _methods(target, tokenizer, draft, suffix, settings, remarks)
     cells = _cells(tokenizer, held_out_documents, settings)
     planned = [planned_runs(cell, methods, settings) for cell in cells]
     with Bar(console, "bench", sum(planned)) as bar:
@@ -156,18 +170,36 @@ def run_bench(
             bar.at(sum(planned[: n + 1]))
     single = {c.regime: c.runs[PLAIN] for c in reversed(cells) if c.batch == 1}
     results = [
-        result(target, cell, method, settings.temperature, single.get(cell.regime))
+        _result(target, cell, method, settings.temperature, single.get(cell.regime))
         for cell in cells
         for method in settings.methods
         if method in cell.runs
     ]
+    remarks += getattr(methods.get(LLAMA_CPP), "remarks", [])
     agreements = [a for c in cells if (a := agreement(c)) is not None]
     remarks += [*map(_agreement_remark, agreements), *filter(None, map(unrepeated_remark, results))]
     return run.report(results=results, agreement=agreements, remarks=remarks)
 
 
+def _result(
+    target: Decoder, cell: ResultCell, method: str, temperature: float, single: Runs | None
+) -> dict[str, Any]:
+    """With `over_llama_cpp`, tokens/s over llama.cpp's in the same turns, where it ran."""
+    theirs = cell.runs.get(LLAMA_CPP)
+    row = result(target, cell, method, temperature, single, compared=method != LLAMA_CPP)
+    if theirs is None:
+        return row
+    turns = {turn: run for turn, run in cell.runs[method].items() if turn in theirs}
+    return row | {"over_llama_cpp": round(speed_ratio(turns, theirs), 3)}
+
+
 def _methods(
-    target: Decoder, draft: DFlash | None, suffix: Draft | None, settings: BenchSettings, remarks: list[str]
+    target: Decoder,
+    tokenizer: Tokenizer,
+    draft: DFlash | None,
+    suffix: Draft | None,
+    settings: BenchSettings,
+    remarks: list[str],
 ) -> dict[str, Method]:
     """The methods that can run, always with `plain`; `remarks` gets a line for each that cannot."""
     drafts: dict[str, Draft | None] = {PLAIN: None}
@@ -175,7 +207,7 @@ def _methods(
     if suffix is not None:
         drafts["suffix"] = suffix
     elif "suffix" in settings.methods:
-        remarks.append("suffix left out: no suffix index was given")
+        remarks.append(f"suffix and {DEFAULT} left out: no suffix index was given")
     if draft is not None:
         drafts |= {"dflash": draft.bind(target), "dflash-tree": DDTree(draft.bind(target), TREE)}
     elif "dflash" in settings.methods:
@@ -184,8 +216,42 @@ def _methods(
         name: run_case(Case(method=name, temperature=settings.temperature), target, bound)
         for name, bound in drafts.items()
     }
+    if suffix is not None and DEFAULT in settings.methods:
+        methods[DEFAULT] = _default(target, tokenizer, suffix, settings, remarks)
+    methods |= _llama_cpp(target, tokenizer, settings, remarks)
     methods |= _baselines(target, draft, settings, remarks)
     return {m: run for m, run in methods.items() if m in settings.methods or m == PLAIN}
+
+
+def _default(
+    target: Decoder, tokenizer: Tokenizer, draft: Draft, settings: BenchSettings, remarks: list[str]
+) -> Method:
+    """As `outpace generate` decodes where nothing is said."""
+    case = Case(method=DEFAULT, temperature=settings.temperature)
+    rule = case.request.effective_rule
+    controller, note = auto_controller(target, tokenizer, draft, rule, cache_folder())
+    remarks.append(f"{DEFAULT}: the target's suffix index, {note}")
+    if isinstance(controller, Adaptive):
+        return run_case(replace(case, steered=True), target, draft, controller.costs)
+    return run_case(case if controller is None else replace(case, width=1), target, draft)
+
+
+def _llama_cpp(
+    target: Decoder, tokenizer: Tokenizer, settings: BenchSettings, remarks: list[str]
+) -> dict[str, Method]:
+    if LLAMA_CPP not in settings.methods:
+        return {}
+    if settings.temperature > 0:
+        remarks.append(f"{LLAMA_CPP} left out: it is compared at temperature 0 alone")
+        return {}
+    if not llama_cpp.installed():
+        remarks.append(f"{LLAMA_CPP} left out: it is not installed ({llama_cpp.HOW_TO_GET})")
+        return {}
+    try:
+        return {LLAMA_CPP: llama_cpp.Baseline(target, tokenizer)}
+    except ValueError as error:  # what GGUF cannot say
+        remarks.append(f"{LLAMA_CPP} left out: {error}")
+        return {}
 
 
 def _baselines(
@@ -271,10 +337,12 @@ def _mismatches_and_ties(r: dict[str, Any]) -> str:
 
 
 BATCH = ("batch", "batch", "{}")
+OVER_LLAMA_CPP = (LLAMA_CPP, "over_llama_cpp", "{:.2f}x")
 COLUMNS: Columns = (
     METHOD,
     BATCH,
     ("tokens/s", _speed_range, "{}"),
+    OVER_LLAMA_CPP,
     SPEEDUP,
     TAU,
     (
@@ -291,15 +359,18 @@ TERMINAL: Columns = (  # 80 columns wide
     METHOD,
     BATCH,
     ("tokens/s", "tokens_per_s", "{:.1f}"),
+    OVER_LLAMA_CPP,
     SPEEDUP,
     TAU,
     ("accept", _of_drafts("accept_rate"), "{:.2f}"),
     ("differ", _mismatches, "{}"),
-    ("ties", lambda r: r["lossless"]["ties"] if r["lossless"]["checked"] else None, "{}"),
 )
 LEGEND = """\
 - tokens/s: from the first token to the last, all rows together, median of the repeats (in brackets: slowest
   and fastest).
+- llama.cpp: tokens/s over those of llama.cpp, on the same weights in the same run, with the setting and the
+  number of threads that suit it best.
+- default: as `outpace generate` decodes: the suffix index, its draft length chosen by measured costs.
 - speedup: over `plain`, our own autoregressive decoding of the same target in the same run.
 - tau: mean number of tokens committed per forward of the target, bonus token included.
 - accepted: draft tokens accepted per step; accept rate: accepted over proposed draft tokens.

@@ -12,7 +12,6 @@ from outpace.cli.app import app, console, say
 
 if TYPE_CHECKING:
     from outpace.api import GenerationOutput, Model
-    from outpace.drafts.base import Draft
 
 PROMPT = '"""Queues of tasks."""\n\nimport threading\n\n\nclass TaskQueue:\n'
 TOKENS = 120
@@ -29,9 +28,8 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
 
     model = load("default")
     say(f"[bold]Prompt[/bold]\n{PROMPT}")
-    plain = _show(model, None, "Autoregressive")
-    suffix = load_draft("suffix", model)
-    fast = _show(model, suffix, "Speculative, accepted draft tokens in green")
+    plain = _show(model, False, "Autoregressive")
+    fast = _show(model, None, "Speculative, accepted draft tokens in green")
     if fast.tokens != plain.tokens:
         raise ValueError("demo: the speculative text differs from the autoregressive one; this is a bug")
     speedup = fast.tokens_per_second / plain.tokens_per_second
@@ -40,7 +38,7 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
         f"{fast.tau:.2f} tokens per forward of the target.\n"
     )
     held_out = split(read_corpus())[1]
-    dflash = open_dflash("dflash", model.tokenizer)
+    dflash, suffix = open_dflash("dflash", model.tokenizer), load_draft("suffix", model)
     report = run_bench(model.target, dflash, model.tokenizer, held_out, demo_settings(), out, console, suffix)
     PAGE.write(report, out)
     write_json(out / "trace.json", json.loads(json.dumps(asdict(fast.trace))))
@@ -51,14 +49,14 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for the report.")] = Pat
     )
 
 
-def _show(model: "Model", draft: "Draft | None", title: str) -> "GenerationOutput":
-    """Decode PROMPT and print the text as it is committed."""
+def _show(model: "Model", draft: bool | None, title: str) -> "GenerationOutput":
+    """Decode PROMPT and print the text as it is committed; draft: see `api.generate`."""
     from outpace.api import SamplingParams, generate, stream
 
     console.print(f"[bold]{title}[/bold]")
-    generate(model, PROMPT, draft=draft or False, sampling=SamplingParams(max_tokens=8))  # warm-up
+    generate(model, PROMPT, draft=draft, sampling=SamplingParams(max_tokens=8))  # warm-up
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    pieces = stream(model, PROMPT, draft=draft or False, sampling=sampling)
+    pieces = stream(model, PROMPT, draft=draft, sampling=sampling)
     for piece in pieces:
         console.print(Text(piece.text, style="green" if piece.drafted else ""), end="", soft_wrap=True)
     output = pieces.finish()

@@ -230,11 +230,13 @@ def test_a_budget_skips_repeats_and_says_so(target, tokenizer):
 
 
 def test_what_cannot_run_is_left_out_with_one_line(target, tokenizer, monkeypatch):
-    monkeypatch.setattr(speed.baselines, "installed", lambda: False)
+    for baseline in (speed.baselines, speed.llama_cpp):
+        monkeypatch.setattr(baseline, "installed", lambda: False)
     settings = tiny_settings(methods=speed.METHODS, repeats=1)
     result = measure(target, None, tokenizer, DOCUMENTS, settings, quiet())
     assert {r["method"] for r in result["results"]} == {"plain", "ngram"}
-    assert sum("not installed" in line for line in result["remarks"]) == 1
+    assert sum("not installed" in line for line in result["remarks"]) == 2
+    assert any("make oracle" in line for line in result["remarks"])
     assert sum("no draft" in line for line in result["remarks"]) == 1
 
 
@@ -248,11 +250,12 @@ def test_sampling_is_measured_and_not_compared(target, draft, tokenizer):
 
 def test_with_transformers_beside(target, draft, tokenizer):
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers >= 5.23")
-    settings = tiny_settings(methods=speed.METHODS, batches=(1, 2), repeats=1)
+    methods = [m for m in speed.METHODS if m != speed.LLAMA_CPP]
+    settings = tiny_settings(methods=tuple(methods), batches=(1, 2), repeats=1)
     suffix = Suffix(Suffixes.of(tiny.tokens(1, 200)[0].int()), tiny.VOCAB)
     result = measure(target, draft, tokenizer, DOCUMENTS, settings, quiet(), suffix=suffix)
     of = {(r["method"], r["batch"]): r for r in result["results"]}
-    assert set(of) == {(m, b) for m in speed.METHODS for b in (1, 2)} - {("transformers-dflash", 2)}
+    assert set(of) == {(m, b) for m in methods for b in (1, 2)} - {("transformers-dflash", 2)}
     assert all(r["lossless"]["violations"] == 0 for r in of.values())
     assert of["transformers", 1]["prompts"] == 2
     assert result["agreement"][0]["prompts"] == 2
@@ -310,7 +313,7 @@ def test_pictures_are_wide_enough_for_a_readme(report, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ("plain", "eagle")}, "no method 'eagle'; known: transformers, "),
+        ({"methods": ("plain", "eagle")}, "no method 'eagle'; known: llama.cpp, transformers, "),
         ({"regimes": ("middle",)}, "no regime 'middle'; known: short, long, or"),
         ({"regimes": ("4+1",)}, "with at least 2 decoded tokens"),
         ({"batches": (1, 9)}, r"must lie in 1..4"),
