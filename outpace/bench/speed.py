@@ -362,7 +362,6 @@ TERMINAL: Columns = (  # 80 columns wide
     OVER_LLAMA_CPP,
     SPEEDUP,
     TAU,
-    ("accept", _of_drafts("accept_rate"), "{:.2f}"),
     ("differ", _mismatches, "{}"),
 )
 LEGEND = """\

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule
-from outpace.decode.controller import Adaptive, Controller
+from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, rising
 from outpace.decode.generate import generate, next_token
 from outpace.decode.request import COST_RULES, GREEDY, Request, acceptance_rule
@@ -103,8 +103,9 @@ def calibrate(
             stacklevel=3,  # past the wrapper of inference_mode
         )
     # again with the controller, whose own time belongs to a step
-    _, rest = _decode(target, draft, prompt, request, share, Adaptive(costs))
-    return replace(costs, points=tuple(replace(p, rest=rest) for p in points))
+    _, rest = _decode(target, draft, prompt, request, share, _drafting(costs))
+    _, idle = _decode(target, draft, prompt, request, share, Fixed(1))
+    return replace(costs, points=tuple(replace(p, rest=rest, idle=idle) for p in points))
 
 
 @torch.inference_mode()
@@ -168,7 +169,7 @@ def _decode(
     controller: Controller | None = None,
 ) -> tuple[float, float]:
     """Decode -> acceptance rate of a draft token whose parent was accepted; seconds of a step besides draft
-    and verify. The second of two runs: the first warms up."""
+    and verify, where a step without draft tokens has no draft. The last of three runs: the others warm up."""
 
     def run(tokens: int) -> Trace:
         rng = generator(SEED, target.device)
@@ -184,7 +185,15 @@ def _decode(
     accepted = sum(trace.accept_lens)
     rejected = sum(a < p for a, p in zip(trace.accept_lens, offered, strict=True))
     rate = accepted / (accepted + rejected) if accepted + rejected else 0.0
-    return rate, trace.seconds["rest"] / len(trace.accepted)
+    besides = trace.seconds["rest"] + (0.0 if accepted + rejected else trace.seconds["draft"])
+    return rate, besides / len(trace.accepted)
+
+
+def _drafting(costs: Costs) -> Adaptive:
+    """A controller that drafts in every step, whatever it costs."""
+    controller = Adaptive(costs)
+    controller.always = True
+    return controller
 
 
 Kind = tuple[str, int]  # of a timed step: DRAFT, VERIFY, PLAIN or WAKE, and its number of positions

@@ -188,6 +188,7 @@ class Adaptive:
         self.costs = costs
         self.predicted: tuple[float, float] | None = None
         self.history = AcceptanceHistory(2, costs.acceptance)
+        self.always = False  # draft in every step, whatever it costs
         self.states_survival = True  # of the draft; assumed until its first proposal
         # autoregressive steps since the last proposal, and before the next decision
         self.rested = self.wait = 0
@@ -231,7 +232,9 @@ class Adaptive:
         if self.account is None:
             self.account = min(CREDIT * price, CREDIT_STEPS * now.step[1])
         self.account = min(self.account, BANK * price)
-        if self.account < (-DEBT * price if pays else price):
+        # where the draft itself expects too little of a probe, nothing of it is verified
+        unverified = now.step[best] - now.draft[best] - now.others[1] if self.states_survival else 0.0
+        if not self.always and self.account < (-DEBT * price if pays else price - unverified):
             self.wait = GAP - 1
             return 1
         if not self.states_survival:
@@ -284,8 +287,8 @@ class Adaptive:
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds of a step of `rows` rows at one context, by number of positions (index 0 unused): of the draft,
-    of all else, of both. `show`: of an autoregressive step's token, observed later; `wake`: of the first
-    proposal after a rest, beyond `draft`."""
+    of all else after it, of a whole step (with 1, without the draft). `show`: of an autoregressive step's
+    token, observed later; `wake`: of the first proposal after a rest, beyond `draft`."""
 
     rows: int
     draft: list[float]
@@ -296,10 +299,11 @@ class StepCosts:
 
     @staticmethod
     def of(costs: Costs, rows: int, context: float, block: int) -> "StepCosts":
-        rest = costs.rest_seconds(rows)
         draft = [0.0, *(costs.draft_seconds(n, context, rows) for n in range(1, block + 1))]
+        rest = costs.rest_seconds(2, rows)
         others = [0.0, *(costs.verify_seconds(n, context, rows) + rest for n in range(1, block + 1))]
         step = [d + o for d, o in zip(draft, others, strict=True)]
+        step[1] = costs.round_seconds(1, context, rows)
         return StepCosts(rows, draft, others, step, costs.show_seconds(rows), costs.wake_seconds(rows))
 
 

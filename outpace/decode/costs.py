@@ -32,11 +32,11 @@ class Point:
 
     verify[i], draft[i]: of widths[i] positions per row, root included. `verify` is the target's forward, its
     logits and the acceptance rule; `draft` is one proposal and the observation of the step before it (0 for
-    one position); `rest` is everything else of a step, the controller included; `show` is the observation of
-    one more token per row after steps without a proposal, and `wake` the time by which the first proposal
-    then exceeds `draft`; `plain` is a step of autoregressive decoding. `spread`: interquartile range of the
-    timings over their median, for the median width. `cpu`: share of the time in which the main thread ran on
-    the processor, 1 on a GPU.
+    one position); `rest` is everything else of a step with draft tokens, the controller included, and `idle`
+    of one without (None: as much); `show` is the observation of one more token per row after these, and
+    `wake` the time by which the first proposal then exceeds `draft`; `plain` is a step of autoregressive
+    decoding. `spread`: interquartile range of the timings over their median, for the median width. `cpu`:
+    share of the time in which the main thread ran on the processor, 1 on a GPU.
     """
 
     batch: int
@@ -45,6 +45,7 @@ class Point:
     draft: tuple[float, ...]
     rest: float
     plain: float
+    idle: float | None = None
     show: float = 0.0
     wake: float = 0.0
     spread: float = 0.0
@@ -92,7 +93,7 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            numbers = (*p.verify, *p.draft, p.rest, p.plain, p.show, p.wake, p.context)
+            numbers = (*p.verify, *p.draft, p.rest, p.idle or 0.0, p.plain, p.show, p.wake, p.context)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
             if (
@@ -113,9 +114,10 @@ class Costs:
         """A proposal of at most `width` positions, and the observation of the step before it (C_draft)."""
         return self._at("draft", width, context, batch) if width > 1 else 0.0
 
-    def rest_seconds(self, batch: int = 1) -> float:
-        """Everything of a step besides draft and verify."""
-        return self._nearest(batch).rest
+    def rest_seconds(self, n: int, batch: int = 1) -> float:
+        """Everything of a step of n positions besides draft and verify."""
+        point = self._nearest(batch)
+        return point.rest if n > 1 or point.idle is None else point.idle
 
     def show_seconds(self, batch: int = 1) -> float:
         """The observation, later, of an autoregressive step's tokens."""
@@ -133,7 +135,7 @@ class Costs:
     def round_seconds(self, n: int, context: float, batch: int = 1, width: int | None = None) -> float:
         """A whole step: drafted to `width` positions (default n), n of them verified."""
         drafted = self.draft_seconds(width or n, context, batch)
-        return drafted + self.verify_seconds(n, context, batch) + self.rest_seconds(batch)
+        return drafted + self.verify_seconds(n, context, batch) + self.rest_seconds(width or n, batch)
 
     def break_even(self, n: int, context: float, batch: int = 1) -> float:
         """The tau at which steps of n positions are as fast as steps without draft tokens."""
@@ -253,7 +255,7 @@ def identity(thing: Any) -> str:
     return repr(thing)
 
 
-FORMAT = 4
+FORMAT = 5
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:

@@ -63,7 +63,7 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
         lengths = [256 + n for n in at]
         width = controller.width(lengths)
         context = sum(lengths) / rows
-        seconds += costs.rest_seconds(rows) + costs.draft_seconds(width, context, rows)
+        seconds += costs.rest_seconds(width, rows) + costs.draft_seconds(width, context, rows)
         if width == 1:
             seconds += costs.verify_seconds(1, context, rows)
             at = [n + 1 for n in at]

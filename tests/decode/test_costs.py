@@ -55,6 +55,8 @@ def test_lines_between_widths_and_beyond():
     assert table.round_seconds(4, 7) == 0.7 + 3.0 + 0.25 and table.round_seconds(1, 7) == 1.25
     assert table.round_seconds(2, 7, width=4) == 0.7 + 1.5 + 0.25
     assert table.break_even(4, 7) == 3.95 / 1.25 and table.break_even(1, 7) == 1
+    table = costs(point(idle=0.125))
+    assert table.round_seconds(1, 7) == 1.125 and table.round_seconds(2, 7) == 0.5 + 1.5 + 0.25
 
 
 def test_lines_between_contexts_and_batches():
@@ -128,7 +130,7 @@ def spoil(message, **changes):
 
 SPOILT = [
     (lambda message: "{", "JSON"),
-    (lambda message: spoil(message, format=1), "has format 1; this version reads 4"),
+    (lambda message: spoil(message, format=1), "has format 1; this version reads 5"),
     (lambda message: spoil(message, fingerprint="f" * 24 + "0" * 40), "measured for another target"),
     (lambda message: spoil(message, points=[]), "is not a cost table"),
     (lambda message: spoil(message, points=[{**message["points"][0], "speed": 1}]), "is not a cost table"),
