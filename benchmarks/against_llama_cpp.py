@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ from outpace.bench.llama_cpp import PROMPT, SETTINGS, LlamaCpp, load_model
 from outpace.bench.machine import describe_target, machine, provenance, versions
 from outpace.bench.prompts import held_out_prompts
 from outpace.checkpoint.save import write_json
+from outpace.decode.auto import measure_costs
+from outpace.decode.controller import Adaptive
+from outpace.decode.costs import Costs
 from outpace.decode.generate import generate
-from outpace.decode.request import Request
+from outpace.decode.request import GREEDY, Request
 from outpace.drafts.dflash import BoundDFlash
 from outpace.formats.convert import convert_target
 from outpace.loading import open_draft, open_target
@@ -43,23 +47,41 @@ from outpace.models.decoder import Output
 from outpace.text.corpus import read_corpus, split
 
 CONTEXT, NEW = 256, 128
-WIDTHS, BATCHES = (1, 8, 16), (1, 4, 8, 16, 32)
-METHODS = (None, "suffix", "dflash")
+PLAIN, DEFAULT = "autoregressive", "default"
+METHODS = {  # of text: the draft, and the positions of its trees (0: as many as usual)
+    PLAIN: (None, 0),
+    DEFAULT: ("suffix", 0),  # the draft length by measured costs
+    "suffix, tree of 8": ("suffix", 8),
+    "suffix, tree of 16": ("suffix", 16),
+    "dflash": ("dflash", 0),
+}
+Methods = dict[str, tuple[str | None, int]]
 
 
-def ours(target: Any, prompt: list[int], draft: Any) -> tuple[list[int], float]:
-    """The same of `generate`."""
+@dataclass(frozen=True)
+class Kinds:
+    """What is timed: steps of so many tokens, batches of so many rows, each `times` times, a prompt less."""
+
+    widths: tuple[int, ...] = (1, 8, 16)
+    batches: tuple[int, ...] = (1, 4, 8, 16, 32)
+    times: int = 15
+    prompts: int = 5
+
+
+def ours(target: Any, prompt: list[int], draft: Any, costs: Costs | None) -> tuple[list[int], float]:
+    """Greedy tokens of `generate`, and the seconds from the first on."""
     first = 0.0
 
     def on_tokens(row: int, tokens: list[int]) -> None:
         nonlocal first
         first = first or time.perf_counter()
 
-    out = generate(target, [prompt], Request(max_new_tokens=NEW), draft, on_tokens=on_tokens)
+    options: dict[str, Any] = {"on_tokens": on_tokens, "controller": costs and Adaptive(costs)}
+    out = generate(target, [prompt], Request(max_new_tokens=NEW), draft, **options)
     return out.tokens[0], time.perf_counter() - first
 
 
-def timed(call: Callable[[], Any], times: int = 15) -> float:
+def timed(call: Callable[[], Any], times: int) -> float:
     """Median seconds, after one call to warm up."""
     call()
     return median(call, times)
@@ -76,26 +98,26 @@ def chosen(out: Output) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def our_steps(target: Any, ids: list[int]) -> dict[str, float]:
+def our_steps(target: Any, ids: list[int], kinds: Kinds) -> dict[str, float]:
     """Seconds of each kind of step, the logits and the choice included."""
     result = {}
     cache = target.make_cache(1, CONTEXT + PROMPT, slack=32)
     tokens = torch.tensor([ids])
     target(tokens[:, :CONTEXT], cache)
-    for n in WIDTHS:
+    for n in kinds.widths:
 
         def step(n: int = n) -> None:
             chosen(target(tokens[:, :n], cache, logits=True)).tolist()
             cache.rewind([CONTEXT])
 
-        result[count_of(n, "token")] = timed(step)
+        result[count_of(n, "token")] = timed(step, kinds.times)
 
     def prompt() -> None:
         hidden = target(tokens[:, :PROMPT], target.make_cache(1, PROMPT)).hidden
         target.logits(hidden[:, -1:]).argmax(-1).tolist()
 
-    result[f"prompt of {PROMPT}"] = timed(prompt, 5)
-    for B in BATCHES:
+    result[f"prompt of {PROMPT}"] = timed(prompt, kinds.prompts)
+    for B in kinds.batches:
         cache = target.make_cache(B, CONTEXT + 4, slack=2)
         target(tokens[:, :CONTEXT].expand(B, -1), cache)
 
@@ -103,16 +125,16 @@ def our_steps(target: Any, ids: list[int]) -> dict[str, float]:
             chosen(target(tokens[:, :1].expand(B, -1), cache, logits=True)).tolist()
             cache.rewind([CONTEXT] * B)
 
-        result[f"batch of {B}"] = timed(rows)
+        result[f"batch of {B}"] = timed(rows, kinds.times)
     return result
 
 
-def their_steps(it: LlamaCpp, many: LlamaCpp, ids: list[int]) -> dict[str, float]:
+def their_steps(it: LlamaCpp, many: LlamaCpp, ids: list[int], kinds: Kinds) -> dict[str, float]:
     """`it` for one sequence, `many` for batches."""
     result = {}
     it.forget(0)
     it.decode(ids[:CONTEXT], 0, logits=False)
-    for n in WIDTHS:
+    for n in kinds.widths:
 
         def step(n: int = n) -> None:
             it.decode(ids[:n], CONTEXT)
@@ -120,20 +142,22 @@ def their_steps(it: LlamaCpp, many: LlamaCpp, ids: list[int]) -> dict[str, float
                 it.choice(i)
             it.forget(CONTEXT)
 
-        result[count_of(n, "token")] = timed(step)
+        result[count_of(n, "token")] = timed(step, kinds.times)
 
     def prompt() -> None:
         it.forget(0)
         it.decode(ids[:PROMPT], 0, logits=False)
         it.choice(PROMPT - 1)
 
-    result[f"prompt of {PROMPT}"] = timed(prompt, 5)
-    for row in range(max(BATCHES)):
+    result[f"prompt of {PROMPT}"] = timed(prompt, kinds.prompts)
+    rows_at_most = max(kinds.batches, default=0)
+    for row in range(rows_at_most):
         many.forget(0, row)
-    many.decode(ids[:CONTEXT], 0, logits=False)
-    for row in range(1, max(BATCHES)):
+    if kinds.batches:
+        many.decode(ids[:CONTEXT], 0, logits=False)
+    for row in range(1, rows_at_most):
         many.share(row)
-    for B in BATCHES:
+    for B in kinds.batches:
 
         def rows(B: int = B) -> None:
             many.decode_rows([ids[0]] * B, CONTEXT)
@@ -142,7 +166,7 @@ def their_steps(it: LlamaCpp, many: LlamaCpp, ids: list[int]) -> dict[str, float
             for row in range(B):
                 many.forget(CONTEXT, row)
 
-        result[f"batch of {B}"] = timed(rows)
+        result[f"batch of {B}"] = timed(rows, kinds.times)
     return result
 
 
@@ -158,15 +182,13 @@ def busy_core(on: bool) -> Iterator[None]:
             process.wait()
 
 
-def drafts_for(source: str, target: Any, methods: tuple[str | None, ...]) -> dict[str, Any]:
+def drafts_for(source: str, target: Any, methods: Methods) -> dict[str, Any]:
     """The drafts of `source`, bound to `target`: the same weights out of another file."""
     original, tokenizer = open_target(source)
     drafts: dict[str, Any] = {}
-    for name in methods:
-        draft = name and open_draft(name, original, tokenizer)
-        drafts[name or "autoregressive"] = (
-            draft.draft.bind(target) if isinstance(draft, BoundDFlash) else draft
-        )
+    for name, (draft_name, nodes) in methods.items():
+        draft = draft_name and open_draft(draft_name, original, tokenizer, num_draft_tokens=nodes)
+        drafts[name] = draft.draft.bind(target) if isinstance(draft, BoundDFlash) else draft
     return drafts
 
 
@@ -184,11 +206,10 @@ def best(values: Measured, name: str, choose: Callable[..., Any]) -> Best:
     return chosen
 
 
-def compare(
-    source: str, path: Path, threads: list[int], repeats: int, methods: tuple[str | None, ...]
-) -> dict[str, Any]:
+def compare(source: str, path: Path, threads: list[int], repeats: int, methods: Methods) -> dict[str, Any]:
     """-> {"steps": milliseconds of both by kind, "text": tokens/s of llama.cpp and of every method}: each
     with the setting that suits it best."""
+    kinds = Kinds()
     target, tokenizer = open_target(str(path))
     drafts = drafts_for(source, target, methods)
     _, held_out = split(read_corpus())
@@ -196,28 +217,31 @@ def compare(
     ids = held_out_prompts(tokenizer, held_out, 1, PROMPT)[0]
     model = load_model(path)
     engines = {
-        name: [LlamaCpp(model, batch, CONTEXT + PROMPT, *how) for batch in (1, max(BATCHES))]
+        name: [LlamaCpp(model, batch, CONTEXT + PROMPT, *how) for batch in (1, max(kinds.batches))]
         for name, how in SETTINGS.items()
     }
+    costs: dict[int, Costs] = {}
     mine, theirs, our_rates, their_rates = (measured() for _ in range(4))
     texts = defaultdict[tuple[str, int], list[list[int]]](list)  # of the prompts, by who wrote them
     for prompt in prompts:
         for n in threads:
             torch.set_num_threads(n)
             label = count_of(n, "thread")
-            collect(mine[label], our_steps(target, ids))
+            collect(mine[label], our_steps(target, ids, kinds))
+            if DEFAULT in drafts and n not in costs:
+                costs[n] = measure_costs(target, tokenizer, drafts[DEFAULT], GREEDY, [CONTEXT], [1], 0.5)
             for name, draft in drafts.items():
-                tokens, seconds = ours(target, prompt, draft)
+                tokens, seconds = ours(target, prompt, draft, costs[n] if name == DEFAULT else None)
                 collect(our_rates[label], {name: (NEW - 1) / seconds})
                 texts[name, n].append(tokens)
             for setting, (it, many) in engines.items():
                 for engine in (it, many):
                     engine.use_threads(n)
-                collect(theirs[f"{label}, {setting}"], their_steps(it, many, ids))
+                collect(theirs[f"{label}, {setting}"], their_steps(it, many, ids, kinds))
                 rows, _, seconds = it.generate([prompt], NEW)
                 collect(their_rates[f"{label}, {setting}"], {llama_cpp.NAME: (NEW - 1) / seconds})
                 texts[setting, n].append(rows[0])
-    own = texts["autoregressive", threads[0]]
+    own = texts[PLAIN, threads[0]]
     assert all(texts[name, n] == own for name in drafts for n in threads), "a draft changed the text"
     baseline = best(their_rates, llama_cpp.NAME, max)
     return {
@@ -283,7 +307,7 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         with busy_core(options.busy):
-            methods = METHODS[:1] if options.no_drafts else METHODS
+            methods = {PLAIN: METHODS[PLAIN]} if options.no_drafts else METHODS
             report = header | compare(options.target, path, options.threads, options.repeats, methods)
     report["busy"] = options.busy
     print(json.dumps(report, indent=2))

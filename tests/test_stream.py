@@ -241,6 +241,11 @@ def test_timing_runs_twice(monkeypatch, capsys):
         assert value[kind]["tokens_per_s"] > 0
     code, out, _ = outpace(monkeypatch, capsys, *options)
     assert code == 0 and "warm run" in out and "time to first token" in out
+    assert "steps: one native call each" in out and value["steps"] == "one native call each"
+    code, out, _ = outpace(monkeypatch, capsys, *options, "--kv-budget", "64")
+    assert code == 0 and "steps: module by module (partial KV while its queries are recorded)" in " ".join(
+        out.split()
+    )
 
 
 def test_layers_and_largest_logits(monkeypatch, capsys):

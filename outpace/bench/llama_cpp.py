@@ -60,6 +60,7 @@ class LlamaCpp:
     def __init__(self, model: Any, batch: int, length: int, flash: int, kv_type: int) -> None:
         how = llama.llama_context_default_params()
         how.n_ctx, how.n_batch, how.n_ubatch, how.n_seq_max = batch * length, PROMPT, PROMPT, batch
+        how.swa_full = False  # windows read no more than they need, as in llama-cli
         how.kv_unified, how.flash_attn_type, how.type_k, how.type_v = True, flash, kv_type, kv_type
         self.context = llama.llama_init_from_model(model, how)
         self.batch = llama.llama_batch_init(max(PROMPT, batch), 0, 1)

@@ -44,6 +44,18 @@ llama_cpp_text = table_of(
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("over llama.cpp", "ratio", "{:.2f}x"),
 )
+llama_cpp_shapes = table_of(  # of a report of benchmarks/llama_cpp_shapes.py
+    lambda report: [
+        {"shape": shape.replace(":", ", "), "name": name, **row}
+        for shape, values in report["shapes"].items()
+        for name, row in values["steps"].items()
+    ],
+    ("shape", "shape", "{}"),
+    ("step", "name", "{}"),
+    ("Outpace", "outpace_ms", "{:,.2f} ms"),
+    ("llama.cpp", "llama_cpp_ms", "{:,.2f} ms"),
+    ("llama.cpp's time over ours", "ratio", "{:.2f}"),
+)
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
@@ -63,6 +75,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "held": retrofits.held_out_table,
     "llama-cpp-steps": llama_cpp_steps,
     "llama-cpp-text": llama_cpp_text,
+    "llama-cpp-shapes": llama_cpp_shapes,
     "real-size": real_size_table,
 }
 

@@ -15,6 +15,7 @@ from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
 if TYPE_CHECKING:
     from outpace.api import GenerationOutput
+    from outpace.models.decoder import Decoder
 
 
 @app.command()
@@ -125,6 +126,7 @@ def generate(
     if timing:
         warm = run(show=False, first=False)
         values["timing"] = {"load": round(load_seconds, 6), "first": output.timing(), "warm": warm.timing()}
+        values["timing"]["steps"] = _how_steps_run(model.target, partial="partial" in how)
     if as_json:
         print(json.dumps(values))
         return
@@ -134,6 +136,7 @@ def generate(
         say(_logits_lines(output), markup=False, soft_wrap=True)
     if warm is not None:
         console.print(_timing_table(load_seconds, output, warm))
+        say(f"steps: {values['timing']['steps']}")
     if stats:
         say(f"{output.summary()}; {note}", style="dim")
 
@@ -163,6 +166,18 @@ def _logits_lines(output: "GenerationOutput") -> str:
         others = "  ".join(f"{c.logit:.3f} {c.text!r}" for c in candidates)
         lines.append(f"{i:4d} {chosen:16s} {others}")
     return "\n".join(lines)
+
+
+def _how_steps_run(target: "Decoder", partial: bool) -> str:
+    import torch
+
+    from outpace.models.native_step import why_modules
+
+    with torch.inference_mode():
+        why = why_modules(target, target.make_cache(1, 1))
+    if partial:
+        why = "; ".join(filter(None, (why, "partial KV while its queries are recorded")))
+    return "one native call each" if why is None else f"module by module ({why})"
 
 
 def _timing_table(load_seconds: float, first: "GenerationOutput", warm: "GenerationOutput") -> Table:

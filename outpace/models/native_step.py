@@ -19,7 +19,7 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import MOST_ROWS, Program, Rings, use_kernel
+from outpace.ops.dispatch import MOST_ROWS, Program, Rings, use_kernel, why_not
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
@@ -228,19 +228,33 @@ def native_step(
 
 
 def _covered(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> bool:
-    """Few tokens, in float32, over plain keys and values; no new token is overwritten by one of the same step
-    (see `LayerCache.append`)."""
+    """Few tokens; no new one is overwritten by one of the same step (see `LayerCache.append`)."""
     rows = len(step.start) * step.T
     if rows > MOST_ROWS or (step.tree is None and step.T > FEW) or step.both_ways:
         return False
-    if model.config.head_dim % 8 or not set(aux) <= set(range(len(model.layers))):
+    if not set(aux) <= set(range(len(model.layers))) or why_modules(model, cache) is not None:
         return False
-    for memory in cache.layers:
-        plain = type(memory) is LayerCache and memory.keys is None and not memory.record_queries
-        fits = not memory.window or step.held + step.T <= memory.size - memory.window + 1
-        if not plain or not fits:
-            return False
-    return not any(map(_rounds, model.layers))
+    new = step.held + step.T
+    return all(not memory.window or new <= memory.size - memory.window + 1 for memory in cache.layers)
+
+
+def why_modules(model: Layers, cache: KVCache) -> str | None:
+    """Why no step over this cache is a native call, but runs through the modules; None: short ones are."""
+    if not use_kernel(cache.layers[0].k):
+        return why_not() or "the C kernels compute in float32 on a CPU, without gradients"
+    if model.config.head_dim % 8:
+        return f"head_dim {model.config.head_dim} is no multiple of 8"
+    kinds: dict[str, list[str]] = {}
+    for i, memory in enumerate(cache.layers):
+        if type(memory) is not LayerCache:
+            kinds.setdefault("latent KV", []).append(str(i))
+        elif memory.keys is not None:
+            kinds.setdefault("an index", []).append(str(i))
+        elif memory.record_queries:
+            kinds.setdefault("partial KV", []).append(str(i))
+    if kinds:
+        return "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in kinds.items())
+    return "experts are rounded anew in every step" if any(map(_rounds, model.layers)) else None
 
 
 def _rounds(block: nn.Module) -> bool:

@@ -8,13 +8,15 @@ import pytest
 import tiny
 import torch
 from gguf_blocks import blocks
+from indexers import indexed_target
+from latents import latent_target
 
 from outpace.kernels import bindings
 from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.kv.tree import Tree
 from outpace.models.blocks import Embedding, ExpertMatrix, Linear
 from outpace.models.load import build, named_tensors
-from outpace.models.native_step import NativeStep
+from outpace.models.native_step import NativeStep, why_modules
 from outpace.ops import mxfp4
 from outpace.ops.quant import Joined
 
@@ -271,3 +273,22 @@ def test_results_stay_what_they_were_after_the_next_step():
     hidden, aux = first.hidden.clone(), first.aux.clone()
     model(tiny.tokens(1, 2, seed=4), cache, aux=(1,))
     assert torch.equal(first.hidden, hidden) and torch.equal(first.aux, aux)
+
+
+@torch.no_grad()
+def test_what_runs_through_the_modules_says_why(monkeypatch):
+    dense = plain("gpt_oss")
+    assert why_modules(dense, dense.make_cache(1, 9)) is None
+    odd = build(tiny.config("llama", head_dim=12)).eval()
+    assert why_modules(odd, odd.make_cache(1, 9)) == "head_dim 12 is no multiple of 8"
+    latent = latent_target("gpt_oss", 8)[1]
+    assert why_modules(latent, latent.make_cache(1, 9)).startswith("latent KV in layers ")
+    indexed = indexed_target("gpt_oss")[1]
+    assert why_modules(indexed, indexed.make_cache(1, 9)).startswith("an index in layers ")
+    cache = dense.make_cache(1, 9, slack=4)
+    PartialCache(cache, PartialConfig(block_size=4), 4)
+    assert "partial KV" in why_modules(dense, cache)
+    with torch.enable_grad():
+        assert "without gradients" in why_modules(dense, dense.make_cache(1, 9))
+    monkeypatch.setattr(bindings, "available", lambda: False)
+    assert why_modules(dense, dense.make_cache(1, 9)) is not None

@@ -1,0 +1,108 @@
+"""Steps of other shapes than the embedded model's against llama.cpp's on the same GGUF file, interleaved.
+
+Random weights: a mixture of 16 experts (`small_moe.py`), and the shape of a published model as `outpace
+synth` makes it. One token and several over a cache of 256, and a prompt of 512 tokens. Needs llama-cpp-python
+(make oracle), and 4 GB of disk for Qwen3-0.6B.
+Run: python -m benchmarks.llama_cpp_shapes --out reports/llama-cpp/shapes [--shape small-moe:bf16 ..]
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import outpace  # noqa: F401 - before torch is loaded: it sets how long torch's threads spin
+
+# isort: split
+import torch
+
+from benchmarks.against_llama_cpp import (
+    CONTEXT,
+    Kinds,
+    best,
+    collect,
+    count_of,
+    measured,
+    our_steps,
+    step_row,
+    their_steps,
+)
+from benchmarks.small_moe import make_target
+from outpace.bench import llama_cpp
+from outpace.bench.llama_cpp import PROMPT, SETTINGS, LlamaCpp, load_model
+from outpace.bench.machine import describe_target, machine, provenance, versions
+from outpace.checkpoint.open import open_checkpoint
+from outpace.checkpoint.save import write_json
+from outpace.formats.convert import convert_target, write_gguf
+from outpace.formats.random_weights import plan, synthesise
+from outpace.models.load import load_target
+
+SMALL_MOE = "small-moe"
+SHAPES = (f"{SMALL_MOE}:bf16", f"{SMALL_MOE}:f16", "qwen3-0.6b:bf16", "qwen3-0.6b:q8_0")
+KINDS = Kinds(widths=(1, 8, 16), batches=(), times=7, prompts=1)
+
+
+@contextmanager
+def gguf_file(shape: str, type: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        folder, path = Path(name), Path(name) / "target.gguf"
+        if shape == SMALL_MOE:
+            write_gguf(make_target(folder / "target"), path, type=type)
+        else:
+            synthesise(folder / "target", plan(shape))
+            convert_target(str(folder / "target"), path, type)
+        yield path
+
+
+def compare(path: Path, threads: list[int], repeats: int) -> dict[str, Any]:
+    """-> rows of both engines by kind of step, each with the setting that suits it best."""
+    target: Any = load_target(open_checkpoint(path))
+    vocab, rng = target.config.vocab_size, torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, (PROMPT,), generator=rng).tolist()
+    model = load_model(path)
+    engines = {name: LlamaCpp(model, 1, CONTEXT + PROMPT, *how) for name, how in SETTINGS.items()}
+    mine, theirs = measured(), measured()
+    for _ in range(repeats):
+        for n in threads:
+            torch.set_num_threads(n)
+            label = count_of(n, "thread")
+            collect(mine[label], our_steps(target, ids, KINDS))
+            for setting, engine in engines.items():
+                engine.use_threads(n)
+                collect(theirs[f"{label}, {setting}"], their_steps(engine, engine, ids, KINDS))
+    steps = {kind: step_row(best(mine, kind, min), best(theirs, kind, min)) for kind in mine[label]}
+    return {"target": describe_target(target), "steps": steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=SHAPES, help="NAME:TYPE, the type of the matrices")
+    counts = sorted({1, len(os.sched_getaffinity(0))})
+    parser.add_argument("--threads", type=int, nargs="+", default=counts, help="numbers of threads to try")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="folder for report.json")
+    options = parser.parse_args()
+    if not llama_cpp.installed():
+        parser.error(f"llama-cpp-python is not installed: {llama_cpp.HOW_TO_GET}")
+    report: dict[str, Any] = {**provenance(), "machine": machine(torch.device("cpu")), "versions": versions()}
+    report["versions"]["llama-cpp-python"] = llama_cpp.llama.__version__
+    report["shapes"] = {}
+    for name in options.shape:
+        shape, _, type = name.partition(":")
+        try:
+            with gguf_file(shape, type or "bf16") as path:
+                report["shapes"][name] = compare(path, options.threads, options.repeats)
+        except ValueError as error:
+            parser.error(f"{name}: {error}")
+        print(name, json.dumps(report["shapes"][name]["steps"], indent=2), flush=True)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_json(options.out / "report.json", report)
+
+
+if __name__ == "__main__":
+    main()
