@@ -1,8 +1,8 @@
 """Steps of other shapes than the embedded model's against llama.cpp's on the same GGUF file, interleaved.
 
-Random weights: a mixture of 16 experts (`small_moe.py`), and the shape of a published model as `outpace
-synth` makes it. One token and several over a cache of 256, and a prompt of 512 tokens. Needs llama-cpp-python
-(make oracle), and 4 GB of disk for Qwen3-0.6B.
+Random weights: a mixture of 16 experts in MXFP4 (`small_moe.py`), and the shape of a published model as
+`outpace synth` makes it. One token and several over a cache of 256, and a prompt of 512 tokens. Needs
+llama-cpp-python (make oracle), and 4 GB of disk for Qwen3-0.6B.
 Run: python -m benchmarks.llama_cpp_shapes --out reports/llama-cpp/shapes [--shape small-moe:bf16 ..]
 """
 
@@ -40,6 +40,7 @@ from outpace.checkpoint.save import write_json
 from outpace.formats.convert import convert_target, write_gguf
 from outpace.formats.random_weights import plan, synthesise
 from outpace.models.load import load_target
+from outpace.models.save import save_target
 
 SMALL_MOE = "small-moe"
 SHAPES = (f"{SMALL_MOE}:bf16", f"{SMALL_MOE}:f16", "qwen3-0.6b:bf16", "qwen3-0.6b:q8_0")
@@ -51,7 +52,8 @@ def gguf_file(shape: str, type: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder, path = Path(name), Path(name) / "target.gguf"
         if shape == SMALL_MOE:
-            write_gguf(make_target(folder / "target"), path, type=type)
+            save_target(make_target(folder / "dense"), folder / "target", pack=True, eos_token_id=None)
+            write_gguf(load_target(folder / "target"), path, type=type)
         else:
             synthesise(folder / "target", plan(shape))
             convert_target(str(folder / "target"), path, type)

@@ -242,7 +242,7 @@ def test_timing_runs_twice(monkeypatch, capsys):
     code, out, _ = outpace(monkeypatch, capsys, *options)
     assert code == 0 and "warm run" in out and "time to first token" in out
     assert "steps: one native call each" in out and value["steps"] == "one native call each"
-    code, out, _ = outpace(monkeypatch, capsys, *options, "--kv-budget", "64")
+    code, out, _ = outpace(monkeypatch, capsys, *options, "--kv-budget", "200")
     assert code == 0 and "steps: module by module (partial KV while its queries are recorded)" in " ".join(
         out.split()
     )

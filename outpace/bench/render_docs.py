@@ -56,6 +56,14 @@ llama_cpp_shapes = table_of(  # of a report of benchmarks/llama_cpp_shapes.py
     ("llama.cpp", "llama_cpp_ms", "{:,.2f} ms"),
     ("llama.cpp's time over ours", "ratio", "{:.2f}"),
 )
+start_up_table = table_of(  # of a report of benchmarks/start_up.py
+    by_name("seconds"),
+    ("engine", "name", "{}"),
+    ("import", "import", "{:.2f} s"),
+    ("load", "load", "{:.2f} s"),
+    ("first token", "first token", "{:.2f} s"),
+    ("all", "all", "{:.2f} s"),
+)
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
@@ -76,6 +84,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "llama-cpp-steps": llama_cpp_steps,
     "llama-cpp-text": llama_cpp_text,
     "llama-cpp-shapes": llama_cpp_shapes,
+    "start-up": start_up_table,
     "real-size": real_size_table,
 }
 
