@@ -19,7 +19,9 @@ from outpace.checkpoint.save import write_atomically
 LABELS = {
     "llama.cpp": "llama.cpp",
     "autoregressive": "Outpace, without a draft",
-    "suffix": "Outpace, suffix lookup",
+    "default": "Outpace, default",
+    "suffix, tree of 8": "Outpace, suffix lookup, 8",
+    "suffix, tree of 16": "Outpace, suffix lookup, 16",
     "dflash": "Outpace, DFlash 2",
 }
 

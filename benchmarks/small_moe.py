@@ -48,8 +48,8 @@ def median(call: Callable[[], Any], times: int) -> float:
     return statistics.median(seconds)
 
 
-def make_target(folder: Path) -> Any:
-    model = GptOss(SHAPE.config(1))
+def make_target(folder: Path, shape: TargetRecipe = SHAPE) -> Any:
+    model = GptOss(shape.config(1))
     init_weights(model, 1)
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -64,6 +64,14 @@ start_up_table = table_of(  # of a report of benchmarks/start_up.py
     ("first token", "first token", "{:.2f} s"),
     ("all", "all", "{:.2f} s"),
 )
+llama_cpp_context = table_of(  # of a report of benchmarks/llama_cpp_context.py
+    "rows",
+    ("context", "context", "{:,}"),
+    ("step", "step", "{}"),
+    ("Outpace", "outpace_ms", "{:,.2f} ms"),
+    ("llama.cpp", "llama_cpp_ms", "{:,.2f} ms"),
+    ("llama.cpp's time over ours", "ratio", "{:.2f}"),
+)
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
@@ -84,6 +92,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "llama-cpp-steps": llama_cpp_steps,
     "llama-cpp-text": llama_cpp_text,
     "llama-cpp-shapes": llama_cpp_shapes,
+    "llama-cpp-context": llama_cpp_context,
     "start-up": start_up_table,
     "real-size": real_size_table,
 }
