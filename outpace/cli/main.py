@@ -1,5 +1,6 @@
 """The console script: every command, and errors that end in one line."""
 
+import logging
 import sys
 
 from rich.console import Console
@@ -26,6 +27,9 @@ def main() -> None:
     """The console script: errors meant for people end in one line, not in a traceback."""
     if sys.stdout is None:  # closed by the shell: >&-
         _fail("the standard output is closed: redirect it to a file")
+    log = logging.getLogger("outpace")
+    log.handlers = [_Notes()]
+    log.setLevel(logging.INFO)
     try:
         app()
     except UnicodeDecodeError as error:  # files are decoded where they are read
@@ -36,6 +40,14 @@ def main() -> None:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # torch's name for it
             _fail("not enough memory: use smaller sizes or a shorter context")
         raise
+
+
+class _Notes(logging.Handler):
+    """What the package logs, on stderr: what takes time, and what is lost."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        shown = Console(stderr=True)
+        shown.print(record.getMessage(), style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def _fail(message: str) -> None:

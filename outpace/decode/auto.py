@@ -1,11 +1,11 @@
 """The controller of a request that names no draft length, by costs that are stored or quickly measured."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from outpace.checkpoint.base import LoadError
+from outpace.decode.calibrate import OnProgress, calibrate, quick
 from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs, fingerprint, read_costs, write_costs
 from outpace.decode.request import GREEDY
@@ -34,11 +34,9 @@ def measure_costs(
     contexts: list[int],
     batches: list[int],
     seconds: float,
-    on_progress: Callable[[float], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Costs:
     """`calibrate` on held-out text of the standard library."""
-    from outpace.decode.calibrate import calibrate  # here: most starts find a table, and statistics is slow
-
     wanted, text = max(contexts) + 4096, list[int]()
     for document in split(read_corpus())[1]:
         if len(text) >= wanted:
@@ -64,8 +62,6 @@ def auto_controller(
     costs, unusable = stored_costs(target, draft, folder, rule)
     if costs is not None:
         return Adaptive(costs), "draft length chosen by measured costs"
-    from outpace.decode.calibrate import quick
-
     more = f"; {unusable}" if unusable else ""
     expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:

@@ -1,12 +1,12 @@
 """Measuring a cost table: steps over real text at every draft length, interleaved."""
 
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -221,13 +221,13 @@ class Timings:
             sum(sum(seconds) for (kind, _), seconds in repeat.items() if kind != WAKE)
             for repeat in self.repeats
         ]
-        scaled: dict[Kind, list[float]] = {}
+        scaled, mean = dict[Kind, list[float]](), sum(durations) / len(durations)
         for repeat, duration in zip(self.repeats, durations, strict=True):
-            factor = statistics.fmean(durations) / duration
+            factor = mean / duration
             for kind, seconds in repeat.items():
                 scaled.setdefault(kind, []).extend(factor * s for s in seconds)
         quartiles = {
-            kind: statistics.quantiles(seconds, n=4, method="inclusive")
+            kind: np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
             for kind, seconds in scaled.items()
             if kind[0] != WAKE
         }
@@ -238,7 +238,7 @@ class Timings:
             for (kind, _), (first, median, third) in quartiles.items()
             if kind == VERIFY
         ]
-        show = statistics.median(self.show)
+        show = median(self.show)
         wake = [
             s - quartiles[DRAFT, n][0] - STEPS * show
             for (kind, n), seconds in scaled.items()
@@ -253,10 +253,14 @@ class Timings:
             rest=rest,
             plain=low[PLAIN, 1],
             show=show,
-            wake=max(0.0, statistics.median(wake or [0.0])),
-            spread=statistics.median(spreads),
+            wake=max(0.0, median(wake or [0.0])),
+            spread=median(spreads),
             cpu=min(1.0, self.cpu / self.wall) if on_cpu else 1.0,
         )
+
+
+def median(values: list[float]) -> float:
+    return float(np.median(values))
 
 
 def _measure(

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -15,6 +16,7 @@ from outpace.kernels.layouts import SOURCE, kernels, sources
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC"]
 # gcc for some CPUs leaves a lone chain of products and sums unfused: a row would then depend on its company
 FLAGS += ["--param=avoid-fma-max-bits=0"]
+log = logging.getLogger("outpace")  # the command line shows it
 
 
 def _flags_of_this_cpu() -> str:
@@ -40,6 +42,7 @@ def _build(compiler: str) -> ctypes.CDLL:
     parts = [sources(), version, _flags_of_this_cpu(), *flags]
     target = _cache() / f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
     if not target.exists():
+        log.info("compiling the CPU kernels: once on this machine, about ten seconds")
         target.parent.mkdir(parents=True, exist_ok=True)
         # under a temporary name, then renamed: no other process may load half a library
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -50,19 +53,24 @@ def _build(compiler: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
+def _none(reason: str) -> tuple[None, str]:
+    log.warning("no CPU kernels: %s; PyTorch's operators do the same, several times slower", reason)
+    return None, reason
+
+
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("OUTPACE_KERNELS") == "0":
         return None, "switched off by OUTPACE_KERNELS=0"
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return None, "no C compiler (cc, gcc or clang) on the PATH"
+        return _none("no C compiler (cc, gcc or clang) on the PATH")
     try:
         library = _build(compiler)
     except subprocess.CalledProcessError as error:
-        return None, f"{' '.join(error.cmd)} failed: {error.stderr[:500]}"
+        return _none(f"{' '.join(error.cmd)} failed: {error.stderr[:500]}")
     except (OSError, RuntimeError) as error:  # no place to write to; no home
-        return None, str(error)
+        return _none(str(error))
     for name in kernels(sources()):
         getattr(library, name).argtypes = [ctypes.c_char_p]
         getattr(library, name).restype = None

@@ -21,7 +21,7 @@ static struct {
     const void *with;
     Share shares[THREADS];
     long threads, members;                 // of the job; of the pool
-    long alone_until, penalty, stalled;    // nanoseconds
+    atomic_long alone_until, penalty, stalled;  // nanoseconds; whoever runs a program may step back
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 INLINE void relax(void) {
@@ -80,8 +80,8 @@ static void recruit(long members) {
 }
 // Other processes want the cores: for a while the caller works alone, longer each time.
 static void step_back(long time) {
-    pool.penalty = time - pool.stalled < 4 * pool.penalty ? MIN(2 * pool.penalty, LONGEST) : SHORTEST;
-    pool.stalled = time, pool.alone_until = time + pool.penalty;
+    long last = pool.penalty, penalty = time - pool.stalled < 4 * last ? MIN(2 * last, LONGEST) : SHORTEST;
+    pool.penalty = penalty, pool.stalled = time, pool.alone_until = time + penalty;
 }
 static void wait_for(long inside, long began) {  // one that takes longer than the caller worked has lost its core
     for (int turns = 0; turns < SPINS; turns++) {
