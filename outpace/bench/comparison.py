@@ -112,7 +112,8 @@ def _predicted(trace: Trace, cell: ResultCell, costs: Costs, speedup: float) -> 
     """The controller's expectation and its error: of the speedup, where both sides meet the same state of the
     machine, and of tokens/s, where the cost table is from another moment."""
     context = statistics.fmean(len(prompt) for group in cell.groups for prompt in group) + cell.new_tokens / 2
-    expected = trace.predicted_tokens_per_s / (cell.batch / costs.plain_seconds(context, cell.batch))
+    plain = costs.plain_seconds(context, cell.batch) + costs.rest_seconds(1, cell.batch)
+    expected = trace.predicted_tokens_per_s * plain / cell.batch
     return {
         "speedup": round(expected, 4),
         "speedup_error": round(expected / speedup - 1, 4),

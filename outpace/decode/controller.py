@@ -193,7 +193,6 @@ class Adaptive:
         # autoregressive steps since the last proposal, and before the next decision
         self.rested = self.wait = 0
         self.account: float | None = None  # seconds that may still be lost
-        self._tables: dict[tuple[int, int], StepCosts] = {}
         self._costs = StepCosts.of(costs, 1, 0.0, 2)
         self._rows: list[Row] = []
         self._width, self._draft_seconds = 1, 0.0
@@ -201,7 +200,6 @@ class Adaptive:
     def begin(self, block: int) -> None:
         if len(self.history.tried) != block:
             self.history = AcceptanceHistory(block, self.costs.acceptance)
-            self._tables = {}
         self.history.fade(0.5)
         self.rested = self.wait = 0
         self.account = None
@@ -277,11 +275,13 @@ class Adaptive:
             self.history.add(row, self._width, verified, positions)
 
     def _step_costs(self, rows: int, context: float) -> "StepCosts":
-        key = rows, int(context) // STRETCH
-        if key not in self._tables:
-            middle = (key[1] + 0.5) * STRETCH
-            self._tables[key] = StepCosts.of(self.costs, rows, middle, len(self.history.tried))
-        return self._tables[key]
+        """Formed once for all controllers of these costs: it takes as long as a step of a small target."""
+        key = rows, int(context) // STRETCH, len(self.history.tried)
+        known: StepCosts | None = self.costs.derived.get(key)
+        if known is None:
+            known = StepCosts.of(self.costs, rows, (key[1] + 0.5) * STRETCH, key[2])
+            self.costs.derived[key] = known
+        return known
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,11 @@ class Costs:
         return any(p.busy for p in self.points)
 
     @cached_property
+    def derived(self) -> dict[tuple[int, ...], Any]:
+        """What a controller has derived from the table."""
+        return {}
+
+    @cached_property
     def batches(self) -> tuple[int, ...]:
         return tuple(sorted({p.batch for p in self.points}))
 
