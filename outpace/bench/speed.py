@@ -379,11 +379,17 @@ LEGEND = """\
 """
 
 
+def _known(columns: Columns, rows: list[dict[str, Any]]) -> Columns:
+    """Without llama.cpp's where it did not run."""
+    ran = any("over_llama_cpp" in row for row in rows)
+    return tuple(column for column in columns if ran or column is not OVER_LLAMA_CPP)
+
+
 def _body(report: Report) -> list[str]:
     lines = []
     for rows in _by_regime(report["results"]).values():
         title = f"{regime_name(rows[0]).capitalize()} tokens, temperature {rows[0]['temperature']:g}"
-        lines += [f"## {title}", "", *table(COLUMNS, rows)]
+        lines += [f"## {title}", "", *table(_known(COLUMNS, rows), rows)]
     return [*lines, LEGEND]
 
 
@@ -402,10 +408,11 @@ def print_report(report: Report, console: Console) -> None:
     for rows in _by_regime(report["results"]).values():
         title = f"{regime_name(rows[0])} tokens"
         shown = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for heading, _, _ in TERMINAL:
+        columns = _known(TERMINAL, rows)
+        for heading, _, _ in columns:
             shown.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
         for r in rows:
-            shown.add_row(*(cell(r, value, form) for _, value, form in TERMINAL))
+            shown.add_row(*(cell(r, value, form) for _, value, form in columns))
         console.print(shown)
     for line in report["remarks"]:
         console.print(f"- {line}", highlight=False, markup=False)
