@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outpace.bench import comparison, context, draft_context, recall, retrofits
 from outpace.bench.machine import unpublishable
-from outpace.bench.report import Report, by_name, table_of
+from outpace.bench.report import Columns, Report, by_name, table_of
 from outpace.checkpoint.save import write_atomically
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -31,12 +31,15 @@ real_size_table = table_of(  # of a report of benchmarks/real_size.py
     ("decode", "warm_median.tokens_per_s", "{:.1f} tokens/s"),
     ("of the bandwidth", "warm_median.share_of_floor", "{:.0%}"),
 )
+BOTH_ENGINES: Columns = (
+    ("Outpace", "outpace_ms", "{:,.2f} ms"),
+    ("llama.cpp", "llama_cpp_ms", "{:,.2f} ms"),
+    ("llama.cpp's time over ours", "ratio", "{:.2f}"),
+)
 llama_cpp_steps = table_of(  # of a report of benchmarks/against_llama_cpp.py
     by_name("steps"),
     ("step", "name", "{}"),
-    ("Outpace", "outpace_ms", "{:.2f} ms"),
-    ("llama.cpp", "llama_cpp_ms", "{:.2f} ms"),
-    ("llama.cpp's time over ours", "ratio", "{:.2f}"),
+    *BOTH_ENGINES,
 )
 llama_cpp_text = table_of(
     by_name("text"),
@@ -52,9 +55,7 @@ llama_cpp_shapes = table_of(  # of a report of benchmarks/llama_cpp_shapes.py
     ],
     ("shape", "shape", "{}"),
     ("step", "name", "{}"),
-    ("Outpace", "outpace_ms", "{:,.2f} ms"),
-    ("llama.cpp", "llama_cpp_ms", "{:,.2f} ms"),
-    ("llama.cpp's time over ours", "ratio", "{:.2f}"),
+    *BOTH_ENGINES,
 )
 start_up_table = table_of(  # of a report of benchmarks/start_up.py
     by_name("seconds"),
@@ -68,9 +69,7 @@ llama_cpp_context = table_of(  # of a report of benchmarks/llama_cpp_context.py
     "rows",
     ("context", "context", "{:,}"),
     ("step", "step", "{}"),
-    ("Outpace", "outpace_ms", "{:,.2f} ms"),
-    ("llama.cpp", "llama_cpp_ms", "{:,.2f} ms"),
-    ("llama.cpp's time over ours", "ratio", "{:.2f}"),
+    *BOTH_ENGINES,
 )
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
