@@ -297,6 +297,7 @@ def main() -> None:
         parser.error(f"llama-cpp-python is not installed: {llama_cpp.HOW_TO_GET}")
     header = {**provenance(), "machine": machine(torch.device("cpu")), "versions": versions()}
     header["versions"]["llama-cpp-python"] = llama_cpp.llama.__version__
+    header["builds"] = llama_cpp.builds()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.target)
         try:

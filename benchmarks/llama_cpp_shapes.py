@@ -2,7 +2,7 @@
 
 Random weights: a mixture of 16 experts in MXFP4 (`small_moe.py`), and the shape of a published model as
 `outpace synth` makes it. One token and several over a cache of 256, and a prompt of 512 tokens. Needs
-llama-cpp-python (make oracle), and 4 GB of disk for Qwen3-0.6B.
+llama-cpp-python (make oracle), and 4 GB of disk for Qwen3-0.6B. A shape may also be a GGUF file.
 Run: python -m benchmarks.llama_cpp_shapes --out reports/llama-cpp/shapes [--shape small-moe:bf16 ..]
 """
 
@@ -49,6 +49,9 @@ KINDS = Kinds(widths=(1, 8, 16), batches=(), times=7, prompts=1)
 
 @contextmanager
 def gguf_file(shape: str, type: str) -> Iterator[Path]:
+    if shape.endswith(".gguf"):
+        yield Path(shape)
+        return
     with tempfile.TemporaryDirectory() as name:
         folder, path = Path(name), Path(name) / "target.gguf"
         if shape == SMALL_MOE:
@@ -82,7 +85,7 @@ def compare(path: Path, threads: list[int], repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", nargs="+", default=SHAPES, help="NAME:TYPE, the type of the matrices")
+    parser.add_argument("--shape", nargs="+", default=SHAPES, help="NAME:TYPE of the matrices, or a file")
     counts = sorted({1, len(os.sched_getaffinity(0))})
     parser.add_argument("--threads", type=int, nargs="+", default=counts, help="numbers of threads to try")
     parser.add_argument("--repeats", type=int, default=3)
@@ -92,14 +95,15 @@ def main() -> None:
         parser.error(f"llama-cpp-python is not installed: {llama_cpp.HOW_TO_GET}")
     report: dict[str, Any] = {**provenance(), "machine": machine(torch.device("cpu")), "versions": versions()}
     report["versions"]["llama-cpp-python"] = llama_cpp.llama.__version__
-    report["shapes"] = {}
-    for name in options.shape:
-        shape, _, type = name.partition(":")
+    report |= {"builds": llama_cpp.builds(), "shapes": {}}
+    for asked in options.shape:
+        shape, _, type = asked.partition(":")
+        name = Path(shape).stem if shape.endswith(".gguf") else asked
         try:
             with gguf_file(shape, type or "bf16") as path:
                 report["shapes"][name] = compare(path, options.threads, options.repeats)
         except ValueError as error:
-            parser.error(f"{name}: {error}")
+            parser.error(f"{asked}: {error}")
         print(name, json.dumps(report["shapes"][name]["steps"], indent=2), flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)

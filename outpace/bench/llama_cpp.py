@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,6 +37,14 @@ llama: Any = importlib.import_module("llama_cpp") if importlib.util.find_spec("l
 
 def installed() -> bool:
     return llama is not None
+
+
+def builds() -> dict[str, str]:
+    """What both engines were compiled for: our kernels' extra flags, llama.cpp's instruction sets."""
+    return {
+        "OUTPACE_CFLAGS": os.environ.get("OUTPACE_CFLAGS", ""),
+        NAME: llama.llama_print_system_info().decode(),
+    }
 
 
 @cache
