@@ -10,8 +10,11 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +66,65 @@ def gguf_file(shape: str, type: str) -> Iterator[Path]:
         yield path
 
 
-def compare(path: Path, threads: list[int], repeats: int) -> dict[str, Any]:
-    """-> rows of both engines by kind of step, each with the setting that suits it best."""
+Times = dict[str, dict[str, float]]  # by setting: seconds of each kind of step
+
+
+def our_times(path: Path, threads: list[int], repeats: int) -> Iterator[Times]:
+    """A repeat at a time."""
     target: Any = load_target(open_checkpoint(path))
-    vocab, rng = target.config.vocab_size, torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab, (PROMPT,), generator=rng).tolist()
-    model = load_model(path)
-    engines = {name: LlamaCpp(model, 1, CONTEXT + PROMPT, *how) for name, how in SETTINGS.items()}
-    mine, theirs = measured(), measured()
+    ids = prompt_of(target.config.vocab_size)
     for _ in range(repeats):
+        times: Times = {}
         for n in threads:
             torch.set_num_threads(n)
-            label = count_of(n, "thread")
-            collect(mine[label], our_steps(target, ids, KINDS))
-            for setting, engine in engines.items():
-                engine.use_threads(n)
-                collect(theirs[f"{label}, {setting}"], their_steps(engine, engine, ids, KINDS))
-    steps = {kind: step_row(best(mine, kind, min), best(theirs, kind, min)) for kind in mine[label]}
-    return {"target": describe_target(target), "steps": steps}
+            times[count_of(n, "thread")] = our_steps(target, ids, KINDS)
+        yield times
+
+
+def their_times(path: Path, threads: list[int], repeats: int) -> Iterator[Times]:
+    model = load_model(path)
+    engines = {name: LlamaCpp(model, 1, CONTEXT + PROMPT, *how) for name, how in SETTINGS.items()}
+    ids = prompt_of(next(iter(engines.values())).vocab)
+    for _ in range(repeats):
+        times: Times = {}
+        for n, (setting, engine) in product(threads, engines.items()):
+            engine.use_threads(n)
+            times[f"{count_of(n, 'thread')}, {setting}"] = their_steps(engine, engine, ids, KINDS)
+        yield times
+
+
+def prompt_of(vocab_size: int) -> list[int]:
+    rng = torch.Generator().manual_seed(1)
+    ids: list[int] = torch.randint(vocab_size, (PROMPT,), generator=rng).tolist()
+    return ids
+
+
+def all_times(times: Callable[..., Iterator[Times]], *arguments: Any) -> list[Times]:
+    return list(times(*arguments))
+
+
+def in_turn(path: Path, threads: list[int], repeats: int, apart: bool) -> Iterator[tuple[Times, Times]]:
+    """Both engines' repeats: interleaved, or each engine in a process of its own, one after the other."""
+    sides = our_times, their_times
+    if not apart:
+        return zip(*(side(path, threads, repeats) for side in sides), strict=True)
+    done = []
+    for side in sides:  # a process that has ended holds no memory
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            done.append(process.submit(all_times, side, path, threads, repeats).result())
+    return zip(*done, strict=True)
+
+
+def compare(path: Path, threads: list[int], repeats: int, apart: bool) -> dict[str, Any]:
+    """-> rows of both engines by kind of step, each with the setting that suits it best."""
+    mine, theirs = measured(), measured()
+    for pair in in_turn(path, threads, repeats, apart):
+        for into, times in zip((mine, theirs), pair, strict=True):
+            for setting, values in times.items():
+                collect(into[setting], values)
+    kinds = next(iter(mine.values()))
+    steps = {kind: step_row(best(mine, kind, min), best(theirs, kind, min)) for kind in kinds}
+    return {"target": describe_target(load_target(open_checkpoint(path))), "steps": steps}
 
 
 def main() -> None:
@@ -89,6 +133,7 @@ def main() -> None:
     counts = sorted({1, len(os.sched_getaffinity(0))})
     parser.add_argument("--threads", type=int, nargs="+", default=counts, help="numbers of threads to try")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--apart", action="store_true", help="not interleaved: a model that fits memory once")
     parser.add_argument("--out", type=Path, help="folder for report.json")
     options = parser.parse_args()
     if not llama_cpp.installed():
@@ -101,7 +146,7 @@ def main() -> None:
         name = Path(shape).stem if shape.endswith(".gguf") else asked
         try:
             with gguf_file(shape, type or "bf16") as path:
-                report["shapes"][name] = compare(path, options.threads, options.repeats)
+                report["shapes"][name] = compare(path, options.threads, options.repeats, options.apart)
         except ValueError as error:
             parser.error(f"{asked}: {error}")
         print(name, json.dumps(report["shapes"][name]["steps"], indent=2), flush=True)
