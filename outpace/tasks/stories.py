@@ -1,0 +1,40 @@
+"""Word problems: amounts that depend on one another, told out of order (after iGSM, arXiv 2407.20311)."""
+
+import random
+
+from outpace.tasks.problem import Problem, lines
+from outpace.tasks.vocabulary import NAMES, THINGS
+
+MOST = 99  # of a thing that a person has
+
+
+def told(rng: random.Random, who: str, other: str, have: int, thing: str) -> tuple[str, str, int]:
+    """-> (sentence, step, amount) of a person whose amount is derived from `other`'s."""
+    amount = rng.randint(1, 9)
+    match rng.choice(["more", "fewer", "times"]):
+        case "times" if 0 < have * 2 <= MOST:
+            return f"{who} has twice as many {thing}s as {other}.", f"{who} 2*{have}={2 * have}", 2 * have
+        case "fewer" if have > amount:
+            words = f"{who} has {amount} fewer {thing}s than {other}."
+            return words, f"{who} {have}-{amount}={have - amount}", have - amount
+        case _:
+            words = f"{who} has {amount} more {thing}s than {other}."
+            return words, f"{who} {have}+{amount}={have + amount}", have + amount
+
+
+def stories(rng: random.Random, size: int) -> Problem:
+    """`size`: people whose amounts lead to the one that is asked for; up to two more do not matter."""
+    thing = rng.choice(THINGS)
+    people = rng.sample(NAMES, size + rng.randint(0, 2))
+    have = {people[0]: rng.randint(2, 30)}
+    sentences = [f"{people[0]} has {have[people[0]]} {thing}s."]
+    steps = [f"{people[0]} {have[people[0]]}"]
+    for i, who in enumerate(people[1:], 1):
+        other = people[i - 1] if i < size else rng.choice(people[:i])
+        sentence, step, have[who] = told(rng, who, other, have[other], thing)
+        sentences.append(sentence)
+        steps += [step] if i < size else []
+    rng.shuffle(sentences)
+    asked = people[size - 1]
+    question = f"{' '.join(sentences)} How many {thing}s does {asked} have?"
+    return Problem(question=question, trace=lines(steps), answer=str(have[asked]))

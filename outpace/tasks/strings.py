@@ -1,0 +1,58 @@
+"""Operations on words and letters."""
+
+import random
+
+from outpace.tasks.problem import Problem, lines
+from outpace.tasks.vocabulary import made_up
+
+
+def letters(rng: random.Random, size: int) -> str:
+    """A made-up word of about `size` letters."""
+    return made_up(rng, (size + 1) // 2)[:size]
+
+
+def reverse_word(rng: random.Random, size: int) -> Problem:
+    word = letters(rng, size)
+    return Problem(question=f"Write this word backwards: {word}", trace=" ".join(word), answer=word[::-1])
+
+
+def capitals(rng: random.Random, size: int) -> Problem:
+    word = letters(rng, size)
+    return Problem(
+        question=f"Write this word in capital letters: {word}", trace=" ".join(word), answer=word.upper()
+    )
+
+
+def count_letter(rng: random.Random, size: int) -> Problem:
+    word = letters(rng, size)
+    wanted = rng.choice(word)
+    total, steps = 0, []
+    for letter in word:
+        total += letter == wanted
+        steps.append(f"{letter} {total}")
+    question = f'How many times is the letter "{wanted}" in "{word}"?'
+    return Problem(question=question, trace=lines(steps), answer=str(total))
+
+
+def replace_letter(rng: random.Random, size: int) -> Problem:
+    word = letters(rng, size)
+    old, new = rng.choice(word), rng.choice("abcdefghijklmnopqrstuvwxyz")
+    question = f'Replace every "{old}" in "{word}" with "{new}".'
+    return Problem(question=question, trace=" ".join(word), answer=word.replace(old, new))
+
+
+def initials(rng: random.Random, size: int) -> Problem:
+    words = [letters(rng, rng.randint(2, 6)) for _ in range(max(2, size // 2))]
+    steps = [f"{word} {word[0]}" for word in words]
+    question = f"Join the first letters of these words: {' '.join(words)}"
+    return Problem(question=question, trace=lines(steps), answer="".join(word[0] for word in words))
+
+
+def turn_words(rng: random.Random, size: int) -> Problem:
+    words = [letters(rng, rng.randint(2, 6)) for _ in range(max(2, size // 2))]
+    question = f"Write these words from the last to the first: {' '.join(words)}"
+    return Problem(question=question, trace=f"the last is {words[-1]}", answer=" ".join(words[::-1]))
+
+
+def strings(rng: random.Random, size: int) -> Problem:
+    return rng.choice([reverse_word, capitals, count_letter, replace_letter, initials, turn_words])(rng, size)
