@@ -104,7 +104,7 @@ def all_times(times: Callable[..., Iterator[Times]], *arguments: Any) -> list[Ti
 
 
 def in_turn(path: Path, threads: list[int], repeats: int, apart: bool) -> Iterator[tuple[Times, Times]]:
-    """Both engines' repeats: interleaved, or each engine in a process of its own, one after the other."""
+    """Both engines' repeats: interleaved, or each engine in its own process, one after the other."""
     sides = our_times, their_times
     if not apart:
         return zip(*(side(path, threads, repeats) for side in sides), strict=True)

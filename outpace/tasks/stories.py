@@ -8,7 +8,7 @@ from outpace.tasks.vocabulary import NAMES, THINGS
 MOST = 99  # of a thing that a person has
 
 
-def told(rng: random.Random, who: str, other: str, have: int, thing: str) -> tuple[str, str, int]:
+def derived(rng: random.Random, who: str, other: str, have: int, thing: str) -> tuple[str, str, int]:
     """-> (sentence, step, amount) of a person whose amount is derived from `other`'s."""
     amount = rng.randint(1, 9)
     match rng.choice(["more", "fewer", "times"]):
@@ -31,7 +31,7 @@ def stories(rng: random.Random, size: int) -> Problem:
     steps = [f"{people[0]} {have[people[0]]}"]
     for i, who in enumerate(people[1:], 1):
         other = people[i - 1] if i < size else rng.choice(people[:i])
-        sentence, step, have[who] = told(rng, who, other, have[other], thing)
+        sentence, step, have[who] = derived(rng, who, other, have[other], thing)
         sentences.append(sentence)
         steps += [step] if i < size else []
     rng.shuffle(sentences)
