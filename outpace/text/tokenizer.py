@@ -37,17 +37,18 @@ SPECIAL = (
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` ids, the special tokens first. Deterministic."""
+def train_bpe(texts: Iterable[str], vocab_size: int, *, alone: str = "") -> Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` ids, the special tokens first. Deterministic.
+
+    `alone`: characters that no token joins to another, such as digits. Only the merges know of them, so the
+    pattern by which text is split stays the usual one."""
     if not len(SPECIAL) + 256 <= vocab_size <= MAX_VOCABULARY:  # the library aborts the process
         raise ValueError(f"vocab_size {vocab_size}: it must be {len(SPECIAL) + 256} to {MAX_VOCABULARY:,}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cuts = [pre_tokenizers.Split(character, behavior="isolated") for character in alone]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, *cuts, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -56,6 +57,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_bytes])
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
             f"the texts yield a vocabulary of {tokenizer.get_vocab_size()}, not {vocab_size}: "
