@@ -26,6 +26,12 @@ def test_the_picture_shows_the_report():
     assert len(drawn) == 6 and list(drawn)[:3] == ["llama.cpp", "autoregressive", "default"]
 
 
+def test_the_readme_gives_the_ratio_over_the_faster_llama_cpp():
+    report = json.loads((ROOT / "reports/llama-cpp/avx2/report.json").read_text())
+    assert report["machine"]["vector"] == "AVX2" and "AVX512" not in report["builds"]["llama.cpp"]
+    assert f"plain decoding is {report['text']['autoregressive']['ratio']:.1f}x ([report]" in README
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/install.md", "docs/quickstart.md"])
 def test_links_lead_to_files(page):
     path = ROOT / page
