@@ -115,7 +115,7 @@ def wrapped_errors(what: str) -> Iterator[None]:
     """ValueErrors from a library that raises bare Exceptions, and panics, which are not even Exceptions."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit):
         raise
     except BaseException as error:
         raise ValueError(f"{what}: {printable(str(error)[:1000])}") from error

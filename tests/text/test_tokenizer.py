@@ -133,6 +133,13 @@ def doubling(times, replace=None):
     return {"type": "Sequence", "normalizers": [replace or step] * times}
 
 
+def test_a_block_that_an_interrupt_leaves_unfinished_ends_in_silence():
+    """Ctrl-C just after the block was entered: its generator is closed, not resumed."""
+    context = wrapped_errors("not used")
+    context.__enter__()
+    context.gen.close()
+
+
 @pytest.mark.parametrize("prefix", ["x", "longer than every token", "\u0120"])
 def test_a_file_that_aborts_the_process_of_the_library(tokenizer, prefix):
     with pytest.raises(ValueError, match=r"it is not a tokenizer.json that can be read: "):
