@@ -22,14 +22,10 @@ def record(rng: random.Random, size: int) -> Record:
     return {key: value(rng) for key in rng.sample(FIELDS, size)}
 
 
-def records(rng: random.Random, size: int) -> list[Record]:
-    """One name and one number each, under the same two keys."""
+def records(rng: random.Random, size: int) -> tuple[str, list[Record]]:
+    """-> (key of the numbers, records of one name and one number each)."""
     key = rng.choice(["age", "count", "grade", "price", "rank", "score", "size", "weight"])
-    return [{"name": name, key: rng.randint(0, 99)} for name in rng.sample(NAMES, size)]
-
-
-def number_key(rows: list[Record]) -> str:
-    return list(rows[0])[1]
+    return key, [{"name": name, key: rng.randint(0, 99)} for name in rng.sample(NAMES, size)]
 
 
 def sort_keys(rng: random.Random, size: int) -> Problem:
@@ -77,8 +73,8 @@ def nest(rng: random.Random, size: int) -> Problem:
 
 
 def keep_records(rng: random.Random, size: int) -> Problem:
-    rows = records(rng, size)
-    key, limit, above = number_key(rows), rng.randint(20, 80), rng.random() < 0.5
+    key, rows = records(rng, size)
+    limit, above = rng.randint(20, 80), rng.random() < 0.5
     steps, kept = [], []
     for row in rows:
         good = row[key] > limit if above else row[key] < limit
@@ -90,8 +86,7 @@ def keep_records(rng: random.Random, size: int) -> Problem:
 
 
 def to_csv(rng: random.Random, size: int) -> Problem:
-    rows = records(rng, size)
-    key = number_key(rows)
+    key, rows = records(rng, size)
     text = lines([f"name,{key}", *(f"{row['name']},{row[key]}" for row in rows)])
     return Problem(
         question=f"Write this JSON as CSV: {json.dumps(rows)}", trace=f"columns name, {key}", answer=text

@@ -2,7 +2,9 @@
 
 import bisect
 import random
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from outpace.tasks.problem import Problem, lines
 
@@ -44,15 +46,19 @@ def unique(rng: random.Random, size: int) -> Problem:
     return Problem(question=question, trace=lines(steps), answer=str(kept))
 
 
+def tally(items: Sequence[Any], wanted: Any) -> tuple[str, int]:
+    """-> (each item with how often `wanted` came up to there, the last of these)."""
+    totals = list(accumulate(int(item == wanted) for item in items))
+    return lines([f"{item} {total}" for item, total in zip(items, totals, strict=True)]), totals[-1]
+
+
 def count(rng: random.Random, size: int) -> Problem:
     pool = numbers(rng, 4)
     values = [rng.choice(pool) for _ in range(size)]
-    wanted, total, steps = rng.choice(pool), 0, []
-    for value in values:
-        total += value == wanted
-        steps.append(f"{value} {total}")
+    wanted = rng.choice(pool)
+    trace, total = tally(values, wanted)
     question = f"How many times is {wanted} in this list? {values}"
-    return Problem(question=question, trace=lines(steps), answer=str(total))
+    return Problem(question=question, trace=trace, answer=str(total))
 
 
 def running_sum(rng: random.Random, size: int) -> Problem:

@@ -20,6 +20,21 @@ class Call:
     arguments: str
     result: str
 
+    def messages(self) -> tuple[Message, Message]:
+        name = f"functions.{self.tool.name}"
+        call = Message(
+            role="assistant",
+            channel=COMMENTARY,
+            recipient=name,
+            content_type="json",
+            constrained=True,
+            content=self.arguments,
+        )
+        answer = Message(
+            role="tool", name=name, recipient="assistant", channel=COMMENTARY, content=self.result
+        )
+        return call, answer
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -56,24 +71,9 @@ class Problem:
         if effort != "low":
             messages.append(Message(role="assistant", channel=ANALYSIS, content=self.trace))
         if self.call is not None:
-            messages += self.call_messages(self.call)
+            messages += self.call.messages()
         messages.append(Message(role="assistant", channel=FINAL, content=self.answer))
         return Conversation(system=start.system, developer=start.developer, messages=tuple(messages))
-
-    @staticmethod
-    def call_messages(call: Call) -> tuple[Message, Message]:
-        name = f"functions.{call.tool.name}"
-        return (
-            Message(
-                role="assistant",
-                channel=COMMENTARY,
-                recipient=name,
-                content_type="json",
-                constrained=True,
-                content=call.arguments,
-            ),
-            Message(role="tool", name=name, recipient="assistant", channel=COMMENTARY, content=call.result),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,14 @@ import random
 from outpace.tasks.problem import Problem, lines
 from outpace.tasks.vocabulary import NAMES, THINGS
 
-MOST = 99  # of a thing that a person has
+MOST = 99  # that doubling leads to
 
 
 def derived(rng: random.Random, who: str, other: str, have: int, thing: str) -> tuple[str, str, int]:
     """-> (sentence, step, amount) of a person whose amount is derived from `other`'s."""
     amount = rng.randint(1, 9)
     match rng.choice(["more", "fewer", "times"]):
-        case "times" if 0 < have * 2 <= MOST:
+        case "times" if have * 2 <= MOST:
             return f"{who} has twice as many {thing}s as {other}.", f"{who} 2*{have}={2 * have}", 2 * have
         case "fewer" if have > amount:
             words = f"{who} has {amount} fewer {thing}s than {other}."

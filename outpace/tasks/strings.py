@@ -2,12 +2,13 @@
 
 import random
 
+from outpace.tasks.lists import tally
 from outpace.tasks.problem import Problem, lines
 from outpace.tasks.vocabulary import made_up
 
 
 def letters(rng: random.Random, size: int) -> str:
-    """A made-up word of about `size` letters."""
+    """A made-up word of `size` letters."""
     return made_up(rng, (size + 1) // 2)[:size]
 
 
@@ -26,12 +27,9 @@ def capitals(rng: random.Random, size: int) -> Problem:
 def count_letter(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
     wanted = rng.choice(word)
-    total, steps = 0, []
-    for letter in word:
-        total += letter == wanted
-        steps.append(f"{letter} {total}")
+    trace, total = tally(word, wanted)
     question = f'How many times is the letter "{wanted}" in "{word}"?'
-    return Problem(question=question, trace=lines(steps), answer=str(total))
+    return Problem(question=question, trace=trace, answer=str(total))
 
 
 def replace_letter(rng: random.Random, size: int) -> Problem:
