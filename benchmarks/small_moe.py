@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from examples.tiny_target.training import TargetRecipe, init_weights
+from examples.tiny_target.model import init_weights
+from examples.tiny_target.training import TargetRecipe
 from outpace.bench.machine import machine, provenance, versions
 from outpace.decode.generate import generate
 from outpace.decode.request import Request

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from examples.tiny_target.problem_training import ProblemRecipe, exact_share
 from examples.tiny_target.training import TargetRecipe, bits_per_byte
 from outpace.checkpoint.save import write_json
 from outpace.decode.generate import generate
@@ -19,6 +20,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint, load_target
 from outpace.models.save import save_target
 from outpace.text.corpus import Document, corpus_hash
+from outpace.text.harmony import HarmonyTokens
 from outpace.text.tokenizer import END_OF_TEXT, encode
 from outpace.train.losses import chunked_nll
 
@@ -36,6 +38,61 @@ def repeated_ngrams(tokens: Sequence[int], n: int) -> float:
     return sum(c for c in counts.values() if c > 1) / len(grams)
 
 
+def _save(
+    model: Decoder, tokenizer: Tokenizer, run: Path, folder: Path
+) -> tuple[Decoder, list[dict[str, Any]]]:
+    """To `folder`, experts packed; -> the model as saved, and the log of its training."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    experts = model.config.num_experts > 0
+    save_target(model, folder, pack=experts, dtype=torch.bfloat16, eos_token_id=end)
+    temporary = folder / "tokenizer.json.tmp"
+    tokenizer.save(str(temporary))
+    temporary.replace(folder / "tokenizer.json")
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT},
+    )
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return load_target(folder), log
+
+
+def _training(recipe: Any, log: list[dict[str, Any]], saved: Decoder) -> dict[str, Any]:
+    return {
+        "recipe": asdict(recipe),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "steps": len(log),
+        "training_hours": round(sum(r["seconds"] for r in log) / 3600, 2),
+        "loss_curve": [[r["step"], round(r["loss"], 4)] for r in log[:: max(1, len(log) // 100)]],
+        "fingerprint": fingerprint(saved),
+    }
+
+
+def publish_solver(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    recipe: ProblemRecipe,
+    run: Path,
+    folder: Path,
+    started_from: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Save to `folder` in HF format and judge what was saved; -> the provenance. `started_from`: that of the
+    weights that training began with."""
+    saved, log = _save(model, tokenizer, run, folder)
+    provenance = {
+        **_training(recipe, log, saved),
+        "corpus": "generated problems of outpace/tasks; those whose hash says so are held out",
+        "tokens": sum(r["tokens"] for r in log),
+        "tokens_taught": sum(r["taught"] for r in log),
+        "problems": recipe.judged_problems,
+        "exact": exact_share(saved, HarmonyTokens(tokenizer), recipe.judged_problems, recipe.batch_tokens),
+        "exact_curve": [[r["step"], round(r["exact"], 4)] for r in log if "exact" in r],
+        "started_from": started_from,
+    }
+    write_json(folder / "provenance.json", provenance)
+    return provenance
+
+
 def publish_target(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -48,31 +105,14 @@ def publish_target(
 ) -> dict[str, Any]:
     """Save to `folder` in HF format and judge what was saved, not what was trained; -> the provenance.
     `started_from`: the provenance of the weights that training began with."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    experts = model.config.num_experts > 0
-    save_target(model, folder, pack=experts, dtype=torch.bfloat16, eos_token_id=end)
-    temporary = folder / "tokenizer.json.tmp"
-    tokenizer.save(str(temporary))
-    temporary.replace(folder / "tokenizer.json")
-    write_json(
-        folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT},
-    )
-    saved = load_target(folder)
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    saved, log = _save(model, tokenizer, run, folder)
     provenance = {
-        "recipe": asdict(recipe),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **_training(recipe, log, saved),
         "corpus": "the standard library's *.py, split by file name",
         "corpus_sha256": corpus_hash(train + held_out),
         "train_files": len(train),
         "held_out_files": len(held_out),
-        "steps": len(log),
         "tokens": len(log) * recipe.step_tokens,
-        "training_hours": round(sum(r["seconds"] for r in log) / 3600, 2),
-        "loss_curve": [[r["step"], round(r["loss"], 4)] for r in log[:: max(1, len(log) // 100)]],
-        "fingerprint": fingerprint(saved),
         **judge_target(saved, tokenizer, held_out, recipe.own_ngram),
         "started_from": started_from,
     }

@@ -138,9 +138,13 @@ class LlamaCpp:
 class Baseline:
     """Greedy decoding of a target, each batch size with the setting and the threads that suit it best."""
 
-    def __init__(self, target: Decoder, tokenizer: Tokenizer) -> None:
+    def __init__(self, target: Decoder, tokenizer: Tokenizer, file: Path | None = None) -> None:
+        """`file`: the target's own GGUF file; None: one is written."""
         self.remarks: list[str] = []
         self._chosen: dict[tuple[int, int], tuple[LlamaCpp, int]] = {}  # by batch and length
+        if file is not None:
+            self._model = load_model(file)
+            return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "target.gguf"
             write_gguf(target, path, vocabulary_of(target, tokenizer, None), _type(target))

@@ -223,9 +223,8 @@ def check_known(suite: str, field: str, values: Iterable[str], known: Sequence[s
     """Raises ValueError for a value that is not among `known`, and for none at all."""
     unknown = [x for x in values if x not in known]
     if unknown or not list(values):
-        message = (
-            f"no {field.removesuffix('s')} {unknown[0]!r}" if unknown else f"name at least one of {field}"
-        )
+        one = field.removesuffix("ies") + "y" if field.endswith("ies") else field.removesuffix("s")
+        message = f"no {one} {unknown[0]!r}" if unknown else f"name at least one of {field}"
         raise ValueError(f"{suite}: {message}; known: {', '.join(known)}")
 
 

@@ -46,7 +46,7 @@ class Job:
 
 
 COMPARING = ("drafts", "lossless", "controller")  # suites of the methods of a recipe
-ALONE = ("context", "recall", "pareto")  # suites of a target without a draft
+ALONE = ("context", "recall", "pareto", "tasks", "synthetic")  # suites of a target without a draft
 
 
 @app.command()
@@ -59,7 +59,8 @@ def bench(
             "draft-context: a draft's cost against context, by operation. "
             "context: a target's, whole and on partial KV. recall: its loss by position, and needles. "
             "memory: a retrofitted target with and without its retrofits, a draft and partial KV. "
-            "pareto: what each size of a retrofit costs. "
+            "pareto: what each size of a retrofit costs. tasks: held-out problems, answered and checked. "
+            "synthetic: the speed that a given acceptance would bring. "
             "drafts, lossless, controller: methods that the recipe names."
         ),
     ] = "speed",
@@ -86,6 +87,10 @@ def bench(
     [bold]Example[/bold]: outpace bench --out report --draft DRAFT --draft-quant q8_0
 
     [bold]Example[/bold]: outpace bench RETROFITTED --suite memory --draft suffix --out report
+
+    [bold]Example[/bold]: outpace bench SOLVER --suite tasks --out report --set problems=100
+
+    [bold]Example[/bold]: outpace bench FILE.gguf --suite synthetic --out report --set taus=5 --set blocks=8
 
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
@@ -210,6 +215,25 @@ def _pareto(job: Job) -> Measured:
     return run_pareto(loaded, tokenizer, trained, *job.documents(), settings, job.out, job.shown), PAGE
 
 
+def _tasks(job: Job) -> Measured:
+    from outpace.bench.tasks import PAGE, TasksSettings, run_tasks
+    from outpace.loading import open_target
+
+    settings = job.settings(TasksSettings)
+    return run_tasks(*open_target(job.target), settings, job.out, job.shown), PAGE
+
+
+def _synthetic(job: Job) -> Measured:
+    from outpace.bench.synthetic import PAGE, SyntheticSettings, run_synthetic
+    from outpace.checkpoint.open import is_gguf, target_path
+    from outpace.loading import open_target
+
+    settings, path = job.settings(SyntheticSettings), target_path(job.target)
+    loaded, tokenizer = open_target(job.target)
+    file = path if is_gguf(path) else None
+    return run_synthetic(loaded, tokenizer, job.documents()[1], settings, job.out, job.shown, file), PAGE
+
+
 def _methods(job: Job) -> Measured:
     from outpace.bench.comparison import SUITES
     from outpace.bench.suite import SuiteRecipe, SuiteRequest, calibration_text
@@ -239,6 +263,8 @@ RUNS: dict[str, Callable[[Job], Measured]] = {
     "recall": _recall,
     "memory": _memory,
     "pareto": _pareto,
+    "tasks": _tasks,
+    "synthetic": _synthetic,
     **dict.fromkeys(COMPARING, _methods),
 }
 

@@ -14,6 +14,8 @@ from outpace.kernels import bindings
 from outpace.kernels.bindings import use_kernel
 from outpace.kv.metadata import FEW, KVView
 
+FEW_KEYS = 512  # a row's, where the backward may hold all weights
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
     """The reference. q [B,T,H,D], k and v [B,K,S,D], allowed [B,T,S] bool, sinks [H] -> [B,T,H*D].
@@ -151,12 +153,28 @@ class SinkFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
-        )
+        if q.dtype == torch.bfloat16 and k.shape[2] <= FEW_KEYS:
+            dq, dk, dv = _dense_gradients(grad, q, k, v, mask, out, lse, ctx.scale)
+        else:
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+            )
         dsinks = None
         if sinks is not None:
             share = (sinks.float()[None, :, None] - lse).exp()  # [B,H,T] weight of the sink
             inner = (grad.float() * out.float()).sum(-1)
             dsinks = -(share * inner).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None
+
+
+def _dense_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v, with all weights [B,H,T,S] in memory: for short rows in bfloat16, twice as fast as the
+    flash backward."""
+    if mask is None:
+        mask = _bias(causal(q.shape[2], 0, q.device), torch.float32)
+    weights = ((q @ k.mT).float().mul_(scale).add_(mask).sub_(lse[..., None])).exp_()
+    inner = (grad.float() * out.float()).sum(-1, keepdim=True)
+    scores = ((grad @ v.mT).float().sub_(inner).mul_(weights).mul_(scale)).to(q.dtype)
+    return scores @ k, scores.mT @ q, weights.to(q.dtype).mT @ grad

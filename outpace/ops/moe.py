@@ -1,5 +1,6 @@
 """Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from outpace.ops.quant import Quant, Weight, dense
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
 Experts = Tensor | Packed | Quant  # [E, N, K]
 MOST_GATHERED = 64  # (token, choice) pairs that bring their matrices along
+ROUNDED = 128  # rows of an expert in training, a multiple: a new shape costs the library a new kernel
 MOST_TOKENS = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
 
 
@@ -83,13 +85,16 @@ def run_experts(
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
     parts = []
+    ups, downs = _matrices(up, x.dtype), _matrices(down, x.dtype)
+    gates = None if gate is None else _matrices(gate, x.dtype)
     for e, rows in enumerate(_Spread.apply(x, order, k).split(counts)):  # type: ignore[no-untyped-call]
         if len(rows):
-            h = _expert_linear(rows, up, up_bias, e)
-            if gate is not None:
-                h = _interleaved(_expert_linear(rows, gate, gate_bias, e), h, limit)
+            filled = F.pad(rows, (0, 0, 0, -len(rows) % ROUNDED)) if rows.requires_grad else rows
+            h = _expert_linear(filled, ups(e), up_bias, e)
+            if gates is not None:
+                h = _interleaved(_expert_linear(filled, gates(e), gate_bias, e), h, limit)
             h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
-            parts.append(_expert_linear(h, down, down_bias, e))
+            parts.append(_expert_linear(h, downs(e), down_bias, e)[: len(rows)])
     y = torch.cat(parts) * weights.flatten()[order, None].to(x.dtype)
     out: Tensor = _Gather.apply(y, order, k)  # type: ignore[no-untyped-call]
     return out
@@ -164,6 +169,14 @@ def _sum_choices(y: Tensor, order: Tensor, k: int) -> Tensor:
     return y.index_select(0, back).view(-1, k, y.shape[-1]).sum(1)
 
 
+def _matrices(experts: Experts, dtype: torch.dtype) -> Callable[[int], Tensor]:
+    """The matrix of an expert, dense. In training all are taken apart at once: the gradient of an index would
+    be as large as all of them."""
+    if isinstance(experts, Tensor) and experts.requires_grad:
+        return experts.to(dtype).unbind().__getitem__
+    return lambda e: _expert(experts, e, dtype)
+
+
 def _expert_count(weight: Experts) -> int:
     return (weight[0] if isinstance(weight, tuple) else weight).shape[0]
 
@@ -175,5 +188,5 @@ def _expert(weight: Experts, e: int | Tensor, dtype: torch.dtype) -> Tensor:
     return dense(weight[e], dtype)
 
 
-def _expert_linear(x: Tensor, weight: Experts, bias: Tensor | None, e: int) -> Tensor:
-    return F.linear(x, _expert(weight, e, x.dtype), None if bias is None else bias[e].to(x.dtype))
+def _expert_linear(x: Tensor, matrix: Tensor, bias: Tensor | None, e: int) -> Tensor:
+    return F.linear(x, matrix, None if bias is None else bias[e].to(x.dtype))

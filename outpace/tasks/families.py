@@ -26,7 +26,7 @@ FAMILIES = {
     "dates": Family(make=dates, sizes=(1, 5), longer=8),
     "units": Family(make=units, sizes=(1, 6), longer=9),
     "tables": Family(make=tables, sizes=(4, 14), longer=18),
-    "needles": Family(make=needle, sizes=(10, 200), longer=300),
+    "needles": Family(make=needle, sizes=(10, 400), longer=500),
     "functions": Family(make=functions, sizes=(1, 4), longer=5),
     "talk": Family(make=talk, sizes=(1, 6), longer=9),
 }

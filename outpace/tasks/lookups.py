@@ -8,7 +8,7 @@ from outpace.tasks.vocabulary import CITIES, COLORS, NAMES, THINGS
 FILLERS = (
     "{} went to {} with a {} {}.", "In {1}, {0} sold a {2} {3}.", "{} wrote from {} about a {} {}.",
     "{0} lost a {2} {3} near {1}.", "Everybody in {1} knows the {2} {3} of {0}.",
-    "{0} came back from {1} without the {2} {3}.", "{} bought in {} what he needed: a {} {}.",
+    "{0} came back from {1} without the {2} {3}.", "{} bought in {} what was needed: a {} {}.",
 )  # fmt: skip
 
 
@@ -50,20 +50,28 @@ def tables(rng: random.Random, size: int) -> Problem:
     return rng.choice([table, sets])(rng, size)
 
 
-def needle(rng: random.Random, size: int) -> Problem:
-    """`size` sentences, three of which give a code; one of these is asked for."""
+def document(rng: random.Random, size: int) -> tuple[str, dict[str, str]]:
+    """-> (`size` sentences and among them some that give a code, the code of each thing)."""
     text = [
         rng.choice(FILLERS).format(
             rng.choice(NAMES), rng.choice(CITIES), rng.choice(COLORS), rng.choice(THINGS)
         )
         for _ in range(size)
     ]
-    owners = [f"{c} {t}" for c, t in zip(rng.sample(COLORS, 3), rng.sample(THINGS, 3), strict=True)]
+    owners = rng.sample([f"{color} {thing}" for color in COLORS for thing in THINGS], 3 + size // 40)
     codes = {owner: str(rng.randint(1000, 9999)) for owner in owners}
     for owner, code in codes.items():
         text.insert(rng.randint(0, len(text)), f"The code of the {owner} is {code}.")
-    wanted = rng.choice(owners)
-    question = f"{' '.join(text)}\nWhat is the code of the {wanted}?"
-    return Problem(
-        question=question, trace=f"The code of the {wanted} is {codes[wanted]}.", answer=codes[wanted]
-    )
+    return " ".join(text), codes
+
+
+def asked_for(owner: str, code: str, before: str = "") -> Problem:
+    question = f"{before}What is the code of the {owner}?"
+    return Problem(question=question, trace=f"The code of the {owner} is {code}.", answer=code)
+
+
+def needle(rng: random.Random, size: int) -> Problem:
+    """One of the codes in a document of `size` sentences."""
+    text, codes = document(rng, size)
+    owner = rng.choice(list(codes))
+    return asked_for(owner, codes[owner], f"{text}\n")

@@ -23,12 +23,13 @@ def derived(rng: random.Random, who: str, other: str, have: int, thing: str) -> 
 
 
 def stories(rng: random.Random, size: int) -> Problem:
-    """`size`: people whose amounts lead to the one that is asked for; up to two more do not matter."""
+    """`size`: people whose amounts lead to the one that is asked for; up to two more do not matter. The
+    trace goes back from who is asked for to who is known, and then forth with the amounts."""
     thing = rng.choice(THINGS)
     people = rng.sample(NAMES, size + rng.randint(0, 2))
     have = {people[0]: rng.randint(2, 30)}
     sentences = [f"{people[0]} has {have[people[0]]} {thing}s."]
-    steps = [f"{people[0]} {have[people[0]]}"]
+    steps = [" ".join(people[:size][::-1]), f"{people[0]} {have[people[0]]}"]
     for i, who in enumerate(people[1:], 1):
         other = people[i - 1] if i < size else rng.choice(people[:i])
         sentence, step, have[who] = derived(rng, who, other, have[other], thing)

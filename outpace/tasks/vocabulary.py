@@ -7,8 +7,8 @@ NAMES = (
     "Olga", "Paul", "Rosa", "Sam", "Tara", "Uma", "Vera", "Will", "Yara", "Zoe",
 )  # fmt: skip
 THINGS = (
-    "apple", "bag", "ball", "book", "box", "card", "chair", "coin", "cup", "desk", "door", "egg", "flag",
-    "fork", "hat", "key", "lamp", "leaf", "map", "nail", "pear", "pen", "plum", "ring", "rope", "shoe",
+    "apple", "bag", "ball", "belt", "book", "card", "chair", "coin", "cup", "desk", "door", "egg", "flag",
+    "fork", "hat", "key", "lamp", "lid", "map", "nail", "pear", "pen", "plum", "ring", "rope", "shoe",
     "spoon", "stamp", "stone", "ticket",
 )  # fmt: skip
 FIELDS = (
@@ -21,7 +21,7 @@ CITIES = (
     "Lima", "Madrid", "Nairobi", "Oslo", "Paris", "Quito", "Rome", "Seoul", "Tokyo", "Vienna",
 )  # fmt: skip
 COLORS = (
-    "amber", "black", "blue", "brown", "gold", "green", "grey", "pink", "purple", "red", "silver", "white",
+    "beige", "black", "blue", "brown", "gold", "green", "grey", "pink", "purple", "red", "silver", "white",
 )  # fmt: skip
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 

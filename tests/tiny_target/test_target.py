@@ -7,15 +7,13 @@ import pytest
 import tiny
 import torch
 
+from examples.tiny_target.model import TRAINED, balance_loss, shape_of
 from examples.tiny_target.publish import publish_target, repeated_ngrams, sureness
 from examples.tiny_target.splice import UNTAUGHT, cut_pieces, splice
 from examples.tiny_target.training import (
-    TRAINED,
     TargetRecipe,
-    balance_loss,
     bits_per_byte,
     matching,
-    shape_of,
     split_rows,
     train_target,
 )

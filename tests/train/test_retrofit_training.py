@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_target import RECIPE, TEXTS
 
-from examples.tiny_target.training import init_weights
+from examples.tiny_target.model import init_weights
 from outpace.kv.topk import TopKConfig
 from outpace.models.load import build, fingerprint, load_target
 from outpace.retrofit import dsa, mla

@@ -1,0 +1,69 @@
+"""Train a small target on generated problems of all families, from nothing or on from an earlier run.
+
+    python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver.toml --out work/solver
+    python -m examples.tiny_target.make_solver --init work/solver/model --set steps=4000 --out work/longer
+
+A stopped run resumes from its last checkpoint. The checkpoint folder is OUT/model.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from examples.tiny_target.model import shape_of
+from examples.tiny_target.problem_rows import sample_pieces
+from examples.tiny_target.problem_training import ProblemRecipe, train_solver
+from examples.tiny_target.publish import publish_solver
+from outpace.checkpoint.open import target_path
+from outpace.config import load_settings, parse_overrides
+from outpace.loading import open_target
+from outpace.text.tokenizer import read_tokenizer, train_bpe
+from outpace.train.drafts import read_provenance
+
+ALONE = "0123456789[]{}()\"'"  # characters that are tokens of their own wherever they stand
+SAMPLES = 150  # problems of each family that the vocabulary is learnt from
+
+
+def make(recipe: Path | None, overrides: list[str], init: str | None, out: Path) -> str:
+    """Train and save; -> a line with the quality of the saved model. Raises ValueError for a recipe that
+    cannot be trained."""
+    start, known = (None, None) if init is None else open_target(init)
+    shape = {} if start is None else shape_of(start.config)
+    settings = load_settings(ProblemRecipe, recipe, parse_overrides(ProblemRecipe, overrides) | shape)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "tokenizer.json").exists():
+        pieces = sample_pieces(settings.seed, SAMPLES)
+        bpe = known or train_bpe(pieces, settings.vocab_size, alone=ALONE)
+        bpe.save(str(out / "tokenizer.json.tmp"))
+        (out / "tokenizer.json.tmp").replace(out / "tokenizer.json")
+    tokenizer = read_tokenizer(out)
+    model = train_solver(settings, tokenizer, out, init=start)
+    before = None if init is None else read_provenance(target_path(init))
+    quality = publish_solver(model, tokenizer, settings, out, out / "model", before)
+    exact = quality["exact"]
+    worst = min(exact, key=lambda name: exact[name])
+    return (
+        f"{out / 'model'}: {sum(exact.values()) / len(exact):.1%} of held-out problems solved word for word "
+        f"as taught ({quality['problems']} a family), least {worst} ({exact[worst]:.0%})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--recipe", type=Path, help="TOML recipe (default: the fields' defaults)")
+    parser.add_argument("--set", action="append", default=[], help="field of the recipe: --set steps=500")
+    parser.add_argument(
+        "--init", help="model to start from, of an earlier run; its sizes replace the recipe's"
+    )
+    asked = parser.parse_args()
+    try:
+        print(make(asked.recipe, asked.set, asked.init, asked.out))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""What training a small target begins with: its shape, its first weights, its optimizers."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.models.attention import Attention
+from outpace.models.blocks import ExpertMatrix
+from outpace.models.config import FULL, WINDOW, ModelConfig
+from outpace.models.decoder import Decoder
+from outpace.models.load import build
+from outpace.models.save import dense_tensors
+from outpace.ops.dispatch import product_dtype
+from outpace.ops.rope import RopeConfig
+from outpace.ops.sampling import seeded
+from outpace.train.trainer import Muon, warmup_linear
+
+LOOK, LOOK_FREQUENCIES = 4.0, 6  # biases of heads that look back, and how many of a head's frequencies
+TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetShape:
+    """A gpt-oss, or a dense Qwen3, of any size, and how its weights are learnt: what the recipes of all
+    trainings share.
+
+    A dense one takes `intermediate_size`; experts, windows and the rounding to MXFP4 are the other's.
+    """
+
+    architecture: str = "GptOssForCausalLM"  # or "Qwen3ForCausalLM"
+    vocab_size: int = 1024
+    hidden_size: int = 320
+    num_layers: int = 6
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 640
+    expert_size: int = 256
+    num_experts: int = 8
+    experts_per_token: int = 2
+    sliding_window: int = 128
+    original_max_position: int = 4096
+    rope_factor: float = 32.0
+    rope_theta: float = 150000.0
+    muon_lr: float = 0.02
+    adam_lr: float = 0.004
+    weight_decay: float = 0.01
+    warmup: int = 40
+    decay: float = 0.5  # share of the steps over which the learning rates fall to zero
+    balance: float = 0.01  # weight of the load-balancing loss
+    quantize_share: float = 0.15  # experts see MXFP4 rounding for the last share of the steps
+    look_back: bool = False  # heads of the first layer begin by looking at the tokens before
+    seed: int = 1
+    bfloat16: bool = True  # products, where the device multiplies it as such
+
+    def __post_init__(self) -> None:
+        if self.architecture not in TRAINED:
+            raise ValueError(f"architecture {self.architecture!r}: known are {', '.join(TRAINED)}")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1 and name not in ("seed", "warmup"):
+                raise ValueError(f"{name} {value}: it must be at least 1")
+            if type(value) is float and value < 0:
+                raise ValueError(f"{name} {value} is below 0")
+
+    def config(self, end_of_text: int) -> ModelConfig:
+        if self.architecture == "Qwen3ForCausalLM":
+            return replace(
+                self._trunk(end_of_text),
+                architecture=self.architecture,
+                intermediate_size=self.intermediate_size,
+                rms_norm_eps=1e-6,
+                qk_norm=True,
+            )
+        return replace(
+            self._trunk(end_of_text),
+            layer_types=tuple(WINDOW if i % 2 == 0 else FULL for i in range(self.num_layers)),
+            sliding_window=self.sliding_window,
+            attention_bias=True,
+            sinks=True,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_size=self.expert_size,
+            moe_layers=(True,) * self.num_layers,
+            swiglu_limit=7.0,
+        )
+
+    def _trunk(self, end_of_text: int) -> ModelConfig:
+        return ModelConfig(
+            architecture="GptOssForCausalLM",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.expert_size,
+            rope=RopeConfig(
+                theta=self.rope_theta,
+                kind="yarn",
+                factor=self.rope_factor,
+                original_max_position=self.original_max_position,
+                truncate=False,
+            ),
+            layer_types=(FULL,) * self.num_layers,
+            sliding_window=0,
+            max_position_embeddings=int(self.original_max_position * self.rope_factor),
+            rms_norm_eps=1e-5,
+            eos_token_ids=(end_of_text,),
+            pad_token_id=end_of_text,
+        )
+
+
+def shape_of(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a recipe that a trained target settles."""
+    own = ("architecture", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    rope = config.rope
+    positions = {"original_max_position": rope.original_max_position, "rope_factor": rope.factor}
+    values = {name: getattr(config, name) for name in own} | positions | {"rope_theta": rope.theta}
+    if not config.num_experts:
+        return values | {"intermediate_size": config.intermediate_size}
+    experts = ("expert_size", "num_experts", "experts_per_token", "sliding_window")
+    return values | {name: getattr(config, name) for name in experts}
+
+
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Normal with std 1/sqrt(fan-in); what writes into the residual stream starts at zero."""
+    rng = seeded(seed)
+    for name, p in model.named_parameters():
+        with torch.no_grad():
+            if p.dim() < 2:
+                p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            elif "o_proj" in name or ".down." in name or name.endswith("bias"):
+                p.zero_()
+            else:
+                std = 1.0 if "embed" in name else p.shape[-1] ** -0.5
+                p.copy_(torch.randn(p.shape, generator=rng) * std * (0.5 if "lm_head" in name else 1))
+
+
+@torch.no_grad()
+def look_back(attention: Attention, inverse_frequencies: Tensor) -> None:
+    """Biases by which heads of a layer begin by looking one token back, or two: the first query head of each
+    group and the second. From there copying is learnt in a third of the steps.
+
+    Keys have `LOOK` at the real part of the fastest frequencies, and queries that vector turned back by the
+    distance: their product is highest where a key is so many tokens behind."""
+    bias, D = attention.qkv_proj.bias, attention.head_dim
+    angles = inverse_frequencies[:LOOK_FREQUENCIES]
+    n, group = len(angles), attention.heads // attention.kv_heads
+    for kv in range(attention.kv_heads):
+        bias[(attention.heads + kv) * D :][:n] = LOOK
+        for distance in range(1, min(group, 2) + 1):
+            query = bias[(kv * group + distance - 1) * D :]
+            query[:n] = LOOK * torch.cos(distance * angles)
+            query[D // 2 : D // 2 + n] = -LOOK * torch.sin(distance * angles)
+
+
+def balance_loss(routing: list[Tensor], k: int) -> Tensor:
+    """Switch's: E * sum_e (share of tokens on e) * (mean probability of e), averaged over layers."""
+    losses = []
+    for logits in routing:
+        probabilities = logits.softmax(-1)
+        chosen = torch.zeros_like(probabilities).scatter(1, logits.topk(k, dim=-1).indices, 1.0)
+        share = chosen.mean(0) / k
+        losses.append(logits.shape[-1] * (share.detach() * probabilities.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def optimizers(model: nn.Module, recipe: TargetShape) -> tuple[Muon, torch.optim.AdamW]:
+    """Matrices inside the blocks learn by Muon; embedding, head, router, norms and biases by AdamW."""
+    inner = [
+        p
+        for name, p in model.named_parameters()
+        if p.dim() >= 2 and "layers." in name and "router" not in name and "bias" not in name
+    ]
+    known = {id(p) for p in inner}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    adam = torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return Muon(inner, recipe.muon_lr, weight_decay=recipe.weight_decay), adam
+
+
+def take_weights(model: Decoder, init: Decoder) -> None:
+    ours, theirs = vars(model.config), vars(init.config)
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    if differing:
+        raise ValueError(f"the recipe and the model to start from differ in {', '.join(differing)}")
+    with torch.no_grad():
+        for name, tensor in dense_tensors(init).items():
+            model.get_parameter(name).copy_(tensor)
+
+
+def round_experts(model: nn.Module, on: bool) -> bool:
+    """Switch the rounding that packing will bring; -> whether it was on."""
+    matrices = [m for m in model.modules() if isinstance(m, ExpertMatrix)]
+    before = any(m.round_to_mxfp4 for m in matrices)
+    for m in matrices:
+        m.round_to_mxfp4 = on
+    return before
+
+
+def first_model(recipe: TargetShape, end_of_text: int, init: Decoder | None) -> Decoder:
+    """The model to train, with new weights or those of `init`. Raises ValueError where the config of `init`
+    is not the recipe's."""
+    model = build(recipe.config(end_of_text))
+    init_weights(model, recipe.seed)
+    if recipe.look_back:
+        look_back(model.attentions[0], model.inv)
+    if init is not None:
+        take_weights(model, init)
+    model.dtype = product_dtype(model.device) if recipe.bfloat16 else torch.float32
+    return model
+
+
+class Learner:
+    """Both optimizers of a model and their schedule over `steps` steps."""
+
+    def __init__(self, model: Decoder, recipe: TargetShape, steps: int) -> None:
+        self.model, self.recipe, self.steps = model, recipe, steps
+        self.muon, self.adam = optimizers(model, recipe)
+        self.quantize_from = round(steps * (1 - recipe.quantize_share))
+
+    def begin(self, step: int) -> None:
+        """Before the gradients of a step: the rounding that it sees, and its learning rates."""
+        round_experts(self.model, step >= self.quantize_from)
+        factor = warmup_linear(step, self.steps, self.recipe.warmup, self.recipe.decay)
+        for optimizer, lr in ((self.muon, self.recipe.muon_lr), (self.adam, self.recipe.adam_lr)):
+            for group in optimizer.param_groups:  # looked up again: loading a checkpoint replaces them
+                group["lr"] = lr * factor
+
+    def update(self) -> None:
+        """The gradients into the weights."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in (self.muon, self.adam):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"model": self.model, "muon": self.muon, "adam": self.adam}

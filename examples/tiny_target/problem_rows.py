@@ -1,0 +1,198 @@
+"""Training rows of generated problems: conversations in Harmony, cut into batches of like lengths."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outpace.tasks.families import FAMILIES
+from outpace.tasks.lookups import asked_for, document
+from outpace.tasks.problem import Problem
+from outpace.text.harmony import HarmonyTokens, Mark, message_pieces, settings_pieces
+from outpace.text.messages import Conversation
+from outpace.text.sft_rows import TrainingRow, rows
+from outpace.text.tokenizer import SPECIAL
+
+UNTAUGHT = -100  # label of a token that is not the model's own
+EFFORTS = ("low", "medium", "high")
+MOST_TURNS = 6
+SHORT = tuple(name for name in FAMILIES if name not in ("needles", "functions"))
+ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
+SERIES = 448  # tokens of a row of several problems, at most
+LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
+ECHO = "echo"  # .. of rows of random tokens, and ..
+DOCUMENT = "document"  # .. of conversations about a long document: their names, beside the families'
+
+
+@dataclass(frozen=True)
+class Example:
+    family: str
+    row: TrainingRow
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of like lengths, padded at their ends: inputs and labels [B, L] int64, `family` of each row."""
+
+    inputs: Tensor
+    labels: Tensor
+    families: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """What the rows of a step are drawn from. All but `weights` and `longest` are shares of the problems."""
+
+    weights: dict[str, float] = field(default_factory=dict)  # how often a family is drawn; else 1
+    low: float = 0.05  # answered without a trace
+    turns: float = 0.08  # the last of a conversation of several problems
+    echoes: float = 0.02  # random tokens, and then pieces of them again: nothing is learnt there but to copy
+    documents: float = 0.003  # all codes of one document of up to `longest` tokens
+    series: float = 0.6  # of the rest: several in a row, each with its trace, after the same settings
+    longest: int = 4096
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.weights.keys() - FAMILIES.keys())
+        if unknown:
+            raise ValueError(f"weights of {unknown[0]!r}: the families are {', '.join(FAMILIES)}")
+        for name in ("low", "turns", "echoes", "documents", "series"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)}: a share, from 0 to 1")
+
+
+class Lessons:
+    """Endless problems to learn from."""
+
+    def __init__(self, tokens: HarmonyTokens, mix: Mix) -> None:
+        self.tokens, self.mix = tokens, mix
+        self.weights = [mix.weights.get(name, 1.0) for name in FAMILIES]
+
+    def draw(self, rng: random.Random) -> Example:
+        if rng.random() < self.mix.echoes:
+            return self.echo(rng)
+        kind = rng.random()
+        if kind < self.mix.documents:
+            return Example(DOCUMENT, self._about_document(rng))
+        effort = "low" if rng.random() < self.mix.low else rng.choice(EFFORTS[1:])
+        name = self._family(rng)
+        problem = FAMILIES[name].draw(rng, held_out=False)
+        if kind < self.mix.documents + self.mix.turns and problem.call is None:
+            return self._of_turns(rng, effort, name, problem)
+        first = rows(problem.conversation(effort), self.tokens)[-1]
+        if problem.call is None and rng.random() < self.mix.series:
+            return Example(name, self._series(rng, effort, problem, first))
+        return Example(name, first)
+
+    def echo(self, rng: random.Random, progress: float = 1.0) -> Example:
+        """`progress`, from 0 to 1: echoes grow longer."""
+        least, first, most = ECHO_TOKENS
+        longest = round(first * (most / first) ** progress)
+        return Example(ECHO, echo(rng, self.tokens.tokenizer.get_vocab_size(), rng.randint(least, longest)))
+
+    def step(self, rng: random.Random, size: int, echoes: float | None = None) -> list[Example]:
+        """As many as have about `size` tokens together; one at least. `echoes`, from 0 to 1: the first steps
+        of a training are of echoes alone, which grow longer; copying is learnt before what needs it."""
+        drawn: list[Example] = []
+        total = 0
+        while total < size:
+            drawn.append(self.draw(rng) if echoes is None else self.echo(rng, echoes))
+            total += len(drawn[-1].row.ids)
+        return drawn
+
+    def _family(self, rng: random.Random) -> str:
+        return rng.choices(list(FAMILIES), self.weights)[0]
+
+    def _of_turns(self, rng: random.Random, effort: str, name: str, last: Problem) -> Example:
+        """The problem as the last of a conversation; none before it is a long one or calls a function."""
+        before = [short_problem(rng) for _ in range(rng.randint(1, MOST_TURNS - 1))]
+        talk = joined([problem.conversation(effort) for problem in (*before, last)])
+        return Example(name, rows(talk, self.tokens)[-1])
+
+    def _series(self, rng: random.Random, effort: str, problem: Problem, first: TrainingRow) -> TrainingRow:
+        """The problem and further ones, as if a conversation's history kept the analysis."""
+        head = len(self.tokens.encode(settings_pieces(problem.prompt(effort))))
+        ids, mask = list(first.ids), list(first.mask)
+        while True:
+            row = rows(short_problem(rng).conversation(effort), self.tokens)[-1]
+            if len(ids) + len(row.ids) - head > SERIES:
+                return replace(first, ids=ids, mask=mask)
+            ids[-1], mask[-1] = self.tokens.ids[Mark.END], False  # `<|return|>` is the last answer's alone
+            ids += row.ids[head:]
+            mask += row.mask[head:]
+
+    def _about_document(self, rng: random.Random) -> TrainingRow:
+        """One document and all its codes, asked for in any order, each answer on its own turn."""
+        while True:
+            text, codes = document(rng, rng.randint(40, self.mix.longest // 10))
+            asked = [asked_for(owner, code) for owner, code in rng.sample(list(codes.items()), len(codes))]
+            asked[0] = replace(asked[0], question=f"{text}\n{asked[0].question}")
+            if not asked[0].held_out:
+                break
+        return every_turn(rows(joined([problem.conversation("low") for problem in asked]), self.tokens))
+
+
+def short_problem(rng: random.Random) -> Problem:
+    """Of any family that is neither long nor calls a function."""
+    return FAMILIES[rng.choice(SHORT)].draw(rng, held_out=False)
+
+
+def joined(conversations: Sequence[Conversation]) -> Conversation:
+    """One conversation of the turns of several, with the settings of the last."""
+    return replace(conversations[-1], messages=sum((c.messages for c in conversations), ()))
+
+
+def every_turn(turns: Sequence[TrainingRow]) -> TrainingRow:
+    """One row that teaches all turns, for turns without analysis: each begins as the one before it ends. The
+    end of an earlier answer is not taught: only the last is `<|return|>`, the others are context by then."""
+    whole = turns[-1]
+    mask = list(whole.mask)
+    for turn in turns[:-1]:
+        mask[: len(turn.mask) - 1] = [a or b for a, b in zip(mask, turn.mask[:-1], strict=False)]
+    return replace(whole, mask=mask)
+
+
+def echo(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
+    """Random tokens, each once, and then pieces of them from anywhere, as many again: taught is how a piece
+    goes on after its first token."""
+    ids = rng.sample(range(len(SPECIAL), vocab_size), length)
+    whole, mask = list(ids), [False] * len(ids)
+    while len(whole) < 2 * len(ids):
+        begin = rng.randrange(len(ids) - 1)
+        piece = ids[begin : begin + rng.randint(2, 16)]
+        whole += piece
+        mask += [False, *[True] * (len(piece) - 1)]
+    return TrainingRow(ids=whole, mask=mask, turn=0)
+
+
+def batches(examples: Sequence[Example], tokens: int, pad: int) -> Iterator[Batch]:
+    """Batches of at most `tokens` inputs, padding included, one row at least; short rows first."""
+    left = sorted(examples, key=lambda example: len(example.row.ids))
+    while left:
+        count = 1
+        while count < len(left) and (count + 1) * (len(left[count].row.ids) - 1) <= tokens:
+            count += 1
+        yield batch(left[:count], pad)
+        left = left[count:]
+
+
+def batch(examples: Sequence[Example], pad: int) -> Batch:
+    length = max(len(example.row.ids) for example in examples) - 1
+    inputs = torch.full((len(examples), length), pad)
+    labels = torch.full((len(examples), length), UNTAUGHT)
+    for i, example in enumerate(examples):
+        ids, own = torch.tensor(example.row.ids), torch.tensor(example.row.mask[1:])
+        inputs[i, : len(own)] = ids[:-1]
+        labels[i, : len(own)] = ids[1:].masked_fill(~own, UNTAUGHT)
+    return Batch(inputs, labels, tuple(example.family for example in examples))
+
+
+def sample_pieces(seed: int, each: int) -> Iterator[str]:
+    """Pieces of text, without marks, of problems of all families: what a vocabulary is learnt from."""
+    rng = random.Random(seed)
+    for family in FAMILIES.values():
+        for i in range(each):
+            talk = family.draw(rng, held_out=False).conversation(EFFORTS[i % len(EFFORTS)])
+            pieces = [*settings_pieces(talk), *(p for m in talk.messages for p in message_pieces(m))]
+            yield from (piece[-LONGEST_PIECE:] for piece in pieces if not isinstance(piece, Mark))
