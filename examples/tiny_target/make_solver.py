@@ -44,7 +44,7 @@ def make(recipe: Path | None, overrides: list[str], init: str | None, out: Path)
     worst = min(exact, key=lambda name: exact[name])
     return (
         f"{out / 'model'}: {sum(exact.values()) / len(exact):.1%} of held-out problems solved word for word "
-        f"as taught ({quality['problems']} a family), least {worst} ({exact[worst]:.0%})"
+        f"as in training ({quality['problems']} a family), least {worst} ({exact[worst]:.0%})"
     )
 
 

@@ -15,7 +15,7 @@ from outpace.text.messages import Conversation
 from outpace.text.sft_rows import TrainingRow, rows
 from outpace.text.tokenizer import SPECIAL
 
-UNTAUGHT = -100  # label of a token that is not the model's own
+UNSUPERVISED = -100  # label of a token that is not the model's own
 EFFORTS = ("low", "medium", "high")
 MOST_TURNS = 6
 SHORT = tuple(name for name in FAMILIES if name not in ("needles", "functions"))
@@ -107,8 +107,8 @@ class Lessons:
     def _of_turns(self, rng: random.Random, effort: str, name: str, last: Problem) -> Example:
         """The problem as the last of a conversation; none before it is a long one or calls a function."""
         before = [short_problem(rng) for _ in range(rng.randint(1, MOST_TURNS - 1))]
-        talk = joined([problem.conversation(effort) for problem in (*before, last)])
-        return Example(name, rows(talk, self.tokens)[-1])
+        conversation = joined([problem.conversation(effort) for problem in (*before, last)])
+        return Example(name, rows(conversation, self.tokens)[-1])
 
     def _series(self, rng: random.Random, effort: str, problem: Problem, first: TrainingRow) -> TrainingRow:
         """The problem and further ones, as if a conversation's history kept the analysis."""
@@ -144,8 +144,8 @@ def joined(conversations: Sequence[Conversation]) -> Conversation:
 
 
 def every_turn(turns: Sequence[TrainingRow]) -> TrainingRow:
-    """One row that teaches all turns, for turns without analysis: each begins as the one before it ends. The
-    end of an earlier answer is not taught: only the last is `<|return|>`, the others are context by then."""
+    """One row for all turns of a conversation without analysis, where each begins with all of the one before.
+    The ends of earlier answers are not supervised: only the last is `<|return|>`, the others are context."""
     whole = turns[-1]
     mask = list(whole.mask)
     for turn in turns[:-1]:
@@ -154,8 +154,8 @@ def every_turn(turns: Sequence[TrainingRow]) -> TrainingRow:
 
 
 def echo(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
-    """Random tokens, each once, and then pieces of them from anywhere, as many again: taught is how a piece
-    goes on after its first token."""
+    """Random tokens, each once, and then pieces of them from anywhere, as many again: supervised is how a
+    piece goes on after its first token."""
     ids = rng.sample(range(len(SPECIAL), vocab_size), length)
     whole, mask = list(ids), [False] * len(ids)
     while len(whole) < 2 * len(ids):
@@ -180,11 +180,11 @@ def batches(examples: Sequence[Example], tokens: int, pad: int) -> Iterator[Batc
 def batch(examples: Sequence[Example], pad: int) -> Batch:
     length = max(len(example.row.ids) for example in examples) - 1
     inputs = torch.full((len(examples), length), pad)
-    labels = torch.full((len(examples), length), UNTAUGHT)
+    labels = torch.full((len(examples), length), UNSUPERVISED)
     for i, example in enumerate(examples):
         ids, own = torch.tensor(example.row.ids), torch.tensor(example.row.mask[1:])
         inputs[i, : len(own)] = ids[:-1]
-        labels[i, : len(own)] = ids[1:].masked_fill(~own, UNTAUGHT)
+        labels[i, : len(own)] = ids[1:].masked_fill(~own, UNSUPERVISED)
     return Batch(inputs, labels, tuple(example.family for example in examples))
 
 
@@ -193,6 +193,9 @@ def sample_pieces(seed: int, each: int) -> Iterator[str]:
     rng = random.Random(seed)
     for family in FAMILIES.values():
         for i in range(each):
-            talk = family.draw(rng, held_out=False).conversation(EFFORTS[i % len(EFFORTS)])
-            pieces = [*settings_pieces(talk), *(p for m in talk.messages for p in message_pieces(m))]
+            conversation = family.draw(rng, held_out=False).conversation(EFFORTS[i % len(EFFORTS)])
+            pieces = [
+                *settings_pieces(conversation),
+                *(p for m in conversation.messages for p in message_pieces(m)),
+            ]
             yield from (piece[-LONGEST_PIECE:] for piece in pieces if not isinstance(piece, Mark))

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from examples.tiny_target.model import Learner, TargetShape, balance_loss, first_model
-from examples.tiny_target.problem_rows import UNTAUGHT, Batch, Example, Lessons, Mix, batches
+from examples.tiny_target.problem_rows import UNSUPERVISED, Batch, Example, Lessons, Mix, batches
 from outpace.models.decoder import Decoder
 from outpace.tasks.families import FAMILIES
 from outpace.text.harmony import HarmonyTokens
@@ -38,16 +38,16 @@ class ProblemRecipe(TargetShape):
 
 
 def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: int) -> dict[str, Any]:
-    """Gradients of the mean loss on all that is taught in the batches, added to what is there; -> metrics."""
-    taught = sum(int((batch.labels != UNTAUGHT).sum()) for batch in some)
+    """Gradients of the mean loss on the supervised tokens of all batches, added to those there; -> metrics."""
+    supervised = sum(int((batch.labels != UNSUPERVISED).sum()) for batch in some)
     fed = sum(int((batch.inputs != pad).sum()) for batch in some)
     total, balances = 0.0, 0.0
     by_family: dict[str, list[float]] = defaultdict(list)
     for batch in some:
-        real, training = batch.inputs != pad, batch.labels != UNTAUGHT
+        real, training = batch.inputs != pad, batch.labels != UNSUPERVISED
         out = model(batch.inputs, routing=True)
         nll = chunked_nll(out.hidden[training], model.dense_head, batch.labels[training])
-        loss = nll.sum() / taught
+        loss = nll.sum() / supervised
         total += loss.item()
         if out.routing:
             routing = [logits[real.flatten()] for logits in out.routing]
@@ -58,13 +58,13 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: in
         for name, part in zip(batch.families, nll.detach().split(training.sum(1).tolist()), strict=True):
             by_family[name].append(part.mean().item())
     families = {name: round(sum(v) / len(v), 4) for name, v in sorted(by_family.items())}
-    return {"loss": total, "balance": balances, "tokens": fed, "taught": taught, "families": families}
+    return {"loss": total, "balance": balances, "tokens": fed, "supervised": supervised, "families": families}
 
 
 @torch.inference_mode()
 def exact_share(model: Decoder, tokens: HarmonyTokens, problems: int, batch_tokens: int) -> dict[str, float]:
-    """Per family, the share of held-out problems where every token of the model's own is the likeliest: what
-    decoding then writes is the reference, trace and answer."""
+    """Per family, the share of held-out problems where every token of the model's own is the most probable:
+    what decoding then writes is the reference, trace and answer."""
     rng, pad = random.Random(0), token_id(tokens.tokenizer, END_OF_TEXT)
     drawn = [
         Example(name, rows(family.draw(rng, held_out=True).conversation("medium"), tokens)[-1])
@@ -74,7 +74,7 @@ def exact_share(model: Decoder, tokens: HarmonyTokens, problems: int, batch_toke
     right: dict[str, int] = dict.fromkeys(FAMILIES, 0)
     for batch in batches(drawn, batch_tokens, pad):
         best = model.logits(model(batch.inputs).hidden).argmax(-1)
-        good = ((best == batch.labels) | (batch.labels == UNTAUGHT)).all(1)
+        good = ((best == batch.labels) | (batch.labels == UNSUPERVISED)).all(1)
         for name, hit in zip(batch.families, good.tolist(), strict=True):
             right[name] += hit
     return {name: count / problems for name, count in right.items()}

@@ -81,9 +81,9 @@ def publish_solver(
     saved, log = _save(model, tokenizer, run, folder)
     provenance = {
         **_training(recipe, log, saved),
-        "corpus": "generated problems of outpace/tasks; those whose hash says so are held out",
+        "corpus": "generated problems of outpace/tasks; a tenth of them, by hash, is held out",
         "tokens": sum(r["tokens"] for r in log),
-        "tokens_taught": sum(r["taught"] for r in log),
+        "tokens_supervised": sum(r["supervised"] for r in log),
         "problems": recipe.judged_problems,
         "exact": exact_share(saved, HarmonyTokens(tokenizer), recipe.judged_problems, recipe.batch_tokens),
         "exact_curve": [[r["step"], round(r["exact"], 4)] for r in log if "exact" in r],

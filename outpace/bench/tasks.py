@@ -74,8 +74,8 @@ def run_tasks(
             bar.step(family)
             problems = draw(family, longer, settings)[first : first + settings.batch]
             measure = partial(_solved, target, tokens, problems, settings)
-            found = run.once(f"{family}, longer {longer}, from {first}", measure)
-            solved.setdefault((family, longer), []).extend(Solution(**row) for row in found)
+            solutions = run.once(f"{family}, longer {longer}, from {first}", measure)
+            solved.setdefault((family, longer), []).extend(Solution(**row) for row in solutions)
     rows = [_row(name, solved[name, False], solved.get((name, True), [])) for name in settings.families]
     whole = sum(row["right"] for row in rows) / sum(row["of"] for row in rows)
     return run.report(families=rows, accuracy=whole, wrong={n: _wrong(solved[n, False]) for n, _ in solved})
@@ -97,8 +97,8 @@ def solve(
     parsed, lengths = _decode(target, tokens, prompts, settings)
     calling = [i for i, problem in enumerate(problems) if problem.call and _calls(parsed[i], problem.call)]
     if calling:
-        talks = [_with_result(prompts[i], parsed[i], problems[i]) for i in calling]
-        for i, more, length in zip(calling, *_decode(target, tokens, talks, settings), strict=True):
+        conversations = [_with_result(prompts[i], parsed[i], problems[i]) for i in calling]
+        for i, more, length in zip(calling, *_decode(target, tokens, conversations, settings), strict=True):
             parsed[i], lengths[i] = more, lengths[i] + length
     solutions = []
     for i, (problem, messages, length) in enumerate(zip(problems, parsed, lengths, strict=True)):
@@ -125,10 +125,10 @@ def _solved(
 
 
 def _decode(
-    target: Decoder, tokens: HarmonyTokens, talks: Sequence[Conversation], settings: TasksSettings
+    target: Decoder, tokens: HarmonyTokens, conversations: Sequence[Conversation], settings: TasksSettings
 ) -> tuple[list[list[Parsed]], list[int]]:
     """-> what the model wrote after each conversation, and in how many tokens."""
-    prompts = [prompt_ids(talk, tokens) for talk in talks]
+    prompts = [prompt_ids(conversation, tokens) for conversation in conversations]
     request = Request(max_new_tokens=settings.max_new_tokens, stop=tokens.stop)
     written = generate(target, prompts, request).tokens
     parsers = [HarmonyParser(tokens) for _ in written]
@@ -199,7 +199,7 @@ def _measured(report: Report) -> str:
 def _body(report: Report) -> list[str]:
     lines = ["## Accuracy", "", *task_table(report)]
     lines += ["An answer is right where its final message is the expected text, character by character.", ""]
-    wrong = [(name, w) for name, found in report["wrong"].items() for w in found[:1]]
+    wrong = [(name, w) for name, solutions in report["wrong"].items() for w in solutions[:1]]
     if wrong:
         lines += ["## One wrong answer of each family", ""]
     for name, w in wrong:

@@ -19,7 +19,7 @@ from outpace.drafts.sampler import DraftSampler
 class Synthetic:
     """Proposes what the target is going to say, draft token i with probability rates[i] where those before it
     are right, and else a wrong one. `texts`: of each row the prompt and what follows. `inner`: a draft that
-    runs as it would, for its cost, and whose tokens are replaced; None: drafting is free.
+    runs for its cost alone, with its tokens replaced; None: drafting is free.
 
     Raises ValueError for rates outside 0 .. 1, and for an `inner` of another block size."""
 

@@ -27,8 +27,8 @@ controller = [false]
         (
             ("--suite", "speeds"),
             (
-                "--suite speeds: known are speed, draft-context, context, recall, memory, pareto, "
-                "drafts, lossless, controller"
+                "--suite speeds: known are speed, draft-context, context, recall, memory, pareto, tasks, "
+                "synthetic, drafts, lossless, controller"
             ),
         ),
         (("--suite", "drafts"), "--suite drafts compares the methods of a --recipe, such as"),

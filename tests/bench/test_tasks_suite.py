@@ -57,7 +57,7 @@ class Knowing:
 
 @pytest.mark.parametrize("effort", ["low", "high"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_taught_answer_is_right(tokens, monkeypatch, family, effort):
+def test_the_answer_of_training_is_right(tokens, monkeypatch, family, effort):
     settings = TasksSettings(problems=4, longer=1, effort=effort)
     problems = draw(family, False, settings)
     known = Knowing(tokens, problems, effort)

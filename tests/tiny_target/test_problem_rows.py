@@ -1,4 +1,4 @@
-"""Rows of generated problems: nothing held out is taught, and nothing is taught but the model's own words."""
+"""Rows of generated problems: none is held out, and nothing is supervised but the model's own words."""
 
 import random
 from pathlib import Path
@@ -9,7 +9,7 @@ import outpace
 from examples.tiny_target.problem_rows import (
     DOCUMENT,
     SERIES,
-    UNTAUGHT,
+    UNSUPERVISED,
     Lessons,
     Mix,
     batches,
@@ -37,7 +37,7 @@ def messages(example):
     return [parsed.message for parsed in parser.finish()]
 
 
-def test_no_question_that_is_held_out_is_taught():
+def test_no_question_that_is_held_out_is_trained_on():
     asked = []
     for example in drawn():
         questions = [m.content for m in messages(example) if m.role == "user"]
@@ -53,15 +53,15 @@ def test_every_family_is_drawn_as_often_as_its_weight_says():
 
 
 @pytest.mark.parametrize("mix", [{"series": 0.0}, {"series": 1.0}, {"turns": 1.0}, {"documents": 1.0}])
-def test_what_is_taught_is_what_the_model_says(mix):
+def test_what_is_supervised_is_what_the_model_says(mix):
     for example in drawn(25, **{"turns": 0.0} | mix):
         row = example.row
-        taught = TOKENS.tokenizer.decode([t for t, m in zip(row.ids, row.mask, strict=True) if m])
+        supervised = TOKENS.tokenizer.decode([t for t, m in zip(row.ids, row.mask, strict=True) if m])
         whole = messages(example)
         own = [m for m in whole if m.role == "assistant"]
-        last = own[-1:] if "turns" in mix else own  # of several turns only the last is taught
-        assert all(m.content in taught for m in last)
-        assert not any(m.content in taught for m in whole if m.role == "user" and len(m.content) > 24)
+        last = own[-1:] if "turns" in mix else own  # of several turns only the last is supervised
+        assert all(m.content in supervised for m in last)
+        assert not any(m.content in supervised for m in whole if m.role == "user" and len(m.content) > 24)
         ends = [m for t, m in zip(row.ids, row.mask, strict=True) if t == TOKENS.ids[Mark.RETURN]]
         assert ends == [True] and row.ids[-1] == TOKENS.ids[Mark.RETURN]
 
@@ -77,7 +77,7 @@ def test_a_series_has_all_traces_and_one_set_of_settings():
         assert len([m for m in whole if m.channel == "analysis"]) == len(questions)
 
 
-def test_all_codes_of_a_document_are_asked_for_and_taught():
+def test_all_codes_of_a_document_are_asked_for_and_supervised():
     for example in drawn(5, documents=1.0):
         assert example.family == DOCUMENT
         codes = [m.content for m in messages(example) if m.channel == "final"]
@@ -96,8 +96,8 @@ def test_batches_hold_every_row_once_and_shift_by_one():
         for inputs, labels in zip(batch.inputs.tolist(), batch.labels.tolist(), strict=True):
             length = len(inputs) - next((i for i, t in enumerate(reversed(inputs)) if t != PAD), 0)
             row = left[*inputs[:length], TOKENS.ids[Mark.RETURN]]
-            wanted = [t if own else UNTAUGHT for t, own in zip(row.ids[1:], row.mask[1:], strict=True)]
-            assert labels == wanted + [UNTAUGHT] * (len(inputs) - length)
+            wanted = [t if own else UNSUPERVISED for t, own in zip(row.ids[1:], row.mask[1:], strict=True)]
+            assert labels == wanted + [UNSUPERVISED] * (len(inputs) - length)
 
 
 def test_the_vocabulary_is_learnt_from_text_without_marks():

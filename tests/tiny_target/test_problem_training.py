@@ -63,7 +63,7 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tokenizer, tmp_path
     assert set(log[2]["exact_by_family"]) == set(FAMILIES)
 
 
-def test_a_family_is_exact_where_all_own_tokens_are_the_likeliest(tokenizer):
+def test_a_family_is_exact_where_all_own_tokens_are_most_probable(tokenizer):
     tokens = HarmonyTokens(tokenizer)
 
     class Knowing:
