@@ -282,6 +282,17 @@ def text_row(rate: Best, baseline: Best) -> dict[str, Any]:
     }
 
 
+def report_header() -> dict[str, Any]:
+    """Commit, machine, versions, and what both engines were compiled for."""
+    theirs = {"llama-cpp-python": llama_cpp.llama.__version__}
+    return {
+        **provenance(),
+        "machine": machine(torch.device("cpu")),
+        "versions": versions() | theirs,
+        "builds": llama_cpp.builds(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", default="default", help="a folder or a GGUF file")
@@ -295,9 +306,7 @@ def main() -> None:
     options = parser.parse_args()
     if not llama_cpp.installed():
         parser.error(f"llama-cpp-python is not installed: {llama_cpp.HOW_TO_GET}")
-    header = {**provenance(), "machine": machine(torch.device("cpu")), "versions": versions()}
-    header["versions"]["llama-cpp-python"] = llama_cpp.llama.__version__
-    header["builds"] = llama_cpp.builds()
+    header = report_header()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.target)
         try:

@@ -31,13 +31,14 @@ from benchmarks.against_llama_cpp import (
     count_of,
     measured,
     our_steps,
+    report_header,
     step_row,
     their_steps,
 )
 from benchmarks.small_moe import make_target
 from outpace.bench import llama_cpp
 from outpace.bench.llama_cpp import PROMPT, SETTINGS, LlamaCpp, load_model
-from outpace.bench.machine import describe_target, machine, provenance, versions
+from outpace.bench.machine import describe_target
 from outpace.checkpoint.open import open_checkpoint
 from outpace.checkpoint.save import write_json
 from outpace.formats.convert import convert_target, write_gguf
@@ -138,9 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     if not llama_cpp.installed():
         parser.error(f"llama-cpp-python is not installed: {llama_cpp.HOW_TO_GET}")
-    report: dict[str, Any] = {**provenance(), "machine": machine(torch.device("cpu")), "versions": versions()}
-    report["versions"]["llama-cpp-python"] = llama_cpp.llama.__version__
-    report |= {"builds": llama_cpp.builds(), "shapes": {}}
+    report = report_header() | {"shapes": {}}
     for asked in options.shape:
         shape, _, type = asked.partition(":")
         name = Path(shape).stem if shape.endswith(".gguf") else asked

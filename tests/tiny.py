@@ -9,6 +9,7 @@ import torch
 
 from outpace.models.config import FULL, WINDOW
 from outpace.models.load import build, named_tensors, parse_config
+from outpace.ops import mxfp4
 
 VOCAB = 97
 LONGEST = 131072 + 4096
@@ -155,6 +156,17 @@ def target(family, window=True, seed=0):
     model = build(config(family, window=window))
     randomise(named_tensors(model), seed)
     return model.eval()
+
+
+def in_mxfp4(dense):
+    """A model with the experts of `dense` packed; the rest is another's."""
+    packed = build(dense.config, "mxfp4")
+    randomise(named_tensors(packed), 3)
+    for a, b in zip(dense.layers, packed.layers, strict=True):
+        for name in ("up", "down"):
+            part = getattr(b.mlp, name)
+            part.blocks, part.scales = mxfp4.pack(getattr(a.mlp, name).weight)
+    return packed.eval()
 
 
 def tokens(*shape, seed=1, low=5):

@@ -38,7 +38,7 @@ class ProblemRecipe(TargetShape):
 
 
 def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: int) -> dict[str, Any]:
-    """Gradients of the mean loss on the supervised tokens of all batches, added to those there; -> metrics."""
+    """Adds the gradients of the mean loss on the supervised tokens of all batches; -> metrics."""
     supervised = sum(int((batch.labels != UNSUPERVISED).sum()) for batch in some)
     fed = sum(int((batch.inputs != pad).sum()) for batch in some)
     total, balances = 0.0, 0.0

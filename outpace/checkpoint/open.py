@@ -17,20 +17,23 @@ __all__ = ["Checkpoint", "LoadError", "dtype_bytes", "open_checkpoint", "to_comp
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 DEFAULT = "default"  # the name of the embedded target
+NOT_THERE = "{} is not there: name a checkpoint's folder, a GGUF file, or 'default'"
 
 
 def target_path(path: str) -> Path:
     """A folder or a GGUF file; the embedded folder for "default". Raises LoadError where there is none."""
-    message = EMBEDDED / "target" if path == DEFAULT else Path(path)
-    if not message.exists():
-        raise LoadError(f"{message} is not there: name a checkpoint's folder, a GGUF file, or {DEFAULT!r}")
-    return message
+    named = EMBEDDED / "target" if path == DEFAULT else Path(path)
+    if not named.exists():
+        raise LoadError(NOT_THERE.format(named))
+    return named
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """A folder of HF safetensors, or a GGUF file. Raises LoadError, naming the file and the fix, for
     what is missing, damaged or of another format."""
     path = Path(path)
+    if not path.exists():
+        raise LoadError(NOT_THERE.format(path), "no_config")
     if is_gguf(path):
         return open_gguf(path)
     if path.is_file():

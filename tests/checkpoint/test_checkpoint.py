@@ -154,9 +154,10 @@ def test_no_weights(folder):
         load_target(folder)
 
 
-def test_no_folder(tmp_path):
-    with pytest.raises(LoadError, match="holds no config"):
-        load_target(tmp_path / "nowhere")
+@pytest.mark.parametrize("name", ["nowhere", "nowhere.gguf"])
+def test_nothing_there(tmp_path, name):
+    with pytest.raises(LoadError, match=f"{name} is not there: name a checkpoint's folder, a GGUF file"):
+        load_target(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from outpace.kv.tree import Tree
 from outpace.models.blocks import Embedding, ExpertMatrix, Linear
 from outpace.models.load import build, named_tensors
 from outpace.models.native_step import NativeStep, why_modules
-from outpace.ops import mxfp4
 from outpace.ops.quant import Joined
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
@@ -52,16 +51,6 @@ def in_blocks(family, format):
             del part.weight
             part.weight = Joined(rows)
     return model.eval()
-
-
-def in_mxfp4():
-    model, packed = plain("gpt_oss", hidden_size=96), build(tiny.config("gpt_oss"), "mxfp4")
-    tiny.randomise(named_tensors(packed), 3)
-    for a, b in zip(model.layers, packed.layers, strict=True):
-        for name in ("up", "down"):
-            part = getattr(b.mlp, name)
-            part.blocks, part.scales = mxfp4.pack(getattr(a.mlp, name).weight)
-    return packed.eval()
 
 
 def steps_of(model, cache):
@@ -131,7 +120,7 @@ def test_a_native_step_over_the_blocks_of_gguf(family, format):
 
 @torch.inference_mode()
 def test_a_native_step_over_mxfp4_of_safetensors():
-    compare(in_mxfp4())
+    compare(tiny.in_mxfp4(plain("gpt_oss", hidden_size=96)))
 
 
 @torch.inference_mode()

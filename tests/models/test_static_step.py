@@ -9,7 +9,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from outpace.kv.tree import Tree
 from outpace.models.load import build, named_tensors
 from outpace.models.static_step import StaticStep
-from outpace.ops import mxfp4
 
 FAMILIES = ("gpt_oss", "llama", "qwen3", "qwen3_moe")
 WIDTH = 6
@@ -21,16 +20,6 @@ def model_of(family):
     model = build(tiny.config(family))
     tiny.randomise(named_tensors(model), 3)
     return model.eval()
-
-
-def in_mxfp4():
-    dense, packed = model_of("gpt_oss"), build(tiny.config("gpt_oss"), "mxfp4")
-    tiny.randomise(named_tensors(packed), 3)
-    for a, b in zip(dense.layers, packed.layers, strict=True):
-        for name in ("up", "down"):
-            part = getattr(b.mlp, name)
-            part.blocks, part.scales = mxfp4.pack(getattr(a.mlp, name).weight)
-    return packed.eval()
 
 
 @torch.no_grad()
@@ -82,7 +71,7 @@ def test_a_compiled_step_is_one_graph_that_is_never_made_again(family, tree):
 
 
 def test_packed_experts_stay_packed_in_the_graph():
-    model = in_mxfp4()
+    model = tiny.in_mxfp4(model_of("gpt_oss"))
     compare(model, False, exported)
 
 
