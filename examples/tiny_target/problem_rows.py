@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, timedelta
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from outpace.tasks.families import FAMILIES
 from outpace.tasks.lookups import asked_for, document
 from outpace.tasks.problem import Problem
 from outpace.text.harmony import HarmonyTokens, Mark, message_pieces, settings_pieces
-from outpace.text.messages import Conversation
+from outpace.text.messages import Conversation, Developer, System
 from outpace.text.sft_rows import TrainingRow, rows
 from outpace.text.tokenizer import SPECIAL
 
@@ -19,6 +20,10 @@ UNSUPERVISED = -100  # label of a token that is not the model's own
 EFFORTS = ("low", "medium", "high")
 MOST_TURNS = 6
 SHORT = tuple(name for name in FAMILIES if name not in ("needles", "functions"))
+INSTRUCTIONS = (
+    "Answer briefly.", "Be precise.", "You are a helpful assistant.", "Answer the question.", "Think first.",
+    "Give only the answer.", "You solve small problems.", "Always answer in English.", "Be kind.",
+)  # fmt: skip
 ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
 SERIES = 448  # tokens of a row of several problems, at most
 LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
@@ -48,6 +53,7 @@ class Mix:
     weights: dict[str, float] = field(default_factory=dict)  # how often a family is drawn; else 1
     low: float = 0.05  # answered without a trace
     turns: float = 0.08  # the last of a conversation of several problems
+    settings: float = 0.3  # with other system and developer messages than the model's own
     echoes: float = 0.02  # random tokens, and then pieces of them again: nothing is learnt there but to copy
     documents: float = 0.003  # all codes of one document of up to `longest` tokens
     series: float = 0.6  # of the rest: several in a row, each with its trace, after the same settings
@@ -57,7 +63,7 @@ class Mix:
         unknown = sorted(self.weights.keys() - FAMILIES.keys())
         if unknown:
             raise ValueError(f"weights of {unknown[0]!r}: the families are {', '.join(FAMILIES)}")
-        for name in ("low", "turns", "echoes", "documents", "series"):
+        for name in ("low", "turns", "settings", "echoes", "documents", "series"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: a share, from 0 to 1")
 
@@ -79,11 +85,10 @@ class Lessons:
         name = self._family(rng)
         problem = FAMILIES[name].draw(rng, held_out=False)
         if kind < self.mix.documents + self.mix.turns and problem.call is None:
-            return self._of_turns(rng, effort, name, problem)
-        first = rows(problem.conversation(effort), self.tokens)[-1]
+            return Example(name, self._of_turns(rng, effort, problem))
         if problem.call is None and rng.random() < self.mix.series:
-            return Example(name, self._series(rng, effort, problem, first))
-        return Example(name, first)
+            return Example(name, self._series(rng, effort, problem))
+        return Example(name, self._row(rng, problem.conversation(effort)))
 
     def echo(self, rng: random.Random, progress: float = 1.0) -> Example:
         """`progress`, from 0 to 1: echoes grow longer."""
@@ -104,14 +109,20 @@ class Lessons:
     def _family(self, rng: random.Random) -> str:
         return rng.choices(list(FAMILIES), self.weights)[0]
 
-    def _of_turns(self, rng: random.Random, effort: str, name: str, last: Problem) -> Example:
+    def _row(self, rng: random.Random, conversation: Conversation) -> TrainingRow:
+        """The last turn, with settings that people may give."""
+        if rng.random() < self.mix.settings:
+            conversation = with_settings(rng, conversation)
+        return rows(conversation, self.tokens)[-1]
+
+    def _of_turns(self, rng: random.Random, effort: str, last: Problem) -> TrainingRow:
         """The problem as the last of a conversation; none before it is a long one or calls a function."""
         before = [short_problem(rng) for _ in range(rng.randint(1, MOST_TURNS - 1))]
-        conversation = joined([problem.conversation(effort) for problem in (*before, last)])
-        return Example(name, rows(conversation, self.tokens)[-1])
+        return self._row(rng, joined([problem.conversation(effort) for problem in (*before, last)]))
 
-    def _series(self, rng: random.Random, effort: str, problem: Problem, first: TrainingRow) -> TrainingRow:
+    def _series(self, rng: random.Random, effort: str, problem: Problem) -> TrainingRow:
         """The problem and further ones, as if a conversation's history kept the analysis."""
+        first = self._row(rng, problem.conversation(effort))
         head = len(self.tokens.encode(settings_pieces(problem.prompt(effort))))
         ids, mask = list(first.ids), list(first.mask)
         while True:
@@ -136,6 +147,20 @@ class Lessons:
 def short_problem(rng: random.Random) -> Problem:
     """Of any family that is neither long nor calls a function."""
     return FAMILIES[rng.choice(SHORT)].draw(rng, held_out=False)
+
+
+def with_settings(rng: random.Random, conversation: Conversation) -> Conversation:
+    """Under the system message of gpt-oss, with a date or without, or under instructions that change nothing;
+    functions stay."""
+    system, developer = conversation.system, conversation.developer
+    if system is not None and rng.random() < 0.8:
+        day = date(2024, 1, 1) + timedelta(days=rng.randrange(4000))
+        today = day.isoformat() if rng.random() < 0.8 else None
+        system = System(reasoning=system.reasoning, current_date=today)
+    if rng.random() < 0.3:
+        tools = () if developer is None else developer.tools
+        developer = Developer(instructions=rng.choice(INSTRUCTIONS), tools=tools)
+    return replace(conversation, system=system, developer=developer)
 
 
 def joined(conversations: Sequence[Conversation]) -> Conversation:

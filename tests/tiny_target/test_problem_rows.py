@@ -23,7 +23,7 @@ from outpace.text.tokenizer import read_tokenizer
 
 TOKENS = HarmonyTokens(read_tokenizer(Path(outpace.__file__).parent / "embedded" / "target"))
 PAD = TOKENS.tokenizer.token_to_id("<|endoftext|>")
-EVERYTHING = Mix(low=0.2, turns=0.2, documents=0.05, longest=600, weights={"needles": 0.1})
+EVERYTHING = Mix(low=0.2, turns=0.2, echoes=0.0, documents=0.05, longest=600, weights={"needles": 0.1})
 
 
 def drawn(count=150, **mix):
@@ -84,6 +84,34 @@ def test_all_codes_of_a_document_are_asked_for_and_supervised():
         spans = [TOKENS.tokenizer.decode(ids) for own, ids in example.row.spans() if own]
         assert len(codes) > 2 and [span.count(code) for span, code in zip(spans, codes, strict=True)]
         assert all(code in span for span, code in zip(spans, codes, strict=True))
+
+
+def test_settings_of_many_kinds_and_the_functions_of_a_problem_among_them():
+    heads = {messages(example)[0].content.split("\n")[0] for example in drawn(80, settings=0.5)}
+    assert len(heads) == 2 and any("ChatGPT" in head for head in heads)
+    calls = [e for e in drawn(400, settings=1.0) if e.family == "functions"]
+    assert calls
+    for example in calls:
+        called = next(m.recipient for m in messages(example) if m.is_call)
+        developer = next(m.content for m in messages(example) if m.role == "developer")
+        assert f"type {called.removeprefix('functions.')} = " in developer
+
+
+def test_an_echo_supervises_what_stood_there_before_and_grows_longer():
+    lessons = Lessons(TOKENS, Mix())
+    for progress, most in ((0.0, 12), (1.0, 160)):
+        examples = lessons.step(random.Random(2), 2000, progress)
+        lengths = []
+        for example in examples:
+            ids, mask = example.row.ids, example.row.mask
+            first = mask.index(True) - 1  # the first token of a piece is not to be known
+            lengths.append(first)
+            assert len(set(ids[:first])) == first and not any(mask[:first])
+            for i in range(first, len(ids)):
+                if mask[i]:
+                    assert ids[i] == ids[ids.index(ids[i - 1]) + 1]
+            assert sum(mask) > (len(ids) - first) / 3
+        assert 4 <= min(lengths) and most / 2 < max(lengths) <= most
 
 
 def test_batches_hold_every_row_once_and_shift_by_one():
