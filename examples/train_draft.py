@@ -10,6 +10,7 @@ import outpace
 from outpace.bench.prompts import held_out_prompts
 from outpace.models.load import fingerprint
 from outpace.teacher.build import TeacherRecipe, build
+from outpace.teacher.prompts import TextPrompts
 from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import read_corpus, split
 from outpace.train.dflash import DFlashRecipe, train_dflash
@@ -28,7 +29,8 @@ def main() -> None:
 
     # 1. the target answers prompts, and its hidden states go to disk
     cache_recipe = TeacherRecipe(samples=asked.samples, response_tokens=(64, 64), shard_samples=100)
-    build(model.target, model.tokenizer, train, asked.folder / "cache", cache_recipe)
+    prompts = TextPrompts(train, model.tokenizer)
+    build(model.target, model.tokenizer, prompts, asked.folder / "cache", cache_recipe)
     cache = TeacherCache.open(asked.folder / "cache", target_fingerprint=fingerprint(model.target))
 
     # 2. the draft learns to predict the target's next tokens from them

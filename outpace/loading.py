@@ -26,9 +26,10 @@ from outpace.models.load import load_target
 from outpace.ops.quant import dense
 from outpace.text.chat_format import ChatFormat
 from outpace.text.gguf_tokenizer import gguf_vocabulary
-from outpace.text.harmony import has_harmony_tokens
+from outpace.text.harmony import has_harmony_tokens, prompt_ids
 from outpace.text.harmony_parser import HarmonyChat
 from outpace.text.messages import Developer, System, parse_conversation, parse_tools
+from outpace.text.sft_rows import read_lines
 from outpace.text.template import TemplateChat
 from outpace.text.tokenizer import check_vocabulary
 
@@ -185,3 +186,36 @@ def open_chat(
     if messages is not None:
         chat.messages = [dict(message) for message in messages]
     return chat
+
+
+def chat_prompts(
+    path: Path, name: str, tokenizer: Tokenizer, eos: frozenset[int]
+) -> tuple[list[list[int]], frozenset[int]]:
+    """A JSONL file of conversations (OpenAI's `messages` and `tools` on every line) -> token ids of each, in
+    the chat format of the checkpoint `name`, up to its last message of a user or a tool, which the model
+    answers; and the tokens where an answer ends.
+
+    Raises ValueError that names the file, the line and the field.
+    """
+    chat = open_chat(name, tokenizer, eos)
+
+    def prompt(value: Any) -> list[int]:
+        conversation = parse_conversation(value, system=System(current_date=None))
+        if isinstance(chat, HarmonyChat):
+            asked = conversation.messages[: _asked([m.role for m in conversation.messages])]
+            return prompt_ids(replace(conversation, messages=asked), chat.tokens)
+        assert isinstance(chat, TemplateChat)
+        messages = value if isinstance(value, list) else value["messages"]
+        chat.messages = [dict(m) for m in messages[: _asked([m["role"] for m in messages])]]
+        chat.tools = None if isinstance(value, list) else value.get("tools")
+        return chat.prompt()
+
+    return [ids for _, ids in read_lines(path, prompt)], chat.stop
+
+
+def _asked(roles: list[str]) -> int:
+    """How many messages there are up to the last that the model answers."""
+    asked = [i + 1 for i, role in enumerate(roles) if role in ("user", "tool")]
+    if not asked:
+        raise ValueError("messages: none is a user's or a tool's, so there is nothing to answer")
+    return asked[-1]

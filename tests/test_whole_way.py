@@ -18,6 +18,7 @@ from outpace.decode.request import Request
 from outpace.formats.load import load_dflash
 from outpace.models.load import fingerprint, load_target
 from outpace.teacher.build import TeacherRecipe, build
+from outpace.teacher.prompts import TextPrompts
 from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import read_corpus
 from outpace.text.tokenizer import train_bpe
@@ -47,7 +48,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory):
     teacher = load_settings(
         TeacherRecipe, RECIPES / "teacher-micro.toml", {"samples": 12, "shard_samples": 4, "batch": 4}
     )
-    build(target, tokenizer, train, work / "cache", teacher)
+    build(target, tokenizer, TextPrompts(train, tokenizer), work / "cache", teacher)
     cache = TeacherCache.open(work / "cache", target_fingerprint=fingerprint(target))
     prompts = [tokenizer.encode(d.text).ids[:n] for d, n in zip(held_out, (20, 33, 48), strict=False)]
     learn = load_settings(DFlashRecipe, RECIPES / "dflash-micro.toml", {"steps": 10, "eval_every": 10})

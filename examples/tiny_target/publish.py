@@ -20,7 +20,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint, load_target
 from outpace.models.save import save_target
 from outpace.text.corpus import Document, corpus_hash
-from outpace.text.harmony import HarmonyTokens
+from outpace.text.harmony import HarmonyTokens, Mark
 from outpace.text.tokenizer import END_OF_TEXT, encode
 from outpace.train.losses import chunked_nll
 
@@ -39,18 +39,19 @@ def repeated_ngrams(tokens: Sequence[int], n: int) -> float:
 
 
 def _save(
-    model: Decoder, tokenizer: Tokenizer, run: Path, folder: Path
+    model: Decoder, tokenizer: Tokenizer, run: Path, folder: Path, stops: Sequence[str] = (END_OF_TEXT,)
 ) -> tuple[Decoder, list[dict[str, Any]]]:
-    """To `folder`, experts packed; -> the model as saved, and the log of its training."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    """To `folder`, experts packed; -> the model as saved, and the log of its training. `stops`: the tokens
+    that end an answer."""
+    ends = [tokenizer.token_to_id(stop) for stop in stops]
     experts = model.config.num_experts > 0
-    save_target(model, folder, pack=experts, dtype=torch.bfloat16, eos_token_id=end)
+    save_target(model, folder, pack=experts, dtype=torch.bfloat16, eos_token_id=ends)
     temporary = folder / "tokenizer.json.tmp"
     tokenizer.save(str(temporary))
     temporary.replace(folder / "tokenizer.json")
     write_json(
         folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": stops[0], "pad_token": END_OF_TEXT},
     )
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return load_target(folder), log
@@ -78,7 +79,8 @@ def publish_solver(
 ) -> dict[str, Any]:
     """Save to `folder` in HF format and judge what was saved; -> the provenance. `started_from`: that of the
     weights that training began with."""
-    saved, log = _save(model, tokenizer, run, folder)
+    stops = (Mark.RETURN, END_OF_TEXT, Mark.CALL)  # in the order of gpt-oss
+    saved, log = _save(model, tokenizer, run, folder, stops)
     provenance = {
         **_training(recipe, log, saved),
         "corpus": "generated problems of outpace/tasks; a tenth of them, by hash, is held out",

@@ -16,6 +16,7 @@ from outpace.cli import (  # noqa: F401 - they add their commands
     generate,
     measure,
     plan,
+    problems,
     retrofit,
     rows,
     training,

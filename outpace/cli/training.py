@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from outpace.api import Model
     from outpace.train.drafts import DraftRecipe
 
+Chats = Annotated[
+    Path | None,
+    typer.Option("--prompts", help='JSONL file of conversations, {"messages": [..]} on every line.'),
+]
 Loss = Annotated[
     str | None,
     typer.Option(help="ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv (docs/losses.md)."),
@@ -51,6 +55,7 @@ def dflash(
             help="Go on from this draft or 'dflash': its sizes are, block and window are the recipe's."
         ),
     ] = None,
+    prompts: Chats = None,
     corpus: Corpus = None,
 ) -> None:
     """Train a DFlash draft from a teacher cache. Resumes where it was stopped.
@@ -70,7 +75,9 @@ def dflash(
         raise ValueError(f"--init {init}: it means no weights; name a draft's folder, or 'dflash'")
     model = load(target)
     start = None if init is None else open_dflash(init, model.tokenizer)
-    _train(train_dflash, settings, model, cache, corpus, out, init, start)
+    _train(
+        train_dflash, settings, model, cache, _held_out(model, prompts, corpus, settings), out, init, start
+    )
 
 
 @train_app.command("eagle3")
@@ -84,6 +91,7 @@ def eagle3(
     init: Annotated[
         str | None, typer.Option(help="Go on from this EAGLE-3, in any known format: its sizes are.")
     ] = None,
+    prompts: Chats = None,
     corpus: Corpus = None,
 ) -> None:
     """Train an EAGLE-3 draft from a teacher cache, over its own draft tokens. Resumes where it was stopped.
@@ -106,7 +114,24 @@ def eagle3(
     start = None if init is None else open_weights(init, model.target, model.tokenizer)
     if init is not None and not isinstance(start, Eagle3):
         raise ValueError(f"--init {init}: it is no EAGLE-3; name the folder of one")
-    _train(train_eagle3, settings, model, cache, corpus, out, init, start)
+    _train(
+        train_eagle3, settings, model, cache, _held_out(model, prompts, corpus, settings), out, init, start
+    )
+
+
+def _held_out(
+    model: "Model", chats: Path | None, corpus: Path | None, settings: "DraftRecipe"
+) -> list[list[int]]:
+    """Prompts that a draft in training is judged on: of a file of conversations, or of held-out text."""
+    from outpace.bench.prompts import held_out_prompts
+    from outpace.loading import chat_prompts
+    from outpace.text.corpus import read_corpus, split
+
+    if chats is None:
+        documents = split(read_corpus(corpus))[1]
+        return held_out_prompts(model.tokenizer, documents, settings.eval_prompts, 256)
+    prompts, _ = chat_prompts(chats, model.name, model.tokenizer, model.eos)
+    return prompts[: settings.eval_prompts]
 
 
 def _train(
@@ -114,20 +139,16 @@ def _train(
     settings: "DraftRecipe",
     model: "Model",
     cache: Path,
-    corpus: Path | None,
+    prompts: list[list[int]],
     out: Path,
     init: str | None,
     start: Any,
 ) -> None:
-    """Train a draft on the cache and on held-out prompts of the corpus; `start`: the draft named `init`."""
-    from outpace.bench.prompts import held_out_prompts
+    """Train a draft on the cache, judged on `prompts`; `start`: the draft named `init`."""
     from outpace.loading import draft_folder
-    from outpace.text.corpus import read_corpus, split
     from outpace.train.drafts import read_provenance
 
     teacher = teacher_cache(cache, model.target, final=settings.final)
-    held_out = split(read_corpus(corpus))[1]
-    prompts = held_out_prompts(model.tokenizer, held_out, settings.eval_prompts, 256)
     before = None if init is None else read_provenance(draft_folder(init))
     given = settings, model.target, model.tokenizer, teacher, prompts, out
     with resumable(out):
@@ -170,24 +191,38 @@ def teacher_build(
     final: Annotated[
         bool, typer.Option("--final", help="Keep final states too, for losses on the target's distribution.")
     ] = False,
+    prompts: Chats = None,
     corpus: Corpus = None,
 ) -> None:
-    """Build a teacher cache: the target's answers to prompts of the corpus, with hidden states. Resumes.
+    """Build a teacher cache: the target's answers to prompts, with hidden states. Resumes.
+
+    Prompts are stretches of the corpus, or with --prompts conversations up to the model's turn.
 
     [bold]Examples[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
     outpace teacher build --out work/cache --recipe recipes/drafts/teacher.toml
+    outpace teacher build TARGET --out work/cache --prompts chats.jsonl --set response_tokens=[512,512]
     """
-    from outpace.loading import open_target
+    from outpace.loading import chat_prompts, open_target
     from outpace.teacher import build
+    from outpace.teacher.prompts import ChatPrompts, TextPrompts
     from outpace.text.corpus import read_corpus, split
+
+    if prompts is not None and corpus is not None:
+        raise ValueError("--prompts and --corpus: name one of them, the prompts come from there")
 
     offsets = None if position_offsets is None else integers(position_offsets, "--position-offsets")
     given = {"position_offsets": offsets, "final": final or None}
     settings = recipe_settings(build.TeacherRecipe, recipe, set_, **given)
     loaded, tokenizer = open_target(target)
-    train, _ = split(read_corpus(corpus))
+    source: ChatPrompts | TextPrompts
+    if prompts is not None:
+        source = ChatPrompts(
+            *chat_prompts(prompts, target, tokenizer, frozenset(loaded.config.eos_token_ids))
+        )
+    else:
+        source = TextPrompts(split(read_corpus(corpus))[0], tokenizer)
     with resumable(out):
-        built = build.build(loaded, tokenizer, train, out, settings)
+        built = build.build(loaded, tokenizer, source, out, settings)
     size = f"{built.meta.tokens:,} tokens, {built.meta.nbytes / 2**20:,.1f} MiB"
     console.print(f"{out}: {len(built)} samples, {size}")
 

@@ -3,7 +3,8 @@
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from outpace.text.messages import ANALYSIS, COMMENTARY, FINAL, Conversation, Developer, Message, System, Tool
 
@@ -74,6 +75,22 @@ class Problem:
             messages += self.call.messages()
         messages.append(Message(role="assistant", channel=FINAL, content=self.answer))
         return Conversation(system=start.system, developer=start.developer, messages=tuple(messages))
+
+    def as_json(self, effort: str = "medium") -> dict[str, Any]:
+        """The conversation as a line of a training file: OpenAI's `messages` and `tools`, and settings."""
+        start, called = self.prompt(effort), self.call is not None
+        thinking = {} if effort == "low" else {"thinking": self.trace}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": self.question}]
+        if self.call is not None:
+            function = {"name": self.call.tool.name, "arguments": self.call.arguments}
+            calls = [{"id": "call_1", "type": "function", "function": function}]
+            messages.append({"role": "assistant", **thinking, "tool_calls": calls})
+            messages.append({"role": "tool", "tool_call_id": "call_1", "content": self.call.result})
+        messages.append({"role": "assistant", **({} if called else thinking), "content": self.answer})
+        tools = () if start.developer is None else start.developer.tools
+        functions = [{"type": "function", "function": asdict(tool)} for tool in tools]
+        settings = {"system": {"identity": IDENTITY, "knowledge_cutoff": None}, "reasoning": effort}
+        return {**settings, "messages": messages} | ({"tools": functions} if functions else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from outpace.drafts.dflash_config import default_layer_ids
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.sampling import Sampling, seeded
+from outpace.teacher.prompts import Prompts
 from outpace.teacher.store import (
     DTYPES,
     FORMAT_VERSION,
@@ -35,47 +35,10 @@ from outpace.teacher.store import (
     write_meta,
     write_shard,
 )
-from outpace.text.corpus import Document, corpus_hash, split
-from outpace.text.tokenizer import encode
-
-CHARACTERS_PER_TOKEN = 16  # a generous bound on the text to encode
-TRIES = 1000
-
-
-class Prompts:
-    """Draws prompts uniformly over the characters of the training documents."""
-
-    def __init__(self, documents: list[Document], tokenizer: Tokenizer) -> None:
-        """Held-out documents are left out. Raises ValueError when none is left."""
-        self.documents, _ = split(documents)
-        if not self.documents:
-            raise ValueError(
-                f"none of the {len(documents)} documents is for training (corpus.split holds one in "
-                "twenty out, by name): give more of them"
-            )
-        self.tokenizer = tokenizer
-        self.ends = torch.tensor(list(accumulate(len(d.text) for d in self.documents)))
-
-    def draw(self, length: int, rng: torch.Generator) -> list[int]:
-        """`length` token ids from the beginning of a line. Raises ValueError if no text is that long."""
-        for _ in range(TRIES):
-            place = torch.randint(int(self.ends[-1]), (1,), generator=rng)
-            i = int(torch.searchsorted(self.ends, place, right=True))
-            text = self.documents[i].text
-            at = int(place) - int(self.ends[i]) + len(text)
-            begin = text.rfind("\n", 0, at) + 1
-            ids = encode(self.tokenizer, text[begin : begin + CHARACTERS_PER_TOKEN * length])
-            if len(ids) >= length:
-                return ids[:length]
-        raise ValueError(
-            f"{TRIES} random places of the training documents were followed by fewer than {length} tokens: "
-            "lower prompt_tokens or give longer documents"
-        )
-
 
 MOST_SAMPLES = 10_000_000
 CAPTURE_TOKENS = 2048  # per capturing forward, padding included: longer ones pad more and miss the cache
-LENGTHS, PROMPT, RESPONSE = range(3)  # streams of random numbers
+LENGTHS, RESPONSE = 0, 2  # streams of random numbers, next to that of the prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +102,15 @@ class TeacherRecipe:
         return 0.0 if after > before else 1.0
 
 
-def predict_nbytes(recipe: TeacherRecipe, hidden_size: int, n_layers: int) -> int:
+def predict_nbytes(
+    recipe: TeacherRecipe, hidden_size: int, n_layers: int, longest_prompt: int | None = None
+) -> int:
     """Upper bound on the size of a build. Lengths are drawn from the seed, so the bound is loose only by the
-    tokens that stop tokens cut off."""
-    tokens = int(recipe.lengths().sum()) * len(recipe.position_offsets)
+    tokens that stop tokens cut off, and where prompts have lengths of their own."""
+    prompts, responses = recipe.lengths().sum(0).tolist()
+    if longest_prompt is not None:
+        prompts = recipe.samples * longest_prompt
+    tokens = (prompts + responses) * len(recipe.position_offsets)
     row = hidden_size + 4 if recipe.dtype == "fp8" else 2 * hidden_size
     overhead = 4096 + recipe.shards * 2048 + recipe.stored_samples * 28
     return tokens * (4 + (n_layers + recipe.final) * row) + overhead
@@ -151,7 +119,7 @@ def predict_nbytes(recipe: TeacherRecipe, hidden_size: int, n_layers: int) -> in
 def build(
     target: Decoder,
     tokenizer: Tokenizer,
-    documents: list[Document],
+    prompts: Prompts,
     folder: Path | str,
     recipe: TeacherRecipe,
     *,
@@ -159,34 +127,33 @@ def build(
 ) -> TeacherCache:
     """Build, or resume, the cache in `folder`; `stop_after` ends this call after that many shards.
 
-    A shard depends only on the recipe, its number, target, tokenizer and documents, so a killed build that is
+    A shard depends only on the recipe, its number, target, tokenizer and prompts, so a killed build that is
     run again ends in the same bytes (on one machine, with one number of threads and the same kernels);
     finished shards are not made again. One shard is held in memory, about three times. Raises ValueError
-    where the recipe does not fit the target or the documents; StoreError where the folder holds another build
+    where the recipe does not fit the target or the prompts; StoreError where the folder holds another build
     or other files, or the disk is too small; LoadError for a disk that fills up.
     """
     folder = Path(folder)
     with one_writer(folder), disk(folder):
-        return _build(target, tokenizer, documents, folder, recipe, stop_after)
+        return _build(target, tokenizer, prompts, folder, recipe, stop_after)
 
 
 def _build(
     target: Decoder,
     tokenizer: Tokenizer,
-    documents: list[Document],
+    prompts: Prompts,
     folder: Path,
     recipe: TeacherRecipe,
     stop_after: int | None,
 ) -> TeacherCache:
     layer_ids = tuple(recipe.target_layer_ids) or default_layer_ids(target.config.num_layers)
-    _check_fit(target, tokenizer, layer_ids, recipe)
-    prompts = Prompts(documents, tokenizer)
+    _check_fit(target, tokenizer, layer_ids, recipe, prompts)
     wanted = TeacherMeta(
         format_version=FORMAT_VERSION,
         target_fingerprint=fingerprint(target),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
-        corpus_sha256=corpus_hash(prompts.documents),
-        template="none: raw text",
+        corpus_sha256=prompts.digest,
+        template=prompts.template,
         target_layer_ids=layer_ids,
         hidden_size=target.config.hidden_size,
         dtype=recipe.dtype,
@@ -196,7 +163,8 @@ def _build(
     )
     shards = _begin(folder, wanted)
     todo = [k for k in range(recipe.shards) if not _finished(folder, shards, k)]
-    _check_disk(folder, recipe, wanted, [s for k, s in enumerate(shards) if k not in todo])
+    done = [s for k, s in enumerate(shards) if k not in todo]
+    _check_disk(folder, recipe, wanted, done, prompts.longest)
     columns = (
         TextColumn("teacher"),
         BarColumn(),
@@ -216,7 +184,11 @@ def _build(
 
 
 def _check_fit(
-    target: Decoder, tokenizer: Tokenizer, layer_ids: tuple[int, ...], recipe: TeacherRecipe
+    target: Decoder,
+    tokenizer: Tokenizer,
+    layer_ids: tuple[int, ...],
+    recipe: TeacherRecipe,
+    prompts: Prompts,
 ) -> None:
     config = target.config
     distinct = list(layer_ids) == sorted(set(layer_ids))
@@ -230,10 +202,11 @@ def _check_fit(
             f"the tokenizer has {tokenizer.get_vocab_size()} ids, the target {config.vocab_size}: it is "
             "another model's"
         )
-    longest = recipe.prompt_tokens[1] + recipe.response_tokens[1]
+    prompt = recipe.prompt_tokens[1] if prompts.longest is None else prompts.longest
+    longest = prompt + recipe.response_tokens[1]
     if longest > config.max_position_embeddings:
         raise ValueError(
-            f"prompt_tokens and response_tokens reach {longest}; this model's positions end at "
+            f"prompts of {prompt} tokens and response_tokens reach {longest}; this model's positions end at "
             f"{config.max_position_embeddings}: lower them"
         )
 
@@ -276,8 +249,10 @@ def _finished(folder: Path, shards: list[Shard], k: int) -> bool:
     return path.is_file() and path.stat().st_size == shards[k].nbytes
 
 
-def _check_disk(folder: Path, recipe: TeacherRecipe, meta: TeacherMeta, finished: list[Shard]) -> None:
-    most = predict_nbytes(recipe, meta.hidden_size, len(meta.target_layer_ids))
+def _check_disk(
+    folder: Path, recipe: TeacherRecipe, meta: TeacherMeta, finished: list[Shard], longest_prompt: int | None
+) -> None:
+    most = predict_nbytes(recipe, meta.hidden_size, len(meta.target_layer_ids), longest_prompt)
     needed = most - sum(s.nbytes for s in finished)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -304,9 +279,10 @@ def _make_shard(
     first = k * recipe.shard_texts
     ids = range(first, min(first + recipe.shard_texts, recipe.samples))
     lengths = dict(zip(ids, recipe.lengths()[first : ids.stop].tolist(), strict=True))
-    prompt = {i: prompts.draw(n, seeded(recipe.seed, PROMPT, i)) for i, (n, _) in lengths.items()}
+    prompt = {i: prompts.draw(i, n, recipe.seed) for i, (n, _) in lengths.items()}
     began = time.perf_counter()
-    response = _respond(target, prompt, {i: n for i, (_, n) in lengths.items()}, recipe)
+    longest = {i: n for i, (_, n) in lengths.items()}
+    response = _respond(target, prompt, longest, recipe, prompts.stop)
     generated = time.perf_counter()
     text = {i: prompt[i] + response[i] for i in ids}
     samples = [(i, offset) for i in ids for offset in recipe.position_offsets]
@@ -328,10 +304,14 @@ def _make_shard(
 
 
 def _respond(
-    target: Decoder, prompt: dict[int, list[int]], longest: dict[int, int], recipe: TeacherRecipe
+    target: Decoder,
+    prompt: dict[int, list[int]],
+    longest: dict[int, int],
+    recipe: TeacherRecipe,
+    stop: frozenset[int],
 ) -> dict[int, list[int]]:
     """Responses in batches of one temperature and of similar prompt lengths, which prefill pads."""
-    stop = frozenset(target.config.eos_token_ids)
+    stop |= frozenset(target.config.eos_token_ids)
     values: dict[int, list[int]] = {}
     for temperature in (0.0, 1.0):
         same = [i for i in prompt if recipe.temperature(i) == temperature]

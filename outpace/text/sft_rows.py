@@ -1,10 +1,11 @@
 """Conversations -> training rows in Harmony: token ids with a loss mask."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.text.harmony import (
     HarmonyTokens,
@@ -16,6 +17,7 @@ from outpace.text.harmony import (
 )
 from outpace.text.messages import Conversation, Message, System, parse_conversation
 
+T = TypeVar("T")
 LONGEST_LINE = 64 * 2**20  # bytes: what one conversation may take in a file
 
 
@@ -98,11 +100,14 @@ def _turn(messages: Sequence[Message], recipient_in: RecipientIn) -> Iterator[tu
 
 
 def read_conversations(path: Path, system: System | None = None) -> Iterator[tuple[int, Conversation]]:
-    """Line numbers (from 1) and conversations of a JSONL file, one line in memory at a time; empty lines
-    are passed over. `system`: as `parse_conversation` takes it.
+    """Line numbers and conversations of a JSONL file. `system`: as `parse_conversation` takes it. Raises
+    ValueError that names the file, the line and the field."""
+    return read_lines(path, partial(parse_conversation, system=system))
 
-    Raises ValueError that names the file, the line and the field.
-    """
+
+def read_lines(path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
+    """Line numbers (from 1) and what `parse` makes of each line of a JSONL file, one line in memory at a
+    time; empty lines are passed over. Raises ValueError that names the file and the line."""
     with Path(path).open("rb") as file:
         number = 0
         while line := file.readline(LONGEST_LINE + 1):
@@ -112,7 +117,7 @@ def read_conversations(path: Path, system: System | None = None) -> Iterator[tup
                     raise ValueError(f"longer than {LONGEST_LINE:,} bytes: write one conversation per line")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
-                    yield number, parse_conversation(_json(text), system=system)
+                    yield number, parse(_json(text))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 

@@ -17,6 +17,7 @@ from outpace.config import load_settings
 from outpace.models.load import build as build_target
 from outpace.models.load import fingerprint, named_tensors
 from outpace.teacher.build import TeacherRecipe, build
+from outpace.teacher.prompts import TextPrompts
 from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import train_bpe
@@ -51,7 +52,11 @@ def walked(tmp_path_factory):
     few |= {"target_layer_ids": [0, 1, 3]}
     texts = [Document(f"train-{d.name}", d.text) for d in documents]
     build(
-        target, tokenizer, texts, work / "cache", load_settings(TeacherRecipe, RECIPES / "teacher.toml", few)
+        target,
+        tokenizer,
+        TextPrompts(texts, tokenizer),
+        work / "cache",
+        load_settings(TeacherRecipe, RECIPES / "teacher.toml", few),
     )
     cache = TeacherCache.open(work / "cache", target_fingerprint=fingerprint(target))
     prompts = [tiny.tokens(9).tolist()]

@@ -21,7 +21,8 @@ from outpace.checkpoint.base import LoadError
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.load import fingerprint
-from outpace.teacher.build import Prompts, TeacherRecipe, build, predict_nbytes
+from outpace.teacher.build import TeacherRecipe, build, predict_nbytes
+from outpace.teacher.prompts import ChatPrompts, TextPrompts
 from outpace.teacher.store import StoreError, TeacherCache, read_meta, write_meta
 from outpace.text.corpus import Document
 
@@ -63,7 +64,14 @@ def documents():
 
 
 def make(folder, recipe=RECIPE, model=None, **kwargs):
-    return build(model or tiny.target("gpt_oss"), tokenizer(), documents(), folder, recipe, **kwargs)
+    return build(
+        model or tiny.target("gpt_oss"),
+        tokenizer(),
+        TextPrompts(documents(), tokenizer()),
+        folder,
+        recipe,
+        **kwargs,
+    )
 
 
 def contents(folder):
@@ -296,9 +304,9 @@ def test_resuming_with_another_target_tokenizer_or_corpus_is_refused(copy):
     other.add_tokens(["word"])
     target = tiny.target("gpt_oss")
     with pytest.raises(StoreError, match="tokenizer_sha256"):
-        build(target, other, documents(), copy, RECIPE)
+        build(target, other, TextPrompts(documents(), other), copy, RECIPE)
     with pytest.raises(StoreError, match="corpus_sha256"):
-        build(target, tokenizer(), documents()[:-1], copy, RECIPE)
+        build(target, tokenizer(), TextPrompts(documents()[:-1], tokenizer()), copy, RECIPE)
     assert read_meta(copy).target_fingerprint == fingerprint(target)
 
 
@@ -343,9 +351,9 @@ def test_a_tokenizer_of_another_model_and_no_documents(tmp_path):
     larger = tokenizer()
     larger.add_tokens([f"word{i}" for i in range(60)])
     with pytest.raises(ValueError, match="another model's"):
-        build(tiny.target("gpt_oss"), larger, documents(), tmp_path, RECIPE)
+        build(tiny.target("gpt_oss"), larger, TextPrompts(documents(), larger), tmp_path, RECIPE)
     with pytest.raises(ValueError, match="for training"):
-        Prompts([d for d in documents() if d.held_out], tokenizer())
+        TextPrompts([d for d in documents() if d.held_out], tokenizer())
 
 
 @pytest.mark.parametrize(("share", "greedy"), [(0.0, 0), (0.3, 30), (0.5, 50), (1.0, 100)])
@@ -359,3 +367,22 @@ def test_temperatures_are_spread_evenly(share, greedy):
 
 if __name__ == "__main__":  # what the SIGKILL test runs and kills
     make(Path(sys.argv[1]))
+
+
+def test_chats_are_prompts_as_they_are_and_answers_end_at_their_stop_tokens(tmp_path):
+    model = tiny.target("gpt_oss")
+    chats = [tiny.tokens(n, seed=n).tolist() for n in (5, 9, 14)]
+    recipe = dataclasses.replace(RECIPE, samples=8, position_offsets=(0,), response_tokens=(12, 12))
+    free = build(model, tokenizer(), ChatPrompts(chats), tmp_path / "free", recipe)
+    answers = [free.text(i) for i in range(8)]
+    assert {tuple(tokens[:n].tolist()) for tokens, n in answers} == {tuple(chat) for chat in chats}
+    stop = int(answers[0][0][answers[0][1] + 3])
+    source = ChatPrompts(chats, frozenset({stop}))
+    stopped = build(model, tokenizer(), source, tmp_path / "stopped", recipe)
+    ends = [stopped.text(i)[0][stopped.text(i)[1] :].tolist() for i in range(8)]
+    assert len(ends[0]) <= 4 and all(stop not in answer[:-1] for answer in ends)
+    assert free.meta.template == "chat" and free.meta.corpus_sha256 == stopped.meta.corpus_sha256
+    with pytest.raises(StoreError, match="corpus_sha256"):
+        build(model, tokenizer(), ChatPrompts(chats[:2]), tmp_path / "free", recipe)
+    with pytest.raises(ValueError, match="prompts of 140000 tokens"):
+        build(model, tokenizer(), ChatPrompts([[7] * 140000]), tmp_path / "long", recipe)
