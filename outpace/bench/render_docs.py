@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outpace.bench import comparison, context, draft_context, recall, retrofits
+from outpace.bench import comparison, context, draft_context, recall, retrofits, synthetic, tasks
 from outpace.bench.machine import unpublishable
 from outpace.bench.report import Columns, Report, by_name, table_of
 from outpace.checkpoint.save import write_atomically
@@ -73,6 +73,8 @@ llama_cpp_context = table_of(  # of a report of benchmarks/llama_cpp_context.py
 )
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
+    "synthetic": synthetic.synthetic_table,
+    "tasks": tasks.task_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
     "sampled": partial(comparison.speed_table, temperature=1.0),
     "positions": partial(comparison.position_table, temperature=0.0),
