@@ -18,6 +18,7 @@ from outpace.ops.sampling import seeded
 from outpace.train.trainer import Muon, warmup_linear
 
 LOOK, LOOK_FREQUENCIES = 4.0, 6  # biases of heads that look back, and how many of a head's frequencies
+MAY_BE_0 = ("seed", "warmup", "echo_steps")
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -59,7 +60,7 @@ class TargetShape:
         if self.architecture not in TRAINED:
             raise ValueError(f"architecture {self.architecture!r}: known are {', '.join(TRAINED)}")
         for name, value in vars(self).items():
-            if type(value) is int and value < 1 and name not in ("seed", "warmup"):
+            if type(value) is int and value < 1 and name not in MAY_BE_0:
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")

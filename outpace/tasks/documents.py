@@ -5,7 +5,7 @@ import json
 import random
 from typing import Any
 
-from outpace.tasks.problem import Problem, lines
+from outpace.tasks.problem import Problem, lines, quoting
 from outpace.tasks.vocabulary import CITIES, COLORS, FIELDS, NAMES
 
 Record = dict[str, Any]
@@ -32,9 +32,11 @@ def sort_keys(rng: random.Random, size: int) -> Problem:
     it, done, steps = record(rng, size), list[str](), []
     for key in it:
         bisect.insort(done, key)
-        steps.append(f"{key}: {' '.join(done)}")
+        steps.append(f'"{key}": {" ".join(done)}')
     question = f"Sort the keys of this JSON: {json.dumps(it)}"
-    return Problem(question=question, trace=lines(steps), answer=json.dumps({key: it[key] for key in done}))
+    return Problem(
+        question=question, trace=quoting("{", steps), answer=json.dumps({key: it[key] for key in done})
+    )
 
 
 def rename_key(rng: random.Random, size: int) -> Problem:
@@ -78,11 +80,11 @@ def keep_records(rng: random.Random, size: int) -> Problem:
     steps, kept = [], []
     for row in rows:
         good = row[key] > limit if above else row[key] < limit
-        steps.append(f"{row['name']} {row[key]} {'yes' if good else 'no'}")
+        steps.append(f"{json.dumps(row)} {'yes' if good else 'no'}")
         kept += [row] if good else []
     side = "above" if above else "below"
     question = f"Keep the records with {key} {side} {limit}: {json.dumps(rows)}"
-    return Problem(question=question, trace=lines(steps), answer=json.dumps(kept))
+    return Problem(question=question, trace=quoting("[", steps), answer=json.dumps(kept))
 
 
 def to_csv(rng: random.Random, size: int) -> Problem:

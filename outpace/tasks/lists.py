@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from outpace.tasks.problem import Problem, lines
+from outpace.tasks.problem import Problem, quoting
 
 
 def numbers(rng: random.Random, count: int, top: int = 99) -> list[int]:
@@ -25,7 +25,7 @@ def sort(rng: random.Random, size: int) -> Problem:
         steps.append(f"{value}: {spaced(done[::-1] if down else done)}")
     order = ", largest first" if down else ""
     question = f"Sort this list{order}: {values}"
-    return Problem(question=question, trace=lines(steps), answer=str(done[::-1] if down else done))
+    return Problem(question=question, trace=quoting("[", steps), answer=str(done[::-1] if down else done))
 
 
 def reverse(rng: random.Random, size: int) -> Problem:
@@ -43,33 +43,34 @@ def unique(rng: random.Random, size: int) -> Problem:
         if value not in kept:
             kept.append(value)
     question = f"Remove repeats from this list, keep the order: {values}"
-    return Problem(question=question, trace=lines(steps), answer=str(kept))
+    return Problem(question=question, trace=quoting("[", steps), answer=str(kept))
 
 
-def tally(items: Sequence[Any], wanted: Any) -> tuple[str, int]:
+def tally(items: Sequence[Any], wanted: Any) -> tuple[list[str], int]:
     """-> (each item with how often `wanted` came up to there, the last of these)."""
     totals = list(accumulate(int(item == wanted) for item in items))
-    return lines([f"{item} {total}" for item, total in zip(items, totals, strict=True)]), totals[-1]
+    return [f"{item} {total}" for item, total in zip(items, totals, strict=True)], totals[-1]
 
 
 def count(rng: random.Random, size: int) -> Problem:
     pool = numbers(rng, 4)
     values = [rng.choice(pool) for _ in range(size)]
     wanted = rng.choice(pool)
-    trace, total = tally(values, wanted)
+    steps, total = tally(values, wanted)
     question = f"How many times is {wanted} in this list? {values}"
-    return Problem(question=question, trace=trace, answer=str(total))
+    return Problem(question=question, trace=quoting("[", steps), answer=str(total))
 
 
 def running_sum(rng: random.Random, size: int) -> Problem:
     values = numbers(rng, size, top=20)
     sums = list(accumulate(values))
     steps = [
-        f"{before}+{value}={after}" for before, value, after in zip([0, *sums], values, sums, strict=False)
+        f"{value}: {before}+{value}={after}"
+        for before, value, after in zip([0, *sums], values, sums, strict=False)
     ]
     whole = rng.random() < 0.4
     question = f"What is the sum of this list? {values}" if whole else f"Running sums of this list: {values}"
-    return Problem(question=question, trace=lines(steps), answer=str(sums[-1] if whole else sums))
+    return Problem(question=question, trace=quoting("[", steps), answer=str(sums[-1] if whole else sums))
 
 
 def largest(rng: random.Random, size: int) -> Problem:
@@ -77,7 +78,7 @@ def largest(rng: random.Random, size: int) -> Problem:
     best = list(accumulate(values, min if least else max))
     steps = [f"{value} {now}" for value, now in zip(values, best, strict=True)]
     question = f"What is the {'smallest' if least else 'largest'} number in this list? {values}"
-    return Problem(question=question, trace=lines(steps), answer=str(best[-1]))
+    return Problem(question=question, trace=quoting("[", steps), answer=str(best[-1]))
 
 
 def lists(rng: random.Random, size: int) -> Problem:

@@ -2,7 +2,7 @@
 
 import random
 
-from outpace.tasks.problem import Problem, lines
+from outpace.tasks.problem import Problem, lines, quoting
 from outpace.tasks.vocabulary import CITIES, COLORS, NAMES, THINGS
 
 FILLERS = (
@@ -43,7 +43,7 @@ def sets(rng: random.Random, size: int) -> Problem:
     kept = [word for word in first if (word in second) == both]
     which = "in both sets" if both else "in A and not in B"
     question = f"A: {' '.join(first)}\nB: {' '.join(second)}\nWhich words are {which}? In the order of A."
-    return Problem(question=question, trace=lines(steps), answer=" ".join(kept))
+    return Problem(question=question, trace=quoting("A: ", steps), answer=" ".join(kept))
 
 
 def tables(rng: random.Random, size: int) -> Problem:

@@ -115,3 +115,8 @@ class Family:
 
 def lines(steps: list[str]) -> str:
     return "\n".join(steps)
+
+
+def quoting(start: str, steps: list[str]) -> str:
+    """A trace that begins with the very characters before what it works on: from there on copying leads."""
+    return start + lines(steps)

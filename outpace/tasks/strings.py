@@ -3,7 +3,7 @@
 import random
 
 from outpace.tasks.lists import tally
-from outpace.tasks.problem import Problem, lines
+from outpace.tasks.problem import Problem, quoting
 from outpace.tasks.vocabulary import made_up
 
 
@@ -14,36 +14,37 @@ def letters(rng: random.Random, size: int) -> str:
 
 def reverse_word(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
-    return Problem(question=f"Write this word backwards: {word}", trace=" ".join(word), answer=word[::-1])
+    trace = quoting(": ", [word, " ".join(word)])
+    return Problem(question=f"Write this word backwards: {word}", trace=trace, answer=word[::-1])
 
 
 def capitals(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
-    return Problem(
-        question=f"Write this word in capital letters: {word}", trace=" ".join(word), answer=word.upper()
-    )
+    trace = quoting(": ", [word, " ".join(word)])
+    return Problem(question=f"Write this word in capital letters: {word}", trace=trace, answer=word.upper())
 
 
 def count_letter(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
     wanted = rng.choice(word)
-    trace, total = tally(word, wanted)
+    steps, total = tally(word, wanted)
     question = f'How many times is the letter "{wanted}" in "{word}"?'
-    return Problem(question=question, trace=trace, answer=str(total))
+    return Problem(question=question, trace=quoting('in "', [f'{word}"', *steps]), answer=str(total))
 
 
 def replace_letter(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
     old, new = rng.choice(word), rng.choice("abcdefghijklmnopqrstuvwxyz")
     question = f'Replace every "{old}" in "{word}" with "{new}".'
-    return Problem(question=question, trace=" ".join(word), answer=word.replace(old, new))
+    trace = quoting('in "', [f'{word}"', " ".join(word)])
+    return Problem(question=question, trace=trace, answer=word.replace(old, new))
 
 
 def initials(rng: random.Random, size: int) -> Problem:
     words = [letters(rng, rng.randint(2, 6)) for _ in range(max(2, size // 2))]
     steps = [f"{word} {word[0]}" for word in words]
     question = f"Join the first letters of these words: {' '.join(words)}"
-    return Problem(question=question, trace=lines(steps), answer="".join(word[0] for word in words))
+    return Problem(question=question, trace=quoting(": ", steps), answer="".join(word[0] for word in words))
 
 
 def turn_words(rng: random.Random, size: int) -> Problem:
