@@ -29,8 +29,8 @@ def main() -> None:
 
     # 1. the target answers prompts, and its hidden states go to disk
     cache_recipe = TeacherRecipe(samples=asked.samples, response_tokens=(64, 64), shard_samples=100)
-    prompts = TextPrompts(train, model.tokenizer)
-    build(model.target, model.tokenizer, prompts, asked.folder / "cache", cache_recipe)
+    source = TextPrompts(train, model.tokenizer)
+    build(model.target, model.tokenizer, source, asked.folder / "cache", cache_recipe)
     cache = TeacherCache.open(asked.folder / "cache", target_fingerprint=fingerprint(model.target))
 
     # 2. the draft learns to predict the target's next tokens from them

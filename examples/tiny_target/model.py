@@ -147,6 +147,7 @@ def look_back(attention: Attention, inverse_frequencies: Tensor) -> None:
     Keys have `LOOK` at the real part of the fastest frequencies, and queries that vector turned back by the
     distance: their product is highest where a key is so many tokens behind."""
     bias, D = attention.qkv_proj.bias, attention.head_dim
+    assert bias is not None, "only heads with biases can begin so"
     angles = inverse_frequencies[:LOOK_FREQUENCIES]
     n, group = len(angles), attention.heads // attention.kv_heads
     for kv in range(attention.kv_heads):
@@ -183,7 +184,7 @@ def optimizers(model: nn.Module, recipe: TargetShape) -> tuple[Muon, torch.optim
 
 def take_weights(model: Decoder, init: Decoder) -> None:
     ours, theirs = vars(model.config), vars(init.config)
-    differing = [name for name in ours if ours[name] != theirs[name]]
+    differing = [n for n in ours if ours[n] != theirs[n] and n != "eos_token_ids"]  # no weight hangs on these
     if differing:
         raise ValueError(f"the recipe and the model to start from differ in {', '.join(differing)}")
     with torch.no_grad():

@@ -73,8 +73,6 @@ llama_cpp_context = table_of(  # of a report of benchmarks/llama_cpp_context.py
 )
 TABLES: dict[str, Callable[[Report], list[str]]] = {
     "drafts": comparison.training_table,
-    "synthetic": synthetic.synthetic_table,
-    "tasks": tasks.task_table,
     "greedy": partial(comparison.speed_table, temperature=0.0),
     "sampled": partial(comparison.speed_table, temperature=1.0),
     "positions": partial(comparison.position_table, temperature=0.0),
@@ -96,6 +94,8 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "llama-cpp-context": llama_cpp_context,
     "start-up": start_up_table,
     "real-size": real_size_table,
+    "synthetic": synthetic.synthetic_table,
+    "tasks": tasks.task_table,
 }
 
 
