@@ -72,7 +72,6 @@ def test_every_suite_is_published_or_to_be_measured():
         "speed": "bench",
         "recall": "embedded/recall",
         "drafts": "drafts/embedded",
-        "synthetic": "synthetic/qwen3-0.6b-bf16-draft-0",
         "lossless": "drafts/embedded/lossless",
         "controller": "drafts/embedded/controller",
     }
