@@ -46,5 +46,6 @@ def problems(
         name = names[i % len(names)]
         problem = FAMILIES[name].draw(rng, held_out=held_out)
         lines.append(json.dumps(problem.as_json(reasoning), ensure_ascii=False) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, "".join(lines).encode())
     say(f"{out}: {count:,} problems of {len(names)} families")

@@ -96,6 +96,11 @@ def test_odd_options(monkeypatch, capsys, tmp_path, options, message):
     assert code == 2 and message in " ".join(error.split()) and not list(tmp_path.iterdir())
 
 
+def test_a_file_that_is_not_there(tmp_path, tokens):
+    with pytest.raises(ValueError, match=r"chats\.jsonl is not there: name a JSONL file"):
+        chat_prompts(tmp_path / "chats.jsonl", "unused", tokens.tokenizer, frozenset())
+
+
 def test_prompts_come_in_another_order_every_time_around():
     prompts = ChatPrompts([[i] for i in range(10)])
     order = [prompts.draw(text, 5, seed=1)[0] for text in range(30)]
