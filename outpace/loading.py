@@ -210,7 +210,10 @@ def chat_prompts(
         chat.tools = None if isinstance(value, list) else value.get("tools")
         return chat.prompt()
 
-    return [ids for _, ids in read_lines(path, prompt)], chat.stop
+    prompts = [ids for _, ids in read_lines(path, prompt)]
+    if not prompts:
+        raise ValueError(f"{path} holds no conversation: write one on every line")
+    return prompts, chat.stop
 
 
 def _asked(roles: list[str]) -> int:

@@ -15,6 +15,7 @@ from examples.tiny_target.model import shape_of
 from examples.tiny_target.publish import publish_target
 from examples.tiny_target.training import TargetRecipe, train_target
 from outpace.checkpoint.open import target_path
+from outpace.checkpoint.save import write_atomically
 from outpace.config import load_settings, parse_overrides
 from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
@@ -36,8 +37,7 @@ def make(recipe: Path | None, overrides: list[str], init: str | None, corpus: Pa
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "tokenizer.json").exists():
         bpe = known or train_bpe((d.text for d in train), settings.vocab_size)
-        bpe.save(str(out / "tokenizer.json.tmp"))
-        (out / "tokenizer.json.tmp").replace(out / "tokenizer.json")
+        write_atomically(out / "tokenizer.json", bpe.to_str(pretty=True).encode())
     tokenizer = read_tokenizer(out)
     model = train_target(settings, tokenizer, train, held_out, out, init=start)
     before = None if init is None else read_provenance(target_path(init))

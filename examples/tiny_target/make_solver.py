@@ -15,6 +15,7 @@ from examples.tiny_target.problem_rows import sample_pieces
 from examples.tiny_target.problem_training import ProblemRecipe, train_solver
 from examples.tiny_target.publish import publish_solver
 from outpace.checkpoint.open import target_path
+from outpace.checkpoint.save import write_atomically
 from outpace.config import load_settings, parse_overrides
 from outpace.loading import open_target
 from outpace.text.tokenizer import read_tokenizer, train_bpe
@@ -34,8 +35,7 @@ def make(recipe: Path | None, overrides: list[str], init: str | None, out: Path)
     if not (out / "tokenizer.json").exists():
         pieces = sample_pieces(settings.seed, SAMPLES)
         bpe = known or train_bpe(pieces, settings.vocab_size, alone=ALONE)
-        bpe.save(str(out / "tokenizer.json.tmp"))
-        (out / "tokenizer.json.tmp").replace(out / "tokenizer.json")
+        write_atomically(out / "tokenizer.json", bpe.to_str(pretty=True).encode())
     tokenizer = read_tokenizer(out)
     model = train_solver(settings, tokenizer, out, init=start)
     before = None if init is None else read_provenance(target_path(init))

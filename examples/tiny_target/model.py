@@ -1,7 +1,7 @@
 """What training a small target begins with: its shape, its first weights, its optimizers."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from outpace.ops.sampling import seeded
 from outpace.train.trainer import Muon, warmup_linear
 
 LOOK, LOOK_FREQUENCIES = 4.0, 6  # biases of heads that look back, and how many of a head's frequencies
-MAY_BE_0 = ("seed", "warmup", "echo_steps")
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -29,6 +28,8 @@ class TargetShape:
 
     A dense one takes `intermediate_size`; experts, windows and the rounding to MXFP4 are the other's.
     """
+
+    MAY_BE_0: ClassVar[tuple[str, ...]] = ("seed", "warmup")
 
     architecture: str = "GptOssForCausalLM"  # or "Qwen3ForCausalLM"
     vocab_size: int = 1024
@@ -60,7 +61,7 @@ class TargetShape:
         if self.architecture not in TRAINED:
             raise ValueError(f"architecture {self.architecture!r}: known are {', '.join(TRAINED)}")
         for name, value in vars(self).items():
-            if type(value) is int and value < 1 and name not in MAY_BE_0:
+            if type(value) is int and value < 1 and name not in self.MAY_BE_0:
                 raise ValueError(f"{name} {value}: it must be at least 1")
             if type(value) is float and value < 0:
                 raise ValueError(f"{name} {value} is below 0")

@@ -12,12 +12,11 @@ from outpace.tasks.families import FAMILIES
 from outpace.tasks.lookups import asked_for, document
 from outpace.tasks.problem import Problem
 from outpace.text.harmony import HarmonyTokens, Mark, message_pieces, settings_pieces
-from outpace.text.messages import Conversation, Developer, System
+from outpace.text.messages import EFFORTS, Conversation, Developer, System
 from outpace.text.sft_rows import TrainingRow, rows
 from outpace.text.tokenizer import SPECIAL
 
 UNSUPERVISED = -100  # label of a token that is not the model's own
-EFFORTS = ("low", "medium", "high")
 MOST_TURNS = 6
 SHORT = tuple(name for name in FAMILIES if name not in ("needles", "functions"))
 INSTRUCTIONS = (
@@ -27,8 +26,8 @@ INSTRUCTIONS = (
 ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
 SERIES = 448  # tokens of a row of several problems, at most
 LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
-ECHO = "echo"  # .. of rows of random tokens, and ..
-DOCUMENT = "document"  # .. of conversations about a long document: their names, beside the families'
+# beside the families' names: of rows of random tokens, and of conversations about a long document
+ECHO, DOCUMENT = "echo", "document"
 
 
 @dataclass(frozen=True)

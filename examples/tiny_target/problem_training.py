@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
@@ -24,6 +24,8 @@ from outpace.train.trainer import fit, training_folder
 @dataclass(frozen=True, kw_only=True)
 class ProblemRecipe(TargetShape):
     """How to train a target on problems of all families. Fields of solver.toml."""
+
+    MAY_BE_0: ClassVar[tuple[str, ...]] = (*TargetShape.MAY_BE_0, "echo_steps")
 
     decay: float = 0.3
     steps: int = 2500

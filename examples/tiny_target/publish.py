@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from examples.tiny_target.problem_training import ProblemRecipe, exact_share
 from examples.tiny_target.training import TargetRecipe, bits_per_byte
-from outpace.checkpoint.save import write_json
+from outpace.checkpoint.save import write_atomically, write_json
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.models.decoder import Decoder
@@ -46,9 +46,7 @@ def _save(
     ends = [tokenizer.token_to_id(stop) for stop in stops]
     experts = model.config.num_experts > 0
     save_target(model, folder, pack=experts, dtype=torch.bfloat16, eos_token_id=ends)
-    temporary = folder / "tokenizer.json.tmp"
-    tokenizer.save(str(temporary))
-    temporary.replace(folder / "tokenizer.json")
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     write_json(
         folder / "tokenizer_config.json",
         {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": stops[0], "pad_token": END_OF_TEXT},

@@ -17,7 +17,7 @@ from outpace.bench.report import MISMATCHED, RATE, SPEEDUP, Page, Report, table_
 from outpace.bench.run import Bar, Method, Prompts, Run, Timed, at_least, interleave
 from outpace.drafts.base import Draft
 from outpace.drafts.dflash_config import default_layer_ids
-from outpace.drafts.synthetic import Synthetic, rates_of, tau_of
+from outpace.drafts.synthetic import Synthetic, check_rates, rates_of, tau_of
 from outpace.models.decoder import Decoder
 from outpace.text.corpus import Document
 from outpace.train.dflash import DFlashRecipe, init_dflash
@@ -50,6 +50,8 @@ class SyntheticSettings:
                 f"synthetic: taus {list(self.taus)} and blocks {list(self.blocks)}: as many of one as of the "
                 "other, and one at least, or rates"
             )
+        for rates in self.named_rates.values():
+            check_rates(rates)
         if self.temperature < 0:
             raise ValueError(f"synthetic: temperature {self.temperature}: it must not be below 0")
 
@@ -91,15 +93,20 @@ def _methods(
     case = Case(
         method=PLAIN, temperature=settings.temperature, rule=GUMBEL if settings.temperature else "match"
     )
-    plain = run_case(case, target, None)
+    autoregressive = run_case(case, target, None)
     said: dict[tuple[int, int, tuple[int, ...]], list[list[int]]] = {}
 
+    def plain(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
+        run = autoregressive(prompts, new_tokens, seed)
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, run.tokens, strict=True)]
+        said[new_tokens, seed, tuple(prompts[0])] = texts
+        return run
+
     def texts(prompts: Prompts, new_tokens: int, seed: int) -> list[list[int]]:
-        """Each prompt with what the target says to it; not timed."""
+        """Each prompt with what the target says to it, from the plain run of the turn or one of its own."""
         key = new_tokens, seed, tuple(prompts[0])
         if key not in said:
-            answers = plain(prompts, new_tokens, seed).tokens
-            said[key] = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+            plain(prompts, new_tokens, seed)
         return said[key]
 
     methods: dict[str, Method] = {PLAIN: plain}

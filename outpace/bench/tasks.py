@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,23 +63,21 @@ def run_tasks(
     """-> the report. A stopped run continues from folder/progress.jsonl. Raises ValueError for a target
     without Harmony's tokens."""
     tokens, run = HarmonyTokens(tokenizer), Run(target, folder, settings=settings)
-    groups = [
-        (family, longer, first)
-        for family in settings.families
-        for longer, count in ((False, settings.problems), (True, settings.longer))
-        for first in range(0, count, settings.batch)
-    ]
     solved: dict[tuple[str, bool], list[Solution]] = {}
-    with Bar(console, "tasks", len(groups)) as bar:
-        for family, longer, first in groups:
-            bar.step(family)
-            problems = draw(family, longer, settings)[first : first + settings.batch]
-            measure = partial(_solved, target, tokens, problems, settings)
-            solutions = run.once(f"{family}, longer {longer}, from {first}", measure)
-            solved.setdefault((family, longer), []).extend(Solution(**row) for row in solutions)
-    rows = [_row(name, solved[name, False], solved.get((name, True), [])) for name in settings.families]
+    batches = sum(-(-count // settings.batch) for count in (settings.problems, settings.longer))
+    with Bar(console, "tasks", batches * len(settings.families)) as bar:
+        for family, longer in product(settings.families, (False, True)):
+            solved[family, longer], problems = [], draw(family, longer, settings)
+            for first in range(0, len(problems), settings.batch):
+                bar.step(family)
+                some = problems[first : first + settings.batch]
+                measure = partial(_solved, target, tokens, some, settings)
+                solutions = run.once(f"{family}, longer {longer}, from {first}", measure)
+                solved[family, longer] += [Solution(**row) for row in solutions]
+    rows = [_row(name, solved[name, False], solved[name, True]) for name in settings.families]
+    wrong = {name: _wrong(solved[name, False]) for name in settings.families}
     whole = sum(row["right"] for row in rows) / sum(row["of"] for row in rows)
-    return run.report(families=rows, accuracy=whole, wrong={n: _wrong(solved[n, False]) for n, _ in solved})
+    return run.report(families=rows, accuracy=whole, wrong=wrong)
 
 
 def draw(family: str, longer: bool, settings: TasksSettings) -> list[Problem]:

@@ -119,6 +119,11 @@ def eagle3(
     )
 
 
+def _one_source(chats: Path | None, corpus: Path | None) -> None:
+    if chats is not None and corpus is not None:
+        raise ValueError("--prompts and --corpus: name one of them, the prompts come from there")
+
+
 def _held_out(
     model: "Model", chats: Path | None, corpus: Path | None, settings: "DraftRecipe"
 ) -> list[list[int]]:
@@ -127,6 +132,7 @@ def _held_out(
     from outpace.loading import chat_prompts
     from outpace.text.corpus import read_corpus, split
 
+    _one_source(chats, corpus)
     if chats is None:
         documents = split(read_corpus(corpus))[1]
         return held_out_prompts(model.tokenizer, documents, settings.eval_prompts, 256)
@@ -207,9 +213,7 @@ def teacher_build(
     from outpace.teacher.prompts import ChatPrompts, TextPrompts
     from outpace.text.corpus import read_corpus, split
 
-    if prompts is not None and corpus is not None:
-        raise ValueError("--prompts and --corpus: name one of them, the prompts come from there")
-
+    _one_source(prompts, corpus)
     offsets = None if position_offsets is None else integers(position_offsets, "--position-offsets")
     given = {"position_offsets": offsets, "final": final or None}
     settings = recipe_settings(build.TeacherRecipe, recipe, set_, **given)

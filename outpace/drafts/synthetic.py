@@ -30,8 +30,7 @@ class Synthetic:
     inner: Draft | None = None
 
     def __post_init__(self) -> None:
-        if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
-            raise ValueError(f"rates {list(self.rates)}: one of each draft token, each from 0 to 1")
+        check_rates(self.rates)
         if self.inner is not None and self.inner.block_size != self.block_size:
             raise ValueError(
                 f"{len(self.rates)} rates are of blocks of {self.block_size}, and the draft that runs has "
@@ -96,6 +95,11 @@ class SyntheticSession:
         self.lengths = [self.lengths[b] for b in batch_indices]
         if self.inner is not None:
             self.inner.select(batch_indices)
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise ValueError(f"rates {list(rates)}: one of each draft token, each from 0 to 1")
 
 
 def tau_of(rates: Sequence[float]) -> float:

@@ -96,6 +96,15 @@ def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(state)
 
 
+def shuffled(first: int, count: int, size: int, *seed: int) -> list[int]:
+    """Numbers `first` .. first + count of an endless pass over `size` samples, shuffled again every epoch."""
+    samples = []
+    for n in range(first, first + count):
+        epoch, i = divmod(n, size)
+        samples.append(int(torch.randperm(size, generator=seeded(*seed, epoch))[i]))
+    return samples
+
+
 IN_PROMPT, OUTPUT = 1, 2  # what a token of the prompt, and each one of the output, adds to a history
 
 

@@ -21,12 +21,13 @@ from outpace.models.decoder import Decoder
 from outpace.models.latent import Latent
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
+from outpace.ops.sampling import shuffled
 from outpace.retrofit.evaluate import attention_input, evaluate, residual_states
 from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, Texts
 from outpace.retrofit.train import RetrofitRecipe
 from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import Document
-from outpace.train.data import rows_of_step, shuffled, token_stream
+from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import block_losses
 
 OFFSETS = 512  # distances over which a rotation is averaged

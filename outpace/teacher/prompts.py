@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from tokenizers import Tokenizer
 
-from outpace.ops.sampling import seeded
+from outpace.ops.sampling import seeded, shuffled
 from outpace.text.corpus import Document, corpus_hash, split
 from outpace.text.tokenizer import encode
 
@@ -96,6 +96,5 @@ class ChatPrompts:
         return max(map(len, self.prompts))
 
     def draw(self, text: int, length: int, seed: int) -> list[int]:
-        epoch, i = divmod(text, len(self.prompts))
-        order = torch.randperm(len(self.prompts), generator=seeded(seed, PROMPT, epoch))
-        return list(self.prompts[int(order[i])])
+        (i,) = shuffled(text, 1, len(self.prompts), seed, PROMPT)
+        return list(self.prompts[i])

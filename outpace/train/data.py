@@ -139,15 +139,6 @@ class FollowedAnchors:
         self.begins.copy_(state["begins"])
 
 
-def shuffled(first: int, count: int, size: int, *seed: int) -> list[int]:
-    """Numbers `first` .. first + count of an endless pass over `size` samples, shuffled again every epoch."""
-    samples = []
-    for n in range(first, first + count):
-        epoch, i = divmod(n, size)
-        samples.append(int(torch.randperm(size, generator=seeded(*seed, epoch))[i]))
-    return samples
-
-
 def token_stream(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
     """All documents shuffled and concatenated, each followed by <|endoftext|>; int32 [n]."""
     end = token_id(tokenizer, END_OF_TEXT)

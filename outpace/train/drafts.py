@@ -26,8 +26,8 @@ from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.dispatch import product_dtype
+from outpace.ops.sampling import shuffled
 from outpace.teacher.store import TeacherCache, TeacherSample
-from outpace.train.data import shuffled
 from outpace.train.losses import needs_target
 from outpace.train.trainer import Log, Muon, fit, take_step, training_folder, warmup_cosine
 

@@ -78,6 +78,8 @@ def test_llama_cpp_reads_the_very_file(documents, tmp_path, monkeypatch):
     [
         ({"taus": (4.0, 5.0), "blocks": (8,)}, "as many of one as of the other"),
         ({"taus": (), "blocks": ()}, "one at least, or rates"),
+        ({"rates": {"mine": [0.5, 1.5]}}, "each from 0 to 1"),
+        ({"taus": (1.0,), "blocks": (1,)}, "one of each draft token"),
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"new_tokens": 1}, "new_tokens 1"),
     ],

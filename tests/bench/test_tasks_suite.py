@@ -4,6 +4,7 @@ import json
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, models
 
 from examples.tiny_target.make_solver import ALONE
 from examples.tiny_target.model import TargetShape, init_weights
@@ -166,8 +167,6 @@ def test_settings_that_cannot_be():
 
 
 def test_a_target_without_harmony_says_so(tmp_path):
-    from tokenizers import Tokenizer, models
-
     plain = Tokenizer(models.BPE())
     with pytest.raises(ValueError, match="does not use Harmony"):
         run_tasks(None, plain, TasksSettings(), tmp_path, QUIET)

@@ -74,7 +74,7 @@ def test_prompts_of_a_target_with_a_chat_template(tmp_path, tokens):
     [
         ("{", "line 2: not JSON"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: messages: none is a user's"),
-        ('{"message": []}', "line 2: "),
+        ('{"message": []}', "line 2: a conversation is a JSON object with a list of `messages`"),
     ],
 )
 def test_a_file_that_cannot_be_prompts(tmp_path, tokens, line, message):
@@ -96,9 +96,12 @@ def test_odd_options(monkeypatch, capsys, tmp_path, options, message):
     assert code == 2 and message in " ".join(error.split()) and not list(tmp_path.iterdir())
 
 
-def test_a_file_that_is_not_there(tmp_path, tokens):
-    with pytest.raises(ValueError, match=r"chats\.jsonl is not there: name a JSONL file"):
-        chat_prompts(tmp_path / "chats.jsonl", "unused", tokens.tokenizer, frozenset())
+def test_a_file_that_is_not_there_or_empty(tmp_path, tokens):
+    file = tmp_path / "chats.jsonl"
+    for message in (r"chats\.jsonl is not there: name a JSONL file", r"chats\.jsonl holds no conversation"):
+        with pytest.raises(ValueError, match=message):
+            chat_prompts(file, "unused", tokens.tokenizer, frozenset())
+        file.write_text("\n")
 
 
 def test_prompts_come_in_another_order_every_time_around():

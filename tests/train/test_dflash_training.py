@@ -12,7 +12,8 @@ from taught import PROMPTS, TOKENIZER, TrainedSetup
 from outpace.formats.load import load_dflash
 from outpace.formats.spec import canonical
 from outpace.models.config import FULL, WINDOW
-from outpace.train.data import pack, shuffled
+from outpace.ops.sampling import shuffled
+from outpace.train.data import pack
 from outpace.train.dflash import DFlashRecipe, Objective, block_states, init_dflash, train_dflash
 from outpace.train.drafts import accuracy
 
