@@ -103,7 +103,7 @@ def _methods(
         return run
 
     def texts(prompts: Prompts, new_tokens: int, seed: int) -> list[list[int]]:
-        """Each prompt with what the target says to it, from the plain run of the turn or one of its own."""
+        """Each prompt with what the target says to it, from the plain run of the turn where it came first."""
         key = new_tokens, seed, tuple(prompts[0])
         if key not in said:
             plain(prompts, new_tokens, seed)

@@ -102,6 +102,19 @@ def test_a_problem_with_a_wrong_call_is_wrong(tokens, monkeypatch, old, new):
     assert not any(s.right for s in solve(None, tokens, problems, settings))
 
 
+def test_an_answer_without_the_call_is_wrong_though_it_is_the_right_one(tokens, monkeypatch):
+    settings = TasksSettings(problems=6)
+    problems = draw("functions", False, settings)
+
+    def guessed(text):
+        begin, end = text.index("<|start|>assistant to="), text.index("<|start|>assistant<|channel|>final")
+        return text[:begin] + text[end:]
+
+    monkeypatch.setattr(tasks, "generate", Knowing(tokens, problems, spoil=guessed).generate)
+    solutions = solve(None, tokens, problems, settings)
+    assert all(s.answer == s.wanted and not s.right for s in solutions)
+
+
 def small_target(tokens):
     shape = TargetShape(
         vocab_size=400,
