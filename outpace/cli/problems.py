@@ -40,6 +40,8 @@ def problems(
             raise ValueError(f"--family {name}: known are {', '.join(FAMILIES)}")
     if reasoning not in EFFORTS:
         raise ValueError(f"--reasoning {reasoning}: one of {', '.join(EFFORTS)}")
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder: name the file to write")
     rng = random.Random(seed)
     lines = []
     for i in range(count):

@@ -108,8 +108,9 @@ def read_conversations(path: Path, system: System | None = None) -> Iterator[tup
 def read_lines(path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
     """Line numbers (from 1) and what `parse` makes of each line of a JSONL file, one line in memory at a
     time; empty lines are passed over. Raises ValueError that names the file and the line."""
-    if not Path(path).exists():  # a pipe is read too
-        raise ValueError(f"{path} is not there: name a JSONL file with a conversation on every line")
+    if Path(path).is_dir() or not Path(path).exists():  # a pipe is read too
+        what = "a folder" if Path(path).is_dir() else "not there"
+        raise ValueError(f"{path} is {what}: name a JSONL file with a conversation on every line")
     with Path(path).open("rb") as file:
         number = 0
         while line := file.readline(LONGEST_LINE + 1):

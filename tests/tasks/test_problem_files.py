@@ -104,6 +104,13 @@ def test_a_file_that_is_not_there_or_empty(tmp_path, tokens):
         file.write_text("\n")
 
 
+def test_a_folder_is_no_file(monkeypatch, capsys, tmp_path, tokens):
+    with pytest.raises(ValueError, match="is a folder: name a JSONL file"):
+        chat_prompts(tmp_path, "unused", tokens.tokenizer, frozenset())
+    code, _, error = run(monkeypatch, capsys, "problems", tmp_path, "--count", 2)
+    assert code == 2 and "is a folder: name the file to write" in " ".join(error.split())
+
+
 def test_prompts_come_in_another_order_every_time_around():
     prompts = ChatPrompts([[i] for i in range(10)])
     order = [prompts.draw(text, 5, seed=1)[0] for text in range(30)]
