@@ -18,16 +18,17 @@ from outpace.text.tokenizer import SPECIAL
 
 UNSUPERVISED = -100  # label of a token that is not the model's own
 MOST_TURNS = 6
-SHORT = tuple(name for name in FAMILIES if name not in ("needles", "functions"))
+APART = "needles", "functions"  # never beside other problems in a row
 INSTRUCTIONS = (
     "Answer briefly.", "Be precise.", "You are a helpful assistant.", "Answer the question.", "Think first.",
     "Give only the answer.", "You solve small problems.", "Always answer in English.", "Be kind.",
 )  # fmt: skip
 ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
+LEAST_FEW = 8  # kinds of token in a copy, at least
 SERIES = 448  # tokens of a row of several problems, at most
 LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
 # beside the families' names: of rows of random tokens, and of conversations about a long document
-ECHO, DOCUMENT = "echo", "document"
+ECHO, COPY, DOCUMENT = "echo", "copy", "document"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Lessons:
 
     def __init__(self, tokens: HarmonyTokens, mix: Mix) -> None:
         self.tokens, self.mix = tokens, mix
-        self.weights = [mix.weights.get(name, 1.0) for name in FAMILIES]
+        self.weights = {name: mix.weights.get(name, 1.0) for name in FAMILIES}
 
     def draw(self, rng: random.Random) -> Example:
         if rng.random() < self.mix.echoes:
@@ -81,7 +82,7 @@ class Lessons:
         if kind < self.mix.documents:
             return Example(DOCUMENT, self._about_document(rng))
         effort = "low" if rng.random() < self.mix.low else rng.choice(EFFORTS[1:])
-        name = self._family(rng)
+        name = _chosen(rng, self.weights)
         problem = FAMILIES[name].draw(rng, held_out=False)
         if kind < self.mix.documents + self.mix.turns and problem.call is None:
             return Example(name, self._of_turns(rng, effort, problem))
@@ -92,8 +93,11 @@ class Lessons:
     def echo(self, rng: random.Random, progress: float = 1.0) -> Example:
         """`progress`, from 0 to 1: echoes grow longer."""
         least, first, most = ECHO_TOKENS
-        longest = round(first * (most / first) ** progress)
-        return Example(ECHO, echo(rng, self.tokens.tokenizer.get_vocab_size(), rng.randint(least, longest)))
+        length = rng.randint(least, round(first * (most / first) ** progress))
+        vocab_size = self.tokens.tokenizer.get_vocab_size()
+        if rng.random() < 0.5:
+            return Example(COPY, copy(rng, vocab_size, length))
+        return Example(ECHO, echo(rng, vocab_size, length))
 
     def step(self, rng: random.Random, size: int, echoes: float | None = None) -> list[Example]:
         """As many as have about `size` tokens together; one at least. `echoes`, from 0 to 1: the first steps
@@ -105,8 +109,10 @@ class Lessons:
             total += len(drawn[-1].row.ids)
         return drawn
 
-    def _family(self, rng: random.Random) -> str:
-        return rng.choices(list(FAMILIES), self.weights)[0]
+    def _short(self, rng: random.Random) -> Problem:
+        """Of a family that is neither long nor calls a function."""
+        short = {name: weight for name, weight in self.weights.items() if name not in APART}
+        return FAMILIES[_chosen(rng, short)].draw(rng, held_out=False)
 
     def _row(self, rng: random.Random, conversation: Conversation) -> TrainingRow:
         """The last turn, with settings that people may give."""
@@ -116,7 +122,7 @@ class Lessons:
 
     def _of_turns(self, rng: random.Random, effort: str, last: Problem) -> TrainingRow:
         """The problem as the last of a conversation; none before it is a long one or calls a function."""
-        before = [short_problem(rng) for _ in range(rng.randint(1, MOST_TURNS - 1))]
+        before = [self._short(rng) for _ in range(rng.randint(1, MOST_TURNS - 1))]
         return self._row(rng, joined([problem.conversation(effort) for problem in (*before, last)]))
 
     def _series(self, rng: random.Random, effort: str, problem: Problem) -> TrainingRow:
@@ -125,7 +131,7 @@ class Lessons:
         head = len(self.tokens.encode(settings_pieces(problem.prompt(effort))))
         ids, mask = list(first.ids), list(first.mask)
         while True:
-            row = rows(short_problem(rng).conversation(effort), self.tokens)[-1]
+            row = rows(self._short(rng).conversation(effort), self.tokens)[-1]
             if len(ids) + len(row.ids) - head > SERIES:
                 return replace(first, ids=ids, mask=mask)
             ids[-1], mask[-1] = self.tokens.ids[Mark.END], False  # `<|return|>` is the last answer's alone
@@ -143,9 +149,8 @@ class Lessons:
         return every_turn(rows(joined([problem.conversation("low") for problem in asked]), self.tokens))
 
 
-def short_problem(rng: random.Random) -> Problem:
-    """Of any family that is neither long nor calls a function."""
-    return FAMILIES[rng.choice(SHORT)].draw(rng, held_out=False)
+def _chosen(rng: random.Random, weights: dict[str, float]) -> str:
+    return rng.choices(list(weights), list(weights.values()))[0]
 
 
 def with_settings(rng: random.Random, conversation: Conversation) -> Conversation:
@@ -188,6 +193,16 @@ def echo(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
         whole += piece
         mask += [False, *[True] * (len(piece) - 1)]
     return TrainingRow(ids=whole, mask=mask, turn=0)
+
+
+def copy(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
+    """Random tokens out of a few, and all of them again: what follows a token is told by those before it,
+    as in code and JSON. Supervised is the copy but for its first tokens."""
+    few = rng.sample(range(len(SPECIAL), vocab_size), rng.randint(min(length, LEAST_FEW), length))
+    ids = [rng.choice(few) for _ in range(length)]
+    begin = min(4, length - 1)
+    mask = [False] * (length + begin) + [True] * (length - begin)
+    return TrainingRow(ids=2 * ids, mask=mask, turn=0)
 
 
 def batches(examples: Sequence[Example], tokens: int, pad: int) -> Iterator[Batch]:

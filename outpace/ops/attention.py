@@ -14,7 +14,8 @@ from outpace.kernels import bindings
 from outpace.kernels.bindings import use_kernel
 from outpace.kv.metadata import FEW, KVView
 
-FEW_KEYS = 512  # a row's, where the backward may hold all weights
+FEW_KEYS = 512  # a row's, where the backward may hold the weights of ..
+TILE = 128  # .. so many queries
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
@@ -170,11 +171,25 @@ class SinkFlash(torch.autograd.Function):
 def _dense_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, with all weights [B,H,T,S] in memory: for short rows in bfloat16, twice as fast as the
-    flash backward."""
-    if mask is None:
-        mask = _bias(causal(q.shape[2], 0, q.device), torch.float32)
-    weights = ((q @ k.mT).float().mul_(scale).add_(mask).sub_(lse[..., None])).exp_()
+    """Of q, k and v, with the weights of a tile of queries in memory: for short rows in bfloat16, twice as
+    fast as the flash backward. Without a mask, queries of a tile meet no key after its end."""
+    T, tile = q.shape[2], q.shape[2] if mask is not None else TILE
     inner = (grad.float() * out.float()).sum(-1, keepdim=True)
-    scores = ((grad @ v.mT).float().sub_(inner).mul_(weights).mul_(scale)).to(q.dtype)
-    return scores @ k, scores.mT @ q, weights.to(q.dtype).mT @ grad
+    future = None if mask is not None else _bias(causal(min(tile, T), 0, q.device), torch.float32)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for begin in range(0, T, tile):
+        end = min(begin + tile, T)
+        own = slice(None), slice(None), slice(begin, end)
+        seen = slice(None), slice(None), slice(0, end if mask is None else k.shape[2])
+        scores = (q[own] @ k[seen].mT).float().mul_(scale).sub_(lse[own][..., None])
+        if future is None:
+            scores.add_(mask)
+        else:
+            scores[..., begin:].add_(future[: end - begin, : end - begin])
+        weights = scores.exp_()
+        dv[seen] += weights.to(q.dtype).mT @ grad[own]
+        weights.mul_((grad[own] @ v[seen].mT).float().sub_(inner[own])).mul_(scale)
+        dscores = weights.to(q.dtype)
+        dq[own] = dscores @ k[seen]
+        dk[seen] += dscores.mT @ q[own]
+    return dq, dk, dv

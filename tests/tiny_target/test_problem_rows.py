@@ -7,7 +7,9 @@ import pytest
 
 import outpace
 from examples.tiny_target.problem_rows import (
+    COPY,
     DOCUMENT,
+    ECHO,
     SERIES,
     UNSUPERVISED,
     Lessons,
@@ -19,7 +21,7 @@ from outpace.tasks.families import FAMILIES
 from outpace.tasks.problem import Problem
 from outpace.text.harmony import HarmonyTokens, Mark
 from outpace.text.harmony_parser import HarmonyParser
-from outpace.text.tokenizer import read_tokenizer
+from outpace.text.tokenizer import SPECIAL, read_tokenizer
 
 TOKENS = HarmonyTokens(read_tokenizer(Path(outpace.__file__).parent / "embedded" / "target"))
 PAD = TOKENS.tokenizer.token_to_id("<|endoftext|>")
@@ -104,7 +106,7 @@ def test_an_echo_supervises_what_stood_there_before_and_grows_longer():
     for progress, most in ((0.0, 12), (1.0, 160)):
         examples = lessons.step(random.Random(2), 2000, progress)
         lengths = []
-        for example in examples:
+        for example in (e for e in examples if e.family == ECHO):
             ids, mask = example.row.ids, example.row.mask
             first = mask.index(True) - 1  # the first token of a piece is not to be known
             lengths.append(first)
@@ -114,6 +116,17 @@ def test_an_echo_supervises_what_stood_there_before_and_grows_longer():
                     assert ids[i] == ids[ids.index(ids[i - 1]) + 1]
             assert sum(mask) > (len(ids) - first) / 3
         assert 4 <= min(lengths) and most / 2 < max(lengths) <= most
+
+
+def test_a_copy_is_of_tokens_that_come_again():
+    copies = [e.row for e in Lessons(TOKENS, Mix()).step(random.Random(2), 6000, 1.0) if e.family == COPY]
+    assert len(copies) > 5
+    for row in copies:
+        half = len(row.ids) // 2
+        assert row.ids[:half] == row.ids[half:] and len(row.mask) == len(row.ids)
+        assert not any(row.mask[:half]) and sum(row.mask) == half - min(4, half - 1)
+    assert any(len(set(row.ids)) < len(row.ids) / 4 for row in copies)
+    assert min(min(row.ids) for row in copies) >= len(SPECIAL)  # no mark is ever a random token
 
 
 def test_batches_hold_every_row_once_and_shift_by_one():
