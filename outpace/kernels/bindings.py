@@ -232,6 +232,7 @@ def pack_attend(
     lists: tuple[Tensor, Tensor] | None = None,
     kv_share: Tensor | None = None,
     ring: int = 0,
+    rows: Tensor | None = None,
 ) -> Any:
     """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> y [B, T, H * Dv].
     Values may have another number Dv of dimensions, and be one head's [B, 1, S, Dv] for all.
@@ -243,7 +244,8 @@ def pack_attend(
     and itself, those in its window. With lists, storage indices [B, T, N] and their counts [B, T],
     both int64, each new token sees those and nothing else is read. `kv_share` [B, T, H] is written: the sum
     of the weights of the keys, which is 1 minus the weight of the sink. `ring`: the address of an entry of
-    `program.Rings`, which says where k and v are when the kernel runs.
+    `program.Rings`, which says where k and v are when the kernel runs; `rows` [B] int64: which of its rows
+    each sequence has.
     """
     b, t, h, d = q.shape
     _, kv, s, _ = k.shape
@@ -267,7 +269,7 @@ def pack_attend(
     rules = _address(tree), 0 if tree is None else _address(depth), sink, sink_kind, index, counts
     sizes = q_b, q_t, k_b, k_h, v_b, v_h, v_s, b, t, u, n, h, kv, d, dv, s, window, both_ways
     outputs = y.data_ptr(), _address(kv_share)
-    return _c.Attend(*tensors, *rules, *outputs, *sizes, scale, _threads(), ring)
+    return _c.Attend(*tensors, *rules, *outputs, *sizes, scale, _threads(), ring, _address(rows))
 
 
 def route(

@@ -69,7 +69,7 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
 
 typedef struct { float *k, *v; int64_t size; } Ring;  // [B, K, size + 1, D], what a cache holds of a layer; the last slot is for padding
 typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; const int64_t *list, *many; float *y, *seen;
-                 int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; const Ring *ring; } Attend;
+                 int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; const Ring *ring; const int64_t *rows; } Attend;
 typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; } Scene;
 
 static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
@@ -82,7 +82,8 @@ static void look_at(const void *with, long item, long me) {  // one tile of keys
     const Attend *o = c->o;
     long T = o->T, D = o->D, Dv = o->Dv, S = o->S, G = c->G, b = item / c->tiles / o->K, h = item / c->tiles % o->K, s = o->start[b], first = o->first ? o->first[b] : 0;
     long edge = (c->base[b] + item % c->tiles) * KEYS, end = c->t0 + c->steps;
-    floats k = o->k + b * o->k_b + h * o->k_h, v = o->v + b * o->v_b + h * o->v_h, qs[MOST], ks[KEYS], vs[KEYS];
+    long at = o->rows ? o->rows[b] : b;
+    floats k = o->k + at * o->k_b + h * o->k_h, v = o->v + at * o->v_b + h * o->v_h, qs[MOST], ks[KEYS], vs[KEYS];
     int lo[MOST], hi[MOST], alone = o->list || (o->tree && edge + KEYS > s), n;  // alone: each new token has its own list of keys
     for (long t = c->t0; t < end; t += alone ? 1 : c->steps) {
         long from = MAX(edge, alone ? lowest(o, b, t) : c->low[b]), to = MIN(edge + KEYS, o->tree ? s : last_of(o, s, end));
@@ -134,7 +135,8 @@ static void merge(const void *with, long item) {  // the tiles of one query
 // q [B, T, H, D] and the rings k, v [B, K, S, D], with strides; token i lies at slot (i - first) % S, first 0 where absent. tree [B, T, U]: which of the
 // U tokens after `start` each new one sees, none that its window leaves out; else U = T, a chain, or with both_ways all of them. Or list [B, T, N]: it
 // sees the first many [B, T] tokens of its own list, in that order, and none is read besides. Values have Dv numbers, and may be the same for all heads;
-// seen [B, T, H], where given: what share of the weights falls on tokens and not on the sink. With a `ring`, k and v are its.
+// seen [B, T, H], where given: what share of the weights falls on tokens and not on the sink. With a `ring`, k and v are its;
+// rows [B], where given: which of its rows each sequence has.
 void attend(const Attend *given) {
     Attend own = *given, *o = &own;
     if (o->ring) {

@@ -125,15 +125,23 @@ class Program:
         self.call("embed", _c.Embed(*pointers, len(tokens), *w.shape), tokens, w, y, outside)
 
     def append(
-        self, qkv: Tensor, ring: int, start: Tensor, counts: Tensor, heads: int, kv_heads: int, held: int
+        self,
+        qkv: Tensor,
+        ring: int,
+        start: Tensor,
+        counts: Tensor,
+        heads: int,
+        kv_heads: int,
+        held: int,
+        rows: Tensor | None = None,
     ) -> None:
-        """The keys and values in qkv [B, T, (H + 2K) * D] to the ring of this address: the first counts [B]
-        of each row at storage index start [B] + held and on."""
+        """The keys and values in qkv [B, T, (H + 2K) * D] to `rows` [B] of the ring of this address (None:
+        the first B): the first counts [B] of each sequence at storage index start [B] + held and on."""
         assert qkv.is_contiguous() and start.dtype == counts.dtype == torch.int64
         B, T, width = qkv.shape
         sizes = B, T, heads, kv_heads, width // (heads + 2 * kv_heads), held
-        packed = _c.Append(qkv.data_ptr(), start.data_ptr(), counts.data_ptr(), *sizes, ring)
-        self.call("append", packed, qkv, start, counts)
+        packed = _c.Append(qkv.data_ptr(), start.data_ptr(), counts.data_ptr(), *sizes, ring, _address(rows))
+        self.call("append", packed, qkv, rows, start, counts)
 
     def attend(
         self,
@@ -148,13 +156,15 @@ class Program:
         tree: Tensor | None = None,
         depth: Tensor | None = None,
         both_ways: bool = False,
+        rows: Tensor | None = None,
     ) -> None:
-        """See `pack_attend`: q [B, T, H, D] over the ring of this address -> y [B, T, H * D]."""
+        """See `pack_attend`: q [B, T, H, D] over `rows` of the ring of this address (None: its
+        first B) -> y [B, T, H * D]."""
         B, _, _, D = q.shape
         absent = torch.empty(B, kv_heads, 1, D, device="meta")  # k and v are the ring's
         rules = window, sinks, scale, tree, depth, both_ways
-        packed = bindings.pack_attend(q, absent, absent, start, y, *rules, ring=ring)
-        self.call("attend", packed, q, start, y, *rules)
+        packed = bindings.pack_attend(q, absent, absent, start, y, *rules, ring=ring, rows=rows)
+        self.call("attend", packed, q, rows, start, y, *rules)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """y += x."""

@@ -1,6 +1,7 @@
 """The contract of what a model remembers: append, view, rewind, commit, nbytes; dense and window memories."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +81,8 @@ class LayerCache:
         fits = step.held + step.T <= self.size - self.window + 1
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
-            return KVView(self.k[:, :, : self.size], self.v[:, :, : self.size], step, lists=lists)
+            k, v = (step.of_memory(x)[:, :, : self.size] for x in (self.k, self.v))
+            return KVView(k, v, step, lists=lists)
         assert not step.held, (
             "a ring where the slack is below a whole tree has overwritten the tree's context"
         )
@@ -122,7 +124,8 @@ class LayerCache:
         if len(step.start) == 1 and step.counts[0] == T:
             slot = (step.start[0] + step.held) % self.size
             if slot + T <= self.size:
-                whole[:, :, slot : slot + T] = new
+                row = step.cache_rows[0] if step.cache_rows else 0
+                whole[row : row + 1, :, slot : slot + T] = new
                 return
         whole.transpose(1, 2)[step.rows, step.slots(self.size)] = new.transpose(1, 2)
 
@@ -168,6 +171,7 @@ class KVCache:
         self.device = torch.device(device)
         self.lengths = [0] * batch
         self.last_start = [0] * batch
+        self.rows: tuple[int, ...] = ()  # of the memories, one of each sequence; empty: its number
         # per ring size and sequence: the first index where the key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
         self.epoch = 0  # changes when the memories become other tensors, or remember something else
@@ -232,7 +236,24 @@ class KVCache:
                     f"sequence {b} holds {n} tokens and {held + c} more do not fit a cache made for "
                     f"{self.length}: make it with a larger length"
                 )
-        return StepMetadata(tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree)
+        return StepMetadata(
+            tuple(self.lengths), tuple(counts), T, self.device, both_ways, tree, cache_rows=self.rows
+        )
+
+    def of(self, rows: Sequence[int], lengths: Sequence[int]) -> "KVCache":
+        """The sequences in these rows of the memories, which hold `lengths` tokens, as a cache of their own:
+        it writes to the same memories, and who made it keeps the lengths.
+
+        Raises ValueError where a layer remembers something else than all keys and values."""
+        if self.kept_from or any(
+            type(layer) is not LayerCache or layer.keys is not None for layer in self.layers
+        ):
+            raise ValueError(
+                "only a cache of whole keys and values can be shared by sequences that come and go"
+            )
+        own = copy(self)
+        own.rows, own.lengths, own.last_start = tuple(rows), list(lengths), list(lengths)
+        return own
 
     def advance(self, step: StepMetadata) -> None:
         """Close a forward: the appended tokens are now cached."""
@@ -244,9 +265,12 @@ class KVCache:
 
     def select(self, batch_indices: list[int]) -> None:
         """Keep only these batch indices, in this order: finished rows cost nothing more."""
-        self.epoch += 1
-        for memory in self.layers:
-            memory.select(batch_indices)
+        if self.rows:
+            self.rows = tuple(self.rows[b] for b in batch_indices)
+        else:
+            self.epoch += 1
+            for memory in self.layers:
+                memory.select(batch_indices)
         self.lengths = [self.lengths[b] for b in batch_indices]
         self.last_start = [self.last_start[b] for b in batch_indices]
         self.kept_from = {size: [kept[b] for b in batch_indices] for size, kept in self.kept_from.items()}
@@ -310,7 +334,14 @@ class KVCache:
 
     def _move(self, columns: Tensor) -> None:
         """[2, B, n] int64: from which position of the last forward to which; -1 for none."""
-        move_positions(self.layers, columns, self.last_start)
+        start = self.last_start
+        if self.rows:
+            R = len(self.layers[0].k)
+            every = columns.new_full((2, R, columns.shape[2]), -1)
+            every[:, list(self.rows)] = columns
+            columns, starts = every, dict(zip(self.rows, start, strict=True))
+            start = [starts.get(row, 0) for row in range(R)]
+        move_positions(self.layers, columns, start)
 
 
 def move_positions(memories: Sequence[LayerCache], columns: Tensor, start: list[int]) -> None:

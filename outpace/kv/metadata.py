@@ -22,7 +22,7 @@ class StepMetadata:
     `tree`, it sees its ancestors. A node is remembered by its position and is at its depth; the nodes that
     the tree holds from earlier forwards lie between start[b] and the new ones.
     `on_device`: start and counts [B] int64 of a step whose shapes alone are known on the host; `start` and
-    `counts` are empty then.
+    `counts` are empty then. `cache_rows`: which rows of the memories the sequences have; empty: the first.
     """
 
     start: tuple[int, ...]
@@ -32,6 +32,7 @@ class StepMetadata:
     both_ways: bool = False
     tree: Tree | None = None
     on_device: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
+    cache_rows: tuple[int, ...] = field(default=(), kw_only=True)
 
     @lazy
     def starts(self) -> Tensor:
@@ -54,8 +55,18 @@ class StepMetadata:
 
     @lazy
     def rows(self) -> Tensor:
-        """[B, 1] 0, 1, 2, .."""
+        """[B, 1] the row of the memories that each sequence has."""
+        if self.cache_rows:
+            return torch.tensor(self.cache_rows, device=self.device)[:, None]
         return torch.arange(len(self.starts), device=self.device)[:, None]
+
+    def of_memory(self, x: Tensor) -> Tensor:
+        """x [R, ...] of all rows of a memory -> [B, ...], those of the sequences."""
+        if not self.cache_rows:
+            return x
+        if len(self.cache_rows) == 1:
+            return x[self.cache_rows[0]][None]
+        return x[self.rows[:, 0]]
 
     @lazy
     def _slots(self) -> dict[int, Tensor]:

@@ -73,9 +73,11 @@ class NativeStep:
         self.rings = Rings(len(model.layers))
         self._point_to(cache)
         self.tokens = torch.zeros(M, dtype=torch.int64)
-        self.starts, self.counts = ((ctypes.c_int64 * B)() for _ in range(2))  # cheaper to set than tensors
-        self.start_tensor, self.counts_tensor = (
-            torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.counts)
+        self.starts, self.counts, self.rows = (
+            (ctypes.c_int64 * B)() for _ in range(3)
+        )  # cheaper to set than tensors
+        self.start_tensor, self.counts_tensor, self.row_tensor = (
+            torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.counts, self.rows)
         )
         self.masks: dict[int, Tensor] = {}  # of a tree, by window [B, T, U]
         self.parents = torch.zeros(B, self.nodes, dtype=torch.int64)
@@ -152,10 +154,10 @@ class NativeStep:
         self._linear(self.normed, a.qkv_proj, self.qkv)
         program.rope(self.qkv, self.cos, self.sin, H, K, norms)
         qkv = self.qkv.view(B, T, -1)
-        program.append(qkv, ring, self.start_tensor, self.counts_tensor, H, K, self.held)
+        program.append(qkv, ring, self.start_tensor, self.counts_tensor, H, K, self.held, self.row_tensor)
         q, tree = qkv.unflatten(-1, (-1, a.head_dim))[:, :, :H], self.masks.get(a.window)
         rules = a.window, a.sinks, a.scale, tree, self.depth
-        program.attend(q, ring, K, self.start_tensor, self.attended, *rules)
+        program.attend(q, ring, K, self.start_tensor, self.attended, *rules, rows=self.row_tensor)
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
 
     def _point_to(self, cache: KVCache) -> None:
@@ -193,6 +195,7 @@ class NativeStep:
                 self._point_to(cache)
             self.tokens.view(tokens.shape).copy_(tokens)
             self.starts[:], self.counts[:] = list(step.start), list(step.counts)
+            self.rows[:] = list(step.cache_rows or range(len(step.start)))
             if step.tree is not None:
                 self.parents.copy_(step.tree.parents)
             self.program.run()
