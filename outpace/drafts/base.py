@@ -63,7 +63,7 @@ class Proposal:
         return "host_tokens" in vars(self)
 
     def with_lists(
-        self, tokens: list[list[int]], parents: list[list[int]], survival: list[list[float]]
+        self, tokens: list[list[int]], parents: list[list[int]], survival: list[list[float]] | None
     ) -> "Proposal":
         """Itself, with what its draft has on the host: nothing crosses from the device. `replace` makes a
         proposal without them."""

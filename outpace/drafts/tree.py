@@ -4,7 +4,7 @@ Every tree here has its positions in descending order of survival, parents befor
 n positions of one are its best tree of n positions: `cut` takes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import exp, inf, isnan, nan
@@ -247,6 +247,36 @@ def cut(proposal: Proposal, columns: int) -> Proposal:
         return result
     ids, above = ([row[:columns] for row in rows] for rows in (proposal.host_tokens, proposal.above))
     return result.with_lists(ids, above, [row[:columns] for row in proposal.stated or []])
+
+
+def together(proposals: Sequence[Proposal]) -> Proposal:
+    """One of several rows, from proposals of one row each, chains and trees; none may have q."""
+    assert all(len(p.counts) == 1 and p.q is None for p in proposals)
+    counts = [p.counts[0] for p in proposals]
+    N = max(counts)
+    tokens = [p.host_tokens[0][:n] + [0] * (N - n) for p, n in zip(proposals, counts, strict=True)]
+    chains = all(p.parents is None for p in proposals)
+    above = [[*p.above[0][:n], *range(n, N)] for p, n in zip(proposals, counts, strict=True)]
+    if chains:
+        above = [[max(i - 1, 0) for i in range(N)]] * len(counts)
+    stated = [p.stated if n > 1 else [[1.0]] for p, n in zip(proposals, counts, strict=True)]
+    survival = [x[0][:n] + [0.0] * (N - n) for x, n in zip(stated, counts, strict=True) if x is not None]
+    device, says = proposals[0].tokens.device, len(survival) == len(counts)
+    joined = Proposal(
+        torch.tensor(tokens, device=device),
+        counts,
+        None if chains else torch.tensor(above, device=device),
+        survival=torch.tensor(survival, device=device) if says else None,
+    )
+    return joined.with_lists(tokens, above, survival if says else None)
+
+
+def row_of(proposal: Proposal, b: int) -> Proposal:
+    """Row b alone, without padding; what was drawn is not looked at."""
+    n, parents = proposal.counts[b], proposal.parents
+    one = Proposal(proposal.tokens[b : b + 1, :n], [n], None if parents is None else parents[b : b + 1, :n])
+    stated = None if proposal.stated is None else [proposal.stated[b][:n]]
+    return one.with_lists([proposal.host_tokens[b][:n]], [proposal.above[b][:n]], stated)
 
 
 class BlockSession(RewindableSession, Protocol):

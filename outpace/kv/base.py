@@ -300,6 +300,12 @@ class KVCache:
                     f"{self.slack + kept - first}"
                 )
 
+    def copy(self, source: int, target: int, count: int) -> None:
+        """The first `count` tokens of a row of the memories to another row; of plain ones, as `of` asks."""
+        for memory in self.layers:
+            for part in memory.parts:
+                part[target, :, :count] = part[source, :, :count]
+
     def commit(self, path: list[list[int]]) -> None:
         """Keep, of the tokens the last forward appended, the positions `path[b]` in that order.
 

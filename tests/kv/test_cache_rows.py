@@ -25,7 +25,7 @@ def whole_cache(model, rows, length=64):
 
 
 def alone(model, tokens):
-    """One sequence in a cache of its own: a prompt, two tokens, a tree of which [0, 1, 3] is kept, a token."""
+    """One sequence in its own cache: a prompt, two tokens, a tree of which [0, 1, 3] is kept, a token."""
     prompt, chain, tree, after = tokens
     cache, out = whole_cache(model, 1), []
     out.append(model(prompt, cache).hidden[0])

@@ -1,0 +1,256 @@
+"""Continuous batching: sequences join and leave between rounds, and each has the tokens it has alone.
+
+A round is a chunk of prompts, then one pass of the target over what every sequence proposes. All sequences
+share one cache; a sequence has a row of it, and what a finished one left there is reused by the next whose
+prompt begins alike.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from threading import Condition
+
+import torch
+from torch import Tensor
+
+from outpace.decode.controller import Controller, Fixed
+from outpace.decode.generate import next_token
+from outpace.decode.request import check_prompts
+from outpace.drafts.base import Draft, Proposal, check_finite
+from outpace.drafts.deferred import States, accepted_states
+from outpace.drafts.tree import row_of, together
+from outpace.kv.metadata import FEW
+from outpace.models.decoder import Decoder
+from outpace.serve.sequence import Sequence
+
+LEAST_REUSE = 8  # tokens of a beginning that are worth a look
+
+
+class QueueFull(Exception):
+    """Too many requests wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """`max_num_seqs` sequences run at once, of `max_model_len` tokens each, prompt and output together;
+    `max_waiting` more may wait. `prefill_rows`: prompts that share a chunk."""
+
+    max_num_seqs: int = 8
+    max_model_len: int = 4096
+    max_waiting: int = 256
+    prefill_rows: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} {value}: it must be at least 1")
+
+
+class Engine:
+    """`add` from any thread; `step` from one. `drafts`: those that sequences may bring."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        config: EngineConfig,
+        drafts: Iterable[Draft] = (),
+        controller: Controller | None = None,
+    ) -> None:
+        """Raises ValueError for a target whose layers remember something else than keys and values, and for
+        lengths beyond its positions."""
+        if config.max_model_len > target.config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len {config.max_model_len}: this model's positions end at "
+                f"{target.config.max_position_embeddings}"
+            )
+        self.target, self.config = target, config
+        drafts = list(drafts)
+        self.block = max((draft.block_size for draft in drafts), default=1)
+        self.aux = tuple(sorted({layer for draft in drafts for layer in draft.target_layer_ids}))
+        length = config.max_model_len + self.block
+        self.cache = target.make_cache(config.max_num_seqs, length, slack=length)
+        self.cache.of([0], [0])  # refuses what cannot be shared
+        self.controller = controller or Fixed(self.block)
+        self.controller.begin(self.block)
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.arrival = Condition()
+        # what each row holds, and when it was last used
+        self.held: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
+        self.used = [0.0] * config.max_num_seqs
+        self.rounds = 0
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises ValueError for a prompt that the target cannot take, or that is too long with its output."""
+        check_prompts(self.target, [sequence.prompt], sequence.request)
+        if sequence.length > self.config.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(sequence.prompt)} tokens and up to {sequence.request.max_new_tokens} "
+                f"may follow, but the server's max_model_len is {self.config.max_model_len}"
+            )
+        if sequence.draft is not None:
+            assert sequence.draft.block_size <= self.block, "one of the engine's drafts"
+
+    def add(self, sequence: Sequence) -> None:
+        """Let it join. Raises ValueError as `check`, and QueueFull."""
+        self.check(sequence)
+        with self.arrival:
+            if len(self.waiting) >= self.config.max_waiting:
+                raise QueueFull(f"{len(self.waiting)} requests are waiting")
+            self.waiting.append(sequence)
+            self.arrival.notify()
+
+    def wait(self, seconds: float) -> bool:
+        """Until there is something to do; -> whether there is."""
+        with self.arrival:
+            return self.arrival.wait_for(lambda: self.running or self.waiting, seconds)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One round. An error ends the sequences that took part in it, not the engine."""
+        self._admit()
+        for part, taking in (
+            (self._prefill, [s for s in self.running if s.prefilling][: self.config.prefill_rows]),
+            (self._decode, [s for s in self.running if not s.prefilling and not s.done]),
+        ):
+            try:
+                if taking:
+                    part(taking)
+            except Exception as error:
+                for sequence in taking:
+                    self._leave(sequence, error)
+        for sequence in [s for s in self.running if s.cancelled or (s.done and not s.prefilling)]:
+            self._leave(sequence)
+        self.rounds += 1
+
+    def _admit(self) -> None:
+        """Those that have waited longest, while there are rows."""
+        while len(self.running) < self.config.max_num_seqs:
+            with self.arrival:
+                if not self.waiting:
+                    return
+                sequence = self.waiting.popleft()
+            if sequence.cancelled:
+                sequence.on_end(None)
+                continue
+            row, reused = self._row_for(sequence.prompt)
+            sequence.enter(self.target, row, reused)
+            self.running.append(sequence)
+
+    def _row_for(self, prompt: list[int]) -> tuple[int, int]:
+        """-> a free row, and how many tokens of the prompt's beginning lie in it; one at least is left, for
+        its logits."""
+        busy = {s.row: s.in_cache for s in self.running}
+        most, source = 0, -1
+        for row, held in enumerate(self.held):
+            alike = _alike(busy.get(row, held), prompt[:-1])
+            if alike > most:
+                most, source = alike, row
+        free = [row for row in range(len(self.held)) if row not in busy]
+        if most < LEAST_REUSE:
+            return min(free, key=lambda row: (bool(self.held[row]), self.used[row])), 0
+        if source in free and most == len(self.held[source]):
+            return source, most  # it goes on where that one ended
+        row = min(free, key=lambda row: (bool(self.held[row]), row == source, self.used[row]))
+        if row != source:
+            self.cache.copy(source, row, most)
+        return row, most
+
+    def _leave(self, sequence: Sequence, error: Exception | None = None) -> None:
+        self.running.remove(sequence)
+        self.held[sequence.row] = [] if error else sequence.in_cache
+        self.used[sequence.row] = sequence.times["ended"] = time.perf_counter()
+        sequence.on_end(error)
+
+    def _prefill(self, some: Rows[Sequence]) -> None:
+        """The next chunk of their prompts. Chunks are short: the bits are those of any other chunking, and
+        others wait no longer than for one."""
+        parts = [s.prompt[s.cached : s.cached + FEW] for s in some]
+        counts = [len(part) for part in parts]
+        width = max(counts)
+        tokens = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts])
+        cache = self.cache.of([s.row for s in some], [s.cached for s in some])
+        out = self.target(tokens, cache, counts=counts, aux=self._aux(some))
+        ended = []
+        for b, (sequence, count) in enumerate(zip(some, counts, strict=True)):
+            sequence.observe(
+                States(tokens[b : b + 1, :count], self._aux_of(sequence, out.aux, b, count), [count])
+            )
+            sequence.cached += count
+            if not sequence.prefilling:
+                ended.append((sequence, out.hidden[b, count - 1]))
+        if not ended:
+            return
+        logits = self.target.logits(torch.stack([hidden for _, hidden in ended]))
+        check_finite("the prompt", logits)
+        for b, (sequence, _) in enumerate(ended):
+            if sequence.on_logits is not None:
+                sequence.on_logits(logits[b : b + 1])
+            sequence.emit(sequence.rule.draw(logits[b : b + 1]).tolist())
+
+    def _decode(self, some: Rows[Sequence]) -> None:
+        """One step of each: propose, verify together, commit. See `decode.generate.steps`."""
+        lengths, drafting = [s.cached for s in some], any(s.draft is not None for s in some)
+        cache = self.cache.of([s.row for s in some], lengths)
+        n = self.controller.width(lengths) if drafting else 1
+        proposal = offered = together([s.propose(n) for s in some])
+        if n > 1:
+            proposal = self.controller.cut(offered)
+        out = self.target(
+            proposal.tokens,
+            cache,
+            counts=proposal.counts,
+            tree=proposal.tree,
+            aux=self._aux(some),
+            logits=True,
+        )
+        assert out.logits is not None
+        check_finite(f"round {self.rounds}", out.logits, offered, out.finite)
+        paths: list[list[int]] = []
+        for b, sequence in enumerate(some):
+            paths.append(self._verify(sequence, row_of(proposal, b), out.logits[b], out.best, b))
+        cache.commit(paths)
+        for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
+            sequence.cached = cache.lengths[b]
+            if sequence.session is not None:
+                aux = self._aux_of(sequence, out.aux, b, proposal.counts[b])
+                sequence.observe(accepted_states(row_of(proposal, b), aux, [path]))
+        if drafting:
+            self.controller.learn(proposal, paths)
+
+    def _verify(
+        self, sequence: Sequence, proposal: Proposal, logits: Tensor, best: Tensor | None, b: int
+    ) -> list[int]:
+        """Its row of the step: logits [N, V] -> the accepted path; what it commits goes out."""
+        n, rule = proposal.counts[0], sequence.rule
+        logits, best = logits[None, :n], None if best is None else best[b : b + 1, :n]
+        result = rule.verify(proposal, logits, best) if n > 1 else next_token(rule, logits, best)
+        path = result.path[0]
+        if sequence.on_logits is not None:
+            sequence.on_logits(logits[0, path])
+        sequence.count(n - 1, len(path) - 1)
+        sequence.emit(result.tokens[0])
+        return path
+
+    def _aux(self, some: Rows[Sequence]) -> tuple[int, ...]:
+        return self.aux if any(s.draft is not None and s.draft.target_layer_ids for s in some) else ()
+
+    def _aux_of(self, sequence: Sequence, aux: Tensor | None, b: int, count: int) -> Tensor | None:
+        """aux [n, B, T, C] of all drafts' layers -> [m, 1, count, C] of the layers that its own reads."""
+        layers = () if sequence.draft is None else sequence.draft.target_layer_ids
+        if aux is None or not layers:
+            return None
+        own = aux[:, b : b + 1, :count]
+        return own if layers == self.aux else own[[self.aux.index(layer) for layer in layers]]
+
+
+def _alike(held: list[int], prompt: list[int]) -> int:
+    """How many tokens both begin with."""
+    if held[:LEAST_REUSE] != prompt[:LEAST_REUSE]:
+        return 0
+    for n, (a, b) in enumerate(zip(held, prompt, strict=False)):
+        if a != b:
+            return n
+    return min(len(held), len(prompt))

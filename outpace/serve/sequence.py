@@ -1,0 +1,115 @@
+"""One request in the engine: its prompt, its limits, and what it has so far."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outpace.decode.acceptance import AcceptanceRule
+from outpace.decode.request import BatchRows, Request, acceptance_rule
+from outpace.drafts.base import Draft, Proposal
+from outpace.drafts.deferred import Deferred, States
+from outpace.models.decoder import Decoder
+from outpace.ops.sampling import generator
+
+EndCallback = Callable[[Exception | None], None]
+
+
+@dataclass(eq=False, kw_only=True)
+class Sequence:
+    """`request` is of one prompt: above temperature 0 its rule is "gumbel", under which the text hangs on the
+    seed alone, not on the draft or the company. `width`: most positions of a proposal, root included; 0: the
+    draft's own. `on_tokens` gets the new tokens of each round, and ends the sequence by True; `on_end` comes
+    last, with what went wrong. Both run in the engine's thread and must not wait.
+    """
+
+    prompt: list[int]
+    request: Request
+    on_tokens: Callable[[list[int]], bool | None]
+    on_end: EndCallback = lambda error: None
+    on_logits: Callable[[Tensor], None] | None = None  # [n, V] of the next n tokens; a limit may cut the last
+    draft: Draft | None = None
+    width: int = 0
+    seed: int = 0
+    cancelled: bool = False  # by whoever made it, from any thread
+
+    row: int = field(default=-1, init=False)  # of the cache; -1: none yet
+    cached: int = field(default=0, init=False)  # tokens of prompt and output in the cache
+    reused: int = field(default=0, init=False)  # of them, those that an earlier sequence had put there
+    rounds: int = field(default=0, init=False)
+    drafted: int = field(default=0, init=False)
+    accepted: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.request.sampling.temperature and self.request.rule != "gumbel":
+            raise ValueError(f"rule {self.request.rule!r}: only gumbel's text does not hang on the company")
+        self.output = BatchRows(1, self.request, lambda _, tokens: self.on_tokens(tokens))
+        self.rule: AcceptanceRule = acceptance_rule(self.request, [self.prompt], generator(self.seed))
+        self.session: Deferred | None = None
+        self.times = {"arrived": time.perf_counter()}  # and "admitted", "first", "ended", once they come
+
+    @property
+    def done(self) -> bool:
+        return self.output.done[0]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The output."""
+        return self.output.emitted[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output, at most."""
+        return len(self.prompt) + self.request.max_new_tokens
+
+    @property
+    def in_cache(self) -> list[int]:
+        return (self.prompt + self.tokens)[: self.cached]
+
+    @property
+    def prefilling(self) -> bool:
+        return self.cached < len(self.prompt)
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1]
+
+    def enter(self, target: Decoder, row: int, reused: int) -> None:
+        """It has a row of the cache, in which the first `reused` tokens of its prompt lie already."""
+        self.row, self.cached, self.reused = row, reused, reused
+        self.times["admitted"] = time.perf_counter()
+        if self.draft is None:
+            return
+        # of reused tokens no hidden states are left: a draft that reads them begins after them
+        offset = reused if self.draft.target_layer_ids else 0
+        session = self.draft.begin(1, self.length + self.draft.block_size, offset)
+        if reused and not offset:
+            session.observe(torch.tensor([self.prompt[:reused]]), None, [reused])
+        self.session = Deferred(session)
+
+    def observe(self, states: States) -> None:
+        """Verified tokens and the target's hidden states there, for the draft."""
+        if self.session is not None:
+            self.session.add(states)
+
+    def propose(self, width: int) -> Proposal:
+        """Of one row, in at most `width` positions, root included."""
+        width = min(width, self.width or width)
+        last = torch.tensor([self.last])
+        if width == 1 or self.session is None:
+            return Proposal(last[:, None], [1])
+        assert self.draft is not None
+        return self.session.propose(last, min(width, self.draft.block_size), self.rule.sampler)
+
+    def emit(self, tokens: list[int]) -> None:
+        self.times.setdefault("first", time.perf_counter())
+        self.output.emit(0, tokens)
+
+    def count(self, proposed: int, accepted: int) -> None:
+        self.rounds, self.drafted, self.accepted = (
+            self.rounds + 1,
+            self.drafted + proposed,
+            self.accepted + accepted,
+        )

@@ -1,0 +1,227 @@
+"""Continuous batching: whoever runs beside a request, and whatever the drafts say, its tokens are those that
+autoregressive decoding gives it alone."""
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from dflash_drafts import random_dflash
+
+from outpace.decode.generate import generate
+from outpace.decode.request import Request
+from outpace.drafts.dflash import BoundDFlash
+from outpace.drafts.lookup import NGram
+from outpace.kernels import bindings
+from outpace.models.load import build, named_tensors
+from outpace.ops.sampling import Sampling, generator
+from outpace.serve.engine import Engine, EngineConfig, QueueFull
+from outpace.serve.sequence import Sequence
+
+sys.path.append(str(Path(__file__).parent.parent / "decode"))
+from scripted import Scripted
+from test_trees import ScriptedTree
+
+HEADS = {"qwen3": 16, "qwen3_moe": 24}  # dims that the kernels take
+STOP = frozenset({3, 4})
+
+
+def target(family="gpt_oss"):
+    model = build(tiny.config(family, head_dim=HEADS.get(family, 8)))
+    tiny.randomise(named_tensors(model), 3)
+    return model.eval()
+
+
+def request(tokens, temperature=0.0, **more):
+    sampling = Sampling(temperature=temperature, **more)
+    return Request(
+        max_new_tokens=tokens, sampling=sampling, stop=STOP, rule="gumbel" if temperature else "match",
+        prefill_chunk=64,
+    )  # fmt: skip
+
+
+def alone(model, prompt, wanted, seed):
+    return generate(model, [prompt], wanted, rng=generator(seed)).tokens[0]
+
+
+class Client:
+    """One request as it is sent, and what came back."""
+
+    def __init__(self, prompt, wanted, seed=0, draft=None, width=0):
+        self.tokens, self.ends, self.logits = [], [], []
+        self.sequence = Sequence(
+            prompt=prompt, request=wanted, seed=seed, draft=draft, width=width,
+            on_tokens=self.tokens.extend, on_end=self.ends.append,
+        )  # fmt: skip
+
+
+def run(engine, rounds=10_000):
+    for _ in range(rounds):
+        if not engine.wait(0):
+            return
+        engine.step()
+    raise AssertionError("it does not end")
+
+
+def wrong_at(share, seed):
+    return lambda b, position: random.Random(f"{seed} {position}").random() < share
+
+
+def drafted_by(kind, model, prompt, answer, number, dflash):
+    share, script = (0.2, 0.5, 0.8)[number % 3], ([answer], [prompt])
+    match kind:
+        case "none":
+            return None
+        case "ngram":
+            return NGram(block_size=4)
+        case "dflash":
+            return dflash
+        case "chain":
+            return Scripted(*script, wrong_at(share, number), block_size=5, patient=True, ragged=number % 2)
+    return ScriptedTree(*script, wrong_at(share, number), block_size=7, patient=True)
+
+
+def crowd(model, count, seed, dflash):
+    """Random requests, some of which begin like others -> clients, and the tokens that each must get."""
+    rng, made = random.Random(seed), []
+    beginnings = [[rng.randrange(5, 97) for _ in range(n)] for n in (12, 40, 75)]
+    for i in range(count):
+        prompt = [rng.randrange(5, 97) for _ in range(rng.randint(1, 90))]
+        if rng.random() < 0.4:
+            prompt = rng.choice(beginnings) + prompt[: rng.randint(1, 20)]
+        wanted = request(rng.randint(1, 40), rng.choice([0.0, 0.0, 0.8, 1.3]))
+        if rng.random() < 0.2:
+            wanted = replace(wanted, sampling=replace(wanted.sampling, repetition_penalty=1.3, top_k=20))
+        answer = alone(model, prompt, wanted, i)
+        kind = rng.choice(["none", "ngram", "dflash", "chain", "tree"])
+        draft = drafted_by(kind, model, prompt, answer, i, dflash)
+        made.append((Client(prompt, wanted, i, draft, rng.choice([0, 0, 2, 3])), answer))
+    return made
+
+
+@pytest.mark.parametrize(("family", "count"), [("gpt_oss", 120), ("llama", 40), ("qwen3_moe", 40)])
+def test_company_changes_no_token(family, count):
+    """They arrive and are cancelled at random, share beginnings, and outnumber the rows."""
+    model = target(family)
+    bound = BoundDFlash(random_dflash(model), model)
+    made, rng = crowd(model, count, 7, bound), random.Random(1)
+    drafts = [bound, NGram(block_size=7)]
+    engine = Engine(model, EngineConfig(max_num_seqs=6, max_model_len=160, prefill_rows=3), drafts)
+    coming, cancelled = list(made), []
+    while coming or engine.running or engine.waiting:
+        for _ in range(min(rng.randint(0, 3), len(coming))):
+            engine.add(coming.pop()[0].sequence)
+        engine.step()
+        if engine.running and rng.random() < 0.03:
+            victim = rng.choice(engine.running)
+            victim.cancelled = True
+            cancelled.append(victim)
+    assert len(cancelled) > 2
+    for client, answer in made:
+        assert client.ends == [None]
+        if client.sequence in cancelled:
+            assert client.tokens == answer[: len(client.tokens)]
+        else:
+            assert client.tokens == answer
+    sequences = [client.sequence for client, _ in made]
+    assert sum(s.reused for s in sequences) > 3 * count and sum(s.accepted for s in sequences) > count
+    assert sum(s.drafted for s in sequences) > 1.5 * sum(s.accepted for s in sequences)
+    if bindings.available():
+        assert model.native_steps
+
+
+def test_a_growing_chat_is_not_prefilled_again():
+    model = target()
+    engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=200))
+    text, before = [7, 8, 9, 10, 11, 12, 13, 14, 15], 0
+    for _ in range(3):
+        client = Client(text, request(12))
+        engine.add(client.sequence)
+        run(engine)
+        assert client.tokens == alone(model, text, request(12), 0)
+        assert client.sequence.reused == before
+        before = len(text) + len(client.tokens) - 1
+        text = [*text, *client.tokens, 20, 21, 22]
+    assert len([held for held in engine.held if held]) == 1
+
+
+def test_one_beginning_is_copied_for_many_while_its_first_still_runs():
+    model = target()
+    engine = Engine(model, EngineConfig(max_num_seqs=4, max_model_len=200))
+    begin = [random.Random(3).randrange(5, 97) for _ in range(30)]
+    clients = [Client([*begin, 40 + i, 50 + i], request(25)) for i in range(4)]
+    engine.add(clients[0].sequence)
+    engine.step()
+    for client in clients[1:]:
+        engine.add(client.sequence)
+    run(engine)
+    for client in clients:
+        assert client.tokens == alone(model, client.sequence.prompt, request(25), 0)
+    assert [client.sequence.reused for client in clients] == [0, 30, 30, 30]
+
+
+def test_a_long_prompt_does_not_stop_the_others():
+    model = target()
+    engine = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=800))
+    short, long = Client([5, 6], request(60)), Client([7] * 640, request(3))
+    engine.add(short.sequence)
+    engine.step()
+    engine.add(long.sequence)
+    before = len(short.tokens)
+    for _ in range(5):
+        engine.step()
+    assert long.sequence.prefilling and len(short.tokens) == before + 5
+    run(engine)
+    assert long.tokens == alone(model, [7] * 640, request(3), 0)
+
+
+def test_an_error_ends_those_that_met_it():
+    model = target()
+    engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100))
+
+    class Broken(NGram):
+        def begin(self, batch, length, offset=0, slack=0):
+            session = super().begin(batch, length, offset, slack)
+            session.propose = lambda *_: 1 / 0
+            return session
+
+    engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100), [NGram()])
+    bad, later = Client([5, 6, 7], request(9), draft=Broken()), Client([8, 9], request(9))
+    engine.add(bad.sequence)
+    run(engine)
+    assert isinstance(bad.ends[0], ZeroDivisionError) and len(bad.tokens) == 1
+    engine.add(later.sequence)
+    run(engine)
+    assert later.ends == [None] and later.tokens == alone(model, [8, 9], request(9), 0)
+
+
+def test_what_is_too_long_or_too_much_is_refused_with_the_numbers():
+    engine = Engine(target(), EngineConfig(max_num_seqs=1, max_model_len=50, max_waiting=2))
+    with pytest.raises(ValueError, match=r"45 tokens and up to 6 may follow.* max_model_len is 50"):
+        engine.add(Client([5] * 45, request(6)).sequence)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        engine.add(Client([97], request(6)).sequence)
+    for _ in range(2):
+        engine.add(Client([5] * 44, request(6)).sequence)
+    with pytest.raises(QueueFull, match="2 requests"):
+        engine.add(Client([5] * 44, request(6)).sequence)
+    with pytest.raises(ValueError, match="gumbel"):
+        Client([5], replace(request(6, 0.8), rule="match"))
+    with pytest.raises(ValueError, match="positions end at"):
+        Engine(target(), EngineConfig(max_model_len=10**7))
+
+
+def test_logits_come_with_the_tokens_and_stop_tokens_end_it():
+    model, seen = target(), []
+    wanted = replace(request(30), stop=frozenset(range(5, 40)))
+    engine = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=100), [NGram()])
+    client = Client([5, 6, 5, 6, 5], wanted, draft=NGram())
+    client.sequence.on_logits = lambda logits: seen.extend(logits.argmax(-1).tolist())
+    engine.add(client.sequence)
+    run(engine)
+    assert client.tokens == alone(model, [5, 6, 5, 6, 5], wanted, 0)
+    assert seen[: len(client.tokens)] == client.tokens
+    assert torch.is_inference_mode_enabled() is False
