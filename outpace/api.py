@@ -321,7 +321,7 @@ def generate(
     """
     batch = _is_batch(prompt)
     prompts: Sequence[Prompt] = prompt if batch else [prompt]  # type: ignore[assignment,list-item]
-    rows, trace = [_Row(model, each, sampling) for each in prompts], Trace()
+    rows, trace = [OutputRow(model, each, sampling) for each in prompts], Trace()
     for _ in _decode(model, rows, draft, sampling, trace):
         pass
     outputs = [row.output(trace, b) for b, row in enumerate(rows)]
@@ -356,14 +356,14 @@ def stream(
     """
     if _is_batch(prompt):
         raise ValueError("stream takes one prompt: use generate for a batch")
-    row, trace = _Row(model, prompt, sampling, chat), Trace()
+    row, trace = OutputRow(model, prompt, sampling, chat), Trace()
     return TokenStream(row, _decode(model, [row], draft, sampling, trace, controller, partial, rng), trace)
 
 
 class TokenStream:
     """An iterator over the `StreamPiece`s of one output."""
 
-    def __init__(self, row: "_Row", decoding: Iterator[None], trace: Trace) -> None:
+    def __init__(self, row: "OutputRow", decoding: Iterator[None], trace: Trace) -> None:
         self._row, self._trace = row, trace
         self._pieces = (piece for _ in decoding for piece in row.take())
 
@@ -385,7 +385,7 @@ class TokenStream:
 
 def _decode(
     model: Model,
-    rows: "list[_Row]",
+    rows: "list[OutputRow]",
     draft: Draft | str | bool | None,
     sampling: SamplingParams,
     trace: Trace,
@@ -463,7 +463,7 @@ def check_text(model: Model, text: str) -> None:
 
 
 @dataclass
-class _Row:
+class OutputRow:
     """One prompt of a batch: its ids, and the output as it grows."""
 
     model: Model

@@ -167,7 +167,8 @@ def open_chat(
         system = System(reasoning=reasoning, current_date=date or f"{datetime.date.today():%Y-%m-%d}")
         harmony = HarmonyChat(tokenizer, system, Developer(instructions=instructions, tools=tools))
         if messages is not None:
-            harmony.conversation = parse_conversation(messages, system=system)
+            given = {"messages": messages, "tools": functions}
+            harmony.conversation = parse_conversation(given, system=system)
         return harmony
     template = open_template(open_checkpoint(target_path(name)))
     if template is None:

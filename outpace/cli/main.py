@@ -19,6 +19,7 @@ from outpace.cli import (  # noqa: F401 - they add their commands
     problems,
     retrofit,
     rows,
+    serve,
     training,
 )
 from outpace.cli.app import app

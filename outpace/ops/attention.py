@@ -175,14 +175,14 @@ def _dense_gradients(
     fast as the flash backward. Without a mask, queries of a tile meet no key after its end."""
     T, tile = q.shape[2], q.shape[2] if mask is not None else TILE
     inner = (grad.float() * out.float()).sum(-1, keepdim=True)
-    future = None if mask is not None else _bias(causal(min(tile, T), 0, q.device), torch.float32)
+    future = _bias(causal(min(tile, T), 0, q.device), torch.float32)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for begin in range(0, T, tile):
         end = min(begin + tile, T)
         own = slice(None), slice(None), slice(begin, end)
         seen = slice(None), slice(None), slice(0, end if mask is None else k.shape[2])
         scores = (q[own] @ k[seen].mT).float().mul_(scale).sub_(lse[own][..., None])
-        if future is None:
+        if mask is not None:
             scores.add_(mask)
         else:
             scores[..., begin:].add_(future[: end - begin, : end - begin])

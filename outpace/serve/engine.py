@@ -105,7 +105,7 @@ class Engine:
     def wait(self, seconds: float) -> bool:
         """Until there is something to do; -> whether there is."""
         with self.arrival:
-            return self.arrival.wait_for(lambda: self.running or self.waiting, seconds)
+            return self.arrival.wait_for(lambda: bool(self.running or self.waiting), seconds)
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -1,0 +1,121 @@
+"""The command serve: an OpenAI-compatible server."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli.app import Target, app, say
+
+if TYPE_CHECKING:
+    from outpace.api import Model
+    from outpace.serve.server import Served
+
+
+@app.command()
+def serve(
+    target: Target,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on (0 = a free one).")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API. Default: as it is given here.")
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help='JSON: {"method": NAME, "model": DRAFT}; the method is what '
+            "requests name it by. Default: the best draft known for the target; 'none' for none."
+        ),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
+    max_model_len: Annotated[
+        int, typer.Option(min=2, help="Tokens of prompt and output together, at most.")
+    ] = 4096,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 256,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OUTPACE_API_KEY", help="Key that clients must send.")
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="Origin of pages that may ask, repeatable: --cors '*'.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=128, help="Number of CPU threads. Default: torch's.")
+    ] = None,
+) -> None:
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /metrics.
+
+    Every request is decoded with exact speculation; its tokens do not depend on what else is running.
+
+    [bold]Examples[/bold]: outpace serve default
+    outpace serve gpt-oss-20b --speculative-config '{"method": "dflash", "model": "work/dflash/draft"}'
+    outpace serve model.gguf --port 9000 --max-num-seqs 16 --api-key secret
+    """
+    try:
+        import uvicorn
+
+        from outpace.serve.app import AppConfig, make_app
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed: pip install 'outpace[serve]'") from None
+    from outpace.serve.engine import EngineConfig
+    from outpace.serve.server import Server
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    served = _served(target, served_model_name, speculative_config)
+    positions = served.model.target.config.max_position_embeddings
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs, max_model_len=min(max_model_len, positions), max_waiting=max_waiting
+    )
+    server = Server(served, config)
+    door = AppConfig(api_key=api_key, cors=tuple(cors or ()))
+    methods = ", ".join(served.drafts) or "none"
+    say(f"{served.name}: drafts {methods}; default {served.default or 'none'}", markup=False)
+    settings = uvicorn.Config(make_app(server, door), host, port, log_level="warning", access_log=False)
+    listening = settings.bind_socket()
+    say(f"http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)", markup=False)
+    uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _served(target: str, name: str | None, speculative: str | None) -> "Served":
+    from outpace.api import load
+    from outpace.serve.server import Served
+
+    model = load(target)
+    drafts, default = _drafts(model, speculative)
+    return Served(model=model, name=name or target, drafts=drafts, default=default)
+
+
+def _drafts(model: "Model", speculative: str | None) -> tuple[dict[str, Any], str | None]:
+    """By method, and the default one; prompt lookup is always there."""
+    from outpace.api import load_draft
+    from outpace.drafts.lookup import NGram
+    from outpace.loading import own_draft
+
+    drafts: dict[str, Any] = {"ngram": NGram()}
+    if speculative == "none":
+        return drafts, None
+    asked = {"method": own_draft(model.name)} if speculative is None else _speculative(speculative)
+    method = asked["method"]
+    if method == "none":
+        return drafts, None
+    draft = load_draft(asked.get("model", method), model)
+    if draft is None:
+        raise ValueError(f"--speculative-config: {asked.get('model', method)!r} is no draft")
+    drafts[method] = draft
+    return drafts, method
+
+
+def _speculative(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--speculative-config is no JSON ({error}), nor 'none'") from None
+    if not isinstance(value, dict) or not isinstance(value.get("method"), str):
+        raise ValueError('--speculative-config: an object with a method, such as {"method": "ngram"}')
+    unknown = sorted(value.keys() - {"method", "model"})
+    if unknown:
+        raise ValueError(f"--speculative-config: unknown key {unknown[0]!r}; known are method, model")
+    return value

@@ -1,0 +1,382 @@
+"""The HTTP surface: OpenAI's endpoints, errors in OpenAI's shape, server-sent events."""
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Rows
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outpace.api import StreamPiece, check_text
+from outpace.serve import wire
+from outpace.serve.answer import Answer, TokenLogprob
+from outpace.serve.engine import QueueFull
+from outpace.serve.metrics import Metrics
+from outpace.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, problem
+from outpace.serve.server import Server
+
+LOG = logging.getLogger("outpace.serve")
+RETRY_SECONDS = 1
+DRAINED = 1000  # pieces of a body that is too long, thrown away before the answer
+LOOK_SECONDS = 0.25  # between looks at whether a client is still there
+Chunk = tuple[Answer, StreamPiece, list[TokenLogprob]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """`api_key`: asked of /v1, /tokenize and /detokenize as a bearer token. `cors`: origins of pages that may
+    ask. `max_body`: bytes of a request."""
+
+    api_key: str | None = None
+    cors: tuple[str, ...] = ()
+    max_body: int = 4 << 20
+
+
+def make_app(server: Server, config: AppConfig) -> FastAPI:
+    @asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        server.start()
+        yield
+        await asyncio.to_thread(server.stop)
+
+    app = FastAPI(title="Outpace", version=version("outpace"), lifespan=running, redoc_url=None)
+    metrics = Metrics(server.engine)
+    _add_errors(app)
+    _add_information(app, server, metrics)
+    _add_completions(app, server, metrics)
+    if config.cors:
+        from starlette.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.cors), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(Door, config=config)
+    return app
+
+
+class Door:
+    """Refuses who has no key, and bodies that are too long, before anything reads them."""
+
+    def __init__(self, app: ASGIApp, config: AppConfig) -> None:
+        self.app, self.config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] == "OPTIONS":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if not self._known(scope["path"], headers):
+            refused = _problem(401, "the API key is missing or wrong", "authentication_error")
+            await refused(scope, receive, send)
+            return
+        length, read = headers.get(b"content-length", b"0"), 0
+        if not length.isdigit() or int(length) > self.config.max_body:
+            await self._too_long(scope, receive, send)
+            return
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.config.max_body:
+                raise HTTPException(413, f"the body is longer than {self.config.max_body:,} bytes")
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _known(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        key = self.config.api_key
+        if key is None or not path.startswith(("/v1", "/tokenize", "/detokenize")):
+            return True
+        return hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {key}".encode())
+
+    async def _too_long(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # a client that is still sending would see a broken connection instead of the answer
+        for _ in range(DRAINED):
+            if not (await receive()).get("more_body", False):
+                break
+        refused = _problem(413, f"the body is longer than {self.config.max_body:,} bytes")
+        await refused(scope, receive, send)
+
+
+def _problem(
+    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
+) -> JSONResponse:
+    headers = {"Retry-After": str(RETRY_SECONDS)} if status == 429 else None
+    return JSONResponse(wire.error(message, kind, param), status, headers)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, field = problem(list(error.errors()))
+        return _problem(400, message, param=field)
+
+    @app.exception_handler(HTTPException)
+    async def of_paths(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _problem(error.status_code, message)
+
+    @app.exception_handler(ValueError)
+    async def of_values(request: Request, error: ValueError) -> JSONResponse:
+        return _problem(400, str(error))
+
+    @app.exception_handler(QueueFull)
+    async def of_load(request: Request, error: QueueFull) -> JSONResponse:
+        return _problem(429, str(error), "rate_limit_exceeded")
+
+    @app.exception_handler(Exception)
+    async def of_us(request: Request, error: Exception) -> JSONResponse:
+        LOG.exception("a request failed")
+        return _problem(500, f"{type(error).__name__}: the server's log says more", "server_error")
+
+
+def _add_information(app: FastAPI, server: Server, metrics: Metrics) -> None:
+    served, tokenizer, began = server.served, server.model.tokenizer, int(time.time())
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version_of_us() -> dict[str, str]:
+        return {"version": version("outpace")}
+
+    @app.get("/metrics")
+    async def numbers() -> Response:
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {"id": served.name, "object": "model", "created": began, "owned_by": "outpace"}
+        more = {"max_model_len": server.config.max_model_len, "draft_methods": list(served.drafts)}
+        return {"object": "list", "data": [card | more]}
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        _check_model(server, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ValueError("give prompt or messages, and not both")
+        if body.messages is not None:
+            tokens = server.tokens_of(body.messages)
+        else:
+            check_text(server.model, body.prompt or "")
+            tokens = tokenizer.encode(body.prompt or "").ids
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.config.max_model_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        _check_model(server, body.model)
+        vocab_size = server.model.target.config.vocab_size
+        for token in body.tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"tokens: {token} is outside the vocabulary of {vocab_size}")
+        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _check_model(server: Server, name: str | None) -> None:
+    if name is not None and name != server.served.name:
+        raise HTTPException(404, f"model {name!r}: this server has {server.served.name!r}")
+
+
+def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        _check_model(server, body.model)
+        answers = server.chat(body)
+        if body.stream:
+            return _stream(Streamed("chat.completion.chunk", "chatcmpl", server, body, answers, 1), metrics)
+        scores = await _whole(request, answers, metrics)
+        choices = [
+            {
+                "index": i,
+                "message": wire.message(answer),
+                "finish_reason": wire.finish_of(answer),
+                "logprobs": None if body.top is None else wire.chat_logprobs(server.model, said),
+            }
+            for i, (answer, said) in enumerate(zip(answers, scores, strict=True))
+        ]
+        values = wire.head("chat.completion", "chatcmpl", server.served.name)
+        return JSONResponse(
+            values | {"choices": choices, "usage": wire.usage(answers, 1)} | wire.measured(answers)
+        )
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        _check_model(server, body.model)
+        answers, prompts = server.complete(body), len(body.prompts)
+        if body.stream:
+            return _stream(Streamed("text_completion", "cmpl", server, body, answers, prompts), metrics)
+        scores = await _whole(request, answers, metrics)
+        choices = [
+            {
+                "index": i,
+                "text": answer.row.text,
+                "finish_reason": wire.finish_of(answer),
+                "logprobs": None if body.top is None else wire.text_logprobs(server.model, said),
+            }
+            for i, (answer, said) in enumerate(zip(answers, scores, strict=True))
+        ]
+        values = wire.head("text_completion", "cmpl", server.served.name)
+        return JSONResponse(
+            values | {"choices": choices, "usage": wire.usage(answers, prompts)} | wire.measured(answers)
+        )
+
+
+def _ended(answers: Rows[Answer], metrics: Metrics, status: str | None = None) -> None:
+    """One line of the log for each, without its text, and the counters."""
+    for answer in answers:
+        sequence = answer.sequence
+        assert sequence is not None
+        reason = status or wire.finish_of(answer)
+        metrics.ended(sequence, reason)
+        times = sequence.times
+        line = {
+            "reason": reason,
+            "prompt_tokens": len(sequence.prompt),
+            "cached_tokens": sequence.reused,
+            "tokens": len(sequence.tokens),
+            "drafted": sequence.drafted,
+            "accepted": sequence.accepted,
+            "first_token_s": round(times.get("first", times["arrived"]) - times["arrived"], 4),
+            "seconds": round(times.get("ended", time.perf_counter()) - times["arrived"], 4),
+        }
+        LOG.info(json.dumps(line))
+
+
+async def _whole(request: Request, answers: Rows[Answer], metrics: Metrics) -> list[list[TokenLogprob]]:
+    """Wait for all; a client that goes away ends them."""
+
+    async def scores(answer: Answer) -> list[TokenLogprob]:
+        return [score async for _, said in answer.pieces() for score in said]
+
+    work = asyncio.gather(*map(scores, answers))
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=LOOK_SECONDS)
+            if not work.done() and await request.is_disconnected():
+                raise HTTPException(499, "the client went away")
+        result = work.result()
+    except BaseException as error:
+        work.cancel()
+        for answer in answers:
+            answer.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await work
+        _ended(answers, metrics, "abort" if isinstance(error, HTTPException) else "error")
+        raise
+    _ended(answers, metrics)
+    return result
+
+
+@dataclass
+class Streamed:
+    """A response in chunks."""
+
+    kind: str
+    prefix: str
+    server: Server
+    body: Sampled
+    answers: list[Answer]
+    prompts: int
+
+    def __post_init__(self) -> None:
+        self.head = wire.head(self.kind, self.prefix, self.server.served.name)
+        self.is_chat = isinstance(self.body, ChatBody)
+        self.deltas = [wire.Deltas() for _ in self.answers]
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        return _event(self.head | {"choices": [choice]})
+
+    def first(self, answer: Answer) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return self.chunk({"index": answer.index, "delta": delta, "finish_reason": None})
+
+    def piece(self, answer: Answer, piece: StreamPiece, said: list[TokenLogprob]) -> bytes | None:
+        """None where it adds nothing: half a character, a mark."""
+        reason = None if piece.finish_reason is None else wire.finish_of(answer)
+        choice: dict[str, Any] = {"index": answer.index, "finish_reason": reason}
+        if self.is_chat:
+            delta = self.deltas[answer.index].of(piece)
+            scores = wire.chat_logprobs(self.server.model, said) if said else None
+            if not (delta or reason or said):
+                return None
+            return self.chunk(choice | {"delta": delta, "logprobs": scores})
+        scores = wire.text_logprobs(self.server.model, said) if said else None
+        if not (piece.text or reason or said):
+            return None
+        return self.chunk(choice | {"text": piece.text, "logprobs": scores})
+
+    def last(self) -> bytes:
+        values = {"choices": [], "usage": wire.usage(self.answers, self.prompts)}
+        return _event(self.head | values | wire.measured(self.answers))
+
+
+def _event(value: Any) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+def _stream(streamed: Streamed, metrics: Metrics) -> StreamingResponse:
+    return StreamingResponse(_events(streamed, metrics), media_type="text/event-stream")
+
+
+async def _events(streamed: Streamed, metrics: Metrics) -> AsyncIterator[bytes]:
+    answers, status = streamed.answers, "abort"
+    try:
+        if streamed.is_chat:
+            for answer in answers:
+                yield streamed.first(answer)
+        async for answer, piece, said in _merged(answers):
+            if (chunk := streamed.piece(answer, piece, said)) is not None:
+                yield chunk
+        status = ""
+        if streamed.body.stream_options is not None and streamed.body.stream_options.include_usage:
+            yield streamed.last()
+        yield b"data: [DONE]\n\n"
+    except Exception as error:
+        status = "error"
+        yield _event(wire.error(f"{type(error).__name__}: {error}", "server_error"))
+    finally:
+        for answer in answers:
+            answer.cancel()
+        _ended(answers, metrics, status or None)
+
+
+async def _merged(answers: Rows[Answer]) -> AsyncIterator[Chunk]:
+    """The pieces of all, as they come."""
+    queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
+
+    async def forward(answer: Answer) -> None:
+        try:
+            async for pieces, said in answer.pieces():
+                for i, piece in enumerate(pieces):
+                    await queue.put((answer, piece, said[i : i + 1]))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(forward(answer)) for answer in answers]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()

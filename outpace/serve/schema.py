@@ -1,0 +1,153 @@
+"""The bodies of requests, in OpenAI's words and vLLM's. An unknown field is refused, never ignored."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outpace.api import SamplingParams
+
+MOST_CHOICES = 16
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Speculative(Body):
+    """`num_speculative_tokens`: draft tokens of a step, at most."""
+
+    method: str | None = None
+    num_speculative_tokens: int | None = Field(default=None, ge=1)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class TextFormat(Body):
+    type: Literal["text"] = "text"
+
+
+class Prediction(Body):
+    """OpenAI's predicted outputs: text that the answer is expected to repeat."""
+
+    type: Literal["content"] = "content"
+    content: str | list[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        parts = [part.get("text") for part in self.content]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError("prediction.content: only parts of text")
+        return "".join(map(str, parts))
+
+
+class Sampled(Body):
+    """What both kinds of completion share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    speculative: bool | Speculative | None = None
+    user: str | None = None  # of the client's own books
+    metadata: dict[str, Any] | None = None
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """Raises ValueError for values out of range. Above temperature 0 noise is the seed's and the place's
+        alone (rule "gumbel"), so that a text does not hang on what else is running."""
+        names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            max_tokens=max_tokens,
+            stop=() if self.stop is None else self.stop,
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=self.ignore_eos,
+            acceptance="gumbel",
+            **given,
+        )
+
+
+class CompletionBody(Sampled):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+class ChatBody(Sampled):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    response_format: TextFormat | None = None
+    prediction: Prediction | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def functions(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(Body):
+    """Of a text, or of a chat as the model reads it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+def problem(errors: list[Any]) -> tuple[str, str | None]:
+    """The first of pydantic's errors as a sentence, and the field it is about."""
+    error = errors[0]
+    place = [str(part) for part in error["loc"] if part != "body"]
+    # of a union, the names of its members are no part of the field
+    field = ".".join(part for part in place if part.islower() and "[" not in part) or None
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{field}: this server does not implement it; leave it out", field
+        case "json_invalid":
+            return f"the body is no JSON: {error['ctx']['error']}", None
+        case "missing":
+            return f"{field}: it is missing", field
+    given = error.get("input")
+    shown = json.dumps(given, default=str, ensure_ascii=False)[:80] if not isinstance(given, bytes) else ""
+    return f"{field or 'the body'}: {error['msg']}" + (f", not {shown}" if shown else ""), field
