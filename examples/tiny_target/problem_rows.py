@@ -27,8 +27,8 @@ ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
 LEAST_FEW = 8  # kinds of token in a copy, at least
 SERIES = 448  # tokens of a row of several problems, at most
 LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
-# beside the families' names: of rows of random tokens, and of conversations about a long document
-ECHO, COPY, DOCUMENT = "echo", "copy", "document"
+LONGEST_LIST, LONGEST_TURNED = 60, 40  # tokens of such exercises
+DOCUMENT = "document"  # beside the families' names: of conversations about a long document
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,8 @@ class Lessons:
         least, first, most = ECHO_TOKENS
         length = rng.randint(least, round(first * (most / first) ** progress))
         vocab_size = self.tokens.tokenizer.get_vocab_size()
-        if rng.random() < 0.5:
-            return Example(COPY, copy(rng, vocab_size, length))
-        return Example(ECHO, echo(rng, vocab_size, length))
+        name = rng.choice(list(EXERCISES))
+        return Example(name, EXERCISES[name](rng, vocab_size, length))
 
     def step(self, rng: random.Random, size: int, echoes: float | None = None) -> list[Example]:
         """As many as have about `size` tokens together; one at least. `echoes`, from 0 to 1: the first steps
@@ -203,6 +202,30 @@ def copy(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
     begin = min(4, length - 1)
     mask = [False] * (length + begin) + [True] * (length - begin)
     return TrainingRow(ids=2 * ids, mask=mask, turn=0)
+
+
+def interleaved(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
+    """Random tokens, each once, and all of them again with one to three others after each, as a worked
+    answer goes through a list. Supervised are the tokens of the list, from the third on."""
+    length, gap = min(length, LONGEST_LIST), rng.randint(1, 3)
+    *items, yes, no, perhaps = rng.sample(range(len(SPECIAL), vocab_size), length + 3)
+    whole, mask = list(items), [False] * length
+    for i, token in enumerate(items):
+        whole += [token, *rng.choices((yes, no, perhaps), k=gap)]
+        mask += [i > 1, *[False] * gap]
+    return TrainingRow(ids=whole, mask=mask, turn=0)
+
+
+def turned(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
+    """Random tokens out of a few, and all of them again from the last to the first. Supervised from the third
+    on."""
+    length = min(length, LONGEST_TURNED)
+    few = rng.sample(range(len(SPECIAL), vocab_size), rng.randint(min(length, LEAST_FEW), length))
+    ids = [rng.choice(few) for _ in range(length)]
+    return TrainingRow(ids=ids + ids[::-1], mask=[False] * (length + 2) + [True] * (length - 2), turn=0)
+
+
+EXERCISES = {"echo": echo, "copy": copy, "interleaved": interleaved, "turned": turned}
 
 
 def batches(examples: Sequence[Example], tokens: int, pad: int) -> Iterator[Batch]:

@@ -1,15 +1,14 @@
 """Rows of generated problems: none is held out, and nothing is supervised but the model's own words."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import outpace
 from examples.tiny_target.problem_rows import (
-    COPY,
     DOCUMENT,
-    ECHO,
     SERIES,
     UNSUPERVISED,
     Lessons,
@@ -106,7 +105,7 @@ def test_an_echo_supervises_what_stood_there_before_and_grows_longer():
     for progress, most in ((0.0, 12), (1.0, 160)):
         examples = lessons.step(random.Random(2), 2000, progress)
         lengths = []
-        for example in (e for e in examples if e.family == ECHO):
+        for example in (e for e in examples if e.family == "echo"):
             ids, mask = example.row.ids, example.row.mask
             first = mask.index(True) - 1  # the first token of a piece is not to be known
             lengths.append(first)
@@ -119,7 +118,7 @@ def test_an_echo_supervises_what_stood_there_before_and_grows_longer():
 
 
 def test_a_copy_is_of_tokens_that_come_again():
-    copies = [e.row for e in Lessons(TOKENS, Mix()).step(random.Random(2), 6000, 1.0) if e.family == COPY]
+    copies = [e.row for e in Lessons(TOKENS, Mix()).step(random.Random(2), 6000, 1.0) if e.family == "copy"]
     assert len(copies) > 5
     for row in copies:
         half = len(row.ids) // 2
@@ -127,6 +126,23 @@ def test_a_copy_is_of_tokens_that_come_again():
         assert not any(row.mask[:half]) and sum(row.mask) == half - min(4, half - 1)
     assert any(len(set(row.ids)) < len(row.ids) / 4 for row in copies)
     assert min(min(row.ids) for row in copies) >= len(SPECIAL)  # no mark is ever a random token
+
+
+def test_lists_are_gone_through_and_turned_round():
+    drawn = Lessons(TOKENS, Mix()).step(random.Random(3), 6000, 1.0)
+    lists, turned = ([e.row for e in drawn if e.family == name] for name in ("interleaved", "turned"))
+    assert len(lists) > 5 and len(turned) > 5
+    gaps = set()
+    for row in lists:
+        own = [t for t, mine in zip(row.ids, row.mask, strict=True) if mine]
+        assert own == row.ids[2 : 2 + len(own)] and len(row.ids) == len(row.mask)
+        places = [i for i, mine in enumerate(row.mask) if mine]
+        gaps |= {b - a for a, b in pairwise(places)}
+        assert len(set(row.ids[: len(own) + 2])) == len(own) + 2
+    assert gaps == {2, 3, 4}
+    for row in turned:
+        half = len(row.ids) // 2
+        assert row.ids == row.ids[::-1] and sum(row.mask) == half - 2 and not any(row.mask[: half + 2])
 
 
 def test_batches_hold_every_row_once_and_shift_by_one():
