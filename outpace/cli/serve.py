@@ -64,7 +64,7 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    served = _served(target, served_model_name, speculative_config)
+    served = _served(target, served_model_name, speculative_config, max_num_seqs)
     positions = served.model.target.config.max_position_embeddings
     config = EngineConfig(
         max_num_seqs=max_num_seqs, max_model_len=min(max_model_len, positions), max_waiting=max_waiting
@@ -79,13 +79,17 @@ def serve(
     uvicorn.Server(settings).run(sockets=[listening])
 
 
-def _served(target: str, name: str | None, speculative: str | None) -> "Served":
+def _served(target: str, name: str | None, speculative: str | None, max_num_seqs: int) -> "Served":
     from outpace.api import load
-    from outpace.serve.server import Served
+    from outpace.serve.server import Served, controller_of
 
     model = load(target)
     drafts, default = _drafts(model, speculative)
-    return Served(model=model, name=name or target, drafts=drafts, default=default)
+    controller = None
+    if default is not None:
+        controller, note = controller_of(model, drafts[default], max_num_seqs)
+        say(note, style="dim", markup=False)
+    return Served(model=model, name=name or target, drafts=drafts, default=default, controller=controller)
 
 
 def _drafts(model: "Model", speculative: str | None) -> tuple[dict[str, Any], str | None]:

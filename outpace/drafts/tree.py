@@ -246,7 +246,8 @@ def cut(proposal: Proposal, columns: int) -> Proposal:
     if not proposal.on_host:
         return result
     ids, above = ([row[:columns] for row in rows] for rows in (proposal.host_tokens, proposal.above))
-    return result.with_lists(ids, above, [row[:columns] for row in proposal.stated or []])
+    stated = None if proposal.stated is None else [row[:columns] for row in proposal.stated]
+    return result.with_lists(ids, above, stated)
 
 
 def together(proposals: Sequence[Proposal]) -> Proposal:

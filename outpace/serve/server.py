@@ -10,12 +10,16 @@ from typing import Any
 import torch
 
 from outpace.api import Message, Model, OutputRow, SamplingParams
-from outpace.decode.controller import Controller
+from outpace.config import cache_folder
+from outpace.decode.auto import auto_controller
+from outpace.decode.controller import Adaptive, Controller
+from outpace.decode.request import GREEDY
 from outpace.drafts.base import Draft
 from outpace.drafts.lookup import Suffix
 from outpace.loading import open_chat
 from outpace.ops.suffixes import Suffixes
 from outpace.serve.answer import Answer
+from outpace.serve.costs import shared
 from outpace.serve.engine import Engine, EngineConfig
 from outpace.serve.schema import ChatBody, CompletionBody, Sampled, Speculative
 from outpace.serve.sequence import Sequence
@@ -33,6 +37,15 @@ class Served:
     drafts: Mapping[str, Draft] = field(default_factory=dict)
     default: str | None = None
     controller: Controller | None = None
+
+
+def controller_of(model: Model, draft: Draft, max_num_seqs: int) -> tuple[Controller | None, str]:
+    """Draft lengths for `max_num_seqs` sequences at once by this machine's costs, and a note for people;
+    None: the draft's full length."""
+    controller, note = auto_controller(model.target, model.tokenizer, draft, GREEDY, cache_folder())
+    if isinstance(controller, Adaptive):
+        controller = Adaptive(shared(controller.costs, max_num_seqs))
+    return controller, note
 
 
 class Server:

@@ -1,0 +1,34 @@
+"""A cost table of one sequence as one of many at once: what the server's controller decides by."""
+
+from dataclasses import replace
+
+from outpace.decode.costs import Costs, Point
+
+
+def shared(costs: Costs, most: int) -> Costs:
+    """`costs` with batches of 1, 2, 4 .. `most` sequences. They share the target's pass, which costs what as
+    many positions cost of the measured batches; each has a draft session of its own, so that drafting costs
+    as many times as much."""
+    batch, points, base = 1, list[Point](), costs.batches[0]
+    while batch <= 2 * most:
+        for p in costs.points:
+            if p.batch == base:
+                points.append(_scaled(costs, p, batch))
+        batch *= 2
+    return replace(costs, points=tuple(points))
+
+
+def _scaled(costs: Costs, p: Point, batch: int) -> Point:
+    times = batch / p.batch
+    verify = tuple(costs.verify_seconds(n, p.context, batch) for n in costs.widths)
+    return replace(
+        p,
+        batch=batch,
+        verify=verify,
+        draft=tuple(times * seconds for seconds in p.draft),
+        rest=times * p.rest,
+        idle=None if p.idle is None else times * p.idle,
+        plain=p.plain * verify[0] / p.verify[0],
+        show=times * p.show,
+        wake=times * p.wake,
+    )

@@ -1,0 +1,40 @@
+"""Costs of many sequences at once, from a table of one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace.decode.controller import Adaptive
+from outpace.serve.costs import shared
+
+sys.path.append(str(Path(__file__).parent.parent / "decode"))
+from simulated import chain, embedded
+
+
+def test_the_pass_is_shared_and_the_drafts_are_not():
+    one = embedded(show=1e-5, wake=2e-5)
+    many = shared(one, 8)
+    assert many.batches == (1, 2, 4, 8, 16)
+    for batch in (1, 4, 8):
+        assert many.verify_seconds(2, 256, batch) == pytest.approx(one.verify_seconds(2 * batch, 256))
+        assert many.draft_seconds(5, 256, batch) == pytest.approx(batch * one.draft_seconds(5, 256))
+        assert many.rest_seconds(5, batch) == pytest.approx(batch * one.rest_seconds(5))
+        assert many.show_seconds(batch) == pytest.approx(batch * 1e-5)
+    assert many.plain_seconds(256, 1) == one.plain_seconds(256)
+    assert many.plain_seconds(256, 8) == pytest.approx(one.verify_seconds(8, 256))
+
+
+def test_what_pays_for_one_does_not_pay_for_many():
+    """Three draft tokens accepted a step, of a draft nearly as dear as the step."""
+    widths = {}
+    for rows in (1, 8):
+        controller = Adaptive(shared(embedded(acceptance=0.9), 8))
+        controller.begin(8)
+        for _ in range(300):
+            widths[rows] = controller.width([256] * rows)
+            proposal = chain(None, widths[rows], rows)
+            if widths[rows] > 1:
+                proposal = controller.cut(proposal)
+            controller.learn(proposal, [[*range(min(n, 4))] for n in proposal.counts])
+    assert widths[1] >= 4 and widths[8] == 1
