@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,23 @@ def test_a_planted_flag_is_caught():
         test_commands_and_flags_exist("here", "generate default --max-new-tokens 5")
 
 
+def answers(command):
+    """It serves until it is told to stop, and says where."""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            for line in server.stdout:
+                if found := re.search(r"http://\S+(?=/v1)", line):
+                    with urllib.request.urlopen(found[0] + "/v1/models", timeout=60) as response:
+                        assert response.status == 200
+                    break
+            else:
+                raise AssertionError("it ended without an address")
+        finally:
+            server.terminate()
+        assert server.wait(timeout=60) in (0, -signal.SIGTERM)
+
+
 def readme_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     return text.split("```console\n")[1].split("```")[0].strip().splitlines()
@@ -88,6 +107,9 @@ def test_the_commands_of_the_readme_run(line):
     words = shlex.split(line)
     assert words[0] == "outpace"
     start = "from outpace.cli.main import main; main()"
+    if words[1] == "serve":
+        answers([sys.executable, "-c", start, *words[1:], "--port", "0"])
+        return
     done = subprocess.run(
         [sys.executable, "-c", start, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

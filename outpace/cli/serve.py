@@ -75,6 +75,7 @@ def serve(
     say(f"{served.name}: drafts {methods}; default {served.default or 'none'}", markup=False)
     settings = uvicorn.Config(make_app(server, door), host, port, log_level="warning", access_log=False)
     listening = settings.bind_socket()
+    listening.listen()  # who reads the line below may connect at once
     say(f"http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)", markup=False)
     uvicorn.Server(settings).run(sockets=[listening])
 

@@ -197,15 +197,15 @@ def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
         answers = server.chat(body)
         if body.stream:
             return _stream(Streamed("chat.completion.chunk", "chatcmpl", server, body, answers, 1), metrics)
-        scores = await _whole(request, answers, metrics)
+        scored = await _whole(request, answers, metrics)
         choices = [
             {
                 "index": i,
                 "message": wire.message(answer),
                 "finish_reason": wire.finish_of(answer),
-                "logprobs": None if body.top is None else wire.chat_logprobs(server.model, said),
+                "logprobs": None if body.top is None else wire.chat_logprobs(server.model, scores),
             }
-            for i, (answer, said) in enumerate(zip(answers, scores, strict=True))
+            for i, (answer, scores) in enumerate(zip(answers, scored, strict=True))
         ]
         values = wire.head("chat.completion", "chatcmpl", server.served.name)
         return JSONResponse(
@@ -218,15 +218,15 @@ def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
         answers, prompts = server.complete(body), len(body.prompts)
         if body.stream:
             return _stream(Streamed("text_completion", "cmpl", server, body, answers, prompts), metrics)
-        scores = await _whole(request, answers, metrics)
+        scored = await _whole(request, answers, metrics)
         choices = [
             {
                 "index": i,
                 "text": answer.row.text,
                 "finish_reason": wire.finish_of(answer),
-                "logprobs": None if body.top is None else wire.text_logprobs(server.model, said),
+                "logprobs": None if body.top is None else wire.text_logprobs(server.model, scores),
             }
-            for i, (answer, said) in enumerate(zip(answers, scores, strict=True))
+            for i, (answer, scores) in enumerate(zip(answers, scored, strict=True))
         ]
         values = wire.head("text_completion", "cmpl", server.served.name)
         return JSONResponse(
@@ -258,10 +258,10 @@ def _ended(answers: Rows[Answer], metrics: Metrics, status: str | None = None) -
 async def _whole(request: Request, answers: Rows[Answer], metrics: Metrics) -> list[list[TokenLogprob]]:
     """Wait for all; a client that goes away ends them."""
 
-    async def scores(answer: Answer) -> list[TokenLogprob]:
-        return [score async for _, said in answer.pieces() for score in said]
+    async def scores_of(answer: Answer) -> list[TokenLogprob]:
+        return [score async for _, scores in answer.pieces() for score in scores]
 
-    work = asyncio.gather(*map(scores, answers))
+    work = asyncio.gather(*map(scores_of, answers))
     try:
         while not work.done():
             await asyncio.wait([work], timeout=LOOK_SECONDS)
@@ -303,20 +303,20 @@ class Streamed:
         delta = {"role": "assistant", "content": ""}
         return self.chunk({"index": answer.index, "delta": delta, "finish_reason": None})
 
-    def piece(self, answer: Answer, piece: StreamPiece, said: list[TokenLogprob]) -> bytes | None:
+    def piece(self, answer: Answer, piece: StreamPiece, scores: list[TokenLogprob]) -> bytes | None:
         """None where it adds nothing: half a character, a mark."""
         reason = None if piece.finish_reason is None else wire.finish_of(answer)
         choice: dict[str, Any] = {"index": answer.index, "finish_reason": reason}
         if self.is_chat:
             delta = self.deltas[answer.index].of(piece)
-            scores = wire.chat_logprobs(self.server.model, said) if said else None
-            if not (delta or reason or said):
+            logprobs = wire.chat_logprobs(self.server.model, scores) if scores else None
+            if not (delta or reason or scores):
                 return None
-            return self.chunk(choice | {"delta": delta, "logprobs": scores})
-        scores = wire.text_logprobs(self.server.model, said) if said else None
-        if not (piece.text or reason or said):
+            return self.chunk(choice | {"delta": delta, "logprobs": logprobs})
+        logprobs = wire.text_logprobs(self.server.model, scores) if scores else None
+        if not (piece.text or reason or scores):
             return None
-        return self.chunk(choice | {"text": piece.text, "logprobs": scores})
+        return self.chunk(choice | {"text": piece.text, "logprobs": logprobs})
 
     def last(self) -> bytes:
         values = {"choices": [], "usage": wire.usage(self.answers, self.prompts)}
@@ -337,8 +337,8 @@ async def _events(streamed: Streamed, metrics: Metrics) -> AsyncIterator[bytes]:
         if streamed.is_chat:
             for answer in answers:
                 yield streamed.first(answer)
-        async for answer, piece, said in _merged(answers):
-            if (chunk := streamed.piece(answer, piece, said)) is not None:
+        async for answer, piece, scores in _merged(answers):
+            if (chunk := streamed.piece(answer, piece, scores)) is not None:
                 yield chunk
         status = ""
         if streamed.body.stream_options is not None and streamed.body.stream_options.include_usage:
@@ -359,9 +359,9 @@ async def _merged(answers: Rows[Answer]) -> AsyncIterator[Chunk]:
 
     async def forward(answer: Answer) -> None:
         try:
-            async for pieces, said in answer.pieces():
+            async for pieces, scores in answer.pieces():
                 for i, piece in enumerate(pieces):
-                    await queue.put((answer, piece, said[i : i + 1]))
+                    await queue.put((answer, piece, scores[i : i + 1]))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)

@@ -1,8 +1,8 @@
 """Continuous batching: sequences join and leave between rounds, and each has the tokens it has alone.
 
 A round is a chunk of prompts, then one pass of the target over what every sequence proposes. All sequences
-share one cache; a sequence has a row of it, and what a finished one left there is reused by the next whose
-prompt begins alike.
+share one cache; a sequence has a row of it, and what a finished one left there is reused by the next with a
+prompt that begins alike.
 """
 
 import time
@@ -58,8 +58,8 @@ class Engine:
         drafts: Iterable[Draft] = (),
         controller: Controller | None = None,
     ) -> None:
-        """Raises ValueError for a target whose layers remember something else than keys and values, and for
-        lengths beyond its positions."""
+        """Raises ValueError for a target that remembers something else than keys and values, and for lengths
+        beyond its positions."""
         if config.max_model_len > target.config.max_position_embeddings:
             raise ValueError(
                 f"max_model_len {config.max_model_len}: this model's positions end at "

@@ -60,13 +60,13 @@ def post(address, path, body, headers=None):
 
 
 def test_an_answer_is_the_apis_with_the_reasoning_apart(client, model):
-    said, wanted = ask(client, max_tokens=80), alone(model, QUESTION)
-    message = said.choices[0].message
-    assert message.content == wanted.text and said.choices[0].finish_reason == "stop"
+    response, wanted = ask(client, max_tokens=80), alone(model, QUESTION)
+    message = response.choices[0].message
+    assert message.content == wanted.text and response.choices[0].finish_reason == "stop"
     assert message.reasoning == next(p.text for p in wanted.parts if p.kind == "analysis")
-    assert said.usage.prompt_tokens == wanted.prompt_tokens
-    assert said.usage.completion_tokens == len(wanted.tokens)
-    assert said.timings["predicted_n"] == len(wanted.tokens) and said.timings["draft_n"] == 0
+    assert response.usage.prompt_tokens == wanted.prompt_tokens
+    assert response.usage.completion_tokens == len(wanted.tokens)
+    assert response.timings["predicted_n"] == len(wanted.tokens) and response.timings["draft_n"] == 0
 
 
 def test_a_stream_adds_up_to_the_answer_and_ends_with_its_usage(client):
@@ -103,11 +103,11 @@ def test_many_at_once_get_what_each_gets_alone(running, model):
         return answers
 
     answers = asyncio.run(all_of_them())
-    for (messages, how), said in zip(wishes, answers, strict=True):
+    for (messages, how), response in zip(wishes, answers, strict=True):
         wanted = alone(model, messages, acceptance="gumbel", **how)
         tokens = [model.tokenizer.decode([t], skip_special_tokens=False) for t in wanted.tokens]
-        assert [score.token for score in said.choices[0].logprobs.content] == tokens
-    assert sum(said.timings["draft_n_accepted"] for said in answers) > 0
+        assert [score.token for score in response.choices[0].logprobs.content] == tokens
+    assert sum(response.timings["draft_n_accepted"] for response in answers) > 0
 
 
 def test_a_seed_gives_one_text_and_choices_differ(client):
@@ -120,16 +120,16 @@ def test_completions_of_texts_and_of_tokens(client, model):
     prompt = "Sort the list [3, 1"
     ids = model.tokenizer.encode(prompt).ids
     how = {"model": "solver", "max_tokens": 12, "temperature": 0}
-    said = client.completions.create(prompt=[prompt, "12 + "], n=2, logprobs=2, **how)
+    response = client.completions.create(prompt=[prompt, "12 + "], n=2, logprobs=2, **how)
     wanted = [alone(model, text, max_tokens=12) for text in (prompt, prompt, "12 + ", "12 + ")]
-    assert [choice.text for choice in said.choices] == [output.text for output in wanted]
-    assert [choice.index for choice in said.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in response.choices] == [output.text for output in wanted]
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
     assert client.completions.create(prompt=ids, **how).choices[0].text == wanted[0].text
-    scores = said.choices[0].logprobs
+    scores = response.choices[0].logprobs
     assert len(scores.tokens) == len(scores.token_logprobs) == len(wanted[0].tokens)
     for token, best in zip(scores.tokens, scores.top_logprobs, strict=True):
         assert best[token] == max(best.values())
-    assert said.usage.prompt_tokens == len(ids) + len(model.tokenizer.encode("12 + ").ids)
+    assert response.usage.prompt_tokens == len(ids) + len(model.tokenizer.encode("12 + ").ids)
     streamed = client.completions.create(prompt=prompt, stream=True, **how)
     assert "".join(chunk.choices[0].text for chunk in streamed) == wanted[0].text
 
@@ -139,10 +139,12 @@ def test_what_ends_an_answer(client, model):
     assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 5
     text = alone(model, "12 + 7 = 19\n", max_tokens=20).text
     stop = text[3:5]
-    said = client.completions.create(
+    response = client.completions.create(
         model="solver", prompt="12 + 7 = 19\n", max_tokens=20, temperature=0, stop=[stop]
     )
-    assert said.choices[0].text == text[: text.index(stop)] and said.choices[0].finish_reason == "stop"
+    assert (
+        response.choices[0].text == text[: text.index(stop)] and response.choices[0].finish_reason == "stop"
+    )
 
 
 def test_speculation_is_the_requests_own(client):

@@ -1,5 +1,6 @@
-"""Continuous batching: whoever runs beside a request, and whatever the drafts say, its tokens are those that
-autoregressive decoding gives it alone."""
+"""Continuous batching: a request has the tokens that autoregressive decoding gives it alone.
+
+Whoever runs beside it, and whatever the drafts say."""
 
 import random
 import sys

@@ -26,7 +26,7 @@ def test_the_pass_is_shared_and_the_drafts_are_not():
 
 
 def test_what_pays_for_one_does_not_pay_for_many():
-    """Three draft tokens accepted a step, of a draft nearly as dear as the step."""
+    """Three draft tokens of each step accepted, of a draft nearly as dear as the step."""
     widths = {}
     for rows in (1, 8):
         controller = Adaptive(shared(embedded(acceptance=0.9), 8))
