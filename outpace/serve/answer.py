@@ -31,6 +31,7 @@ class Answer:
         self.events: asyncio.Queue[tuple[list[StreamPiece], list[TokenLogprob]] | Exception | None]
         self.events = asyncio.Queue()
         self.sequence: Sequence | None = None
+        self.seen: list[StreamPiece] = []  # by whoever waits
         self.parts: list[ChatPart] | None = None  # of a whole answer, once they are read
         self.scored: list[Tensor] = []  # log-probabilities of tokens to come
 
@@ -56,6 +57,7 @@ class Answer:
         while (event := await self.events.get()) is not None:
             if isinstance(event, Exception):
                 raise event
+            self.seen += event[0]
             yield event
 
     def _tell(self, event: tuple[list[StreamPiece], list[TokenLogprob]] | Exception | None) -> None:

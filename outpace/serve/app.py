@@ -5,7 +5,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Rows
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from outpace.serve import wire
 from outpace.serve.answer import Answer, TokenLogprob
 from outpace.serve.engine import QueueFull
 from outpace.serve.metrics import Metrics
+from outpace.serve.responses import Kept, ResponsesBody, Writer
 from outpace.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, problem
 from outpace.serve.server import Server
 
@@ -55,6 +56,7 @@ def make_app(server: Server, config: AppConfig) -> FastAPI:
     _add_errors(app)
     _add_information(app, server, metrics)
     _add_completions(app, server, metrics)
+    _add_responses(app, server, metrics)
     if config.cors:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -234,6 +236,54 @@ def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
         )
 
 
+def _add_responses(app: FastAPI, server: Server, metrics: Metrics) -> None:
+    kept = Kept()
+
+    @app.post("/v1/responses", response_model=None)
+    async def respond(body: ResponsesBody, request: Request) -> Response:
+        _check_model(server, body.model)
+        before = kept.before(body)
+        answers, writer = server.chat(body.chat(before)), Writer(body, server.served.name)
+
+        def keep() -> None:
+            kept.keep(body, before, writer.response)
+
+        if body.stream:
+            events = _response_events(writer, answers, keep, metrics)
+            return StreamingResponse(events, media_type="text/event-stream")
+        await _whole(request, answers, metrics)
+        for piece in answers[0].seen:
+            list(writer.add(piece))
+        list(writer.end(answers[0]))
+        keep()
+        return JSONResponse(writer.response | wire.measured(answers))
+
+
+async def _response_events(
+    writer: Writer, answers: list[Answer], keep: Callable[[], None], metrics: Metrics
+) -> AsyncIterator[bytes]:
+    status: str | None = "abort"
+    try:
+        for event in writer.begin():
+            yield _event(event, event["type"])
+        async for _, piece, _ in _merged(answers):
+            for event in writer.add(piece):
+                yield _event(event, event["type"])
+        last = list(writer.end(answers[0]))
+        keep()  # whoever has read the last event may ask to go on from it
+        status = None
+        for event in last:
+            yield _event(event, event["type"])
+    except Exception as error:
+        status = "error"
+        failed = {"type": "error", "code": "server_error", "param": None, "sequence_number": writer.number}
+        yield _event(failed | {"message": f"{type(error).__name__}: {error}"}, "error")
+    finally:
+        for answer in answers:
+            answer.cancel()
+        _ended(answers, metrics, status)
+
+
 def _ended(answers: Rows[Answer], metrics: Metrics, status: str | None = None) -> None:
     """One line of the log for each, without its text, and the counters."""
     for answer in answers:
@@ -323,8 +373,9 @@ class Streamed:
         return _event(self.head | values | wire.measured(self.answers))
 
 
-def _event(value: Any) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+def _event(value: Any, name: str | None = None) -> bytes:
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
 def _stream(streamed: Streamed, metrics: Metrics) -> StreamingResponse:

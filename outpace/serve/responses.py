@@ -1,0 +1,245 @@
+"""OpenAI's Responses: items in and out, and the events of a stream."""
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outpace.api import StreamPiece
+from outpace.serve.answer import Answer
+from outpace.serve.schema import Body, ChatBody, Speculative
+from outpace.serve.wire import NAMESPACE, JsonObject, usage
+from outpace.text.chat_format import CALL
+from outpace.text.messages import ANALYSIS
+
+KEPT = 1000  # responses that a later request may go on from
+# what a part of an item is called, and its delta
+PARTS = {"message": ("output_text", "output_text"), "reasoning": ("reasoning_text", "reasoning_text")}
+
+
+class Reasoning(Body):
+    effort: Literal["low", "medium", "high"] | None = None
+    summary: None = None
+
+
+class ResponsesBody(Body):
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool | None = None  # Harmony makes one call at a time
+    reasoning: Reasoning | None = None
+    speculative: bool | Speculative | None = None
+    store: bool = True
+    previous_response_id: str | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # nothing here is encrypted
+
+    def chat(self, before: list[JsonObject]) -> ChatBody:
+        """The same question as a chat after the messages `before`. Raises ValueError, naming the item."""
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return ChatBody(
+            messages=[*instructions, *before, *messages_of(self.input)],
+            max_completion_tokens=self.max_output_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            tools=[_tool(tool, i) for i, tool in enumerate(self.tools)] or None,
+            tool_choice=self.tool_choice,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            speculative=self.speculative,
+        )
+
+
+def _tool(tool: JsonObject, i: int) -> JsonObject:
+    if tool.get("type") != "function":
+        raise ValueError(f"tools[{i}].type {tool.get('type')!r}: this server has functions alone")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+
+
+def messages_of(given: str | list[JsonObject]) -> list[JsonObject]:
+    """Items as the messages of a chat."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return [message for i, item in enumerate(given) for message in _messages(item, f"input[{i}]")]
+
+
+def _messages(item: JsonObject, place: str) -> list[JsonObject]:
+    match item.get("type", "message"):
+        case "message":
+            return [{"role": item.get("role"), "content": item.get("content")}]
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            return [{"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]}]
+        case "function_call_output":
+            if not isinstance(output := item.get("output"), str):
+                raise ValueError(f"{place}.output: it must be a text")
+            return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": output}]
+        case "reasoning":
+            parts = item.get("content") or []
+            text = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
+            return [{"role": "assistant", "reasoning": text}] if text else []
+        case other:
+            raise ValueError(f"{place}.type {other!r}: known are message, function_call, "
+                             "function_call_output and reasoning")  # fmt: skip
+
+
+class Kept:
+    """The conversations of the last responses, by id: what `previous_response_id` goes on from."""
+
+    def __init__(self) -> None:
+        self.messages: OrderedDict[str, list[JsonObject]] = OrderedDict()
+
+    def before(self, body: ResponsesBody) -> list[JsonObject]:
+        if body.previous_response_id is None:
+            return []
+        if body.previous_response_id not in self.messages:
+            raise ValueError(
+                f"previous_response_id {body.previous_response_id!r} is not kept here (any more)"
+            )
+        return self.messages[body.previous_response_id]
+
+    def keep(self, body: ResponsesBody, before: list[JsonObject], response: JsonObject) -> None:
+        if not body.store:
+            return
+        answered = messages_of(response["output"])
+        self.messages[response["id"]] = [*before, *messages_of(body.input), *answered]
+        while len(self.messages) > KEPT:
+            self.messages.popitem(last=False)
+
+
+class Writer:
+    """A response as it grows, and the events that tell of it."""
+
+    def __init__(self, body: ResponsesBody, model: str) -> None:
+        self.number, self.part = 0, -1
+        self.response: JsonObject = {
+            "id": f"resp_{secrets.token_hex(16)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": model,
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": body.store,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice,
+            "tools": body.tools,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "usage": None,
+        }
+
+    def begin(self) -> Iterator[JsonObject]:
+        yield self._event("response.created", response=self.response)
+        yield self._event("response.in_progress", response=self.response)
+
+    def add(self, piece: StreamPiece) -> Iterator[JsonObject]:
+        """The events of one more token."""
+        part = piece.part
+        if part is None:
+            return
+        text = piece.text if part.kind == "final" else part.text
+        if part.index != self.part:
+            yield from self._close()
+            yield from self._open(part.kind, part.to, part.index)
+        if not text:
+            return
+        item, where = self.response["output"][-1], self._where()
+        if item["type"] == "function_call":
+            item["arguments"] += text
+            yield self._event("response.function_call_arguments.delta", **where, delta=text)
+            return
+        item["content"][0]["text"] += text
+        more = {"logprobs": []} if item["type"] == "message" else {}
+        name = PARTS[item["type"]][1]
+        yield self._event(f"response.{name}.delta", **where, content_index=0, delta=text, **more)
+
+    def end(self, answer: Answer) -> Iterator[JsonObject]:
+        yield from self._close(cut=answer.row.finish == "length")
+        of_chat = usage([answer], 1)
+        reasoning = [i["content"][0]["text"] for i in self.response["output"] if i["type"] == "reasoning"]
+        tokens = len(answer.row.model.tokenizer.encode("".join(reasoning), add_special_tokens=False).ids)
+        self.response["usage"] = {
+            "input_tokens": of_chat["prompt_tokens"],
+            "input_tokens_details": of_chat["prompt_tokens_details"],
+            "output_tokens": of_chat["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": tokens},
+            "total_tokens": of_chat["total_tokens"],
+        }
+        status = "incomplete" if answer.row.finish == "length" else "completed"
+        if status == "incomplete":
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["status"] = status
+        yield self._event(f"response.{status}", response=self.response)
+
+    def _open(self, kind: str, to: str | None, index: int) -> Iterator[JsonObject]:
+        self.part = index
+        if kind == CALL:
+            item: JsonObject = {
+                "type": "function_call",
+                "id": f"fc_{secrets.token_hex(12)}",
+                "call_id": f"call_{secrets.token_hex(12)}",
+                "name": (to or "").removeprefix(NAMESPACE),
+                "arguments": "",
+            }
+        elif kind == ANALYSIS:
+            item = {"type": "reasoning", "id": f"rs_{secrets.token_hex(12)}", "summary": [], "content": []}
+        else:
+            item = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "content": []}
+            item["role"] = "assistant"
+        item["status"] = "in_progress"
+        self.response["output"].append(item)
+        yield self._event("response.output_item.added", output_index=self._where()["output_index"], item=item)
+        if item["type"] != "function_call":
+            item["content"].append(_part(item["type"], ""))
+            part = item["content"][0]
+            yield self._event("response.content_part.added", **self._where(), content_index=0, part=part)
+
+    def _close(self, cut: bool = False) -> Iterator[JsonObject]:
+        if self.part < 0:
+            return
+        item, where = self.response["output"][-1], self._where()
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **where, **done)
+        else:
+            part = item["content"][0]
+            more = {"logprobs": []} if item["type"] == "message" else {}
+            name = f"response.{PARTS[item['type']][1]}.done"
+            yield self._event(name, **where, content_index=0, text=part["text"], **more)
+            yield self._event("response.content_part.done", **where, content_index=0, part=part)
+        item["status"] = "incomplete" if cut else "completed"
+        self.part = -1
+        yield self._event("response.output_item.done", output_index=where["output_index"], item=item)
+
+    def _where(self) -> JsonObject:
+        output = self.response["output"]
+        return {"item_id": output[-1]["id"], "output_index": len(output) - 1}
+
+    def _event(self, kind: str, **values: Any) -> JsonObject:
+        self.number += 1
+        return {"type": kind, "sequence_number": self.number - 1, **values}
+
+
+def _part(kind: str, text: str) -> JsonObject:
+    part: JsonObject = {"type": PARTS[kind][0], "text": text}
+    return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
