@@ -27,7 +27,7 @@ ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
 LEAST_FEW = 8  # kinds of token in a copy, at least
 SERIES = 448  # tokens of a row of several problems, at most
 LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
-LONGEST_LIST, LONGEST_TURNED = 60, 40  # tokens of such exercises
+LONGEST_LIST, LONGEST_TURNED = 60, 14  # tokens of such exercises
 DOCUMENT = "document"  # beside the families' names: of conversations about a long document
 
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence as Rows
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -146,6 +147,10 @@ def _add_errors(app: FastAPI) -> None:
 
 def _add_information(app: FastAPI, server: Server, metrics: Metrics) -> None:
     served, tokenizer, began = server.served, server.model.tokenizer, int(time.time())
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(Path(__file__).parent / "page.html", media_type="text/html")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -357,14 +362,17 @@ class Streamed:
         """None where it adds nothing: half a character, a mark."""
         reason = None if piece.finish_reason is None else wire.finish_of(answer)
         choice: dict[str, Any] = {"index": answer.index, "finish_reason": reason}
+        options = self.body.stream_options
+        if shown := options is not None and options.drafted:
+            choice["drafted"] = piece.drafted
         if self.is_chat:
             delta = self.deltas[answer.index].of(piece)
             logprobs = wire.chat_logprobs(self.server.model, scores) if scores else None
-            if not (delta or reason or scores):
+            if not (delta or reason or scores or shown):
                 return None
             return self.chunk(choice | {"delta": delta, "logprobs": logprobs})
         logprobs = wire.text_logprobs(self.server.model, scores) if scores else None
-        if not (piece.text or reason or scores):
+        if not (piece.text or reason or scores or shown):
             return None
         return self.chunk(choice | {"text": piece.text, "logprobs": logprobs})
 

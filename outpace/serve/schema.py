@@ -22,7 +22,10 @@ class Speculative(Body):
 
 
 class StreamOptions(Body):
+    """`drafted`: every token has its chunk, which says whether a draft had proposed it."""
+
     include_usage: bool = False
+    drafted: bool = False
 
 
 class TextFormat(Body):
