@@ -1,6 +1,7 @@
 """The command serve: an OpenAI-compatible server."""
 
 import json
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ from outpace.cli.app import Target, app, say
 
 if TYPE_CHECKING:
     from outpace.api import Model
+    from outpace.serve.engine import EngineConfig
     from outpace.serve.server import Served
 
 
@@ -32,6 +34,9 @@ def serve(
     max_model_len: Annotated[
         int, typer.Option(min=2, help="Tokens of prompt and output together, at most.")
     ] = 4096,
+    kv_memory: Annotated[
+        float | None, typer.Option(min=0, help="GB that the KV cache may take. Default: what is free.")
+    ] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 256,
     api_key: Annotated[
         str | None, typer.Option(envvar="OUTPACE_API_KEY", help="Key that clients must send.")
@@ -70,6 +75,7 @@ def serve(
         max_num_seqs=max_num_seqs, max_model_len=min(max_model_len, positions), max_waiting=max_waiting
     )
     server = Server(served, config)
+    _check_memory(server.engine.cache.nbytes, config, kv_memory)
     door = AppConfig(api_key=api_key, cors=tuple(cors or ()))
     methods = ", ".join(served.drafts) or "none"
     say(f"{served.name}: drafts {methods}; default {served.default or 'none'}", markup=False)
@@ -78,6 +84,23 @@ def serve(
     listening.listen()  # who reads the line below may connect at once
     say(f"http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)", markup=False)
     uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _check_memory(needed: int, config: "EngineConfig", limit: float | None) -> None:
+    """Raises ValueError, with what would fit, for a cache that could run out of memory while it serves."""
+    if limit is not None:
+        allowed = int(limit * 1e9)
+    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        allowed = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if needed > allowed:
+        fit = allowed * config.max_num_seqs // needed
+        advice = f"use --max-num-seqs {fit}" if fit else "use a smaller --max-model-len"
+        raise ValueError(
+            f"the KV cache of {config.max_num_seqs} sequences of {config.max_model_len:,} tokens takes "
+            f"{needed / 1e9:.2f} GB, and {allowed / 1e9:.2f} GB are allowed: {advice}"
+        )
 
 
 def _served(target: str, name: str | None, speculative: str | None, max_num_seqs: int) -> "Served":

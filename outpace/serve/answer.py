@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,7 @@ class Answer:
             yield event
 
     def _tell(self, event: tuple[list[StreamPiece], list[TokenLogprob]] | Exception | None) -> None:
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     def _scores(self, tokens: list[int]) -> list[TokenLogprob]:

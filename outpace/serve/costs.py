@@ -7,7 +7,7 @@ from outpace.decode.costs import Costs, Point
 
 def shared(costs: Costs, most: int) -> Costs:
     """`costs` with batches of 1, 2, 4 .. `most` sequences. They share the target's pass, which costs what as
-    many positions cost of the measured batches; each has a draft session of its own, so that drafting costs
+    many positions cost of the measured batches; each has its own draft session, so that drafting costs
     as many times as much."""
     batch, points, base = 1, list[Point](), costs.batches[0]
     while batch <= 2 * most:

@@ -121,8 +121,8 @@ class Engine:
             except Exception as error:
                 for sequence in taking:
                     self._leave(sequence, error)
-        for sequence in [s for s in self.running if s.cancelled or (s.done and not s.prefilling)]:
-            self._leave(sequence)
+        for sequence in [s for s in self.running if s.cancelled or s.done]:
+            self._leave(sequence, sequence.failed)
         self.rounds += 1
 
     def _admit(self) -> None:
@@ -186,8 +186,7 @@ class Engine:
         logits = self.target.logits(torch.stack([hidden for _, hidden in ended]))
         check_finite("the prompt", logits)
         for b, (sequence, _) in enumerate(ended):
-            if sequence.on_logits is not None:
-                sequence.on_logits(logits[b : b + 1])
+            sequence.score(logits[b : b + 1])
             sequence.emit(sequence.rule.draw(logits[b : b + 1]).tolist())
 
     def _decode(self, some: Rows[Sequence]) -> None:
@@ -228,8 +227,7 @@ class Engine:
         logits, best = logits[None, :n], None if best is None else best[b : b + 1, :n]
         result = rule.verify(proposal, logits, best) if n > 1 else next_token(rule, logits, best)
         path = result.path[0]
-        if sequence.on_logits is not None:
-            sequence.on_logits(logits[0, path])
+        sequence.score(logits[0, path])
         sequence.count(n - 1, len(path) - 1)
         sequence.emit(result.tokens[0])
         return path

@@ -1,7 +1,8 @@
 """One request in the engine: its prompt, its limits, and what it has so far."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,8 @@ class Sequence:
     """`request` is of one prompt: above temperature 0 its rule is "gumbel", under which the text hangs on the
     seed alone, not on the draft or the company. `width`: most positions of a proposal, root included; 0: the
     draft's own. `on_tokens` gets the new tokens of each round, and ends the sequence by True; `on_end` comes
-    last, with what went wrong. Both run in the engine's thread and must not wait.
+    last, with what went wrong. Both run in the engine's thread and must not wait. An error of its draft or of
+    its callbacks ends this sequence alone.
     """
 
     prompt: list[int]
@@ -41,6 +43,7 @@ class Sequence:
     rounds: int = field(default=0, init=False)
     drafted: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
+    failed: Exception | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.request.sampling.temperature and self.request.rule != "gumbel":
@@ -52,7 +55,7 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        return self.output.done[0]
+        return self.output.done[0] or self.failed is not None
 
     @property
     def tokens(self) -> list[int]:
@@ -92,7 +95,8 @@ class Sequence:
     def observe(self, states: States) -> None:
         """Verified tokens and the target's hidden states there, for the draft."""
         if self.session is not None:
-            self.session.add(states)
+            with self._own_errors():
+                self.session.add(states)
 
     def propose(self, width: int) -> Proposal:
         """Of one row, in at most `width` positions, root included."""
@@ -101,11 +105,27 @@ class Sequence:
         if width == 1 or self.session is None:
             return Proposal(last[:, None], [1])
         assert self.draft is not None
-        return self.session.propose(last, min(width, self.draft.block_size), self.rule.sampler)
+        with self._own_errors():
+            return self.session.propose(last, min(width, self.draft.block_size), self.rule.sampler)
+        return Proposal(last[:, None], [1])
 
     def emit(self, tokens: list[int]) -> None:
         self.times.setdefault("first", time.perf_counter())
-        self.output.emit(0, tokens)
+        with self._own_errors():
+            self.output.emit(0, tokens)
+
+    def score(self, logits: Tensor) -> None:
+        """logits [n, V] of the next n tokens."""
+        if self.on_logits is not None:
+            with self._own_errors():
+                self.on_logits(logits)
+
+    @contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failed = self.failed or error
 
     def count(self, proposed: int, accepted: int) -> None:
         self.rounds, self.drafted, self.accepted = (

@@ -1,4 +1,4 @@
-"""Sequences that come and go in the rows of one cache, against a cache of their own each, bit for bit."""
+"""Sequences that come and go in the rows of one cache, against a cache for each alone, bit for bit."""
 
 import pytest
 import tiny

@@ -197,7 +197,6 @@ def test_a_long_prompt_does_not_stop_the_others():
 
 def test_an_error_ends_those_that_met_it():
     model = target()
-    engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100))
 
     class Broken(NGram):
         def begin(self, batch, length, offset=0, slack=0):
@@ -207,12 +206,29 @@ def test_an_error_ends_those_that_met_it():
 
     engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100), [NGram()])
     bad, later = Client([5, 6, 7], request(9), draft=Broken()), Client([8, 9], request(9))
-    engine.add(bad.sequence)
+    deaf = Client([6, 7, 8], request(9))
+    deaf.sequence.on_tokens = lambda tokens: {}["nobody"]
+    for client in (bad, deaf, later):
+        engine.add(client.sequence)
     run(engine)
-    assert isinstance(bad.ends[0], ZeroDivisionError) and len(bad.tokens) == 1
-    engine.add(later.sequence)
-    run(engine)
+    assert isinstance(bad.ends[0], ZeroDivisionError) and 1 <= len(bad.tokens) <= 2
+    assert isinstance(deaf.ends[0], KeyError)
     assert later.ends == [None] and later.tokens == alone(model, [8, 9], request(9), 0)
+
+
+def test_an_error_of_the_target_ends_the_round_and_not_the_engine(monkeypatch):
+    model = target()
+    engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100))
+    first, second = Client([5, 6, 7], request(9)), Client([8, 9], request(9))
+    engine.add(first.sequence)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", lambda *_, **__: 1 / 0)
+        engine.step()
+    assert isinstance(first.ends[0], ZeroDivisionError)
+    engine.add(second.sequence)
+    run(engine)
+    assert second.ends == [None] and second.tokens == alone(model, [8, 9], request(9), 0)
 
 
 def test_what_is_too_long_or_too_much_is_refused_with_the_numbers():

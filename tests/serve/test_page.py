@@ -29,7 +29,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, model):
-    """On a server of its own; an error in the page's script fails the test."""
+    """On its own server; an error in the page's script fails the test."""
     with serving(model, CONFIG, default="ngram") as (server, address):
         page = browser.new_page()
         errors = []
