@@ -46,7 +46,7 @@ class Job:
 
 
 COMPARING = ("drafts", "lossless", "controller")  # suites of the methods of a recipe
-ALONE = ("context", "recall", "pareto", "tasks", "synthetic")  # suites of a target without a draft
+ALONE = ("context", "recall", "pareto", "tasks", "synthetic", "serve")  # suites of a target without a draft
 
 
 @app.command()
@@ -61,6 +61,7 @@ def bench(
             "memory: a retrofitted target with and without its retrofits, a draft and partial KV. "
             "pareto: what each size of a retrofit costs. tasks: held-out problems, answered and checked. "
             "synthetic: the speed that a given acceptance would bring. "
+            "serve: a server under load, with and without its draft. "
             "drafts, lossless, controller: methods that the recipe names."
         ),
     ] = "speed",
@@ -91,6 +92,8 @@ def bench(
     [bold]Example[/bold]: outpace bench SOLVER --suite tasks --out report --set problems=100
 
     [bold]Example[/bold]: outpace bench FILE.gguf --suite synthetic --out report --set taus=5 --set blocks=8
+
+    [bold]Example[/bold]: outpace bench --suite serve --out report --set concurrency=1,8 --set rates=5
 
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
@@ -223,6 +226,15 @@ def _tasks(job: Job) -> Measured:
     return run_tasks(*open_target(job.target), settings, job.out, job.shown), PAGE
 
 
+def _serve(job: Job) -> Measured:
+    from outpace.bench.serve import PAGE, ServeSettings, run_serve
+    from outpace.loading import open_target
+
+    settings, held_out = job.settings(ServeSettings), job.documents()[1]
+    loaded, tokenizer = open_target(job.target)
+    return run_serve(loaded, job.target, tokenizer, held_out, settings, job.out, job.shown), PAGE
+
+
 def _synthetic(job: Job) -> Measured:
     from outpace.bench.synthetic import PAGE, SyntheticSettings, run_synthetic
     from outpace.checkpoint.open import is_gguf, target_path
@@ -265,6 +277,7 @@ RUNS: dict[str, Callable[[Job], Measured]] = {
     "pareto": _pareto,
     "tasks": _tasks,
     "synthetic": _synthetic,
+    "serve": _serve,
     **dict.fromkeys(COMPARING, _methods),
 }
 
