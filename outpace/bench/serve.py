@@ -58,7 +58,7 @@ class ServeSettings:
 
 
 @dataclass(frozen=True)
-class Told:
+class Answered:
     """One request: seconds from its sending to each chunk, and what the server says of it at the end."""
 
     times: list[float]
@@ -110,8 +110,8 @@ def _served(name: str, rows: int, length: int) -> Iterator[tuple[str, int]]:
         reading.start()  # a full pipe would stop the server
         try:
             for line in process.stdout:
-                if found := re.search(r"http://([^:]+):(\d+)/v1", line):
-                    yield found[1], int(found[2])
+                if address := re.search(r"http://([^:]+):(\d+)/v1", line):
+                    yield address[1], int(address[2])
                     break
             else:
                 process.wait()
@@ -152,20 +152,22 @@ def _turn(
 
         began = time.perf_counter()
         if kind == "clients":
-            told = _closed(host, port, [body(i) for i in range(int(load) * settings.requests)], int(load))
+            asked = _closed(host, port, [body(i) for i in range(int(load) * settings.requests)], int(load))
         else:
-            told = _open(host, port, [body(i) for i in range(settings.arrivals)], load, rng)
+            asked = _open(host, port, [body(i) for i in range(settings.arrivals)], load, rng)
         seconds = time.perf_counter() - began
-        turn[method] = _measured(told, seconds)
+        turn[method] = _measured(asked, seconds)
     return turn
 
 
-def _closed(host: str, port: int, bodies: list[dict[str, Any]], clients: int) -> list[Told]:
+def _closed(host: str, port: int, bodies: list[dict[str, Any]], clients: int) -> list[Answered]:
     with ThreadPoolExecutor(clients) as pool:
         return list(pool.map(lambda body: _ask(host, port, body), bodies))
 
 
-def _open(host: str, port: int, bodies: list[dict[str, Any]], rate: float, rng: random.Random) -> list[Told]:
+def _open(
+    host: str, port: int, bodies: list[dict[str, Any]], rate: float, rng: random.Random
+) -> list[Answered]:
     """Poisson arrivals."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         sent = []
@@ -175,7 +177,7 @@ def _open(host: str, port: int, bodies: list[dict[str, Any]], rate: float, rng: 
         return [future.result() for future in sent]
 
 
-def _ask(host: str, port: int, body: dict[str, Any]) -> Told:
+def _ask(host: str, port: int, body: dict[str, Any]) -> Answered:
     """Raises OSError, with the server's words, for an answer that is none."""
     line = http.client.HTTPConnection(host, port, timeout=600)
     began = time.perf_counter()
@@ -192,17 +194,17 @@ def _ask(host: str, port: int, body: dict[str, Any]) -> Told:
     if "usage" not in last:
         raise OSError("the server broke off its answer")
     steps = last["metrics"]["speculative_decoding"]["num_spec_steps"]
-    return Told(times[:-1], last["usage"]["completion_tokens"], steps)
+    return Answered(times[:-1], last["usage"]["completion_tokens"], steps)
 
 
-def _measured(told: list[Told], seconds: float) -> dict[str, Any]:
+def _measured(asked: list[Answered], seconds: float) -> dict[str, Any]:
     """Of one burst: seconds to the first token, and between the tokens of a request, of each request."""
     return {
         "seconds": seconds,
-        "tokens": sum(t.tokens for t in told),
-        "steps": sum(t.steps for t in told),
-        "first": [t.times[0] for t in told],
-        "between": [(t.times[-1] - t.times[0]) / (t.tokens - 1) for t in told if t.tokens > 1],
+        "tokens": sum(t.tokens for t in asked),
+        "steps": sum(t.steps for t in asked),
+        "first": [t.times[0] for t in asked],
+        "between": [(t.times[-1] - t.times[0]) / (t.tokens - 1) for t in asked if t.tokens > 1],
     }
 
 

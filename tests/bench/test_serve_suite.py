@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from outpace.bench import serve
-from outpace.bench.serve import OFF, ON, PAGE, ServeSettings, Told, _measured, run_serve
+from outpace.bench.serve import OFF, ON, PAGE, Answered, ServeSettings, _measured, run_serve
 from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
 
@@ -35,8 +35,8 @@ def test_a_load_is_measured_with_and_without_a_draft(tmp_path, monkeypatch):
 
 
 def test_latencies_are_those_of_requests():
-    told = [Told([0.5, 0.6, 0.9], 5, 2), Told([0.1], 1, 0)]
-    values = _measured(told, 2.0)
+    asked = [Answered([0.5, 0.6, 0.9], 5, 2), Answered([0.1], 1, 0)]
+    values = _measured(asked, 2.0)
     assert values["first"] == [0.5, 0.1] and values["between"] == [pytest.approx(0.1)]
     assert values["tokens"] == 6 and values["steps"] == 2
 

@@ -6,6 +6,7 @@ import pytest
 from serving import CONFIG, SOLVER, serving
 
 import outpace
+from outpace.serve.app import AppConfig
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt install chromium)")
@@ -131,6 +132,20 @@ def test_a_server_that_dies_is_an_error_on_the_page(page):
     ask(page, "What is 2 + 2?")
     page.wait_for_selector("[role=alert]", timeout=WAIT)
     assert page.is_visible("#send")
+
+
+def test_a_key_is_asked_for_and_sent(browser, model):
+    with serving(model, CONFIG, AppConfig(api_key="secret")) as (_, address):
+        page = browser.new_page()
+        page.goto(address)
+        page.wait_for_selector("text=needs a key")
+        page.click("#settings")
+        page.fill("#key", "secret")
+        page.press("#key", "Tab")
+        page.wait_for_function("document.getElementById('model').textContent === 'solver'")
+        ask(page, "What is 2 + 2?", most=3)
+        answered(page)
+        page.close()
 
 
 def test_the_keyboard_is_enough_and_everything_has_a_name(page):
