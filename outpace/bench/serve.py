@@ -33,11 +33,11 @@ START = "from outpace.cli.main import main; main()"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """At each of `concurrency`, so many clients ask one question after the other, `requests` each; at each of
-    `rates`, `arrivals` questions come at random times, that many a second in the mean."""
+    """At each of `concurrency`, so many clients ask one question after the other, `arrivals` together and two
+    each at least; at each of `rates`, `arrivals` questions come at random times, that many a second in the
+    mean."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    requests: int = 2
     rates: tuple[float, ...] = ()
     arrivals: int = 32
     prompt_tokens: int = 256
@@ -47,7 +47,7 @@ class ServeSettings:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        least = {"requests": 1, "arrivals": 2, "prompt_tokens": 1, "new_tokens": 2, "repeats": 1}
+        least = {"arrivals": 2, "prompt_tokens": 1, "new_tokens": 2, "repeats": 1}
         at_least(self, "serve", **least)
         if not (self.concurrency or self.rates) or min((*self.concurrency, *self.rates), default=1) <= 0:
             raise ValueError("serve: give concurrency or rates, of numbers above 0")
@@ -152,7 +152,8 @@ def _turn(
 
         began = time.perf_counter()
         if kind == "clients":
-            asked = _closed(host, port, [body(i) for i in range(int(load) * settings.requests)], int(load))
+            count = max(2 * int(load), settings.arrivals)
+            asked = _closed(host, port, [body(i) for i in range(count)], int(load))
         else:
             asked = _open(host, port, [body(i) for i in range(settings.arrivals)], load, rng)
         seconds = time.perf_counter() - began
@@ -185,16 +186,17 @@ def _ask(host: str, port: int, body: dict[str, Any]) -> Answered:
     response = line.getresponse()
     if response.status != 200:
         raise OSError(f"the server answered {response.status}: {response.read().decode()[:300]}")
-    times, last = [], {}
-    for raw in response:
-        if raw.startswith(b"data: {"):
-            times.append(time.perf_counter() - began)
-            last = json.loads(raw[6:])
+    times, pieces = [], []
+    while piece := response.read1(65536):  # read by lines, a client costs as much as the server
+        times.append(time.perf_counter() - began)
+        pieces.append(piece)
     line.close()
+    events = [event[6:] for event in b"".join(pieces).split(b"\n\n") if event.startswith(b"data: {")]
+    last = json.loads(events[-1]) if events else {}
     if "usage" not in last:
         raise OSError("the server broke off its answer")
     steps = last["metrics"]["speculative_decoding"]["num_spec_steps"]
-    return Answered(times[:-1], last["usage"]["completion_tokens"], steps)
+    return Answered(times, last["usage"]["completion_tokens"], steps)
 
 
 def _measured(asked: list[Answered], seconds: float) -> dict[str, Any]:

@@ -271,9 +271,10 @@ async def _response_events(
     try:
         for event in writer.begin():
             yield _event(event, event["type"])
-        async for _, piece, _ in _merged(answers):
-            for event in writer.add(piece):
-                yield _event(event, event["type"])
+        async for some in _merged(answers):
+            for _, piece, _ in some:
+                for event in writer.add(piece):
+                    yield _event(event, event["type"])
         last = list(writer.end(answers[0]))
         keep()  # whoever has read the last event may ask to go on from it
         status = None
@@ -348,11 +349,13 @@ class Streamed:
 
     def __post_init__(self) -> None:
         self.head = wire.head(self.kind, self.prefix, self.server.served.name)
+        # the same in every chunk: put together once
+        self.opening = json.dumps(self.head, ensure_ascii=False)[:-1]
         self.is_chat = isinstance(self.body, ChatBody)
         self.deltas = [wire.Deltas() for _ in self.answers]
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
-        return _event(self.head | {"choices": [choice]})
+        return f'data: {self.opening}, "choices": [{json.dumps(choice, ensure_ascii=False)}]}}\n\n'.encode()
 
     def first(self, answer: Answer) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -396,9 +399,10 @@ async def _events(streamed: Streamed, metrics: Metrics) -> AsyncIterator[bytes]:
         if streamed.is_chat:
             for answer in answers:
                 yield streamed.first(answer)
-        async for answer, piece, scores in _merged(answers):
-            if (chunk := streamed.piece(answer, piece, scores)) is not None:
-                yield chunk
+        async for some in _merged(answers):
+            chunks = [streamed.piece(*each) for each in some]
+            if any(chunks):
+                yield b"".join(filter(None, chunks))
         status = ""
         if streamed.body.stream_options is not None and streamed.body.stream_options.include_usage:
             yield streamed.last()
@@ -412,18 +416,21 @@ async def _events(streamed: Streamed, metrics: Metrics) -> AsyncIterator[bytes]:
         _ended(answers, metrics, status or None)
 
 
-async def _merged(answers: Rows[Answer]) -> AsyncIterator[Chunk]:
-    """The pieces of all, as they come."""
-    queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
+async def _merged(answers: Rows[Answer]) -> AsyncIterator[list[Chunk]]:
+    """The pieces of all, as they come: those of a round together."""
+    if len(answers) == 1:
+        async for pieces, scores in answers[0].pieces():
+            yield _chunks(answers[0], pieces, scores)
+        return
+    queue: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
 
     async def forward(answer: Answer) -> None:
         try:
             async for pieces, scores in answer.pieces():
-                for i, piece in enumerate(pieces):
-                    await queue.put((answer, piece, scores[i : i + 1]))
-            await queue.put(None)
+                queue.put_nowait(_chunks(answer, pieces, scores))
+            queue.put_nowait(None)
         except Exception as error:
-            await queue.put(error)
+            queue.put_nowait(error)
 
     tasks = [asyncio.create_task(forward(answer)) for answer in answers]
     try:
@@ -439,3 +446,7 @@ async def _merged(answers: Rows[Answer]) -> AsyncIterator[Chunk]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _chunks(answer: Answer, pieces: list[StreamPiece], scores: list[TokenLogprob]) -> list[Chunk]:
+    return [(answer, piece, scores[i : i + 1]) for i, piece in enumerate(pieces)]

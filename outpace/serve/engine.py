@@ -175,9 +175,9 @@ class Engine:
         out = self.target(tokens, cache, counts=counts, aux=self._aux(some))
         ended = []
         for b, (sequence, count) in enumerate(zip(some, counts, strict=True)):
-            sequence.observe(
-                States(tokens[b : b + 1, :count], self._aux_of(sequence, out.aux, b, count), [count])
-            )
+            if sequence.reads_states:
+                aux = self._aux_of(sequence, out.aux, b, count)
+                sequence.observe(States(tokens[b : b + 1, :count], aux, [count]))
             sequence.cached += count
             if not sequence.prefilling:
                 ended.append((sequence, out.hidden[b, count - 1]))
@@ -213,7 +213,7 @@ class Engine:
         cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
             sequence.cached = cache.lengths[b]
-            if sequence.session is not None:
+            if sequence.reads_states:
                 aux = self._aux_of(sequence, out.aux, b, proposal.counts[b])
                 sequence.observe(accepted_states(row_of(proposal, b), aux, [path]))
         if drafting:
@@ -233,13 +233,12 @@ class Engine:
         return path
 
     def _aux(self, some: Rows[Sequence]) -> tuple[int, ...]:
-        return self.aux if any(s.draft is not None and s.draft.target_layer_ids for s in some) else ()
+        return self.aux if any(s.reads_states for s in some) else ()
 
-    def _aux_of(self, sequence: Sequence, aux: Tensor | None, b: int, count: int) -> Tensor | None:
+    def _aux_of(self, sequence: Sequence, aux: Tensor | None, b: int, count: int) -> Tensor:
         """aux [n, B, T, C] of all drafts' layers -> [m, 1, count, C] of the layers that its own reads."""
         layers = () if sequence.draft is None else sequence.draft.target_layer_ids
-        if aux is None or not layers:
-            return None
+        assert aux is not None and layers
         own = aux[:, b : b + 1, :count]
         return own if layers == self.aux else own[[self.aux.index(layer) for layer in layers]]
 

@@ -40,6 +40,7 @@ class Sequence:
     row: int = field(default=-1, init=False)  # of the cache; -1: none yet
     cached: int = field(default=0, init=False)  # tokens of prompt and output in the cache
     reused: int = field(default=0, init=False)  # of them, those that an earlier sequence had put there
+    shown: int = field(default=0, init=False)  # tokens that a draft which reads text alone has observed
     rounds: int = field(default=0, init=False)
     drafted: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
@@ -87,16 +88,18 @@ class Sequence:
             return
         # of reused tokens no hidden states are left: a draft that reads them begins after them
         offset = reused if self.draft.target_layer_ids else 0
-        session = self.draft.begin(1, self.length + self.draft.block_size, offset)
-        if reused and not offset:
-            session.observe(torch.tensor([self.prompt[:reused]]), None, [reused])
-        self.session = Deferred(session)
+        self.session = Deferred(self.draft.begin(1, self.length + self.draft.block_size, offset))
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether its draft reads the target's hidden states, and so has to be shown each step's."""
+        return self.draft is not None and bool(self.draft.target_layer_ids)
 
     def observe(self, states: States) -> None:
-        """Verified tokens and the target's hidden states there, for the draft."""
-        if self.session is not None:
-            with self._own_errors():
-                self.session.add(states)
+        """Verified tokens and the target's hidden states there, for a draft that reads them."""
+        assert self.session is not None
+        with self._own_errors():
+            self.session.add(states)
 
     def propose(self, width: int) -> Proposal:
         """Of one row, in at most `width` positions, root included."""
@@ -106,6 +109,10 @@ class Sequence:
             return Proposal(last[:, None], [1])
         assert self.draft is not None
         with self._own_errors():
+            if not self.reads_states and self.cached > self.shown:  # the text is known: none was shown yet
+                new = self.in_cache[self.shown :]
+                self.session.add(States(torch.tensor([new]), None, [len(new)]))
+                self.shown = self.cached
             return self.session.propose(last, min(width, self.draft.block_size), self.rule.sampler)
         return Proposal(last[:, None], [1])
 

@@ -10,9 +10,7 @@ from outpace.bench.serve import OFF, ON, PAGE, Answered, ServeSettings, _measure
 from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
 
-SHORT = ServeSettings(
-    concurrency=(2,), rates=(50.0,), arrivals=3, requests=1, prompt_tokens=40, new_tokens=12, repeats=1
-)
+SHORT = ServeSettings(concurrency=(2,), rates=(50.0,), arrivals=3, prompt_tokens=40, new_tokens=12, repeats=1)
 
 
 def test_a_load_is_measured_with_and_without_a_draft(tmp_path, monkeypatch):
