@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outpace.bench import comparison, context, draft_context, recall, retrofits, synthetic, tasks
+from outpace.bench import comparison, context, draft_context, recall, retrofits, serve, synthetic, tasks
 from outpace.bench.machine import unpublishable
 from outpace.bench.report import Columns, Report, by_name, table_of
 from outpace.checkpoint.save import write_atomically
@@ -94,6 +94,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "llama-cpp-context": llama_cpp_context,
     "start-up": start_up_table,
     "real-size": real_size_table,
+    "serve": serve.serve_table,
     "synthetic": synthetic.synthetic_table,
     "tasks": tasks.task_table,
 }
