@@ -169,7 +169,7 @@ class Writer:
             yield self._event("response.function_call_arguments.delta", **where, delta=text)
             return
         item["content"][0]["text"] += text
-        more = {"logprobs": []} if item["type"] == "message" else {}
+        more: JsonObject = {"logprobs": []} if item["type"] == "message" else {}
         name = PARTS[item["type"]][1]
         yield self._event(f"response.{name}.delta", **where, content_index=0, delta=text, **more)
 
@@ -223,7 +223,7 @@ class Writer:
             yield self._event("response.function_call_arguments.done", **where, **done)
         else:
             part = item["content"][0]
-            more = {"logprobs": []} if item["type"] == "message" else {}
+            more: JsonObject = {"logprobs": []} if item["type"] == "message" else {}
             name = f"response.{PARTS[item['type']][1]}.done"
             yield self._event(name, **where, content_index=0, text=part["text"], **more)
             yield self._event("response.content_part.done", **where, content_index=0, part=part)

@@ -105,16 +105,18 @@ class Sequence:
         """Of one row, in at most `width` positions, root included."""
         width = min(width, self.width or width)
         last = torch.tensor([self.last])
-        if width == 1 or self.session is None:
-            return Proposal(last[:, None], [1])
-        assert self.draft is not None
-        with self._own_errors():
+        alone = Proposal(last[:, None], [1])
+        if width == 1 or self.session is None or self.draft is None:
+            return alone
+        try:
             if not self.reads_states and self.cached > self.shown:  # the text is known: none was shown yet
                 new = self.in_cache[self.shown :]
                 self.session.add(States(torch.tensor([new]), None, [len(new)]))
                 self.shown = self.cached
             return self.session.propose(last, min(width, self.draft.block_size), self.rule.sampler)
-        return Proposal(last[:, None], [1])
+        except Exception as error:
+            self.failed = error
+            return alone
 
     def emit(self, tokens: list[int]) -> None:
         self.times.setdefault("first", time.perf_counter())

@@ -49,7 +49,7 @@ MUTANTS = [
         "outpace/serve/server.py",
         "if asked is False:",
         "if asked is None:",
-        "tests/serve/test_api.py",
+        "tests/serve/test_http.py",
     ),
     (
         "reasoning in the content",

@@ -107,6 +107,6 @@ def test_bytes_that_are_no_http(port):
             line.shutdown(socket.SHUT_WR)
             answer = line.recv(65536)
         assert not answer.startswith(b"HTTP/1.1 5"), (bytes(data), answer)
-    line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    line.request("GET", "/health")
-    assert line.getresponse().status == 200
+    healthy = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    healthy.request("GET", "/health")
+    assert healthy.getresponse().status == 200

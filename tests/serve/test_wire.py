@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def answered(text, stop=()):
 def together(pieces):
     """A message as a client puts it together from deltas."""
     deltas = wire.Deltas()
-    message = {"content": "", "reasoning": "", "tool_calls": []}
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
     for piece in pieces:
         delta = json.loads(json.dumps(deltas.of(piece)))
         for key in ("content", "reasoning"):
