@@ -91,8 +91,7 @@ class Lessons:
         return Example(name, self._row(rng, problem.conversation(effort)))
 
     def echo(self, rng: random.Random, progress: float = 1.0) -> Example:
-        """`progress`, from 0 to 1: exercises are short at first, where they are learnt, and grow longer in the
-        second half."""
+        """`progress`, from 0 to 1: exercises are short in the first half, and then grow."""
         least, first, most = ECHO_TOKENS
         length = rng.randint(least, round(first * (most / first) ** max(2 * progress - 1, 0.0)))
         vocab_size = self.tokens.tokenizer.get_vocab_size()
