@@ -136,8 +136,11 @@ class Engine:
                 sequence.on_end(None)
                 continue
             row, reused = self._row_for(sequence.prompt)
-            sequence.enter(self.target, row, reused)
             self.running.append(sequence)
+            try:
+                sequence.enter(row, reused)
+            except Exception as error:  # of its draft
+                self._leave(sequence, error)
 
     def _row_for(self, prompt: list[int]) -> tuple[int, int]:
         """-> a free row, and how many tokens of the prompt's beginning lie in it; one at least is left, for

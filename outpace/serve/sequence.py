@@ -12,7 +12,6 @@ from outpace.decode.acceptance import AcceptanceRule
 from outpace.decode.request import BatchRows, Request, acceptance_rule
 from outpace.drafts.base import Draft, Proposal
 from outpace.drafts.deferred import Deferred, States
-from outpace.models.decoder import Decoder
 from outpace.ops.sampling import generator
 
 EndCallback = Callable[[Exception | None], None]
@@ -80,7 +79,7 @@ class Sequence:
     def last(self) -> int:
         return self.tokens[-1]
 
-    def enter(self, target: Decoder, row: int, reused: int) -> None:
+    def enter(self, row: int, reused: int) -> None:
         """It has a row of the cache, in which the first `reused` tokens of its prompt lie already."""
         self.row, self.cached, self.reused = row, reused, reused
         self.times["admitted"] = time.perf_counter()

@@ -1,5 +1,6 @@
 """The engine with its thread, its drafts, and the way from a request to its answers."""
 
+import logging
 import secrets
 import threading
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from outpace.serve.schema import ChatBody, CompletionBody, Sampled, Speculative
 from outpace.serve.sequence import Sequence
 from outpace.text.chat_format import ChatFormat
 
+LOG = logging.getLogger("outpace.serve")
 PREDICTED = 16  # positions of a step where the client predicts the answer
 
 
@@ -70,8 +72,16 @@ class Server:
 
     def _run(self) -> None:
         while not self.stopping.is_set():
-            if self.engine.wait(0.2):
+            if not self.engine.wait(0.2):
+                continue
+            try:
                 self.engine.step()
+            except Exception as error:  # none is known; whoever waits must not wait for ever
+                LOG.exception("a round failed")
+                for sequence in [*self.engine.running, *self.engine.waiting]:
+                    sequence.on_end(error)
+                self.engine.running.clear()
+                self.engine.waiting.clear()
 
     def chat_of(self, body: ChatBody) -> ChatFormat:
         """Raises ValueError, naming the message and the field, for what is no chat."""

@@ -206,13 +206,19 @@ def test_an_error_ends_those_that_met_it():
 
     engine = Engine(model, EngineConfig(max_num_seqs=3, max_model_len=100), [NGram()])
     bad, later = Client([5, 6, 7], request(9), draft=Broken()), Client([8, 9], request(9))
+
+    class Unready(NGram):
+        def begin(self, batch, length, offset=0, slack=0):
+            raise MemoryError("no room")
+
+    unready = Client([5, 6, 7], request(9), draft=Unready())
     deaf = Client([6, 7, 8], request(9))
     deaf.sequence.on_tokens = lambda tokens: {}["nobody"]
-    for client in (bad, deaf, later):
+    for client in (unready, bad, deaf, later):
         engine.add(client.sequence)
     run(engine)
     assert isinstance(bad.ends[0], ZeroDivisionError) and 1 <= len(bad.tokens) <= 2
-    assert isinstance(deaf.ends[0], KeyError)
+    assert isinstance(deaf.ends[0], KeyError) and isinstance(unready.ends[0], MemoryError)
     assert later.ends == [None] and later.tokens == alone(model, [8, 9], request(9), 0)
 
 
