@@ -194,11 +194,15 @@ def echo(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
     return TrainingRow(ids=whole, mask=mask, turn=0)
 
 
+def _of_few(rng: random.Random, vocab_size: int, length: int) -> list[int]:
+    few = rng.sample(range(len(SPECIAL), vocab_size), rng.randint(min(length, LEAST_FEW), length))
+    return [rng.choice(few) for _ in range(length)]
+
+
 def copy(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
     """Random tokens out of a few, and all of them again: what follows a token is told by those before it,
     as in code and JSON. Supervised is the copy but for its first tokens."""
-    few = rng.sample(range(len(SPECIAL), vocab_size), rng.randint(min(length, LEAST_FEW), length))
-    ids = [rng.choice(few) for _ in range(length)]
+    ids = _of_few(rng, vocab_size, length)
     begin = min(4, length - 1)
     mask = [False] * (length + begin) + [True] * (length - begin)
     return TrainingRow(ids=2 * ids, mask=mask, turn=0)
@@ -222,8 +226,7 @@ def turned(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
     """Random tokens out of a few, and all of them again from the last to the first. Supervised from the third
     on."""
     length = min(length, LONGEST_TURNED)
-    few = rng.sample(range(len(SPECIAL), vocab_size), rng.randint(min(length, LEAST_FEW), length))
-    ids = [rng.choice(few) for _ in range(length)]
+    ids = _of_few(rng, vocab_size, length)
     return TrainingRow(ids=ids + ids[::-1], mask=[False] * (length + 2) + [True] * (length - 2), turn=0)
 
 

@@ -28,7 +28,6 @@ from outpace.text.corpus import Document
 
 OFF, ON = "no draft", "draft"
 METHODS: dict[str, bool] = {OFF: False, ON: True}  # by name, what a request says of speculation
-START = "from outpace.cli.main import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ def run_serve(
 def _served(name: str, rows: int, length: int) -> Iterator[tuple[str, int]]:
     """`outpace serve` in its own process -> where it listens."""
     options = ["--port", "0", "--max-num-seqs", str(rows), "--max-model-len", str(length)]
-    command = [sys.executable, "-c", START, "serve", name, *options, "--max-waiting", "10000"]
+    command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", "10000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         errors: list[str] = []
@@ -137,10 +136,10 @@ def _turn(
         rng = random.Random(seed_for(settings.seed, repeat, int(100 * load)))
 
         def body(i: int, method: str = method, rng: random.Random = rng) -> dict[str, Any]:
-            # another first token each time: nothing of the prompt lies in the cache
-            first = [names.index(method) * 1000 % 97 + 10 + rng.randrange(150)]
+            # another first token each time, never the other method's: nothing of the prompt lies in the cache
+            first = 10 + 2 * rng.randrange(75) + names.index(method)
             return {
-                "prompt": first + prompts[i % len(prompts)][1:],
+                "prompt": [first, *prompts[i % len(prompts)][1:]],
                 "max_tokens": settings.new_tokens,
                 "temperature": settings.temperature,
                 "seed": i,
@@ -225,9 +224,8 @@ def _row(run: Run, settings: ServeSettings, kind: str, load: float, method: str)
         "method": method,
         "tokens_per_s": round(median(rates[method]), 1),
         "speedup": round(median(ratios), 3),
-        "tau": round(1 + sum(t["tokens"] - t["steps"] for t in own) / max(sum(t["steps"] for t in own), 1), 3)
-        if method != OFF
-        else 1.0,
+        # the first token of a request is the prompt's, not a step's
+        "tau": round(sum(t["tokens"] - len(t["first"]) for t in own) / sum(t["steps"] for t in own), 3),
         "first_ms": [round(1e3 * x, 1) for x in _p50_p99(first)],
         "between_ms": [round(1e3 * x, 2) for x in _p50_p99(between)],
     }

@@ -125,6 +125,15 @@ class Engine:
             self._leave(sequence, sequence.failed)
         self.rounds += 1
 
+    def end_all(self, error: Exception) -> None:
+        """Every sequence, running or waiting; nothing is reused of what they left in their rows."""
+        for sequence in list(self.running):
+            self._leave(sequence, error)
+        with self.arrival:
+            waiting, self.waiting = self.waiting, deque()
+        for sequence in waiting:
+            sequence.on_end(error)
+
     def _admit(self) -> None:
         """Those that have waited longest, while there are rows."""
         while len(self.running) < self.config.max_num_seqs:
@@ -210,15 +219,16 @@ class Engine:
         )
         assert out.logits is not None
         check_finite(f"round {self.rounds}", out.logits, offered, out.finite)
+        own = [row_of(proposal, b) for b in range(len(some))]
         paths: list[list[int]] = []
         for b, sequence in enumerate(some):
-            paths.append(self._verify(sequence, row_of(proposal, b), out.logits[b], out.best, b))
+            paths.append(self._verify(sequence, own[b], out.logits[b], out.best, b))
         cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
             sequence.cached = cache.lengths[b]
             if sequence.reads_states:
                 aux = self._aux_of(sequence, out.aux, b, proposal.counts[b])
-                sequence.observe(accepted_states(row_of(proposal, b), aux, [path]))
+                sequence.observe(accepted_states(own[b], aux, [path]))
         if drafting:
             self.controller.learn(proposal, paths)
 

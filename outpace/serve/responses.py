@@ -16,8 +16,7 @@ from outpace.text.chat_format import CALL
 from outpace.text.messages import ANALYSIS
 
 KEPT = 1000  # responses that a later request may go on from
-# what a part of an item is called, and its delta
-PARTS = {"message": ("output_text", "output_text"), "reasoning": ("reasoning_text", "reasoning_text")}
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # what a part of an item is called
 
 
 class Reasoning(Body):
@@ -170,8 +169,9 @@ class Writer:
             return
         item["content"][0]["text"] += text
         more: JsonObject = {"logprobs": []} if item["type"] == "message" else {}
-        name = PARTS[item["type"]][1]
-        yield self._event(f"response.{name}.delta", **where, content_index=0, delta=text, **more)
+        yield self._event(
+            f"response.{PARTS[item['type']]}.delta", **where, content_index=0, delta=text, **more
+        )
 
     def end(self, answer: Answer) -> Iterator[JsonObject]:
         yield from self._close(cut=answer.row.finish == "length")
@@ -224,7 +224,7 @@ class Writer:
         else:
             part = item["content"][0]
             more: JsonObject = {"logprobs": []} if item["type"] == "message" else {}
-            name = f"response.{PARTS[item['type']][1]}.done"
+            name = f"response.{PARTS[item['type']]}.done"
             yield self._event(name, **where, content_index=0, text=part["text"], **more)
             yield self._event("response.content_part.done", **where, content_index=0, part=part)
         item["status"] = "incomplete" if cut else "completed"
@@ -241,5 +241,5 @@ class Writer:
 
 
 def _part(kind: str, text: str) -> JsonObject:
-    part: JsonObject = {"type": PARTS[kind][0], "text": text}
+    part: JsonObject = {"type": PARTS[kind], "text": text}
     return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})

@@ -67,8 +67,7 @@ class Server:
         """After the round that is running; sequences that are left end without a reason."""
         self.stopping.set()
         self.thread.join()
-        for sequence in [*self.engine.running, *self.engine.waiting]:
-            sequence.on_end(ConnectionError("the server stops"))
+        self.engine.end_all(ConnectionError("the server stops"))
 
     def _run(self) -> None:
         while not self.stopping.is_set():
@@ -78,10 +77,7 @@ class Server:
                 self.engine.step()
             except Exception as error:  # none is known; whoever waits must not wait for ever
                 LOG.exception("a round failed")
-                for sequence in [*self.engine.running, *self.engine.waiting]:
-                    sequence.on_end(error)
-                self.engine.running.clear()
-                self.engine.waiting.clear()
+                self.engine.end_all(error)
 
     def chat_of(self, body: ChatBody) -> ChatFormat:
         """Raises ValueError, naming the message and the field, for what is no chat."""

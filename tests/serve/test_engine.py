@@ -237,6 +237,25 @@ def test_an_error_of_the_target_ends_the_round_and_not_the_engine(monkeypatch):
     assert second.ends == [None] and second.tokens == alone(model, [8, 9], request(9), 0)
 
 
+def test_what_is_left_of_sequences_that_were_ended_is_not_reused():
+    """Their rows hold the half of what was running, over what an earlier one had left there."""
+    model = target()
+    engine = Engine(model, EngineConfig(max_num_seqs=1, max_model_len=100))
+    first = [*range(20, 60)]
+    engine.add(Client(first, request(3)).sequence)
+    run(engine)
+    other, waiting = Client([*range(60, 90)], request(30)), Client([5], request(3))
+    engine.add(other.sequence)
+    engine.add(waiting.sequence)
+    engine.step()
+    engine.end_all(ConnectionError("stop"))
+    assert isinstance(other.ends[0], ConnectionError) and isinstance(waiting.ends[0], ConnectionError)
+    again = Client(first, request(9))
+    engine.add(again.sequence)
+    run(engine)
+    assert again.sequence.reused == 0 and again.tokens == alone(model, first, request(9), 0)
+
+
 def test_what_is_too_long_or_too_much_is_refused_with_the_numbers():
     engine = Engine(target(), EngineConfig(max_num_seqs=1, max_model_len=50, max_waiting=2))
     with pytest.raises(ValueError, match=r"45 tokens and up to 6 may follow.* max_model_len is 50"):
