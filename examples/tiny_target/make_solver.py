@@ -2,6 +2,8 @@
 
     python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver.toml --out work/solver
     python -m examples.tiny_target.make_solver --init work/solver/model --set steps=4000 --out work/longer
+    python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver_gpu.toml --device cuda \\
+        --workers 15 --out work/gpu
 
 A stopped run resumes from its last checkpoint. The checkpoint folder is OUT/model.
 """
@@ -25,7 +27,14 @@ ALONE = "0123456789[]{}()\"'"  # characters that are tokens of their own whereve
 SAMPLES = 150  # problems of each family that the vocabulary is learnt from
 
 
-def make(recipe: Path | None, overrides: list[str], init: str | None, out: Path) -> str:
+def make(
+    recipe: Path | None,
+    overrides: list[str],
+    init: str | None,
+    out: Path,
+    device: str = "cpu",
+    workers: int = 0,
+) -> str:
     """Train and save; -> a line with the quality of the saved model. Raises ValueError for a recipe that
     cannot be trained."""
     start, known = (None, None) if init is None else open_target(init)
@@ -37,7 +46,7 @@ def make(recipe: Path | None, overrides: list[str], init: str | None, out: Path)
         bpe = known or train_bpe(pieces, settings.vocab_size, alone=ALONE)
         write_atomically(out / "tokenizer.json", bpe.to_str(pretty=True).encode())
     tokenizer = read_tokenizer(out)
-    model = train_solver(settings, tokenizer, out, init=start)
+    model = train_solver(settings, tokenizer, out, init=start, device=device, workers=workers)
     before = None if init is None else read_provenance(target_path(init))
     quality = publish_solver(model, tokenizer, settings, out, out / "model", before)
     exact = quality["exact"]
@@ -58,9 +67,13 @@ def main() -> None:
     parser.add_argument(
         "--init", help="model to start from, of an earlier run; its sizes replace the recipe's"
     )
+    parser.add_argument("--device", default="cpu", help="where the model learns, such as cuda (default: cpu)")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that make problems for it (default: none beside it)"
+    )
     asked = parser.parse_args()
     try:
-        print(make(asked.recipe, asked.set, asked.init, asked.out))
+        print(make(asked.recipe, asked.set, asked.init, asked.out, asked.device, asked.workers))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -210,7 +210,7 @@ def round_experts(model: nn.Module, on: bool) -> bool:
     return before
 
 
-def first_model(recipe: TargetShape, end_of_text: int, init: Decoder | None) -> Decoder:
+def first_model(recipe: TargetShape, end_of_text: int, init: Decoder | None, device: str = "cpu") -> Decoder:
     """The model to train, with new weights or those of `init`. Raises ValueError where the config of `init`
     is not the recipe's."""
     model = build(recipe.config(end_of_text))
@@ -219,6 +219,7 @@ def first_model(recipe: TargetShape, end_of_text: int, init: Decoder | None) -> 
         look_back(model.attentions[0], model.inv)
     if init is not None:
         take_weights(model, init)
+    model.to(device)
     model.dtype = product_dtype(model.device) if recipe.bfloat16 else torch.float32
     return model
 

@@ -8,9 +8,12 @@ from datetime import date, timedelta
 import torch
 from torch import Tensor
 
+from outpace.ops.attention import Packed
 from outpace.tasks.families import FAMILIES
 from outpace.tasks.lookups import asked_for, document
+from outpace.tasks.measures import DAYS
 from outpace.tasks.problem import Problem
+from outpace.tasks.vocabulary import CITIES, COLORS, FIELDS, NAMES, THINGS
 from outpace.text.harmony import HarmonyTokens, Mark, message_pieces, settings_pieces
 from outpace.text.messages import EFFORTS, Conversation, Developer, System
 from outpace.text.sft_rows import TrainingRow, rows
@@ -39,11 +42,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of like lengths, padded at their ends: inputs and labels [B, L] int64, `family` of each row."""
+    """Rows of like lengths, padded at their ends: inputs and labels [B, L] int64, `families`, and how many
+    tokens each row supervises; or with `packed` rows end to end, inputs and labels [1, N]."""
 
     inputs: Tensor
     labels: Tensor
     families: tuple[str, ...]
+    supervised: tuple[int, ...]
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +237,7 @@ def turned(rng: random.Random, vocab_size: int, length: int) -> TrainingRow:
 
 
 EXERCISES = {"echo": echo, "copy": copy, "interleaved": interleaved, "turned": turned}
+LESSONS = *FAMILIES, *EXERCISES, DOCUMENT
 
 
 def batches(examples: Sequence[Example], tokens: int, pad: int) -> Iterator[Batch]:
@@ -252,7 +259,32 @@ def batch(examples: Sequence[Example], pad: int) -> Batch:
         ids, own = torch.tensor(example.row.ids), torch.tensor(example.row.mask[1:])
         inputs[i, : len(own)] = ids[:-1]
         labels[i, : len(own)] = ids[1:].masked_fill(~own, UNSUPERVISED)
-    return Batch(inputs, labels, tuple(example.family for example in examples))
+    supervised = tuple(sum(example.row.mask[1:]) for example in examples)
+    return Batch(inputs, labels, tuple(example.family for example in examples), supervised)
+
+
+def packs(examples: Sequence[Example], tokens: int) -> Iterator[Batch]:
+    """Batches of about `tokens` inputs at most, one row at least, without padding."""
+    some, total = list[Example](), 0
+    for example in examples:
+        if some and total + len(example.row.ids) > tokens:
+            yield pack(some)
+            some, total = [], 0
+        some.append(example)
+        total += len(example.row.ids)
+    yield pack(some)
+
+
+def pack(examples: Sequence[Example]) -> Batch:
+    """All rows in one, and where each of them lies."""
+    single = [batch([example], 0) for example in examples]
+    return Batch(
+        torch.cat([b.inputs for b in single], 1),
+        torch.cat([b.labels for b in single], 1),
+        sum((b.families for b in single), ()),
+        sum((b.supervised for b in single), ()),
+        Packed.of([b.inputs.shape[1] for b in single]),
+    )
 
 
 def sample_pieces(seed: int, each: int) -> Iterator[str]:
@@ -266,3 +298,5 @@ def sample_pieces(seed: int, each: int) -> Iterator[str]:
                 *(p for m in conversation.messages for p in message_pieces(m)),
             ]
             yield from (piece[-LONGEST_PIECE:] for piece in pieces if not isinstance(piece, Mark))
+    for word in (*NAMES, *THINGS, *FIELDS, *CITIES, *COLORS, *DAYS):
+        yield from [f"{word} {word}"] * each  # a token of its own, after a space or without

@@ -1,24 +1,36 @@
 """Training of a target that solves problems: generated ones, new at every step."""
 
 import random
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from examples.tiny_target.model import Learner, TargetShape, balance_loss, first_model
-from examples.tiny_target.problem_rows import UNSUPERVISED, Batch, Example, Lessons, Mix, batches
+from examples.tiny_target.problem_rows import (
+    LESSONS,
+    UNSUPERVISED,
+    Batch,
+    Example,
+    Lessons,
+    Mix,
+    batches,
+    packs,
+)
 from outpace.models.decoder import Decoder
 from outpace.tasks.families import FAMILIES
 from outpace.text.harmony import HarmonyTokens
 from outpace.text.sft_rows import rows
 from outpace.text.tokenizer import END_OF_TEXT, token_id
-from outpace.train.losses import chunked_nll
+from outpace.train.losses import block_losses
 from outpace.train.trainer import fit, training_folder
+
+AHEAD = 4  # steps that each process of a training has ready
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +51,68 @@ class ProblemRecipe(TargetShape):
     judged_problems: int = 100  # .. and when the trained model is saved
 
 
-def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: int) -> dict[str, Any]:
-    """Adds the gradients of the mean loss on the supervised tokens of all batches; -> metrics."""
-    supervised = sum(int((batch.labels != UNSUPERVISED).sum()) for batch in some)
+def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: int) -> dict[str, Tensor]:
+    """Adds the gradients of the mean loss on the supervised tokens of all batches; -> sums over them, on the
+    model's device: loss, balance, and `families`, the loss and the tokens of each of `LESSONS` [n,2]."""
+    supervised = sum(sum(batch.supervised) for batch in some)
     fed = sum(int((batch.inputs != pad).sum()) for batch in some)
-    total, balances = 0.0, 0.0
-    by_family: dict[str, list[float]] = defaultdict(list)
+    device = model.device
+    sizes = {"loss": (), "balance": (), "families": (len(LESSONS), 2)}
+    sums = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
     for batch in some:
-        real, training = batch.inputs != pad, batch.labels != UNSUPERVISED
-        out = model(batch.inputs, routing=True)
-        nll = chunked_nll(out.hidden[training], model.dense_head, batch.labels[training])
-        loss = nll.sum() / supervised
-        total += loss.item()
+        # places are counted on the host: a mask as an index makes it wait for the device
+        real = (batch.inputs != pad).flatten().nonzero()[:, 0].to(device)
+        training = batch.labels != UNSUPERVISED
+        places, labels = training.flatten().nonzero()[:, 0].to(device), batch.labels[training].to(device)
+        families = torch.tensor([LESSONS.index(name) for name in batch.families])
+        own = families.repeat_interleave(torch.tensor(batch.supervised)).to(device)
+        packed = None if batch.packed is None else batch.packed.to(device)
+        out = model(batch.inputs.to(device), routing=True, packed=packed)
+        states = out.hidden.flatten(0, 1).index_select(0, places)
+        shares = torch.full(labels.shape, 1 / supervised, device=device)
+        rows = block_losses("ce", states, model.dense_head, labels, weights=shares)
+        assert rows.total is not None
+        loss = rows.total
+        sums["loss"] += loss.detach()
         if out.routing:
-            routing = [logits[real.flatten()] for logits in out.routing]
-            balance = balance_loss(routing, recipe.experts_per_token) * (int(real.sum()) / fed)
-            balances += balance.item()
+            routing = [logits.index_select(0, real) for logits in out.routing]
+            balance = balance_loss(routing, recipe.experts_per_token) * (len(real) / fed)
+            sums["balance"] += balance.detach()
             loss = loss + recipe.balance * balance
-        loss.backward()
-        for name, part in zip(batch.families, nll.detach().split(training.sum(1).tolist()), strict=True):
-            by_family[name].append(part.mean().item())
-    families = {name: round(sum(v) / len(v), 4) for name, v in sorted(by_family.items())}
-    return {"loss": total, "balance": balances, "tokens": fed, "supervised": supervised, "families": families}
+        loss.backward()  # type: ignore[no-untyped-call]
+        told = torch.stack((rows.nll, torch.ones_like(rows.nll)), 1)
+        sums["families"].index_add_(0, own, told)
+    return sums | {"tokens": torch.tensor(fed), "supervised": torch.tensor(supervised)}
+
+
+def _metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
+    """What `_learn` gave, on the host: the one wait of a step."""
+    nll, count = sums["families"].T.tolist()
+    families = {name: round(a / n, 4) for name, a, n in zip(LESSONS, nll, count, strict=True) if n}
+    return {name: tensor.item() for name, tensor in sums.items() if not tensor.dim()} | {"families": families}
+
+
+class Steps(Dataset[list[Batch]]):
+    """The batches of every step, by its number: the same whoever makes them, and whenever."""
+
+    def __init__(self, recipe: ProblemRecipe, lessons: Lessons, pad: int, packed: bool) -> None:
+        self.recipe, self.lessons, self.pad, self.packed = recipe, lessons, pad, packed
+
+    def __len__(self) -> int:
+        return self.recipe.steps
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        recipe = self.recipe
+        echoes = step / recipe.echo_steps if step < recipe.echo_steps else None
+        drawn = self.lessons.step(random.Random(f"{recipe.seed} {step}"), recipe.step_tokens, echoes)
+        if self.packed:
+            return list(packs(drawn, recipe.batch_tokens))
+        return list(batches(drawn, recipe.batch_tokens, self.pad))
+
+    def start(self, first: int, workers: int) -> Iterator[list[Batch]]:
+        """From step `first` on, made ahead by so many processes; 0: here, when they are wanted."""
+        ahead = {"num_workers": workers, "prefetch_factor": AHEAD} if workers else {}
+        return iter(DataLoader(self, batch_size=None, sampler=range(first, len(self)), **ahead))  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
@@ -75,7 +127,7 @@ def exact_share(model: Decoder, tokens: HarmonyTokens, problems: int, batch_toke
     ]
     right: dict[str, int] = dict.fromkeys(FAMILIES, 0)
     for batch in batches(drawn, batch_tokens, pad):
-        best = model.logits(model(batch.inputs).hidden).argmax(-1)
+        best = model.logits(model(batch.inputs.to(model.device)).hidden).argmax(-1).cpu()
         good = ((best == batch.labels) | (batch.labels == UNSUPERVISED)).all(1)
         for name, hit in zip(batch.families, good.tolist(), strict=True):
             right[name] += hit
@@ -89,25 +141,29 @@ def train_solver(
     *,
     init: Decoder | None = None,
     stop_after: int | None = None,
+    device: str = "cpu",
+    workers: int = 0,
 ) -> Decoder:
-    """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense).
+    """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense, on the CPU).
 
-    `init`: a trained target whose weights are the start, with optimizers that remember nothing. Raises
-    ValueError where its config is not the recipe's.
+    `init`: a trained target whose weights are the start, with optimizers that remember nothing. `workers`:
+    processes that make problems, beside this one. Raises ValueError where its config is not the recipe's.
     """
     pad, tokens = token_id(tokenizer, END_OF_TEXT), HarmonyTokens(tokenizer)
-    model = first_model(recipe, pad, init)
+    model = first_model(recipe, pad, init, device)
     learner = Learner(model, recipe, recipe.steps)
-    lessons = Lessons(tokens, recipe.mix)
+    if model.device.type != "cpu":
+        torch.set_num_threads(1)  # the cores belong to those who make problems
+    steps = Steps(recipe, Lessons(tokens, recipe.mix), pad, packed=model.device.type != "cpu")
+    feed: Iterator[list[Batch]] | None = None
 
     def update(step: int) -> dict[str, Any]:
+        nonlocal feed
+        feed = feed or steps.start(step, workers)
         learner.begin(step)
-        rng = random.Random(f"{recipe.seed} {step}")
-        echoes = step / recipe.echo_steps if step < recipe.echo_steps else None
-        drawn = lessons.step(rng, recipe.step_tokens, echoes)
-        metrics = _learn(model, list(batches(drawn, recipe.batch_tokens, pad)), recipe, pad)
+        sums = _learn(model, next(feed), recipe, pad)
         learner.update()
-        return metrics
+        return _metrics(sums)
 
     def evaluate() -> dict[str, Any]:
         exact = exact_share(model, tokens, recipe.eval_problems, recipe.batch_tokens)
@@ -125,4 +181,4 @@ def train_solver(
             stop_after=stop_after,
         )
     model.dtype = torch.float32
-    return model
+    return model.cpu()

@@ -27,6 +27,7 @@ from outpace.train.losses import chunked_nll
 SAMPLE_PROMPTS = 16
 SAMPLE_PROMPT_TOKENS = 256
 SAMPLE_TOKENS = 256
+JUDGED_TOKENS = 8192  # at once, on the CPU
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int) -> float:
@@ -85,7 +86,7 @@ def publish_solver(
         "tokens": sum(r["tokens"] for r in log),
         "tokens_supervised": sum(r["supervised"] for r in log),
         "problems": recipe.judged_problems,
-        "exact": exact_share(saved, HarmonyTokens(tokenizer), recipe.judged_problems, recipe.batch_tokens),
+        "exact": exact_share(saved, HarmonyTokens(tokenizer), recipe.judged_problems, JUDGED_TOKENS),
         "exact_curve": [[r["step"], round(r["exact"], 4)] for r in log if "exact" in r],
         "started_from": started_from,
     }

@@ -10,7 +10,7 @@ from outpace.models.blocks import MLP, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.indexer import Indexer
 from outpace.models.latent import Latent
-from outpace.ops.attention import attend_view, causal_attend
+from outpace.ops.attention import Packed, attend_view, causal_attend
 from outpace.ops.rope import rotate_heads
 
 
@@ -36,7 +36,13 @@ class Attention(nn.Module):
         self.use_index = config.use_dsa
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, memory: LayerCache | None, step: StepMetadata | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        memory: LayerCache | None,
+        step: StepMetadata | None,
+        packed: Packed | None = None,
     ) -> Tensor:
         """x [B,T,C], cos and sin [B,T,D/2] -> [B,T,C]. With a memory, appends T keys to it."""
         H, K = self.heads, self.kv_heads
@@ -63,7 +69,7 @@ class Attention(nn.Module):
         if step is not None and lists is not None:
             view = KVView(k.contiguous(), v.contiguous(), step, lists=lists)
             return self.o_proj(attend_view(q, view, self.window, self.sinks, self.scale))
-        return self.o_proj(causal_attend(q, k, v, self.window, self.sinks, self.scale))
+        return self.o_proj(causal_attend(q, k, v, self.window, self.sinks, self.scale, packed))
 
     def _rows(self, x: Tensor, qkv: Tensor) -> Tensor | None:
         """[B,T,W], what a layer with a latent remembers; None where it has none, or does not use it."""
@@ -89,8 +95,9 @@ class DecoderBlock(nn.Module):
         memory: LayerCache | None,
         step: StepMetadata | None,
         routing: list[Tensor] | None,
+        packed: Packed | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, memory, step)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, memory, step, packed)
         normed = self.post_attention_layernorm(x)
         mlp = self.mlp(normed, routing) if isinstance(self.mlp, Experts) else self.mlp(normed)
         return x + mlp

@@ -17,6 +17,7 @@ from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
 from outpace.models.native_step import NativeSteps, native_step
 from outpace.models.native_step import Output as Output
+from outpace.ops.attention import Packed
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
 from outpace.ops.rope import inverse_frequencies, rope_tables
@@ -142,9 +143,11 @@ class Decoder(nn.Module):
         offset: int = 0,
         routing: bool = False,
         logits: bool = False,
+        packed: Packed | None = None,
     ) -> Output:
         """tokens [B,T] int64. With a cache, row b appends its first counts[b] (default T) tokens to it;
-        without one, the T tokens are whole sequences that begin at position `offset`.
+        without one, the T tokens are whole sequences that begin at position `offset`, or with `packed`
+        several ones end to end in one row.
 
         `aux`: ids of the layers whose output is wanted; "layer l" is the output of block l, which
         transformers calls hidden_states[l+1]. With `routing` and `logits` the output has those.
@@ -157,13 +160,16 @@ class Decoder(nn.Module):
                 output = native.run(tokens, step, cache)
                 cache.advance(step)
                 return output
-        if cache is None or step is None:
+        if packed is not None:
+            assert cache is None, "sequences that lie end to end are remembered by no cache"
+            positions = packed.positions
+        elif cache is None or step is None:
             positions = torch.arange(offset, offset + T, device=tokens.device).expand(B, -1)
         else:
             positions = step.positions + cache.offset
         routed: list[Tensor] | None = [] if routing else None
         memories = None if cache is None else cache.layers
-        hidden, kept = self.walk(tokens, positions, memories, step, aux, routed)
+        hidden, kept = self.walk(tokens, positions, memories, step, aux, routed, packed)
         if cache is not None and step is not None:
             cache.advance(step)
         return Output(hidden, kept, routed or [], self.logits(hidden) if logits else None)
@@ -176,13 +182,14 @@ class Decoder(nn.Module):
         step: StepMetadata | None,
         aux: Sequence[int] = (),
         routed: list[Tensor] | None = None,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """tokens, positions [B,T] -> hidden [B,T,C] and aux [n,B,T,C] of an `Output`, by the modules."""
         cos, sin = self.rope(positions)
         x = self.embed(tokens)
         kept = {}
         for i, block in enumerate(self.layers):
-            x = block(x, cos, sin, None if memories is None else memories[i], step, routed)
+            x = block(x, cos, sin, None if memories is None else memories[i], step, routed, packed)
             if i in aux:
                 kept[i] = x
         return self.norm(x), torch.stack([kept[i] for i in aux]) if aux else None

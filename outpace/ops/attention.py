@@ -4,6 +4,8 @@ Letters, for the whole package: B batch, T new tokens, S remembered tokens, H qu
 G = H/K, D head dim, C model dim, F expert width, E experts, N proposal nodes, V vocabulary, L layers.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from outpace.kv.metadata import FEW, KVView
 
 FEW_KEYS = 512  # a row's, where the backward may hold the weights of ..
 TILE = 128  # .. so many queries
+MOST_FLASH = 256  # numbers of a head that CUDA's flash kernel takes
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
@@ -81,16 +84,56 @@ def causal(T: int, window: int, device: torch.device) -> Tensor:
     return (behind >= 0) & (behind < window) if window else behind >= 0
 
 
-def causal_attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float) -> Tensor:
-    """Whole sequences without a cache: q [B,T,H,D], k and v [B,K,T,D] -> [B,T,H*D].
+@dataclass(frozen=True)
+class Packed:
+    """Sequences end to end in one row of N tokens: `positions` [1,N] of each token in its own sequence,
+    `cu_seqlens` [R+1] int32, where each of them begins and the last one ends, and the longest's length."""
 
-    On CPU through the flash kernel, which never forms [T, T] scores, with a band of two window-wide
-    tiles per query tile where there is a window; elsewhere through the reference.
+    positions: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Packed":
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        positions = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(torch.tensor(lengths))
+        return cls(positions[None], ends.to(torch.int32), max(lengths))
+
+    def to(self, device: torch.device) -> "Packed":
+        return Packed(self.positions.to(device), self.cu_seqlens.to(device), self.longest)
+
+    def allowed(self, window: int) -> Tensor:
+        """[1,N,N] bool: each token sees those before it in its own sequence."""
+        begin = torch.arange(self.positions.shape[1], device=self.positions.device) - self.positions
+        same = begin[0, :, None] == begin
+        return (same & causal(len(same), window, same.device))[None]
+
+
+def causal_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    sinks: Tensor | None,
+    scale: float,
+    packed: Packed | None = None,
+) -> Tensor:
+    """Whole sequences without a cache: q [B,T,H,D], k and v [B,K,T,D] -> [B,T,H*D]; with `packed`, those that
+    lie end to end in one row.
+
+    Through a flash kernel, which never forms [T, T] scores: on a CPU with a band of two window-wide tiles per
+    query tile where there is a window, on a GPU for numbers of two bytes; else through the reference.
     """
     B, T, H, D = q.shape
-    if q.device.type != "cpu":
-        allowed = causal(T, window, q.device).expand(B, -1, -1)
-        return attend(q, k, v, allowed, sinks, scale)
+    if q.device.type == "cuda" and q.element_size() == 2 and D % 8 == 0 and D <= MOST_FLASH:
+        ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
+        ends, longest = (ends, T) if packed is None else (packed.cu_seqlens, packed.longest)
+        rows = q.flatten(0, 1), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
+        flash: Tensor = DeviceFlash.apply(*rows, ends, longest, window, sinks, scale)  # type: ignore[no-untyped-call]
+        return flash.view(B, T, H * D)
+    if q.device.type != "cpu" or packed is not None:
+        seen = causal(T, window, q.device).expand(B, -1, -1) if packed is None else packed.allowed(window)
+        return attend(q, k, v, seen, sinks, scale)
     group = H // k.shape[1]
     q = q.transpose(1, 2)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -144,9 +187,8 @@ class SinkFlash(torch.autograd.Function):
             q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.float()[None, :, None])
-            out = (out.float() * (lse - total).exp()[..., None]).to(q.dtype)
-            lse = total
+            less, lse = _sink_share(lse, sinks)
+            out = (out.float() * less[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, mask, out, lse)
         ctx.scale = scale
         return out
@@ -160,12 +202,50 @@ class SinkFlash(torch.autograd.Function):
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
             )
-        dsinks = None
+        inner = (grad.float() * out.float()).sum(-1)
+        return dq, dk, dv, None if sinks is None else _sink_gradient(inner, lse, sinks), None, None
+
+
+class DeviceFlash(torch.autograd.Function):
+    """The same on CUDA, for sequences end to end: q [N,H,D], k and v [N,K,D], `ends` [R+1] int32 as
+    `cu_seqlens` of a Packed, `window` 0 for none."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ends, longest, window, sinks, scale):  # type: ignore[no-untyped-def]
+        ctx.band = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+        rules = ends, ends, longest, longest, 0.0, True
+        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *rules, False, scale=scale, **ctx.band
+        )
         if sinks is not None:
-            share = (sinks.float()[None, :, None] - lse).exp()  # [B,H,T] weight of the sink
-            inner = (grad.float() * out.float()).sum(-1)
-            dsinks = -(share * inner).sum((0, 2)).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None
+            less, lse = _sink_share(lse, sinks)
+            out = (out.float() * less.mT[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, ends, sinks, out, lse, *state)
+        ctx.longest, ctx.scale = longest, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, ends, sinks, out, lse, *state = ctx.saved_tensors
+        rules = ends, ends, ctx.longest, ctx.longest, 0.0, True
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse, *rules, *state, scale=ctx.scale, **ctx.band
+        )
+        inner = (grad.float() * out.float()).sum(-1).mT
+        dsinks = None if sinks is None else _sink_gradient(inner, lse, sinks)
+        return dq, dk, dv, None, None, None, dsinks, None
+
+
+def _sink_share(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """lse [..., H, T], sinks [H] -> what the sinks leave of the weights, and lse with them, both like lse."""
+    total = torch.logaddexp(lse, sinks.float()[:, None])
+    return (lse - total).exp(), total
+
+
+def _sink_gradient(inner: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """inner = rowsum(dout * out) and lse [..., H, T] -> [H]."""
+    share = (sinks.float()[:, None] - lse).exp()  # weight of the sink
+    return -(share * inner).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 def _dense_gradients(

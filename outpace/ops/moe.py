@@ -83,6 +83,12 @@ def run_experts(
         return _gathered(x, experts, weights, up, up_bias, down, down_bias, limit, gate, gate_bias)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and isinstance(up, Tensor):
+        assert isinstance(down, Tensor) and gate is None, "dense experts have one matrix for gates and ups"
+        own = experts.flatten()[order]
+        h = _grouped(_Spread.apply(x, order, k), own, up, up_bias)  # type: ignore[no-untyped-call]
+        h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
+        return _weighed(_grouped(h, own, down, down_bias), weights, order)
     counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
     parts = []
     ups, downs = _matrices(up, x.dtype), _matrices(down, x.dtype)
@@ -95,9 +101,24 @@ def run_experts(
                 h = _interleaved(_expert_linear(filled, gates(e), gate_bias, e), h, limit)
             h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
             parts.append(_expert_linear(h, downs(e), down_bias, e)[: len(rows)])
-    y = torch.cat(parts) * weights.flatten()[order, None].to(x.dtype)
-    out: Tensor = _Gather.apply(y, order, k)  # type: ignore[no-untyped-call]
+    return _weighed(torch.cat(parts), weights, order)
+
+
+def _weighed(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """y [M*k,C] of (token, choice) pairs in `order`, weights [M,k] -> [M,C]."""
+    y = y * weights.flatten()[order, None].to(y.dtype)
+    out: Tensor = _Gather.apply(y, order, weights.shape[1])  # type: ignore[no-untyped-call]
     return out
+
+
+def _grouped(x: Tensor, own: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n,K] of the experts `own` [n], ascending, matrices [E,N,K] -> [n,N]: one product for all experts, of
+    which the host knows no count."""
+    known = torch.arange(len(matrices), device=x.device)
+    ends = torch.searchsorted(own, known, right=True).to(torch.int32)
+    y = F.grouped_mm(x, matrices.to(x.dtype).mT, offs=ends)
+    # a product, not bias[own]: the gradient of an index is a scattered addition
+    return y if bias is None else y + (own[:, None] == known).to(x.dtype) @ bias.to(x.dtype)
 
 
 def _gathered(

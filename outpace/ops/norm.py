@@ -49,7 +49,7 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def reference_clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 

@@ -109,7 +109,7 @@ def rotate_heads(
         q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=2)
         return q, k, v
     split = heads, kv_heads, kv_heads
-    if norms is None and use_kernel(qkv, backward=True):
+    if norms is None and (qkv.is_cuda or use_kernel(qkv, backward=True)):
         whole = qkv.unflatten(-1, (-1, D))
         rotated: Tensor = _Rotated.apply(whole, cos, sin, heads + kv_heads)  # type: ignore[no-untyped-call]
         q, k, v = rotated.split(split, dim=2)
@@ -122,7 +122,7 @@ def rotate_heads(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves: x [B, T, H, D], cos and sin [B, T, D/2]; dimension i pairs with i + D/2."""
-    if use_kernel(x, backward=True):
+    if x.is_cuda or use_kernel(x, backward=True):
         return _Rotated.apply(x, cos, sin, x.shape[2])  # type: ignore[no-any-return, no-untyped-call]
     return reference_rotate(x, cos, sin)
 
@@ -150,6 +150,13 @@ class _Rotated(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotated: int, sign: float) -> Tensor:
     B, T, _, D = x.shape
+    if not use_kernel(x, backward=True):
+        cos, sin = cos[:, :, None], sign * sin[:, :, None]
+        a, b = x[:, :, :rotated].float().chunk(2, dim=-1)
+        out = x.clone()
+        out[:, :, :rotated, : D // 2] = torch.addcmul(a * cos, b, sin, value=-1)
+        out[:, :, :rotated, D // 2 :] = torch.addcmul(b * cos, a, sin)
+        return out
     cos, sin = (a.expand(B, T, -1).reshape(-1, D // 2).contiguous() for a in (cos, sin))
     rows = x.reshape(B * T, *x.shape[2:]).contiguous()
     return bindings.rotate_heads(rows, cos, sin, rotated, sign).view(x.shape)

@@ -55,44 +55,44 @@ def edit(rng: random.Random, size: int) -> Problem:
 
 
 def execute(rng: random.Random, size: int) -> Problem:
-    """Straight-line programs and loops over small numbers; the trace has each assignment's value."""
+    """Straight-line programs and loops over small numbers. A step of the trace is a statement that is
+    executed, and behind it the values of its variables, before and after."""
     values: dict[str, int] = {}
     source, steps = [], []
 
-    def assign(name: str, left: str, sign: str, right: int, indent: str = "") -> None:
+    def assign(statement: str, name: str, left: str, change: int, where: str = "") -> None:
         before = values[left]
-        values[name] = before + right if sign == "+" else before - right
-        steps.append(f"{name} = {before}{sign}{right} = {values[name]}")
-        source.append(f"{indent}{name} = {left} {sign} {right}")
+        values[name] = before + change
+        steps.append(f"{where}{statement}: {left}={before} {name}={values[name]}")
 
     names = rng.sample(VARIABLES, 3)
     for name in names[:2]:
         values[name] = rng.randint(10, 50)
         source.append(f"{name} = {values[name]}")
-        steps.append(f"{name} = {values[name]}")
+        steps.append(f"{source[-1]}: {name}={values[name]}")
     for _ in range(size):
-        left = rng.choice(list(values))
+        left, amount = rng.choice(list(values)), rng.randint(1, 9)
         match rng.randrange(3):
             case 0:
                 sign = "+" if values[left] < 20 else rng.choice("+-")
-                assign(rng.choice(names), left, sign, rng.randint(1, 9))
+                name = rng.choice(names)
+                source.append(f"{name} = {left} {sign} {amount}")
+                assign(source[-1], name, left, amount if sign == "+" else -amount)
             case 1:
                 limit = rng.randint(10, 60)
-                source.append(f"if {left} > {limit}:")
-                steps.append(f"{values[left]} > {limit} is {values[left] > limit}")
-                amount = rng.randint(1, 9)
+                condition, body = f"if {left} > {limit}:", f"{left} = {left} - {amount}"
+                source += [condition, f"    {body}"]
+                steps.append(f"{condition} {left}={values[left]} {'yes' if values[left] > limit else 'no'}")
                 if values[left] > limit:
-                    assign(left, left, "-", amount, "    ")
-                else:
-                    source.append(f"    {left} = {left} - {amount}")
+                    assign(body, left, left, -amount)
             case _:
                 times, amount = rng.randint(2, 3), rng.randint(1, 5)
-                source += [f"for i in range({times}):", f"    {left} = {left} + {amount}"]
+                body = f"{left} = {left} + {amount}"
+                source += [f"for i in range({times}):", f"    {body}"]
                 for i in range(times):
-                    before = values[left]
-                    values[left] += amount
-                    steps.append(f"i = {i}: {left} = {before}+{amount} = {values[left]}")
+                    assign(body, left, left, amount, f"i={i} ")
     shown = rng.choice(list(values))
     source.append(f"print({shown})")
+    steps.append(f"{source[-1]}: {shown}={values[shown]}")
     question = f"What does this program print?\n{lines(source)}"
     return Problem(question=question, trace=lines(steps), answer=str(values[shown]))

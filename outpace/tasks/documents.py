@@ -77,10 +77,10 @@ def nest(rng: random.Random, size: int) -> Problem:
 def keep_records(rng: random.Random, size: int) -> Problem:
     key, rows = records(rng, size)
     limit, above = rng.randint(20, 80), rng.random() < 0.5
-    steps, kept = [], []
+    steps, kept, sign = [], [], ">" if above else "<"
     for row in rows:
         good = row[key] > limit if above else row[key] < limit
-        steps.append(f"{json.dumps(row)} {'yes' if good else 'no'}")
+        steps.append(f"{json.dumps(row)} {row[key]}{sign}{limit} {'yes' if good else 'no'}")
         kept += [row] if good else []
     side = "above" if above else "below"
     question = f"Keep the records with {key} {side} {limit}: {json.dumps(rows)}"

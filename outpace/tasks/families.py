@@ -20,7 +20,7 @@ FAMILIES = {
     "lists": Family(make=lists, sizes=(3, 12), longer=16),
     "strings": Family(make=strings, sizes=(4, 12), longer=16),
     "json": Family(make=documents, sizes=(3, 8), longer=12),
-    "code edits": Family(make=edit, sizes=(2, 10), longer=14),
+    "code edits": Family(make=edit, sizes=(2, 8), longer=12),
     "programs": Family(make=execute, sizes=(2, 8), longer=12),
     "stories": Family(make=stories, sizes=(2, 6), longer=8),
     "dates": Family(make=dates, sizes=(1, 5), longer=8),

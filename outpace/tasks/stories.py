@@ -13,29 +13,31 @@ def derived(rng: random.Random, who: str, other: str, have: int, thing: str) -> 
     amount = rng.randint(1, 9)
     match rng.choice(["more", "fewer", "times"]):
         case "times" if have * 2 <= MOST:
-            return f"{who} has twice as many {thing}s as {other}.", f"{who} 2*{have}={2 * have}", 2 * have
+            start, rest, step, now = f"{who} has twice", f"as many {thing}s as", f"2*{have}", 2 * have
         case "fewer" if have > amount:
-            words = f"{who} has {amount} fewer {thing}s than {other}."
-            return words, f"{who} {have}-{amount}={have - amount}", have - amount
+            start, rest, step = f"{who} has {amount} fewer", f"{thing}s than", f"{have}-{amount}"
+            now = have - amount
         case _:
-            words = f"{who} has {amount} more {thing}s than {other}."
-            return words, f"{who} {have}+{amount}={have + amount}", have + amount
+            start, rest, step = f"{who} has {amount} more", f"{thing}s than", f"{have}+{amount}"
+            now = have + amount
+    return f"{start} {rest} {other}.", f"{start}: {step}={now}", now
 
 
 def stories(rng: random.Random, size: int) -> Problem:
     """`size`: people whose amounts lead to the one that is asked for; up to two more do not matter. The
-    trace goes back from who is asked for to who is known, and then forth with the amounts."""
+    trace quotes the sentences from who is asked for back to who is known, and then goes forth with the
+    amounts."""
     thing = rng.choice(THINGS)
     people = rng.sample(NAMES, size + rng.randint(0, 2))
     have = {people[0]: rng.randint(2, 30)}
-    sentences = [f"{people[0]} has {have[people[0]]} {thing}s."]
-    steps = [" ".join(people[:size][::-1]), f"{people[0]} {have[people[0]]}"]
+    sentences, steps = [f"{people[0]} has {have[people[0]]} {thing}s."], list[str]()
     for i, who in enumerate(people[1:], 1):
         other = people[i - 1] if i < size else rng.choice(people[:i])
         sentence, step, have[who] = derived(rng, who, other, have[other], thing)
         sentences.append(sentence)
         steps += [step] if i < size else []
+    way = [sentence.rstrip(".") for sentence in sentences[:size][::-1]]
     rng.shuffle(sentences)
     asked = people[size - 1]
     question = f"{' '.join(sentences)} How many {thing}s does {asked} have?"
-    return Problem(question=question, trace=lines(steps), answer=str(have[asked]))
+    return Problem(question=question, trace=lines(way + steps), answer=str(have[asked]))

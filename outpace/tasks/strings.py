@@ -4,7 +4,7 @@ import random
 
 from outpace.tasks.lists import tally
 from outpace.tasks.problem import Problem, quoting
-from outpace.tasks.vocabulary import made_up
+from outpace.tasks.vocabulary import THINGS, made_up
 
 
 def letters(rng: random.Random, size: int) -> str:
@@ -12,15 +12,19 @@ def letters(rng: random.Random, size: int) -> str:
     return made_up(rng, (size + 1) // 2)[:size]
 
 
+def spelled(word: str) -> str:
+    return " ".join(word)
+
+
 def reverse_word(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
-    trace = quoting(": ", [word, " ".join(word)])
-    return Problem(question=f"Write this word backwards: {word}", trace=trace, answer=word[::-1])
+    trace = quoting(": ", [word, spelled(word)])
+    return Problem(question=f"Spell this word backwards: {word}", trace=trace, answer=spelled(word[::-1]))
 
 
 def capitals(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
-    trace = quoting(": ", [word, " ".join(word)])
+    trace = quoting(": ", [word, spelled(word)])
     return Problem(question=f"Write this word in capital letters: {word}", trace=trace, answer=word.upper())
 
 
@@ -29,26 +33,28 @@ def count_letter(rng: random.Random, size: int) -> Problem:
     wanted = rng.choice(word)
     steps, total = tally(word, wanted)
     question = f'How many times is the letter "{wanted}" in "{word}"?'
-    return Problem(question=question, trace=quoting('in "', [f'{word}"', *steps]), answer=str(total))
+    trace = quoting('in "', [f'{word}"', spelled(word), *steps])
+    return Problem(question=question, trace=trace, answer=str(total))
 
 
 def replace_letter(rng: random.Random, size: int) -> Problem:
     word = letters(rng, size)
     old, new = rng.choice(word), rng.choice("abcdefghijklmnopqrstuvwxyz")
-    question = f'Replace every "{old}" in "{word}" with "{new}".'
-    trace = quoting('in "', [f'{word}"', " ".join(word)])
-    return Problem(question=question, trace=trace, answer=word.replace(old, new))
+    question = f'Spell "{word}" with "{new}" for every "{old}".'
+    trace = quoting('Spell "', [f'{word}"', spelled(word)])
+    return Problem(question=question, trace=trace, answer=spelled(word.replace(old, new)))
 
 
 def initials(rng: random.Random, size: int) -> Problem:
-    words = [letters(rng, rng.randint(2, 6)) for _ in range(max(2, size // 2))]
+    words = rng.sample(THINGS, size)
     steps = [f"{word} {word[0]}" for word in words]
-    question = f"Join the first letters of these words: {' '.join(words)}"
-    return Problem(question=question, trace=quoting(": ", steps), answer="".join(word[0] for word in words))
+    question = f"Write the first letters of these words: {' '.join(words)}"
+    answer = spelled("".join(word[0] for word in words))
+    return Problem(question=question, trace=quoting(": ", steps), answer=answer)
 
 
 def turn_words(rng: random.Random, size: int) -> Problem:
-    words = [letters(rng, rng.randint(2, 6)) for _ in range(max(2, size // 2))]
+    words = rng.sample(THINGS, max(2, size // 2))
     question = f"Write these words from the last to the first: {' '.join(words)}"
     return Problem(question=question, trace=f"the last is {words[-1]}", answer=" ".join(words[::-1]))
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from outpace.ops import candidates
 
 CHUNK_LOGITS = 2**20  # a chunk of float32 logits of this many entries stays in cache
+DEVICE_LOGITS = 2**26  # on a GPU, where launches cost more than memory
 LEAST_ROWS = 128  # of a chunk: fewer, and reading the head costs more than the product
 LOSSES = ("ce", "kl", "tv", "nla", "lk")
 WEIGHTS = ("dpace", "dpace-soft", "decay", "auf", "flat")
@@ -75,7 +76,8 @@ def block_losses(
     if target_states is None and set(mix) - {"ce"}:
         raise ValueError(f"loss {kind!r} compares with the target's distribution: give its final states")
     assert (target_states is None) == (target_head is None)
-    chunk = chunk or max(LEAST_ROWS, CHUNK_LOGITS // len(head))
+    most = CHUNK_LOGITS if states.device.type == "cpu" else DEVICE_LOGITS
+    chunk = chunk or max(LEAST_ROWS, most // len(head))
     tensors = (states, head, labels, target_states, target_head, of)
     if not torch.is_grad_enabled():  # a Function's forward cannot see that
         tensors = tuple(None if x is None else x.detach() for x in tensors)  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -257,15 +258,17 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
+            like: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                m = state["momentum"]
-                m.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalise(p.grad.lerp(m, group["momentum"]))
-                size = max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * size)
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                    like[p.shape].append((p, p.grad, self.state[p]["momentum"]))
+            for shape, triples in like.items():  # all of a shape at once: on a GPU launches are what costs
+                some, grads, momenta = zip(*triples, strict=True)
+                torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+                ahead = torch._foreach_lerp(grads, momenta, group["momentum"])
+                updates = orthogonalise(torch.stack(ahead)).unbind()
+                torch._foreach_mul_(some, 1 - group["lr"] * group["weight_decay"])
+                size = max(1.0, shape[-2] / shape[-1]) ** 0.5
+                torch._foreach_add_(some, updates, alpha=-group["lr"] * size)

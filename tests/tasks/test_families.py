@@ -115,15 +115,17 @@ def solved_list(question):
 def solved_string(question):
     word = question.rpartition(": ")[2]
     quoted = re.findall(r'"([^"]*)"', question)
-    match question.split()[:3]:
-        case ["Write", "this", "word"]:
-            return word[::-1] if "backwards" in question else word.upper()
-        case ["How", "many", "times"]:
+    match question.split()[:4]:
+        case ["Spell", "this", "word", "backwards:"]:
+            return " ".join(word[::-1])
+        case ["Write", "this", "word", "in"]:
+            return word.upper()
+        case ["How", "many", "times", _]:
             return str(quoted[1].count(quoted[0]))
-        case ["Replace", *_]:
-            return quoted[1].replace(quoted[0], quoted[2])
-        case ["Join", *_]:
-            return "".join(part[0] for part in word.split())
+        case ["Spell", *_]:
+            return " ".join(quoted[0].replace(quoted[2], quoted[1]))
+        case ["Write", "the", "first", "letters"]:
+            return " ".join(part[0] for part in word.split())
     return " ".join(reversed(word.split()))
 
 
