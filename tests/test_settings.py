@@ -154,5 +154,5 @@ def test_recipes_of_this_repository_load():
     items = sorted(Path(__file__).parent.parent.glob("examples/tiny_target/*.toml"))
     assert items
     for path in items:
-        recipe = ProblemRecipe if path.stem == "solver" else TargetRecipe
+        recipe = ProblemRecipe if path.stem.startswith("solver") else TargetRecipe
         assert dataclasses.is_dataclass(load_settings(recipe, path, {}))

@@ -169,8 +169,8 @@ def test_an_engine_without_sinks_is_caught(monkeypatch):
 
     model, causal = fresh("gpt_oss"), attention.causal_attend
 
-    def without(q, k, v, window, sinks, scale):
-        return causal(q, k, v, window, None, scale)
+    def without(q, k, v, window, sinks, scale, packed=None):
+        return causal(q, k, v, window, None, scale, packed)
 
     monkeypatch.setattr(attention, "causal_attend", without)
     monkeypatch.setattr("outpace.doctor.engine.causal_attend", without)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outpace.ops.attention import attend, causal, causal_attend
+from outpace.ops.attention import Packed, attend, causal, causal_attend
 
 B, T, S, H, K, D = 2, 5, 9, 6, 2, 8
 
@@ -110,3 +110,44 @@ def test_gradients_in_bfloat16_are_those_of_float32(T, window, sinks):
 
     for rounded, exact in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
         assert (rounded - exact).norm() < 0.015 * exact.norm()
+
+
+LENGTHS = 5, 1, 13, 2
+
+
+@pytest.mark.parametrize("window", [0, 1, 4])
+def test_sequences_end_to_end_do_not_see_each_other(window):
+    packed, (q, k, v), sinks = Packed.of(LENGTHS), inputs(sum(LENGTHS), sum(LENGTHS)), torch.randn(H)
+    q, k, v = q[:1], k[:1], v[:1]
+    assert packed.positions[0].tolist() == [i for n in LENGTHS for i in range(n)]
+    assert packed.cu_seqlens.tolist() == [0, 5, 6, 19, 21] and packed.longest == 13
+    got = causal_attend(q, k, v, window, sinks, 0.4, packed)
+    begin = 0
+    for n in LENGTHS:
+        own = slice(begin, begin + n)
+        alone = causal_attend(q[:, own], k[:, :, own], v[:, :, own], window, sinks, 0.4)
+        assert (got[:, own] - alone).abs().max() < 1e-5
+        begin += n
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the flash kernel of CUDA needs a GPU")
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 128])
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_flash_kernel_of_cuda_and_its_gradients(ends, window, sinks):
+    lengths = [301, 5, 700, 1, 94]
+    packed = Packed.of(lengths).to(torch.device("cuda")) if ends else None
+    T = sum(lengths)
+    leaves = [torch.randn(1, n, T, 64, device="cuda").bfloat16().requires_grad_() for n in (H, K, K)]
+    leaves.append(torch.randn(H, device="cuda", requires_grad=True))
+    q, k, v, sink = leaves
+    seen = causal(T, window, q.device)[None] if packed is None else packed.allowed(window)
+    given, dy = sink if sinks else None, torch.randn(1, T, H * 64, device="cuda").bfloat16()
+    exact = attend(q.transpose(1, 2), k, v, seen, given, 0.125)
+    got = causal_attend(q.transpose(1, 2), k, v, window, given, 0.125, packed)
+    assert (got.float() - exact.float()).norm() < 0.01 * exact.float().norm()
+    for way, reference in zip(
+        *(torch.autograd.grad(out, leaves[: 3 + sinks], dy) for out in (got, exact)), strict=True
+    ):
+        assert (way.float() - reference.float()).norm() < 0.01 * reference.float().norm()

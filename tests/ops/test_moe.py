@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outpace.ops import mxfp4
-from outpace.ops.moe import route, router_logits, run_experts
+from outpace.ops.moe import _grouped, route, router_logits, run_experts
 
 M, C, F, E, TOP = 11, 96, 64, 5, 3
 
@@ -100,3 +100,20 @@ def test_gradients_are_those_of_single_tokens(style):
     wanted = torch.autograd.grad(torch.stack(rows), leaves, dy.double())
     for result, truth in zip(ours, wanted, strict=True):
         assert (result - truth).abs().max() < 1e-4 * truth.abs().max()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_product_of_all_experts_is_the_product_of_each(biased):
+    """With an expert that nobody chose, and sums of the gradients of matrices and biases."""
+    own = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3, 3, 4, 4])
+    x, dy = torch.randn(len(own), C).bfloat16(), torch.randn(len(own), F).bfloat16()
+    leaves = [x.requires_grad_(), torch.randn(E, F, C, requires_grad=True)]
+    bias = torch.randn(E, F, requires_grad=True) if biased else None
+    leaves += [] if bias is None else [bias]
+    got = _grouped(leaves[0], own, leaves[1], bias)
+    exact = torch.einsum("mc,mfc->mf", x.float(), leaves[1].bfloat16().float()[own])
+    exact = exact if bias is None else exact + bias[own]
+    assert (got.float() - exact).norm() < 0.01 * exact.norm()
+    ways = (torch.autograd.grad(y, leaves, d) for y, d in ((got, dy), (exact, dy.float())))
+    for way, reference in zip(*ways, strict=True):
+        assert (way.float() - reference.float()).norm() < 0.01 * reference.float().norm()

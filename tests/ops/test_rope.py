@@ -7,6 +7,7 @@ import tiny
 import torch
 
 from outpace.models.config import parse_rope, rope_to_hf
+from outpace.ops import rope
 from outpace.ops.rope import (
     RopeConfig,
     inverse_frequencies,
@@ -144,3 +145,15 @@ def test_the_kernel_turns_and_turns_back_as_the_reference(dtype, head_dim):
     q, k, v = rotate_heads(qkv.clone().requires_grad_(), cos, sin, 1, 1)
     wanted = reference_rotate(x, cos, sin)
     assert (torch.cat((q, k), 2) - wanted[:, :, :2]).abs().max() < exact and torch.equal(v, x[:, :, 2:3])
+
+
+def test_without_the_kernel_some_heads_turn_and_turn_back_as_the_reference(monkeypatch):
+    """As on a GPU: one function for the queries and the keys, with the values beside them."""
+    monkeypatch.setattr(rope, "use_kernel", lambda x, **_: False)
+    x, angles = torch.randn(2, 7, 5, 16, requires_grad=True), torch.randn(2, 7, 8)
+    cos, sin, dy = angles.cos(), angles.sin(), torch.randn(2, 7, 5, 16)
+    got = rope._Rotated.apply(x, cos, sin, 3)
+    exact = torch.cat((reference_rotate(x[:, :, :3], cos, sin), x[:, :, 3:]), dim=2)
+    assert (got - exact).abs().max() < 1e-6
+    way, reference = (torch.autograd.grad(y, x, dy)[0] for y in (got, exact))
+    assert (way - reference).abs().max() < 1e-6

@@ -1,6 +1,7 @@
 """Training on problems: it learns, resumes to the last digit, and judges as decoding would."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from examples.tiny_target.make_solver import ALONE, make
-from examples.tiny_target.problem_rows import Mix, sample_pieces
-from examples.tiny_target.problem_training import ProblemRecipe, exact_share, train_solver
+from examples.tiny_target.model import first_model
+from examples.tiny_target.problem_rows import Lessons, Mix, batches, packs, sample_pieces
+from examples.tiny_target.problem_training import (
+    ProblemRecipe,
+    Steps,
+    _learn,
+    _metrics,
+    exact_share,
+    train_solver,
+)
 from outpace.loading import open_target
 from outpace.models.save import dense_tensors
 from outpace.tasks.families import FAMILIES
 from outpace.text.harmony import HarmonyTokens
-from outpace.text.tokenizer import encode, train_bpe
+from outpace.text.tokenizer import END_OF_TEXT, encode, token_id, train_bpe
 
 MICRO = {
     "vocab_size": 448,
@@ -97,3 +106,34 @@ def test_the_command_makes_a_checkpoint_and_goes_on_from_it(tokenizer, tmp_path)
     make(recipe, ["steps=1"], str(tmp_path / "first" / "model"), tmp_path / "second")
     provenance = json.loads((tmp_path / "second" / "model" / "provenance.json").read_text())
     assert provenance["started_from"]["steps"] == 2 and provenance["steps"] == 1
+
+
+def test_rows_end_to_end_teach_what_rows_side_by_side_teach(tokenizer):
+    recipe, pad = ProblemRecipe(**MICRO, mix=MIX), token_id(tokenizer, END_OF_TEXT)
+    model = first_model(recipe, pad, None)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    drawn = Lessons(HarmonyTokens(tokenizer), MIX).step(random.Random(1), 3000)
+    told, gradients = [], []
+    for some in (list(batches(drawn, 1000, pad)), list(packs(drawn, 1600))):
+        model.zero_grad()
+        told.append(_metrics(_learn(model, some, recipe, pad)))
+        gradients.append([p.grad for p in model.parameters()])
+    assert len(some) > 1 and all(len(batch.inputs) == 1 for batch in some)
+    side, end = told
+    assert side["loss"] == pytest.approx(end["loss"], rel=1e-5)
+    assert side["families"] == pytest.approx(end["families"], rel=1e-4)
+    assert side["tokens"] == end["tokens"] == sum(len(e.row.ids) - 1 for e in drawn)
+    for a, b in zip(*gradients, strict=True):  # balance is of a batch's own tokens, and so differs
+        assert (a - b).norm() < 0.01 * b.norm() + 1e-6
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_another_process_makes_the_same_steps(tokenizer, packed):
+    recipe = ProblemRecipe(**MICRO, mix=MIX, echo_steps=4)
+    steps = Steps(recipe, Lessons(HarmonyTokens(tokenizer), MIX), 0, packed)
+    for here, there in zip(steps.start(3, 0), steps.start(3, 1), strict=True):
+        for a, b in zip(here, there, strict=True):
+            assert torch.equal(a.inputs, b.inputs) and torch.equal(a.labels, b.labels)
+            assert a.families == b.families and (a.packed is None) == (not packed)

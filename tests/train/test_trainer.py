@@ -11,6 +11,7 @@ from torch import nn
 
 from outpace.checkpoint.publish import one_writer
 from outpace.train.drafts import DraftRecipe, DraftTrainer, StepLoss, train_draft
+from outpace.train.trainer import Muon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,3 +212,21 @@ def test_rates_that_no_run_can_use_are_refused(changes):
     name = next(iter(changes))
     with pytest.raises(ValueError, match=name):
         Recipe(**changes)
+
+
+def test_muon_moves_matrices_of_one_shape_as_it_moves_each_alone():
+    shapes = [(6, 4), (3, 6, 4), (6, 4), (3, 6, 4), (4, 9)]
+    start = [torch.randn(shape) for shape in shapes]
+    ways = []
+    for groups in ([range(5)], [[i] for i in range(5)]):
+        some = [nn.Parameter(p.clone()) for p in start]
+        optimizers = [Muon([some[i] for i in group], 0.1, weight_decay=0.1) for group in groups]
+        torch.manual_seed(1)
+        for _ in range(3):
+            for p in some:
+                p.grad = torch.randn(p.shape)
+            for optimizer in optimizers:
+                optimizer.step()
+        ways.append(some)
+    for before, together, alone in zip(start, *ways, strict=True):
+        assert (together - alone).abs().max() < 1e-2 * (together - before).abs().max()
