@@ -182,6 +182,18 @@ class Baseline:
         return self._chosen[key]
 
 
+def baseline(target: Decoder, tokenizer: Tokenizer, remarks: list[str]) -> Baseline | None:
+    """None where it cannot run; `remarks` gets the reason."""
+    reason = f"it is not installed ({HOW_TO_GET})"
+    try:
+        if installed():
+            return Baseline(target, tokenizer)
+    except ValueError as error:  # what GGUF cannot say
+        reason = str(error)
+    remarks.append(f"{NAME} left out: {reason}")
+    return None
+
+
 def _type(target: Decoder) -> str:
     """Of the matrices: as the target holds them."""
     weight = target.embed_tokens.weight

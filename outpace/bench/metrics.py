@@ -133,11 +133,11 @@ def compare_coupled(
 def speed_ratio(runs: Runs, baseline: Runs) -> float:
     """Speed of `runs` over `baseline`, from the same turns, since both runs of a turn meet the same state of
     the machine. The median over repeats of each group of prompts, weighted by the baseline's time for the
-    group: with equal repeats this is the ratio of total times."""
+    group: with equal repeats this is the ratio of total times, whatever the groups' lengths."""
     theirs = ours = 0.0
     for group in {group for _, group in runs}:
         turns = [turn for turn in runs if turn[1] == group]
-        weight = statistics.median(_seconds_per_token(baseline[turn]) for turn in turns)
+        weight = statistics.median(baseline[turn].decode_s for turn in turns)
         theirs += weight
         ours += weight * statistics.median(
             _seconds_per_token(runs[turn]) / _seconds_per_token(baseline[turn]) for turn in turns

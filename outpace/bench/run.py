@@ -153,7 +153,7 @@ def interleave(
     name: str,
     methods: dict[str, Method],
     groups: Groups,
-    new_tokens: int,
+    new_tokens: int | Sequence[int],
     schedule: Schedule,
     results: Results,
     on_run: Callable[[str], None],
@@ -161,12 +161,14 @@ def interleave(
     deadline: float | None = None,
 ) -> dict[str, Runs]:
     """-> runs by method. All methods decode one group of prompts before the next group starts, so that a slow
-    minute of the machine affects all of them; the first method of a turn rotates. A short warm-up of every
-    method is not measured. Complete turns are stored in `results` under `name`, and stored turns are not run.
-    `on_run` is called with the method of each run; `skip` (method, repeat, group) leaves runs out; no further
-    repeat starts after `deadline` (of time.perf_counter)."""
+    minute of the machine affects all of them; the first method of a turn rotates. `new_tokens`: of all
+    groups, or of each. A short warm-up of every method is not measured. Complete turns are stored in
+    `results` under `name`, and stored turns are not run. `on_run` is called with the method of each run;
+    `skip` (method, repeat, group) leaves runs out; no further repeat starts after `deadline` (of
+    time.perf_counter)."""
     runs: dict[str, Runs] = {method: {} for method in methods}
     names, warm = list(methods), False
+    counts = [new_tokens] * len(groups) if isinstance(new_tokens, int) else new_tokens
     for repeat in range(schedule.repeats):
         if repeat and deadline is not None and time.perf_counter() > deadline:
             break
@@ -178,14 +180,14 @@ def interleave(
             else:
                 for method in names if not warm else ():
                     if not skip(method, 0, 0):
-                        methods[method](groups[0], min(WARMUP_TOKENS, new_tokens), schedule.seed)
+                        methods[method](groups[0], min(WARMUP_TOKENS, counts[0]), schedule.seed)
                 warm, turn = True, {}
                 first = (repeat + group) % len(names)
                 for method in (*names[first:], *names[:first]):
                     if not skip(method, repeat, group):
                         on_run(method)
                         seed = seed_for(schedule.seed, repeat, group)
-                        turn[method] = methods[method](prompts, new_tokens, seed).as_json()
+                        turn[method] = methods[method](prompts, counts[group], seed).as_json()
                 results[key] = turn
             for method, values in results[key].items():
                 runs[method][repeat, group] = Timed.from_json(values)

@@ -244,14 +244,8 @@ def _llama_cpp(
     if settings.temperature > 0:
         remarks.append(f"{LLAMA_CPP} left out: it is compared at temperature 0 alone")
         return {}
-    if not llama_cpp.installed():
-        remarks.append(f"{LLAMA_CPP} left out: it is not installed ({llama_cpp.HOW_TO_GET})")
-        return {}
-    try:
-        return {LLAMA_CPP: llama_cpp.Baseline(target, tokenizer)}
-    except ValueError as error:  # what GGUF cannot say
-        remarks.append(f"{LLAMA_CPP} left out: {error}")
-        return {}
+    theirs = llama_cpp.baseline(target, tokenizer, remarks)
+    return {} if theirs is None else {LLAMA_CPP: theirs}
 
 
 def _baselines(

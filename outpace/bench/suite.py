@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 from outpace.bench.methods import Case, LoadedMethod, MethodSpec, load_method, run_case
 from outpace.bench.metrics import PLAIN
 from outpace.bench.prompts import held_out_prompts
-from outpace.bench.run import Groups, Method, Results, Run, at_least
+from outpace.bench.run import Groups, Method, Results, Run, at_least, check_known
 from outpace.config import load_settings
 from outpace.decode.calibrate import calibrate
 from outpace.decode.costs import FORMAT, Costs, from_json
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
+from outpace.tasks.families import FAMILIES
 from outpace.text.corpus import Document
 
 TEXTS = ("held-out", "random")
@@ -34,7 +35,8 @@ class SuiteRecipe:
     drafts: `prompts` prompts, `repeats` times, every method at every temperature under each of its rules.
     lossless: the same methods over `lossless_prompts` prompts, greedy and with coupled noise. controller:
     each method with a controller against fixed `widths` (root included, up to the draft's own), after
-    `controller_prompts` prompts of every kind of `texts`."""
+    `controller_prompts` prompts of every kind of `texts`. answers: every method on `problems` held-out
+    problems of each of `families`, reasoning `effort`, up to the answer's end or `longest_answer` tokens."""
 
     methods: dict[str, dict[str, Any]]
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -50,6 +52,10 @@ class SuiteRecipe:
     controller_prompts: int = 6
     widths: tuple[int, ...] = (2, 4, 6, 8, 12, 16)
     texts: tuple[str, ...] = TEXTS
+    families: tuple[str, ...] = tuple(FAMILIES)
+    problems: int = 12
+    effort: Literal["low", "medium", "high"] = "medium"
+    longest_answer: int = 1024
     calibrate_s: float = 24.0  # seconds of calibration per method with a controller and rule
     specs: dict[str, MethodSpec] = field(init=False)
 
@@ -66,8 +72,9 @@ class SuiteRecipe:
                 raise ValueError(f"method {name!r}: {error}") from error
         object.__setattr__(self, "specs", specs)
         at_least(self, "suite", prompts=1, prompt_tokens=1, batch=1, repeats=1, lossless_prompts=1)
-        at_least(self, "suite", lossless_batch=1, controller_prompts=1)
-        for name in ("new_tokens", "lossless_tokens"):
+        at_least(self, "suite", lossless_batch=1, controller_prompts=1, problems=1)
+        check_known("suite", "families", self.families, tuple(FAMILIES))
+        for name in ("new_tokens", "lossless_tokens", "longest_answer"):
             if getattr(self, name) < 2:
                 raise ValueError(f"suite: {name} {getattr(self, name)}: nothing to time after the first")
         for kind in ("", "controller_", "lossless_"):

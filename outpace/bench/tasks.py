@@ -67,7 +67,9 @@ def run_tasks(
     batches = sum(-(-count // settings.batch) for count in (settings.problems, settings.longer))
     with Bar(console, "tasks", batches * len(settings.families)) as bar:
         for family, longer in product(settings.families, (False, True)):
-            solved[family, longer], problems = [], draw(family, longer, settings)
+            solved[family, longer] = []
+            count = settings.longer if longer else settings.problems
+            problems = draw(family, count, settings.seed, longer)
             for first in range(0, len(problems), settings.batch):
                 bar.step(family)
                 some = problems[first : first + settings.batch]
@@ -80,10 +82,9 @@ def run_tasks(
     return run.report(families=rows, accuracy=whole, wrong=wrong)
 
 
-def draw(family: str, longer: bool, settings: TasksSettings) -> list[Problem]:
-    """The problems of a family, the same in every run with the same seed."""
-    rng = random.Random(f"{settings.seed} {family} {longer}")
-    count = settings.longer if longer else settings.problems
+def draw(family: str, count: int, seed: int, longer: bool = False) -> list[Problem]:
+    """Held-out problems of a family, the same ones with the same seed."""
+    rng = random.Random(f"{seed} {family} {longer}")
     return [FAMILIES[family].draw(rng, held_out=True, longer=longer) for _ in range(count)]
 
 
@@ -94,7 +95,7 @@ def solve(
     calls it as it should, and is wrong where it does not."""
     prompts = [problem.prompt(settings.effort) for problem in problems]
     parsed, lengths = _decode(target, tokens, prompts, settings)
-    calling = [i for i, problem in enumerate(problems) if problem.call and _calls(parsed[i], problem.call)]
+    calling = [i for i, problem in enumerate(problems) if problem.call and calls(parsed[i], problem.call)]
     if calling:
         conversations = [_with_result(prompts[i], parsed[i], problems[i]) for i in calling]
         for i, more, length in zip(calling, *_decode(target, tokens, conversations, settings), strict=True):
@@ -136,7 +137,7 @@ def _decode(
     return [parser.finish() for parser in parsers], [len(row) for row in written]
 
 
-def _calls(messages: Sequence[Parsed], wanted: Call) -> bool:
+def calls(messages: Sequence[Parsed], wanted: Call) -> bool:
     """Whether the output ends with that very call."""
     if not messages or not messages[-1].finished:
         return False

@@ -45,7 +45,7 @@ class Job:
         return split(read_corpus(self.corpus))
 
 
-COMPARING = ("drafts", "lossless", "controller")  # suites of the methods of a recipe
+COMPARING = ("drafts", "lossless", "controller", "answers")  # suites of the methods of a recipe
 ALONE = ("context", "recall", "pareto", "tasks", "synthetic", "serve")  # suites of a target without a draft
 
 
@@ -62,7 +62,7 @@ def bench(
             "pareto: what each size of a retrofit costs. tasks: held-out problems, answered and checked. "
             "synthetic: the speed that a given acceptance would bring. "
             "serve: a server under load, with and without its draft. "
-            "drafts, lossless, controller: methods that the recipe names."
+            "drafts, lossless, controller, answers: methods that the recipe names; the last on problems."
         ),
     ] = "speed",
     target: Target = "default",
@@ -247,7 +247,7 @@ def _synthetic(job: Job) -> Measured:
 
 
 def _methods(job: Job) -> Measured:
-    from outpace.bench.comparison import SUITES
+    from outpace.bench import answers, comparison
     from outpace.bench.suite import SuiteRecipe, SuiteRequest, calibration_text
     from outpace.loading import open_target
 
@@ -264,7 +264,8 @@ def _methods(job: Job) -> Measured:
         folder=job.out,
         console=job.shown,
     )
-    run, page = SUITES[job.suite]
+    suites = comparison.SUITES | {"answers": (answers.run_answers, answers.PAGE)}
+    run, page = suites[job.suite]
     return run(request), page
 
 

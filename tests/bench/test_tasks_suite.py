@@ -60,7 +60,7 @@ class Knowing:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answer_of_training_is_right(tokens, monkeypatch, family, effort):
     settings = TasksSettings(problems=4, longer=1, effort=effort)
-    problems = draw(family, False, settings)
+    problems = draw(family, settings.problems, settings.seed)
     known = Knowing(tokens, problems, effort)
     monkeypatch.setattr(tasks, "generate", known.generate)
     solutions = solve(None, tokens, problems, settings)
@@ -79,7 +79,7 @@ def test_the_answer_of_training_is_right(tokens, monkeypatch, family, effort):
 )
 def test_another_answer_is_wrong(tokens, monkeypatch, spoil, finished):
     settings = TasksSettings(problems=4, max_new_tokens=200)
-    problems = draw("addition", False, settings)
+    problems = draw("addition", settings.problems, settings.seed)
     known = Knowing(tokens, problems, spoil=lambda text: spoil(text) + "<|return|>")
     monkeypatch.setattr(tasks, "generate", known.generate)
     solutions = solve(None, tokens, problems, settings)
@@ -92,7 +92,7 @@ def test_another_answer_is_wrong(tokens, monkeypatch, spoil, finished):
 )
 def test_a_problem_with_a_wrong_call_is_wrong(tokens, monkeypatch, old, new):
     settings = TasksSettings(problems=6)
-    problems = draw("functions", False, settings)
+    problems = draw("functions", settings.problems, settings.seed)
 
     def spoil(text):
         begin = text.index("<|start|>assistant")
@@ -104,7 +104,7 @@ def test_a_problem_with_a_wrong_call_is_wrong(tokens, monkeypatch, old, new):
 
 def test_an_answer_without_the_call_is_wrong_though_it_is_the_right_one(tokens, monkeypatch):
     settings = TasksSettings(problems=6)
-    problems = draw("functions", False, settings)
+    problems = draw("functions", settings.problems, settings.seed)
 
     def guessed(text):
         begin, end = text.index("<|start|>assistant to="), text.index("<|start|>assistant<|channel|>final")
