@@ -1,9 +1,9 @@
 """Train a small target on generated problems of all families, from nothing or on from an earlier run.
 
-    python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver.toml --out work/solver
-    python -m examples.tiny_target.make_solver --init work/solver/model --set steps=4000 --out work/longer
-    python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver_gpu.toml --device cuda \\
-        --workers 15 --out work/gpu
+    python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver.toml --device cuda \\
+        --workers 13 --out work/solver
+    python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver_tune.toml \\
+        --init work/solver/model --out work/tune
 
 A stopped run resumes from its last checkpoint. The checkpoint folder is OUT/model.
 """
