@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, Self, overload
 
@@ -16,6 +16,7 @@ from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.generate import steps
+from outpace.decode.grammar import Grammar, Vocabulary, at_once
 from outpace.decode.partial import Partial
 from outpace.decode.request import GREEDY, BatchRows, Request
 from outpace.decode.trace import Trace
@@ -54,6 +55,8 @@ class SamplingParams:
         draft_temperature: Temperature of the draft's own sampling (not with match); None is the target's.
         prefill_chunk: Prompt tokens per forward of the target.
         top_logits: Number of largest logits to return per token, for debugging; None returns none.
+        json_schema: The output is JSON of this schema; of a chat, what follows the reasoning. A draft changes
+            the speed alone, as ever. Needs llguidance.
     """
 
     temperature: float = 0.0
@@ -72,6 +75,7 @@ class SamplingParams:
     draft_temperature: float | None = None
     prefill_chunk: int = 512
     top_logits: int | None = None
+    json_schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for values out of range."""
@@ -110,6 +114,19 @@ class Model:
     _controllers: dict[tuple[str, int], Controller | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # for grammars, by the tokens that end a text
+    _vocabularies: dict[frozenset[int], Vocabulary] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def grammar(self, schema: Mapping[str, Any], chat: ChatFormat | None = None) -> Grammar:
+        """Of output in the form of a JSON schema; of a chat, after the reasoning. Raises ValueError for a
+        schema that cannot be followed, and without llguidance."""
+        ends = self.eos if chat is None else chat.answer_ends
+        if ends not in self._vocabularies:
+            self._vocabularies[ends] = Vocabulary(self.tokenizer, self.target.config.vocab_size, ends)
+        begins = at_once if chat is None else chat.answer_begins
+        return Grammar.of(self._vocabularies[ends], schema, begins)
 
     @property
     def eos(self) -> frozenset[int]:
@@ -399,6 +416,7 @@ def _decode(
     if draft is None or isinstance(draft, str):
         draft = load_draft(draft, model)
     request = sampling.request(frozenset().union(*(row.eos for row in rows)))
+    request = replace(request, grammars=tuple(filter(None, (row.grammar() for row in rows))))
     if free and draft:
         controller = _controller(model, draft, request, sampling.seed)
     if rng is None:
@@ -500,6 +518,10 @@ class OutputRow:
             if isinstance(message.get("content"), str):
                 check_text(self.model, message["content"])
         return open_chat(self.model.name, self.model.tokenizer, self.model.eos, messages=list(messages))
+
+    def grammar(self) -> Grammar | None:
+        schema = self.sampling.json_schema
+        return None if schema is None else self.model.grammar(schema, self.chat)
 
     def add(self, tokens: list[int]) -> bool:
         """The tokens of one step, all but the last proposed by the draft; -> whether a stop string came."""

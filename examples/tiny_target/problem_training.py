@@ -80,8 +80,8 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: in
             sums["balance"] += balance.detach()
             loss = loss + recipe.balance * balance
         loss.backward()  # type: ignore[no-untyped-call]
-        told = torch.stack((rows.nll, torch.ones_like(rows.nll)), 1)
-        sums["families"].index_add_(0, own, told)
+        counted = torch.stack((rows.nll, torch.ones_like(rows.nll)), 1)
+        sums["families"].index_add_(0, own, counted)
     return sums | {"tokens": torch.tensor(fed), "supervised": torch.tensor(supervised)}
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -46,6 +46,10 @@ def generate(
             "--chat", help="Chat format: the prompt is a message, the output the answer without reasoning."
         ),
     ] = False,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="File with a JSON schema that the output, or a chat's answer, follows."),
+    ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward.")] = 512,
     ignore_eos: Annotated[bool, typer.Option(help="Generation beyond the end tokens.")] = False,
     stats: Annotated[
@@ -71,6 +75,7 @@ def generate(
     outpace generate default "import os" --temperature 1 --min-p 0.05 --acceptance gumbel --seed 7
     outpace generate default --prompt-file book.txt --kv-budget 4096 --draft ngram --stats
     outpace generate gpt-oss-20b "What is 2 + 2?" --chat
+    outpace generate gpt-oss-20b "A person, as JSON." --chat --json-schema person.json
     outpace generate default "import os" -n 4 --layers 2 --top-logits 3 --timing
     """
     from outpace.api import check_text, load, stream
@@ -84,7 +89,11 @@ def generate(
     if not text:
         raise ValueError("the prompt is empty: there is nothing to continue")
     sampling = options.sampling(
-        max_tokens, prefill_chunk=prefill_chunk, ignore_eos=ignore_eos, top_logits=top_logits
+        max_tokens,
+        prefill_chunk=prefill_chunk,
+        ignore_eos=ignore_eos,
+        top_logits=top_logits,
+        json_schema=None if json_schema is None else _schema(json_schema),
     )
     began = time.perf_counter()
     model = load(target, layers=layers)
@@ -139,6 +148,16 @@ def generate(
         say(f"steps: {values['timing']['steps']}")
     if stats:
         say(f"{output.summary()}; {note}", style="dim")
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    try:
+        schema = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--json-schema {path} is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"--json-schema {path} holds a {type(schema).__name__}: a schema is an object")
+    return schema
 
 
 def answer_note(output: "GenerationOutput") -> str | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import RULES, AcceptanceRule, BlockVerification, Gumbel, Match, Rejection
+from outpace.decode.grammar import Constrained, Grammar
 from outpace.decode.trace import Trace
 from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling, check_scale
@@ -29,6 +30,7 @@ class Request:
     rule: str = "match"  # the acceptance rule, one of RULES; without a draft only "gumbel" makes a difference
     draft_temperature: float | None = None  # of sampled draft tokens; None: the target's
     streams: tuple[int, ...] = ()  # rule "gumbel": noise stream of each row; default: its number
+    grammars: tuple[Grammar, ...] = ()  # of each row; none: any text
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prefill_chunk"):
@@ -90,8 +92,10 @@ def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Re
         raise ValueError("every prompt needs at least one token")
     if len(request.limits) not in (0, len(prompts)):
         raise ValueError(f"{len(request.limits)} limits for {len(prompts)} prompts: give each row one")
-    if len(request.streams) not in (0, len(prompts)):
-        raise ValueError(f"{len(request.streams)} streams for {len(prompts)} prompts: give each row one")
+    for name in ("streams", "grammars"):
+        if len(getattr(request, name)) not in (0, len(prompts)):
+            given = len(getattr(request, name))
+            raise ValueError(f"{given} {name} for {len(prompts)} prompts: give each row one")
     outside = [t for p in prompts for t in (max(p), min(p)) if not 0 <= t < config.vocab_size]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
@@ -107,6 +111,13 @@ def acceptance_rule(
     request: Request, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
 ) -> AcceptanceRule:
     """The acceptance rule of one generation. At temperature 0 all rules are exact match."""
+    rule = _unconstrained(request, prompts, rng)
+    return Constrained(rule, request.grammars) if request.grammars else rule
+
+
+def _unconstrained(
+    request: Request, prompts: Sequence[Sequence[int]], rng: torch.Generator | None
+) -> AcceptanceRule:
     sampling, own = request.sampling, request.draft_temperature
     match request.effective_rule:
         case "rejection":

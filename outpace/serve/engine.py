@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from outpace.decode.controller import Controller, Fixed
-from outpace.decode.generate import next_token
 from outpace.decode.request import check_prompts
-from outpace.drafts.base import Draft, Proposal, check_finite
+from outpace.drafts.base import Draft, check_finite
 from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
 from outpace.kv.metadata import FEW
@@ -199,7 +198,7 @@ class Engine:
         check_finite("the prompt", logits)
         for b, (sequence, _) in enumerate(ended):
             sequence.score(logits[b : b + 1])
-            sequence.emit(sequence.rule.draw(logits[b : b + 1]).tolist())
+            sequence.draw(logits[b : b + 1])
 
     def _decode(self, some: Rows[Sequence]) -> None:
         """One step of each: propose, verify together, commit. See `decode.generate.steps`."""
@@ -222,7 +221,9 @@ class Engine:
         own = [row_of(proposal, b) for b in range(len(some))]
         paths: list[list[int]] = []
         for b, sequence in enumerate(some):
-            paths.append(self._verify(sequence, own[b], out.logits[b], out.best, b))
+            n = proposal.counts[b]
+            best = None if out.best is None else out.best[b : b + 1, :n]
+            paths.append(sequence.verify(own[b], out.logits[b : b + 1, :n], best))
         cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
             sequence.cached = cache.lengths[b]
@@ -231,19 +232,6 @@ class Engine:
                 sequence.observe(accepted_states(own[b], aux, [path]))
         if drafting:
             self.controller.learn(proposal, paths)
-
-    def _verify(
-        self, sequence: Sequence, proposal: Proposal, logits: Tensor, best: Tensor | None, b: int
-    ) -> list[int]:
-        """Its row of the step: logits [N, V] -> the accepted path; what it commits goes out."""
-        n, rule = proposal.counts[0], sequence.rule
-        logits, best = logits[None, :n], None if best is None else best[b : b + 1, :n]
-        result = rule.verify(proposal, logits, best) if n > 1 else next_token(rule, logits, best)
-        path = result.path[0]
-        sequence.score(logits[0, path])
-        sequence.count(n - 1, len(path) - 1)
-        sequence.emit(result.tokens[0])
-        return path
 
     def _aux(self, some: Rows[Sequence]) -> tuple[int, ...]:
         return self.aux if any(s.reads_states for s in some) else ()

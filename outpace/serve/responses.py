@@ -4,13 +4,21 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from outpace.api import StreamPiece
 from outpace.serve.answer import Answer
-from outpace.serve.schema import Body, ChatBody, Speculative
+from outpace.serve.schema import (
+    Body,
+    ChatBody,
+    JsonFormat,
+    NamedSchema,
+    SchemaFormat,
+    Speculative,
+    TextFormat,
+)
 from outpace.serve.wire import NAMESPACE, JsonObject, usage
 from outpace.text.chat_format import CALL
 from outpace.text.messages import ANALYSIS
@@ -22,6 +30,22 @@ PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # what a part
 class Reasoning(Body):
     effort: Literal["low", "medium", "high"] | None = None
     summary: None = None
+
+
+class FlatSchema(NamedSchema):
+    type: Literal["json_schema"]
+
+
+class Text(Body):
+    format: Annotated[TextFormat | JsonFormat | FlatSchema, Field(discriminator="type")] | None = None
+
+    @property
+    def chat(self) -> TextFormat | JsonFormat | SchemaFormat | None:
+        """As a chat completion says it."""
+        if not isinstance(self.format, FlatSchema):
+            return self.format
+        named = self.format.model_dump(by_alias=True, exclude={"type"})
+        return SchemaFormat(type="json_schema", json_schema=NamedSchema(**named))
 
 
 class ResponsesBody(Body):
@@ -37,6 +61,7 @@ class ResponsesBody(Body):
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool | None = None  # Harmony makes one call at a time
     reasoning: Reasoning | None = None
+    text: Text | None = None
     speculative: bool | Speculative | None = None
     store: bool = True
     previous_response_id: str | None = None
@@ -57,6 +82,7 @@ class ResponsesBody(Body):
             tools=[_tool(tool, i) for i, tool in enumerate(self.tools)] or None,
             tool_choice=self.tool_choice,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            response_format=None if self.text is None else self.text.chat,
             speculative=self.speculative,
         )
 

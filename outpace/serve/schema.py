@@ -1,7 +1,7 @@
 """The bodies of requests, in OpenAI's words and vLLM's. An unknown field is refused, never ignored."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,7 +29,28 @@ class StreamOptions(Body):
 
 
 class TextFormat(Body):
-    type: Literal["text"] = "text"
+    type: Literal["text"]
+
+
+class JsonFormat(Body):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    """`strict` is true, whatever it says: an answer always has the schema's form."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+Format = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class Prediction(Body):
@@ -71,6 +92,11 @@ class Sampled(Body):
     user: str | None = None  # of the client's own books
     metadata: dict[str, Any] | None = None
 
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """What the answer has to be, if not any text."""
+        return None
+
     def sampling(self, max_tokens: int) -> SamplingParams:
         """Raises ValueError for values out of range. Above temperature 0 noise is the seed's and the place's
         alone (rule "gumbel"), so that a text does not hang on what else is running."""
@@ -83,6 +109,7 @@ class Sampled(Body):
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=self.ignore_eos,
             acceptance="gumbel",
+            json_schema=self.json_schema,
             **given,
         )
 
@@ -111,10 +138,19 @@ class ChatBody(Sampled):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
-    response_format: TextFormat | None = None
+    response_format: Format | None = None
     prediction: Prediction | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        match self.response_format:
+            case JsonFormat():
+                return {"type": "object"}
+            case SchemaFormat(json_schema=named):
+                return named.schema_
+        return None
 
     @property
     def functions(self) -> list[dict[str, Any]] | None:

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule
+from outpace.decode.generate import next_token
+from outpace.decode.grammar import Constrained
 from outpace.decode.request import BatchRows, Request, acceptance_rule
 from outpace.drafts.base import Draft, Proposal
 from outpace.drafts.deferred import Deferred, States
 from outpace.ops.sampling import generator
 
+FORCED = 2  # tokens that a grammar leaves no choice of, and that are worth a step of their own
 EndCallback = Callable[[Exception | None], None]
 
 
@@ -107,6 +110,10 @@ class Sequence:
         alone = Proposal(last[:, None], [1])
         if width == 1 or self.session is None or self.draft is None:
             return alone
+        if isinstance(self.rule, Constrained):
+            forced = self.rule.places[0].forced()[: width - 1]
+            if len(forced) >= FORCED:  # more certain than any draft
+                return Proposal(torch.tensor([[self.last, *forced]]), [1 + len(forced)])
         try:
             if not self.reads_states and self.cached > self.shown:  # the text is known: none was shown yet
                 new = self.in_cache[self.shown :]
@@ -116,6 +123,27 @@ class Sequence:
         except Exception as error:
             self.failed = error
             return alone
+
+    def draw(self, logits: Tensor) -> None:
+        """logits [1, V] after the prompt: its first token goes out."""
+        with self._own_errors():
+            self.emit(self.rule.draw(logits).tolist())
+
+    def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None) -> list[int]:
+        """Its row of a step: logits [1, N, V] -> the accepted path; what it commits goes out."""
+        n = proposal.counts[0]
+        try:
+            result = (
+                self.rule.verify(proposal, logits, best) if n > 1 else next_token(self.rule, logits, best)
+            )
+        except Exception as error:  # of its grammar
+            self.failed = error
+            return [0]
+        path = result.path[0]
+        self.score(logits[0, path])
+        self.count(n - 1, len(path) - 1)
+        self.emit(result.tokens[0])
+        return path
 
     def emit(self, tokens: list[int]) -> None:
         self.times.setdefault("first", time.perf_counter())

@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -155,7 +155,8 @@ class Server:
         self, answer: Answer, sampling: SamplingParams, draft: Draft | None, width: int, seed: int
     ) -> Sequence:
         row = answer.row
-        request = sampling.request(row.eos)
+        grammar = row.grammar()
+        request = replace(sampling.request(row.eos), grammars=() if grammar is None else (grammar,))
         row.stop = request.stop
         return Sequence(
             prompt=row.prompt,

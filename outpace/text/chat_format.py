@@ -1,5 +1,6 @@
 """The chat format of a model: messages to a prompt, generated tokens to readable parts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,13 @@ class ChatFormat(Protocol):
 
     @property
     def stop(self) -> frozenset[int]: ...
+
+    @property
+    def answer_ends(self) -> frozenset[int]:
+        """The tokens that may end the text for the user."""
+
+    def answer_begins(self, tokens: Sequence[int]) -> bool:
+        """Whether the text for the user begins after these tokens of an answer: after the reasoning."""
 
     def add_user(self, text: str) -> None:
         """Add the user's next message."""

@@ -1,7 +1,7 @@
 """Harmony, read back: token ids one at a time -> messages, and their text while it is being written."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
@@ -327,6 +327,21 @@ class HarmonyChat:
     @property
     def stop(self) -> frozenset[int]:
         return self.tokens.stop
+
+    @property
+    def answer_ends(self) -> frozenset[int]:
+        return frozenset({self.tokens.ids[Mark.RETURN]})
+
+    def answer_begins(self, tokens: Sequence[int]) -> bool:
+        if tokens[-1:] != [self.tokens.ids[Mark.MESSAGE]]:
+            return False
+        header = list(tokens[:-1])
+        while self.tokens.ids[Mark.START] in header:
+            header = header[header.index(self.tokens.ids[Mark.START]) + 1 :]
+        if self.tokens.ids[Mark.CHANNEL] not in header:
+            return False
+        channel = header[header.index(self.tokens.ids[Mark.CHANNEL]) + 1 :]
+        return self.tokens.tokenizer.decode(channel).split()[:1] == [FINAL]
 
     def add_user(self, text: str) -> None:
         self._add(Message(role="user", content=text))

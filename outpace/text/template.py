@@ -326,6 +326,13 @@ class TemplateChat:
     def stop(self) -> frozenset[int]:
         return self._stop
 
+    @property
+    def answer_ends(self) -> frozenset[int]:
+        return self._stop
+
+    def answer_begins(self, tokens: Sequence[int]) -> bool:
+        return list(tokens[-1:]) == [self._marks[1]] if self._reasons else not tokens
+
     def add_user(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
 
@@ -377,6 +384,9 @@ class TemplateChat:
         """Some templates open the reasoning in the prompt."""
         marks = [token for token in prompt if token in self._marks and token is not None]
         self._thinking = bool(marks) and marks[-1] == self._marks[0]
+        # unless the prompt has closed it, a template that knows of reasoning lets the model begin with it
+        known = None not in self._marks and THINK[1] in self.template.source
+        self._reasons = known and marks[-1:] != [self._marks[1]]
         self._texts = {ANALYSIS: "", FINAL: ""}
         self._done = False
         self._decoder = DecodeStream(skip_special_tokens=True)

@@ -3,6 +3,41 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "the argmax of logits that the schema has cut",
+        "outpace/decode/grammar.py",
+        "return logits.masked_fill(cut.to(logits.device), -torch.inf), None",
+        "return logits.masked_fill(cut.to(logits.device), -torch.inf), best",
+        "tests/decode/test_grammar.py",
+    ),
+    (
+        "a schema that stays at the first branch of a tree",
+        "outpace/decode/grammar.py",
+        "            place.back()",
+        "            pass",
+        "tests/decode/test_grammar.py",
+    ),
+    (
+        "an answer that may end before its value does",
+        "outpace/decode/grammar.py",
+        "if not self.matcher.is_accepting():",
+        "if self.matcher.is_error():",
+        "tests/decode/test_grammar.py",
+    ),
+    (
+        "a schema that holds from the reasoning on",
+        "outpace/decode/grammar.py",
+        "self.where = Where.INSIDE if grammar.begins([]) else Where.BEFORE",
+        "self.where = Where.INSIDE",
+        "tests/serve/test_structured.py",
+    ),
+    (
+        "a failing schema that ends the whole round",
+        "outpace/serve/sequence.py",
+        "            self.failed = error\n            return [0]",
+        "            raise",
+        "tests/serve/test_structured.py",
+    ),
+    (
         "a row that claims its last token, which is not in the cache",
         "outpace/serve/sequence.py",
         "return (self.prompt + self.tokens)[: self.cached]",

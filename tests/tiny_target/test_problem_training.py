@@ -115,13 +115,13 @@ def test_rows_end_to_end_teach_what_rows_side_by_side_teach(tokenizer):
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
     drawn = Lessons(HarmonyTokens(tokenizer), MIX).step(random.Random(1), 3000)
-    told, gradients = [], []
+    metrics, gradients = [], []
     for some in (list(batches(drawn, 1000, pad)), list(packs(drawn, 1600))):
         model.zero_grad()
-        told.append(_metrics(_learn(model, some, recipe, pad)))
+        metrics.append(_metrics(_learn(model, some, recipe, pad)))
         gradients.append([p.grad for p in model.parameters()])
     assert len(some) > 1 and all(len(batch.inputs) == 1 for batch in some)
-    side, end = told
+    side, end = metrics
     assert side["loss"] == pytest.approx(end["loss"], rel=1e-5)
     assert side["families"] == pytest.approx(end["families"], rel=1e-4)
     assert side["tokens"] == end["tokens"] == sum(len(e.row.ids) - 1 for e in drawn)
