@@ -94,20 +94,20 @@ def _methods(
         method=PLAIN, temperature=settings.temperature, rule=GUMBEL if settings.temperature else "match"
     )
     autoregressive = run_case(case, target, None)
-    said: dict[tuple[int, int, tuple[int, ...]], list[list[int]]] = {}
+    known: dict[tuple[int, int, tuple[int, ...]], list[list[int]]] = {}
 
     def plain(prompts: Prompts, new_tokens: int, seed: int) -> Timed:
         run = autoregressive(prompts, new_tokens, seed)
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, run.tokens, strict=True)]
-        said[new_tokens, seed, tuple(prompts[0])] = texts
+        known[new_tokens, seed, tuple(prompts[0])] = texts
         return run
 
     def texts(prompts: Prompts, new_tokens: int, seed: int) -> list[list[int]]:
         """Each prompt with what the target says to it, from the plain run of the turn where it came first."""
         key = new_tokens, seed, tuple(prompts[0])
-        if key not in said:
+        if key not in known:
             plain(prompts, new_tokens, seed)
-        return said[key]
+        return known[key]
 
     methods: dict[str, Method] = {PLAIN: plain}
     for name, rates in settings.named_rates.items():

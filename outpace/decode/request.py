@@ -96,7 +96,8 @@ def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Re
         if len(getattr(request, name)) not in (0, len(prompts)):
             given = len(getattr(request, name))
             raise ValueError(f"{given} {name} for {len(prompts)} prompts: give each row one")
-    outside = [t for p in prompts for t in (max(p), min(p)) if not 0 <= t < config.vocab_size]
+    named = [t for p in prompts for t in (max(p), min(p))] + [t for t, _ in request.sampling.logit_bias]
+    outside = [t for t in named if not 0 <= t < config.vocab_size]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
     longest = max(len(p) for p in prompts) + request.max_new_tokens

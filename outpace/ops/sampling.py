@@ -11,6 +11,7 @@ from outpace.kernels import bindings
 from outpace.kernels.bindings import use_kernel
 
 FEW = 512  # likely tokens
+MOST_BIAS = 100
 SMALLEST, LARGEST = 1e-6, 1e6  # temperatures and penalties that float32 logits survive
 
 
@@ -25,9 +26,10 @@ class Sampling:
     """temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 do
     nothing.
 
-    The order is that of transformers and vLLM: the penalties (greedy or not), then temperature, top_k, top_p,
-    min_p. The repetition penalty counts prompt and output, as in transformers; presence and frequency
-    penalties the output alone, as in OpenAI's API.
+    The order is that of transformers and vLLM: the bias and the penalties (greedy or not), then temperature,
+    top_k, top_p, min_p. `logit_bias`: token ids and what is added to their logits. The repetition penalty
+    counts prompt and output, as in transformers; presence and frequency penalties the output alone, as in
+    OpenAI's API.
     """
 
     temperature: float = 0.0
@@ -37,6 +39,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -60,6 +63,9 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:  # refuses nan, too
                 raise ValueError(f"{name} {getattr(self, name)} is outside [-2, 2] (0 changes nothing)")
+        for token, bias in self.logit_bias:
+            if not -MOST_BIAS <= bias <= MOST_BIAS:
+                raise ValueError(f"logit_bias {bias} of token {token} is outside [-{MOST_BIAS}, {MOST_BIAS}]")
 
     @property
     def penalises(self) -> bool:
@@ -67,11 +73,16 @@ class Sampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def for_draft(self, temperature: float | None = None) -> "Sampling":
-        """The same for a draft: perhaps at a temperature of its own, and without penalties, which would need
-        the text of every draft token."""
+        """The same for a draft: perhaps at a temperature of its own, without penalties, which would need the
+        text of every draft token, and without bias: its vocabulary may be another."""
         own = self.temperature if temperature is None else temperature
         return replace(
-            self, temperature=own, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+            self,
+            temperature=own,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=(),
         )
 
 
@@ -114,8 +125,13 @@ def penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor
 
     Logits of tokens in the text are divided by the repetition penalty above 0 and multiplied by it below
     (CTRL, arXiv 1909.05858, section 4.1, as transformers does it); then n times the frequency penalty and,
-    where n > 0, the presence penalty are subtracted, n being how often the token was generated.
+    where n > 0, the presence penalty are subtracted, n being how often the token was generated. The bias is
+    added before.
     """
+    if sampling.logit_bias:
+        tokens, bias = zip(*sampling.logit_bias, strict=True)
+        logits = logits.float().clone()
+        logits[..., tokens] += torch.tensor(bias, device=logits.device)
     if not sampling.penalises:
         return logits
     assert seen is not None, "a penalty reads the text"
@@ -201,7 +217,7 @@ def sample(
     """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row; `seen` as `penalised`
     wants it; `best` [...] the argmax of the logits, where it is known."""
     if sampling.temperature == 0:
-        if best is not None and not sampling.penalises:
+        if best is not None and not sampling.penalises and not sampling.logit_bias:
             return best
         return greedy(penalised(logits, sampling, seen))
     return draw(probabilities(logits, sampling, seen), rng)

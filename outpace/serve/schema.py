@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from outpace.api import SamplingParams
+from outpace.decode.params import SamplingParams
 
 MOST_CHOICES = 16
 
@@ -84,6 +84,7 @@ class Sampled(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -110,8 +111,17 @@ class Sampled(Body):
             ignore_eos=self.ignore_eos,
             acceptance="gumbel",
             json_schema=self.json_schema,
+            logit_bias=_by_id(self.logit_bias or {}),
             **given,
         )
+
+
+def _by_id(bias: dict[str, float]) -> dict[int, float]:
+    """JSON has no keys but text."""
+    for token in bias:
+        if not token.isascii() or not token.isdigit():
+            raise ValueError(f"logit_bias: {token!r} is no token id")
+    return {int(token): value for token, value in bias.items()}
 
 
 class CompletionBody(Sampled):

@@ -27,6 +27,8 @@ WAYS = {
     "all penalties": Sampling(
         temperature=0.9, repetition_penalty=1.2, presence_penalty=-0.6, frequency_penalty=0.5
     ),
+    "greedy, bias": Sampling(logit_bias=((0, -100.0), (3, 2.5), (40, -1.5))),
+    "bias": Sampling(temperature=1.2, top_k=20, repetition_penalty=1.3, logit_bias=((7, 3.0), (9, -3.0))),
 }
 
 
@@ -48,6 +50,8 @@ def by_definition(family, way):
         text = list(prompt)
         for place in range(NEW):
             logits = model.logits(model(torch.tensor([text])).hidden[:, -1])[0].clone()
+            for token, bias in how.logit_bias:
+                logits[token] += bias
             for token in set(text):
                 logits[token] *= how.repetition_penalty ** (1 if logits[token] < 0 else -1)
             for token in text[len(prompt) :]:

@@ -16,6 +16,8 @@ def theirs(x, ids, how):
     steps = [known.TemperatureLogitsWarper(how.temperature)]
     if how.repetition_penalty != 1:
         steps.insert(0, known.RepetitionPenaltyLogitsProcessor(how.repetition_penalty))
+    if how.logit_bias:
+        steps.insert(0, known.SequenceBiasLogitsProcessor({(token,): bias for token, bias in how.logit_bias}))
     if how.top_k:
         steps.append(known.TopKLogitsWarper(how.top_k))
     if how.top_p < 1:
@@ -34,6 +36,10 @@ def seen(ids, V):
 WAYS = [
     Sampling(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
     for t, k, p, m, r in itertools.product((0.6, 1.7), (0, 3), (1.0, 0.8), (0.0, 0.07), (1.0, 1.3, 0.8))
+]
+WAYS += [
+    Sampling(temperature=1.7, repetition_penalty=r, logit_bias=((0, 1.5), (5, -100.0), (6, -0.25)))
+    for r in (1.0, 1.3)
 ]
 
 
@@ -102,7 +108,14 @@ def test_draws_follow_p_of_any_sum_and_never_take_what_has_none():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}]
+    [
+        {"logit_bias": ((3, 100.5),)},
+        {"logit_bias": ((3, float("nan")),)},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+    ]
     + [{name: x} for name in ("presence_penalty", "frequency_penalty") for x in (2.1, -2.1, float("nan"))]
     + [{name: float("nan")} for name in ("temperature", "top_p", "min_p", "repetition_penalty")]
     + [{name: float("inf")} for name in ("temperature", "repetition_penalty")],
@@ -114,6 +127,6 @@ def test_settings_that_are_refused(wrong):
 
 def test_a_draft_samples_without_the_penalty():
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": -0.3}
-    how = Sampling(temperature=0.8, top_p=0.9, **penalties)
+    how = Sampling(temperature=0.8, top_p=0.9, logit_bias=((3, 1.0),), **penalties)
     assert how.for_draft() == Sampling(temperature=0.8, top_p=0.9)
     assert how.for_draft(0.3) == Sampling(temperature=0.3, top_p=0.9)

@@ -177,7 +177,10 @@ def test_a_growing_chat_reuses_what_it_has(client):
 @pytest.mark.parametrize(
     ("change", "status", "message"),
     [
-        ({"logit_bias": {"5": 1}}, 400, "logit_bias: this server does not implement it"),
+        ({"best_of": 2}, 400, "best_of: this server does not implement it"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias: 'x' is no token id"),
+        ({"logit_bias": {"99999": 1}}, 400, "token id 99999 is outside the vocabulary"),
+        ({"logit_bias": {"5": 101}}, 400, "logit_bias 101.0 of token 5 is outside [-100, 100]"),
         ({"temperature": -1}, 400, "temperature -1"),
         ({"temperature": "hot"}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
