@@ -75,6 +75,12 @@ class Sequence:
         return (self.prompt + self.tokens)[: self.cached]
 
     @property
+    def _unseen(self) -> list[int]:
+        """What is in the cache and a draft which reads text alone has not observed."""
+        begin, end = (n - len(self.prompt) for n in (self.shown, self.cached))
+        return self.tokens[begin:end] if begin >= 0 else self.in_cache[self.shown :]
+
+    @property
     def prefilling(self) -> bool:
         return self.cached < len(self.prompt)
 
@@ -116,7 +122,7 @@ class Sequence:
                 return Proposal(torch.tensor([[self.last, *forced]]), [1 + len(forced)])
         try:
             if not self.reads_states and self.cached > self.shown:  # the text is known: none was shown yet
-                new = self.in_cache[self.shown :]
+                new = self._unseen
                 self.session.add(States(torch.tensor([new]), None, [len(new)]))
                 self.shown = self.cached
             return self.session.propose(last, min(width, self.draft.block_size), self.rule.sampler)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outpace.api import Message, Model, OutputRow, SamplingParams
+from outpace.api import Message, Model, OutputRow
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
@@ -132,11 +132,11 @@ class Server:
         made = []
         for i, (source, chat) in enumerate(rows):
             row = OutputRow(self.model, source, body.sampling(limit or 1), chat)
-            left = self.config.max_model_len - len(row.prompt)
-            sampling = body.sampling(limit or max(left, 1))
-            row.sampling = sampling
+            if limit is None:
+                left = self.config.max_model_len - len(row.prompt)
+                row.sampling = replace(row.sampling, max_tokens=max(left, 1))
             answer = Answer(row, i, top)
-            answer.sequence = self._sequence(answer, sampling, draft, width, seed + i)
+            answer.sequence = self._sequence(answer, draft, width, seed + i)
             made.append(answer)
         for answer in made:
             assert answer.sequence is not None
@@ -151,12 +151,10 @@ class Server:
             raise
         return made
 
-    def _sequence(
-        self, answer: Answer, sampling: SamplingParams, draft: Draft | None, width: int, seed: int
-    ) -> Sequence:
+    def _sequence(self, answer: Answer, draft: Draft | None, width: int, seed: int) -> Sequence:
         row = answer.row
         grammar = row.grammar()
-        request = replace(sampling.request(row.eos), grammars=() if grammar is None else (grammar,))
+        request = replace(row.sampling.request(row.eos), grammars=() if grammar is None else (grammar,))
         row.stop = request.stop
         return Sequence(
             prompt=row.prompt,
