@@ -15,7 +15,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outpace.bench import comparison, context, draft_context, recall, retrofits, serve, synthetic, tasks
+from outpace.bench import (
+    answers,
+    comparison,
+    context,
+    draft_context,
+    recall,
+    retrofits,
+    serve,
+    synthetic,
+    tasks,
+)
 from outpace.bench.machine import unpublishable
 from outpace.bench.report import Columns, Report, by_name, table_of
 from outpace.checkpoint.save import write_atomically
@@ -97,6 +107,9 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "serve": serve.serve_table,
     "synthetic": synthetic.synthetic_table,
     "tasks": tasks.task_table,
+    "answers": partial(answers.method_table, temperature=0.0),
+    "answers-sampled": partial(answers.method_table, temperature=0.8),
+    "answers-by-family": partial(answers.family_table, temperature=0.0),
 }
 
 
