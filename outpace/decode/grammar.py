@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 HOW_TO_GET = "pip install 'outpace[structured]'"
 # one way to write a value, as json.dumps does: a model in doubt may else write blanks for ever
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LONGEST = 2**16  # characters of a schema: it is read while others wait
 
 
 class Vocabulary:
@@ -53,21 +54,33 @@ class Grammar:
     these tokens of it; what comes before, such as reasoning, is free."""
 
     vocabulary: Vocabulary
-    source: str
+    start: Any  # llguidance's matcher, before the first token
     begins: Callable[[Sequence[int]], bool]
 
     @classmethod
     def of(
         cls, vocabulary: Vocabulary, schema: Mapping[str, Any], begins: Callable[[Sequence[int]], bool]
     ) -> "Grammar":
-        """Raises ValueError for a schema that is wrong, or has what llguidance does not know."""
+        """Raises ValueError for a schema that is wrong, too large, or has what llguidance does not know."""
         from llguidance import LLMatcher
 
-        source = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": FORM}))
-        wrong, messages = LLMatcher.validate_grammar_with_warnings(source, vocabulary.known)
-        if wrong:
-            raise ValueError(f"the JSON schema cannot be followed: {' '.join(messages[0].split())}")
-        return cls(vocabulary, source, begins)
+        try:
+            text = json.dumps({**schema, "x-guidance": FORM})
+        except RecursionError:
+            raise ValueError("the JSON schema is nested too deeply") from None
+        if len(text) > LONGEST:
+            raise ValueError(f"the JSON schema has {len(text):,} characters; the limit is {LONGEST:,}")
+        start = LLMatcher(vocabulary.known, LLMatcher.grammar_from_json_schema(text), log_level=0)
+        start.compute_bitmask()
+        if start.is_error():
+            raise ValueError(f"the JSON schema cannot be followed: {_first_lines(start)}")
+        return cls(vocabulary, start, begins)
+
+
+def _first_lines(matcher: Any) -> str:
+    """An error without the dump of the parser's state."""
+    text = " ".join(matcher.get_error().partition("<state>")[0].split())
+    return "no text has its form" if text.startswith("NoExtension") else text
 
 
 class Where(Enum):
@@ -78,10 +91,7 @@ class Place:
     """Where one row's output stands, token by token, and back again."""
 
     def __init__(self, grammar: Grammar) -> None:
-        from llguidance import LLMatcher
-
-        self.grammar = grammar
-        self.matcher: Any = LLMatcher(grammar.vocabulary.known, grammar.source)
+        self.grammar, self.matcher = grammar, grammar.start.deep_copy()
         self.where = Where.INSIDE if grammar.begins([]) else Where.BEFORE
         self.tokens: list[int] = []
         self.steps: list[tuple[Where, bool]] = []  # where each token was written, and if the matcher took it

@@ -205,9 +205,20 @@ def test_a_wrong_schema_is_named(vocabulary):
         ({"type": "strng"}, "Invalid type: strng"),
         ({"$ref": "#/nope"}, "Pointer '/nope' does not exist"),
         ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "no text has its form"),
     ):
         with pytest.raises(ValueError, match=f"the JSON schema cannot be followed: .*{message}"):
             grammar(vocabulary, schema)
+
+
+def test_a_schema_that_would_keep_others_waiting_is_refused(vocabulary):
+    with pytest.raises(ValueError, match=r"has 68,993 characters; the limit is 65,536"):
+        grammar(vocabulary, {"enum": [f"value {i}" for i in range(5000)]})
+    schema = {"type": "integer"}
+    for _ in range(3000):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        grammar(vocabulary, schema)
 
 
 def test_as_many_grammars_as_prompts(target, grammars):
