@@ -16,7 +16,7 @@ from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.generate import steps
-from outpace.decode.grammar import Grammar, Vocabulary, at_once
+from outpace.decode.grammar import Grammar, Vocabulary, at_once, schema_text
 from outpace.decode.params import DEFAULTS
 from outpace.decode.params import SamplingParams as SamplingParams
 from outpace.decode.partial import Partial
@@ -56,11 +56,18 @@ class Model:
     def grammar(self, schema: Mapping[str, Any], chat: ChatFormat | None = None) -> Grammar:
         """Of output in the form of a JSON schema; of a chat, after the reasoning. Raises ValueError for a
         schema that cannot be followed, and without llguidance."""
-        ends = self.eos if chat is None else chat.answer_ends
+        begins = at_once if chat is None else chat.answer_begins
+        return Grammar.of(self._vocabulary(self.eos if chat is None else chat.answer_ends), schema, begins)
+
+    def call_grammar(self, chat: ChatFormat, name: str | None = None) -> Grammar:
+        """Of an answer that ends in a call of one of the chat's functions, or of the one with this name.
+        Raises ValueError as `grammar`, and where there is no such function."""
+        return Grammar.read(self._vocabulary(chat.call_ends), chat.call_grammar(name, schema_text))
+
+    def _vocabulary(self, ends: frozenset[int]) -> Vocabulary:
         if ends not in self._vocabularies:
             self._vocabularies[ends] = Vocabulary(self.tokenizer, self.target.config.vocab_size, ends)
-        begins = at_once if chat is None else chat.answer_begins
-        return Grammar.of(self._vocabularies[ends], schema, begins)
+        return self._vocabularies[ends]
 
     @property
     def eos(self) -> frozenset[int]:

@@ -64,17 +64,32 @@ class Grammar:
         """Raises ValueError for a schema that is wrong, too large, or has what llguidance does not know."""
         from llguidance import LLMatcher
 
-        try:
-            text = json.dumps({**schema, "x-guidance": FORM})
-        except RecursionError:
-            raise ValueError("the JSON schema is nested too deeply") from None
-        if len(text) > LONGEST:
-            raise ValueError(f"the JSON schema has {len(text):,} characters; the limit is {LONGEST:,}")
-        start = LLMatcher(vocabulary.known, LLMatcher.grammar_from_json_schema(text), log_level=0)
+        return cls.read(vocabulary, LLMatcher.grammar_from_json_schema(schema_text(schema)), begins)
+
+    @classmethod
+    def read(
+        cls, vocabulary: Vocabulary, text: str, begins: Callable[[Sequence[int]], bool] = at_once
+    ) -> "Grammar":
+        """`text`: in llguidance's language, with JSON schemas inside. Raises ValueError as `of`."""
+        from llguidance import LLMatcher
+
+        start = LLMatcher(vocabulary.known, text, log_level=0)
         start.compute_bitmask()
         if start.is_error():
             raise ValueError(f"the JSON schema cannot be followed: {_first_lines(start)}")
         return cls(vocabulary, start, begins)
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """A schema as llguidance reads it, of the one form that values are written in. Raises ValueError for one
+    that is too large."""
+    try:
+        text = json.dumps({**schema, "x-guidance": FORM})
+    except RecursionError:
+        raise ValueError("the JSON schema is nested too deeply") from None
+    if len(text) > LONGEST:
+        raise ValueError(f"the JSON schema has {len(text):,} characters; the limit is {LONGEST:,}")
+    return text
 
 
 def _first_lines(matcher: Any) -> str:

@@ -13,7 +13,9 @@ from outpace.serve.answer import Answer
 from outpace.serve.schema import (
     Body,
     ChatBody,
+    FunctionChoice,
     JsonFormat,
+    Named,
     NamedSchema,
     SchemaFormat,
     Speculative,
@@ -48,6 +50,10 @@ class Text(Body):
         return SchemaFormat(type="json_schema", json_schema=NamedSchema(**named))
 
 
+class FlatChoice(Named):
+    type: Literal["function"]
+
+
 class ResponsesBody(Body):
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -58,7 +64,7 @@ class ResponsesBody(Body):
     top_p: float | None = None
     seed: int | None = None
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | FlatChoice = "auto"
     parallel_tool_calls: bool | None = None  # Harmony makes one call at a time
     reasoning: Reasoning | None = None
     text: Text | None = None
@@ -68,6 +74,13 @@ class ResponsesBody(Body):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # nothing here is encrypted
+
+    @property
+    def _tool_choice(self) -> Literal["auto", "none", "required"] | FunctionChoice:
+        """As a chat completion says it."""
+        if not isinstance(self.tool_choice, FlatChoice):
+            return self.tool_choice
+        return FunctionChoice(type="function", function=Named(name=self.tool_choice.name))
 
     def chat(self, before: list[JsonObject]) -> ChatBody:
         """The same question as a chat after the messages `before`. Raises ValueError, naming the item."""
@@ -80,7 +93,7 @@ class ResponsesBody(Body):
             top_p=self.top_p,
             seed=self.seed,
             tools=[_tool(tool, i) for i, tool in enumerate(self.tools)] or None,
-            tool_choice=self.tool_choice,
+            tool_choice=self._tool_choice,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             response_format=None if self.text is None else self.text.chat,
             speculative=self.speculative,
@@ -167,7 +180,7 @@ class Writer:
             "store": body.store,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice,
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"],
             "tools": body.tools,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "usage": None,

@@ -53,6 +53,17 @@ class SchemaFormat(Body):
 Format = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
+class Named(Body):
+    name: str
+
+
+class FunctionChoice(Body):
+    """The function that the answer has to call."""
+
+    type: Literal["function"]
+    function: Named
+
+
 class Prediction(Body):
     """OpenAI's predicted outputs: text that the answer is expected to repeat."""
 
@@ -146,7 +157,7 @@ class ChatBody(Sampled):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
     response_format: Format | None = None
     prediction: Prediction | None = None
@@ -185,8 +196,9 @@ class DetokenizeBody(Body):
 
 
 def problem(errors: list[Any]) -> tuple[str, str | None]:
-    """The first of pydantic's errors as a sentence, and the field it is about."""
-    error = errors[0]
+    """The first of pydantic's errors as a sentence, and the field it is about; of those of a union, the one
+    that is furthest inside."""
+    error = max(errors, key=lambda error: len(error["loc"]))
     place = [str(part) for part in error["loc"] if part != "body"]
     # of a union, the names of its members are no part of the field
     field = ".".join(part for part in place if part.islower() and "[" not in part) or None

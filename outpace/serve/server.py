@@ -14,6 +14,7 @@ from outpace.api import Message, Model, OutputRow
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
+from outpace.decode.grammar import Grammar
 from outpace.decode.request import GREEDY
 from outpace.drafts.base import Draft
 from outpace.drafts.lookup import Suffix
@@ -22,7 +23,7 @@ from outpace.ops.suffixes import Suffixes
 from outpace.serve.answer import Answer
 from outpace.serve.costs import shared
 from outpace.serve.engine import Engine, EngineConfig
-from outpace.serve.schema import ChatBody, CompletionBody, Sampled, Speculative
+from outpace.serve.schema import ChatBody, CompletionBody, FunctionChoice, Sampled, Speculative
 from outpace.serve.sequence import Sequence
 from outpace.text.chat_format import ChatFormat
 
@@ -136,7 +137,7 @@ class Server:
                 left = self.config.max_model_len - len(row.prompt)
                 row.sampling = replace(row.sampling, max_tokens=max(left, 1))
             answer = Answer(row, i, top)
-            answer.sequence = self._sequence(answer, draft, width, seed + i)
+            answer.sequence = self._sequence(answer, self._grammar(body, row), draft, width, seed + i)
             made.append(answer)
         for answer in made:
             assert answer.sequence is not None
@@ -151,9 +152,24 @@ class Server:
             raise
         return made
 
-    def _sequence(self, answer: Answer, draft: Draft | None, width: int, seed: int) -> Sequence:
+    def _grammar(self, body: Sampled, row: OutputRow) -> Grammar | None:
+        """What the answer has to be: JSON of a schema, or a call."""
+        choice = body.tool_choice if isinstance(body, ChatBody) else None
+        if choice in (None, "auto", "none") or row.chat is None:
+            return row.grammar()
+        if row.sampling.json_schema is not None:
+            raise ValueError("tool_choice: an answer that has to be a call has no response_format")
+        try:
+            return self.model.call_grammar(
+                row.chat, choice.function.name if isinstance(choice, FunctionChoice) else None
+            )
+        except ValueError as error:
+            raise ValueError(f"tool_choice: {error}") from error
+
+    def _sequence(
+        self, answer: Answer, grammar: Grammar | None, draft: Draft | None, width: int, seed: int
+    ) -> Sequence:
         row = answer.row
-        grammar = row.grammar()
         request = replace(row.sampling.request(row.eos), grammars=() if grammar is None else (grammar,))
         row.stop = request.stop
         return Sequence(

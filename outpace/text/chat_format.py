@@ -1,6 +1,6 @@
 """The chat format of a model: messages to a prompt, generated tokens to readable parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,15 @@ class ChatFormat(Protocol):
 
     def answer_begins(self, tokens: Sequence[int]) -> bool:
         """Whether the text for the user begins after these tokens of an answer: after the reasoning."""
+
+    def call_grammar(self, name: str | None, schema_text: Callable[[Mapping[str, Any]], str]) -> str:
+        """An answer that ends in a call of one of the chat's functions, or of the one with this name, in
+        llguidance's language; `schema_text` writes the schema of its arguments. Raises ValueError where
+        there is no such function, or the format has no calls."""
+
+    @property
+    def call_ends(self) -> frozenset[int]:
+        """The tokens that may end a call."""
 
     def add_user(self, text: str) -> None:
         """Add the user's next message."""

@@ -1,8 +1,10 @@
 """Harmony, read back: token ids one at a time -> messages, and their text while it is being written."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -20,6 +22,9 @@ from outpace.text.messages import (
     is_bare_type,
     is_tool_name,
 )
+
+# of a function without parameters
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,6 +347,30 @@ class HarmonyChat:
             return False
         channel = header[header.index(self.tokens.ids[Mark.CHANNEL]) + 1 :]
         return self.tokens.tokenizer.decode(channel).split()[:1] == [FINAL]
+
+    @property
+    def call_ends(self) -> frozenset[int]:
+        return frozenset({self.tokens.ids[Mark.CALL]})
+
+    def call_grammar(self, name: str | None, schema_text: Callable[[Mapping[str, Any]], str]) -> str:
+        developer = self.conversation.developer
+        tools = [] if developer is None else [t for t in developer.tools if name in (None, t.name)]
+        if not tools:
+            raise ValueError("no function is given" if name is None else f"no function is called {name!r}")
+        calls = [
+            f"<|channel|> {json.dumps(f'{COMMENTARY} to=functions.{tool.name} ', ensure_ascii=False)} "
+            f'<|constrain|> "json" <|message|> arguments_{i}'
+            for i, tool in enumerate(tools)
+        ]
+        schemas = [schema_text(tool.parameters or NO_ARGUMENTS) for tool in tools]
+        return "\n".join(
+            [
+                f"start: thought? ({' | '.join(calls)})",
+                f'thought: <|channel|> "{ANALYSIS}" <|message|> TEXT <|end|> <|start|> "assistant"',
+                r"TEXT: /(.|\n)*/",
+                *(f"arguments_{i}: %json {schema}" for i, schema in enumerate(schemas)),
+            ]
+        )
 
     def add_user(self, text: str) -> None:
         self._add(Message(role="user", content=text))

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -332,6 +332,13 @@ class TemplateChat:
 
     def answer_begins(self, tokens: Sequence[int]) -> bool:
         return list(tokens[-1:]) == [self._marks[1]] if self._reasons else not tokens
+
+    @property
+    def call_ends(self) -> frozenset[int]:
+        return self._stop
+
+    def call_grammar(self, name: str | None, schema_text: Callable[[Mapping[str, Any]], str]) -> str:
+        raise ValueError("a chat template does not say how this model calls functions")
 
     def add_user(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})

@@ -13,7 +13,7 @@ from test_trees import ScriptedTree
 from examples.tiny_target.make_solver import ALONE
 from examples.tiny_target.problem_rows import sample_pieces
 from outpace.decode.generate import generate
-from outpace.decode.grammar import Grammar, Place, Vocabulary, Where, at_once
+from outpace.decode.grammar import Grammar, Place, Vocabulary, Where, at_once, schema_text
 from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.drafts.lookup import NGram
@@ -22,6 +22,7 @@ from outpace.models.load import build, named_tensors
 from outpace.ops.sampling import Sampling, generator
 from outpace.text.harmony import HarmonyTokens
 from outpace.text.harmony_parser import HarmonyChat
+from outpace.text.messages import Developer, Tool
 from outpace.text.template import ChatTemplate, TemplateChat
 from outpace.text.tokenizer import train_bpe
 
@@ -253,6 +254,30 @@ def test_where_an_answer_in_harmony_begins(tokenizer, end, written, begins):
     ids = tokenizer.encode(written, add_special_tokens=False).ids
     assert chat.answer_begins(ids) == begins
     assert chat.answer_ends == frozenset({end}) < HarmonyTokens(tokenizer).stop
+
+
+def test_a_required_call_in_harmony(tokenizer, end):
+    tools = (Tool(name='say"so', parameters=PERSON), Tool(name="now"))
+    chat = HarmonyChat(tokenizer, developer=Developer(tools=tools))
+    (ends,) = chat.call_ends
+    vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size(), chat.call_ends)
+    now = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    person = '{"name": "a", "old": true, "size": "small"}'
+    said = f'<|channel|>commentary to=functions.say"so <|constrain|>json<|message|>{person}'
+    thought = "<|channel|>analysis<|message|>é\n<< now<|end|><|start|>assistant"
+
+    def follows(text, name=None, then=ends):
+        place = Place(Grammar.read(vocabulary, chat.call_grammar(name, schema_text)))
+        return all(map(place.go, [*tokenizer.encode(text, add_special_tokens=False).ids, then]))
+
+    assert follows(now) and follows(said) and follows(thought + now) and follows(thought + said)
+    assert follows(now, "now") and not follows(said, "now") and not follows(thought + now, 'say"so')
+    assert not follows(now[:-2]) and not follows(said[:-1])  # a call ends where its arguments do
+    assert not follows(thought) and not follows(now, then=end)
+    assert not follows("<|channel|>final<|message|>7")
+    assert not follows(now.replace("{}", '{"a": 1}')) and not follows(said.replace("true", "1"))
+    with pytest.raises(ValueError, match="no function is called 'then'"):
+        chat.call_grammar("then", schema_text)
 
 
 def test_where_an_answer_by_a_template_begins():

@@ -31,6 +31,13 @@ MUTANTS = [
         "tests/serve/test_structured.py",
     ),
     (
+        "a call of another function than the one that is named",
+        "outpace/text/harmony_parser.py",
+        "if name in (None, t.name)]",
+        "if t.name]",
+        "tests/decode/test_grammar.py",
+    ),
+    (
         "a failing schema that ends the whole round",
         "outpace/serve/sequence.py",
         "            self.failed = error\n            return [0]",

@@ -87,6 +87,82 @@ def test_responses_take_a_schema_too(client, alone):
     assert plain.output_text == "19"
 
 
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}, "hours": {"enum": [6, 12]}},
+        "required": ["city", "hours"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": function} for function in (WEATHER, {"name": "now"})]
+
+
+@pytest.mark.parametrize("choice", ["required", "weather", "now"])
+def test_a_call_that_is_required_is_made(client, choice):
+    named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    how = {"response_format": openai.omit, "tools": TOOLS, "tool_choice": named, "max_tokens": 400}
+    got = ask(client, **how)
+    message = got.choices[0].message
+    assert got.choices[0].finish_reason == "tool_calls" and message.content is None
+    function = message.tool_calls[0].function
+    assert len(message.tool_calls) == 1 and function.name in ("weather", "now")
+    assert choice in ("required", function.name)
+    arguments = json.loads(function.arguments)
+    if function.name == "weather":
+        assert set(arguments) == {"city", "hours"} and arguments["hours"] in (6, 12)
+    else:
+        assert arguments == {}
+    alone = ask(client, **how, extra_body={"speculative": False})
+    assert alone.choices[0].message.tool_calls[0].function == function
+    assert alone.choices[0].message.reasoning == message.reasoning
+    chunks = [c.choices[0].delta for c in ask(client, **how, stream=True)]
+    pieces = [call.function for delta in chunks for call in delta.tool_calls or ()]
+    assert "".join(piece.arguments or "" for piece in pieces) == function.arguments
+    assert [piece.name for piece in pieces if piece.name] == [function.name]
+
+
+def test_responses_require_a_call_too(client):
+    flat = [{"type": "function", "strict": True, **WEATHER}]
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        got = client.responses.create(
+            model="solver", input="What is 12 + 7?", temperature=0, tools=flat, tool_choice=choice
+        )
+        item = got.output[-1]
+        assert item.type == "function_call" and item.name == "weather"
+        assert json.loads(item.arguments)["hours"] in (6, 12)
+        shown = got.tool_choice if choice == "required" else got.tool_choice.model_dump()
+        assert shown == choice
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice: no function is given"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS},
+            "tool_choice: no function is called 'f'",
+        ),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "function: it is missing"),
+        (
+            {"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}},
+            "tool_choice: an answer that has to be a call",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "a"}}}],
+            },
+            "tool_choice: the JSON schema cannot be followed",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_required_is_refused(client, more, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(client, **{"response_format": openai.omit} | more)
+
+
 def test_any_object(client):
     got = ask(client, response_format={"type": "json_object"}, max_completion_tokens=300)
     message = got.choices[0].message
