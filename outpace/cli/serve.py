@@ -38,6 +38,10 @@ def serve(
         float | None, typer.Option(min=0, help="GB that the KV cache may take. Default: what is free.")
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 256,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help="Of a request, waiting included; then it gets 408. Default: any."),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OUTPACE_API_KEY", help="Key that clients must send.")
     ] = None,
@@ -72,7 +76,10 @@ def serve(
     served = _served(target, served_model_name, speculative_config, max_num_seqs)
     positions = served.model.target.config.max_position_embeddings
     config = EngineConfig(
-        max_num_seqs=max_num_seqs, max_model_len=min(max_model_len, positions), max_waiting=max_waiting
+        max_num_seqs=max_num_seqs,
+        max_model_len=min(max_model_len, positions),
+        max_waiting=max_waiting,
+        max_seconds=max_seconds,
     )
     server = Server(served, config)
     _check_memory(server.engine.cache.nbytes, config, kv_memory)

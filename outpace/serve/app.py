@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outpace.api import StreamPiece, check_text
 from outpace.serve import wire
 from outpace.serve.answer import Answer, TokenLogprob
-from outpace.serve.engine import QueueFull
+from outpace.serve.engine import QueueFull, RequestTimeout
 from outpace.serve.metrics import Metrics
 from outpace.serve.responses import Kept, ResponsesBody, Writer
 from outpace.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, problem
@@ -138,6 +138,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(QueueFull)
     async def of_load(request: Request, error: QueueFull) -> JSONResponse:
         return _problem(429, str(error), "rate_limit_exceeded")
+
+    @app.exception_handler(RequestTimeout)
+    async def of_time(request: Request, error: RequestTimeout) -> JSONResponse:
+        return _problem(408, str(error), "timeout")
 
     @app.exception_handler(Exception)
     async def of_us(request: Request, error: Exception) -> JSONResponse:

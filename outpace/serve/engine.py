@@ -31,19 +31,25 @@ class QueueFull(Exception):
     """Too many requests wait."""
 
 
+class RequestTimeout(Exception):
+    """A request has taken longer than it may."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """`max_num_seqs` sequences run at once, of `max_model_len` tokens each, prompt and output together;
-    `max_waiting` more may wait. `prefill_rows`: prompts that share a chunk."""
+    `max_waiting` more may wait. `prefill_rows`: prompts that share a chunk. `max_seconds`: of a request,
+    from its arrival to its last token; None: any."""
 
     max_num_seqs: int = 8
     max_model_len: int = 4096
     max_waiting: int = 256
     prefill_rows: int = 4
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} {value}: it must be at least 1")
 
 
@@ -109,6 +115,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """One round. An error ends the sequences that took part in it, not the engine."""
+        self._end_late()
         self._admit()
         for part, taking in (
             (self._prefill, [s for s in self.running if s.prefilling][: self.config.prefill_rows]),
@@ -132,6 +139,20 @@ class Engine:
             waiting, self.waiting = self.waiting, deque()
         for sequence in waiting:
             sequence.on_end(error)
+
+    def _end_late(self) -> None:
+        """Those that have taken longer than they may, running or waiting."""
+        limit = self.config.max_seconds
+        if limit is None:
+            return
+        now, error = time.perf_counter(), RequestTimeout(f"a request may take {limit:g} seconds here")
+        with self.arrival:
+            late = [s for s in self.waiting if now - s.times["arrived"] > limit]
+            self.waiting = deque(s for s in self.waiting if s not in late)
+        for sequence in late:
+            sequence.on_end(error)
+        for sequence in [s for s in self.running if now - s.times["arrived"] > limit]:
+            self._leave(sequence, error)
 
     def _admit(self) -> None:
         """Those that have waited longest, while there are rows."""

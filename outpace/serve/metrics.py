@@ -1,5 +1,6 @@
 """Counters in Prometheus's text format; names end as vLLM's do."""
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,7 +13,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Metrics:
-    """`ended` is called in the engine's thread, once for each sequence."""
+    """`ended` is called once for each sequence, by whoever answers for it, from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -50,14 +51,15 @@ class Metrics:
             self.drafts.inc(sequence.rounds)
             self.draft_tokens.inc(sequence.drafted)
             self.accepted_tokens.inc(sequence.accepted)
-        arrived = times["arrived"]
+        # the engine's thread writes "ended" when it next looks, which for a client that went away is later
+        arrived, ended = times["arrived"], times.get("ended", time.perf_counter())
         if "admitted" in times:
             self.queued.observe(times["admitted"] - arrived)
         if "first" in times:
             self.first.observe(times["first"] - arrived)
-            self.whole.observe(times["ended"] - arrived)
+            self.whole.observe(ended - arrived)
         if tokens > 1:
-            self.between.observe((times["ended"] - times["first"]) / (tokens - 1))
+            self.between.observe((ended - times["first"]) / (tokens - 1))
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

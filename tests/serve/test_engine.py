@@ -20,6 +20,7 @@ from outpace.kernels import bindings
 from outpace.models.load import build, named_tensors
 from outpace.ops.sampling import Sampling, generator
 from outpace.serve.engine import Engine, EngineConfig, QueueFull
+from outpace.serve.metrics import Metrics
 from outpace.serve.sequence import Sequence
 
 sys.path.append(str(Path(__file__).parent.parent / "decode"))
@@ -270,6 +271,34 @@ def test_what_is_too_long_or_too_much_is_refused_with_the_numbers():
         Client([5], replace(request(6, 0.8), rule="match"))
     with pytest.raises(ValueError, match="positions end at"):
         Engine(target(), EngineConfig(max_model_len=10**7))
+
+
+def test_who_takes_too_long_is_ended_running_or_waiting():
+    model = target()
+    engine = Engine(model, EngineConfig(max_num_seqs=1, max_model_len=60, max_seconds=30))
+    late, waiting, in_time = (Client([5, 6, 7, i], request(9)) for i in (8, 9, 10))
+    for client in (late, waiting, in_time):
+        engine.add(client.sequence)
+    engine.step()
+    assert engine.running == [late.sequence]
+    for client in (late, waiting):
+        client.sequence.times["arrived"] -= 31
+    run(engine)
+    for client in (late, waiting):
+        assert [str(e) for e in client.ends] == ["a request may take 30 seconds here"]
+    assert len(late.tokens) < 9 and not waiting.tokens
+    assert in_time.ends == [None] and in_time.tokens == alone(model, [5, 6, 7, 10], request(9), 0)
+
+
+def test_a_sequence_is_counted_before_the_engine_has_seen_that_it_was_cancelled():
+    engine = Engine(target(), EngineConfig(max_num_seqs=1, max_model_len=60))
+    client, metrics = Client([5, 6, 7], request(9)), Metrics(engine)
+    engine.add(client.sequence)
+    while len(client.tokens) < 2:
+        engine.step()
+    assert "ended" not in client.sequence.times
+    metrics.ended(client.sequence, "abort")
+    assert b'outpace_request_success_total{finished_reason="abort"} 1.0' in metrics.page()
 
 
 def test_logits_come_with_the_tokens_and_stop_tokens_end_it():

@@ -7,14 +7,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import openai
 import pytest
-from serving import SOLVER, serving
+from serving import CONFIG, SOLVER, serving
 
 import outpace
 from outpace.serve.app import AppConfig
 from outpace.serve.engine import EngineConfig
+from outpace.serve.sequence import Sequence
 
 QUESTION = [{"role": "user", "content": "What is 12 + 7?"}]
 OTHERS = ["Add 4417 and 88.", "Sort this list: [81, 22, 20, 80]", "How many hours are 420 minutes?", "Hello!"]
@@ -259,6 +261,21 @@ def until(true, seconds=20):
     while not true():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.005)
+
+
+def test_a_request_that_takes_too_long(model, monkeypatch):
+    begin = Sequence.__post_init__
+
+    def long_ago(sequence):
+        begin(sequence)
+        sequence.times["arrived"] -= 60 * (sequence.request.max_new_tokens == 7)
+
+    monkeypatch.setattr(Sequence, "__post_init__", long_ago)
+    with serving(model, replace(CONFIG, max_seconds=60)) as (_, address):
+        code, _, answer = post(address, "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 7})
+        assert code == 408 and answer["error"]["message"] == "a request may take 60 seconds here"
+        assert answer["error"]["type"] == "timeout"
+        assert post(address, "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 3})[0] == 200
 
 
 def test_a_full_queue_and_a_key(model):
