@@ -65,8 +65,18 @@ def force_kernels(monkeypatch):
 @pytest.fixture
 def few_repeats(monkeypatch):
     """A calibration of moments, which any request may make for itself: its figures mean nothing."""
-    monkeypatch.setattr("outpace.decode.calibrate.MIN_REPEATS", 2)
-    monkeypatch.setattr("outpace.decode.calibrate.MAX_REPEATS", 2)
-    monkeypatch.setattr("outpace.decode.calibrate.STEADY", 8)
+    _calibrate_in_moments(monkeypatch)
     monkeypatch.setattr("outpace.decode.auto.QUICK", 1e9)
-    monkeypatch.setattr("outpace.decode.calibrate.ATTEMPTS", 1)
+
+
+@pytest.fixture(scope="module")
+def few_repeats_in_module():
+    """few_repeats for the fixtures of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        _calibrate_in_moments(patch)
+        yield
+
+
+def _calibrate_in_moments(patch):
+    for name, value in (("MIN_REPEATS", 2), ("MAX_REPEATS", 2), ("STEADY", 8), ("ATTEMPTS", 1)):
+        patch.setattr(f"outpace.decode.calibrate.{name}", value)

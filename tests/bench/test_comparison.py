@@ -34,6 +34,7 @@ from outpace.formats.load import save_draft
 from outpace.models.load import build, fingerprint, named_tensors
 from outpace.text.tokenizer import train_bpe
 
+pytestmark = pytest.mark.usefixtures("few_repeats_in_module")
 DOCUMENTS = [document(name, 80) for name in "abc"]
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"draft": "ngram", "rules": ["match", "gumbel"]},
