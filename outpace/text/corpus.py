@@ -1,7 +1,9 @@
 """A text corpus on every machine: the source of Python's standard library, split by file."""
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,15 +32,13 @@ def read_corpus(root: Path | None = None) -> list[Document]:
     """
     folder = Path(root or sysconfig.get_path("stdlib"))
     documents = []
-    for path in sorted(folder.rglob("*.py")):
-        if "site-packages" in path.parts:
-            continue
+    for name in sorted(_sources(folder), key=lambda name: name.split("/")):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = (folder / name).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
-            documents.append(Document(path.relative_to(folder).as_posix(), text))
+            documents.append(Document(name, text))
     if not documents:
         if root is None:
             why = "this Python ships without its standard library's source"
@@ -46,6 +46,14 @@ def read_corpus(root: Path | None = None) -> list[Document]:
             why = "it has none" if folder.is_dir() else "it is not a folder"
         raise ValueError(f"no *.py source below {folder}: {why}; name a folder of Python files")
     return documents
+
+
+def _sources(root: Path) -> Iterator[str]:
+    """Names of the `*.py` files below it; installed packages, often ten times as many, are not looked at."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name != "site-packages"]
+        below = Path(folder).relative_to(root)
+        yield from ((below / name).as_posix() for name in files if name.endswith(".py"))
 
 
 def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
