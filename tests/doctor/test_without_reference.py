@@ -95,7 +95,7 @@ def test_random_weights_tell_nothing(family):
     [
         (HALVES, {}, 48, "gate and up rows read as halves, not interleaved, the"),
         (planted.on_q_and_k(planted.to_neighbours), {}, 96, "interleaved RoPE pairs (2i, 2i + 1), the"),
-        (planted.cyclic_heads, {}, 192, "cyclic GQA mapping (query head h reads kv head h % K), the"),
+        (planted.cyclic_heads, {}, 128, "cyclic GQA mapping (query head h reads kv head h % K), the"),
     ],
     ids=["halves", "pairs", "cyclic"],
 )
@@ -108,14 +108,14 @@ def test_a_text_tells_how_the_weights_want_to_be_read(edit, text, length, named,
 def test_explanations_that_are_as_good_are_all_named(tmp_path):
     """A base of 10,000 is wrong; some hundred tokens do not say which larger one is right."""
     wrong = plant(DEFAULT, tmp_path / "wrong", rope_parameters=ROPE | {"rope_theta": 1e4})
-    check = each_alone(load_target(wrong), 192)
+    check = each_alone(load_target(wrong), 128)
     assert check.status == "fail" and "does not tell them apart" in check.message
     assert all(f"RoPE base {base}" in check.message for base in ("150,000", "500,000", "1,000,000"))
 
 
 def test_two_mistakes_at_once(tmp_path):
     model = load_target(plant(DEFAULT, tmp_path / "wrong", both(SPLIT, scales(1))))
-    values = {c.name: c for c in try_mistakes(model, text(96), math.inf)}
+    values = {c.name: c for c in try_mistakes(model, text(64), math.inf)}
     named = "split nibbles (GGML's order) and scale exponent off by one: halved, the"
     assert values["known mistakes"].message.startswith("read with " + named)
     assert values["scale of the experts"].status == "skipped"  # no scale alone makes the text predictable
