@@ -15,7 +15,10 @@ WHEELS := --only-binary :all: --constraint requirements-dev.txt
 # of llama.cpp, the library alone
 ENGINE_ALONE := -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF $(foreach part,TOOLS EXAMPLES TESTS SERVER,-DLLAMA_BUILD_$(part)=OFF)
 
-.PHONY: help install oracle demo test fuzz mutants lint docs doctor-table format clean
+# of llama.cpp, the server alone
+SERVER_ALONE := -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF $(foreach part,TESTS EXAMPLES APP UI,-DLLAMA_BUILD_$(part)=OFF)
+
+.PHONY: help install oracle llama-server demo test fuzz mutants lint docs doctor-table format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +26,7 @@ help:
 	@echo "make test     style, types and tests, in WORKERS=2 processes"
 	@echo "make install  only the set-up: .venv with pinned packages"
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
+	@echo "make llama-server  compiles it (ten minutes): bench --suite serve compares with it then"
 	@echo "make mutants  plants known bugs one at a time: a test must catch each (AREAS=engine for some)"
 	@echo "make fuzz     10,000 hostile inputs of every kind, in limits of time and memory (20 minutes)"
 	@echo "make docs     the documentation site -> site/"
@@ -48,6 +52,17 @@ oracle: $(VENV)/.oracle
 $(VENV)/.oracle: $(STAMP) requirements-oracle.txt
 	CMAKE_ARGS="$(ENGINE_ALONE) $(CMAKE_ARGS)" $(PIP) install --quiet -r requirements-oracle.txt
 	@touch $@
+
+llama-server: $(BIN)/llama-server
+
+$(BIN)/llama-server: $(STAMP) requirements-oracle.txt
+	rm -rf build/llama.cpp && mkdir -p build/llama.cpp
+	$(PIP) download --quiet --no-deps --no-binary :all: --dest build/llama.cpp $$(grep llama requirements-oracle.txt)
+	tar --extract --gzip --file build/llama.cpp/*.tar.gz --directory build/llama.cpp --strip-components 1
+	$(PIP) install --quiet $(WHEELS) cmake==4.4.5
+	$(BIN)/cmake -S build/llama.cpp/vendor/llama.cpp -B build/llama.cpp/build -DCMAKE_BUILD_TYPE=Release $(SERVER_ALONE) $(CMAKE_ARGS)
+	$(BIN)/cmake --build build/llama.cpp/build --target llama-server --parallel
+	cp build/llama.cpp/build/bin/llama-server $@ && rm -rf build/llama.cpp
 
 demo: $(STAMP)
 	$(BIN)/outpace demo

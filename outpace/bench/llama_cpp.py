@@ -147,7 +147,7 @@ class Baseline:
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "target.gguf"
-            write_gguf(target, path, vocabulary_of(target, tokenizer, None), _type(target))
+            write_file(target, tokenizer, path)
             self._model = load_model(path)  # mapped: the file may go
 
     def __call__(self, prompts: Prompts, new_tokens: int, seed: int = 0) -> Timed:
@@ -192,6 +192,12 @@ def baseline(target: Decoder, tokenizer: Tokenizer, remarks: list[str]) -> Basel
         reason = str(error)
     remarks.append(f"{NAME} left out: {reason}")
     return None
+
+
+def write_file(target: Decoder, tokenizer: Tokenizer, path: Path) -> None:
+    """The target in GGUF, its matrices in the type that it holds them in. Raises ValueError for what GGUF
+    cannot say."""
+    write_gguf(target, path, vocabulary_of(target, tokenizer, None), _type(target))
 
 
 def _type(target: Decoder) -> str:

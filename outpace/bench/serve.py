@@ -1,16 +1,11 @@
 """The suite serve: a server under load, with and without drafts; latencies and tokens/s over HTTP."""
 
-import http.client
-import json
 import random
-import re
-import subprocess
-import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,15 +14,17 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outpace.bench import plots
+from outpace.bench import llama_cpp, plots, servers
 from outpace.bench.prompts import held_out_prompts
 from outpace.bench.report import RATE, Page, Report, table_of
 from outpace.bench.run import Bar, Run, at_least, seed_for
+from outpace.bench.servers import LLAMA_SERVER, Address, Answered, ask
+from outpace.checkpoint.open import is_gguf, target_path
 from outpace.models.decoder import Decoder
 from outpace.text.corpus import Document
 
 OFF, ON = "no draft", "draft"
-METHODS: dict[str, bool] = {OFF: False, ON: True}  # by name, what a request says of speculation
+COLOURS = {OFF: plots.PALETTE[1], ON: plots.BLUE, LLAMA_SERVER: plots.GREY}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +53,6 @@ class ServeSettings:
         return [("clients", n) for n in self.concurrency] + [("requests/s", rate) for rate in self.rates]
 
 
-@dataclass(frozen=True)
-class Answered:
-    """One request: seconds from its sending to each chunk, and what the server says of it at the end."""
-
-    times: list[float]
-    tokens: int
-    steps: int
-
-
 def run_serve(
     target: Decoder,
     name: str,
@@ -75,54 +63,58 @@ def run_serve(
     console: Console,
 ) -> Report:
     """-> the report. A stopped run continues from folder/progress.jsonl. `name`: of the target, for the
-    command that serves it. Raises ValueError for too few prompts, OSError where the server does not start."""
+    command that serves it. llama-server is measured with it where there is one. Raises ValueError for too
+    few prompts, OSError where a server does not start."""
     most = int(max((*settings.concurrency, settings.arrivals if settings.rates else 1)))
     prompts = held_out_prompts(tokenizer, documents, min(most, 32), settings.prompt_tokens)
-    run = Run(target, folder, settings=settings)
-    loads = settings.loads
-    with Bar(console, "serve", len(METHODS) * len(loads) * settings.repeats) as bar:
+    remarks: list[str] = []
+    with ExitStack() as stack:
+        file = stack.enter_context(_peers_file(target, name, tokenizer, remarks))
+        methods = [OFF, ON, *([LLAMA_SERVER] if file else [])]
+        run, loads = Run(target, folder, settings=settings, methods=methods), settings.loads
+        bar = stack.enter_context(Bar(console, "serve", len(methods) * len(loads) * settings.repeats))
         todo = [
             (f"{kind} {load:g}, repeat {repeat}", kind, load, repeat)
             for repeat in range(settings.repeats)
             for kind, load in loads
         ]
+        addresses: dict[str, Address] = {}
         if any(key not in run for key, *_ in todo):
             length = settings.prompt_tokens + settings.new_tokens + 1
-            with _served(name, most, length) as (host, port):
-                for key, kind, load, repeat in todo:
-                    run.once(key, lambda: _turn(host, port, kind, load, repeat, prompts, settings))  # noqa: B023
-                    for method in METHODS:
-                        bar.step(f"{method}, {kind} {load:g}")
-    rows = [_row(run, settings, kind, load, method) for kind, load in loads for method in METHODS]
-    return run.report(results=rows)
+            addresses[OFF] = stack.enter_context(servers.outpace_serve(name, most, length))
+            addresses[ON] = addresses[OFF]
+            if file:
+                addresses[LLAMA_SERVER] = stack.enter_context(servers.llama_server(file, most, length))
+        for key, kind, load, repeat in todo:
+            run.once(key, lambda: _turn(addresses, kind, load, repeat, prompts, settings))  # noqa: B023
+            for method in methods:
+                bar.step(f"{method}, {kind} {load:g}")
+    rows = [_row(run, settings, kind, load, method) for kind, load in loads for method in methods]
+    return run.report(results=rows, remarks=remarks)
 
 
 @contextmanager
-def _served(name: str, rows: int, length: int) -> Iterator[tuple[str, int]]:
-    """`outpace serve` in its own process -> where it listens."""
-    options = ["--port", "0", "--max-num-seqs", str(rows), "--max-model-len", str(length)]
-    command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", "10000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        errors: list[str] = []
-        reading = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
-        reading.start()  # a full pipe would stop the server
+def _peers_file(
+    target: Decoder, name: str, tokenizer: Tokenizer, remarks: list[str]
+) -> Iterator[Path | None]:
+    """The target as llama-server reads it; None where it cannot run, and `remarks` gets the reason."""
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            for line in process.stdout:
-                if address := re.search(r"http://([^:]+):(\d+)/v1", line):
-                    yield address[1], int(address[2])
-                    break
-            else:
-                process.wait()
-                reading.join(timeout=5)
-                raise OSError(f"outpace serve {name} does not start: {' '.join(errors)[-500:].strip()}")
-        finally:
-            process.terminate()
+            if servers.find_llama_server() is None:
+                raise ValueError(f"it is not installed ({servers.HOW_TO_GET})")
+            path = target_path(name)
+            if not is_gguf(path):
+                path = Path(folder) / "target.gguf"
+                llama_cpp.write_file(target, tokenizer, path)
+        except ValueError as error:  # what GGUF cannot say, too
+            remarks.append(f"{LLAMA_SERVER} left out: {error}")
+            yield None
+            return
+        yield path
 
 
 def _turn(
-    host: str,
-    port: int,
+    addresses: dict[str, Address],
     kind: str,
     load: float,
     repeat: int,
@@ -130,72 +122,52 @@ def _turn(
     settings: ServeSettings,
 ) -> dict[str, Any]:
     """One load with every method, one after the other; the first rotates."""
-    names = list(METHODS)
-    turn = {}
-    for method in names[repeat % 2 :] + names[: repeat % 2]:
+    names, turn = list(addresses), {}
+    first = repeat % len(names)
+    for method in names[first:] + names[:first]:
         rng = random.Random(seed_for(settings.seed, repeat, int(100 * load)))
-
-        def body(i: int, method: str = method, rng: random.Random = rng) -> dict[str, Any]:
+        count = max(2 * int(load), settings.arrivals) if kind == "clients" else settings.arrivals
+        bodies = []
+        for i in range(count):
             # another first token each time, never the other method's: nothing of the prompt lies in the cache
-            first = 10 + 2 * rng.randrange(75) + names.index(method)
-            return {
-                "prompt": [first, *prompts[i % len(prompts)][1:]],
-                "max_tokens": settings.new_tokens,
-                "temperature": settings.temperature,
-                "seed": i,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "speculative": METHODS[method],
-            }
-
+            token = 10 + len(names) * rng.randrange(50) + names.index(method)
+            prompt = [token, *prompts[i % len(prompts)][1:]]
+            bodies.append(_body(method, prompt, i, settings))
         began = time.perf_counter()
         if kind == "clients":
-            count = max(2 * int(load), settings.arrivals)
-            asked = _closed(host, port, [body(i) for i in range(count)], int(load))
+            asked = _closed(addresses[method], bodies, int(load))
         else:
-            asked = _open(host, port, [body(i) for i in range(settings.arrivals)], load, rng)
-        seconds = time.perf_counter() - began
-        turn[method] = _measured(asked, seconds)
+            asked = _open(addresses[method], bodies, load, rng)
+        turn[method] = _measured(asked, time.perf_counter() - began)
     return turn
 
 
-def _closed(host: str, port: int, bodies: list[dict[str, Any]], clients: int) -> list[Answered]:
+def _body(method: str, prompt: list[int], seed: int, settings: ServeSettings) -> dict[str, Any]:
+    asked: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": settings.new_tokens,
+        "temperature": settings.temperature,
+        "seed": seed,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return asked | ({"cache_prompt": False} if method == LLAMA_SERVER else {"speculative": method == ON})
+
+
+def _closed(address: Address, bodies: list[dict[str, Any]], clients: int) -> list[Answered]:
     with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(lambda body: _ask(host, port, body), bodies))
+        return list(pool.map(lambda body: ask(address, body), bodies))
 
 
-def _open(
-    host: str, port: int, bodies: list[dict[str, Any]], rate: float, rng: random.Random
-) -> list[Answered]:
+def _open(address: Address, bodies: list[dict[str, Any]], rate: float, rng: random.Random) -> list[Answered]:
     """Poisson arrivals."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         sent = []
         for body in bodies:
-            sent.append(pool.submit(_ask, host, port, body))
+            sent.append(pool.submit(ask, address, body))
             time.sleep(rng.expovariate(rate))
         return [future.result() for future in sent]
-
-
-def _ask(host: str, port: int, body: dict[str, Any]) -> Answered:
-    """Raises OSError, with the server's words, for an answer that is none."""
-    line = http.client.HTTPConnection(host, port, timeout=600)
-    began = time.perf_counter()
-    line.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    response = line.getresponse()
-    if response.status != 200:
-        raise OSError(f"the server answered {response.status}: {response.read().decode()[:300]}")
-    times, pieces = [], []
-    while piece := response.read1(65536):  # read by lines, a client costs as much as the server
-        times.append(time.perf_counter() - began)
-        pieces.append(piece)
-    line.close()
-    events = [event[6:] for event in b"".join(pieces).split(b"\n\n") if event.startswith(b"data: {")]
-    last = json.loads(events[-1]) if events else {}
-    if "usage" not in last:
-        raise OSError("the server broke off its answer")
-    steps = last["metrics"]["speculative_decoding"]["num_spec_steps"]
-    return Answered(times, last["usage"]["completion_tokens"], steps)
 
 
 def _measured(asked: list[Answered], seconds: float) -> dict[str, Any]:
@@ -214,21 +186,32 @@ def _measured(asked: list[Answered], seconds: float) -> dict[str, Any]:
 
 def _row(run: Run, settings: ServeSettings, kind: str, load: float, method: str) -> dict[str, Any]:
     turns = [run[f"{kind} {load:g}, repeat {repeat}"] for repeat in range(settings.repeats)]
-    rates = {name: [t[name]["tokens"] / t[name]["seconds"] for t in turns] for name in METHODS}
     own = [turn[method] for turn in turns]
     first = [x for turn in own for x in turn["first"]]
     between = [x for turn in own for x in turn["between"]]
-    ratios = [a / b for a, b in zip(rates[method], rates[OFF], strict=True)]
+    # the first token of a request is the prompt's, not a step's
+    tau = sum(t["tokens"] - len(t["first"]) for t in own) / sum(t["steps"] for t in own)
     return {
         "load": f"{load:g} {kind}",
         "method": method,
-        "tokens_per_s": round(median(rates[method]), 1),
-        "speedup": round(median(ratios), 3),
-        # the first token of a request is the prompt's, not a step's
-        "tau": round(sum(t["tokens"] - len(t["first"]) for t in own) / sum(t["steps"] for t in own), 3),
+        "tokens_per_s": round(median(map(_rate, own)), 1),
+        "speedup": _over(turns, method, OFF),
+        "over_llama_server": _over(turns, method, LLAMA_SERVER),
+        "tau": None if method == LLAMA_SERVER else round(tau, 3),
         "first_ms": [round(1e3 * x, 1) for x in _p50_p99(first)],
         "between_ms": [round(1e3 * x, 2) for x in _p50_p99(between)],
     }
+
+
+def _rate(turn: dict[str, Any]) -> float:
+    return float(turn["tokens"] / turn["seconds"])
+
+
+def _over(turns: list[dict[str, Any]], method: str, other: str) -> float | None:
+    """Of the tokens/s, the median of the repeats' ratios."""
+    if other not in turns[0]:
+        return None
+    return round(median(_rate(turn[method]) / _rate(turn[other]) for turn in turns), 3)
 
 
 def _p50_p99(values: list[float]) -> tuple[float, float]:
@@ -244,6 +227,7 @@ serve_table = table_of(
     ("method", "method", "{}"),
     RATE,
     ("over no draft", "speedup", "{:.2f}x"),
+    ("over llama-server", "over_llama_server", "{:.2f}x"),
     ("tau", "tau", "{:.2f}"),
     ("first token, p50 and p99", "first_ms", "{:.0f}, {:.0f} ms"),
     ("between tokens, p50 and p99", "between_ms", "{:.2f}, {:.2f} ms"),
@@ -262,12 +246,12 @@ def _plot(report: Report) -> Any:
     rows = report["results"]
     drawn, (axes,) = plots.figure(1, 1, 3.4, "A server under load")
     loads = list(dict.fromkeys(r["load"] for r in rows))
-    for method, colour in zip(METHODS, (plots.GREY, plots.BLUE), strict=True):
+    for method in report["methods"]:
         axes.plot(
             loads,
             [r["tokens_per_s"] for r in rows if r["method"] == method],
             "o-",
-            color=colour,
+            color=COLOURS[method],
             label=method,
         )
     axes.legend()

@@ -1,35 +1,71 @@
-"""The suite serve: a real server in its own process under a short load, and what is made of the numbers."""
+"""The suite serve: real servers in their own processes under a short load, and what is made of the numbers."""
 
 import io
+import stat
 
 import pytest
 from rich.console import Console
 
-from outpace.bench import serve
-from outpace.bench.serve import OFF, ON, PAGE, Answered, ServeSettings, _measured, run_serve
+from outpace.bench import servers
+from outpace.bench.serve import OFF, ON, PAGE, ServeSettings, _measured, run_serve
+from outpace.bench.servers import LLAMA_SERVER, Answered
 from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
 
 SHORT = ServeSettings(concurrency=(2,), rates=(50.0,), arrivals=3, prompt_tokens=40, new_tokens=12, repeats=1)
 
 
-def test_a_load_is_measured_with_and_without_a_draft(tmp_path, monkeypatch):
+def _run(folder):
     target, tokenizer = open_target("default")
     documents = split(read_corpus())[1]
-    console = Console(file=io.StringIO())
-    report = run_serve(target, "default", tokenizer, documents, SHORT, tmp_path, console)
+    return run_serve(target, "default", tokenizer, documents, SHORT, folder, Console(file=io.StringIO()))
+
+
+def _check(report, methods):
     rows = report["results"]
     assert [(r["load"], r["method"]) for r in rows] == [
-        (load, method) for load in ("2 clients", "50 requests/s") for method in (OFF, ON)
+        (load, method) for load in ("2 clients", "50 requests/s") for method in methods
     ]
     for row in rows:
-        assert row["tokens_per_s"] > 0 and row["tau"] >= 1 and (row["method"] == ON or row["speedup"] == 1)
+        assert row["tokens_per_s"] > 0 and (row["method"] != OFF or row["speedup"] == 1)
         assert 0 < row["first_ms"][0] <= row["first_ms"][1] and 0 < row["between_ms"][0]
+        assert row["method"] == LLAMA_SERVER or row["tau"] >= 1
     assert "| 2 clients | draft |" in PAGE.markdown(report, plots=False)
+
+
+def test_a_load_is_measured_with_and_without_a_draft(tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "find_llama_server", lambda: None)
+    report = _run(tmp_path)
+    _check(report, (OFF, ON))
+    assert report["remarks"] == [f"llama-server left out: it is not installed ({servers.HOW_TO_GET})"]
+    assert "make llama-server" in PAGE.markdown(report, plots=False)
     # a run that stopped goes on with what it has: no server starts
-    monkeypatch.setattr(serve, "_served", None)
-    again = run_serve(target, "default", tokenizer, documents, SHORT, tmp_path, console)
-    assert again["results"] == rows
+    monkeypatch.setattr(servers, "outpace_serve", None)
+    assert _run(tmp_path)["results"] == report["results"]
+
+
+@pytest.mark.skipif(not servers.find_llama_server(), reason="llama-server is not there: make llama-server")
+def test_llama_server_takes_the_same_load(tmp_path):
+    report = _run(tmp_path)
+    _check(report, (OFF, ON, LLAMA_SERVER))
+    assert [r["over_llama_server"] for r in report["results"] if r["method"] == LLAMA_SERVER] == [1, 1]
+    assert report["remarks"] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("echo no such model >&2", "llama-server does not start: no such model"), ("", "does not start")],
+)
+def test_a_server_that_does_not_start_is_quoted(tmp_path, monkeypatch, script, words):
+    program = tmp_path / LLAMA_SERVER
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(servers, "find_llama_server", lambda: str(program))
+    with (
+        pytest.raises(OSError, match=words),
+        servers.llama_server(tmp_path / "target.gguf", 2, 64),
+    ):
+        pass
 
 
 def test_latencies_are_those_of_requests():
