@@ -110,6 +110,7 @@ def _peers_file(
             remarks.append(f"{LLAMA_SERVER} left out: {error}")
             yield None
             return
+        remarks.append(f"{LLAMA_SERVER}, {servers.llama_server_version()}")
         yield path
 
 

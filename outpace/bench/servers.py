@@ -38,6 +38,15 @@ def find_llama_server() -> str | None:
     return shutil.which(LLAMA_SERVER, path=os.pathsep.join(places))
 
 
+def llama_server_version() -> str:
+    """In its own words."""
+    program = find_llama_server() or LLAMA_SERVER
+    said = subprocess.run([program, "--version"], capture_output=True, text=True)
+    return next(
+        (x for x in (said.stderr + said.stdout).splitlines() if x.startswith("version")), "version unknown"
+    )
+
+
 @contextmanager
 def outpace_serve(name: str, rows: int, length: int) -> Iterator[Address]:
     """`outpace serve`, of `rows` sequences of `length` tokens. Raises OSError where it does not start."""
