@@ -41,10 +41,9 @@ def find_llama_server() -> str | None:
 def llama_server_version() -> str:
     """In its own words."""
     program = find_llama_server() or LLAMA_SERVER
-    said = subprocess.run([program, "--version"], capture_output=True, text=True)
-    return next(
-        (x for x in (said.stderr + said.stdout).splitlines() if x.startswith("version")), "version unknown"
-    )
+    shown = subprocess.run([program, "--version"], capture_output=True, text=True)
+    lines = (shown.stderr + shown.stdout).splitlines()
+    return next((line for line in lines if line.startswith("version")), "version unknown")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from outpace.decode.costs import Costs, Point, Touched, fingerprint, machine, ri
 from outpace.decode.generate import generate, next_token
 from outpace.decode.request import COST_RULES, GREEDY, Request, acceptance_rule
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Draft, Proposal
+from outpace.drafts.base import Draft, Proposal, roots
 from outpace.drafts.deferred import Deferred, accepted_states
 from outpace.kv.base import KVCache
 from outpace.models.decoder import Decoder
@@ -345,7 +345,7 @@ def _step(
 ) -> tuple[float, float]:
     """One step of n positions after ahead[:, 0], the last verified token; -> seconds of draft and verify.
     Only the root is committed, whatever was accepted: the text is given."""
-    proposal = Proposal(ahead[:, :1], [1] * len(ahead))
+    proposal = roots(ahead[:, 0])
     with Timer(target) as drafting:  # waits for the device, as a controller does when it reads the proposal
         if n > 1:
             proposal = deferred.propose(ahead[:, 0], n, rule.sampler)

@@ -19,7 +19,7 @@ from outpace.decode.request import (
     check_prompts,
 )
 from outpace.decode.trace import Prediction, Trace
-from outpace.drafts.base import Draft, DraftSession, Proposal, check_finite
+from outpace.drafts.base import Draft, DraftSession, check_finite, roots
 from outpace.drafts.deferred import Deferred, accepted_states
 from outpace.kv.base import KVCache
 from outpace.kv.partial import INDEX
@@ -120,7 +120,7 @@ def steps(
             with trace.timed("rest"):
                 proposal = controller.cut(offered)
         else:
-            proposal = offered = Proposal(last[:, None], [1] * len(last))
+            proposal = offered = roots(last)
         with trace.timed("verify"):
             counts = None if draft is None else proposal.counts
             out = target(proposal.tokens, cache, counts=counts, tree=proposal.tree, aux=aux, logits=True)

@@ -78,6 +78,11 @@ class Proposal:
         return [max(depths(parents)) for parents in self.above]
 
 
+def roots(last: Tensor) -> Proposal:
+    """last [B], the last token of each row -> a step without draft tokens."""
+    return Proposal(last[:, None], [1] * len(last))
+
+
 def check_finite(
     where: str, logits: Tensor, offered: Proposal | None = None, finite: bool | None = None
 ) -> None:

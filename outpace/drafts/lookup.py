@@ -9,7 +9,7 @@ from torch import Tensor
 from outpace.checkpoint.hf import read_config
 from outpace.checkpoint.open import LoadError, open_checkpoint, to_tensor
 from outpace.checkpoint.save import save_checkpoint
-from outpace.drafts.base import Proposal
+from outpace.drafts.base import Proposal, roots
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.tree import assembled, check_nodes
 from outpace.ops.suffixes import Suffixes
@@ -182,7 +182,7 @@ class NullDraft:
         pass
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
-        return Proposal(last[:, None], [1] * len(last))
+        return roots(last)
 
     def rewind(self, lengths: list[int]) -> None:
         pass

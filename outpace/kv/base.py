@@ -315,9 +315,12 @@ class KVCache:
         Raises ValueError, and changes nothing, for a position that was not appended or is named twice,
         and where a ring holds too little: to move a position, or for the rewind.
         """
+        counts = [now - start for start, now in zip(self.last_start, self.lengths, strict=True)]
+        if path == [list(range(count)) for count in counts]:
+            return  # all are kept, where they are
         moves: list[tuple[list[int], list[int]]] = []  # positions: from, to
         for b, columns in enumerate(path):
-            start, appended = self.last_start[b], self.lengths[b] - self.last_start[b]
+            start, appended = self.last_start[b], counts[b]
             if any(not 0 <= c < appended for c in columns) or len(set(columns)) != len(columns):
                 raise ValueError(
                     f"sequence {b}: path {columns} does not pick from the {appended} tokens of the last "

@@ -72,6 +72,11 @@ class Sampling:
         """Whether it reads the text so far."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the one with the largest logit, whatever came before."""
+        return not (self.temperature or self.penalises or self.logit_bias)
+
     def for_draft(self, temperature: float | None = None) -> "Sampling":
         """The same for a draft: perhaps at a temperature of its own, without penalties, which would need the
         text of every draft token, and without bias: its vocabulary may be another."""
@@ -216,9 +221,9 @@ def sample(
 ) -> Tensor:
     """[..., V] -> [...] int64: the argmax at temperature 0, else one draw per row; `seen` as `penalised`
     wants it; `best` [...] the argmax of the logits, where it is known."""
+    if best is not None and sampling.is_argmax:
+        return best
     if sampling.temperature == 0:
-        if best is not None and not sampling.penalises and not sampling.logit_bias:
-            return best
         return greedy(penalised(logits, sampling, seen))
     return draw(probabilities(logits, sampling, seen), rng)
 

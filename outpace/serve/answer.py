@@ -1,6 +1,7 @@
 """One choice of a response: what the engine says of it, for whoever waits in the event loop."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from torch import Tensor
 from outpace.api import OutputRow, StreamPiece
 from outpace.serve.sequence import Sequence
 from outpace.text.chat_format import ChatPart
+
+HOLD_SECONDS = 0.005  # tokens of a fast model go out together, this long after those before
 
 
 @dataclass(frozen=True)
@@ -23,23 +26,51 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
-class Answer:
-    """`feed` and `end` are called in the engine's thread, all else in the loop's."""
+class Outbox:
+    """What the engine's thread has for the event loop, handed over after a round: to wake the loop for every
+    token of every answer would cost more than the tokens. `put` and `hand_over` are the engine's thread's."""
 
-    def __init__(self, row: OutputRow, index: int, top: int | None) -> None:
-        self.row, self.index, self.top = row, index, top
+    def __init__(self) -> None:
+        self.news: list[News] = []
+        self.urgent = False
+        self.handed = 0.0  # when it was last
+
+    def put(self, answer: "Answer", pieces: list[StreamPiece], scores: list[TokenLogprob]) -> None:
+        # the first tokens and the end are waited for
+        self.urgent = self.urgent or answer.ended or not answer.told
+        answer.told = True
+        self.news.append((answer, pieces, scores, answer.ended))
+
+    def hand_over(self) -> None:
+        now = time.perf_counter()
+        if not self.news or not (self.urgent or now - self.handed >= HOLD_SECONDS):
+            return
+        news, self.news, self.urgent, self.handed = self.news, [], False, now
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            news[0][0].loop.call_soon_threadsafe(_deliver, news)
+
+
+class Answer:
+    """`feed`, `score` and `end` are called in the engine's thread, all else in the loop's."""
+
+    def __init__(self, row: OutputRow, index: int, top: int | None, outbox: Outbox) -> None:
+        self.row, self.index, self.top, self.outbox = row, index, top, outbox
         self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[tuple[list[StreamPiece], list[TokenLogprob]] | Exception | None]
-        self.events = asyncio.Queue()
         self.sequence: Sequence | None = None
         self.seen: list[StreamPiece] = []  # by whoever waits
         self.parts: list[ChatPart] | None = None  # of a whole answer, once they are read
-        self.scored: list[Tensor] = []  # log-probabilities of tokens to come
+        # the engine's thread: log-probabilities of tokens to come, and what went wrong at the end
+        self.scored: list[Tensor] = []
+        self.told = self.ended = False
+        self.error: Exception | None = None
+        # the loop's: what has come and is not yet taken
+        self.there, self.over = asyncio.Event(), False
+        self.new: tuple[list[StreamPiece], list[TokenLogprob]] = [], []
 
     def feed(self, tokens: list[int]) -> bool:
         """New tokens; -> whether a stop string ends it."""
         stopped, scores = self.row.add(tokens), self._scores(tokens)
-        self._tell((self.row.take(), scores))
+        self.outbox.put(self, self.row.take(), scores)
         return stopped
 
     def score(self, logits: Tensor) -> None:
@@ -47,23 +78,25 @@ class Answer:
         self.scored.append(logits.float().log_softmax(-1))
 
     def end(self, error: Exception | None) -> None:
-        self._tell(error)
+        self.ended, self.error = True, error
+        self.outbox.put(self, [], [])
 
     def cancel(self) -> None:
         if self.sequence is not None:
             self.sequence.cancelled = True
 
     async def pieces(self) -> AsyncIterator[tuple[list[StreamPiece], list[TokenLogprob]]]:
-        """What comes, round by round. Raises what ended it, if it was an error."""
-        while (event := await self.events.get()) is not None:
-            if isinstance(event, Exception):
-                raise event
-            self.seen += event[0]
-            yield event
-
-    def _tell(self, event: tuple[list[StreamPiece], list[TokenLogprob]] | Exception | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+        """What comes, as it comes. Raises what ended it, if it was an error."""
+        while not self.over:
+            await self.there.wait()
+            self.there.clear()
+            pieces, scores = self.new
+            self.new = [], []
+            self.seen += pieces
+            if pieces or scores:
+                yield pieces, scores
+        if self.error is not None:
+            raise self.error
 
     def _scores(self, tokens: list[int]) -> list[TokenLogprob]:
         if self.top is None:
@@ -75,3 +108,15 @@ class Answer:
             TokenLogprob(token, float(row[token]), list(zip(best, sizes, strict=True)))
             for token, row, best, sizes in zip(tokens, rows, ids.tolist(), values.tolist(), strict=True)
         ]
+
+
+News = tuple[Answer, list[StreamPiece], list[TokenLogprob], bool]  # the last: whether it ends so
+
+
+def _deliver(news: list[News]) -> None:
+    """In the loop."""
+    for answer, pieces, scores, ended in news:
+        answer.new[0].extend(pieces)
+        answer.new[1].extend(scores)
+        answer.over = ended
+        answer.there.set()

@@ -5,11 +5,12 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,8 @@ class Streamed:
         # the same in every chunk: put together once
         self.opening = json.dumps(self.head, ensure_ascii=False)[:-1]
         self.is_chat = isinstance(self.body, ChatBody)
+        options = self.body.stream_options
+        self.shows_drafted = options is not None and options.drafted
         self.deltas = [wire.Deltas() for _ in self.answers]
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
@@ -365,12 +368,16 @@ class Streamed:
         delta = {"role": "assistant", "content": ""}
         return self.chunk({"index": answer.index, "delta": delta, "finish_reason": None})
 
+    def pieces(self, some: list[Chunk]) -> bytes:
+        """What has come, text of one answer as one chunk unless the client asks about each token."""
+        each = some if self.shows_drafted or any(scores for *_, scores in some) else _joined(some)
+        return b"".join(filter(None, (self.piece(*chunk) for chunk in each)))
+
     def piece(self, answer: Answer, piece: StreamPiece, scores: list[TokenLogprob]) -> bytes | None:
         """None where it adds nothing: half a character, a mark."""
         reason = None if piece.finish_reason is None else wire.finish_of(answer)
         choice: dict[str, Any] = {"index": answer.index, "finish_reason": reason}
-        options = self.body.stream_options
-        if shown := options is not None and options.drafted:
+        if shown := self.shows_drafted:
             choice["drafted"] = piece.drafted
         if self.is_chat:
             delta = self.deltas[answer.index].of(piece)
@@ -404,9 +411,8 @@ async def _events(streamed: Streamed, metrics: Metrics) -> AsyncIterator[bytes]:
             for answer in answers:
                 yield streamed.first(answer)
         async for some in _merged(answers):
-            chunks = [streamed.piece(*each) for each in some]
-            if any(chunks):
-                yield b"".join(filter(None, chunks))
+            if chunks := streamed.pieces(some):
+                yield chunks
         status = ""
         if streamed.body.stream_options is not None and streamed.body.stream_options.include_usage:
             yield streamed.last()
@@ -450,6 +456,23 @@ async def _merged(answers: Rows[Answer]) -> AsyncIterator[list[Chunk]]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _joined(some: list[Chunk]) -> Iterator[Chunk]:
+    """Neighbouring pieces of one answer's message as one."""
+
+    def place(chunk: Chunk) -> tuple[int, int | None]:
+        answer, piece, _ = chunk
+        return answer.index, None if piece.part is None else piece.part.index
+
+    for _, group in groupby(some, place):
+        chunks = list(group)
+        answer, last, _ = chunks[-1]
+        if len(chunks) > 1:
+            pieces = [piece for _, piece, _ in chunks]
+            part = last.part and replace(last.part, text="".join(p.part.text for p in pieces if p.part))
+            last = replace(last, text="".join(p.text for p in pieces), part=part)
+        yield answer, last, []
 
 
 def _chunks(answer: Answer, pieces: list[StreamPiece], scores: list[TokenLogprob]) -> list[Chunk]:

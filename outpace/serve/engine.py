@@ -17,11 +17,11 @@ from torch import Tensor
 
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.request import check_prompts
-from outpace.drafts.base import Draft, check_finite
+from outpace.drafts.base import Draft, Proposal, check_finite, roots
 from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
 from outpace.kv.metadata import FEW
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Decoder, Output
 from outpace.serve.sequence import Sequence
 
 LEAST_REUSE = 8  # tokens of a beginning that are worth a look
@@ -226,9 +226,11 @@ class Engine:
         lengths, drafting = [s.cached for s in some], any(s.draft is not None for s in some)
         cache = self.cache.of([s.row for s in some], lengths)
         n = self.controller.width(lengths) if drafting else 1
-        proposal = offered = together([s.propose(n) for s in some])
         if n > 1:
+            offered = together([s.propose(n) for s in some])
             proposal = self.controller.cut(offered)
+        else:
+            proposal = offered = roots(torch.tensor([s.last for s in some]))
         out = self.target(
             proposal.tokens,
             cache,
@@ -239,20 +241,29 @@ class Engine:
         )
         assert out.logits is not None
         check_finite(f"round {self.rounds}", out.logits, offered, out.finite)
-        own = [row_of(proposal, b) for b in range(len(some))]
-        paths: list[list[int]] = []
-        for b, sequence in enumerate(some):
-            n = proposal.counts[b]
-            best = None if out.best is None else out.best[b : b + 1, :n]
-            paths.append(sequence.verify(own[b], out.logits[b : b + 1, :n], best))
+        paths = self._verify(some, proposal, out)
         cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
             sequence.cached = cache.lengths[b]
             if sequence.reads_states:
                 aux = self._aux_of(sequence, out.aux, b, proposal.counts[b])
-                sequence.observe(accepted_states(own[b], aux, [path]))
+                sequence.observe(accepted_states(row_of(proposal, b), aux, [path]))
         if drafting:
             self.controller.learn(proposal, paths)
+
+    def _verify(self, some: Rows[Sequence], proposal: Proposal, out: Output) -> list[list[int]]:
+        """-> the accepted path of each; their new tokens go out."""
+        assert out.logits is not None
+        best = None if out.best is None else out.best.tolist()  # of all at once
+        paths: list[list[int]] = []
+        for b, sequence in enumerate(some):
+            n = proposal.counts[b]
+            if n == 1 and best is not None and sequence.takes_argmax:
+                paths.append(sequence.take(best[b][0], out.logits[b]))
+                continue
+            own = None if out.best is None else out.best[b : b + 1, :n]
+            paths.append(sequence.verify(row_of(proposal, b), out.logits[b : b + 1, :n], own))
+        return paths
 
     def _aux(self, some: Rows[Sequence]) -> tuple[int, ...]:
         return self.aux if any(s.reads_states for s in some) else ()

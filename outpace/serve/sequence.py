@@ -12,7 +12,7 @@ from outpace.decode.acceptance import AcceptanceRule
 from outpace.decode.generate import next_token
 from outpace.decode.grammar import Constrained
 from outpace.decode.request import BatchRows, Request, acceptance_rule
-from outpace.drafts.base import Draft, Proposal
+from outpace.drafts.base import Draft, Proposal, roots
 from outpace.drafts.deferred import Deferred, States
 from outpace.ops.sampling import generator
 
@@ -53,6 +53,7 @@ class Sequence:
             raise ValueError(f"rule {self.request.rule!r}: only gumbel's text does not hang on the company")
         self.output = BatchRows(1, self.request, lambda _, tokens: self.on_tokens(tokens))
         self.rule: AcceptanceRule = acceptance_rule(self.request, [self.prompt], generator(self.seed))
+        self.takes_argmax = self.request.sampling.is_argmax and not self.request.grammars
         self.session: Deferred | None = None
         self.times = {"arrived": time.perf_counter()}  # and "admitted", "first", "ended", once they come
 
@@ -113,7 +114,7 @@ class Sequence:
         """Of one row, in at most `width` positions, root included."""
         width = min(width, self.width or width)
         last = torch.tensor([self.last])
-        alone = Proposal(last[:, None], [1])
+        alone = roots(last)
         if width == 1 or self.session is None or self.draft is None:
             return alone
         if isinstance(self.rule, Constrained):
@@ -134,6 +135,14 @@ class Sequence:
         """logits [1, V] after the prompt: its first token goes out."""
         with self._own_errors():
             self.emit(self.rule.draw(logits).tolist())
+
+    def take(self, token: int, logits: Tensor) -> list[int]:
+        """A step without draft tokens where `takes_argmax`: logits [N, V], the argmax of the first of them ->
+        the accepted path."""
+        self.score(logits[:1])
+        self.count(0, 0)
+        self.emit([token])
+        return [0]
 
     def verify(self, proposal: Proposal, logits: Tensor, best: Tensor | None) -> list[int]:
         """Its row of a step: logits [1, N, V] -> the accepted path; what it commits goes out."""

@@ -20,7 +20,7 @@ from outpace.drafts.base import Draft
 from outpace.drafts.lookup import Suffix
 from outpace.loading import open_chat
 from outpace.ops.suffixes import Suffixes
-from outpace.serve.answer import Answer
+from outpace.serve.answer import Answer, Outbox
 from outpace.serve.costs import shared
 from outpace.serve.engine import Engine, EngineConfig
 from outpace.serve.schema import ChatBody, CompletionBody, FunctionChoice, Sampled, Speculative
@@ -58,6 +58,7 @@ class Server:
         predicted = Suffix(Suffixes.of(torch.zeros(1, dtype=torch.int32)), 1, PREDICTED)
         drafts = [*served.drafts.values(), predicted]
         self.engine = Engine(served.model.target, config, drafts, served.controller)
+        self.outbox = Outbox()
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -69,6 +70,7 @@ class Server:
         self.stopping.set()
         self.thread.join()
         self.engine.end_all(ConnectionError("the server stops"))
+        self.outbox.hand_over()
 
     def _run(self) -> None:
         while not self.stopping.is_set():
@@ -79,6 +81,7 @@ class Server:
             except Exception as error:  # none is known; whoever waits must not wait for ever
                 LOG.exception("a round failed")
                 self.engine.end_all(error)
+            self.outbox.hand_over()
 
     def chat_of(self, body: ChatBody) -> ChatFormat:
         """Raises ValueError, naming the message and the field, for what is no chat."""
@@ -136,7 +139,7 @@ class Server:
             if limit is None:
                 left = self.config.max_model_len - len(row.prompt)
                 row.sampling = replace(row.sampling, max_tokens=max(left, 1))
-            answer = Answer(row, i, top)
+            answer = Answer(row, i, top, self.outbox)
             answer.sequence = self._sequence(answer, self._grammar(body, row), draft, width, seed + i)
             made.append(answer)
         for answer in made:

@@ -80,7 +80,7 @@ def test_a_stream_adds_up_to_the_answer_and_ends_with_its_usage(client):
     assert "".join(getattr(d, "reasoning", None) or "" for d in deltas) == whole.choices[0].message.reasoning
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 10
-    assert len(chunks) > 10 and len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) > 4 and len({chunk.id for chunk in chunks}) == 1
 
 
 def test_many_at_once_get_what_each_gets_alone(running, model):
