@@ -39,11 +39,18 @@ def find_llama_server() -> str | None:
 
 
 def llama_server_version() -> str:
-    """In its own words."""
+    """In its own words, with the instructions that it was compiled for."""
     program = find_llama_server() or LLAMA_SERVER
-    shown = subprocess.run([program, "--version"], capture_output=True, text=True)
-    lines = (shown.stderr + shown.stdout).splitlines()
-    return next((line for line in lines if line.startswith("version")), "version unknown")
+    found = []
+    # it names its instructions on the way to a model, even to one that is not there
+    for options, wanted in (
+        (["--version"], r"^version.*"),
+        (["-lv", "5", "--model", os.devnull], r"CPU :.*"),
+    ):
+        shown = subprocess.run([program, *options], capture_output=True, text=True)
+        match = re.search(wanted, shown.stderr + shown.stdout, re.MULTILINE)
+        found.append(match[0].strip(" |") if match else "unknown")
+    return ", ".join(found)
 
 
 @contextmanager
