@@ -29,6 +29,7 @@ CREDIT = 2.0  # probes that may be lost at the beginning of a text ..
 CREDIT_STEPS = 2.0  # .. where they cost no more than so many autoregressive steps
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # steps of loss before drafting rests although it is predicted to pay
+SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
 GAP = 8  # autoregressive steps between two decisions while drafting rests
 STRETCH = 256  # tokens of context with equal costs
 
@@ -53,8 +54,9 @@ class Controller(Protocol):
         """The part of the proposal to verify: its first positions."""
         ...
 
-    def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
-        """The verified proposal and the accepted positions of each row."""
+    def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
+        """The verified proposal and the accepted positions of each row. `seconds`: what the step took, where
+        the clock may have a say; None: what was predicted."""
         ...
 
 
@@ -77,7 +79,7 @@ class Fixed:
     def cut(self, proposal: Proposal) -> Proposal:
         return proposal
 
-    def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
+    def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         pass
 
 
@@ -263,9 +265,10 @@ class Adaptive:
         self.predicted = sum(gains[:positions]), seconds[positions]
         return cut(proposal, positions)
 
-    def learn(self, proposal: Proposal, path: list[list[int]]) -> None:
+    def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
         assert self.predicted is not None and self.account is not None, "width comes first"
-        now, seconds = self._costs, self.predicted[1]
+        now, expected = self._costs, self.predicted[1]
+        seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
         if self._width == 1:
             allowed = PROBE_SHARE * now.step[1]
             self.account += allowed - min(now.show, SHOW_SHARE * allowed)

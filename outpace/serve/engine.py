@@ -223,6 +223,7 @@ class Engine:
 
     def _decode(self, some: Rows[Sequence]) -> None:
         """One step of each: propose, verify together, commit. See `decode.generate.steps`."""
+        began = time.perf_counter()
         lengths, drafting = [s.cached for s in some], any(s.draft is not None for s in some)
         cache = self.cache.of([s.row for s in some], lengths)
         n = self.controller.width(lengths) if drafting else 1
@@ -249,7 +250,7 @@ class Engine:
                 aux = self._aux_of(sequence, out.aux, b, proposal.counts[b])
                 sequence.observe(accepted_states(row_of(proposal, b), aux, [path]))
         if drafting:
-            self.controller.learn(proposal, paths)
+            self.controller.learn(proposal, paths, time.perf_counter() - began)
 
     def _verify(self, some: Rows[Sequence], proposal: Proposal, out: Output) -> list[list[int]]:
         """-> the accepted path of each; their new tokens go out."""

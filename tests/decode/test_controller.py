@@ -277,10 +277,10 @@ def test_as_many_tokens_come_as_were_predicted(text, speaks, fade):
 class Counting(Adaptive):
     foretold = committed = 0.0
 
-    def learn(self, proposal, path):
+    def learn(self, proposal, path, seconds=None):
         self.foretold += self.predicted[0]
         self.committed += sum(map(len, path))
-        super().learn(proposal, path)
+        super().learn(proposal, path, seconds)
 
 
 def test_a_draft_that_is_sure_and_wrong_costs_little():

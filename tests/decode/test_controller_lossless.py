@@ -49,7 +49,7 @@ class Dice:
     def cut(self, proposal):
         return cut(proposal, self.dice.randint(1, proposal.tokens.shape[1]))
 
-    def learn(self, proposal, path):
+    def learn(self, proposal, path, seconds=None):
         assert len(path) == len(proposal.counts)
         assert all(c < n for columns, n in zip(path, proposal.counts, strict=True) for c in columns)
         self.verified.add(proposal.tokens.shape[1])

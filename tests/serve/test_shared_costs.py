@@ -38,3 +38,22 @@ def test_what_pays_for_one_does_not_pay_for_many():
                 proposal = controller.cut(proposal)
             controller.learn(proposal, [[*range(min(n, 4))] for n in proposal.counts])
     assert widths[1] >= 4 and widths[8] == 1
+
+
+def test_steps_that_take_longer_than_predicted_are_probed_less():
+    """No draft token is ever right; where the clock has a say, a probe costs what it took."""
+    drafted = {}
+    for times in (1.0, 3.0, 1000.0):
+        controller = Adaptive(shared(embedded(acceptance=0.3), 4))
+        controller.begin(8)
+        drafted[times] = 0
+        for _ in range(4000):
+            n = controller.width([256] * 4)
+            proposal = chain(None, n, 4)
+            if n > 1:
+                proposal, drafted[times] = controller.cut(proposal), drafted[times] + 1
+            assert controller.predicted is not None
+            seconds = controller.predicted[1] * (times if n > 1 else 1)
+            controller.learn(proposal, [[0]] * 4, seconds)
+    assert drafted[1] > 2 * drafted[3] > 0
+    assert drafted[1000] > drafted[3] / 3, "a step that was held up does not end the draft"
