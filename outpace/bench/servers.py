@@ -41,7 +41,7 @@ def find_llama_server() -> str | None:
 def llama_server_version() -> str:
     """In its own words, with the instructions that it was compiled for."""
     program = find_llama_server() or LLAMA_SERVER
-    found = []
+    parts = []
     # it names its instructions on the way to a model, even to one that is not there
     for options, wanted in (
         (["--version"], r"^version.*"),
@@ -49,8 +49,8 @@ def llama_server_version() -> str:
     ):
         shown = subprocess.run([program, *options], capture_output=True, text=True)
         match = re.search(wanted, shown.stderr + shown.stdout, re.MULTILINE)
-        found.append(match[0].strip(" |") if match else "unknown")
-    return ", ".join(found)
+        parts.append(match[0].strip(" |") if match else "unknown")
+    return ", ".join(parts)
 
 
 @contextmanager
