@@ -15,6 +15,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def trainer(kind: str, dtype: torch.dtype, anchors: int) -> Callable[[int], floa
     head, recipe = ends.head.to(dtype), DFlashRecipe(weights="decay")
 
     def step(n: int) -> float:
-        packed = pack([row], 8, anchors, None, torch.Generator().manual_seed(n))
+        packed = pack([row], 8, anchors, None, repeat(torch.Generator().manual_seed(n)))
         if kind == "ours":
             hidden = block_states(draft, ends, packed, dtype)  # type: ignore[arg-type]
             loss = Objective(draft, recipe, DraftVocabulary(None, None, head, head))(hidden, packed).loss
@@ -187,7 +188,7 @@ def memory(optimizer: bool) -> dict[str, Any]:
     ends = Ends(config.vocab_size, config.hidden_size, torch.bfloat16)
     draft = init_dflash(config, 1)
     row = random_row(config, 2048, torch.bfloat16)
-    packed = pack([row], 8, 512, None, torch.Generator().manual_seed(1))
+    packed = pack([row], 8, 512, None, repeat(torch.Generator().manual_seed(1)))
     marks, began = {"loaded": _peak_gib()}, time.perf_counter()
     hidden = block_states(draft, ends, packed, torch.bfloat16, recompute=True)  # type: ignore[arg-type]
     vocabulary = DraftVocabulary(None, None, ends.head, ends.head)

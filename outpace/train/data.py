@@ -1,6 +1,6 @@
 """Batches of a training step: anchors of blocks packed into one forward, and rows cut from raw text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from outpace.ops.sampling import seeded
 from outpace.teacher.store import TeacherSample
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
+from outpace.train import ranks
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,14 @@ def pack(
     block_size: int,
     count: int,
     cut: int | None,
-    rng: torch.Generator,
+    rngs: Iterable[torch.Generator],
     features: Sequence[int] | None = None,
     *,
     final: bool = False,
     first_anchors: Sequence[Tensor] | None = None,
 ) -> Packed:
-    """Draw `count` anchors a row, from its first `cut` tokens, and pack the inputs of one step.
+    """Draw `count` anchors a row, from its first `cut` tokens, and pack the inputs of one step. `rngs`: of
+    each row, so that its anchors do not hang on the others.
 
     The context of a row ends before its last anchor: nothing sees more. `features`: indices into aux, None
     for all; `final`: with the target's final states; `first_anchors`: for each row the anchors to take
@@ -65,7 +67,7 @@ def pack(
     within = torch.arange(block_size)
     parts: list[tuple[Tensor, ...]] = []
     first, starts = [0], [0]
-    for i, row in enumerate(rows):
+    for i, (row, rng) in enumerate(zip(rows, rngs, strict=False)):
         tokens = row.tokens[:cut]
         early = None if first_anchors is None else first_anchors[i]
         anchors = draw_anchors(row.prompt_length, len(tokens), count, rng, early)
@@ -127,10 +129,10 @@ class FollowedAnchors:
         """hits [A, n] of a step's blocks; samples[i] has those from layout.first[i] to layout.first[i + 1].
         The next block begins behind the accepted tokens and the token that decoding adds to them."""
         nexts = (layout.seen + hits.long().cumprod(1).sum(1) + 1).int()
-        for i, sample in enumerate(samples):
-            begins = nexts[layout.first[i] : layout.first[i + 1]]
+        begins = [nexts[layout.first[i] : layout.first[i + 1]] for i in range(len(samples))]
+        for sample, places in ranks.gathered(list(zip(samples, begins, strict=True))):
             self.begins[sample] = -1
-            self.begins[sample, : len(begins)] = begins
+            self.begins[sample, : len(places)] = places
 
     def state_dict(self) -> dict[str, Any]:
         return {"begins": self.begins}

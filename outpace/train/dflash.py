@@ -25,6 +25,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.blocks import block_attend
 from outpace.ops.sampling import seeded
 from outpace.teacher.store import TeacherCache, TeacherSample
+from outpace.train import ranks
 from outpace.train.data import FollowedAnchors, Packed, pack
 from outpace.train.drafts import (
     MOST,
@@ -213,17 +214,17 @@ class Objective:
         weighed = unknown if recipe.weights == "dpace" else rows
         options = {"alpha": recipe.alpha, "gamma": gamma}
         weights = block_weights(recipe.weights, weighed, packed.valid, **options).flatten()
-        loss, hits, metrics = _mean(rows.loss, weights * known), rows.hits & known, {}
+        loss, hits, metrics = ranks.mean(rows.loss, weights * known), rows.hits & known, {}
         if selector is not None and rows.top is not None:
             nll, chosen, has = self.selected(selector, states, rows.top, labels, previous)
-            metrics = {"recall": (has & known).sum().item() / max(1, int(known.sum()))}
+            metrics = {"recall": ranks.mean(has.float(), known.float()).item()}
             metrics["base_accept_len"] = leading_hits(hits.view(shape))
             hits = chosen & known
-            loss = loss + recipe.selector_weight * _mean(nll, weights * (known & has))
+            loss = loss + recipe.selector_weight * ranks.mean(nll, weights * (known & has))
         if draft.confidence_head is not None:
             bce = self.confident(states, previous, hits, rows)
-            loss = loss + recipe.confidence_weight * _mean(bce, weights * packed.valid.flatten())
-            metrics["confidence_loss"] = _mean(bce.detach(), packed.valid.flatten().float()).item()
+            loss = loss + recipe.confidence_weight * ranks.mean(bce, weights * packed.valid.flatten())
+            metrics["confidence_loss"] = ranks.mean(bce.detach(), packed.valid.flatten().float()).item()
         return BlockLoss(loss, hits.view(shape), metrics)
 
     def selected(
@@ -267,10 +268,6 @@ class Objective:
 def predecessors(packed: Packed) -> Tensor:
     """[A, n]: the true token before each label."""
     return torch.cat((packed.anchors[:, None], packed.labels[:, :-1]), dim=1)
-
-
-def _mean(x: Tensor, weights: Tensor) -> Tensor:
-    return (weights * x).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def served_proposals(draft: DFlash, head: Head, hidden: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -335,7 +332,8 @@ class DFlashTrainer(DraftTrainer[DFlash]):
 
     def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss:
         first = None if self.followed is None else self.followed.of(samples, rows)
-        packed = self.pack(rows, seeded(self.recipe.seed, 1, step), first, final=self.recipe.final)
+        rngs = [seeded(self.recipe.seed, 1, step, sample) for sample in samples]
+        packed = self.pack(rows, rngs, first, final=self.recipe.final)
         result = self.objective(self.states_of(packed, self.recipe.recompute), packed)
         if self.followed is not None:
             self.followed.update(samples, packed.layout, result.hits)
@@ -345,14 +343,14 @@ class DFlashTrainer(DraftTrainer[DFlash]):
     def pack(
         self,
         rows: list[TeacherSample],
-        rng: torch.Generator,
+        rngs: list[torch.Generator],
         first: list[Tensor] | None = None,
         *,
         final: bool = False,
     ) -> Packed:
         recipe = self.recipe
         sizes = recipe.block_size, recipe.anchors, recipe.row_tokens
-        return pack(rows, *sizes, rng, self.layers, final=final, first_anchors=first)
+        return pack(rows, *sizes, rngs, self.layers, final=final, first_anchors=first)
 
     def states_of(self, packed: Packed, recompute: bool = False) -> Tensor:
         return block_states(self.draft, self.target, packed, self.recipe.dtype(self.target.device), recompute)
@@ -362,7 +360,7 @@ class DFlashTrainer(DraftTrainer[DFlash]):
         """hits, valid and confidence [A, n] of the decoding code on validation samples."""
         head, parts = Head.of(self.target, self.draft.d2t), []
         for i, rows in batches:
-            packed = self.pack(rows, seeded(self.recipe.seed, 2, i))
+            packed = self.pack(rows, [seeded(self.recipe.seed, 2, i + n) for n in range(len(rows))])
             hits, sure = served_proposals(self.draft, head, self.states_of(packed), packed)
             parts.append((hits, packed.valid, sure))
         hits, valid, sure = (torch.cat(x) for x in zip(*parts, strict=True))

@@ -28,6 +28,7 @@ from outpace.models.load import fingerprint
 from outpace.ops.dispatch import product_dtype
 from outpace.ops.sampling import shuffled
 from outpace.teacher.store import TeacherCache, TeacherSample
+from outpace.train import ranks
 from outpace.train.losses import needs_target
 from outpace.train.trainer import Log, Muon, fit, take_step, training_folder, warmup_cosine
 
@@ -219,9 +220,10 @@ def train_draft(
     `target` is frozen from here on. `held_out`: prompts that the cache does not hold, for real acceptance
     every `eval_every` steps. `init`: a draft to start from; its own sizes then apply, not the recipe's.
     `started_from`: its provenance. After the last step folder/draft holds the draft and provenance.json.
+    Processes that torchrun started train together, each on its share of every step's rows.
     Raises ValueError where cache, target and recipe do not fit.
     """
-    with training_folder(folder):
+    with ranks.joined(), training_folder(folder):
         trainer = kind(recipe, target, tokenizer, cache, init)
         draft = trainer.draft
         if recipe.final and cache.sample(0).final is None:
@@ -241,12 +243,13 @@ def train_draft(
                 for group in optimizer.param_groups:
                     group["lr"] = factor * (recipe.muon_lr if name == "muon" else recipe.lr)
             chosen = shuffled(step * recipe.rows, recipe.rows, len(training), recipe.seed, 0)
-            samples = [training[i] for i in chosen]
+            samples = [training[i] for i in ranks.own(chosen)]
             result = trainer.loss(step, samples, [cache.sample(i) for i in samples])
             failed = take_step(result.loss, list(draft.parameters()), learners.values(), recipe.clip)
-            metrics = {"loss": result.loss.item(), **result.metrics, **failed, "lr": recipe.lr * factor}
-            metrics["tokens"] = result.tokens
-            metrics["tokens_per_s"] = round(result.tokens / (time.perf_counter() - began), 1)
+            own = {"loss": result.loss.item(), **result.metrics}
+            metrics = ranks.averaged(own) | failed | {"lr": recipe.lr * factor}
+            metrics["tokens"] = sum(ranks.gathered([result.tokens]))
+            metrics["tokens_per_s"] = round(metrics["tokens"] / (time.perf_counter() - began), 1)
             return metrics
 
         def batches() -> Batches:
@@ -277,10 +280,11 @@ def train_draft(
         if len(log) == recipe.steps:
             if validation:
                 trainer.finish(batches())
-            values = provenance(recipe, trainer.config, target, cache, log)
-            with published(folder / "draft") as new:
-                trainer.save(new)
-                write_provenance(new, values | {"started_from": started_from})
+            if ranks.leads():
+                values = provenance(recipe, trainer.config, target, cache, log)
+                with published(folder / "draft") as new:
+                    trainer.save(new)
+                    write_provenance(new, values | {"started_from": started_from})
     return draft.requires_grad_(False)
 
 
@@ -343,12 +347,13 @@ def most_frequent(texts: Iterable[Tensor], size: int, vocab_size: int, kept: Ite
 def accuracy(hits: Tensor, valid: Tensor) -> dict[str, Any]:
     """hits and valid [A, n]: the share of hits at each position, and accept_len, the mean number of leading
     hits of a block: its accepted draft tokens where the labels are the target's output."""
-    share = hits.sum(0) / valid.sum(0).clamp(min=1)
+    share = ranks.size() * hits.sum(0) / ranks.total(valid.sum(0)).clamp(min=1)
     return {"accept_len": leading_hits(hits), "accuracy": [round(x, 4) for x in share.tolist()]}
 
 
 def leading_hits(hits: Tensor) -> float:
-    return hits.long().cumprod(1).sum(1).float().mean().item()
+    counts = hits.long().cumprod(1).sum(1).float()
+    return ranks.mean(counts, torch.ones_like(counts)).item()
 
 
 def provenance(

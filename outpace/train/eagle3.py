@@ -20,6 +20,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.ops.unrolled import Unrolled, unrolled_attend
 from outpace.teacher.store import TeacherCache, TeacherSample
+from outpace.train import ranks
 from outpace.train.drafts import (
     ABOVE_0,
     Batches,
@@ -29,6 +30,7 @@ from outpace.train.drafts import (
     StepLoss,
     accuracy,
     aux_indices,
+    leading_hits,
     most_frequent,
     responses,
     train_draft,
@@ -249,7 +251,7 @@ def unrolled_loss(
     index, step_of = index[place], step_of[place]
     states = draft.norm(torch.cat([step.hidden for step in steps])[place])
     weights = decay**step_of * known[of]
-    weights = weights / weights.sum().clamp(min=1e-9)
+    weights = weights * ranks.size() / ranks.total(weights.sum()).clamp(min=1e-9)
     head = vocabulary.head if draft.lm_head is None else draft.lm_head.weight
     assert isinstance(head, Tensor)
     target_head = None if final is None else vocabulary.head
@@ -365,7 +367,7 @@ class Eagle3Trainer(DraftTrainer[Eagle3]):
         self.vocabulary = DraftVocabulary.of(self.draft.target_ids(), target, self.dtype)
 
     def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss:
-        result, tokens = self.evaluate(rows, self.recipe.keep, seeded(self.recipe.seed, 1, step))
+        result, tokens = self.evaluate(rows, self.recipe.keep, seeded(self.recipe.seed, 1, step, samples[0]))
         return StepLoss(result.loss, tokens, metrics_of(result))
 
     def evaluate(
@@ -397,11 +399,9 @@ def metrics_of(result: UnrollLoss) -> dict[str, Any]:
     """`accuracy`, its accept_len over the indices that ran every step; with soft labels also the mean
     acceptance probability of each step."""
     metrics = accuracy(result.hits, result.valid)
-    if not result.run.all():
-        whole = result.run.all(1)
-        metrics["accept_len"] = accuracy(result.hits[whole], result.valid[whole])["accept_len"]
+    metrics["accept_len"] = leading_hits(result.hits[result.run.all(1)])
     if result.alpha is not None:
-        shares = result.alpha.sum(0) / (result.alpha > 0).sum(0).clamp(min=1)
+        shares = ranks.size() * result.alpha.sum(0) / ranks.total((result.alpha > 0).sum(0)).clamp(min=1)
         metrics["alpha"] = [round(x, 4) for x in shares.tolist()]
     return metrics
 

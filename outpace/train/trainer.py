@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from outpace.checkpoint.publish import disk, one_writer, written
 from outpace.checkpoint.save import write_atomically
 from outpace.ops.dispatch import product_dtype
+from outpace.train import ranks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -72,6 +73,9 @@ def keep_heap() -> None:
 def training_folder(folder: Path) -> Iterator[None]:
     """One process at a time trains in `folder`, from opening the checkpoint to publishing the result. Raises
     ValueError for a second process and for a full disk."""
+    if not ranks.leads():  # the leader's processes write nothing
+        yield
+        return
     with one_writer(folder), disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -108,7 +112,10 @@ def fit(
         fields_before, log = _resume(checkpoint, stateful, recipe.steps)
     first = saved = len(log)
     last = recipe.steps if stop_after is None else min(recipe.steps, first + stop_after)
-    write_atomically(log_file, _text(log).encode())
+    ranks.wait()  # all have read the checkpoint
+    leads = ranks.leads()
+    if leads:
+        write_atomically(log_file, _text(log).encode())
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -116,7 +123,10 @@ def fit(
         TimeRemainingColumn(),
         TextColumn("{task.fields[metrics]}"),
     )
-    with log_file.open("a") as lines, Progress(*columns, refresh_per_second=2) as bar:
+    with (
+        Path(log_file if leads else os.devnull).open("a") as lines,
+        Progress(*columns, refresh_per_second=2, disable=not leads) as bar,
+    ):
         task = bar.add_task(title, total=recipe.steps, completed=first, metrics="")
         for name in sorted(n for n in fields if fields[n] != fields_before.get(n, fields[n])):
             bar.console.print(
@@ -141,12 +151,12 @@ def fit(
             lines.flush()
             numbers = (f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr")
             bar.update(task, advance=1, metrics="  ".join(numbers))
-            if save:
+            if save and leads:
                 os.fsync(lines.fileno())
                 contents = {"step": step + 1, "recipe": fields, "log": _text(log), **states}
                 with written(checkpoint, _nbytes(contents)) as temporary:
                     torch.save(contents, temporary)
-                saved = step + 1
+            saved = step + 1 if save else saved
     return log
 
 
@@ -160,6 +170,7 @@ def take_step(
     """Backward and one step of every optimizer; -> {}. A gradient norm that is not finite leaves the weights
     as they are; -> {"grad_norm": norm}."""
     loss.backward()  # type: ignore[no-untyped-call]
+    ranks.average_gradients(parameters)
     norm = float(nn.utils.clip_grad_norm_(parameters, clip))
     if not math.isfinite(norm):
         return {"grad_norm": norm}

@@ -114,4 +114,32 @@ MUTANTS = [
         "draft=p.draft",
         "tests/serve/test_shared_costs.py",
     ),
+    (
+        "tokens that wait behind another answer's end",
+        "outpace/serve/answer.py",
+        "self.urgent = self.urgent or answer.ended or not answer.told",
+        "self.urgent = not answer.told",
+        "tests/serve/test_answer.py",
+    ),
+    (
+        "an answer that is over before its last tokens are taken",
+        "outpace/serve/answer.py",
+        "            if pieces or scores:\n",
+        "            if (pieces or scores) and not self.over:\n",
+        "tests/serve/test_answer.py",
+    ),
+    (
+        "pieces of two messages in one chunk",
+        "outpace/serve/app.py",
+        "return answer.index, None if piece.part is None else piece.part.index",
+        "return answer.index, None",
+        "tests/serve/test_answer.py",
+    ),
+    (
+        "probes that cost what was predicted",
+        "outpace/decode/controller.py",
+        "seconds = expected if seconds is None else min(seconds, SLOWEST * expected)",
+        "seconds = expected",
+        "tests/serve/test_shared_costs.py",
+    ),
 ]

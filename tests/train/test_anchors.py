@@ -1,5 +1,6 @@
 """Anchors: which are drawn; and the block mask, in its parts, against a brute-force grid."""
 
+from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ def test_the_first_are_taken_before_any_other_where_they_may_be_anchors():
 
 def test_pack():
     rows = [sample(19, 4, 1), sample(6, 5, 2), sample(31, 2, 3, offset=1000)]  # the second has no anchor
-    packed = pack(rows, 5, 6, 25, rng())
+    packed = pack(rows, 5, 6, 25, repeat(rng()))
     assert packed.anchors.shape == (12,)
     assert packed.row_tokens == 19 + 6 + 25
     layout = packed.layout
@@ -71,14 +72,14 @@ def test_pack():
 
 
 def test_pack_picks_features():
-    packed = pack([sample(19, 4)], 5, 6, None, rng(), [2, 0])
-    whole = pack([sample(19, 4)], 5, 6, None, rng())
+    packed = pack([sample(19, 4)], 5, 6, None, repeat(rng()), [2, 0])
+    whole = pack([sample(19, 4)], 5, 6, None, repeat(rng()))
     assert torch.equal(packed.aux, whole.aux[[2, 0]])
 
 
 def test_rows_without_anchors_are_refused():
     with pytest.raises(ValueError, match="two tokens"):
-        pack([sample(6, 5)], 4, 3, None, rng())
+        pack([sample(6, 5)], 4, 3, None, repeat(rng()))
 
 
 def brute_force(rows, packed, B, window):
@@ -108,7 +109,7 @@ def test_mask_is_the_brute_force_grid(window, prompt_length):
         sample(14, prompt_length, 2),
         sample(53, prompt_length, 3, offset=70),
     ]
-    packed = pack(rows, B, 9, None, rng())
+    packed = pack(rows, B, 9, None, repeat(rng()))
     assert torch.equal(packed.layout.grid(window), brute_force(rows, packed, B, window))
 
 
@@ -130,7 +131,7 @@ def dense(q, k, v, context_k, context_v, layout, window, scale):
 def test_block_attention_and_its_gradients(attend, dtype, D, window):
     """Contexts past a tile of keys, rows that no tile divides, a window within and past a tile."""
     B, H, K = 5, 6, 2
-    packed = pack([sample(30, 0, 1), sample(203, 4, 2), sample(14, 2, 3)], B, 9, None, rng())
+    packed = pack([sample(30, 0, 1), sample(203, 4, 2), sample(14, 2, 3)], B, 9, None, repeat(rng()))
     N, S = len(packed.anchors) * B, len(packed.context_positions)
     shapes = ((N, H, D), (N, K, D), (N, K, D), (S, K, D), (S, K, D))
     inputs = [(2 * torch.randn(s, generator=rng(i))).to(dtype) for i, s in enumerate(shapes)]
@@ -158,7 +159,7 @@ def test_an_anchor_that_sees_nothing():
 
 def test_threads_do_not_change_the_gradients():
     B, H, K, D = 3, 4, 2, 16
-    packed = pack([sample(90, 0, i) for i in range(5)], B, 20, None, rng())
+    packed = pack([sample(90, 0, i) for i in range(5)], B, 20, None, repeat(rng()))
     N, S = len(packed.anchors) * B, len(packed.context_positions)
     shapes = ((N, H, D), (N, K, D), (N, K, D), (S, K, D), (S, K, D))
     inputs = [torch.randn(s, generator=rng(i)).requires_grad_() for i, s in enumerate(shapes)]

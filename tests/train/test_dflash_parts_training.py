@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def drafted(target, random=True, **parts):
 
 def packed_of(cache, recipe, final=False, seed=0):
     rng = torch.Generator().manual_seed(seed)
-    return pack(cache.samples, recipe.block_size, 9, None, rng, final=final)
+    return pack(cache.samples, recipe.block_size, 9, None, repeat(rng), final=final)
 
 
 # ---- training is serving -----------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def test_trained_forward_is_the_served_forward(target, name):
     draft, _ = drafted(target, **PARTS[name])
     text = tiny.tokens(31)
     sample = Cache(target, [text], offset=700).samples[0]
-    packed = pack([sample], 5, 9, None, torch.Generator().manual_seed(0))
+    packed = pack([sample], 5, 9, None, repeat(torch.Generator().manual_seed(0)))
     with torch.no_grad():
         states = block_states(draft, target, packed, torch.float32)
     for b, anchor in enumerate(packed.layout.seen.tolist()):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 
 import pytest
 import tiny
@@ -64,7 +65,7 @@ def test_trained_forward_is_the_served_forward(target, offset, window):
     draft = draft_of(target, layer_types=types, sliding_window=window)
     text = tiny.tokens(31)
     sample = Cache(target, [text], offset=offset).samples[0]
-    packed = pack([sample], 5, 9, None, torch.Generator().manual_seed(0))
+    packed = pack([sample], 5, 9, None, repeat(torch.Generator().manual_seed(0)))
     with torch.no_grad():
         states = block_states(draft, target, packed, torch.float32)
     for b, anchor in enumerate(packed.layout.seen.tolist()):
@@ -76,7 +77,7 @@ def test_trained_forward_is_the_served_forward(target, offset, window):
 
 
 def test_recomputing_layers_changes_nothing(target, cache):
-    packed = pack(cache.samples, 5, 9, None, torch.Generator().manual_seed(0))
+    packed = pack(cache.samples, 5, 9, None, repeat(torch.Generator().manual_seed(0)))
     items = []
     for recompute in (False, True):
         draft = draft_of(target)
@@ -88,7 +89,7 @@ def test_recomputing_layers_changes_nothing(target, cache):
 
 
 def test_what_is_past_the_row_or_in_the_anchor_slot_has_no_gradient(target, cache):
-    packed = pack(cache.samples, 5, 30, None, torch.Generator().manual_seed(0))
+    packed = pack(cache.samples, 5, 30, None, repeat(torch.Generator().manual_seed(0)))
     hidden = torch.randn(len(packed.anchors), 5, target.config.hidden_size, requires_grad=True)
     for weights in ("dpace", "decay"):
         objective = Objective.of(draft_of(target), target, replace(RECIPE, weights=weights))

@@ -1,5 +1,6 @@
 """FollowedAnchors: the anchors converge to the positions where decoding begins its blocks."""
 
+from itertools import repeat
 from types import SimpleNamespace
 
 import torch
@@ -38,7 +39,7 @@ def test_anchors_converge_to_the_steps_of_decoding():
     for step in range(30):
         rng = torch.Generator().manual_seed(step)
         first = anchors.of(samples, rows)
-        packed = pack(rows, BLOCK, 12, None, rng, first_anchors=first)
+        packed = pack(rows, BLOCK, 12, None, repeat(rng), first_anchors=first)
         anchors.update(samples, packed.layout, drafted(packed, hard))
     for sample, r in zip(samples, rows, strict=True):
         real = begins(len(r.tokens), hard.tolist())
@@ -54,7 +55,7 @@ def test_the_first_step_of_a_response_is_always_an_anchor():
         BLOCK,
         3,
         None,
-        torch.Generator().manual_seed(1),
+        repeat(torch.Generator().manual_seed(1)),
         first_anchors=anchors.of([0], [row(30, 1)]),
     )
     assert packed.layout.seen[0] == PROMPT
@@ -67,7 +68,7 @@ def test_the_next_anchor_after_a_fully_accepted_block_is_the_bonus():
         BLOCK,
         1,
         None,
-        torch.Generator().manual_seed(1),
+        repeat(torch.Generator().manual_seed(1)),
         first_anchors=anchors.of([0], [row(90, 1)]),
     )
     anchors.update([0], packed.layout, packed.valid)

@@ -1,0 +1,56 @@
+"""Drafts in training, by one process or by all that torchrun starts: `distributed.py FOLDER KILLED_AT KIND`.
+
+KILLED_AT: samples that process 1 reads before it is killed; -1: any number."""
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+import tiny
+from taught import PROMPTS, TOKENIZER, TrainedSetup
+
+from outpace.train import ranks
+from outpace.train.dflash import DFlashRecipe, train_dflash
+from outpace.train.eagle3 import Eagle3Recipe, train_eagle3
+
+LAYERS, STEPS = (0, 2, 3), 50
+SIZES = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 56, "lr": 3e-3}
+COMMON = {"rows": 5, "steps": STEPS, "bfloat16": False, "save_every": 10, "eval_every": 25, "eval_prompts": 2}
+DFLASH = DFlashRecipe(**SIZES, **COMMON, block_size=5, anchors=7, eval_new_tokens=8)
+EAGLE3 = Eagle3Recipe(
+    **SIZES, **COMMON, draft_vocab=61, target_layer_ids=LAYERS, steps_ahead=3, eval_new_tokens=8
+)
+KINDS = {
+    "dflash": (train_dflash, DFLASH),
+    "muon": (train_dflash, replace(DFLASH, muon_lr=0.02)),
+    "selector": (train_dflash, replace(DFLASH, selector=6, conv=2, confidence=True, weights="dpace")),
+    "rounds": (train_dflash, replace(DFLASH, rounds=True, loss="kl", held_out_share=0.3)),
+    "eagle3": (train_eagle3, EAGLE3),
+}
+
+
+class KilledSetup(TrainedSetup):
+    def sample(self, i):
+        if self.asked == self.breaks_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.asked += 1
+        return self.samples[i]
+
+
+def train(kind, folder, killed_at=None):
+    """`killed_at`: samples that it reads before."""
+    target = tiny.target("gpt_oss")
+    texts = [tiny.tokens(n, seed=n) for n in (31, 17, 24, 40, 9, 22, 35)]
+    function, recipe = KINDS[kind]
+    cache = KilledSetup(target, texts, LAYERS, breaks_at=killed_at)
+    return function(recipe, target, TOKENIZER, cache, PROMPTS, folder / kind)
+
+
+if __name__ == "__main__":
+    folder, killed_at, *kinds = sys.argv[1:]
+    with ranks.joined():
+        for kind in kinds:
+            train(kind, Path(folder), int(killed_at) if os.environ["RANK"] == "1" else None)

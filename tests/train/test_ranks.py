@@ -1,0 +1,73 @@
+"""Training by several processes, which torchrun starts as a user would: the same run as by one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed
+import pytest
+import torch
+
+from outpace.train import ranks
+
+PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TOLERANCE = 1e-5
+MUON = 5e-3  # it rounds to bfloat16, where the CPU multiplies that: the last bits of a sum become visible
+
+
+def torchrun(count, folder, kinds, killed_at=-1):
+    script = str(Path(distributed.__file__))
+    command = [*PROCESSES, str(count), script, str(folder), str(killed_at), *kinds]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def log(folder, kind):
+    return [json.loads(line) for line in (folder / kind / "log.jsonl").read_text().splitlines()]
+
+
+def check(kind, got, wanted):
+    assert [r["step"] for r in got] == [r["step"] for r in wanted] == list(range(distributed.STEPS))
+    for mine, reference in zip(got, wanted, strict=True):
+        assert mine.keys() == reference.keys() and mine["tokens"] == reference["tokens"]
+        rounded = kind == "muon" and mine["step"] > 2
+        assert mine["loss"] == pytest.approx(reference["loss"], abs=MUON if rounded else TOLERANCE)
+        for name in set() if rounded else set(mine) - {"seconds", "tokens_per_s"}:
+            assert mine[name] == pytest.approx(reference[name], abs=2e-4), (mine["step"], name)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    for kind in distributed.KINDS:
+        distributed.train(kind, folder)
+    return folder
+
+
+def test_two_processes_train_what_one_does(alone, tmp_path):
+    """Every kind of draft: five rows a step, three of one process and two of the other."""
+    done = torchrun(2, tmp_path, distributed.KINDS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for kind in distributed.KINDS:
+        check(kind, log(tmp_path, kind), log(alone, kind))
+        assert (tmp_path / kind / "draft" / "provenance.json").is_file()
+
+
+def test_a_killed_process_costs_the_steps_since_the_checkpoint(alone, tmp_path):
+    """kill -9 of one ends all; another number of processes goes on."""
+    failed = torchrun(2, tmp_path, ["dflash"], killed_at=2 * 34)
+    assert failed.returncode != 0 and "SIGKILL" in failed.stderr
+    saved = torch.load(tmp_path / "dflash" / "checkpoint.pt", weights_only=True)["step"]
+    assert saved == 30 and not (tmp_path / "dflash" / "draft").exists()
+    done = torchrun(3, tmp_path, ["dflash"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    check("dflash", log(tmp_path, "dflash"), log(alone, "dflash"))
+
+
+def test_every_process_needs_a_row(monkeypatch):
+    assert ranks.own([3, 4]) == [3, 4]
+    monkeypatch.setattr(ranks, "size", lambda: 3)
+    with pytest.raises(ValueError, match="rows 2: 3 processes train, and each takes one at least"):
+        ranks.own([3, 4])
