@@ -1,5 +1,6 @@
 """The command line's frame: the app, its groups, options and helpers that commands share."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ train_app = typer.Typer(no_args_is_help=True, help="Train a draft from a teacher
 teacher_app = typer.Typer(no_args_is_help=True, help="Build, describe and check a teacher cache.")
 app.add_typer(train_app, name="train")
 app.add_typer(teacher_app, name="teacher")
-console = Console()
+console = Console(quiet=os.environ.get("RANK", "0") != "0")  # of torchrun's processes one speaks
 say = partial(console.print, highlight=False)  # numbers and paths stay uncoloured
 
 Target = Annotated[

@@ -152,7 +152,6 @@ def _train(
 ) -> None:
     """Train a draft on the cache, judged on `prompts`; `start`: the draft named `init`."""
     from outpace.loading import draft_folder
-    from outpace.train import ranks
     from outpace.train.drafts import read_provenance
 
     teacher = teacher_cache(cache, model.target, final=settings.final)
@@ -160,8 +159,7 @@ def _train(
     given = settings, model.target, model.tokenizer, teacher, prompts, out
     with resumable(out):
         train(*given, init=start, started_from=before)
-    if ranks.leads():
-        console.print(f"{out / 'draft'}: saved")
+    console.print(f"{out / 'draft'}: saved")
 
 
 @train_app.command("suffix")

@@ -19,6 +19,7 @@ from outpace.decode.request import Request
 from outpace.drafts.dflash_config import default_layer_ids
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
+from outpace.ops import ranks
 from outpace.ops.sampling import Sampling, seeded
 from outpace.teacher.prompts import Prompts
 from outpace.teacher.store import (
@@ -129,13 +130,17 @@ def build(
 
     A shard depends only on the recipe, its number, target, tokenizer and prompts, so a killed build that is
     run again ends in the same bytes (on one machine, with one number of threads and the same kernels);
-    finished shards are not made again. One shard is held in memory, about three times. Raises ValueError
+    finished shards are not made again. One shard is held in memory, about three times. Processes that
+    torchrun started make a shard each at a time: the cache is that of one process. Raises ValueError
     where the recipe does not fit the target or the prompts; StoreError where the folder holds another build
     or other files, or the disk is too small; LoadError for a disk that fills up.
     """
     folder = Path(folder)
-    with one_writer(folder), disk(folder):
-        return _build(target, tokenizer, prompts, folder, recipe, stop_after)
+    with ranks.joined():
+        if not ranks.leads():
+            return _build(target, tokenizer, prompts, folder, recipe, stop_after)
+        with one_writer(folder), disk(folder):
+            return _build(target, tokenizer, prompts, folder, recipe, stop_after)
 
 
 def _build(
@@ -161,8 +166,12 @@ def _build(
         recipe=asdict(recipe),
         shards=(),
     )
-    shards = _begin(folder, wanted)
-    todo = [k for k in range(recipe.shards) if not _finished(folder, shards, k)]
+    todo: list[int] = []
+    if ranks.leads():
+        shards = _begin(folder, wanted)
+        todo = [k for k in range(recipe.shards) if not _finished(folder, shards, k)]
+    todo = ranks.gathered(todo)
+    shards = list(read_meta(folder).shards)
     done = [s for k, s in enumerate(shards) if k not in todo]
     _check_disk(folder, recipe, wanted, done, prompts.longest)
     columns = (
@@ -172,14 +181,24 @@ def _build(
         TimeRemainingColumn(),
         TextColumn("{task.fields[speeds]}"),
     )
-    with Progress(*columns, refresh_per_second=2) as bar:
+    together = ranks.size()  # so many shards are made at once
+    with Progress(*columns, refresh_per_second=2, disable=not ranks.leads()) as bar:
         started = (recipe.shards - len(todo)) * recipe.shard_texts
         task = bar.add_task("", total=recipe.samples, completed=min(started, recipe.samples), speeds="")
-        for k in todo[:stop_after]:
-            new = _make_shard(target, prompts, layer_ids, recipe, k)
-            shards[k : k + 1] = [write_shard(folder, k, new.tensors, new.relative_error)]
-            write_meta(folder, replace(wanted, shards=tuple(shards)))
-            bar.update(task, advance=new.texts, speeds=new.speeds)
+        todo = todo[:stop_after]
+        for first in range(0, len(todo), together):
+            made = []
+            for k in todo[first : first + together][ranks.rank() :: together]:
+                new = _make_shard(target, prompts, layer_ids, recipe, k)
+                made.append((k, write_shard(folder, k, new.tensors, new.relative_error), new.texts))
+                bar.update(task, speeds=new.speeds)
+            made = ranks.gathered(made)
+            for k, shard, _ in made:
+                shards[k : k + 1] = [shard]
+            if ranks.leads():
+                write_meta(folder, replace(wanted, shards=tuple(shards)))
+            bar.update(task, advance=sum(texts for *_, texts in made))
+    ranks.wait()  # for the last meta.json
     return TeacherCache.open(folder, unfinished=True)
 
 

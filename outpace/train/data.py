@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from outpace.ops import ranks
 from outpace.ops.blocks import Layout
 from outpace.ops.sampling import seeded
 from outpace.teacher.store import TeacherSample
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
-from outpace.train import ranks
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from outpace.drafts.sampler import Greedy
 from outpace.formats.load import save_draft
 from outpace.models.config import FULL, WINDOW
 from outpace.models.decoder import Decoder
+from outpace.ops import ranks
 from outpace.ops.blocks import block_attend
 from outpace.ops.sampling import seeded
 from outpace.teacher.store import TeacherCache, TeacherSample
-from outpace.train import ranks
 from outpace.train.data import FollowedAnchors, Packed, pack
 from outpace.train.drafts import (
     MOST,

@@ -25,10 +25,10 @@ from outpace.decode.request import Request
 from outpace.drafts.base import Draft
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
+from outpace.ops import ranks
 from outpace.ops.dispatch import product_dtype
 from outpace.ops.sampling import shuffled
 from outpace.teacher.store import TeacherCache, TeacherSample
-from outpace.train import ranks
 from outpace.train.losses import needs_target
 from outpace.train.trainer import Log, Muon, fit, take_step, training_folder, warmup_cosine
 

@@ -17,10 +17,10 @@ from outpace.drafts.eagle3 import Eagle3, Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.load import save_draft
 from outpace.models.decoder import Decoder
+from outpace.ops import ranks
 from outpace.ops.sampling import seeded
 from outpace.ops.unrolled import Unrolled, unrolled_attend
 from outpace.teacher.store import TeacherCache, TeacherSample
-from outpace.train import ranks
 from outpace.train.drafts import (
     ABOVE_0,
     Batches,

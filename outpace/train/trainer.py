@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from outpace.checkpoint.publish import disk, one_writer, written
 from outpace.checkpoint.save import write_atomically
+from outpace.ops import ranks
 from outpace.ops.dispatch import product_dtype
-from outpace.train import ranks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -11,7 +11,7 @@ MUTANTS = [
     ),
     (
         "a mean over a process's rows",
-        "outpace/train/ranks.py",
+        "outpace/ops/ranks.py",
         "return size() * (weights * x).sum() / total(weights.sum()).clamp(min=TINY)",
         "return (weights * x).sum() / weights.sum().clamp(min=TINY)",
         "tests/train/test_ranks.py",

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 import tiny
 from taught import PROMPTS, TOKENIZER, TrainedSetup
 
-from outpace.train import ranks
+from outpace.ops import ranks
 from outpace.train.dflash import DFlashRecipe, train_dflash
 from outpace.train.eagle3 import Eagle3Recipe, train_eagle3
 

@@ -1,27 +1,18 @@
 """Training by several processes, which torchrun starts as a user would: the same run as by one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import distributed
 import pytest
 import torch
+from processes import torchrun
 
-from outpace.train import ranks
+from outpace.ops import ranks
 
-PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+SCRIPT = Path(distributed.__file__)
 TOLERANCE = 1e-5
 MUON = 5e-3  # it rounds to bfloat16, where the CPU multiplies that: the last bits of a sum become visible
-
-
-def torchrun(count, folder, kinds, killed_at=-1):
-    script = str(Path(distributed.__file__))
-    command = [*PROCESSES, str(count), script, str(folder), str(killed_at), *kinds]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def log(folder, kind):
@@ -48,7 +39,7 @@ def alone(tmp_path_factory):
 
 def test_two_processes_train_what_one_does(alone, tmp_path):
     """Every kind of draft: five rows a step, three of one process and two of the other."""
-    done = torchrun(2, tmp_path, distributed.KINDS)
+    done = torchrun(2, SCRIPT, tmp_path, -1, *distributed.KINDS)
     assert done.returncode == 0, done.stderr[-2000:]
     for kind in distributed.KINDS:
         check(kind, log(tmp_path, kind), log(alone, kind))
@@ -57,11 +48,11 @@ def test_two_processes_train_what_one_does(alone, tmp_path):
 
 def test_a_killed_process_costs_the_steps_since_the_checkpoint(alone, tmp_path):
     """kill -9 of one ends all; another number of processes goes on."""
-    failed = torchrun(2, tmp_path, ["dflash"], killed_at=2 * 34)
+    failed = torchrun(2, SCRIPT, tmp_path, 2 * 34, "dflash")
     assert failed.returncode != 0 and "SIGKILL" in failed.stderr
     saved = torch.load(tmp_path / "dflash" / "checkpoint.pt", weights_only=True)["step"]
     assert saved == 30 and not (tmp_path / "dflash" / "draft").exists()
-    done = torchrun(3, tmp_path, ["dflash"])
+    done = torchrun(3, SCRIPT, tmp_path, -1, "dflash")
     assert done.returncode == 0, done.stderr[-2000:]
     check("dflash", log(tmp_path, "dflash"), log(alone, "dflash"))
 

@@ -1,7 +1,8 @@
-"""Training by several processes at once, which `torchrun` starts: each takes its share of a step's rows.
+"""Several processes at one job, which `torchrun` starts: a training's rows or a teacher cache's shards.
 
-All hold the same weights and do the same steps. What a step adds up is added up over all processes, so that
-its loss, its gradients and its metrics are those of one process with all rows.
+In a training all hold the same weights and do the same steps, each on its share of the rows. What a step adds
+up is added up over all processes, so that its loss, its gradients and its metrics are those of one process
+with all rows.
 """
 
 import os
@@ -35,8 +36,12 @@ def joined() -> Iterator[None]:
 
 
 def size() -> int:
-    """How many processes train together."""
+    """How many processes work together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if size() > 1 else 0
 
 
 def leads() -> bool:
@@ -54,7 +59,7 @@ def own(items: Sequence[T]) -> list[T]:
     """This process's share of a step's rows. Raises ValueError where one process would get none."""
     if len(items) < size():
         raise ValueError(f"rows {len(items)}: {size()} processes train, and each takes one at least")
-    return list(items[dist.get_rank() :: size()] if size() > 1 else items)
+    return list(items[rank() :: size()])
 
 
 def total(x: Tensor) -> Tensor:
