@@ -38,7 +38,7 @@ def alone(tmp_path_factory):
 
 
 def test_two_processes_train_what_one_does(alone, tmp_path):
-    """Every kind of draft: five rows a step, three of one process and two of the other."""
+    """Every kind of draft: five rows in each step, three of one process and two of the other."""
     done = torchrun(2, SCRIPT, tmp_path, -1, *distributed.KINDS)
     assert done.returncode == 0, done.stderr[-2000:]
     for kind in distributed.KINDS:
