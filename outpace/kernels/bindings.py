@@ -20,8 +20,15 @@ MXFP4 = 2
 BLOCKS_KIND = {"MXFP4": 4, "Q8_0": 5, "Q4_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}  # as GGUF files hold them
 STYLES = ("gpt_oss", "silu")
 MOST_ROWS = 512  # above, a row of x leaves the cache before the next weights come, and oneDNN wins
+PLAIN = (Tensor, torch.nn.Parameter)
 PANEL = 16  # numbers of a key that `latent_keys_` multiplies at once
 MOST_INDEX_HEADS, MOST_HEAD_DIM, MOST_CANDIDATES = 64, 256, 64
+
+
+def captured(x: Tensor) -> bool:
+    """Whether a compiler records what is done to x: torch's own, or one that x is a subclass for, such as
+    torchax. Its numbers are nowhere to be read then."""
+    return torch.compiler.is_compiling() or type(x) not in PLAIN
 
 
 def use_kernel(x: Tensor, *, backward: bool = False, few_rows: bool = False) -> bool:
@@ -30,7 +37,7 @@ def use_kernel(x: Tensor, *, backward: bool = False, few_rows: bool = False) -> 
     bfloat16 and record a gradient. With `few_rows`, x [..., C] has at most MOST_ROWS rows. A compiler that
     captures a step sees torch's operators.
     """
-    if torch.compiler.is_compiling():
+    if captured(x):
         return False
     if x.is_floating_point():
         if backward:

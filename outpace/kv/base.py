@@ -127,7 +127,9 @@ class LayerCache:
                 row = step.cache_rows[0] if step.cache_rows else 0
                 whole[row : row + 1, :, slot : slot + T] = new
                 return
-        whole.transpose(1, 2)[step.rows, step.slots(self.size)] = new.transpose(1, 2)
+        heads = torch.arange(whole.shape[1], device=whole.device)[:, None]
+        # not through a transposed view: XLA has no views to write through
+        whole[step.rows[:, None], heads, step.slots(self.size)[:, None]] = new
 
     def _read(self, x: Tensor, index: Tensor) -> Tensor:
         row = torch.arange(index.shape[0], device=x.device)[:, None]

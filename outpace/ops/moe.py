@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels import bindings
-from outpace.kernels.bindings import use_kernel
+from outpace.kernels.bindings import captured, use_kernel
 from outpace.ops import mxfp4
 from outpace.ops.norm import ALPHA, clamped_swiglu, silu_mul
 from outpace.ops.quant import Quant, Weight, dense
@@ -79,7 +79,7 @@ def run_experts(
             return weigh(x, experts, weights)
         some = zip(x.split(MOST_TOKENS), experts.split(MOST_TOKENS), weights.split(MOST_TOKENS), strict=True)
         return torch.cat([weigh(*part) for part in some])
-    if torch.compiler.is_compiling() or (x.device.type != "cpu" and experts.numel() <= MOST_GATHERED):
+    if captured(x) or (x.device.type != "cpu" and experts.numel() <= MOST_GATHERED):
         return _gathered(x, experts, weights, up, up_bias, down, down_bias, limit, gate, gate_bias)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
