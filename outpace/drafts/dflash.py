@@ -16,7 +16,8 @@ from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import BigramBias, DraftTokens, Head, confidence, guess, survival
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
-from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativePrograms, native, program_of
+from outpace.drafts.dflash_native import NativeBlock, NativeContext
+from outpace.drafts.native import NativeDraft, native, program_of
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
@@ -24,11 +25,11 @@ from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.attention import attend_view
-from outpace.ops.quant import Joined, Quant
+from outpace.ops.quant import Quant
 from outpace.ops.rope import inverse_frequencies, rope_tables
 
 
-class DFlash(nn.Module):
+class DFlash(NativeDraft):
     """Embedding and head are the target's, frozen: `bind` gives them; they are not parameters here."""
 
     d2t: Tensor | None
@@ -48,15 +49,6 @@ class DFlash(nn.Module):
         offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.draft_vocab_size else None
         self.register_buffer("d2t", offsets)  # row i of the draft's head is the target's token i + d2t[i]
         self.inv = inverse_frequencies(config.rope, config.head_dim)
-        self.native_programs: NativePrograms = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: native programs point at the weights of this one."""
-        return self.__dict__ | {"native_programs": {}}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "DFlash":
-        self.native_programs.clear()  # the weights become other tensors
-        return super()._apply(fn, recurse)
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -178,7 +170,7 @@ class DFlashSession:
         self.vocab = DraftVocabulary(self.head.ids, self.head.vocab_size)
         self.layers = [layer for layer in draft.layers if isinstance(layer, DFlashLayer)]
         self.weights = [layer.context_weights() for layer in self.layers]
-        self.in_one_piece = not any(isinstance(part, Joined) for part in draft.modules())
+        self.in_one_piece = draft.in_one_piece
         self.cache = KVCache(
             batch,
             length + draft.block_size,
@@ -212,7 +204,7 @@ class DFlashSession:
         return [layer.context_kv(features, cos, sin, weights) for layer, weights in layers]
 
     def _native(self, T: int) -> bool:
-        return self.in_one_piece and native(self.draft.config, self.cache, self.cache.batch, T)
+        return self.in_one_piece and native(self.draft.config.head_dim, self.cache, T)
 
     def _native_context(self, T: int) -> NativeContext:
         draft, cache = self.draft, self.cache

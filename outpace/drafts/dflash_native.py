@@ -1,12 +1,11 @@
 """A small draft's forward in two native calls: one for a block, one for the context of verified tokens.
 
 `DFlash.denoise` and `DFlashLayer.context_kv` say what is computed; here is the same to the bit, over static
-buffers, for one size of batch and block; programs stay with the draft and serve one session after another.
+buffers, for one size of batch and block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,22 +13,11 @@ from torch import Tensor
 from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_heads import AFTER, BEFORE, BlockConv
 from outpace.drafts.dflash_layer import DFlashLayer
+from outpace.drafts.native import whole
 from outpace.kv.base import KVCache
-from outpace.kv.metadata import FEW, StepMetadata
+from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
-from outpace.ops.dispatch import MOST_ROWS, Program, Rings, use_kernel
-from outpace.ops.quant import Joined, Quant, Weight
-
-
-def native(c: DFlashConfig, cache: KVCache, B: int, T: int) -> bool:
-    """Whether programs take B rows of T tokens over this cache: the kernels run, and attention is theirs."""
-    fits = B * T <= MOST_ROWS and T <= FEW and c.head_dim % 8 == 0
-    return fits and use_kernel(cache.layers[0].k)
-
-
-def whole(weight: Weight) -> Tensor | Quant:
-    assert not isinstance(weight, Joined), "a draft's weights lie in one piece"
-    return weight
+from outpace.ops.dispatch import Program, Rings
 
 
 class NativeBlock:
@@ -154,21 +142,3 @@ class NativeContext:
             self.start.copy_(step.starts)
             self.counts.copy_(step.counts_tensor)
             self.program.run()
-
-
-MOST_PROGRAMS = 64  # that a draft keeps: one for each size
-Kind = TypeVar("Kind", NativeBlock, NativeContext)
-NativePrograms = dict[tuple[object, ...], NativeBlock | NativeContext]
-
-
-def program_of(
-    known: NativePrograms, kind: Callable[..., Kind], parts: tuple[Any, ...], offset: int, B: int, T: int
-) -> Kind:
-    """The program of this kind and size, made of `parts` at its first use."""
-    key = kind, offset, B, T, torch.get_num_threads()
-    program: Any = known.get(key)
-    if program is None:
-        if len(known) >= MOST_PROGRAMS:
-            known.pop(next(iter(known)), None)
-        program = known[key] = kind(*parts, offset, B, T)
-    return program  # type: ignore[no-any-return]

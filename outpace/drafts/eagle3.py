@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from outpace.drafts.native import NativeDraft
 from outpace.models.blocks import MLP, Embedding, Linear, RMSNorm
 from outpace.models.decoder import Decoder
 from outpace.ops.rope import RopeConfig, inverse_frequencies, rope_tables, rotate_heads
@@ -103,7 +104,7 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3(nn.Module):
+class Eagle3(NativeDraft):
     """The module that is trained and served. At index t it reads a state of the token at t and the embedding
     of the token at t + 1, is at rotary position t, and predicts the token at t + 2.
 

@@ -9,7 +9,9 @@ from torch import Tensor
 from outpace.drafts.base import Proposal
 from outpace.drafts.deferred import States, joined
 from outpace.drafts.eagle3 import Attend, Eagle3
-from outpace.drafts.sampler import DraftSampler
+from outpace.drafts.eagle3_native import NativeChain, NativeLayers
+from outpace.drafts.native import address, native, program_of
+from outpace.drafts.sampler import DraftSampler, Greedy
 from outpace.drafts.tree import MOST_NODES, Growth, best_first, check_nodes
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
@@ -111,6 +113,7 @@ class Eagle3Session:
         self.masks = self.draft.masks(self.target) if config.parallel else None
         guessed = shape.depth * (1 if config.parallel else shape.branch)
         self.scale = config.head_dim**-0.5
+        self.in_one_piece = self.draft.in_one_piece
         self.cache = KVCache(
             batch,
             length + guessed,
@@ -192,8 +195,25 @@ class Eagle3Session:
         return hidden[self._newest(counts)][:, None]
 
     def _run(self, embeds: Tensor, features: Tensor, step: StepMetadata) -> Tensor:
+        draft, cache = self.draft, self.cache
+        if self.in_one_piece and self._fits(step.T, step.held):
+            size = cache.offset, cache.batch, step.T, step.held, step.tree is not None
+            layers = program_of(draft.native_programs, NativeLayers, (draft,), *size)
+            return layers.run(embeds, features, step, cache)
         cos, sin = self.draft.rope(step.positions + self.cache.offset)
         return self.draft(embeds, features, cos, sin, self._attend(step))  # type: ignore[no-any-return]
+
+    def _fits(self, T: int, held: int) -> bool:
+        """Whether a program takes T new tokens of each row; a ring must keep what the first of them sees."""
+        keeps = all(not m.window or held + T <= m.size - m.window + 1 for m in self.cache.layers)
+        return keeps and native(self.draft.config.head_dim, self.cache, T)
+
+    def _native_chain(self, depth: int) -> NativeChain:
+        draft, target, cache = self.draft, self.target, self.cache
+        size = cache.offset, cache.batch, depth
+        theirs = address(target.embed_tokens.weight), address(target.head)
+        parts = draft, target, self.vocab.ids
+        return program_of(draft.native_programs, NativeChain, parts, *size, foreign=theirs)
 
     def _attend(self, step: StepMetadata) -> Attend:
         """Each layer remembers what it is given, and its queries meet what it remembers."""
@@ -209,6 +229,8 @@ class Eagle3Session:
 
     def _chain(self, last: Tensor, hidden: Tensor, depth: int, sampler: DraftSampler) -> Proposal:
         verified = list(self.cache.lengths)
+        if isinstance(sampler, Greedy) and self.in_one_piece and self._fits(depth, 0):
+            return self._line(last, *self._native_chain(depth).run(hidden, verified, self.cache), None)
         logits, guesses, drawn = [], [], []
         for at in range(1, depth + 1):
             logits.append(self.draft.head(hidden, self.target))

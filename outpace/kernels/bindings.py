@@ -145,9 +145,10 @@ def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def pack_norm(x: Tensor, w: Tensor, eps: float, y: Tensor) -> Any:
-    assert x.is_contiguous() and w.is_contiguous() and y.is_contiguous()
+    """y: like x, or columns of something wider."""
+    assert x.is_contiguous() and w.is_contiguous() and y.stride(1) == 1 and y.shape == x.shape
     kinds = KIND[x.dtype], KIND[w.dtype]
-    return _c.Norm(x.data_ptr(), w.data_ptr(), y.data_ptr(), *kinds, eps, *x.shape, _threads())
+    return _c.Norm(x.data_ptr(), w.data_ptr(), y.data_ptr(), *kinds, eps, *x.shape, y.stride(0), _threads())
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ void run(const Program *p) {
         case 13: copy(c->with); break;
         case 14: family(c->with); break;
         case 15: argmax(c->with); break;
+        case 16: gather(c->with); break;
     }
     if (cores_lost() > lost && now() > pool.alone_until) step_back(now());
 }

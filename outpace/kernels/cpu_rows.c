@@ -18,7 +18,7 @@ INLINE void put(void *p, long kind, long i, long n, vf v) {
 INLINE any row(any p, long kind, long i) { return (bytes)p + i * at(kind, 1); }
 
 // ---- RMSNorm
-typedef struct { any x, w; void *y; int64_t kind, w_kind; double eps; int64_t M, C, threads; } Norm;
+typedef struct { any x, w; void *y; int64_t kind, w_kind; double eps; int64_t M, C, stride, threads; } Norm;  // of rows of y
 static void norm_row(const void *with, long m) {
     const Norm *o = with;
     any x = row(o->x, o->kind, m * o->C);
@@ -26,7 +26,7 @@ static void norm_row(const void *with, long m) {
     for (long i = 0; i < o->C; i += W) { vf v = fetch(x, o->kind, i, o->C - i); squares += v * v; }
     float s = 1.0f / sqrtf(sum(squares) / o->C + o->eps);
     for (long i = 0; i < o->C; i += W)
-        put(o->y, o->kind, m * o->C + i, o->C - i, fetch(x, o->kind, i, o->C - i) * s * fetch(o->w, o->w_kind, i, o->C - i));
+        put(o->y, o->kind, m * o->stride + i, o->C - i, fetch(x, o->kind, i, o->C - i) * s * fetch(o->w, o->w_kind, i, o->C - i));
 }
 void rms_norm(const Norm *o) {
     each_row(o->M, norm_row, o, team((double)o->M * o->C, 65536, o->threads));

@@ -54,3 +54,6 @@ void append(const Append *o) {
 typedef struct { floats x; float *y; int64_t n; } Copy;
 void copy(const Copy *o) { memcpy(o->y, o->x, o->n * sizeof(float)); }
 void add_to(const Copy *o) { for (long i = 0; i < o->n; i++) o->y[i] += o->x[i]; }
+
+typedef struct { const int64_t *x, *index; int64_t *y, n; } Gather;
+void gather(const Gather *o) { for (long i = 0; i < o->n; i++) o->y[i] = o->x[o->index[i]]; }

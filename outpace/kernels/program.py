@@ -118,6 +118,12 @@ class Program:
         pointers = x.data_ptr(), y.data_ptr(), ctypes.addressof(odd)
         self.call("argmax", _c.Largest(*pointers, *x.shape, bindings._threads()), x, y, odd)
 
+    def gather(self, x: Tensor, index: Tensor, y: Tensor) -> None:
+        """x [N], index [M] and y [M] int64: y = x[index]."""
+        assert x.dtype == index.dtype == y.dtype == torch.int64 and x.is_contiguous()
+        pointers = x.data_ptr(), index.data_ptr(), y.data_ptr()
+        self.call("gather", _c.Gather(*pointers, len(index)), x, index, y)
+
     def embed(self, tokens: Tensor, w: Matrix, y: Tensor, outside: ctypes.c_int64) -> None:
         """tokens [M] int64, w [V, C] -> y [M, C] float32; `outside`: how many tokens w has no row for."""
         assert tokens.dtype == torch.int64 and y.is_contiguous()

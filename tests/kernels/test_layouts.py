@@ -32,9 +32,9 @@ def test_an_unknown_struct_or_type_is_refused(name):
 
 def test_a_field_of_another_type_or_place_changes_the_layout():
     before = layout(sources(), "Norm")
-    fields = "double eps; int64_t M, C, threads; } Norm;"
+    fields = "double eps; int64_t M, C, stride, threads; } Norm;"
     assert fields in sources()
-    moved = sources().replace(fields, "int64_t M, C, threads; double eps; } Norm;")
+    moved = sources().replace(fields, "int64_t M, C, stride, threads; double eps; } Norm;")
     assert layout(moved, "Norm") != before and sorted(layout(moved, "Norm")) == sorted(before)
 
 
