@@ -190,13 +190,19 @@ def _logits_lines(output: "GenerationOutput") -> str:
 def _how_steps_run(target: "Decoder", partial: bool) -> str:
     import torch
 
-    from outpace.models.native_step import why_modules
+    from outpace.models.native_step import module_attention, why_modules
 
     with torch.inference_mode():
-        why = why_modules(target, target.make_cache(1, 1))
+        cache = target.make_cache(1, 1)
+        why = why_modules(target, cache)
+    if why is not None:
+        return f"module by module ({why})"
+    apart = module_attention(cache)
     if partial:
-        why = "; ".join(filter(None, (why, "partial KV while its queries are recorded")))
-    return "one native call each" if why is None else f"module by module ({why})"
+        apart = "; ".join(filter(None, (apart, "partial KV while its queries are recorded")))
+    return (
+        f"native calls, attention by its modules where there is {apart}" if apart else "one native call each"
+    )
 
 
 def _timing_table(load_seconds: float, first: "GenerationOutput", warm: "GenerationOutput") -> Table:

@@ -29,10 +29,14 @@ class Rings:
         ctypes.memmove(self._entries, rings, len(self._entries))
 
 
-def pack_rings(memories: Iterable[tuple[Tensor, Tensor]]) -> bytes:
-    """k and v [B, K, S + 1, D] of every layer, the last slot a trash slot."""
+def pack_rings(memories: Iterable[tuple[Tensor, Tensor] | None]) -> bytes:
+    """k and v [B, K, S + 1, D] of every layer, the last slot a trash slot; None: no program reads them."""
     items = []
-    for k, v in memories:
+    for pair in memories:
+        if pair is None:
+            items.append(_c.Ring(0, 0, 0))
+            continue
+        k, v = pair
         assert k.is_contiguous() and v.is_contiguous() and k.shape == v.shape and k.dtype == torch.float32
         items.append(_c.Ring(k.data_ptr(), v.data_ptr(), k.shape[2] - 1))
     return b"".join(items)

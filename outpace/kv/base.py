@@ -56,6 +56,11 @@ class LayerCache:
         self.keys, self.top_k_config = self.k.new_zeros(B, 1, slots, dim), keep
 
     @property
+    def plain(self) -> bool:
+        """Whether keys and values of every token are remembered, and nothing else."""
+        return type(self) is LayerCache and self.keys is None
+
+    @property
     def parts(self) -> list[Tensor]:
         """What is remembered of a token: it is written, moved and given up together."""
         return [self.k, self.v] if self.keys is None else [self.k, self.v, self.keys]
@@ -177,7 +182,7 @@ class KVCache:
         # per ring size and sequence: the first index where the key has not been overwritten
         self.kept_from: dict[int, list[int]] = {}
         self.epoch = 0  # changes when the memories become other tensors, or remember something else
-        self._rings = -1, b""  # of which epoch
+        self._programs_see: tuple[int, bytes, tuple[int, ...]] = -1, b"", ()  # of which epoch
         self.layers: list[LayerCache] = []
         for layer, window in enumerate(windows):
             if own and layer in own:
@@ -209,10 +214,21 @@ class KVCache:
 
     @property
     def rings(self) -> bytes:
-        """Where all layers' keys and values are, for a program's `Rings`; of plain memories only."""
-        if self._rings[0] != self.epoch:
-            self._rings = self.epoch, pack_rings((memory.k, memory.v) for memory in self.layers)
-        return self._rings[1]
+        """Where all layers' keys and values are, for a program's `Rings`; of `module_layers` nowhere."""
+        return self._for_programs()[1]
+
+    @property
+    def module_layers(self) -> tuple[int, ...]:
+        """The layers whose attention no program computes: their memories are not plain, or record queries."""
+        return self._for_programs()[2]
+
+    def _for_programs(self) -> tuple[int, bytes, tuple[int, ...]]:
+        if self._programs_see[0] != self.epoch:
+            native = [memory.plain and not memory.record_queries for memory in self.layers]
+            pairs = [(m.k, m.v) if ok else None for m, ok in zip(self.layers, native, strict=True)]
+            others = tuple(i for i, ok in enumerate(native) if not ok)
+            self._programs_see = self.epoch, pack_rings(pairs), others
+        return self._programs_see
 
     def begin(
         self,
@@ -247,9 +263,7 @@ class KVCache:
         it writes to the same memories, and who made it keeps the lengths.
 
         Raises ValueError where a layer remembers something else than all keys and values."""
-        if self.kept_from or any(
-            type(layer) is not LayerCache or layer.keys is not None for layer in self.layers
-        ):
+        if self.kept_from or not all(memory.plain for memory in self.layers):
             raise ValueError(
                 "only a cache of whole keys and values can be shared by sequences that come and go"
             )

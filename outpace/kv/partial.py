@@ -298,6 +298,7 @@ class PartialCache(KVCache):
 
     def select(self, batch_indices: list[int]) -> None:
         """After the full cache has kept them."""
+        self.epoch += 1
         for memory in self.partials:
             memory.select(batch_indices)
         self.lengths, self.last_start, self.static, self.summarised = (

@@ -1,7 +1,8 @@
 """One step of a target as one native call: the modules' forward, recorded as a `Program` over static buffers.
 
-`Decoder.forward` says what is computed; here is the same to the bit, for one size of batch and step. A step
-that a program does not cover (`native_step` returns None) runs through the modules.
+`Decoder.forward` says what is computed; here is the same to the bit, for one size of batch and step.
+Attention over latent KV, an index or recorded queries is its module's, between two programs. A step that no
+program covers (`native_step` returns None) runs through the modules.
 """
 
 import ctypes
@@ -14,7 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from outpace.kv.base import KVCache, LayerCache
+from outpace.kv.base import KVCache
+from outpace.kv.latent import LatentCache
 from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
@@ -90,6 +92,7 @@ class NativeStep:
         self.hidden = torch.empty(B, T, C)
         self.aux = torch.empty(len(aux), B, T, C) if aux else None
         self.program = program = Program()
+        self.parts: list[Program | tuple[int, Attention]] = [program]  # run one after the other
         self._trees(c)
         positions = torch.zeros(B, T, dtype=torch.int64)
         program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)
@@ -100,19 +103,19 @@ class NativeStep:
         program.embed(self.tokens, embedding, self.x, self.outside)
         for i, block in enumerate(model.layers):
             assert isinstance(block, DecoderBlock)
-            self._layer(block, self.rings.address(i))
+            self._layer(block, i, i in cache.module_layers)
             for j, _ in (pair for pair in enumerate(aux) if pair[1] == i):
                 assert self.aux is not None
-                program.copy(self.x.view(B, T, C), self.aux[j])
-        program.rms_norm(self.x, model.norm.weight, model.norm.eps, self.hidden.view(M, C))
+                self.program.copy(self.x.view(B, T, C), self.aux[j])
+        self.program.rms_norm(self.x, model.norm.weight, model.norm.eps, self.hidden.view(M, C))
         self.logits, self.best, self.odd = None, torch.empty(B, T, dtype=torch.int64), ctypes.c_int64()
         if logits:
             head = model.head
             assert not isinstance(head, Joined), "a head is one matrix"
             self.logits = torch.empty(B, T, c.vocab_size)
             rows = self.logits.view(M, -1)
-            program.linear(self.hidden.view(M, C), head, None, rows)
-            program.argmax(rows, self.best.view(-1), self.odd)
+            self.program.linear(self.hidden.view(M, C), head, None, rows)
+            self.program.argmax(rows, self.best.view(-1), self.odd)
 
     def _trees(self, config: ModelConfig) -> None:
         """What each node of a tree sees, for every window that a layer has."""
@@ -123,12 +126,16 @@ class NativeStep:
             mask = self.masks[window] = torch.empty(B, T, self.nodes, dtype=torch.bool)
             self.program.family(self.parents, self.held, window, mask, self.depth, self.orphans)
 
-    def _layer(self, block: DecoderBlock, ring: int) -> None:
-        program, norm = self.program, block.input_layernorm
-        program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
-        self._attention(block.self_attn, ring)
+    def _layer(self, block: DecoderBlock, layer: int, by_module: bool) -> None:
+        norm = block.input_layernorm
+        self.program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
+        if by_module:
+            self.program = Program()
+            self.parts += [(layer, block.self_attn), self.program]
+        else:
+            self._attention(block.self_attn, self.rings.address(layer))
+        program, norm = self.program, block.post_attention_layernorm
         program.add(self.y, self.x)
-        norm = block.post_attention_layernorm
         program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
         if isinstance(block.mlp, Experts):
             self._experts(block.mlp)
@@ -184,6 +191,11 @@ class NativeStep:
         for some in zip(*(t.split(MOST_TOKENS) for t in tensors), strict=True):
             self.program.moe(*some, *matrices)
 
+    def _by_module(self, layer: int, attention: Attention, step: StepMetadata, cache: KVCache) -> None:
+        size = len(step.start), step.T, -1
+        angles = self.cos.view(size), self.sin.view(size)
+        self.y.view(size).copy_(attention(self.normed.view(size), *angles, cache.layers[layer], step))
+
     def knows(self, cache: KVCache) -> bool:
         return self.cache() is cache and self.epoch == cache.epoch
 
@@ -198,7 +210,11 @@ class NativeStep:
             self.rows[:] = list(step.cache_rows or range(len(step.start)))
             if step.tree is not None:
                 self.parents.copy_(step.tree.parents)
-            self.program.run()
+            for part in self.parts:
+                if isinstance(part, Program):
+                    part.run()
+                else:
+                    self._by_module(*part, step, cache)
             if self.outside.value:
                 raise IndexError(f"a token is outside the vocabulary of {self.vocab_size:,}")
             assert not self.orphans.value, "a parent is before its child"
@@ -217,7 +233,8 @@ def native_step(
     if not use_kernel(cache.layers[0].k):
         return None
     U = 0 if step.tree is None else step.tree.parents.shape[1]
-    key = len(step.start), step.T, U, cache.offset, tuple(aux), logits, torch.get_num_threads()
+    size = len(step.start), step.T, U, cache.offset, torch.get_num_threads()
+    key = size, tuple(aux), logits, cache.module_layers
     known = model.native_steps.get(key)
     if known is not None and known.knows(cache):
         return known
@@ -247,17 +264,18 @@ def why_modules(model: Layers, cache: KVCache) -> str | None:
         return why_not() or "the C kernels compute in float32 on a CPU, without gradients"
     if model.config.head_dim % 8:
         return f"head_dim {model.config.head_dim} is no multiple of 8"
-    kinds: dict[str, list[str]] = {}
-    for i, memory in enumerate(cache.layers):
-        if type(memory) is not LayerCache:
-            kinds.setdefault("latent KV", []).append(str(i))
-        elif memory.keys is not None:
-            kinds.setdefault("an index", []).append(str(i))
-        elif memory.record_queries:
-            kinds.setdefault("partial KV", []).append(str(i))
-    if kinds:
-        return "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in kinds.items())
     return "experts are rounded anew in every step" if any(map(_rounds, model.layers)) else None
+
+
+def module_attention(cache: KVCache) -> str:
+    """Which layers' attention is their module's in a native step, and why; empty: none."""
+    kinds: dict[str, list[str]] = {}
+    for i in cache.module_layers:
+        memory = cache.layers[i]
+        latent = "latent KV" if isinstance(memory, LatentCache) else "partial KV"
+        kind = latent if memory.keys is None else "an index"
+        kinds.setdefault(kind, []).append(str(i))
+    return "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in kinds.items())
 
 
 def _rounds(block: nn.Module) -> bool:

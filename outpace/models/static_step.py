@@ -32,7 +32,7 @@ class StaticStep(nn.Module):
     def __init__(self, model: Decoder, cache: KVCache, aux: Sequence[int] = ()) -> None:
         super().__init__()
         for i, memory in enumerate(cache.layers):
-            if type(memory) is not LayerCache or memory.keys is not None:
+            if not memory.plain:
                 raise ValueError(
                     f"layer {i} has an index or latent KV, and a static step has none: use_dsa(False) and "
                     "use_mla_kv(False) before make_cache"

@@ -16,7 +16,7 @@ from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.kv.tree import Tree
 from outpace.models.blocks import Embedding, ExpertMatrix, Linear
 from outpace.models.load import build, named_tensors
-from outpace.models.native_step import NativeStep, why_modules
+from outpace.models.native_step import NativeStep, module_attention, why_modules
 from outpace.ops.quant import Joined
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
@@ -121,6 +121,42 @@ def test_a_native_step_over_the_blocks_of_gguf(family, format):
 @torch.inference_mode()
 def test_a_native_step_over_mxfp4_of_safetensors():
     compare(tiny.in_mxfp4(plain("gpt_oss", hidden_size=96)))
+
+
+@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize("kind", ["latent", "index", "both"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])
+@torch.inference_mode()
+def test_attention_of_other_memories_is_its_modules_between_programs(family, kind, rank):
+    model = (
+        latent_target(family, rank)[1]
+        if kind == "latent"
+        else indexed_target(family, rank=(rank or 16) if kind == "both" else None)[1]
+    )
+    compare(model)
+    full = {i for i in range(model.config.num_layers) if not model.config.window(i)}
+    for step in model.native_steps.values():
+        assert {part[0] for part in step.parts if isinstance(part, tuple)} == full
+
+
+@torch.inference_mode()
+def test_recorded_queries_and_a_partial_view_of_them():
+    model, config = plain("gpt_oss"), PartialConfig(block_size=4)
+    values = []
+    for model.native in (True, False):
+        full = model.make_cache(2, 90, slack=12)
+        model(tiny.tokens(2, 9), full, counts=[9, 4])  # before anything is recorded
+        partial, outputs = PartialCache(full, config, 12), []
+        for i in range(9):
+            outputs += [model(tiny.tokens(len(full.lengths), 5, seed=i), full).hidden]
+            partial.refresh()
+            outputs += [model(tiny.tokens(len(full.lengths), 2, seed=i + 50), partial).hidden]
+            if i == 6:
+                for cache in (full, partial):
+                    cache.select([1])
+        values.append((outputs, [memory.recorded.q for memory in full.layers if memory.record_queries]))
+    for mine, theirs in zip(*values, strict=True):
+        assert mine and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @torch.inference_mode()
@@ -271,12 +307,13 @@ def test_what_runs_through_the_modules_says_why(monkeypatch):
     odd = build(tiny.config("llama", head_dim=12)).eval()
     assert why_modules(odd, odd.make_cache(1, 9)) == "head_dim 12 is no multiple of 8"
     latent = latent_target("gpt_oss", 8)[1]
-    assert why_modules(latent, latent.make_cache(1, 9)).startswith("latent KV in layers ")
+    assert module_attention(latent.make_cache(1, 9)).startswith("latent KV in layers ")
     indexed = indexed_target("gpt_oss")[1]
-    assert why_modules(indexed, indexed.make_cache(1, 9)).startswith("an index in layers ")
+    assert module_attention(indexed.make_cache(1, 9)).startswith("an index in layers ")
     cache = dense.make_cache(1, 9, slack=4)
+    assert not module_attention(cache)
     PartialCache(cache, PartialConfig(block_size=4), 4)
-    assert "partial KV" in why_modules(dense, cache)
+    assert module_attention(cache).startswith("partial KV in layers ")
     with torch.enable_grad():
         assert "without gradients" in why_modules(dense, dense.make_cache(1, 9))
     monkeypatch.setattr(bindings, "available", lambda: False)

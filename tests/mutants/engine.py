@@ -276,6 +276,20 @@ MUTANTS = [
         "tests/models/test_native_step.py",
     ),
     (
+        "a native step leaves out an attention between its programs",
+        "outpace/models/native_step.py",
+        "self.y.view(size).copy_(attention(self.normed.view(size), *angles, cache.layers[layer], step))",
+        "attention(self.normed.view(size), *angles, cache.layers[layer], step)",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "a partial view that keeps the rings of more sequences",
+        "outpace/kv/partial.py",
+        "        self.epoch += 1\n        for memory in self.partials:\n            memory.select(",
+        "        for memory in self.partials:\n            memory.select(",
+        "tests/models/test_native_step.py",
+    ),
+    (
         "a captured step that remembers padding",
         "outpace/models/static_step.py",
         "on_device=(start, counts)",
