@@ -82,7 +82,7 @@ def serve(
         max_seconds=max_seconds,
     )
     server = Server(served, config)
-    _check_memory(server.engine.cache.nbytes, config, kv_memory)
+    _check_memory(server.engine.nbytes, config, kv_memory)
     door = AppConfig(api_key=api_key, cors=tuple(cors or ()))
     methods = ", ".join(served.drafts) or "none"
     say(f"{served.name}: drafts {methods}; default {served.default or 'none'}", markup=False)
@@ -105,7 +105,7 @@ def _check_memory(needed: int, config: "EngineConfig", limit: float | None) -> N
         fit = allowed * config.max_num_seqs // needed
         advice = f"use --max-num-seqs {fit}" if fit else "use a smaller --max-model-len"
         raise ValueError(
-            f"the KV cache of {config.max_num_seqs} sequences of {config.max_model_len:,} tokens takes "
+            f"the KV of {config.max_num_seqs} sequences of {config.max_model_len:,} tokens takes "
             f"{needed / 1e9:.2f} GB, and {allowed / 1e9:.2f} GB are allowed: {advice}"
         )
 

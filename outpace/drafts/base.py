@@ -1,6 +1,8 @@
 """What a draft proposes, and what a decoding loop asks of a draft."""
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -133,6 +135,28 @@ class RewindableSession(DraftSession, Protocol):
     def rewind(self, lengths: list[int]) -> None:
         """Forget of every row what was observed after its first lengths[b] tokens; at least one proposal was
         made at that length. The next call observes how the text really goes on."""
+        ...
+
+
+class RowsSession(RewindableSession, Protocol):
+    """One that many texts share, which come and go: each has a row of it."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Per row: of how many tokens of its text the states are remembered."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all rows."""
+        ...
+
+    def of(self, rows: Sequence[int]) -> AbstractContextManager[DraftSession]:
+        """These rows as a session of their own; what it remembers of them is kept."""
+        ...
+
+    def reuse(self, source: int, row: int, count: int) -> None:
+        """A text begins in `row` like the one in row `source`: with its first `count` tokens."""
         ...
 
 

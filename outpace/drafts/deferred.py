@@ -1,5 +1,6 @@
 """Verified tokens that a draft has yet to observe, and a session that observes them when it is to propose."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,21 @@ def joined(parts: list[States]) -> States:
             for b in range(len(counts))
         ]
     )
+
+
+def stacked(rows: Sequence[States | None]) -> States:
+    """One row each, packed from its first position on, as rows of a batch; None: no verified token."""
+    some = next(states for states in rows if states is not None)
+    counts = [0 if states is None else states.counts[0] for states in rows]
+    B, T = len(rows), max(counts)
+    tokens = some.tokens.new_zeros(B, T)
+    aux = None if some.aux is None else some.aux.new_empty(some.aux.shape[0], B, T, some.aux.shape[3])
+    for b, (states, n) in enumerate(zip(rows, counts, strict=True)):
+        if states is not None and n:
+            tokens[b, :n] = states.tokens[0, :n]
+            if aux is not None and states.aux is not None:
+                aux[:, b, :n] = states.aux[:, 0, :n]
+    return States(tokens, aux, counts)
 
 
 def accepted_states(proposal: Proposal, aux: Tensor | None, path: list[list[int]]) -> States:

@@ -18,6 +18,7 @@ from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
 from outpace.drafts.dflash_native import NativeBlock, NativeContext
 from outpace.drafts.native import NativeDraft, native, program_of
+from outpace.drafts.rows import CacheRows
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
@@ -150,7 +151,7 @@ class BoundDFlash:
         return DFlashSession(self.draft, self.target, batch, length, offset, self.head, slack)
 
 
-class DFlashSession:
+class DFlashSession(CacheRows):
     """The context-only KV cache: rows of verified tokens alone. A block's own rows are written behind
     them while it is drafted and are never committed, so the next append overwrites them."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.quantize import pack, packs
-from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, Sampled
+from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, RowSamplers, Sampled
 from outpace.models.decoder import Decoder
 from outpace.ops.candidates import all_pairs, share, top_k, walk
 from outpace.ops.linear import linear
@@ -108,6 +108,25 @@ def guess(
 ) -> DraftTokens:
     """hidden [B, n, C] of the n places after `last` [B]."""
     logits = head.logits(hidden)
+    if not isinstance(sampler, RowSamplers):
+        return _chosen(head, selector, markov, logits, hidden, last, sampler)
+    rows = [
+        _chosen(head, selector, markov, logits[b : b + 1], hidden[b : b + 1], last[b : b + 1], own)
+        for b, own in enumerate(sampler.samplers)
+    ]
+    assert all(row.q is None for row in rows)
+    return DraftTokens(torch.cat([row.tokens for row in rows]), None, torch.cat([row.sure for row in rows]))
+
+
+def _chosen(
+    head: Head,
+    selector: Selector | None,
+    markov: MarkovHead | None,
+    logits: Tensor,
+    hidden: Tensor,
+    last: Tensor,
+    sampler: DraftSampler,
+) -> DraftTokens:
     if selector is not None:
         return _selected(head, selector, logits, hidden, last, sampler)
     if markov is not None:

@@ -37,7 +37,11 @@ class NativeBlock:
     ) -> None:
         self.T, self.rings, self.lock = T, Rings(len(layers)), Lock()
         M, H, K, D = B * T, c.num_heads, c.num_kv_heads, c.head_dim
-        self.start, self.counts = torch.zeros(B, dtype=torch.int64), torch.full((B,), T)
+        self.start, self.counts, self.rows = (
+            torch.zeros(B, dtype=torch.int64),
+            torch.full((B,), T),
+            torch.arange(B),
+        )
         self.x, self.h, self.y, self.z = (torch.empty(M, c.hidden_size) for _ in range(4))
         self.hidden = torch.empty(B, T, c.hidden_size)
         self.cos, self.sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
@@ -63,9 +67,10 @@ class NativeBlock:
         program.linear(h, whole(layer.qkv_proj.weight), layer.qkv_proj.bias, qkv)
         norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
         program.rope(qkv, self.cos, self.sin, H, K, norms)
-        program.append(self.qkv, ring, self.start, self.counts, H, K, 0)
+        program.append(self.qkv, ring, self.start, self.counts, H, K, 0, self.rows)
         q = self.qkv.unflatten(-1, (-1, D))[:, :, :H]
-        program.attend(q, ring, K, self.start, self.attended, window, None, D**-0.5, both_ways=both_ways)
+        rules = window, None, D**-0.5, None, None, both_ways
+        program.attend(q, ring, K, self.start, self.attended, *rules, rows=self.rows)
         program.linear(self.attended.view(M, -1), whole(layer.o_proj.weight), layer.o_proj.bias, self.y)
         program.add(self._after(layer.attention_conv, self.deltas[0]), self.x)
 
@@ -97,6 +102,7 @@ class NativeBlock:
             self.rings.point_to(cache.rings)
             self.x.view(x.shape).copy_(x)
             self.start.copy_(step.starts)
+            self.rows.copy_(step.rows[:, 0])
             self.program.run()
             return self.hidden.clone()
 
@@ -118,7 +124,7 @@ class NativeContext:
         K, D, M = c.num_kv_heads, c.head_dim, B * T
         self.rings, self.lock = Rings(len(layers)), Lock()
         self.aux = torch.empty(B, T, len(c.target_layer_ids), c.hidden_size)
-        self.start, self.counts = (torch.zeros(B, dtype=torch.int64) for _ in range(2))
+        self.start, self.counts, self.rows = (torch.zeros(B, dtype=torch.int64) for _ in range(3))
         fused, features = torch.empty(M, c.hidden_size), torch.empty(M, c.hidden_size)
         cos, sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
         positions, kv = torch.zeros(B, T, dtype=torch.int64), torch.empty(B, T, 2 * K * D)
@@ -132,7 +138,7 @@ class NativeContext:
             program.linear(features, whole(weight), bias, kv.view(M, -1))
             norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
             program.rope(kv.view(M, -1), cos, sin, 0, K, norms)
-            program.append(kv, self.rings.address(i), self.start, self.counts, 0, K, 0)
+            program.append(kv, self.rings.address(i), self.start, self.counts, 0, K, 0, self.rows)
 
     def append(self, aux: Tensor, step: StepMetadata, cache: KVCache) -> None:
         """aux [n,B,T,C] of the step's tokens."""
@@ -140,5 +146,6 @@ class NativeContext:
             self.rings.point_to(cache.rings)
             self.aux.copy_(aux.permute(1, 2, 0, 3))
             self.start.copy_(step.starts)
+            self.rows.copy_(step.rows[:, 0])
             self.counts.copy_(step.counts_tensor)
             self.program.run()

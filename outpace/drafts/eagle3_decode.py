@@ -1,16 +1,20 @@
 """Decoding with EAGLE-3: verified states into its cache, then a chain, a dynamic tree, or one pass."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.drafts.base import Proposal
-from outpace.drafts.deferred import States, joined
+from outpace.drafts.deferred import States, joined, stacked
 from outpace.drafts.eagle3 import Attend, Eagle3
 from outpace.drafts.eagle3_native import NativeChain, NativeLayers
 from outpace.drafts.native import address, native, program_of
+from outpace.drafts.rows import CacheRows
 from outpace.drafts.sampler import DraftSampler, Greedy
 from outpace.drafts.tree import MOST_NODES, Growth, best_first, check_nodes
 from outpace.drafts.vocab import DraftVocabulary
@@ -99,7 +103,7 @@ class BoundEagle3:
         return Eagle3Session(self, batch, length, offset, slack)
 
 
-class Eagle3Session:
+class Eagle3Session(CacheRows):
     """The cache has one entry for every pair (state of the token at t, token at t + 1) of verified text, at
     index and rotary position t. The pair of the newest state is pending until its token is known, which is
     when the next proposal is requested. Proposed tokens are written behind the verified pairs and never
@@ -126,6 +130,7 @@ class Eagle3Session:
             device=self.target.device,
         )
         self.pending: list[States] = []  # the newest verified tokens, whose pairs are not in the cache
+        self.pending_of: dict[int, States] = {}  # the same by row, where texts come and go
 
     def observe(self, tokens: Tensor, aux: Tensor | None, counts: list[int]) -> None:
         assert aux is not None, "EAGLE-3 reads the target's hidden states"
@@ -143,6 +148,20 @@ class Eagle3Session:
     def select(self, batch_indices: list[int]) -> None:
         self.cache.select(batch_indices)
         self.pending = [states.select(batch_indices) for states in self.pending]
+
+    @contextmanager
+    def of(self, rows: Sequence[int]) -> Iterator[Self]:
+        with super().of(rows) as own:
+            kept = [self.pending_of.pop(row, None) for row in rows]
+            own.pending = [stacked(kept)] if any(kept) else []
+            yield own
+            if own.pending:
+                states = joined(own.pending)
+                self.pending_of |= {row: states.select([b]) for b, row in enumerate(rows)}
+
+    def reuse(self, source: int, row: int, count: int) -> None:
+        super().reuse(source, row, count)
+        self.pending_of.pop(row, None)
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
         depth = min(self.shape.depth, width - 1)

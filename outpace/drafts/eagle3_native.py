@@ -27,6 +27,7 @@ class _Layers:
         heads = c.num_heads + 2 * c.num_kv_heads
         self.draft, self.offset, self.rings, self.program = draft, offset, Rings(c.num_layers), Program()
         self.counts, self.positions = (torch.full(size, T) for size in ((B,), (B, T)))
+        self.rows = torch.arange(B)
         self.embeds, self.feature = torch.empty(M, c.hidden_size), torch.empty(M, c.hidden_size)
         self.hidden = torch.empty(B, T, c.hidden_size)
         self.x, self.read = self.hidden.view(M, -1), torch.empty(M, 2 * c.hidden_size)
@@ -80,9 +81,10 @@ class _Layers:
         program, c, M = self.program, self.draft.config, len(self.x)
         H, K, D = c.num_heads, c.num_kv_heads, c.head_dim
         program.rope(self.qkv.view(M, -1), self.cos, self.sin, H, K, None)
-        program.append(self.qkv, ring, start, self.counts, H, K, held)
+        program.append(self.qkv, ring, start, self.counts, H, K, held, self.rows)
         q = self.qkv.unflatten(-1, (-1, D))[:, :, :H]
-        program.attend(q, ring, K, start, self.attended, c.sliding_window, None, D**-0.5, sees, depth)
+        rules = c.sliding_window, None, D**-0.5, sees, depth
+        program.attend(q, ring, K, start, self.attended, *rules, rows=self.rows)
         self.linear(self.attended.view(M, -1), layer.o_proj, self.y)
         program.add(self.y, self.x)
 
@@ -121,6 +123,7 @@ class NativeLayers:
             layers.embeds.view(embeds.shape).copy_(embeds)
             layers.feature.view(feature.shape).copy_(feature)
             layers.counts.copy_(step.counts_tensor)
+            layers.rows.copy_(step.rows[:, 0])
             self.start.copy_(step.starts)
             if self.parents is not None:
                 assert step.tree is not None
@@ -163,6 +166,7 @@ class NativeChain:
         with self.lock:
             self.layers.rings.point_to(cache.rings)
             self.layers.hidden.copy_(hidden)
+            self.layers.rows.copy_(torch.tensor(cache.rows or range(len(lengths))))
             torch.add(torch.tensor(lengths), self.after, out=self.starts)
             self.layers.program.run()
             return self.logits.transpose(0, 1).clone(), self.tokens.t().clone()

@@ -1,5 +1,6 @@
 """Draft samplers: greedy, sampled, or coupled with the target's Gumbel noise."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ class DraftSampler(Protocol):
     vocabulary; a token that is not offered has the logit -inf. `scores` divides logits by `temperature`."""
 
     @property
-    def temperature(self) -> float: ...
+    def temperature(self) -> float | Tensor: ...
 
     def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """logits [B, n, V] of draft tokens at depth .. depth + n - 1 -> tokens [B, n] int64, and q [B, n, V]
@@ -103,3 +104,32 @@ class GumbelCoupled:
         ahead = depth - 1 + (torch.arange(n, device=scaled.device) * (not level))
         keys = noise.keys(self.key, self.streams[:, None], self.places[:, None] + ahead)
         return noise.perturbed(scaled, keys)
+
+
+@dataclass(frozen=True)
+class RowSamplers:
+    """Every row by its own; none of them may say what it drew from."""
+
+    samplers: tuple[DraftSampler, ...]
+
+    @staticmethod
+    def of(samplers: Sequence[DraftSampler]) -> DraftSampler:
+        """One for all rows where they are alike."""
+        first = samplers[0]
+        alike = len(samplers) == 1 or (isinstance(first, Greedy) and all(s == first for s in samplers))
+        return first if alike else RowSamplers(tuple(samplers))
+
+    def tokens(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        chosen = [s.tokens(logits[b : b + 1], depth) for b, s in enumerate(self.samplers)]
+        assert all(q is None for _, q in chosen)
+        return torch.cat([tokens for tokens, _ in chosen]), None
+
+    def scores(self, logits: Tensor, depth: int, *, level: bool = False) -> Tensor:
+        return torch.cat(
+            [s.scores(logits[b : b + 1], depth, level=level) for b, s in enumerate(self.samplers)]
+        )
+
+    @property
+    def temperature(self) -> Tensor:
+        """[B, 1, 1, 1]."""
+        return torch.tensor([s.temperature for s in self.samplers])[:, None, None, None]

@@ -4,7 +4,8 @@ Every tree here has its positions in descending order of survival, parents befor
 n positions of one are its best tree of n positions: `cut` takes them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import exp, inf, isnan, nan
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.drafts.base import Draft, Proposal, RewindableSession
+from outpace.drafts.base import Draft, Proposal, RowsSession
 from outpace.drafts.sampler import DraftSampler
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.tree import Tree
@@ -280,8 +281,10 @@ def row_of(proposal: Proposal, b: int) -> Proposal:
     return one.with_lists([proposal.host_tokens[b][:n]], [proposal.above[b][:n]], stated)
 
 
-class BlockSession(RewindableSession, Protocol):
+class BlockSession(RowsSession, Protocol):
     """A session of a draft that proposes a whole block at once. `vocab`: its vocabulary."""
+
+    def of(self, rows: Sequence[int]) -> AbstractContextManager["BlockSession"]: ...
 
     @property
     def vocab(self) -> DraftVocabulary: ...
@@ -340,6 +343,22 @@ class DDTreeSession:
         vocab, sharper = self.session.vocab, 1 / sampler.temperature
         added = None if pairs is None else lambda previous, ids: pairs(previous, ids) * sharper
         return best_first(last, vocab.scores(sampler, logits, 1), width, self.branch, added, vocab)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.session.lengths
+
+    @property
+    def nbytes(self) -> int:
+        return self.session.nbytes
+
+    @contextmanager
+    def of(self, rows: Sequence[int]) -> Iterator["DDTreeSession"]:
+        with self.session.of(rows) as session:
+            yield DDTreeSession(session, self.block, self.branch)
+
+    def reuse(self, source: int, row: int, count: int) -> None:
+        self.session.reuse(source, row, count)
 
     def rewind(self, lengths: list[int]) -> None:
         self.session.rewind(lengths)

@@ -5,30 +5,31 @@ from dataclasses import replace
 from outpace.decode.costs import Costs, Point
 
 
-def shared(costs: Costs, most: int) -> Costs:
+def shared(costs: Costs, most: int, *, one_draft: bool = False) -> Costs:
     """`costs` with batches of 1, 2, 4 .. `most` sequences. They share the target's pass, which costs what as
-    many positions cost of the measured batches; each has its own draft session, so that drafting costs
-    as many times as much."""
+    many positions cost of the measured batches. With `one_draft` they share the draft's too, which is taken
+    to grow as the target's does; else drafting costs as many times as much."""
     batch, points, base = 1, list[Point](), costs.batches[0]
     while batch <= 2 * most:
         for p in costs.points:
             if p.batch == base:
-                points.append(_scaled(costs, p, batch))
+                points.append(_scaled(costs, p, batch, one_draft))
         batch *= 2
     return replace(costs, points=tuple(points))
 
 
-def _scaled(costs: Costs, p: Point, batch: int) -> Point:
+def _scaled(costs: Costs, p: Point, batch: int, one_draft: bool) -> Point:
     times = batch / p.batch
     verify = tuple(costs.verify_seconds(n, p.context, batch) for n in costs.widths)
+    grown = [many / one if one_draft else times for many, one in zip(verify, p.verify, strict=True)]
     return replace(
         p,
         batch=batch,
         verify=verify,
-        draft=tuple(times * seconds for seconds in p.draft),
+        draft=tuple(more * seconds for more, seconds in zip(grown, p.draft, strict=True)),
         rest=times * p.rest,
         idle=None if p.idle is None else times * p.idle,
         plain=p.plain * verify[0] / p.verify[0],
-        show=times * p.show,
-        wake=times * p.wake,
+        show=grown[0] * p.show,
+        wake=grown[0] * p.wake,
     )

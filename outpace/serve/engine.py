@@ -6,7 +6,7 @@ prompt that begins alike.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from outpace.drafts.tree import row_of, together
 from outpace.kv.metadata import FEW
 from outpace.models.decoder import Decoder, Output
 from outpace.serve.sequence import Sequence
+from outpace.serve.shared_draft import SharedDraft
 
 LEAST_REUSE = 8  # tokens of a beginning that are worth a look
 
@@ -77,6 +78,11 @@ class Engine:
         length = config.max_model_len + self.block
         self.cache = target.make_cache(config.max_num_seqs, length, slack=length)
         self.cache.of([0], [0])  # refuses what cannot be shared
+        self.shared = {
+            id(draft): SharedDraft(draft, config.max_num_seqs, length)
+            for draft in drafts
+            if draft.target_layer_ids
+        }
         self.controller = controller or Fixed(self.block)
         self.controller.begin(self.block)
         self.running: list[Sequence] = []
@@ -86,6 +92,11 @@ class Engine:
         self.held: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
         self.used = [0.0] * config.max_num_seqs
         self.rounds = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the KV caches, the target's and its drafts'."""
+        return self.cache.nbytes + sum(draft.session.nbytes for draft in self.shared.values())
 
     def check(self, sequence: Sequence) -> None:
         """Raises ValueError for a prompt that the target cannot take, or that is too long with its output."""
@@ -164,34 +175,42 @@ class Engine:
             if sequence.cancelled:
                 sequence.on_end(None)
                 continue
-            row, reused = self._row_for(sequence.prompt)
+            shared = self.shared.get(id(sequence.draft))
+            row, source, reused = self._row_for(sequence.prompt, shared)
+            if row != source:
+                self.cache.copy(source, row, reused)
+            for draft in self.shared.values():
+                draft.begin(source, row, min(reused, draft.known(source)))
             self.running.append(sequence)
             try:
-                sequence.enter(row, reused)
+                sequence.enter(row, reused, shared)
             except Exception as error:  # of its draft
                 self._leave(sequence, error)
 
-    def _row_for(self, prompt: list[int]) -> tuple[int, int]:
-        """-> a free row, and how many tokens of the prompt's beginning lie in it; one at least is left, for
-        its logits."""
+    def _row_for(self, prompt: list[int], draft: SharedDraft | None) -> tuple[int, int, int]:
+        """-> a free row, and the row that holds so many tokens of the prompt's beginning; one at least is
+        left, for its logits. Of them, `draft` remembers what it reads."""
         busy = {s.row: s.in_cache for s in self.running}
         most, source = 0, -1
         for row, held in enumerate(self.held):
             alike = _alike(busy.get(row, held), prompt[:-1])
+            if draft is not None:  # the newest state it may not have, as its pair lacks the next token
+                alike = min(alike - 1, draft.known(row))
             if alike > most:
                 most, source = alike, row
         free = [row for row in range(len(self.held)) if row not in busy]
         if most < LEAST_REUSE:
-            return min(free, key=lambda row: (bool(self.held[row]), self.used[row])), 0
-        if source in free and most == len(self.held[source]):
-            return source, most  # it goes on where that one ended
+            row = min(free, key=lambda row: (bool(self.held[row]), self.used[row]))
+            return row, row, 0
+        if source in free and most >= len(self.held[source]) - 1:
+            return source, source, most  # it goes on where that one ended
         row = min(free, key=lambda row: (bool(self.held[row]), row == source, self.used[row]))
-        if row != source:
-            self.cache.copy(source, row, most)
-        return row, most
+        return row, source, most
 
     def _leave(self, sequence: Sequence, error: Exception | None = None) -> None:
         self.running.remove(sequence)
+        if sequence.shared is not None and not error:
+            sequence.shared.flush(sequence.row)
         self.held[sequence.row] = [] if error else sequence.in_cache
         self.used[sequence.row] = sequence.times["ended"] = time.perf_counter()
         sequence.on_end(error)
@@ -207,9 +226,9 @@ class Engine:
         out = self.target(tokens, cache, counts=counts, aux=self._aux(some))
         ended = []
         for b, (sequence, count) in enumerate(zip(some, counts, strict=True)):
-            if sequence.reads_states:
+            if sequence.shared is not None:
                 aux = self._aux_of(sequence, out.aux, b, count)
-                sequence.observe(States(tokens[b : b + 1, :count], aux, [count]))
+                sequence.shared.add(sequence.row, States(tokens[b : b + 1, :count], aux, [count]))
             sequence.cached += count
             if not sequence.prefilling:
                 ended.append((sequence, out.hidden[b, count - 1]))
@@ -228,7 +247,7 @@ class Engine:
         cache = self.cache.of([s.row for s in some], lengths)
         n = self.controller.width(lengths) if drafting else 1
         if n > 1:
-            offered = together([s.propose(n) for s in some])
+            offered = self._propose(some, n)
             proposal = self.controller.cut(offered)
         else:
             proposal = offered = roots(torch.tensor([s.last for s in some]))
@@ -246,11 +265,32 @@ class Engine:
         cache.commit(paths)
         for b, (sequence, path) in enumerate(zip(some, paths, strict=True)):
             sequence.cached = cache.lengths[b]
-            if sequence.reads_states:
+            if sequence.shared is not None:
                 aux = self._aux_of(sequence, out.aux, b, proposal.counts[b])
-                sequence.observe(accepted_states(row_of(proposal, b), aux, [path]))
+                states = accepted_states(row_of(proposal, b), aux, [path])
+                sequence.shared.add(sequence.row, states)
         if drafting:
             self.controller.learn(proposal, paths, time.perf_counter() - began)
+
+    def _propose(self, some: Rows[Sequence], n: int) -> Proposal:
+        """Of all, in at most `n` positions each: in one forward those that share a draft and a width."""
+        offered, sharing = list[Proposal | None](), defaultdict[tuple[SharedDraft, int], list[int]](list)
+        for b, sequence in enumerate(some):
+            width, own = sequence.most(n), sequence.forced(n)
+            if own is None and sequence.shared is not None and width > 1:
+                sharing[sequence.shared, width].append(b)
+            else:
+                own = own or sequence.propose(width)
+            offered.append(own)
+        for (draft, width), members in sharing.items():
+            of = [some[b] for b in members]
+            last, samplers = torch.tensor([s.last for s in of]), [s.rule.sampler for s in of]
+            proposal = draft.propose([s.row for s in of], last, width, samplers)
+            if len(members) == len(some):
+                return proposal
+            for i, b in enumerate(members):
+                offered[b] = row_of(proposal, i)
+        return together([own for own in offered if own is not None])
 
     def _verify(self, some: Rows[Sequence], proposal: Proposal, out: Output) -> list[list[int]]:
         """-> the accepted path of each; their new tokens go out."""
@@ -267,7 +307,7 @@ class Engine:
         return paths
 
     def _aux(self, some: Rows[Sequence]) -> tuple[int, ...]:
-        return self.aux if any(s.reads_states for s in some) else ()
+        return self.aux if any(s.shared is not None for s in some) else ()
 
     def _aux_of(self, sequence: Sequence, aux: Tensor | None, b: int, count: int) -> Tensor:
         """aux [n, B, T, C] of all drafts' layers -> [m, 1, count, C] of the layers that its own reads."""

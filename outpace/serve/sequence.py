@@ -15,6 +15,7 @@ from outpace.decode.request import BatchRows, Request, acceptance_rule
 from outpace.drafts.base import Draft, Proposal, roots
 from outpace.drafts.deferred import Deferred, States
 from outpace.ops.sampling import generator
+from outpace.serve.shared_draft import SharedDraft
 
 FORCED = 2  # tokens that a grammar leaves no choice of, and that are worth a step of their own
 EndCallback = Callable[[Exception | None], None]
@@ -54,7 +55,8 @@ class Sequence:
         self.output = BatchRows(1, self.request, lambda _, tokens: self.on_tokens(tokens))
         self.rule: AcceptanceRule = acceptance_rule(self.request, [self.prompt], generator(self.seed))
         self.takes_argmax = self.request.sampling.is_argmax and not self.request.grammars
-        self.session: Deferred | None = None
+        self.session: Deferred | None = None  # of a draft that reads text alone
+        self.shared: SharedDraft | None = None  # its draft, where it reads hidden states
         self.times = {"arrived": time.perf_counter()}  # and "admitted", "first", "ended", once they come
 
     @property
@@ -89,44 +91,39 @@ class Sequence:
     def last(self) -> int:
         return self.tokens[-1]
 
-    def enter(self, row: int, reused: int) -> None:
-        """It has a row of the cache, in which the first `reused` tokens of its prompt lie already."""
-        self.row, self.cached, self.reused = row, reused, reused
+    def enter(self, row: int, reused: int, shared: SharedDraft | None = None) -> None:
+        """It has a row of the cache, in which the first `reused` tokens of its prompt lie already, and of
+        `shared` where its draft reads hidden states."""
+        self.row, self.cached, self.reused, self.shared = row, reused, reused, shared
         self.times["admitted"] = time.perf_counter()
-        if self.draft is None:
-            return
-        # of reused tokens no hidden states are left: a draft that reads them begins after them
-        offset = reused if self.draft.target_layer_ids else 0
-        self.session = Deferred(self.draft.begin(1, self.length + self.draft.block_size, offset))
+        if self.draft is not None and shared is None:
+            self.session = Deferred(self.draft.begin(1, self.length + self.draft.block_size))
 
-    @property
-    def reads_states(self) -> bool:
-        """Whether its draft reads the target's hidden states, and so has to be shown each step's."""
-        return self.draft is not None and bool(self.draft.target_layer_ids)
+    def most(self, width: int) -> int:
+        """Positions of its next proposal, root included, of the `width` that the controller allows."""
+        return min(width, self.width or width, 1 if self.draft is None else self.draft.block_size)
 
-    def observe(self, states: States) -> None:
-        """Verified tokens and the target's hidden states there, for a draft that reads them."""
-        assert self.session is not None
-        with self._own_errors():
-            self.session.add(states)
+    def forced(self, width: int) -> Proposal | None:
+        """What its grammar leaves no choice of, which is more certain than any draft; None: too little."""
+        if not isinstance(self.rule, Constrained) or self.draft is None:
+            return None
+        forced = self.rule.places[0].forced()[: min(width, self.width or width) - 1]
+        if len(forced) < FORCED:
+            return None
+        return Proposal(torch.tensor([[self.last, *forced]]), [1 + len(forced)])
 
     def propose(self, width: int) -> Proposal:
-        """Of one row, in at most `width` positions, root included."""
-        width = min(width, self.width or width)
+        """Of one row, by a draft that reads text alone."""
         last = torch.tensor([self.last])
         alone = roots(last)
-        if width == 1 or self.session is None or self.draft is None:
+        if width == 1 or self.session is None:
             return alone
-        if isinstance(self.rule, Constrained):
-            forced = self.rule.places[0].forced()[: width - 1]
-            if len(forced) >= FORCED:  # more certain than any draft
-                return Proposal(torch.tensor([[self.last, *forced]]), [1 + len(forced)])
         try:
-            if not self.reads_states and self.cached > self.shown:  # the text is known: none was shown yet
+            if self.cached > self.shown:  # the text is known: none was shown yet
                 new = self._unseen
                 self.session.add(States(torch.tensor([new]), None, [len(new)]))
                 self.shown = self.cached
-            return self.session.propose(last, min(width, self.draft.block_size), self.rule.sampler)
+            return self.session.propose(last, width, self.rule.sampler)
         except Exception as error:
             self.failed = error
             return alone

@@ -47,7 +47,8 @@ def controller_of(model: Model, draft: Draft, max_num_seqs: int) -> tuple[Contro
     None: the draft's full length."""
     controller, note = auto_controller(model.target, model.tokenizer, draft, GREEDY, cache_folder())
     if isinstance(controller, Adaptive):
-        controller = Adaptive(shared(controller.costs, max_num_seqs))
+        one_draft = bool(draft.target_layer_ids)
+        controller = Adaptive(shared(controller.costs, max_num_seqs, one_draft=one_draft))
     return controller, note
 
 

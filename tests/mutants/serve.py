@@ -110,9 +110,37 @@ MUTANTS = [
     (
         "drafts that cost many what they cost one",
         "outpace/serve/costs.py",
-        "draft=tuple(times * seconds for seconds in p.draft)",
+        "draft=tuple(more * seconds for more, seconds in zip(grown, p.draft, strict=True))",
         "draft=p.draft",
         "tests/serve/test_shared_costs.py",
+    ),
+    (
+        "a row of a draft that remembers the text before",
+        "outpace/drafts/rows.py",
+        "        self.cache.lengths[row] = count\n",
+        "        self.cache.lengths[row] = max(count, self.cache.lengths[row])\n",
+        "tests/serve/test_shared_draft.py",
+    ),
+    (
+        "a beginning reused that the draft has not read",
+        "outpace/serve/engine.py",
+        "alike = min(alike - 1, draft.known(row))",
+        "alike = alike - 1",
+        "tests/serve/test_engine.py",
+    ),
+    (
+        "all rows drafted with the first row's noise",
+        "outpace/drafts/sampler.py",
+        "return first if alike else RowSamplers(tuple(samplers))",
+        "return RowSamplers((first,) * len(samplers))",
+        "tests/serve/test_shared_draft.py",
+    ),
+    (
+        "a draft's native block in the rows of another text",
+        "outpace/drafts/dflash_native.py",
+        "            self.rows.copy_(step.rows[:, 0])\n            self.program",
+        "            self.program",
+        "tests/serve/test_shared_draft.py",
     ),
     (
         "tokens that wait behind another answer's end",

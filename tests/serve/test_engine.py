@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from dflash_drafts import random_dflash
+from eagle3_drafts import bound_eagle3
 
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -73,21 +74,21 @@ def wrong_at(share, seed):
     return lambda b, position: random.Random(f"{seed} {position}").random() < share
 
 
-def drafted_by(kind, model, prompt, answer, number, dflash):
+def drafted_by(kind, model, prompt, answer, number, drafts):
     share, script = (0.2, 0.5, 0.8)[number % 3], ([answer], [prompt])
     match kind:
         case "none":
             return None
         case "ngram":
             return NGram(block_size=4)
-        case "dflash":
-            return dflash
+        case "dflash" | "eagle3":
+            return drafts[kind]
         case "chain":
             return Scripted(*script, wrong_at(share, number), block_size=5, patient=True, ragged=number % 2)
     return ScriptedTree(*script, wrong_at(share, number), block_size=7, patient=True)
 
 
-def crowd(model, count, seed, dflash):
+def crowd(model, count, seed, drafts):
     """Random requests, some of which begin like others -> clients, and the tokens that each must get."""
     rng, made = random.Random(seed), []
     beginnings = [[rng.randrange(5, 97) for _ in range(n)] for n in (12, 40, 75)]
@@ -99,8 +100,8 @@ def crowd(model, count, seed, dflash):
         if rng.random() < 0.2:
             wanted = replace(wanted, sampling=replace(wanted.sampling, repetition_penalty=1.3, top_k=20))
         answer = alone(model, prompt, wanted, i)
-        kind = rng.choice(["none", "ngram", "dflash", "chain", "tree"])
-        draft = drafted_by(kind, model, prompt, answer, i, dflash)
+        kind = rng.choice(["none", "ngram", "dflash", "eagle3", "chain", "tree"])
+        draft = drafted_by(kind, model, prompt, answer, i, drafts)
         made.append((Client(prompt, wanted, i, draft, rng.choice([0, 0, 2, 3])), answer))
     return made
 
@@ -112,9 +113,9 @@ def crowd(model, count, seed, dflash):
 def test_company_changes_no_token(family, count, dice):
     """They arrive and are cancelled at random, share beginnings, and outnumber the rows."""
     model = target(family)
-    bound = BoundDFlash(random_dflash(model), model)
-    made, rng = crowd(model, count, 7, bound), random.Random(1)
-    drafts = [bound, NGram(block_size=7)]
+    neural = {"dflash": BoundDFlash(random_dflash(model), model), "eagle3": bound_eagle3(model)}
+    made, rng = crowd(model, count, 7, neural), random.Random(1)
+    drafts = [*neural.values(), NGram(block_size=7)]
     config = EngineConfig(max_num_seqs=6, max_model_len=160, prefill_rows=3)
     engine = Engine(model, config, drafts, Dice(3) if dice else None)
     coming, cancelled = list(made), []
@@ -194,6 +195,23 @@ def test_a_long_prompt_does_not_stop_the_others():
     assert long.sequence.prefilling and len(short.tokens) == before + 5
     run(engine)
     assert long.tokens == alone(model, [7] * 640, request(3), 0)
+
+
+def test_a_prompt_is_reused_as_far_as_its_draft_has_read_it():
+    model, prompt = target(), [*range(20, 60)]
+    bound = BoundDFlash(random_dflash(model, head_dim=8), model)
+    engine = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=100), [bound])
+    (shared,) = engine.shared.values()
+    reused = []
+    for draft in (None, bound, bound, None):
+        client = Client(prompt, request(9), draft=draft)
+        engine.add(client.sequence)
+        run(engine)
+        assert client.tokens == alone(model, prompt, request(9), 0)
+        reused.append(client.sequence.reused)
+        if draft is not None:
+            assert shared.known(client.sequence.row) == client.sequence.cached
+    assert reused == [0, 0, len(prompt) - 2, len(prompt) - 1]
 
 
 def test_an_error_ends_those_that_met_it():

@@ -25,6 +25,19 @@ def test_the_pass_is_shared_and_the_drafts_are_not():
     assert many.plain_seconds(256, 8) == pytest.approx(one.verify_seconds(8, 256))
 
 
+def test_a_draft_of_one_forward_grows_as_the_pass_does():
+    one = embedded(show=1e-5, wake=2e-5)
+    many = shared(one, 8, one_draft=True)
+    for batch in (1, 4, 8):
+        for n in (2, 5):
+            grown = many.verify_seconds(n, 256, batch) / one.verify_seconds(n, 256)
+            assert many.draft_seconds(n, 256, batch) == pytest.approx(grown * one.draft_seconds(n, 256))
+        assert many.show_seconds(batch) == pytest.approx(
+            1e-5 * many.verify_seconds(1, 256, batch) / one.verify_seconds(1, 256)
+        )
+        assert many.rest_seconds(5, batch) == pytest.approx(batch * one.rest_seconds(5))
+
+
 def test_what_pays_for_one_does_not_pay_for_many():
     """Three draft tokens of each step accepted, of a draft nearly as dear as the step."""
     widths = {}

@@ -1,0 +1,101 @@
+"""Drafting for many texts at once: each has the proposals that it has alone, whatever became of its row."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from eagle3_drafts import VARIANTS, bound_eagle3
+
+from outpace.drafts.deferred import Deferred, States
+from outpace.drafts.eagle3_decode import TreeShape
+from outpace.drafts.sampler import Greedy, GumbelCoupled
+from outpace.drafts.tree import DDTree
+from outpace.ops.sampling import Sampling
+from outpace.serve.shared_draft import SharedDraft
+
+sys.path.append(str(Path(__file__).parent.parent / "drafts"))
+from test_dflash_parts import CONV, MARKOV, SELECTOR, drafted
+
+WINDOWS = ("sliding_attention", "full_attention", "sliding_attention")
+DFLASH = {"plain": {}, "window": {"sliding_window": 5, "layer_types": WINDOWS},
+          "selector": SELECTOR, "markov": MARKOV, "conv": CONV}  # fmt: skip
+ROWS, LENGTH = 4, 70
+
+
+def draft_of(kind, name, target):
+    if kind == "eagle3":
+        shape = TreeShape.of(nodes=9, depth=3, branch=3) if name == "tree" else None
+        return bound_eagle3(target, shape, **VARIANTS.get(name, {}))
+    bound = drafted(**{"head_dim": 8} | DFLASH[name]).bind(target)
+    return DDTree(bound, nodes=9, branch=4) if kind == "tree" else bound
+
+
+class Text:
+    """One text in a row, and a session that has it alone from its first token on."""
+
+    def __init__(self, draft, text, aux, row, reused, sampler):
+        self.text, self.aux, self.row, self.at, self.sampler = text, aux, row, reused, sampler
+        self.alone = Deferred(draft.begin(1, LENGTH))
+        if reused:
+            self.alone.add(self.states(0, reused))
+
+    def states(self, begin, end):
+        return States(self.text[None, begin:end], self.aux[:, None, begin:end], [end - begin])
+
+    def goes_on(self, shared, count):
+        new = self.states(self.at, self.at + count)
+        shared.add(self.row, new)
+        self.alone.add(new)
+        self.at += count
+
+    @property
+    def last(self):
+        return self.text[self.at : self.at + 1]
+
+
+CASES = [("dflash", name) for name in DFLASH] + [("tree", "plain"), ("tree", "selector")]
+CASES += [("eagle3", name) for name in ("plain", "two layers", "target's head", "tree")]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+@torch.inference_mode()
+def test_each_has_the_proposals_that_it_has_alone(kind, name):
+    target, rng = tiny.target("gpt_oss"), random.Random(3)
+    draft = draft_of(kind, name, target)
+    shared, running, left = SharedDraft(draft, ROWS, LENGTH), {}, {}
+    beginning, proposals, reuses = tiny.tokens(1, 30, seed=8)[0], 0, []
+    for round_ in range(40):
+        for row in set(range(ROWS)) - running.keys():
+            text = tiny.tokens(1, LENGTH, seed=round_ * ROWS + row)[0]
+            text[:30] = beginning
+            source = rng.choice([row, *left]) if left else row
+            reused = min(shared.known(source), 29) if source in left and rng.random() < 0.7 else 0
+            shared.begin(source, row, reused)
+            reuses.append(reused)
+            aux = target(text[None], aux=draft.target_layer_ids).aux[:, 0]
+            sampler = Greedy()
+            if rng.random() < 0.4:
+                sampler = GumbelCoupled(Sampling(temperature=rng.choice([0.6, 1.2])), round_,
+                                        torch.tensor([0]), torch.tensor([row]))  # fmt: skip
+            running[row] = Text(draft, text, aux, row, reused, sampler)
+            running[row].goes_on(shared, rng.randint(1, 12))
+            left.pop(row, None)
+        some, width = rng.sample(list(running.values()), rng.randint(1, ROWS)), rng.choice([2, 4, 5])
+        last, samplers = torch.cat([x.last for x in some]), [x.sampler for x in some]
+        got = shared.propose([x.row for x in some], last, width, samplers)
+        for b, text in enumerate(some):
+            one = text.alone.propose(text.last, width, text.sampler)
+            n = one.counts[0]
+            assert got.counts[b] == n and got.above[b][:n] == one.above[0]
+            assert got.host_tokens[b][:n] == one.host_tokens[0] and got.stated[b][:n] == one.stated[0]
+            proposals += 1
+        for text in list(running.values()):
+            if text.at + 8 > LENGTH or rng.random() < 0.1:
+                shared.flush(text.row)
+                left[text.row] = running.pop(text.row)
+            elif text in some or rng.random() < 0.5:
+                text.goes_on(shared, rng.randint(1, 5))
+    assert proposals > 60 and sum(n > 5 for n in reuses) > 5
