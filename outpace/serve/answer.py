@@ -87,7 +87,7 @@ class Answer:
 
     async def pieces(self) -> AsyncIterator[tuple[list[StreamPiece], list[TokenLogprob]]]:
         """What comes, as it comes. Raises what ended it, if it was an error."""
-        while not self.over:
+        while self.there.is_set() or not self.over:  # it may be over before anybody waits
             await self.there.wait()
             self.there.clear()
             pieces, scores = self.new

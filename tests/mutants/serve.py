@@ -170,4 +170,11 @@ MUTANTS = [
         "seconds = expected",
         "tests/serve/test_shared_costs.py",
     ),
+    (
+        "an answer that ends before anybody waits is empty",
+        "outpace/serve/answer.py",
+        "while self.there.is_set() or not self.over:",
+        "while not self.over:",
+        "tests/serve/test_answer.py",
+    ),
 ]

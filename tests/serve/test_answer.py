@@ -82,6 +82,36 @@ def test_what_came_before_the_end_is_taken_before_it(model, error):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("taken_first", [False, True])
+def test_an_answer_that_ends_while_nobody_waits_is_taken_whole(model, taken_first):
+    """It is delivered before the first wait, or while its consumer works at an earlier piece."""
+
+    async def run():
+        outbox, got = Outbox(), []
+        answer = _answer(model, outbox)
+
+        async def deliver(*tokens):
+            answer.feed(list(tokens))
+            outbox.hand_over()
+            await asyncio.sleep(0)
+
+        async def finish():
+            await deliver(42, 43)
+            answer.end(None)
+            outbox.hand_over()
+            await asyncio.sleep(0)
+            assert answer.over
+
+        await (deliver(40, 41) if taken_first else finish())
+        async for pieces, _ in answer.pieces():
+            got += [piece.token for piece in pieces]
+            if taken_first and len(got) == 2:
+                await finish()
+        assert got == ([40, 41] if taken_first else []) + [42, 43]
+
+    asyncio.run(run())
+
+
 def test_pieces_of_one_message_go_out_as_one(model):
     async def run():
         outbox = Outbox()
