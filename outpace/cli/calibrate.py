@@ -136,7 +136,8 @@ def _show(costs: "Costs") -> None:
         lines.append(
             f"{title}: overhead {1e3 * p.rest:.3f} ms per step, autoregressive decoding {1e3 * p.plain:.3f} "
             f"ms per token, pending states {1e3 * p.show:.3f} ms, first proposal after a pause "
-            f"{1e3 * p.wake:.3f} ms; half of the timings lie within {p.spread:.0%}"
+            f"{1e3 * p.wake:.3f} ms more, its verify pass and the steps after it {1e3 * p.settle:.3f} ms "
+            f"more; half of the timings lie within {p.spread:.0%}"
         )
     lines.append(f"a draft token after an accepted one was accepted in {costs.acceptance:.0%} of the cases")
     if costs.touched:

@@ -69,8 +69,7 @@ def calibrate(
     _check(target, text, contexts, batches, widths)
     cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
     share = seconds / (len(cells) + 1)
-    prompt = text[: min(contexts)]
-    acceptance, rest = _decode(target, draft, prompt, request, share)
+    acceptance, rest = _decode(target, draft, _rows(text, 1, min(contexts)), request, share)
     points = []
     for i, (batch, context) in enumerate(cells):
         attempts: list[Point] = []
@@ -102,10 +101,14 @@ def calibrate(
             RuntimeWarning,
             stacklevel=3,  # past the wrapper of inference_mode
         )
-    # again with the controller, whose own time belongs to a step
-    _, rest = _decode(target, draft, prompt, request, share, _drafting(costs))
-    _, idle = _decode(target, draft, prompt, request, share, Fixed(1))
-    return replace(costs, points=tuple(replace(p, rest=rest, idle=idle) for p in points))
+    besides = {}
+    for batch in sorted(set(batches)):  # again with the controller, whose own time belongs to a step
+        prompts = _rows(text, batch, min(contexts))
+        drafting, resting = (
+            _decode(target, draft, prompts, request, share, c)[1] for c in (_drafting(costs), Fixed(1))
+        )
+        besides[batch] = {"rest": drafting, "idle": resting}
+    return replace(costs, points=tuple(replace(p, **besides[p.batch]) for p in points))
 
 
 @torch.inference_mode()
@@ -157,13 +160,14 @@ def _check(
 
 
 def _max_steps(widths: tuple[int, ...], repeats: int | None = None, single: int = STEPS) -> int:
-    return ((MAX_REPEATS if repeats is None else repeats) + 1) * (len(widths) * ROUNDS + single)
+    lone = 1 + SETTLED
+    return ((MAX_REPEATS if repeats is None else repeats) + 1) * (len(widths) * ROUNDS + single + lone)
 
 
 def _decode(
     target: Decoder,
     draft: Draft,
-    prompt: Sequence[int],
+    prompts: list[list[int]],
     request: Request,
     seconds: float,
     controller: Controller | None = None,
@@ -174,16 +178,16 @@ def _decode(
     def run(tokens: int) -> Trace:
         rng = generator(SEED, target.device)
         return generate(
-            target, [prompt], replace(request, max_new_tokens=tokens), draft, controller=controller, rng=rng
+            target, prompts, replace(request, max_new_tokens=tokens), draft, controller=controller, rng=rng
         ).trace
 
     run(2)
     began = time.perf_counter()
     run(4)
     trace = run(int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began)))))
-    offered = [p for row in trace.proposed for p in row]
-    accepted = sum(trace.accept_lens)
-    rejected = sum(a < p for a, p in zip(trace.accept_lens, offered, strict=True))
+    steps = zip(trace.accepted, trace.proposed, strict=True)
+    rows = [row for step in steps for row in zip(*step, strict=True) if row[0] >= 0]
+    accepted, rejected = sum(a for a, _ in rows), sum(a < p for a, p in rows)
     rate = accepted / (accepted + rejected) if accepted + rejected else 0.0
     besides = trace.seconds["rest"] + (0.0 if accepted + rejected else trace.seconds["draft"])
     return rate, besides / len(trace.accepted)
@@ -196,14 +200,16 @@ def _drafting(costs: Costs) -> Adaptive:
     return controller
 
 
-Kind = tuple[str, int]  # of a timed step: DRAFT, VERIFY, PLAIN or WAKE, and its number of positions
-DRAFT, VERIFY, PLAIN, WAKE = "draft", "verify", "plain", "wake"
+Kind = tuple[str, int]  # of a timed step: one of these, and its number of positions
+DRAFT, VERIFY, PLAIN, WAKE, SETTLE = "draft", "verify", "plain", "wake", "settle"
+LONE = WAKE, SETTLE
 
 
 @dataclass
 class Timings:
-    """Seconds of the steps of every repeat, by kind. WAKE: a proposal after STEPS steps without one. `show`:
-    of one observed position. `wall`, `cpu`: of all repeats, and the time the main thread ran in them."""
+    """Seconds of the steps of every repeat, by kind. WAKE: a proposal after STEPS steps without one; SETTLE:
+    its verify pass, and the SETTLED steps of one position that follow. `show`: of one observed position.
+    `wall`, `cpu`: of all repeats, and the time the main thread ran in them."""
 
     widths: tuple[int, ...]
     repeats: list[dict[Kind, list[float]]] = field(default_factory=list)
@@ -218,7 +224,7 @@ class Timings:
         scaled by one factor to take as long as the repeats took, because decoding includes slow steps too.
         Costs never fall as the width grows."""
         durations = [
-            sum(sum(seconds) for (kind, _), seconds in repeat.items() if kind != WAKE)
+            sum(sum(seconds) for (kind, _), seconds in repeat.items() if kind not in LONE)
             for repeat in self.repeats
         ]
         scaled, mean = dict[Kind, list[float]](), sum(durations) / len(durations)
@@ -229,7 +235,7 @@ class Timings:
         quartiles = {
             kind: np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
             for kind, seconds in scaled.items()
-            if kind[0] != WAKE
+            if kind[0] not in LONE
         }
         slow = sum(durations) / sum(len(scaled[kind]) * first for kind, (first, _, _) in quartiles.items())
         low = {kind: slow * first for kind, (first, _, _) in quartiles.items()}
@@ -238,13 +244,14 @@ class Timings:
             for (kind, _), (first, median, third) in quartiles.items()
             if kind == VERIFY
         ]
+        first = {kind: quartile for kind, (quartile, _, _) in quartiles.items()}
         show = median(self.show)
-        wake = [
-            s - quartiles[DRAFT, n][0] - STEPS * show
-            for (kind, n), seconds in scaled.items()
-            if kind == WAKE
-            for s in seconds
-        ]
+
+        def beyond(kind: str, usual: Callable[[int], float]) -> float:
+            """What a lone step takes beyond the usual."""
+            more = [s - usual(n) for (k, n), seconds in scaled.items() if k == kind for s in seconds]
+            return max(0.0, median(more or [0.0]))
+
         return Point(
             batch=batch,
             context=context + self.steps / 2,
@@ -253,7 +260,8 @@ class Timings:
             rest=rest,
             plain=low[PLAIN, 1],
             show=show,
-            wake=max(0.0, median(wake or [0.0])),
+            wake=beyond(WAKE, lambda n: first[DRAFT, n] + STEPS * show),
+            settle=beyond(SETTLE, lambda n: first[VERIFY, n] + SETTLED * first[VERIFY, 1]),
             spread=median(spreads),
             cpu=min(1.0, self.cpu / self.wall) if on_cpu else 1.0,
         )
@@ -280,10 +288,11 @@ def _measure(
     has ROUNDS consecutive steps: a step is a little faster after one of its kind. Steps of one position,
     which are consecutive where drafting rests, and steps of autoregressive decoding, over a cache of their
     own, have STEPS of them: consecutive tokens read the same experts, where a wide step has just read all.
+    After those of one position there is a lone wider step, as a probe is: see `Point.wake` and `settle`.
     """
     widths = timings.widths
     length = context + _max_steps(widths) + widths[-1]
-    rows = [_cyclic(text, b * len(text) // batch, length) for b in range(batch)]
+    rows = _rows(text, batch, length)
     tokens = torch.tensor(rows, device=target.device)
     cache = target.make_cache(batch, length, slack=draft.block_size)
     plain_cache = target.make_cache(batch, length)
@@ -298,6 +307,12 @@ def _measure(
     deferred = Deferred(session)
     kinds = (0, *widths)  # 0: autoregressive decoding
     plain_at = context
+
+    def step(n: int) -> tuple[float, float]:
+        at = context + timings.steps
+        timings.steps += 1
+        return _step(target, draft, deferred, cache, rule, tokens[:, at : at + widths[-1]], n)
+
     for repeat in range(MAX_REPEATS + 1):  # the first one warms up
         if repeat == 1:
             began, began_cpu = time.perf_counter(), time.thread_time()
@@ -315,16 +330,15 @@ def _measure(
                 continue
             steps, settled = (STEPS, SETTLED) if n == 1 else (ROUNDS, 1)
             for i in range(steps):
-                at, pending = context + timings.steps, deferred.positions
-                drafted, verified = _step(
-                    target, draft, deferred, cache, rule, tokens[:, at : at + widths[-1]], n
-                )
-                timings.steps += 1
+                drafted, verified = step(n)
                 if i >= settled:
                     times.setdefault((DRAFT, n), []).append(drafted)
                     times.setdefault((VERIFY, n), []).append(verified)
-                elif n > 1 and pending >= STEPS:
-                    times.setdefault((WAKE, n), []).append(drafted)
+            if n == 1 and len(widths) > 1:
+                lone = widths[1 + repeat % (len(widths) - 1)]
+                drafted, verified = step(lone)
+                times[WAKE, lone] = [drafted]
+                times[SETTLE, lone] = [verified + sum(sum(step(1)) for _ in range(SETTLED))]
         if not repeat:
             continue
         timings.repeats.append(times)
@@ -400,9 +414,10 @@ def widened(proposal: Proposal, ahead: Tensor, n: int) -> Proposal:
     return Proposal(tokens, [n] * B, parents)
 
 
-def _cyclic(text: Sequence[int], begin: int, length: int) -> list[int]:
-    """`length` tokens from `begin` on, the text being repeated."""
-    return [text[(begin + i) % len(text)] for i in range(length)]
+def _rows(text: Sequence[int], batch: int, length: int) -> list[list[int]]:
+    """`length` tokens for each row, from another place on, the text being repeated."""
+    starts = [b * len(text) // batch for b in range(batch)]
+    return [[text[(begin + i) % len(text)] for i in range(length)] for begin in starts]
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ A decision depends on earlier steps, and on the survival that the draft states f
 sampled. It is made before the target runs: it changes the speed and, at temperature 0 or under the Gumbel
 rule, nothing else."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,7 +27,8 @@ CALIBRATION_TRIALS = 6.0  # and of the calibration's acceptance rate
 PROBE_SHARE = 0.01  # of the time, spent on probes and on showing the draft the tokens it missed
 SHOW_SHARE = 0.75  # of that, at most for showing
 CREDIT = 2.0  # probes that may be lost at the beginning of a text ..
-CREDIT_STEPS = 2.0  # .. where they cost no more than so many autoregressive steps
+CREDIT_STEPS = 2.0  # .. where they cost no more than so many autoregressive steps ..
+CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
 DEBT = 5.0  # steps of loss before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
@@ -41,8 +43,9 @@ class Controller(Protocol):
     @property
     def predicted(self) -> tuple[float, float] | None: ...
 
-    def begin(self, block: int) -> None:
-        """A generation begins; `block` is the draft's longest proposal, root included."""
+    def begin(self, block: int, tokens: int | None = None) -> None:
+        """A generation begins, of at most `tokens` for a row; `block` is the draft's longest proposal, root
+        included."""
         ...
 
     def width(self, lengths: Sequence[int]) -> int:
@@ -70,7 +73,7 @@ class Fixed:
             raise ValueError(f"{positions} positions per step: the last verified token is always one")
         self.positions = self.block = positions
 
-    def begin(self, block: int) -> None:
+    def begin(self, block: int, tokens: int | None = None) -> None:
         self.block = block
 
     def width(self, lengths: Sequence[int]) -> int:
@@ -177,9 +180,10 @@ class Row:
 
 
 class Adaptive:
-    """Each step the number of positions n with the largest
-    (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest), summed over the rows, which share a forward
-    (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147).
+    """The rate at which tokens come is the larger of autoregressive decoding's and that of the best number of
+    positions n, (1 + E[accepted](n)) / (C_draft + C_verify(n) + rest), summed over the rows, which share a
+    forward (CaDDTree, arXiv 2606.01813; DSpark's scheduler, 2607.05147). Of each proposal as many positions
+    are verified as are worth more than the time they take at that rate.
 
     Where no n beats autoregressive decoding, drafting rests and is probed. An account of the seconds lost
     against autoregressive decoding bounds the probes to PROBE_SHARE of the time. One controller can serve
@@ -194,17 +198,21 @@ class Adaptive:
         self.states_survival = True  # of the draft; assumed until its first proposal
         # autoregressive steps since the last proposal, and before the next decision
         self.rested = self.wait = 0
+        self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
+        self.tokens: float = math.inf  # of this generation, at most
         self._costs = StepCosts.of(costs, 1, 0.0, 2)
         self._rows: list[Row] = []
         self._width, self._draft_seconds = 1, 0.0
+        self._rate = 0.0  # tokens/s of all rows that are expected anyway
 
-    def begin(self, block: int) -> None:
+    def begin(self, block: int, tokens: int | None = None) -> None:
         if len(self.history.tried) != block:
             self.history = AcceptanceHistory(block, self.costs.acceptance)
         self.history.fade(0.5)
         self.rested = self.wait = 0
-        self.account = None
+        self.verified = 1
+        self.account, self.tokens = None, math.inf if tokens is None else tokens
 
     def width(self, lengths: Sequence[int]) -> int:
         now = self._costs = self._step_costs(len(lengths), sum(lengths) / len(lengths))
@@ -216,6 +224,7 @@ class Adaptive:
         self._width, self._draft_seconds = width, now.draft[width] + (now.wake if self.rested else 0.0)
         if width == 1:
             self.rested += 1
+            self.verified = 1
             self.predicted = float(now.rows), now.step[1] + now.show
             return 1
         self.rested = 0
@@ -227,13 +236,18 @@ class Adaptive:
             self.history.fade(REST_FADE)
         gains = [now.rows * x for x in self.history.forecast(self.states_survival)]
         best = fastest(gains, now.step, least=2)
-        pays = sum(gains[:best]) / now.step[best] > now.rows / now.step[1]
-        price = now.step[best] - now.step[1] + (now.wake if self.rested else 0.0)
+        plain, drafting = now.rows / now.step[1], sum(gains[:best]) / now.step[best]
+        pays, self._rate = drafting > plain, max(drafting, plain)
+        settle = now.settle if self.verified == 1 else 0.0
+        price = now.step[best] - now.step[1] + settle + (now.wake if self.rested else 0.0)
         if self.account is None:
-            self.account = min(CREDIT * price, CREDIT_STEPS * now.step[1])
+            steps = min(CREDIT_STEPS, CREDIT_SHARE * self.tokens)
+            self.account = min(CREDIT * price, steps * now.step[1])
         self.account = min(self.account, BANK * price)
         # where the draft itself expects too little of a probe, nothing of it is verified
-        unverified = now.step[best] - now.draft[best] - now.others[1] if self.states_survival else 0.0
+        unverified = 0.0
+        if self.states_survival:
+            unverified = now.step[best] - now.draft[best] - now.others[1] + settle
         if not self.always and self.account < (-DEBT * price if pays else price - unverified):
             self.wait = GAP - 1
             return 1
@@ -259,10 +273,12 @@ class Adaptive:
             self._rows.append(Row(row, depth, values, survival))
             for i, x in enumerate(survival):
                 gains[i] += x
-        seconds = [self._draft_seconds + other for other in self._costs.others]
+        now, settle = self._costs, self._costs.settle if self.verified == 1 else 0.0
+        seconds = [self._draft_seconds + other for other in now.others[:2]]
+        seconds += [self._draft_seconds + other + settle for other in now.others[2:]]
         # without stated survival only verified tokens teach the controller: at least one draft token
-        positions = fastest(gains, seconds, least=1 if readable else min(2, len(gains)))
-        self.predicted = sum(gains[:positions]), seconds[positions]
+        positions = best_at(self._rate, gains, seconds, least=1 if readable else min(2, len(gains)))
+        self.predicted, self.verified = (sum(gains[:positions]), seconds[positions]), positions
         return cut(proposal, positions)
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
@@ -291,7 +307,8 @@ class Adaptive:
 class StepCosts:
     """Seconds of a step of `rows` rows at one context, by number of positions (index 0 unused): of the draft,
     of all else after it, of a whole step (with 1, without the draft). `show`: of an autoregressive step's
-    token, observed later; `wake`: of the first proposal after a rest, beyond `draft`."""
+    token, observed later; `wake`: of the first proposal after a rest, beyond `draft`; `settle`: of the first
+    verify pass after steps without one."""
 
     rows: int
     draft: list[float]
@@ -299,6 +316,7 @@ class StepCosts:
     step: list[float]
     show: float
     wake: float
+    settle: float
 
     @staticmethod
     def of(costs: Costs, rows: int, context: float, block: int) -> "StepCosts":
@@ -307,7 +325,16 @@ class StepCosts:
         others = [0.0, *(costs.verify_seconds(n, context, rows) + rest for n in range(1, block + 1))]
         step = [d + o for d, o in zip(draft, others, strict=True)]
         step[1] = costs.round_seconds(1, context, rows)
-        return StepCosts(rows, draft, others, step, costs.show_seconds(rows), costs.wake_seconds(rows))
+        show, wake, settle = (f(rows) for f in (costs.show_seconds, costs.wake_seconds, costs.settle_seconds))
+        return StepCosts(rows, draft, others, step, show, wake, settle)
+
+
+def best_at(rate: float, gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:
+    """The n >= least with the largest sum(gains[:n]) - rate seconds[n], the smallest of equals: `rate`
+    tokens/s come anyway, so that a step is worth its tokens less those of its time (Dinkelbach, 1967). The
+    draft's seconds, which are spent when a proposal is here, change nothing."""
+    worth = [tokens - rate * s for tokens, s in zip(accumulate(gains), seconds[1:], strict=False)]
+    return max(range(least, len(worth) + 1), key=lambda n: worth[n - 1])
 
 
 def fastest(gains: Sequence[float], seconds: Sequence[float], least: int = 1) -> int:

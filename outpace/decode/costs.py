@@ -34,9 +34,11 @@ class Point:
     logits and the acceptance rule; `draft` is one proposal and the observation of the step before it (0 for
     one position); `rest` is everything else of a step with draft tokens, the controller included, and `idle`
     of one without (None: as much); `show` is the observation of one more token per row after these, and
-    `wake` the time by which the first proposal then exceeds `draft`; `plain` is a step of autoregressive
-    decoding. `spread`: interquartile range of the timings over their median, for the median width. `cpu`:
-    share of the time in which the main thread ran on the processor, 1 on a GPU.
+    `wake` the time by which the first proposal then exceeds `draft`; `settle` is the time by which its verify
+    pass, and the steps without a draft after it, exceed `verify`: a processor is slower at what it did not
+    just do; `plain` is a step of autoregressive decoding. `spread`: interquartile range of the timings over
+    their median, for the median width. `cpu`: share of the time in which the main thread ran on the
+    processor, 1 on a GPU.
     """
 
     batch: int
@@ -48,6 +50,7 @@ class Point:
     idle: float | None = None
     show: float = 0.0
     wake: float = 0.0
+    settle: float = 0.0
     spread: float = 0.0
     cpu: float = 1.0
 
@@ -93,7 +96,8 @@ class Costs:
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance {self.acceptance} is no share")
         for p in self.points:
-            numbers = (*p.verify, *p.draft, p.rest, p.idle or 0.0, p.plain, p.show, p.wake, p.context)
+            single = p.rest, p.idle or 0.0, p.plain, p.show, p.wake, p.settle, p.context
+            numbers = (*p.verify, *p.draft, *single)
             if len(p.verify) != len(self.widths) or len(p.draft) != len(self.widths):
                 raise ValueError(f"{len(p.verify)} and {len(p.draft)} costs for {len(self.widths)} widths")
             if (
@@ -126,6 +130,10 @@ class Costs:
     def wake_seconds(self, batch: int = 1) -> float:
         """The first proposal after a rest, beyond `draft_seconds`."""
         return self._nearest(batch).wake
+
+    def settle_seconds(self, batch: int = 1) -> float:
+        """The first verify pass after a rest, and the steps without a draft after it, beyond their usual."""
+        return self._nearest(batch).settle
 
     def plain_seconds(self, context: float, batch: int = 1) -> float:
         """A step of autoregressive decoding, without a draft."""
@@ -260,7 +268,7 @@ def identity(thing: Any) -> str:
     return repr(thing)
 
 
-FORMAT = 5
+FORMAT = 6
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:

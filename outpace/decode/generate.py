@@ -94,7 +94,7 @@ def steps(
             session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
             rule = Trusting(rule) if partial.mode == "lossy" else rule
     controller = controller or Fixed(max(block, 1))
-    controller.begin(max(block, 1))
+    controller.begin(max(block, 1), request.max_new_tokens)
 
     aux = () if draft is None else draft.target_layer_ids
     with trace.timed("prefill"):

@@ -32,4 +32,5 @@ def _scaled(costs: Costs, p: Point, batch: int, one_draft: bool) -> Point:
         plain=p.plain * verify[0] / p.verify[0],
         show=grown[0] * p.show,
         wake=grown[0] * p.wake,
+        settle=grown[0] * p.settle,
     )

@@ -9,7 +9,7 @@ from outpace.decode.costs import Costs, Point
 from outpace.drafts.base import Proposal
 
 
-def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0.0):
+def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0.0, settle=0.0):
     """verify[n - 1], draft[n - 1]: seconds of n positions, at every context."""
     parts = {
         "verify": tuple(verify),
@@ -18,6 +18,7 @@ def table(verify, draft, rest=0.05e-3, acceptance=0.5, batch=1, show=0.0, wake=0
         "plain": verify[0],
         "show": show,
         "wake": wake,
+        "settle": settle,
     }
     point = Point(batch=batch, context=256, **parts)
     widths = tuple(range(1, len(verify) + 1))
@@ -56,9 +57,9 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
     `speaks`: the draft knows that, and states it to the power of `fade`. -> seconds, rounds of draft
     tokens."""
     dice = random.Random(seed)
-    controller.begin(block)
+    controller.begin(block, tokens)
     rows, at = len(streams), [0] * len(streams)
-    seconds, drafted, unseen = 0.0, 0, 0
+    seconds, drafted, unseen, verified = 0.0, 0, 0, 1
     while sum(at) < tokens * rows:
         lengths = [256 + n for n in at]
         width = controller.width(lengths)
@@ -68,7 +69,7 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
             seconds += costs.verify_seconds(1, context, rows)
             at = [n + 1 for n in at]
             controller.learn(chain(width=1, rows=rows), [[0]] * rows)
-            unseen += 1
+            unseen, verified = unseen + 1, 1
             continue
         drafted += 1
         if unseen:
@@ -79,6 +80,8 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
         proposal = controller.cut(chain(items if speaks else None, width, rows))
         n = proposal.tokens.shape[1]
         seconds += costs.verify_seconds(n, context, rows)
+        seconds += costs.settle_seconds(rows) if n > 1 == verified else 0.0
+        verified = n
         path = []
         for row in chances:
             taken = 0

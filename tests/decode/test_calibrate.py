@@ -13,7 +13,9 @@ from test_lossless import random_dflash
 from outpace.decode import calibrate as measuring
 from outpace.decode.calibrate import (
     DRAFT,
+    LONE,
     PLAIN,
+    SETTLE,
     VERIFY,
     WAKE,
     Timings,
@@ -31,6 +33,7 @@ from outpace.drafts.eagle3_decode import TreeShape
 from outpace.drafts.lookup import NGram
 from outpace.drafts.sampler import Greedy, GumbelCoupled, Sampled
 from outpace.drafts.tree import DDTree
+from outpace.models.decoder import Decoder
 
 TEXT = tiny.tokens(400, seed=4).tolist()
 
@@ -54,16 +57,23 @@ def drafts(model):
 @pytest.mark.parametrize("name", ["chain", "tree", "ngram", "walked"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_every_width_is_measured_as_it_is_run(name, family, monkeypatch):
-    model, ran = tiny.target(family), []
+    model, ran, decoding = tiny.target(family), [], []
     draft, forward = drafts(model)[name], type(model).forward
 
+    def decoded(*given, **more):
+        decoding.append(True)
+        generation = generate(*given, **more)
+        decoding.clear()
+        return generation
+
     def watched(self, tokens, cache=None, *, counts=None, tree=None, **more):
-        if cache is not None and tokens.shape[1] <= 5:
+        if cache is not None and tokens.shape[1] <= 5 and not decoding:
             assert counts is None or counts == [tokens.shape[1]] * len(tokens)
             ran.append((len(tokens), tokens.shape[1], tree is not None) if counts else "plain")
         return forward(self, tokens, cache, counts=counts, tree=tree, **more)
 
     monkeypatch.setattr(type(model), "forward", watched)
+    monkeypatch.setattr(measuring, "generate", decoded)
     monkeypatch.setattr(measuring, "STEADY", 4)
     shares = []
     got = calibrate(
@@ -121,14 +131,18 @@ def test_a_table_is_measured_as_its_rule_decodes(name, validation, sampler, monk
 
 
 def test_what_a_controller_takes_is_in_the_rest_of_a_round(monkeypatch):
+    """Of each batch by itself: what is done for each row takes longer for more."""
+
     class Slow(Adaptive):
         def width(self, lengths):
-            time.sleep(0.02)
+            time.sleep(0.02 * len(lengths))
             return super().width(lengths)
 
     monkeypatch.setattr(measuring, "Adaptive", Slow)
-    got = calibrate(tiny.target("qwen3"), NGram(block_size=3), TEXT, contexts=(11,), seconds=1e-6)
-    assert all(p.rest > 0.02 for p in got.points)
+    how = {"contexts": (11,), "batches": (1, 4), "seconds": 1e-6}
+    got = calibrate(tiny.target("qwen3"), NGram(block_size=3), TEXT, **how)
+    assert [p.batch for p in got.points] == [1, 4]
+    assert got.rest_seconds(2, 1) > 0.02 and got.rest_seconds(2, 4) > 0.04
 
 
 def test_what_showing_a_token_takes_is_measured_where_the_draft_is_shown_a_prompt(monkeypatch):
@@ -167,13 +181,28 @@ def test_what_waking_the_draft_takes_is_measured_after_steps_in_which_it_rested(
     assert 0.06 < got.wake_seconds() < 0.18 and max(got.points[0].draft) < 0.06
 
 
+def test_what_a_lone_verify_pass_disturbs_is_measured(monkeypatch):
+    """A forward takes longer where the one before had another number of positions: once for the pass, once
+    for the step after it."""
+    model, forward, before = tiny.target("qwen3"), Decoder.forward, [0]
+
+    def slow(self, tokens, *rest, **more):
+        other, before[0] = before[0] != tokens.shape[1], tokens.shape[1]
+        time.sleep(0.05 if other and "logits" in more else 0.005)
+        return forward(self, tokens, *rest, **more)
+
+    monkeypatch.setattr(Decoder, "forward", slow)
+    got = calibrate(model, NGram(block_size=3), TEXT, contexts=(24,), seconds=1e-6)
+    assert 0.06 < got.settle_seconds() < 0.18 and max(got.points[0].verify) < 0.05
+
+
 CALM = {1: (2.0, 0.0), 2: (2.4, 1.0), 4: (3.0, 1.2)}  # width: verify and draft
 
 
 def measured(*, delay=lambda repeat, n: 0.0, scale=lambda repeat: 1.0, repeats=20, cpu=1.0):
     timings = Timings(tuple(CALM), show=[0.25], wall=1.0, cpu=cpu)
     for repeat in range(repeats):
-        times = {(PLAIN, 1): [1.5], (WAKE, 2): [7.0]}
+        times = {(PLAIN, 1): [1.5], (WAKE, 2): [7.0], (SETTLE, 2): [2.4 + measuring.SETTLED * 2.0 + 0.7]}
         for n, (verify, draft) in CALM.items():
             times |= {(VERIFY, n): [verify + delay(repeat, n)], (DRAFT, n): [draft]}
         timings.repeats.append({kind: [scale(repeat) * s for s in v] for kind, v in times.items()})
@@ -188,7 +217,7 @@ def test_slow_moments_move_the_level_of_a_table_and_not_its_shape():
     assert result.verify == pytest.approx([slow * verify for verify, _ in CALM.values()])
     assert result.draft == pytest.approx([0.0, slow * 1.0, slow * 1.2])
     assert result.plain == pytest.approx(slow * 1.5) and result.show == 0.25
-    took = sum(sum(s) for times in timings.repeats for (kind, _), s in times.items() if kind != WAKE)
+    took = sum(sum(s) for times in timings.repeats for (kind, _), s in times.items() if kind not in LONE)
     assert 20 * (sum(result.verify) + sum(result.draft) + result.plain) == pytest.approx(took)
 
 
@@ -201,6 +230,7 @@ def test_minutes_of_which_some_are_slow_leave_the_shape_to_the_digit():
     assert result.draft == pytest.approx([0.0, mean * 1.0, mean * 1.2])
     assert result.plain == pytest.approx(mean * 1.5) and result.spread == pytest.approx(0)
     assert result.wake == pytest.approx(mean * (7.0 - 1.0) - measuring.STEPS * 0.25)
+    assert result.settle == pytest.approx(mean * 0.7)
 
 
 def test_a_measurement_beside_other_processes_is_busy():

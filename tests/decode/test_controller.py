@@ -19,7 +19,7 @@ from simulated import (
     walker,
 )
 
-from outpace.decode.controller import AcceptanceHistory, Adaptive, Fixed, Row, fastest
+from outpace.decode.controller import AcceptanceHistory, Adaptive, Fixed, Row, best_at, fastest
 from outpace.drafts.base import Proposal
 from outpace.kv.tree import depths
 
@@ -58,9 +58,30 @@ def test_a_step_in_the_costs_does_not_hide_what_lies_behind_it():
     assert fastest([1.0, 0.0], [0, 1.0, 1.0]) == 1  # nothing is verified for nothing
 
 
+def test_a_proposal_is_verified_as_far_as_it_beats_the_tokens_that_come_anyway():
+    """Also one that took long to draft: a little more than nothing is not worth the wait."""
+    gains = [1.0, 0.9, 0.4, 0.2]
+    assert best_at(1.0, gains, [0, 1.0, 1.5, 2.0, 2.5]) == 2
+    assert best_at(1.0, gains, [0, 9.0, 9.5, 10.0, 10.5]) == 2
+    assert fastest(gains, [0, 9.0, 9.5, 10.0, 10.5]) == 4
+    assert best_at(2.0, gains, [0, 1.0, 1.5, 2.0, 2.5]) == 1
+    assert best_at(0.3, gains, [0, 1.0, 1.5, 2.0, 2.5], least=3) == 4
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(64, 1), (2048, 8)])
+def test_a_short_text_does_not_begin_with_a_probe(tokens, first):
+    """Two probes of a text of 64 tokens would be a tenth of it."""
+    controller = Adaptive(embedded(0.0))
+    controller.begin(8, tokens)
+    assert controller.width([256]) == first
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_cut_is_the_argmax_over_the_rows(rows):
+def test_a_cut_keeps_what_is_worth_its_time_at_the_rate_of_the_others(rows):
+    """By arithmetic: nothing is known yet but the calibration's acceptance of a half."""
     costs = embedded()
+    seconds = [costs.round_seconds(n, 288, rows) for n in range(1, 9)]
+    rate = max(rows * sum(0.5**i for i in range(n)) / seconds[n - 1] for n in range(1, 9))
     generator = torch.Generator().manual_seed(3)
     for _ in range(50):
         controller = Adaptive(costs)
@@ -70,8 +91,8 @@ def test_a_cut_is_the_argmax_over_the_rows(rows):
         got = controller.cut(chain(value.tolist(), rows=rows))
         per_round = [costs.round_seconds(n, 288, rows, width=8) for n in range(1, 9)]
         tokens = [rows + float(value[:, : n - 1].sum()) for n in range(1, 9)]
-        rates = [t / s for t, s in zip(tokens, per_round, strict=True)]
-        best = rates.index(max(rates))
+        worth = [t - rate * s for t, s in zip(tokens, per_round, strict=True)]
+        best = worth.index(max(worth))
         assert got.tokens.shape == (rows, best + 1) and got.counts == [best + 1] * rows
         assert controller.predicted == pytest.approx((tokens[best], per_round[best]), rel=1e-5)
 
@@ -211,12 +232,17 @@ def test_text_that_cannot_be_guessed_costs_little(acceptance, speaks, tokens, le
 
 
 @pytest.mark.parametrize("speaks", [False, True])
-@pytest.mark.parametrize(("wake", "gain"), [(0.0, 1.1), (0.7e-3, 1.05)])
+@pytest.mark.parametrize(
+    ("wake", "settle", "gain"), [(0.0, 0.0, 1.1), (0.7e-3, 0.0, 1.05), (0.2e-3, 0.5e-3, 1.05)]
+)
 @pytest.mark.parametrize(("show", "least"), [(7e-6, 0.98), (15e-6, 0.98), (30e-6, 0.97)])
-def test_showing_the_draft_what_it_missed_is_paid_from_the_same_account(speaks, wake, gain, show, least):
+def test_showing_the_draft_what_it_missed_is_paid_from_the_same_account(
+    speaks, wake, settle, gain, show, least
+):
     """A half, one and two parts in a hundred of a plain step: the last is more than all that may be lost,
-    and probes go on all the same, also where waking the draft takes half a plain step."""
-    costs = embedded(0.5, show=show, wake=wake)
+    and probes go on all the same, also where waking the draft takes half a plain step, or waking and
+    settling together do."""
+    costs = embedded(0.5, show=show, wake=wake, settle=settle)
     controller = Adaptive(costs)
     for text in range(4):
         assert speed(controller, costs, [steady(0.15)], 256, speaks=speaks, seed=text) > 0.97
@@ -247,6 +273,30 @@ def test_waking_is_charged_after_a_rest_and_not_to_the_next_text():
         controller.learn(proposal, [[0]])
         widths.append(width)
     assert widths[0] > 1 and widths[-1] > 1 and max(charged) > 0 and 1 in widths
+
+
+def test_settling_is_charged_where_the_step_before_verified_no_draft_token():
+    """And a proposal that is worth its verify pass, but not what that disturbs, is only looked at."""
+    costs = embedded(0.5, settle=1e-3)
+    controller = Adaptive(costs)
+    controller.begin(8)
+
+    def step(survival):
+        assert controller.width([256]) == 8
+        proposal = controller.cut(chain([survival]))
+        n = proposal.tokens.shape[1]
+        charged = controller.predicted[1] - costs.round_seconds(n, 288, width=8)
+        controller.learn(proposal, [list(range(n))])
+        return n, charged
+
+    controller.always = True
+    good, fair = [0.9] * 7, [0.3, *[0.0] * 6]
+    assert step(good) == (8, pytest.approx(1e-3))
+    assert step(good) == (8, pytest.approx(0.0))
+    assert step(fair) == (2, pytest.approx(0.0))
+    assert step([0.0] * 7)[0] == 1
+    assert step(fair)[0] == 1
+    assert step(good) == (8, pytest.approx(1e-3))
 
 
 @pytest.mark.parametrize("made", [experts, walker])

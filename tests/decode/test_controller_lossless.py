@@ -31,7 +31,7 @@ class Dice:
         self.dice = random.Random(seed)
         self.plain, self.widths, self.verified = 0, set(), set()
 
-    def begin(self, block):
+    def begin(self, block, tokens=None):
         self.block = block
 
     def width(self, lengths):

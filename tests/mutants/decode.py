@@ -268,4 +268,32 @@ MUTANTS = [
         "if True:",
         "tests/decode/test_controller.py",
     ),
+    (
+        "a proposal is verified by its own rate, the draft's time included",
+        "outpace/decode/controller.py",
+        "positions = best_at(self._rate, gains, seconds,",
+        "positions = fastest(gains, seconds,",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "settling costs nothing",
+        "outpace/decode/controller.py",
+        "now, settle = self._costs, self._costs.settle if self.verified == 1 else 0.0",
+        "now, settle = self._costs, 0.0",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "the first probes of a short text cost what those of a long one do",
+        "outpace/decode/controller.py",
+        "steps = min(CREDIT_STEPS, CREDIT_SHARE * self.tokens)",
+        "steps = CREDIT_STEPS",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "the overhead of one row for every batch",
+        "outpace/decode/calibrate.py",
+        "prompts = _rows(text, batch, min(contexts))",
+        "prompts = _rows(text, 1, min(contexts))",
+        "tests/decode/test_calibrate.py",
+    ),
 ]
