@@ -107,8 +107,9 @@ def calibrate(
         drafting, resting = (
             _decode(target, draft, prompts, request, share, c)[1] for c in (_drafting(costs), Fixed(1))
         )
-        besides[batch] = {"rest": drafting, "idle": resting}
-    return replace(costs, points=tuple(replace(p, **besides[p.batch]) for p in points))
+        besides[batch] = drafting, resting
+    timed = [(p, *besides[p.batch]) for p in points]
+    return replace(costs, points=tuple(replace(p, rest=rest, idle=idle) for p, rest, idle in timed))
 
 
 @torch.inference_mode()
