@@ -1,16 +1,16 @@
 """Several processes at one job, which `torchrun` starts: a training's rows or a teacher cache's shards.
 
-In a training all hold the same weights and do the same steps, each on its share of the rows. What a step adds
-up is added up over all processes, so that its loss, its gradients and its metrics are those of one process
-with all rows.
+In a training all hold the same weights and do the same steps, each on its share of the rows. Losses and
+metrics are sums and weights until those of all processes and micro-batches are added up: the division comes
+last, so that they are those of one process with all rows.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,11 +55,15 @@ def wait() -> None:
         dist.barrier()
 
 
-def own(items: Sequence[T]) -> list[T]:
-    """This process's share of a step's rows. Raises ValueError where one process would get none."""
-    if len(items) < size():
-        raise ValueError(f"rows {len(items)}: {size()} processes train, and each takes one at least")
-    return list(items[rank() :: size()])
+def own(items: Sequence[T], parts: int = 1) -> list[list[T]]:
+    """This process's share of a step's rows, in so many micro-batches. Raises ValueError where one of all
+    processes' would be empty."""
+    count = size() * parts
+    if len(items) < count:
+        raise ValueError(
+            f"rows {len(items)}: {size()} processes train, each with {parts} micro-batches of a row at least"
+        )
+    return [list(items[i::count]) for i in range(rank(), count, size())]
 
 
 def total(x: Tensor) -> Tensor:
@@ -70,13 +74,34 @@ def total(x: Tensor) -> Tensor:
     return x
 
 
-def mean(x: Tensor, weights: Tensor) -> Tensor:
-    """The weighted mean over the rows of all processes, as this one's part of it: what the parts average to
-    is the mean."""
-    return size() * (weights * x).sum() / total(weights.sum()).clamp(min=TINY)
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean of the rows of a step, or the part that some of them have in it. `sum` and `weight`:
+    float tensors of one shape, or the sum with a gradient."""
+
+    sum: Tensor
+    weight: Tensor
+
+    @staticmethod
+    def of(x: Tensor, weights: Tensor) -> "Mean":
+        return Mean((weights * x).sum(), weights.sum())
+
+    @staticmethod
+    def of_all(parts: Sequence["Mean"]) -> "Mean":
+        """Of a process's micro-batches -> of all processes', without a gradient."""
+        both = [torch.stack((part.sum.detach(), part.weight)) for part in parts]
+        return Mean(*total(torch.stack(both).sum(0)))
+
+    def times(self, factor: float) -> "Mean":
+        return Mean(factor * self.sum, self.weight)
+
+    @property
+    def value(self) -> Tensor:
+        """0 where there is no weight."""
+        return self.sum / self.weight.clamp(min=TINY)
 
 
-def average_gradients(parameters: Iterable[Tensor]) -> None:
+def add_gradients(parameters: Iterable[Tensor]) -> None:
     """In place, over the processes, in one message for each dtype."""
     if size() == 1:
         return
@@ -87,17 +112,8 @@ def average_gradients(parameters: Iterable[Tensor]) -> None:
     for some in gradients.values():
         flat = torch.cat([g.flatten() for g in some])
         dist.all_reduce(flat)
-        flat /= size()
         for g, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
             g.copy_(part.view_as(g))
-
-
-def averaged(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Numbers and lists of numbers, averaged over the processes."""
-    if size() == 1:
-        return metrics
-    every = gathered([metrics])
-    return {name: np.mean([own[name] for own in every], axis=0).tolist() for name in metrics}
 
 
 def gathered(items: list[T]) -> list[T]:

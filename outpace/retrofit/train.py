@@ -94,7 +94,8 @@ def train_retrofit(
             for group in adam.param_groups:  # looked up again: loading a checkpoint replaces them
                 group["lr"] = recipe.lr * warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
             loss, metrics = trainer.loss(step)
-            failed = take_step(loss, parameters, [adam], 1.0)
+            loss.backward()  # type: ignore[no-untyped-call]
+            failed = take_step(parameters, [adam], 1.0)
             return {"loss": loss.item()} | metrics | failed
 
         states = {"parts": nn.ParameterList(parameters), "adam": adam}

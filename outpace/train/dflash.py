@@ -22,8 +22,8 @@ from outpace.drafts.sampler import Greedy
 from outpace.formats.load import save_draft
 from outpace.models.config import FULL, WINDOW
 from outpace.models.decoder import Decoder
-from outpace.ops import ranks
 from outpace.ops.blocks import block_attend
+from outpace.ops.ranks import Mean
 from outpace.ops.sampling import seeded
 from outpace.teacher.store import TeacherCache, TeacherSample
 from outpace.train.data import FollowedAnchors, Packed, pack
@@ -33,7 +33,6 @@ from outpace.train.drafts import (
     DraftRecipe,
     DraftTrainer,
     DraftVocabulary,
-    StepLoss,
     accuracy,
     aux_indices,
     leading_hits,
@@ -49,6 +48,7 @@ from outpace.train.losses import (
     default_gamma,
     fit_temperatures,
 )
+from outpace.train.trainer import StepLoss
 
 GROUP = 16  # channels that share a coefficient of a convolution
 CANDIDATES = 16  # of the selector
@@ -166,12 +166,17 @@ def is_part(name: str) -> bool:
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """loss: a scalar with a gradient; hits [A, n] bool: the draft predicts the label, given its true
-    predecessor; metrics: for the log."""
+    """terms: with a gradient, their sum is the loss; hits [A, n] bool: the draft predicts the label, given
+    its true predecessor; metrics: for the log."""
 
-    loss: Tensor
+    terms: list[Mean]
     hits: Tensor
-    metrics: dict[str, float]
+    metrics: dict[str, Mean]
+
+    @property
+    def loss(self) -> Tensor:
+        """Of these rows alone."""
+        return torch.stack([term.value for term in self.terms]).sum()
 
 
 @dataclass(frozen=True)
@@ -214,18 +219,19 @@ class Objective:
         weighed = unknown if recipe.weights == "dpace" else rows
         options = {"alpha": recipe.alpha, "gamma": gamma}
         weights = block_weights(recipe.weights, weighed, packed.valid, **options).flatten()
-        loss, hits, metrics = ranks.mean(rows.loss, weights * known), rows.hits & known, {}
+        terms, hits, metrics = [Mean.of(rows.loss, weights * known)], rows.hits & known, {}
         if selector is not None and rows.top is not None:
             nll, chosen, has = self.selected(selector, states, rows.top, labels, previous)
-            metrics = {"recall": ranks.mean(has.float(), known.float()).item()}
+            metrics = {"recall": Mean.of(has.float(), known.float())}
             metrics["base_accept_len"] = leading_hits(hits.view(shape))
             hits = chosen & known
-            loss = loss + recipe.selector_weight * ranks.mean(nll, weights * (known & has))
+            terms.append(Mean.of(nll, weights * (known & has)).times(recipe.selector_weight))
         if draft.confidence_head is not None:
             bce = self.confident(states, previous, hits, rows)
-            loss = loss + recipe.confidence_weight * ranks.mean(bce, weights * packed.valid.flatten())
-            metrics["confidence_loss"] = ranks.mean(bce.detach(), packed.valid.flatten().float()).item()
-        return BlockLoss(loss, hits.view(shape), metrics)
+            valid = packed.valid.flatten()
+            terms.append(Mean.of(bce, weights * valid).times(recipe.confidence_weight))
+            metrics["confidence_loss"] = Mean.of(bce.detach(), valid.float())
+        return BlockLoss(terms, hits.view(shape), metrics)
 
     def selected(
         self, selector: Selector, states: Tensor, top: Tensor, labels: Tensor, previous: Tensor
@@ -335,10 +341,11 @@ class DFlashTrainer(DraftTrainer[DFlash]):
         rngs = [seeded(self.recipe.seed, 1, step, sample) for sample in samples]
         packed = self.pack(rows, rngs, first, final=self.recipe.final)
         result = self.objective(self.states_of(packed, self.recipe.recompute), packed)
-        if self.followed is not None:
-            self.followed.update(samples, packed.layout, result.hits)
         metrics = accuracy(result.hits, packed.valid) | result.metrics
-        return StepLoss(result.loss, packed.row_tokens, metrics)
+        loss = StepLoss(result.terms, packed.row_tokens, metrics)
+        if self.followed is None:
+            return loss
+        return replace(loss, after=partial(self.followed.update, samples, packed.layout, result.hits))
 
     def pack(
         self,
@@ -366,7 +373,7 @@ class DFlashTrainer(DraftTrainer[DFlash]):
         hits, valid, sure = (torch.cat(x) for x in zip(*parts, strict=True))
         return hits, valid, sure
 
-    def validate(self, batches: Batches) -> dict[str, Any]:
+    def validate(self, batches: Batches) -> dict[str, Mean]:
         hits, valid, _ = self.proposals(batches)
         return accuracy(hits, valid)
 

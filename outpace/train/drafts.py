@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -27,10 +28,21 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops import ranks
 from outpace.ops.dispatch import product_dtype
+from outpace.ops.ranks import Mean
 from outpace.ops.sampling import shuffled
 from outpace.teacher.store import TeacherCache, TeacherSample
 from outpace.train.losses import needs_target
-from outpace.train.trainer import Log, Muon, fit, take_step, training_folder, warmup_cosine
+from outpace.train.trainer import (
+    Log,
+    Muon,
+    StepLoss,
+    backward,
+    fit,
+    numbers,
+    take_step,
+    training_folder,
+    warmup_cosine,
+)
 
 MAX_VALIDATION_SAMPLES = 128  # they are read again at every evaluation
 MOST, ABOVE_0 = math.inf, sys.float_info.min
@@ -42,7 +54,7 @@ class DraftRecipe:
     use."""
 
     RANGES: ClassVar[Ranges] = (
-        dict.fromkeys(("rows", "steps", "save_every", "eval_every"), (1, MOST))
+        dict.fromkeys(("rows", "micro_batches", "steps", "save_every", "eval_every"), (1, MOST))
         | dict.fromkeys(("num_layers", "num_heads", "num_kv_heads"), (1, 2**16))
         | dict.fromkeys(("head_dim", "intermediate_size"), (1, 2**24))
         | dict.fromkeys(("lr", "clip"), (ABOVE_0, MOST))
@@ -64,6 +76,7 @@ class DraftRecipe:
     loss: str = "ce"  # of train/losses.py: ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
     recompute: bool = False  # layers run again in the backward: less memory, a third more work
     rows: int = 4  # of a step
+    micro_batches: int = 1  # of a process's rows of a step: less memory, a third more work
     row_tokens: int | None = None  # rows are cut to this many tokens
     steps: int = 2000
     lr: float = 6e-4  # AdamW's
@@ -153,13 +166,6 @@ class DraftVocabulary:
         return tokens if self.row_of is None else self.row_of[tokens]
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    loss: Tensor  # scalar, with a gradient
-    tokens: int  # of the rows, prompts included
-    metrics: dict[str, Any]  # for the log
-
-
 Batches = Iterable[tuple[int, list[TeacherSample]]]  # each with the index of its first sample
 
 
@@ -182,7 +188,7 @@ class DraftTrainer(ABC, Generic[D]):
     def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss: ...
 
     @abstractmethod
-    def validate(self, batches: Batches) -> dict[str, Any]:
+    def validate(self, batches: Batches) -> dict[str, Mean]:
         """Metrics of samples outside the training. Far below the training's, more steps do not help: it takes
         more answers."""
 
@@ -243,14 +249,15 @@ def train_draft(
                 for group in optimizer.param_groups:
                     group["lr"] = factor * (recipe.muon_lr if name == "muon" else recipe.lr)
             chosen = shuffled(step * recipe.rows, recipe.rows, len(training), recipe.seed, 0)
-            samples = [training[i] for i in ranks.own(chosen)]
-            result = trainer.loss(step, samples, [cache.sample(i) for i in samples])
-            failed = take_step(result.loss, list(draft.parameters()), learners.values(), recipe.clip)
-            own = {"loss": result.loss.item(), **result.metrics}
-            metrics = ranks.averaged(own) | failed | {"lr": recipe.lr * factor}
-            metrics["tokens"] = sum(ranks.gathered([result.tokens]))
-            metrics["tokens_per_s"] = round(metrics["tokens"] / (time.perf_counter() - began), 1)
-            return metrics
+
+            def loss(samples: list[int]) -> StepLoss:
+                return trainer.loss(step, samples, [cache.sample(i) for i in samples])
+
+            own = ranks.own([training[i] for i in chosen], recipe.micro_batches)
+            metrics = backward([partial(loss, samples) for samples in own])
+            metrics |= take_step(list(draft.parameters()), learners.values(), recipe.clip)
+            speed = metrics["tokens"] / (time.perf_counter() - began)
+            return metrics | {"lr": recipe.lr * factor, "tokens_per_s": round(speed, 1)}
 
         def batches() -> Batches:
             for i in range(0, len(validation), recipe.rows):
@@ -259,7 +266,8 @@ def train_draft(
         def evaluate() -> dict[str, Any]:
             metrics: dict[str, Any] = {}
             if validation:
-                metrics = {f"unseen_{name}": value for name, value in trainer.validate(batches()).items()}
+                values = numbers(trainer.validate(batches()))
+                metrics = {f"unseen_{name}": value for name, value in values.items()}
             if held_out:
                 prompts, stop = held_out[: recipe.eval_prompts], frozenset(target.config.eos_token_ids)
                 request = Request(max_new_tokens=recipe.eval_new_tokens, stop=stop)
@@ -344,16 +352,16 @@ def most_frequent(texts: Iterable[Tensor], size: int, vocab_size: int, kept: Ite
     return ids - torch.arange(size)
 
 
-def accuracy(hits: Tensor, valid: Tensor) -> dict[str, Any]:
+def accuracy(hits: Tensor, valid: Tensor) -> dict[str, Mean]:
     """hits and valid [A, n]: the share of hits at each position, and accept_len, the mean number of leading
     hits of a block: its accepted draft tokens where the labels are the target's output."""
-    share = ranks.size() * hits.sum(0) / ranks.total(valid.sum(0)).clamp(min=1)
-    return {"accept_len": leading_hits(hits), "accuracy": [round(x, 4) for x in share.tolist()]}
+    share = Mean(hits.sum(0).float(), valid.sum(0).float())
+    return {"accept_len": leading_hits(hits), "accuracy": share}
 
 
-def leading_hits(hits: Tensor) -> float:
+def leading_hits(hits: Tensor) -> Mean:
     counts = hits.long().cumprod(1).sum(1).float()
-    return ranks.mean(counts, torch.ones_like(counts)).item()
+    return Mean.of(counts, torch.ones_like(counts))
 
 
 def provenance(

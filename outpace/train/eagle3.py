@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from outpace.drafts.eagle3 import Eagle3, Eagle3Config, init_eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
 from outpace.formats.load import save_draft
 from outpace.models.decoder import Decoder
-from outpace.ops import ranks
+from outpace.ops.ranks import Mean
 from outpace.ops.sampling import seeded
 from outpace.ops.unrolled import Unrolled, unrolled_attend
 from outpace.teacher.store import TeacherCache, TeacherSample
@@ -27,7 +28,6 @@ from outpace.train.drafts import (
     DraftRecipe,
     DraftTrainer,
     DraftVocabulary,
-    StepLoss,
     accuracy,
     aux_indices,
     leading_hits,
@@ -36,6 +36,7 @@ from outpace.train.drafts import (
     train_draft,
 )
 from outpace.train.losses import block_losses, needs_target, top_tokens
+from outpace.train.trainer import StepLoss
 
 LEAST_KEPT = 0.2  # share of the indices that the deepest steps of a thinned unrolling keep
 
@@ -115,12 +116,16 @@ class UnrollStep:
     hidden: Tensor  # [n, C], before `norm`
 
 
-def thinned(count: int, steps: int, keep: float, rng: torch.Generator) -> list[Tensor]:
-    """The indices of every step: all of `count` at step 0, at step j a share of max(keep^j, LEAST_KEPT), each
-    a subset of the step before (P-EAGLE's COD), since it attends to that step's keys and values."""
-    drawn = torch.rand(count, generator=rng)
+def thinned(counts: Sequence[int], steps: int, keep: float, rngs: Sequence[torch.Generator]) -> list[Tensor]:
+    """The indices of every step of rows with `counts` indices: all at step 0, at step j a share of
+    max(keep^j, LEAST_KEPT), one of each row at least, each a subset of the step before (P-EAGLE's COD), since
+    it attends to that step's keys and values. `rngs`: of each row, so that its indices do not hang on the
+    others."""
+    drawn = [torch.rand(n, generator=rng) for n, rng in zip(counts, rngs, strict=False)]
+    for row in drawn:
+        row[row.argmin()] = 0.0
     shares = [1.0] + [max(keep**j, LEAST_KEPT) for j in range(1, steps)]
-    return [(drawn < share).nonzero().squeeze(1) for share in shares]
+    return [(torch.cat(drawn) < share).nonzero().squeeze(1) for share in shares]
 
 
 def unroll(
@@ -208,11 +213,16 @@ class _Runner:
 class UnrollLoss:
     """Of N indices and J steps; `hits` and `alpha` are 0 where `valid` is."""
 
-    loss: Tensor  # scalar
+    mean: Mean  # a scalar, with a gradient
     hits: Tensor  # [N, J] bool: the draft's first choice is the label
     run: Tensor  # [N, J] bool: of a thinned unrolling
     valid: Tensor  # [N, J] bool: it was run, and there is a label
     alpha: Tensor | None  # [N, J]: of soft labels, the chance of acceptance; 0 where they have no weight
+
+    @property
+    def loss(self) -> Tensor:
+        """Of these rows alone."""
+        return self.mean.value
 
 
 def unrolled_loss(
@@ -251,7 +261,6 @@ def unrolled_loss(
     index, step_of = index[place], step_of[place]
     states = draft.norm(torch.cat([step.hidden for step in steps])[place])
     weights = decay**step_of * known[of]
-    weights = weights * ranks.size() / ranks.total(weights.sum()).clamp(min=1e-9)
     head = vocabulary.head if draft.lm_head is None else draft.lm_head.weight
     assert isinstance(head, Tensor)
     target_head = None if final is None else vocabulary.head
@@ -263,7 +272,7 @@ def unrolled_loss(
     if rows.accept is not None:
         alpha = torch.zeros_like(valid, dtype=torch.float32)
         alpha[index, step_of] = rows.accept * known[of]
-    return UnrollLoss(rows.total, hits, run, valid, alpha)
+    return UnrollLoss(Mean(rows.total, weights.sum()), hits, run, valid, alpha)
 
 
 BY_ADAM = ("lm_head.weight", "embed_tokens.weight", "mask_hidden")  # tables of rows
@@ -367,24 +376,26 @@ class Eagle3Trainer(DraftTrainer[Eagle3]):
         self.vocabulary = DraftVocabulary.of(self.draft.target_ids(), target, self.dtype)
 
     def loss(self, step: int, samples: list[int], rows: list[TeacherSample]) -> StepLoss:
-        result, tokens = self.evaluate(rows, self.recipe.keep, seeded(self.recipe.seed, 1, step, samples[0]))
-        return StepLoss(result.loss, tokens, metrics_of(result))
+        rngs = [seeded(self.recipe.seed, 1, step, sample) for sample in samples]
+        result, tokens = self.evaluate(rows, self.recipe.keep, rngs)
+        return StepLoss([result.mean], tokens, metrics_of(result))
 
     def evaluate(
-        self, rows: list[TeacherSample], keep: float, rng: torch.Generator
+        self, rows: list[TeacherSample], keep: float, rngs: list[torch.Generator]
     ) -> tuple[UnrollLoss, int]:
         """-> the loss of these rows, and the number of their tokens. keep 1: every index at every step."""
         recipe, device = self.recipe, self.target.device
         texts = gather(rows, recipe.row_tokens, self.layers, final=recipe.final).to(device)
-        indices = thinned(len(texts.at), recipe.steps_ahead, keep, rng)
+        counts = [b - a for a, b in pairwise(texts.queries)]
+        indices = thinned(counts, recipe.steps_ahead, keep, rngs)
         indices = [chosen.to(device) for chosen in indices]
         steps = unroll(self.draft, self.target, texts, indices, self.dtype, recipe.recompute)
         result = unrolled_loss(self.draft, steps, texts, self.vocabulary, recipe.loss, recipe.decay)
         return result, len(texts.tokens)
 
     @torch.no_grad()
-    def validate(self, batches: Batches) -> dict[str, Any]:
-        results = [self.evaluate(rows, 1.0, seeded(self.recipe.seed, 2, i))[0] for i, rows in batches]
+    def validate(self, batches: Batches) -> dict[str, Mean]:
+        results = [self.evaluate(rows, 1.0, [seeded(0)] * len(rows))[0] for _, rows in batches]
         return accuracy(torch.cat([r.hits for r in results]), torch.cat([r.valid for r in results]))
 
     def bind(self) -> Draft:
@@ -395,14 +406,13 @@ class Eagle3Trainer(DraftTrainer[Eagle3]):
         save_draft(self.draft, folder)
 
 
-def metrics_of(result: UnrollLoss) -> dict[str, Any]:
+def metrics_of(result: UnrollLoss) -> dict[str, Mean]:
     """`accuracy`, its accept_len over the indices that ran every step; with soft labels also the mean
     acceptance probability of each step."""
     metrics = accuracy(result.hits, result.valid)
     metrics["accept_len"] = leading_hits(result.hits[result.run.all(1)])
     if result.alpha is not None:
-        shares = ranks.size() * result.alpha.sum(0) / ranks.total((result.alpha > 0).sum(0)).clamp(min=1)
-        metrics["alpha"] = [round(x, 4) for x in shares.tolist()]
+        metrics["alpha"] = Mean(result.alpha.sum(0), (result.alpha > 0).sum(0).float())
     return metrics
 
 

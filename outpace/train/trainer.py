@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ from outpace.checkpoint.publish import disk, one_writer, written
 from outpace.checkpoint.save import write_atomically
 from outpace.ops import ranks
 from outpace.ops.dispatch import product_dtype
+from outpace.ops.ranks import Mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -164,13 +165,62 @@ def _text(log: Log) -> str:
     return "".join(json.dumps(record) + "\n" for record in log)
 
 
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Of some rows of a step. The loss is the sum of `terms`, each a scalar mean."""
+
+    terms: list[Mean]
+    tokens: int  # of the rows, prompts included
+    metrics: dict[str, Mean]  # for the log
+    after: Callable[[], None] = _nothing  # once the step's rows have all been seen, by all processes
+
+
+def backward(parts: Sequence[Callable[[], StepLoss]]) -> dict[str, Any]:
+    """Gradients of a step's loss over a process's micro-batches, one after the other, as if all processes'
+    rows were one batch; -> the loss, the metrics and the number of tokens of all, for the log.
+
+    A term's weight can hang on the draft itself (D-PACE's does), and is needed in full before the first
+    backward: where there are several micro-batches, each runs once more, without a gradient.
+    """
+    weights: Tensor | None = None
+    if len(parts) > 1:
+        with torch.no_grad():
+            weights = ranks.total(torch.stack([_weights(part()) for part in parts]).sum(0))
+    done: list[StepLoss] = []
+    for part in parts:
+        result = part()
+        weight = ranks.total(_weights(result)) if weights is None else weights
+        loss = Mean(torch.stack([term.sum for term in result.terms]), weight).value.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        terms = [Mean(term.sum.detach(), term.weight) for term in result.terms]  # frees the graph
+        done.append(replace(result, terms=terms))
+    for result in done:
+        result.after()
+    terms = [Mean.of_all(of_parts) for of_parts in zip(*(result.terms for result in done), strict=True)]
+    metrics = {name: Mean.of_all([result.metrics[name] for result in done]) for name in done[0].metrics}
+    tokens = sum(ranks.gathered([result.tokens for result in done]))
+    return {"loss": sum(term.value.item() for term in terms)} | numbers(metrics) | {"tokens": tokens}
+
+
+def _weights(result: StepLoss) -> Tensor:
+    return torch.stack([term.weight for term in result.terms])
+
+
+def numbers(metrics: dict[str, Mean]) -> dict[str, Any]:
+    """For the log; of vectors four places."""
+    values = {name: mean.value.tolist() for name, mean in metrics.items()}
+    return {k: [round(x, 4) for x in v] if isinstance(v, list) else v for k, v in values.items()}
+
+
 def take_step(
-    loss: Tensor, parameters: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer], clip: float
+    parameters: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer], clip: float
 ) -> dict[str, float]:
-    """Backward and one step of every optimizer; -> {}. A gradient norm that is not finite leaves the weights
-    as they are; -> {"grad_norm": norm}."""
-    loss.backward()  # type: ignore[no-untyped-call]
-    ranks.average_gradients(parameters)
+    """One step of every optimizer by all processes' gradients; -> {}. A gradient norm that is not finite
+    leaves the weights as they are; -> {"grad_norm": norm}."""
+    ranks.add_gradients(parameters)
     norm = float(nn.utils.clip_grad_norm_(parameters, clip))
     if not math.isfinite(norm):
         return {"grad_norm": norm}

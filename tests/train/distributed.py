@@ -29,7 +29,9 @@ KINDS = {
     "selector": (train_dflash, replace(DFLASH, selector=6, conv=2, confidence=True, weights="dpace")),
     "rounds": (train_dflash, replace(DFLASH, rounds=True, loss="kl", held_out_share=0.3)),
     "eagle3": (train_eagle3, EAGLE3),
+    "thinned": (train_eagle3, replace(EAGLE3, parallel=True, mask_token="<|MASK|>", keep=0.6)),
 }
+SPLIT = ("selector", "rounds", "thinned")  # by many processes in two micro-batches each
 
 
 class KilledSetup(TrainedSetup):
@@ -40,17 +42,19 @@ class KilledSetup(TrainedSetup):
         return self.samples[i]
 
 
-def train(kind, folder, killed_at=None):
+def train(kind, folder, killed_at=None, stop_after=None, **changes):
     """`killed_at`: samples that it reads before."""
     target = tiny.target("gpt_oss")
     texts = [tiny.tokens(n, seed=n) for n in (31, 17, 24, 40, 9, 22, 35)]
     function, recipe = KINDS[kind]
     cache = KilledSetup(target, texts, LAYERS, breaks_at=killed_at)
-    return function(recipe, target, TOKENIZER, cache, PROMPTS, folder / kind)
+    given = replace(recipe, **changes), target, TOKENIZER, cache, PROMPTS, folder / kind
+    return function(*given, stop_after=stop_after)
 
 
 if __name__ == "__main__":
     folder, killed_at, *kinds = sys.argv[1:]
     with ranks.joined():
         for kind in kinds:
-            train(kind, Path(folder), int(killed_at) if os.environ["RANK"] == "1" else None)
+            at = int(killed_at) if os.environ["RANK"] == "1" else None
+            train(kind, Path(folder), at, micro_batches=2 if kind in SPLIT else 1)

@@ -17,6 +17,7 @@ from outpace.ops.sampling import shuffled
 from outpace.train.data import pack
 from outpace.train.dflash import DFlashRecipe, Objective, block_states, init_dflash, train_dflash
 from outpace.train.drafts import accuracy
+from outpace.train.trainer import numbers
 
 LAYERS = (0, 2)
 RECIPE = DFlashRecipe(
@@ -107,7 +108,7 @@ def test_accept_len_counts_leading_hits():
     hits = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()
     valid = torch.ones_like(hits)
     valid[3, 2:] = False
-    result = accuracy(hits, valid)
+    result = numbers(accuracy(hits, valid))
     assert result["accept_len"] == (2 + 0 + 4 + 1) / 4
     assert result["accuracy"] == [0.75, 0.75, 0.6667, 1.0]
 

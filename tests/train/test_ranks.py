@@ -20,7 +20,7 @@ def log(folder, kind):
 
 
 def check(kind, got, wanted):
-    assert [r["step"] for r in got] == [r["step"] for r in wanted] == list(range(distributed.STEPS))
+    assert [r["step"] for r in got] == [r["step"] for r in wanted] == list(range(len(got)))
     for mine, reference in zip(got, wanted, strict=True):
         assert mine.keys() == reference.keys() and mine["tokens"] == reference["tokens"]
         rounded = kind == "muon" and mine["step"] > 2
@@ -37,13 +37,21 @@ def alone(tmp_path_factory):
     return folder
 
 
-def test_two_processes_train_what_one_does(alone, tmp_path):
+def test_two_processes_train_as_one(alone, tmp_path):
     """Every kind of draft: five rows in each step, three of one process and two of the other."""
     done = torchrun(2, SCRIPT, tmp_path, -1, *distributed.KINDS)
     assert done.returncode == 0, done.stderr[-2000:]
     for kind in distributed.KINDS:
+        assert len(log(tmp_path, kind)) == distributed.STEPS
         check(kind, log(tmp_path, kind), log(alone, kind))
         assert (tmp_path / kind / "draft" / "provenance.json").is_file()
+
+
+@pytest.mark.parametrize("kind", distributed.SPLIT)
+def test_micro_batches_are_one_batch(kind, alone, tmp_path):
+    """Five rows in three parts, whatever weighs them."""
+    distributed.train(kind, tmp_path, stop_after=12, micro_batches=3)
+    check(kind, log(tmp_path, kind), log(alone, kind)[:12])
 
 
 def test_a_killed_process_costs_the_steps_since_the_checkpoint(alone, tmp_path):
@@ -55,10 +63,12 @@ def test_a_killed_process_costs_the_steps_since_the_checkpoint(alone, tmp_path):
     done = torchrun(3, SCRIPT, tmp_path, -1, "dflash")
     assert done.returncode == 0, done.stderr[-2000:]
     check("dflash", log(tmp_path, "dflash"), log(alone, "dflash"))
+    assert len(log(tmp_path, "dflash")) == distributed.STEPS
 
 
 def test_every_process_needs_a_row(monkeypatch):
-    assert ranks.own([3, 4]) == [3, 4]
+    assert ranks.own([3, 4]) == [[3, 4]]
+    assert ranks.own([3, 4, 5], 2) == [[3, 5], [4]]
     monkeypatch.setattr(ranks, "size", lambda: 3)
-    with pytest.raises(ValueError, match="rows 2: 3 processes train, and each takes one at least"):
-        ranks.own([3, 4])
+    with pytest.raises(ValueError, match="rows 5: 3 processes train, each with 2 micro-batches of a row"):
+        ranks.own([3, 4, 5, 6, 7], 2)

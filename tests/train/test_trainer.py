@@ -10,8 +10,9 @@ from taught import TrainedSetup
 from torch import nn
 
 from outpace.checkpoint.publish import one_writer
-from outpace.train.drafts import DraftRecipe, DraftTrainer, StepLoss, train_draft
-from outpace.train.trainer import Muon
+from outpace.ops.ranks import Mean
+from outpace.train.drafts import DraftRecipe, DraftTrainer, train_draft
+from outpace.train.trainer import Muon, StepLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class ToyTrainer(DraftTrainer[nn.Linear]):
         x = torch.randn(7, 5, generator=torch.Generator().manual_seed(step))
         f = self.loss_function
         value = self.draft(x).square().mean() if f is None else f(self.draft, x, step)
-        return StepLoss(value, 7, {})
+        return StepLoss([Mean(value, torch.tensor(1.0))], 7, {})
 
     def validate(self, batches):
         return {}

@@ -112,7 +112,7 @@ def test_unrolled_is_a_walk_over_explicit_lists(target, samples, name, thin):
     draft, texts = draft_of(target, **CASES[name]), gather(samples, None)
     indices = everything(texts)
     if thin:
-        indices = thinned(len(texts.at), STEPS, 0.6, torch.Generator().manual_seed(2))
+        indices = thinned([len(texts.at)], STEPS, 0.6, [torch.Generator().manual_seed(2)])
         assert 0 < len(indices[-1]) < len(indices[1]) < len(indices[0])
     with torch.no_grad():
         steps = unroll(draft, target, texts, indices, torch.float32)
@@ -190,7 +190,7 @@ def test_the_loss_is_the_one_written_out(target, samples, kind, mapped, thin):
     draft, texts = draft_of(target, mapped), gather(samples, None, final=True)
     indices = everything(texts)
     if thin:
-        indices = thinned(len(texts.at), STEPS, 0.6, torch.Generator().manual_seed(2))
+        indices = thinned([len(texts.at)], STEPS, 0.6, [torch.Generator().manual_seed(2)])
     steps = unroll(draft, target, texts, indices, torch.float32)
     vocabulary = DraftVocabulary.of(draft.target_ids(), target, torch.float32)
     validation = unrolled_loss(draft, steps, texts, vocabulary, kind, 0.8)
@@ -228,12 +228,14 @@ def test_the_loss_is_the_one_written_out(target, samples, kind, mapped, thin):
 
 
 def test_thinning_keeps_what_deeper_steps_attend_to():
-    indices = thinned(5000, 9, 0.8, torch.Generator().manual_seed(1))
+    indices = thinned([3000, 2000], 9, 0.8, [torch.Generator().manual_seed(n) for n in (1, 5)])
     assert indices[0].tolist() == list(range(5000))
     for j in range(1, 9):
         assert set(indices[j].tolist()) <= set(indices[j - 1].tolist())
         assert len(indices[j]) / 5000 == pytest.approx(max(0.8**j, 0.2), abs=0.03)
         assert torch.equal(indices[j], indices[j].sort().values)
+    few = thinned([2, 3], 9, 0.1, [torch.Generator().manual_seed(n) for n in (1, 5)])
+    assert all(at.min() < 2 <= at.max() for at in few)
 
 
 def test_what_a_row_gives(target, samples):
