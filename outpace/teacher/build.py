@@ -21,6 +21,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops import ranks
 from outpace.ops.sampling import Sampling, seeded
+from outpace.teacher.check import NOT_FINITE, TOLERANCE, check_states, states_alone
 from outpace.teacher.prompts import Prompts
 from outpace.teacher.store import (
     DTYPES,
@@ -39,7 +40,7 @@ from outpace.teacher.store import (
 
 MOST_SAMPLES = 10_000_000
 CAPTURE_TOKENS = 2048  # per capturing forward, padding included: longer ones pad more and miss the cache
-LENGTHS, RESPONSE = 0, 2  # streams of random numbers, next to that of the prompts
+LENGTHS, RESPONSE, CHECKED = 0, 2, 3  # streams of random numbers, next to that of the prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +308,7 @@ def _make_shard(
     samples = [(i, offset) for i in ids for offset in recipe.position_offsets]
     begins = torch.tensor([0, *(len(text[i]) for i, _ in samples)]).cumsum(0)
     first_row = dict(zip(samples, begins.tolist(), strict=False))
-    states, relative_error = _capture(target, text, first_row, layer_ids, recipe)
+    states, relative_error = _capture(target, text, first_row, layer_ids, recipe, k)
     captured = time.perf_counter()
     tensors = {
         "tokens": torch.tensor([t for i, _ in samples for t in text[i]], dtype=torch.int32),
@@ -354,14 +355,19 @@ def _capture(
     first_row: dict[tuple[int, int], int],
     layer_ids: tuple[int, ...],
     recipe: TeacherRecipe,
+    k: int,
 ) -> tuple[dict[str, Tensor], float]:
-    """first_row: (text, offset) -> its first row. -> the shard's tensors of states, aux and, if the recipe
-    has it, final, and the relative error of storing them."""
+    """first_row: (text, offset) -> its first row. -> the tensors of states of shard k, aux and, if the recipe
+    has it, final, and the relative error of storing them. Raises StoreError where a sampled text had other
+    states in its batch than it has alone."""
     R, C = sum(len(text[i]) for i, _ in first_row), target.config.hidden_size
     aux = _States("aux", (R, len(layer_ids), C), recipe.dtype)
     final = _States("final", (R, C), recipe.dtype) if recipe.final else None
     offsets = sorted({offset for _, offset in first_row})
-    for group in _passes(text):
+    groups = list(_passes(text))
+    batched = [(i, offset) for group in groups if len(group) > 1 for i in group for offset in offsets]
+    checked = batched[int(seeded(recipe.seed, CHECKED, k).initial_seed()) % len(batched)] if batched else None
+    for group in groups:
         width = len(text[group[-1]])
         # padding on the right: a causal model's earlier rows do not see it
         padded = [text[i] + [0] * (width - len(text[i])) for i in group]
@@ -370,6 +376,10 @@ def _capture(
             out = target(tokens, aux=layer_ids, offset=offset)
             for b, i in enumerate(group):
                 at, n = first_row[i, offset], len(text[i])
+                if (i, offset) == checked:
+                    alone, _ = states_alone(target, tokens[b, :n], layer_ids, offset)
+                    name = f"text {i} at position {offset}, in a batch of {len(group)}"
+                    check_states(name, layer_ids, alone, out.aux[:, b, :n], TOLERANCE[target.dtype])
                 aux.write(at, out.aux[:, b, :n].transpose(0, 1))
                 if final is not None:
                     final.write(at, out.hidden[b, :n])
@@ -401,7 +411,7 @@ class _States:
 
     def relative_error(self) -> float:
         if not self.total < math.inf:
-            raise ValueError("the target's hidden states are not finite: its weights are damaged")
+            raise ValueError(NOT_FINITE)
         return round(math.sqrt(self.missed / self.total), 7) if self.total else 0.0
 
 

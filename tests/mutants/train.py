@@ -1,7 +1,14 @@
-"""Mutants of training by several processes."""
+"""Mutants of training by several processes, and of its teacher caches."""
 
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
+    (
+        "a batch's states are compared with themselves",
+        "outpace/teacher/build.py",
+        "check_states(name, layer_ids, alone, out.aux[:, b, :n], TOLERANCE[target.dtype])",
+        "check_states(name, layer_ids, alone, alone, TOLERANCE[target.dtype])",
+        "tests/teacher/test_build.py",
+    ),
     (
         "each process learns from its own rows alone",
         "outpace/train/trainer.py",

@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from outpace.checkpoint.base import LoadError
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.teacher.build import TeacherRecipe, build, predict_nbytes
 from outpace.teacher.prompts import ChatPrompts, TextPrompts
@@ -386,3 +387,24 @@ def test_chats_are_prompts_as_they_are_and_answers_end_at_their_stop_tokens(tmp_
         build(model, tokenizer(), ChatPrompts(chats[:2]), tmp_path / "free", recipe)
     with pytest.raises(ValueError, match="prompts of 140000 tokens"):
         build(model, tokenizer(), ChatPrompts([[7] * 140000]), tmp_path / "long", recipe)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_batch_that_mixes_up_its_rows_is_refused(k, tmp_path, monkeypatch):
+    """A text alone has other states than its neighbour's; the shard with the fault is not written."""
+    forward, calls = Decoder.forward, []
+
+    def mixed(self, tokens, *rest, aux=(), **more):
+        out = forward(self, tokens, *rest, aux=aux, **more)
+        capture = aux and len(tokens) > 1 and not rest
+        calls.extend([1] * bool(capture))
+        return (
+            dataclasses.replace(out, aux=out.aux.roll(1, dims=1)) if capture and len(calls) > 3 * k else out
+        )
+
+    monkeypatch.setattr(Decoder, "forward", mixed)
+    with pytest.raises(
+        StoreError, match=r"text \d+ at position \d+, in a batch of 4: alone it has other states in layer"
+    ):
+        make(tmp_path / "cache")
+    assert len(read_meta(tmp_path / "cache").shards) == k
