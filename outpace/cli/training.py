@@ -25,6 +25,7 @@ from outpace.cli.app import (
 
 if TYPE_CHECKING:
     from outpace.api import Model
+    from outpace.teacher.store import TeacherCache
     from outpace.train.drafts import DraftRecipe
 
 Chats = Annotated[
@@ -227,8 +228,51 @@ def teacher_build(
         source = TextPrompts(split(read_corpus(corpus))[0], tokenizer)
     with resumable(out):
         built = build.build(loaded, tokenizer, source, out, settings)
-    size = f"{built.meta.tokens:,} tokens, {built.meta.nbytes / 2**20:,.1f} MiB"
-    console.print(f"{out}: {len(built)} samples, {size}")
+    _say_size(out, built)
+
+
+@teacher_app.command("import")
+def teacher_import(
+    files: Annotated[Path, typer.Argument(help="Folder of the files: vLLM's shared_storage_path.")],
+    out: Annotated[Path, typer.Option(help="Folder of the cache.")],
+    target: Target = "default",
+    layer_ids: Annotated[
+        str | None, typer.Option(help="The run's eagle_aux_hidden_state_layer_ids: 3,12,21,24.")
+    ] = None,
+    final: Annotated[
+        bool,
+        typer.Option("--final", help="Keep final states too; the last layer id is the number of layers."),
+    ] = False,
+    prompt_lengths: Annotated[
+        Path | None,
+        typer.Option(help='JSON object: tokens of each prompt, {"request-0": 37, ..}. Default: 1.'),
+    ] = None,
+    recipe: Recipe = None,
+    set_: Set = None,
+) -> None:
+    """Make a teacher cache from the hidden states that vLLM saved (extract_hidden_states). Resumes.
+
+    Every file is checked, and a sampled text of every shard is run by MODEL, the target that vLLM served:
+    its states have to be the file's, to a tolerance (--set tolerance=0.05).
+
+    [bold]Example[/bold]: outpace teacher import /dev/shm/states TARGET --out work/cache --layer-ids 3,12,21
+    """
+    from outpace.checkpoint.strict_json import read_object
+    from outpace.loading import open_target
+    from outpace.teacher.vllm_files import ImportRecipe, import_files
+
+    ids = None if layer_ids is None else integers(layer_ids, "--layer-ids")
+    settings = recipe_settings(ImportRecipe, recipe, set_, vllm_layer_ids=ids, final=final or None)
+    lengths = None if prompt_lengths is None else read_object(prompt_lengths)
+    loaded, tokenizer = open_target(target)
+    with resumable(out):
+        cache = import_files(loaded, tokenizer, files, out, settings, lengths)
+    _say_size(out, cache)
+
+
+def _say_size(out: Path, cache: "TeacherCache") -> None:
+    size = f"{cache.meta.tokens:,} tokens, {cache.meta.nbytes / 2**20:,.1f} MiB"
+    console.print(f"{out}: {len(cache)} samples, {size}")
 
 
 @teacher_app.command("info")

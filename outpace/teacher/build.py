@@ -169,8 +169,8 @@ def _build(
     )
     todo: list[int] = []
     if ranks.leads():
-        shards = _begin(folder, wanted)
-        todo = [k for k in range(recipe.shards) if not _finished(folder, shards, k)]
+        shards = begin(folder, wanted)
+        todo = [k for k in range(recipe.shards) if not finished(folder, shards, k)]
     todo = ranks.gathered(todo)
     shards = list(read_meta(folder).shards)
     done = [s for k, s in enumerate(shards) if k not in todo]
@@ -231,7 +231,7 @@ def _check_fit(
         )
 
 
-def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
+def begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
     """The finished shards. Writes a meta.json without shards into a new folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in (*folder.glob("shard-*.tmp"), *folder.glob("meta.json.tmp")):
@@ -261,7 +261,7 @@ def _begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
     return list(meta.shards)
 
 
-def _finished(folder: Path, shards: list[Shard], k: int) -> bool:
+def finished(folder: Path, shards: list[Shard], k: int) -> bool:
     """Recorded, present and of the right size; its contents are checked by whoever reads it."""
     if k >= len(shards):
         return False
@@ -361,8 +361,8 @@ def _capture(
     has it, final, and the relative error of storing them. Raises StoreError where a sampled text had other
     states in its batch than it has alone."""
     R, C = sum(len(text[i]) for i, _ in first_row), target.config.hidden_size
-    aux = _States("aux", (R, len(layer_ids), C), recipe.dtype)
-    final = _States("final", (R, C), recipe.dtype) if recipe.final else None
+    aux = States("aux", (R, len(layer_ids), C), recipe.dtype)
+    final = States("final", (R, C), recipe.dtype) if recipe.final else None
     offsets = sorted({offset for _, offset in first_row})
     groups = list(_passes(text))
     batched = [(i, offset) for group in groups if len(group) > 1 for i in group for offset in offsets]
@@ -388,7 +388,7 @@ def _capture(
     return aux.tensors | final.tensors, max(aux.relative_error(), final.relative_error())
 
 
-class _States:
+class States:
     """Rows of states [R, .., C] as they are stored, and the error of storing them."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:

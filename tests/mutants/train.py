@@ -3,6 +3,27 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "vLLM's layer k is our layer k",
+        "outpace/teacher/vllm_files.py",
+        "return tuple(k - 1 for k in (ids[:-1] if self.final else ids))",
+        "return tuple(min(k, layers - 1) for k in (ids[:-1] if self.final else ids))",
+        "tests/teacher/test_vllm_files.py",
+    ),
+    (
+        "imported states are compared with nothing",
+        "outpace/teacher/vllm_files.py",
+        "        if path == checked:\n",
+        "        if path == first:\n",
+        "tests/teacher/test_vllm_files.py",
+    ),
+    (
+        "imported final states without the final norm",
+        "outpace/teacher/vllm_files.py",
+        "target.norm(states[:, -1].to(target.device, target.dtype))",
+        "states[:, -1].to(target.device, target.dtype)",
+        "tests/teacher/test_vllm_files.py",
+    ),
+    (
         "a batch's states are compared with themselves",
         "outpace/teacher/build.py",
         "check_states(name, layer_ids, alone, out.aux[:, b, :n], TOLERANCE[target.dtype])",
