@@ -2,21 +2,20 @@
 
 import asyncio
 import hmac
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Rows
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,13 +25,13 @@ from outpace.serve.answer import Answer, TokenLogprob
 from outpace.serve.engine import QueueFull, RequestTimeout
 from outpace.serve.metrics import Metrics
 from outpace.serve.responses import Kept, ResponsesBody, Writer
-from outpace.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, problem
+from outpace.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, problem
 from outpace.serve.server import Server
+from outpace.serve.stream import EventStream, Streamed, ended, response_events, response_failure
 
 LOG = logging.getLogger("outpace.serve")
 RETRY_SECONDS = 1
 DRAINED = 1000  # pieces of a body that is too long, thrown away before the answer
-LOOK_SECONDS = 0.25  # between looks at whether a client is still there
 Chunk = tuple[Answer, StreamPiece, list[TokenLogprob]]
 
 
@@ -208,7 +207,8 @@ def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
         _check_model(server, body.model)
         answers = server.chat(body)
         if body.stream:
-            return _stream(Streamed("chat.completion.chunk", "chatcmpl", server, body, answers, 1), metrics)
+            streamed = Streamed("chat.completion.chunk", "chatcmpl", server, body, answers, 1)
+            return EventStream(answers, metrics, streamed.events(), streamed.failure)
         scored = await _whole(request, answers, metrics)
         choices = [
             {
@@ -229,7 +229,8 @@ def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
         _check_model(server, body.model)
         answers, prompts = server.complete(body), len(body.prompts)
         if body.stream:
-            return _stream(Streamed("text_completion", "cmpl", server, body, answers, prompts), metrics)
+            streamed = Streamed("text_completion", "cmpl", server, body, answers, prompts)
+            return EventStream(answers, metrics, streamed.events(), streamed.failure)
         scored = await _whole(request, answers, metrics)
         choices = [
             {
@@ -253,67 +254,21 @@ def _add_responses(app: FastAPI, server: Server, metrics: Metrics) -> None:
     async def respond(body: ResponsesBody, request: Request) -> Response:
         _check_model(server, body.model)
         before = kept.before(body)
-        answers, writer = server.chat(body.chat(before)), Writer(body, server.served.name)
+        writer = Writer(body, server.served.name)
+        answers = server.chat(body.chat(before))
 
         def keep() -> None:
             kept.keep(body, before, writer.response)
 
         if body.stream:
-            events = _response_events(writer, answers, keep, metrics)
-            return StreamingResponse(events, media_type="text/event-stream")
+            events = response_events(writer, answers[0], keep)
+            return EventStream(answers, metrics, events, partial(response_failure, writer))
         await _whole(request, answers, metrics)
         for piece in answers[0].seen:
             list(writer.add(piece))
         list(writer.end(answers[0]))
         keep()
         return JSONResponse(writer.response | wire.measured(answers))
-
-
-async def _response_events(
-    writer: Writer, answers: list[Answer], keep: Callable[[], None], metrics: Metrics
-) -> AsyncIterator[bytes]:
-    status: str | None = "abort"
-    try:
-        for event in writer.begin():
-            yield _event(event, event["type"])
-        async for some in _merged(answers):
-            for _, piece, _ in some:
-                for event in writer.add(piece):
-                    yield _event(event, event["type"])
-        last = list(writer.end(answers[0]))
-        keep()  # whoever has read the last event may ask to go on from it
-        status = None
-        for event in last:
-            yield _event(event, event["type"])
-    except Exception as error:
-        status = "error"
-        failed = {"type": "error", "code": "server_error", "param": None, "sequence_number": writer.number}
-        yield _event(failed | {"message": f"{type(error).__name__}: {error}"}, "error")
-    finally:
-        for answer in answers:
-            answer.cancel()
-        _ended(answers, metrics, status)
-
-
-def _ended(answers: Rows[Answer], metrics: Metrics, status: str | None = None) -> None:
-    """One line of the log for each, without its text, and the counters."""
-    for answer in answers:
-        sequence = answer.sequence
-        assert sequence is not None
-        reason = status or wire.finish_of(answer)
-        metrics.ended(sequence, reason)
-        times = sequence.times
-        line = {
-            "reason": reason,
-            "prompt_tokens": len(sequence.prompt),
-            "cached_tokens": sequence.reused,
-            "tokens": len(sequence.tokens),
-            "drafted": sequence.drafted,
-            "accepted": sequence.accepted,
-            "first_token_s": round(times.get("first", times["arrived"]) - times["arrived"], 4),
-            "seconds": round(times.get("ended", time.perf_counter()) - times["arrived"], 4),
-        }
-        LOG.info(json.dumps(line))
 
 
 async def _whole(request: Request, answers: Rows[Answer], metrics: Metrics) -> list[list[TokenLogprob]]:
@@ -323,11 +278,11 @@ async def _whole(request: Request, answers: Rows[Answer], metrics: Metrics) -> l
         return [score async for _, scores in answer.pieces() for score in scores]
 
     work = asyncio.gather(*map(scores_of, answers))
+    gone: asyncio.Future[Any] = asyncio.create_task(_gone(request))
     try:
-        while not work.done():
-            await asyncio.wait([work], timeout=LOOK_SECONDS)
-            if not work.done() and await request.is_disconnected():
-                raise HTTPException(499, "the client went away")
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise HTTPException(499, "the client went away")
         result = work.result()
     except BaseException as error:
         work.cancel()
@@ -335,145 +290,15 @@ async def _whole(request: Request, answers: Rows[Answer], metrics: Metrics) -> l
             answer.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await work
-        _ended(answers, metrics, "abort" if isinstance(error, HTTPException) else "error")
+        ended(answers, metrics, "abort" if isinstance(error, HTTPException) else "error")
         raise
-    _ended(answers, metrics)
+    finally:
+        gone.cancel()
+    ended(answers, metrics)
     return result
 
 
-@dataclass
-class Streamed:
-    """A response in chunks."""
-
-    kind: str
-    prefix: str
-    server: Server
-    body: Sampled
-    answers: list[Answer]
-    prompts: int
-
-    def __post_init__(self) -> None:
-        self.head = wire.head(self.kind, self.prefix, self.server.served.name)
-        # the same in every chunk: put together once
-        self.opening = json.dumps(self.head, ensure_ascii=False)[:-1]
-        self.is_chat = isinstance(self.body, ChatBody)
-        options = self.body.stream_options
-        self.shows_drafted = options is not None and options.drafted
-        self.deltas = [wire.Deltas() for _ in self.answers]
-
-    def chunk(self, choice: dict[str, Any]) -> bytes:
-        return f'data: {self.opening}, "choices": [{json.dumps(choice, ensure_ascii=False)}]}}\n\n'.encode()
-
-    def first(self, answer: Answer) -> bytes:
-        delta = {"role": "assistant", "content": ""}
-        return self.chunk({"index": answer.index, "delta": delta, "finish_reason": None})
-
-    def pieces(self, some: list[Chunk]) -> bytes:
-        """What has come, text of one answer as one chunk unless the client asks about each token."""
-        each = some if self.shows_drafted or any(scores for *_, scores in some) else _joined(some)
-        return b"".join(filter(None, (self.piece(*chunk) for chunk in each)))
-
-    def piece(self, answer: Answer, piece: StreamPiece, scores: list[TokenLogprob]) -> bytes | None:
-        """None where it adds nothing: half a character, a mark."""
-        reason = None if piece.finish_reason is None else wire.finish_of(answer)
-        choice: dict[str, Any] = {"index": answer.index, "finish_reason": reason}
-        if shown := self.shows_drafted:
-            choice["drafted"] = piece.drafted
-        if self.is_chat:
-            delta = self.deltas[answer.index].of(piece)
-            logprobs = wire.chat_logprobs(self.server.model, scores) if scores else None
-            if not (delta or reason or scores or shown):
-                return None
-            return self.chunk(choice | {"delta": delta, "logprobs": logprobs})
-        logprobs = wire.text_logprobs(self.server.model, scores) if scores else None
-        if not (piece.text or reason or scores or shown):
-            return None
-        return self.chunk(choice | {"text": piece.text, "logprobs": logprobs})
-
-    def last(self) -> bytes:
-        values = {"choices": [], "usage": wire.usage(self.answers, self.prompts)}
-        return _event(self.head | values | wire.measured(self.answers))
-
-
-def _event(value: Any, name: str | None = None) -> bytes:
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
-
-
-def _stream(streamed: Streamed, metrics: Metrics) -> StreamingResponse:
-    return StreamingResponse(_events(streamed, metrics), media_type="text/event-stream")
-
-
-async def _events(streamed: Streamed, metrics: Metrics) -> AsyncIterator[bytes]:
-    answers, status = streamed.answers, "abort"
-    try:
-        if streamed.is_chat:
-            for answer in answers:
-                yield streamed.first(answer)
-        async for some in _merged(answers):
-            if chunks := streamed.pieces(some):
-                yield chunks
-        status = ""
-        if streamed.body.stream_options is not None and streamed.body.stream_options.include_usage:
-            yield streamed.last()
-        yield b"data: [DONE]\n\n"
-    except Exception as error:
-        status = "error"
-        yield _event(wire.error(f"{type(error).__name__}: {error}", "server_error"))
-    finally:
-        for answer in answers:
-            answer.cancel()
-        _ended(answers, metrics, status or None)
-
-
-async def _merged(answers: Rows[Answer]) -> AsyncIterator[list[Chunk]]:
-    """The pieces of all, as they come: those of a round together."""
-    if len(answers) == 1:
-        async for pieces, scores in answers[0].pieces():
-            yield _chunks(answers[0], pieces, scores)
-        return
-    queue: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
-
-    async def forward(answer: Answer) -> None:
-        try:
-            async for pieces, scores in answer.pieces():
-                queue.put_nowait(_chunks(answer, pieces, scores))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(forward(answer)) for answer in answers]
-    try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _joined(some: list[Chunk]) -> Iterator[Chunk]:
-    """Neighbouring pieces of one answer's message as one."""
-
-    def place(chunk: Chunk) -> tuple[int, int | None]:
-        answer, piece, _ = chunk
-        return answer.index, None if piece.part is None else piece.part.index
-
-    for _, group in groupby(some, place):
-        chunks = list(group)
-        answer, last, _ = chunks[-1]
-        if len(chunks) > 1:
-            pieces = [piece for _, piece, _ in chunks]
-            part = last.part and replace(last.part, text="".join(p.part.text for p in pieces if p.part))
-            last = replace(last, text="".join(p.text for p in pieces), part=part)
-        yield answer, last, []
-
-
-def _chunks(answer: Answer, pieces: list[StreamPiece], scores: list[TokenLogprob]) -> list[Chunk]:
-    return [(answer, piece, scores[i : i + 1]) for i, piece in enumerate(pieces)]
+async def _gone(request: Request) -> None:
+    """Until the client goes away; the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

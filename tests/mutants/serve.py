@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     (
         "pieces of two messages in one chunk",
-        "outpace/serve/app.py",
+        "outpace/serve/stream.py",
         "return answer.index, None if piece.part is None else piece.part.index",
         "return answer.index, None",
         "tests/serve/test_answer.py",
@@ -176,5 +176,19 @@ MUTANTS = [
         "while self.there.is_set() or not self.over:",
         "while not self.over:",
         "tests/serve/test_answer.py",
+    ),
+    (
+        "a stream that nobody has begun to read runs on",
+        "outpace/serve/stream.py",
+        "            for answer in self.answers:\n                answer.cancel()\n",
+        "",
+        "tests/serve/test_stream_end.py",
+    ),
+    (
+        "a whole answer that runs on without its client",
+        "outpace/serve/app.py",
+        "asyncio.wait({work, gone}, ",
+        "asyncio.wait({work}, ",
+        "tests/serve/test_http.py",
     ),
 ]

@@ -9,7 +9,7 @@ from outpace.api import OutputRow, StreamPiece
 from outpace.decode.params import SamplingParams
 from outpace.serve import answer as module
 from outpace.serve.answer import Answer, Outbox
-from outpace.serve.app import _joined
+from outpace.serve.stream import joined
 from outpace.text.chat_format import ChatPart
 
 
@@ -131,13 +131,13 @@ def test_pieces_of_one_message_go_out_as_one(model):
             (one, piece(" b", part("final", 1, " b")), []),
             (one, piece(" c", part("final", 1, " c STOP"), finish_reason="stop"), []),
         ]
-        assert [(a.index, p.text, p.part.text, p.finish_reason) for a, p, _ in _joined(some)] == [
+        assert [(a.index, p.text, p.part.text, p.finish_reason) for a, p, _ in joined(some)] == [
             (0, "", "I see", None),
             (0, "A", "A", None),
             (1, "B", "B", None),
             (0, " b c", " b c STOP", "stop"),
         ]
         plain = [(one, piece("x"), []), (one, piece("y"), [])]
-        assert [p.text for _, p, _ in _joined(plain)] == ["xy"]
+        assert [p.text for _, p, _ in joined(plain)] == ["xy"]
 
     asyncio.run(run())
