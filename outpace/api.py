@@ -452,6 +452,8 @@ class OutputRow:
         for token in self.prompt[-8:]:  # more than any character has tokens; the first token keeps its space
             self._decoder.step(self.model.tokenizer, token)
         self._pending = ""  # text that may be the beginning of a stop string
+        self._message = -1  # the newest one of a chat's
+        self._parts: list[ChatPart] | None = None
         self._pieces: list[StreamPiece] = []
 
     def _chat(self, messages: Sequence[Message]) -> ChatFormat:
@@ -469,15 +471,12 @@ class OutputRow:
         self.times.append(time.perf_counter())
         for i, token in enumerate(tokens):
             self.tokens.append(token)
-            part, text = None, ""
-            if self.chat is None:
-                text = self._decoder.step(self.model.tokenizer, token) or ""
-            elif (part := self.chat.feed(token)) is not None and part.kind == FINAL:
-                text = part.text
-            new, stopped = self._before_stop(text)
+            last = token in self.stop or len(self.tokens) == self.sampling.max_tokens
+            part, text = self._read(token, last)
+            new, stopped = self._before_stop(text, part)
             if stopped or token in self.stop:
                 self.finish = "stop"
-            elif len(self.tokens) == self.sampling.max_tokens:
+            elif last:
                 self.finish = "length"
             if self.finish is not None and not stopped:
                 new, self._pending = new + self._pending, ""
@@ -522,13 +521,32 @@ class OutputRow:
             trace=trace,
             first_token_seconds=first - self.times[0],
             step_seconds=[after - before for before, after in pairwise(self.times[1:])],
-            parts=[] if self.chat is None else self.chat.end(),
+            parts=self.parts(),
             top_logits=self.top[: len(self.tokens)],
         )
 
-    def _before_stop(self, text: str) -> tuple[str, bool]:
-        """-> the text to show now, and whether a stop string ended it."""
+    def parts(self) -> list[ChatPart]:
+        """Of a chat, the messages of the output, which is over: it becomes history."""
+        if self._parts is None:
+            self._parts = [] if self.chat is None else self.chat.end()
+        return self._parts
+
+    def _read(self, token: int, last: bool) -> tuple[ChatPart | None, str]:
+        """-> what a token adds to a chat's messages, and to the text."""
+        if self.chat is None:
+            return None, self._decoder.step(self.model.tokenizer, token) or ""
+        part = self.chat.feed(token)
+        if part is None and last:  # what an end alone tells: text outside of messages, a call without text
+            part = next((part for part in self.parts() if part.index > self._message), None)
+        return part, part.text if part is not None and part.kind == FINAL else ""
+
+    def _before_stop(self, text: str, part: ChatPart | None) -> tuple[str, bool]:
+        """-> the text to show now, and whether a stop string ended it. None spans two messages."""
         stops = self.sampling.stop_strings
+        if part is not None and part.index != self._message:
+            before, self._pending, self._message = self._pending, "", part.index
+            text, stopped = self._before_stop(text, None)
+            return before + text, stopped
         text, self._pending = self._pending + text, ""
         places = [at for at in (text.find(stop) for stop in stops) if at >= 0]
         if places:

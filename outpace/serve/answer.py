@@ -11,7 +11,6 @@ from torch import Tensor
 
 from outpace.api import OutputRow, StreamPiece
 from outpace.serve.sequence import Sequence
-from outpace.text.chat_format import ChatPart
 
 HOLD_SECONDS = 0.005  # tokens of a fast model go out together, this long after those before
 
@@ -58,7 +57,6 @@ class Answer:
         self.loop = asyncio.get_running_loop()
         self.sequence: Sequence | None = None
         self.seen: list[StreamPiece] = []  # by whoever waits
-        self.parts: list[ChatPart] | None = None  # of a whole answer, once they are read
         # the engine's thread: log-probabilities of tokens to come, and what went wrong at the end
         self.scored: list[Tensor] = []
         self.told = self.ended = False

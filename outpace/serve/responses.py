@@ -196,7 +196,7 @@ class Writer:
         if part is None:
             return
         text = piece.text if part.kind == "final" else part.text
-        if part.index != self.part:
+        if part.index != self.part and (part.text or part.kind == CALL):
             yield from self._close()
             yield from self._open(part.kind, part.to, part.index)
         if not text:

@@ -8,7 +8,7 @@ from typing import Any
 from outpace.api import Model, StreamPiece
 from outpace.serve.answer import Answer, TokenLogprob
 from outpace.text.chat_format import CALL, ChatPart
-from outpace.text.messages import ANALYSIS, COMMENTARY, FINAL
+from outpace.text.messages import ANALYSIS, FINAL
 
 JsonObject = dict[str, Any]
 NAMESPACE = "functions."
@@ -79,34 +79,22 @@ def measured(answers: Rows[Answer]) -> JsonObject:
 
 def finish_of(answer: Answer) -> str:
     """The reason of a whole answer: of a chat, "tool_calls" where it ended with one."""
-    row = answer.row
-    calls = row.chat is not None and row.finish == "stop" and any(p.kind == CALL for p in parts_of(answer))
-    return "tool_calls" if calls else (row.finish or "stop")
-
-
-def parts_of(answer: Answer) -> list[ChatPart]:
-    """The messages of a whole answer, read once: reading ends the chat's turn."""
-    if answer.parts is None:
-        answer.parts = [] if answer.row.chat is None else answer.row.chat.end()
-    return answer.parts
+    calls = any(piece.part is not None and piece.part.kind == CALL for piece in answer.seen)
+    return "tool_calls" if calls and answer.row.finish == "stop" else (answer.row.finish or "stop")
 
 
 def message(answer: Answer) -> JsonObject:
-    """Of a chat: the answer, the reasoning apart from it, and calls."""
-    parts = parts_of(answer)
-
-    def text(*kinds: str) -> str | None:
-        return "".join(p.text for p in parts if p.kind in kinds) or None
-
-    # content is what the pieces of a stream add up to: a stop string is not part of it
-    content = answer.row.text if text(FINAL) else None
-    preamble = text(COMMENTARY, "other")
-    values: JsonObject = {
-        "role": "assistant",
-        "content": "".join(filter(None, (preamble, content))) or None,
-        "reasoning": text(ANALYSIS),
-    }
-    calls = [call(p, p.text) for p in parts if p.kind == CALL]
+    """Of a chat, whole: what the deltas of a stream add up to."""
+    deltas, content, reasoning, calls = Deltas(), "", "", list[JsonObject]()
+    for delta in map(deltas.of, answer.seen):
+        content += delta.get("content", "")
+        reasoning += delta.get("reasoning", "")
+        for made in delta.get("tool_calls", ()):
+            if made.pop("index") == len(calls):
+                calls.append(made)
+            else:
+                calls[-1]["function"]["arguments"] += made["function"]["arguments"]
+    values = {"role": "assistant", "content": content or None, "reasoning": reasoning or None}
     return values | ({"tool_calls": calls} if calls else {})
 
 
@@ -122,17 +110,14 @@ class Deltas:
         self.calls: list[int] = []  # the parts that are calls
 
     def of(self, piece: StreamPiece) -> JsonObject:
-        part = piece.part
-        if part is None:
-            return {"content": piece.text} if piece.text else {}
-        match part.kind:
-            case "call":
-                return self._call(part)
-            case "analysis":
-                return {"reasoning": part.text} if part.text else {}
-            case "final":
-                return {"content": piece.text} if piece.text else {}
-        return {"content": part.text} if part.text else {}
+        part, content, delta = piece.part, piece.text, dict[str, Any]()
+        if part is not None and part.kind == CALL:
+            delta = self._call(part)
+        elif part is not None and part.kind == ANALYSIS:
+            delta = {"reasoning": part.text} if part.text else {}
+        elif part is not None and part.kind != FINAL:
+            content += part.text
+        return delta | ({"content": content} if content else {})
 
     def _call(self, part: ChatPart) -> JsonObject:
         begins = part.index not in self.calls

@@ -43,7 +43,8 @@ class Parsed:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The next whole characters of message `index`; `header` is that message without content."""
+    """The next whole characters of message `index`; `header` is that message without content. An empty
+    message has one with an empty text, at its end."""
 
     index: int
     header: Message
@@ -198,7 +199,7 @@ class HarmonyParser:
         return "" if self._open is None else "".join(self._open.pieces)
 
     def feed(self, token: int) -> Delta | None:
-        """One more token; -> what it adds to the text of a message."""
+        """One more token; -> what it adds to the text of a message: of misplaced text, all of it at once."""
         mark = self.tokens.marks.get(token)
         delta = None
         if mark in ENDS:
@@ -237,7 +238,7 @@ class HarmonyParser:
                 return None
             delta = self._close(None, f"{mark} inside a message that has no end")  # the next one begins
         if mark is Mark.START:
-            self._drop_header(None)
+            delta = delta or self._drop_header(None)
             self._header = _Header()
             return delta
         header = self._begin_header()
@@ -274,11 +275,12 @@ class HarmonyParser:
         if self._open is None:
             if self._header is None:
                 self._record_error(f"{end or '<|endoftext|>'} between messages")
-            self._drop_header(end)
-            return None
+            return self._drop_header(end)
         if error:
             self._record_error(error)
         delta = self._delta(self._open.decoder.decode(b"", final=True))
+        if not self._open.pieces:
+            delta = Delta(index=len(self.messages), header=self._open.header, text="")
         self._finish_message(end)
         return delta
 
@@ -289,16 +291,19 @@ class HarmonyParser:
         self.messages.append(Parsed(message=message, end=end, errors=errors))
         self._open = None
 
-    def _drop_header(self, end: Mark | None) -> None:
+    def _drop_header(self, end: Mark | None) -> Delta | None:
         """A header that ends without `<|message|>`: its content is misplaced text."""
         header, self._header = self._header, None
         if header is None:
-            return
+            return None
         error = "a message without <|message|>"
         self._record_error(error)
-        if not header.empty:
-            errors = (*header.errors, error)
-            self.messages.append(Parsed(message=header.without_message(), end=end, errors=errors))
+        if header.empty:
+            return None
+        message, errors = header.without_message(), (*header.errors, error)
+        self.messages.append(Parsed(message=message, end=end, errors=errors))
+        without = replace(message, content="")
+        return Delta(index=len(self.messages) - 1, header=without, text=message.content)
 
     def _record_error(self, error: str) -> None:
         if self.strict:

@@ -96,8 +96,8 @@ MUTANTS = [
     (
         "reasoning in the content",
         "outpace/serve/wire.py",
-        'return {"reasoning": part.text} if part.text else {}',
-        'return {"content": part.text} if part.text else {}',
+        'delta = {"reasoning": part.text} if part.text else {}',
+        'delta = {"content": part.text} if part.text else {}',
         "tests/serve/test_wire.py",
     ),
     (
@@ -190,5 +190,33 @@ MUTANTS = [
         "asyncio.wait({work, gone}, ",
         "asyncio.wait({work}, ",
         "tests/serve/test_http.py",
+    ),
+    (
+        "text outside of messages is missing in a stream",
+        "outpace/text/harmony_parser.py",
+        "            return self._drop_header(end)\n",
+        "            self._drop_header(end)\n            return None\n",
+        "tests/serve/test_wire.py",
+    ),
+    (
+        "text that is cut off before its message is missing in a stream",
+        "outpace/api.py",
+        "        if part is None and last:",
+        "        if False:",
+        "tests/serve/test_wire.py",
+    ),
+    (
+        "the beginning of a stop string goes out behind the next message",
+        "outpace/api.py",
+        "            return before + text, stopped\n",
+        "            return text + before, stopped\n",
+        "tests/serve/test_wire.py",
+    ),
+    (
+        "an empty call is missing in a stream",
+        "outpace/text/harmony_parser.py",
+        "        if not self._open.pieces:\n            delta = ",
+        "        if False:\n            delta = ",
+        "tests/serve/test_wire.py",
     ),
 ]
