@@ -56,6 +56,7 @@ class Answer:
         self.row, self.index, self.top, self.outbox = row, index, top, outbox
         self.loop = asyncio.get_running_loop()
         self.sequence: Sequence | None = None
+        self.user: str | None = None  # as the client calls them
         self.seen: list[StreamPiece] = []  # by whoever waits
         # the engine's thread: log-probabilities of tokens to come, and what went wrong at the end
         self.scored: list[Tensor] = []

@@ -23,6 +23,7 @@ from outpace.api import StreamPiece, check_text
 from outpace.serve import wire
 from outpace.serve.answer import Answer, TokenLogprob
 from outpace.serve.engine import QueueFull, RequestTimeout
+from outpace.serve.fields import FieldError, check_message
 from outpace.serve.metrics import Metrics
 from outpace.serve.responses import Kept, ResponsesBody, Writer
 from outpace.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, problem
@@ -123,7 +124,7 @@ def _problem(
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, field = problem(list(error.errors()))
+        message, field = problem(list(error.errors()), error.body)
         return _problem(400, message, param=field)
 
     @app.exception_handler(HTTPException)
@@ -134,6 +135,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ValueError)
     async def of_values(request: Request, error: ValueError) -> JSONResponse:
         return _problem(400, str(error))
+
+    @app.exception_handler(FieldError)
+    async def of_one_field(request: Request, error: FieldError) -> JSONResponse:
+        return _problem(400, str(error), param=error.field)
 
     @app.exception_handler(QueueFull)
     async def of_load(request: Request, error: QueueFull) -> JSONResponse:
@@ -180,6 +185,8 @@ def _add_information(app: FastAPI, server: Server, metrics: Metrics) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("give prompt or messages, and not both")
         if body.messages is not None:
+            for i, message in enumerate(body.messages):
+                check_message(message, f"messages[{i}]")
             tokens = server.tokens_of(body.messages)
         else:
             check_text(server.model, body.prompt or "")

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from outpace.api import StreamPiece
 from outpace.serve.answer import Answer
+from outpace.serve.fields import FieldError, check_parts, check_tool, only
 from outpace.serve.schema import (
     Body,
     ChatBody,
@@ -25,6 +26,13 @@ from outpace.serve.wire import NAMESPACE, JsonObject, usage
 from outpace.text.chat_format import CALL
 from outpace.text.messages import ANALYSIS
 
+# what is read of each kind of item, next to its id and status
+ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content",),
+}
 KEPT = 1000  # responses that a later request may go on from
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # what a part of an item is called
 
@@ -85,6 +93,7 @@ class ResponsesBody(Body):
     def chat(self, before: list[JsonObject]) -> ChatBody:
         """The same question as a chat after the messages `before`. Raises ValueError, naming the item."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        forced = self.tool_choice not in ("auto", "none")
         return ChatBody(
             messages=[*instructions, *before, *messages_of(self.input)],
             max_completion_tokens=self.max_output_tokens,
@@ -92,17 +101,19 @@ class ResponsesBody(Body):
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
-            tools=[_tool(tool, i) for i, tool in enumerate(self.tools)] or None,
+            tools=[_tool(tool, f"tools[{i}]", forced) for i, tool in enumerate(self.tools)] or None,
             tool_choice=self._tool_choice,
+            user=self.user,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             response_format=None if self.text is None else self.text.chat,
             speculative=self.speculative,
         )
 
 
-def _tool(tool: JsonObject, i: int) -> JsonObject:
+def _tool(tool: JsonObject, place: str, forced: bool) -> JsonObject:
     if tool.get("type") != "function":
-        raise ValueError(f"tools[{i}].type {tool.get('type')!r}: this server has functions alone")
+        raise FieldError(f"{place}.type", f"{tool.get('type')!r}: this server has functions alone")
+    check_tool(tool, place, forced)
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
@@ -114,7 +125,10 @@ def messages_of(given: str | list[JsonObject]) -> list[JsonObject]:
 
 
 def _messages(item: JsonObject, place: str) -> list[JsonObject]:
-    match item.get("type", "message"):
+    kind = item.get("type", "message")
+    only(item, place, "type", "id", "status", *ITEMS.get(kind if isinstance(kind, str) else "", item))
+    check_parts(item.get("content"), f"{place}.content")
+    match kind:
         case "message":
             return [{"role": item.get("role"), "content": item.get("content")}]
         case "function_call":
@@ -125,12 +139,18 @@ def _messages(item: JsonObject, place: str) -> list[JsonObject]:
                 raise ValueError(f"{place}.output: it must be a text")
             return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": output}]
         case "reasoning":
-            parts = item.get("content") or []
-            text = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
+            if not isinstance(parts := item.get("content") or [], list):
+                raise FieldError(f"{place}.content", "it must be a list of parts")
+            text = "".join(_reasoning(part, f"{place}.content[{i}]") for i, part in enumerate(parts))
             return [{"role": "assistant", "reasoning": text}] if text else []
-        case other:
-            raise ValueError(f"{place}.type {other!r}: known are message, function_call, "
-                             "function_call_output and reasoning")  # fmt: skip
+    raise FieldError(f"{place}.type", f"{kind!r}: known are {', '.join(ITEMS)}")
+
+
+def _reasoning(part: Any, place: str) -> str:
+    match part:
+        case {"type": "reasoning_text", "text": str(text), **more} if not more:
+            return text
+    raise FieldError(place, "a part of reasoning has the type reasoning_text and a text")
 
 
 class Kept:

@@ -37,11 +37,10 @@ class JsonFormat(Body):
 
 
 class NamedSchema(Body):
-    """`strict` is true, whatever it says: an answer always has the schema's form."""
+    """`strict` is true, whatever it says: an answer always has the schema's form. `name`: for the client."""
 
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
     strict: bool | None = None
 
 
@@ -101,8 +100,7 @@ class Sampled(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     speculative: bool | Speculative | None = None
-    user: str | None = None  # of the client's own books
-    metadata: dict[str, Any] | None = None
+    user: str | None = None  # of the client's own books: the server's log names it
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -158,6 +156,7 @@ class ChatBody(Sampled):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None  # both answered alike: the model makes one call at a time
     reasoning_effort: Literal["low", "medium", "high"] | None = None
     response_format: Format | None = None
     prediction: Prediction | None = None
@@ -195,13 +194,22 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
-def problem(errors: list[Any]) -> tuple[str, str | None]:
-    """The first of pydantic's errors as a sentence, and the field it is about; of those of a union, the one
-    that is furthest inside."""
+def problem(errors: list[Any], body: Any) -> tuple[str, str | None]:
+    """The first of pydantic's errors as a sentence, and the field of the body it is about; of those of a
+    union, the one that is furthest inside."""
     error = max(errors, key=lambda error: len(error["loc"]))
-    place = [str(part) for part in error["loc"] if part != "body"]
-    # of a union, the names of its members are no part of the field
-    field = ".".join(part for part in place if part.islower() and "[" not in part) or None
+    place, inside = list[str](), body
+    for part in error["loc"][1:]:  # the names of a union's members are no part of the field
+        if isinstance(inside, dict) and part in inside:
+            place.append(str(part))
+        elif isinstance(inside, list) and isinstance(part, int):
+            place[-1] += f"[{part}]"
+        else:
+            continue
+        inside = inside[part]
+    if error["type"] == "missing":
+        place.append(str(error["loc"][-1]))
+    field = ".".join(place) or None
     match error["type"]:
         case "extra_forbidden":
             return f"{field}: this server does not implement it; leave it out", field

@@ -23,6 +23,7 @@ from outpace.ops.suffixes import Suffixes
 from outpace.serve.answer import Answer, Outbox
 from outpace.serve.costs import shared
 from outpace.serve.engine import Engine, EngineConfig
+from outpace.serve.fields import check_body
 from outpace.serve.schema import ChatBody, CompletionBody, FunctionChoice, Sampled, Speculative
 from outpace.serve.sequence import Sequence
 from outpace.text.chat_format import ChatFormat
@@ -107,6 +108,7 @@ class Server:
 
     def chat(self, body: ChatBody) -> list[Answer]:
         """The choices of a chat completion, under way. Raises ValueError and QueueFull."""
+        check_body(body)
         limit = body.max_completion_tokens or body.max_tokens
         prediction = None if body.prediction is None else body.prediction.text
         rows = []
@@ -117,6 +119,7 @@ class Server:
 
     def complete(self, body: CompletionBody) -> list[Answer]:
         """The choices of a completion: `n` of each prompt, in order. Raises ValueError and QueueFull."""
+        check_body(body)
         if not body.prompts:
             raise ValueError("prompt: there is none")
         rows: list[tuple[Any, ChatFormat | None]]
@@ -141,6 +144,7 @@ class Server:
                 left = self.config.max_model_len - len(row.prompt)
                 row.sampling = replace(row.sampling, max_tokens=max(left, 1))
             answer = Answer(row, i, top, self.outbox)
+            answer.user = body.user
             answer.sequence = self._sequence(answer, self._grammar(body, row), draft, width, seed + i)
             made.append(answer)
         for answer in made:

@@ -226,4 +226,4 @@ def ended(answers: Rows[Answer], metrics: Metrics, reason: str | None = None) ->
             "first_token_s": round(times.get("first", times["arrived"]) - times["arrived"], 4),
             "seconds": round(times.get("ended", time.perf_counter()) - times["arrived"], 4),
         }
-        LOG.info(json.dumps(line))
+        LOG.info(json.dumps(line if answer.user is None else line | {"user": answer.user}))

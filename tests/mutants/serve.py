@@ -219,4 +219,32 @@ MUTANTS = [
         "        if False:\n            delta = ",
         "tests/serve/test_wire.py",
     ),
+    (
+        "a field inside a message is passed over",
+        "outpace/serve/fields.py",
+        "        if name not in known and given not in",
+        "        if name not in (*known, 'cache_control') and given not in",
+        "tests/serve/test_fields.py",
+    ),
+    (
+        "a strict function without a demanded call is passed over",
+        "outpace/serve/fields.py",
+        'if function.get("strict") and not forced:',
+        'if function.get("strict") and forced is None:',
+        "tests/serve/test_fields.py",
+    ),
+    (
+        "an unknown field of the body is passed over",
+        "outpace/serve/schema.py",
+        'ConfigDict(extra="forbid", strict=True)',
+        'ConfigDict(extra="ignore", strict=True)',
+        "tests/serve/test_fields.py",
+    ),
+    (
+        "a field is named with the name of a union's member",
+        "outpace/serve/schema.py",
+        "            continue\n        inside = inside[part]\n",
+        "            place.append(str(part))\n            continue\n        inside = inside[part]\n",
+        "tests/serve/test_fields.py",
+    ),
 ]

@@ -81,8 +81,8 @@ def test_what_is_cut_off_says_so(client):
     ("change", "message"),
     [
         ({"background": True}, "background: this server does not implement it"),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type 'web_search'"),
-        ({"input": [{"type": "image"}]}, r"input\[0\].type 'image'"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type: 'web_search'"),
+        ({"input": [{"type": "image"}]}, r"input\[0\].type: 'image'"),
         ({"input": []}, "messages: there is none"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text"),
         ({"previous_response_id": "resp_x"}, "'resp_x' is not kept here"),
