@@ -45,7 +45,9 @@ class Decoder(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         self.native_steps.clear()  # the weights become other tensors
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self.inv = self.inv.to(self.device)  # float64, whatever the weights become
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -137,7 +137,7 @@ def load_target(
     if finite:
         check_finite(f"{checkpoint.folder}", stored_values(model))
     model.dtype = dtype
-    return model.eval()
+    return model.to(device).eval()
 
 
 NAN_SCALE = 255  # of E8M0

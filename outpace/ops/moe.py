@@ -79,17 +79,12 @@ def run_experts(
             return weigh(x, experts, weights)
         some = zip(x.split(MOST_TOKENS), experts.split(MOST_TOKENS), weights.split(MOST_TOKENS), strict=True)
         return torch.cat([weigh(*part) for part in some])
-    if captured(x) or (x.device.type != "cpu" and experts.numel() <= MOST_GATHERED):
-        return _gathered(x, experts, weights, up, up_bias, down, down_bias, limit, gate, gate_bias)
+    trained = torch.is_grad_enabled() and not _in_one_product(x, up, down)
+    if captured(x) or (x.device.type != "cpu" and not trained):
+        return on_device(x, experts, weights, up, up_bias, down, down_bias, limit, gate, gate_bias)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and isinstance(up, Tensor):
-        assert isinstance(down, Tensor) and gate is None, "dense experts have one matrix for gates and ups"
-        own = experts.flatten()[order]
-        h = _grouped(_Spread.apply(x, order, k), own, up, up_bias)  # type: ignore[no-untyped-call]
-        h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
-        return _weighed(_grouped(h, own, down, down_bias), weights, order)
-    counts = experts.flatten().bincount(minlength=_expert_count(up)).tolist()
+    counts = experts.flatten().bincount(minlength=_shape(up)[0]).tolist()
     parts = []
     ups, downs = _matrices(up, x.dtype), _matrices(down, x.dtype)
     gates = None if gate is None else _matrices(gate, x.dtype)
@@ -104,6 +99,35 @@ def run_experts(
     return _weighed(torch.cat(parts), weights, order)
 
 
+def on_device(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Experts,
+    up_bias: Tensor | None,
+    down: Experts,
+    down_bias: Tensor | None,
+    limit: float | None,
+    gate: Experts | None = None,
+    gate_bias: Tensor | None = None,
+) -> Tensor:
+    """`run_experts` where the host is not asked who chose whom: many choices as one grouped product, few with
+    matrices of their own."""
+    k = experts.shape[1]
+    if captured(x) or experts.numel() <= MOST_GATHERED or not _in_one_product(x, up, down):
+        few = max(MOST_GATHERED // k, 1)
+        some = zip(x.split(few), experts.split(few), weights.split(few), strict=True)
+        parts = [_gathered(*part, up, up_bias, down, down_bias, limit, gate, gate_bias) for part in some]
+        return torch.cat(parts)
+    order = experts.flatten().argsort(stable=True)
+    rows, chosen = _Spread.apply(x, order, k), experts.flatten()[order]  # type: ignore[no-untyped-call]
+    h = _grouped(rows, chosen, up, up_bias)
+    if gate is not None:
+        h = _interleaved(_grouped(rows, chosen, gate, gate_bias), h, limit)
+    h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
+    return _weighed(_grouped(h, chosen, down, down_bias), weights, order)
+
+
 def _weighed(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """y [M*k,C] of (token, choice) pairs in `order`, weights [M,k] -> [M,C]."""
     y = y * weights.flatten()[order, None].to(y.dtype)
@@ -111,12 +135,19 @@ def _weighed(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     return out
 
 
-def _grouped(x: Tensor, own: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
+def _in_one_product(x: Tensor, up: Experts, down: Experts) -> bool:
+    """Whether `grouped_mm` takes these: bfloat16, in rows of a multiple of 16 bytes. In other numbers torch
+    asks the host for the counts."""
+    return x.dtype == torch.bfloat16 and _shape(up)[2] % 8 == 0 and _shape(down)[2] % 8 == 0
+
+
+def _grouped(x: Tensor, own: Tensor, matrices: Experts, bias: Tensor | None) -> Tensor:
     """x [n,K] of the experts `own` [n], ascending, matrices [E,N,K] -> [n,N]: one product for all experts, of
-    which the host knows no count."""
-    known = torch.arange(len(matrices), device=x.device)
+    which the host knows no count. What is packed is unpacked for it."""
+    known = torch.arange(_shape(matrices)[0], device=x.device)
     ends = torch.searchsorted(own, known, right=True).to(torch.int32)
-    y = F.grouped_mm(x, matrices.to(x.dtype).mT, offs=ends)
+    whole = mxfp4.unpack(*matrices, x.dtype) if isinstance(matrices, tuple) else dense(matrices, x.dtype)
+    y = F.grouped_mm(x, whole.mT, offs=ends)
     # a product, not bias[own]: the gradient of an index is a scattered addition
     return y if bias is None else y + (own[:, None] == known).to(x.dtype) @ bias.to(x.dtype)
 
@@ -198,8 +229,11 @@ def _matrices(experts: Experts, dtype: torch.dtype) -> Callable[[int], Tensor]:
     return lambda e: _expert(experts, e, dtype)
 
 
-def _expert_count(weight: Experts) -> int:
-    return (weight[0] if isinstance(weight, tuple) else weight).shape[0]
+def _shape(weight: Experts) -> tuple[int, ...]:
+    """(E, N, K)"""
+    if isinstance(weight, tuple):
+        return *weight[1].shape[:2], weight[1].shape[2] * mxfp4.BLOCK
+    return tuple(weight.shape)
 
 
 def _expert(weight: Experts, e: int | Tensor, dtype: torch.dtype) -> Tensor:

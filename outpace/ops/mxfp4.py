@@ -9,7 +9,6 @@ from outpace.kernels.bindings import use_kernel
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 32
 SCALE_BIAS = 127
-POWERS = [*(2.0 ** (scale - SCALE_BIAS) for scale in range(255)), float("inf")]  # of float32, by scale
 
 
 def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,11 +23,13 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -
 
 
 def reference_unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    table = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=torch.float32, device=blocks.device)
-    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)  # [..., G*32]
-    powers = torch.tensor(POWERS, dtype=torch.float32, device=blocks.device)
-    groups = table[nibbles.int()].unflatten(-1, (-1, BLOCK))
-    return (groups * powers[scales.int()][..., None]).flatten(-2)
+    """By arithmetic, not by tables, which would be copied to a GPU in every step."""
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3).int()  # [..., G*32]
+    code = nibbles & 7
+    twice = code + (code - 4).clamp(min=0) + 2 * (code - 6).clamp(min=0)  # 2 * E2M1[code]
+    values = torch.where(nibbles > 7, -0.5, 0.5) * twice
+    powers = torch.exp2(scales.double() - SCALE_BIAS).float()  # a power of two, however exp2 rounds
+    return (values.unflatten(-1, (-1, BLOCK)) * powers[..., None]).flatten(-2)
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:

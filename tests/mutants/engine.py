@@ -3,6 +3,27 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "the host counts the tokens of an expert on a GPU",
+        "outpace/ops/moe.py",
+        """if captured(x) or (x.device.type != "cpu" and not trained):""",
+        "if captured(x):",
+        "tests/models/test_host_waits.py",
+    ),
+    (
+        "RoPE's frequencies stay in the host's memory",
+        "outpace/models/decoder.py",
+        "        self.inv = self.inv.to(self.device)",
+        "        self.inv = self.inv",
+        "tests/models/test_host_waits.py",
+    ),
+    (
+        "a piece of gathered experts is left out",
+        "outpace/ops/moe.py",
+        "        return torch.cat(parts)\n",
+        "        return torch.cat(parts[:1] * len(parts))[: len(x)]\n",
+        "tests/ops/test_moe.py",
+    ),
+    (
         "a job that ends before its threads",
         "outpace/kernels/cpu_threads.c",
         "    wait_for(atomic_fetch_and(&pool.gate, ~(long)OPEN) & ENTERED, began);\n",

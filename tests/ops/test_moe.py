@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outpace.ops import mxfp4
-from outpace.ops.moe import _grouped, route, router_logits, run_experts
+from outpace.ops.moe import MOST_GATHERED, _grouped, on_device, route, router_logits, run_experts
 
 M, C, F, E, TOP = 11, 96, 64, 5, 3
 
@@ -100,6 +100,49 @@ def test_gradients_are_those_of_single_tokens(style):
     wanted = torch.autograd.grad(torch.stack(rows), leaves, dy.double())
     for result, truth in zip(ours, wanted, strict=True):
         assert (result - truth).abs().max() < 1e-4 * truth.abs().max()
+
+
+@pytest.mark.parametrize("style", ["gpt-oss", "qwen3"])
+@pytest.mark.parametrize("layout", ["dense", "packed", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 40])
+@torch.no_grad()
+def test_what_a_gpu_runs_is_the_same_product(style, layout, dtype, rows):
+    """Gathered matrices, in pieces, and for many rows of bfloat16 one grouped product."""
+    assert 2 * TOP < MOST_GATHERED < 40 * TOP
+    gpt = style == "gpt-oss"
+    x, weights = torch.randn(rows, C, dtype=dtype), torch.rand(rows, TOP)
+    chosen = torch.stack([torch.randperm(E)[:TOP] for _ in range(rows)])
+    limit = 7.0 if gpt else None
+    up, down = (0.3 * torch.randn(*shape) for shape in ((E, 2 * F, C), (E, C, F)))
+    up_bias, down_bias = (torch.randn(E, 2 * F), torch.randn(E, C)) if gpt else (None, None)
+    given, more = (up, up_bias, down, down_bias), ()
+    if layout == "packed":
+        packs = mxfp4.pack(up), mxfp4.pack(down)
+        given = packs[0], up_bias, packs[1], down_bias
+        up, down = (mxfp4.reference_unpack(*pack) for pack in packs)
+    if layout == "split":
+        halves = (slice(0, None, 2), slice(1, None, 2)) if gpt else (slice(F), slice(F, None))
+        (gate, own), (gate_bias, bias) = (
+            (None, None) if t is None else [t[:, half].contiguous() for half in halves] for t in (up, up_bias)
+        )
+        given, more = (own, bias, down, down_bias), (gate, gate_bias)
+    got = on_device(x, chosen, weights, *given, limit, *more)
+    for m in range(rows):
+        parts = [
+            one_token(
+                x[m],
+                up[e],
+                None if not gpt else up_bias[e],
+                down[e],
+                None if not gpt else down_bias[e],
+                limit,
+            )
+            for e in chosen[m].tolist()
+        ]
+        wanted = sum(w * part for w, part in zip(weights[m].double(), parts, strict=True))
+        error = (got[m].double() - wanted).abs().max() / wanted.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize("biased", [False, True])
