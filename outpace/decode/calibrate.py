@@ -19,7 +19,7 @@ from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal, roots
 from outpace.drafts.deferred import Deferred, accepted_states
 from outpace.kv.base import KVCache
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Decoder, Target
 from outpace.ops.sampling import Sampling, generator
 
 MIN_REPEATS, MAX_REPEATS = 3, 12
@@ -45,7 +45,7 @@ def width_grid(block: int) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def calibrate(
-    target: Decoder,
+    target: Target,
     draft: Draft,
     text: Sequence[int],
     *,
@@ -80,17 +80,17 @@ def calibrate(
                     on_progress((i + part) / len(cells))
             attempts.append(timings.point(batch, context, rest, on_cpu=target.device.type == "cpu"))
         points.append(min(attempts, key=lambda p: (p.busy, -p.cpu)))
-    described = machine(target) | {
+    described = machine(target.decoder) | {
         "target": f"{target.config.architecture}, {target.config.num_layers} layers",
         "draft": f"{type(draft).__name__}, at most {draft.block_size} positions",
         "rule": rule,
     }
     costs = Costs(
-        fingerprint=fingerprint(target, draft, rule),
+        fingerprint=fingerprint(target.decoder, draft, rule),
         widths=widths,
         points=tuple(points),
         acceptance=acceptance,
-        touched=touched_experts(target, text[:ROUTED], widths),
+        touched=touched_experts(target.decoder, text[:ROUTED], widths),
         described=described,
     )
     if costs.busy:
@@ -113,7 +113,7 @@ def calibrate(
 
 
 @torch.inference_mode()
-def quick(target: Decoder, draft: Draft, context: int = 256, enough: float = math.inf) -> float:
+def quick(target: Target, draft: Draft, context: int = 256, enough: float = math.inf) -> float:
     """Estimated seconds of a calibration at one context, from a few short forwards: no more of them than show
     that it is above `enough`."""
     ids = torch.zeros(1, 32, dtype=torch.int64, device=target.device)
@@ -142,7 +142,7 @@ def _request(rule: str) -> Request:
 
 
 def _check(
-    target: Decoder,
+    target: Target,
     text: Sequence[int],
     contexts: Sequence[int],
     batches: Sequence[int],
@@ -166,7 +166,7 @@ def _max_steps(widths: tuple[int, ...], repeats: int | None = None, single: int 
 
 
 def _decode(
-    target: Decoder,
+    target: Target,
     draft: Draft,
     prompts: list[list[int]],
     request: Request,
@@ -273,7 +273,7 @@ def median(values: list[float]) -> float:
 
 
 def _measure(
-    target: Decoder,
+    target: Target,
     draft: Draft,
     text: Sequence[int],
     batch: int,
@@ -350,7 +350,7 @@ def _measure(
 
 
 def _step(
-    target: Decoder,
+    target: Target,
     draft: Draft,
     deferred: Deferred,
     cache: KVCache,
@@ -381,7 +381,7 @@ def _step(
 class Timer:
     """`with Timer(target) as timer: ...`, then `timer.seconds`; waits for a GPU before and after."""
 
-    def __init__(self, target: Decoder) -> None:
+    def __init__(self, target: Target) -> None:
         self.device = target.device
 
     def __enter__(self) -> "Timer":

@@ -23,11 +23,11 @@ from outpace.drafts.base import Draft, DraftSession, check_finite, roots
 from outpace.drafts.deferred import Deferred, accepted_states
 from outpace.kv.base import KVCache
 from outpace.kv.partial import INDEX
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Target
 
 
 def generate(
-    target: Decoder,
+    target: Target,
     prompts: Sequence[Sequence[int]],
     request: Request,
     draft: Draft | None = None,
@@ -56,7 +56,7 @@ def generate(
 
 @torch.inference_mode()
 def steps(
-    target: Decoder,
+    target: Target,
     prompts: Sequence[Sequence[int]],
     request: Request,
     draft: Draft | None,
@@ -148,7 +148,7 @@ def steps(
 
 
 def prefill(
-    target: Decoder,
+    target: Target,
     cache: KVCache,
     prompts: Sequence[Sequence[int]],
     request: Request,

@@ -18,7 +18,7 @@ from outpace.drafts.tree import assembled
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
 from outpace.kv.partial import PartialCache, PartialConfig
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Target
 
 MODES = ("lossless", "lossy")
 LONGEST_REST = 64  # steps
@@ -51,7 +51,7 @@ class PartialSession:
     def __init__(
         self,
         partial: Partial,
-        target: Decoder,
+        target: Target,
         full: KVCache,
         draft: Draft,
         inner: RewindableSession,

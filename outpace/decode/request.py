@@ -9,7 +9,7 @@ from torch import Tensor
 from outpace.decode.acceptance import RULES, AcceptanceRule, BlockVerification, Gumbel, Match, Rejection
 from outpace.decode.grammar import Constrained, Grammar
 from outpace.decode.trace import Trace
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Target
 from outpace.ops.sampling import Sampling, check_scale
 
 GREEDY = "greedy"
@@ -86,7 +86,7 @@ class BatchRows:
             self.done[row] = True
 
 
-def check_prompts(target: Decoder, prompts: Sequence[Sequence[int]], request: Request) -> None:
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]], request: Request) -> None:
     config = target.config
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")

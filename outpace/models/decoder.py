@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,29 @@ from outpace.ops.attention import Packed
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
 from outpace.ops.rope import inverse_frequencies, rope_tables
+
+
+class Target(Protocol):
+    """What the decoding loop asks of a target: a `Decoder`, or one that an executor runs (`GraphTarget`,
+    `XLATarget`). `decoder` is what drafts read: its modules and weights."""
+
+    @property
+    def decoder(self) -> "Decoder": ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def make_cache(
+        self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
+    ) -> KVCache: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """As `Decoder.forward` over a cache: tokens, cache; counts, tree, aux, logits -> `Output`."""
 
 
 class Decoder(nn.Module):
@@ -47,6 +70,10 @@ class Decoder(nn.Module):
         self.native_steps.clear()  # the weights become other tensors
         super()._apply(fn, recurse)
         self.inv = self.inv.to(self.device)  # float64, whatever the weights become
+        return self
+
+    @property
+    def decoder(self) -> "Decoder":
         return self
 
     @property

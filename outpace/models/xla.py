@@ -38,7 +38,7 @@ class XLATarget:
     """
 
     def __init__(self, model: Decoder) -> None:
-        self.model, self.config, self.device = model, model.config, torch.device("cpu")
+        self.decoder, self.config, self.device = model, model.config, torch.device("cpu")
         self.environment = torchax.default_env()
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.weights = self._moved(dict([*model.named_parameters(), *model.named_buffers()]))
@@ -52,8 +52,8 @@ class XLATarget:
         self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
     ) -> KVCache:
         """As `Decoder.make_cache`. Raises ValueError for targets with latent KV or an index."""
-        cache = self.model.make_cache(batch, _bucket(length), _bucket(slack), offset, index)
-        StaticStep(self.model, cache)  # refuses
+        cache = self.decoder.make_cache(batch, _bucket(length), _bucket(slack), offset, index)
+        StaticStep(self.decoder, cache)  # refuses
         for memory in cache.layers:
             memory.k, memory.v = self._moved({"k": memory.k, "v": memory.v}).values()
         return XLACache(cache, self.environment)
@@ -71,7 +71,7 @@ class XLATarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] -> [..., V], on the host."""
-        return self.model.logits(hidden)
+        return self.decoder.logits(hidden)
 
     @torch.inference_mode(False)  # in which torch hands torchax operators whole that it knows in parts
     @torch.no_grad()
@@ -108,7 +108,7 @@ class XLATarget:
     def _function(self, cache: KVCache, aux: tuple[int, ...]) -> Callable[..., Any]:
         key = aux, cache.offset, tuple((memory.size, memory.window) for memory in cache.layers)
         if key not in self.functions:
-            static = StaticStep(self.model, cache, aux)
+            static = StaticStep(self.decoder, cache, aux)
 
             def step(
                 weights: dict[str, Tensor], memories: dict[str, Tensor], inputs: dict[str, Tensor]

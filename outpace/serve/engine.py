@@ -21,7 +21,7 @@ from outpace.drafts.base import Draft, Proposal, check_finite, roots
 from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
 from outpace.kv.metadata import FEW
-from outpace.models.decoder import Decoder, Output
+from outpace.models.decoder import Output, Target
 from outpace.serve.sequence import Sequence
 from outpace.serve.shared_draft import SharedDraft
 
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Decoder,
+        target: Target,
         config: EngineConfig,
         drafts: Iterable[Draft] = (),
         controller: Controller | None = None,

@@ -3,6 +3,53 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "a graph is replayed with the lengths of the round before",
+        "outpace/models/cuda_graphs.py",
+        """        self.numbers.copy_(torch.tensor((starts, counts)), non_blocking=True)
+        whole""",
+        """        numbers = self.numbers.clone()
+        self.numbers.copy_(torch.tensor((starts, counts)), non_blocking=True)
+        if numbers[1].any():
+            self.numbers[0] = numbers[0]
+        whole""",
+        "tests/models/test_cuda_graphs.py",
+    ),
+    (
+        "outputs stay in the buffers of a graph",
+        "outpace/models/cuda_graphs.py",
+        """return x[:, :T].clone() if whole""",
+        """return x[:, :T] if whole""",
+        "tests/models/test_cuda_graphs.py",
+    ),
+    (
+        "a chain's graph serves a tree",
+        "outpace/models/cuda_graphs.py",
+        """key = cache.memories.steps, (width, tree, aux)""",
+        """key = cache.memories.steps, (width, aux)""",
+        "tests/models/test_cuda_graphs.py",
+    ),
+    (
+        "rows without a sequence append to the memories",
+        "outpace/models/cuda_graphs.py",
+        """starts, counts = [0] * R, [0] * R""",
+        """starts, counts = [0] * R, [1] * R""",
+        "tests/models/test_cuda_graphs.py",
+    ),
+    (
+        "memories are lent twice",
+        "outpace/models/cuda_graphs.py",
+        """            self.free.remove(memories)""",
+        """            memories.cache.batch""",
+        "tests/models/test_cuda_graphs.py",
+    ),
+    (
+        "a deterministic target's cache is longer with a draft",
+        "outpace/models/cuda_graphs.py",
+        """max(length + FEW - (slack if slack > 1 else 0), LENGTH)""",
+        """max(length + FEW, LENGTH)""",
+        "tests/models/test_cuda_graphs.py",
+    ),
+    (
         "the host counts the tokens of an expert on a GPU",
         "outpace/ops/moe.py",
         """if captured(x) or (x.device.type != "cpu" and not trained):""",
