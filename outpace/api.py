@@ -188,17 +188,20 @@ class StreamPiece:
     finish_reason: FinishReason | None = None
 
 
-def load(name: str = "default", *, layers: int | None = None) -> Model:
+def load(name: str = "default", *, layers: int | None = None, tensor_parallel_size: int = 1) -> Model:
     """A target by name or path.
 
     Args:
         name: A folder of safetensors, a GGUF file, or "default" for the embedded model.
         layers: Number of layers to keep, for debugging.
+        tensor_parallel_size: Number of processes that hold the target together, all that torchrun started:
+            each loads its part of the weights. All of them make the same calls and get the same outputs.
 
     Raises:
         LoadError: The path is missing, damaged or of another format (a ValueError).
+        ValueError: The target cannot be divided so, or torchrun started another number of processes.
     """
-    target, tokenizer = open_target(name, layers)
+    target, tokenizer = open_target(name, layers, tensor_parallel_size)
     return Model(name=name, target=target, tokenizer=tokenizer, layers=layers)
 
 
@@ -361,7 +364,9 @@ def _decode(
     if free and draft:
         controller = _controller(model, draft, request, sampling.seed)
     if rng is None:
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed, group = sampling.seed, model.target.group
+        if seed is None:
+            seed = secrets.randbits(63) if group is None else group.leaders(secrets.randbits(63))
         rng = generator(seed, model.target.device)
     began = time.perf_counter()
     for row in rows:

@@ -24,6 +24,7 @@ from outpace.formats.spec import TargetFiles
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
 from outpace.ops.quant import dense
+from outpace.ops.ranks import join
 from outpace.text.chat_format import ChatFormat
 from outpace.text.gguf_tokenizer import gguf_vocabulary
 from outpace.text.harmony import has_harmony_tokens, prompt_ids
@@ -36,13 +37,18 @@ from outpace.text.tokenizer import check_vocabulary
 DFLASH, SUFFIX = "dflash", "suffix"  # the drafts that ship with the embedded target
 
 
-def open_target(path: str, layers: int | None = None) -> tuple[Decoder, Tokenizer]:
-    """`layers`: number of layers to keep, for debugging. Stop tokens of generation_config.json are added.
+def open_target(
+    path: str, layers: int | None = None, tensor_parallel_size: int = 1
+) -> tuple[Decoder, Tokenizer]:
+    """`layers`: number of layers to keep, for debugging. `tensor_parallel_size`: number of processes, started
+    by torchrun, of which each loads a part. Stop tokens of generation_config.json are added.
 
-    Raises ValueError where the tokenizer has ids that the model has no rows for.
+    Raises ValueError where the tokenizer has ids that the model has no rows for, and where the target or the
+    processes that run cannot be divided so.
     """
+    group = None if tensor_parallel_size == 1 else join(tensor_parallel_size)  # one each: they may train
     checkpoint = open_checkpoint(target_path(path))
-    target, tokenizer = load_target(checkpoint, layers=layers), open_tokenizer(checkpoint)
+    target, tokenizer = load_target(checkpoint, layers=layers, group=group), open_tokenizer(checkpoint)
     check_vocabulary(tokenizer, target.config.vocab_size)
     stops = (*target.config.eos_token_ids, *generation_stops(checkpoint.folder))
     target.config = replace(target.config, eos_token_ids=tuple(dict.fromkeys(stops)))

@@ -41,7 +41,7 @@ class Scripted:
         self.config = SimpleNamespace(
             vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=positions
         )
-        self.device = torch.device("cpu")
+        self.device, self.group = torch.device("cpu"), None
 
     def make_cache(self, batch, length, **more):
         self.prompts.append([])

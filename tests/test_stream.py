@@ -113,7 +113,7 @@ class Scripted:
 
     def __init__(self, tokens, vocab_size, positions=1000):
         self.tokens, self.at = tokens, 0
-        self.device = torch.device("cpu")
+        self.device, self.group = torch.device("cpu"), None
         self.config = SimpleNamespace(
             vocab_size=vocab_size, max_position_embeddings=positions, eos_token_ids=()
         )

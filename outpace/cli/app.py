@@ -32,6 +32,14 @@ Draft = Annotated[
     str, typer.Option(help="Draft: a path in any known format, 'dflash', 'suffix', 'ngram' or 'none'.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON output: one object instead of text.")]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        min=1,
+        help="Number of processes that hold the target together, all that torchrun started (docs/scale.md).",
+    ),
+]
 Recipe = Annotated[Path | None, typer.Option(help="TOML recipe. Default: the defaults of its fields.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", help="Field of the recipe, repeatable: --set steps=500.")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Target, app, console, read_text, say
+from outpace.cli.app import AsJson, Target, TensorParallel, app, console, read_text, say
 from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def generate(
     top_logits: Annotated[
         int | None, typer.Option(help="Number of largest logits to show per token, for debugging.")
     ] = None,
+    tensor_parallel_size: TensorParallel = 1,
     as_json: AsJson = False,
 ) -> None:
     """Generate text and stream it; with --chat, answer a message.
@@ -77,9 +78,11 @@ def generate(
     outpace generate gpt-oss-20b "What is 2 + 2?" --chat
     outpace generate gpt-oss-20b "A person, as JSON." --chat --json-schema person.json
     outpace generate default "import os" -n 4 --layers 2 --top-logits 3 --timing
+    torchrun --nproc-per-node 2 -m outpace generate gpt-oss-20b "import os" --tensor-parallel-size 2
     """
     from outpace.api import check_text, load, stream
     from outpace.loading import open_chat
+    from outpace.ops.ranks import join
 
     if (prompt is None) == (prompt_file is None):
         raise ValueError(
@@ -96,7 +99,8 @@ def generate(
         json_schema=None if json_schema is None else _schema(json_schema),
     )
     began = time.perf_counter()
-    model = load(target, layers=layers)
+    join(tensor_parallel_size)  # each of several processes would write the whole text
+    model = load(target, layers=layers, tensor_parallel_size=tensor_parallel_size)
     if mla is not None:
         model.target.use_mla_kv(mla)
     if dsa is not None:

@@ -1,7 +1,9 @@
 """The console script: every command, and errors that end in one line."""
 
 import logging
+import os
 import sys
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +29,8 @@ from outpace.cli.app import app
 
 def main() -> None:
     """The console script: errors meant for people end in one line, not in a traceback."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - of torchrun's processes one speaks
     if sys.stdout is None:  # closed by the shell: >&-
         _fail("the standard output is closed: redirect it to a file")
     log = logging.getLogger("outpace")

@@ -13,6 +13,7 @@ from outpace.cli.app import (
     Recipe,
     Set,
     Target,
+    TensorParallel,
     console,
     integers,
     recipe_settings,
@@ -200,6 +201,7 @@ def teacher_build(
     ] = False,
     prompts: Chats = None,
     corpus: Corpus = None,
+    tensor_parallel_size: TensorParallel = 1,
 ) -> None:
     """Build a teacher cache: the target's answers to prompts, with hidden states. Resumes.
 
@@ -208,6 +210,7 @@ def teacher_build(
     [bold]Examples[/bold]: outpace teacher build --out work/cache --set samples=500 --position-offsets 0,65536
     outpace teacher build --out work/cache --recipe recipes/drafts/teacher.toml
     outpace teacher build TARGET --out work/cache --prompts chats.jsonl --set response_tokens=[512,512]
+    torchrun --nproc-per-node 2 -m outpace teacher build TARGET --out work/cache --tensor-parallel-size 2
     """
     from outpace.loading import chat_prompts, open_target
     from outpace.teacher import build
@@ -218,7 +221,7 @@ def teacher_build(
     offsets = None if position_offsets is None else integers(position_offsets, "--position-offsets")
     given = {"position_offsets": offsets, "final": final or None}
     settings = recipe_settings(build.TeacherRecipe, recipe, set_, **given)
-    loaded, tokenizer = open_target(target)
+    loaded, tokenizer = open_target(target, tensor_parallel_size=tensor_parallel_size)
     source: ChatPrompts | TextPrompts
     if prompts is not None:
         source = ChatPrompts(

@@ -58,7 +58,10 @@ def auto_controller(
     target: Decoder, tokenizer: Tokenizer, draft: Draft, rule: str, folder: Path
 ) -> tuple[Controller | None, str]:
     """The controller with the costs of this target, draft, machine and acceptance rule, and a note for the
-    user. None, the draft's full length, where measuring them would take more than QUICK seconds."""
+    user. None, the draft's full length, where measuring them would take more than QUICK seconds, and where
+    processes hold the target together: each would measure other costs, and choose another length."""
+    if target.group is not None:
+        return None, "full draft length in every step: costs are measured in one process only"
     costs, unusable = stored_costs(target, draft, folder, rule)
     if costs is not None:
         return Adaptive(costs), "draft length chosen by measured costs"

@@ -129,7 +129,10 @@ class Experts(nn.Module):
             softmax_first=self.limit is None,
             renormalise=self.renormalise,
         )
+        return self.run(flat, chosen, weights).reshape(x.shape)
+
+    def run(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [M,C], chosen and weights [M,k] -> [M,C]."""
         gate, up, down = self.gate, self.up, self.down
         gates = (None, None) if gate is None else (gate.data, gate.bias)
-        weigh = (up.data, up.bias, down.data, down.bias, self.limit)
-        return run_experts(flat, chosen, weights, *weigh, *gates).reshape(x.shape)
+        return run_experts(x, chosen, weights, up.data, up.bias, down.data, down.bias, self.limit, *gates)

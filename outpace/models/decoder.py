@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outpace.checkpoint.base import Checkpoint
 from outpace.kv.base import KVCache, LayerCache
 from outpace.kv.latent import LatentCache
 from outpace.kv.metadata import StepMetadata
@@ -20,6 +21,7 @@ from outpace.models.native_step import Output as Output
 from outpace.ops.attention import Packed
 from outpace.ops.linear import linear
 from outpace.ops.quant import Weight, dense
+from outpace.ops.ranks import Group
 from outpace.ops.rope import inverse_frequencies, rope_tables
 
 
@@ -61,6 +63,9 @@ class Decoder(nn.Module):
         # cached steps as one native call, see native_step.py; False where hooks must see them
         self.native = True
         self.native_steps: NativeSteps = {}
+        # of a part of a target (tensor_parallel.py): the processes with the others, and what it is a part of
+        self.group: Group | None = None
+        self.checkpoint: Checkpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: native steps point at the weights of this one."""
@@ -102,7 +107,7 @@ class Decoder(nn.Module):
             length,
             slack,
             tuple(config.window(i) for i in range(config.num_layers)),
-            config.num_kv_heads,
+            self.attentions[0].kv_heads,
             config.head_dim,
             offset=offset,
             dtype=self.dtype,

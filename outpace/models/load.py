@@ -15,8 +15,10 @@ from outpace.models import gpt_oss, llama, qwen3_moe
 from outpace.models.blocks import Layout
 from outpace.models.config import ModelConfig, check_values, parse_dsa, parse_mla
 from outpace.models.decoder import Decoder
+from outpace.models.tensor_parallel import own_parts, part_config, share
 from outpace.models.weights import Entry
 from outpace.ops.quant import Quant, Weight
+from outpace.ops.ranks import Group
 
 RETROFIT = ("mla_", "dsa_", "use_mla", "use_dsa")  # fields of a config
 ARCHITECTURES: dict[str, tuple[ModuleType, type[Decoder]]] = {
@@ -107,13 +109,15 @@ def load_target(
     device: torch.device | str = "cpu",
     layers: int | None = None,
     finite: bool = True,
+    group: Group | None = None,
 ) -> Decoder:
     """Weights stay in the precision they are stored in (MXFP4 and GGUF's blocks packed, bfloat16, float16,
     float32), large ones in the mapped file; activations are `dtype`. `layers`: only the first so many.
-    `finite` False: weights may be NaN or Inf, for the doctor.
+    `finite` False: weights may be NaN or Inf, for the doctor. With a `group`, this process's part of the
+    target; of the file nothing else is read.
 
     Raises LoadError when a tensor is missing, left over or of another shape, or holds NaN or Inf (see
-    `check_finite`).
+    `check_finite`); ValueError for a target that the group cannot divide.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, Path | str) else source
     config = parse_config(checkpoint.config)
@@ -127,17 +131,26 @@ def load_target(
         config = first_layers(config, layers)
     layout = layout_of(checkpoint.names(), config)
     with torch.device("meta"):
-        model = build(config, layout)
-    shapes = {name: t.shape for name, t in named_tensors(model)}
-    for entry in entries(config, layout):
-        weight = entry.gather([to_compute(checkpoint.get(name)) for name in entry.names])
-        if isinstance(weight, Tensor):
-            weight = weight.reshape(shapes[entry.param])
-        assign(model, entry.param, weight.to(device))
+        model = build(config if group is None else part_config(config, group.size), layout)
+        if group is not None:
+            share(model, config, group)
+            model.checkpoint = checkpoint
+    for name, weight in _weights(checkpoint, model, layout):
+        assign(model, name, weight.to(device))
     if finite:
         check_finite(f"{checkpoint.folder}", stored_values(model))
     model.dtype = dtype
     return model.to(device).eval()
+
+
+def _weights(checkpoint: Checkpoint, model: Decoder, layout: Layout) -> Iterator[tuple[str, Weight]]:
+    """The parameters of `model`, an empty one, from the checkpoint, one after the other, sorted by name."""
+    shapes = {name: t.shape for name, t in named_tensors(model)}
+    for entry in sorted(entries(model.config, layout), key=lambda entry: entry.param):
+        if entry.param in shapes:  # of a part, the bias of a sum is the first process's
+            parts = [to_compute(part) for part in own_parts(entry, checkpoint, model.group)]
+            weight = entry.gather(parts)
+            yield entry.param, weight.reshape(shapes[entry.param]) if isinstance(weight, Tensor) else weight
 
 
 NAN_SCALE = 255  # of E8M0
@@ -244,9 +257,25 @@ def fingerprint(model: Decoder, *, retrofits: bool = True) -> str:
         none = {f.name: _default(f) for f in fields(config) if f.name.startswith(RETROFIT)}
         config = replace(config, **none)
     digest = hashlib.sha256(repr(_summary(config)).encode())
-    for name, tensor in sorted(named_tensors(model)):
+    for name, tensor in _all_tensors(model):
         if not retrofits and (".latent." in name or ".indexer." in name):
             continue
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _all_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Sorted by name; of a part of a target those of the whole, one at a time."""
+    checkpoint = getattr(model, "checkpoint", None)  # a draft, which is no part, has none
+    if checkpoint is None:
+        yield from sorted(named_tensors(model))
+        return
+    layout = layout_of(checkpoint.names(), model.config)
+    with torch.device("meta"):
+        whole = build(model.config, layout)
+    for name, weight in _weights(checkpoint, whole, layout):
+        if isinstance(weight, Tensor):
+            yield name, weight
+        else:
+            yield from sorted((f"{name}.{part}", t) for part, t in weight.named_buffers())

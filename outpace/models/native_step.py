@@ -25,6 +25,7 @@ from outpace.ops.dispatch import MOST_ROWS, Program, Rings, use_kernel, why_not
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
+from outpace.ops.ranks import Group
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Layers(Protocol):
     layers: nn.ModuleList
     norm: RMSNorm
     inv: Tensor  # [D/2] float64
+    group: Group | None
 
     @property
     def head(self) -> Weight: ...
@@ -264,6 +266,8 @@ def why_modules(model: Layers, cache: KVCache) -> str | None:
         return why_not() or "the C kernels compute in float32 on a CPU, without gradients"
     if model.config.head_dim % 8:
         return f"head_dim {model.config.head_dim} is no multiple of 8"
+    if model.group is not None:
+        return f"{model.group.size} processes hold the target, and add up what each computes"
     return "experts are rounded anew in every step" if any(map(_rounds, model.layers)) else None
 
 

@@ -1,10 +1,12 @@
-"""Several processes at one job, which `torchrun` starts: a training's rows or a teacher cache's shards.
+"""Several processes at one job, which `torchrun` starts: training rows, cache shards, or parts of a target.
 
 In a training all hold the same weights and do the same steps, each on its share of the rows. Losses and
 metrics are sums and weights until those of all processes and micro-batches are added up: the division comes
-last, so that they are those of one process with all rows.
+last, so that they are those of one process with all rows. Of a target too large for one device each holds a
+part of the weights: see `Group`.
 """
 
+import atexit
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +27,64 @@ def joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    _begin()
     try:
         yield
         wait()  # whoever leaves early would break off what the others still send
     finally:
         dist.destroy_process_group()
+
+
+def _begin() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+class Group:
+    """The processes that hold one target together, each a part of its weights."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x of all processes, added up in the order of their ranks, in float32: a row's sum does not hang on
+        the rows next to it, as that of an all-reduce does. Raises ConnectionError where another process has
+        ended."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        try:
+            dist.all_gather(parts, x)
+        except RuntimeError as error:
+            raise ConnectionError(f"process {self.rank} lost the others: one of them has ended") from error
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.dtype)
+
+    def leaders(self, item: T) -> T:
+        """The first process's."""
+        items = [item]
+        dist.broadcast_object_list(items, src=0)
+        return items[0]
+
+
+def join(size: int) -> Group | None:
+    """All of the `size` processes that torchrun started, until they end; None: there is but one. Raises
+    ValueError where it started another number."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if size != started:
+        count = size if size > 1 else max(started, 2)
+        raise ValueError(
+            f"tensor_parallel_size {size}, and the number of processes is {started}: run "
+            f"torchrun --nproc-per-node {count} -m outpace .. --tensor-parallel-size {count}"
+        )
+    if size == 1:
+        return None
+    if not dist.is_initialized():
+        _begin()
+        atexit.register(dist.destroy_process_group)
+    return Group(dist.get_world_size(), dist.get_rank())
 
 
 def size() -> int:

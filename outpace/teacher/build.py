@@ -132,9 +132,10 @@ def build(
     A shard depends only on the recipe, its number, target, tokenizer and prompts, so a killed build that is
     run again ends in the same bytes (on one machine, with one number of threads and the same kernels);
     finished shards are not made again. One shard is held in memory, about three times. Processes that
-    torchrun started make a shard each at a time: the cache is that of one process. Raises ValueError
-    where the recipe does not fit the target or the prompts; StoreError where the folder holds another build
-    or other files, or the disk is too small; LoadError for a disk that fills up.
+    torchrun started make a shard each at a time: the cache is that of one process. Those that hold the target
+    together make each shard together. Raises ValueError where the recipe does not fit the target or the
+    prompts; StoreError where the folder holds another build or other files, or the disk is too small;
+    LoadError for a disk that fills up.
     """
     folder = Path(folder)
     with ranks.joined():
@@ -182,16 +183,19 @@ def _build(
         TimeRemainingColumn(),
         TextColumn("{task.fields[speeds]}"),
     )
-    together = ranks.size()  # so many shards are made at once
+    # so many shards are made at once, and this process makes that one of them
+    together, own = (ranks.size(), ranks.rank()) if target.group is None else (1, 0)
+    writes = target.group is None or ranks.leads()
     with Progress(*columns, refresh_per_second=2, disable=not ranks.leads()) as bar:
         started = (recipe.shards - len(todo)) * recipe.shard_texts
         task = bar.add_task("", total=recipe.samples, completed=min(started, recipe.samples), speeds="")
         todo = todo[:stop_after]
         for first in range(0, len(todo), together):
             made = []
-            for k in todo[first : first + together][ranks.rank() :: together]:
+            for k in todo[first : first + together][own::together]:
                 new = _make_shard(target, prompts, layer_ids, recipe, k)
-                made.append((k, write_shard(folder, k, new.tensors, new.relative_error), new.texts))
+                if writes:
+                    made.append((k, write_shard(folder, k, new.tensors, new.relative_error), new.texts))
                 bar.update(task, speeds=new.speeds)
             made = ranks.gathered(made)
             for k, shard, _ in made:
