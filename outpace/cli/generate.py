@@ -204,6 +204,10 @@ def _how_steps_run(target: "Decoder", partial: bool) -> str:
     apart = module_attention(cache)
     if partial:
         apart = "; ".join(filter(None, (apart, "partial KV while its queries are recorded")))
+    if target.group is not None:
+        return f"native calls between the sums over {target.group.size} processes" + f"; {apart}" * bool(
+            apart
+        )
     return (
         f"native calls, attention by its modules where there is {apart}" if apart else "one native call each"
     )

@@ -1,8 +1,9 @@
 """One step of a target as one native call: the modules' forward, recorded as a `Program` over static buffers.
 
 `Decoder.forward` says what is computed; here is the same to the bit, for one size of batch and step.
-Attention over latent KV, an index or recorded queries is its module's, between two programs. A step that no
-program covers (`native_step` returns None) runs through the modules.
+Attention over latent KV, an index or recorded queries is its module's, between two programs; so are what
+several processes add up, and the experts that they share. A step that no program covers (`native_step`
+returns None) runs through the modules.
 """
 
 import ctypes
@@ -72,6 +73,7 @@ class NativeStep:
     ) -> None:
         c, (B, T) = model.config, (len(step.start), step.T)
         M, C, D, self.held = B * T, c.hidden_size, c.head_dim, step.held
+        self.group = model.group
         self.nodes = step.held + T  # of a tree
         self.lock = Lock()  # for threads that share the model
         self.rings = Rings(len(model.layers))
@@ -89,12 +91,14 @@ class NativeStep:
         self.orphans = ctypes.c_int64()  # nodes of a tree whose parent is none before them
         self.x, self.normed, self.y = (torch.empty(M, C) for _ in range(3))
         self.cos, self.sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
-        self.qkv = torch.empty(M, (c.num_heads + 2 * c.num_kv_heads) * D)
-        self.attended = torch.empty(B, T, c.num_heads * D)
+        n = 1 if self.group is None else self.group.size
+        self.qkv = torch.empty(M, (c.num_heads + 2 * c.num_kv_heads) // n * D)
+        self.attended = torch.empty(B, T, c.num_heads // n * D)
         self.hidden = torch.empty(B, T, C)
         self.aux = torch.empty(len(aux), B, T, C) if aux else None
         self.program = program = Program()
-        self.parts: list[Program | tuple[int, Attention]] = [program]  # run one after the other
+        # run one after the other
+        self.parts: list[Program | tuple[int, Attention] | Group | Experts] = [program]
         self._trees(c)
         positions = torch.zeros(B, T, dtype=torch.int64)
         program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)
@@ -132,19 +136,25 @@ class NativeStep:
         norm = block.input_layernorm
         self.program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
         if by_module:
-            self.program = Program()
-            self.parts += [(layer, block.self_attn), self.program]
+            self._between((layer, block.self_attn))
         else:
             self._attention(block.self_attn, self.rings.address(layer))
-        program, norm = self.program, block.post_attention_layernorm
-        program.add(self.y, self.x)
-        program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
-        if isinstance(block.mlp, Experts):
-            self._experts(block.mlp)
-        else:
+        norm = block.post_attention_layernorm
+        self.program.add(self.y, self.x)
+        self.program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
+        if not isinstance(block.mlp, Experts):
             assert isinstance(block.mlp, MLP)
             self._mlp(block.mlp)
-        program.add(self.y, self.x)
+        elif self.group is None:
+            self._experts(block.mlp)
+        else:
+            self._between(block.mlp)
+        self.program.add(self.y, self.x)
+
+    def _between(self, part: tuple[int, Attention] | Group | Experts) -> None:
+        """Run `part` before the calls to come."""
+        self.program = Program()
+        self.parts += [part, self.program]
 
     def _linear(self, x: Tensor, layer: Linear, y: Tensor) -> None:
         if not isinstance(layer.weight, Joined):
@@ -168,6 +178,8 @@ class NativeStep:
         rules = a.window, a.sinks, a.scale, tree, self.depth
         program.attend(q, ring, K, self.start_tensor, self.attended, *rules, rows=self.row_tensor)
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
+        if self.group is not None:
+            self._between(self.group)
 
     def _point_to(self, cache: KVCache) -> None:
         self.rings.point_to(cache.rings)
@@ -179,6 +191,8 @@ class NativeStep:
         self._linear(self.normed, mlp.gate_up_proj, gate_up)
         self.program.gated(gate_up, act)
         self._linear(act, mlp.down_proj, self.y)
+        if self.group is not None:
+            self._between(self.group)
 
     def _experts(self, e: Experts) -> None:
         index = torch.zeros(len(self.x), e.per_token, dtype=torch.int64)
@@ -215,6 +229,10 @@ class NativeStep:
             for part in self.parts:
                 if isinstance(part, Program):
                     part.run()
+                elif isinstance(part, Group):
+                    self.y.copy_(part.sum(self.y))
+                elif isinstance(part, Experts):
+                    self.y.copy_(part(self.normed))
                 else:
                     self._by_module(*part, step, cache)
             if self.outside.value:
@@ -266,8 +284,6 @@ def why_modules(model: Layers, cache: KVCache) -> str | None:
         return why_not() or "the C kernels compute in float32 on a CPU, without gradients"
     if model.config.head_dim % 8:
         return f"head_dim {model.config.head_dim} is no multiple of 8"
-    if model.group is not None:
-        return f"{model.group.size} processes hold the target, and add up what each computes"
     return "experts are rounded anew in every step" if any(map(_rounds, model.layers)) else None
 
 

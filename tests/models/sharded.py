@@ -26,6 +26,7 @@ from outpace.formats.convert import write_gguf
 from outpace.kv.partial import PartialConfig
 from outpace.kv.tree import Tree
 from outpace.models.load import build, fingerprint, load_target, named_tensors
+from outpace.models.native_step import why_modules
 from outpace.models.save import save_target
 from outpace.ops.ranks import join
 from outpace.ops.rope import RopeConfig
@@ -49,7 +50,7 @@ TARGETS: dict[int, dict[str, dict[str, Any]]] = {  # of two processes, of three
 TEXT, LENGTH = "def fibonacci(n):", 24
 CACHE = {"samples": 2, "prompt_tokens": "[9,9]", "response_tokens": "[5,5]", "batch": 2}
 COMMANDS = {
-    "generate": ["default", TEXT, "-n", str(LENGTH), "--json", "--draft", "dflash"],
+    "generate": ["default", TEXT, "-n", str(LENGTH), "--json", "--timing", "--draft", "dflash"],
     "teacher": ["build", *(word for name, value in CACHE.items() for word in ("--set", f"{name}={value}"))],
 }
 
@@ -77,7 +78,7 @@ def wrong_often(row, position):
 
 
 def check_speculation(target, plain, sampled):
-    """Chains and trees, and a verify pass that has the bits of steps of one token."""
+    """Chains and trees, of drafts that are often wrong."""
     dflash = random_dflash(target, rope=RopeConfig(theta=700.0)).bind(target)
     for draft in (Scripted(plain, PROMPTS, wrong_often, ragged=True), dflash, DDTree(dflash, 7, 3)):
         got = generate(target, PROMPTS, Request(max_new_tokens=NEW), draft)
@@ -87,6 +88,7 @@ def check_speculation(target, plain, sampled):
 
 @torch.inference_mode()
 def check_bits(target):
+    """A verify pass has the bits of steps of one token, and a native step those of the modules."""
     tokens = tiny.tokens(3, 16)
     once, each = (target.make_cache(3, 40, slack=8) for _ in range(2))
     for cache in (once, each):
@@ -98,6 +100,11 @@ def check_bits(target):
     target(tokens[1:2, :11], row)
     tree = target(tokens[1:2, 11:], row, tree=Tree(torch.tensor([[0, 0, 1, 2, 3]])), logits=True).logits
     assert torch.equal(tree[0], whole[1])
+    assert why_modules(target, once) is None
+    target.native, modules = False, target.make_cache(3, 40, slack=8)
+    target(tokens[:, :11], modules)
+    assert torch.equal(target(tokens[:, 11:], modules, logits=True).logits, whole)
+    target.native = True
 
 
 def check_package(folder):

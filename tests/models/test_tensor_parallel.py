@@ -61,6 +61,7 @@ def test_two_processes_generate_what_one_does(two):
     assert results[0]["default"]["fingerprint"] == fingerprint(model.target)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line["tokens"] for line in lines] == [plain]  # of one process
+    assert lines[0]["timing"]["steps"] == "native calls between the sums over 2 processes"
 
 
 def test_a_teacher_cache_by_two_processes_is_the_targets(two):

@@ -65,4 +65,11 @@ MUTANTS = [
         "checkpoint = None",
         TESTS,
     ),
+    (
+        "a native step that adds nothing up",
+        "outpace/models/native_step.py",
+        "self.y.copy_(part.sum(self.y))",
+        "pass",
+        TESTS,
+    ),
 ]
