@@ -33,7 +33,8 @@ def test_a_draft_changes_nothing_but_speed(model, draft):
     assert out.tokens == want and out.finish_reason == "length"
     assert out.text == model.tokenizer.decode(want) and out.prompt_tokens == len(ids)
     assert out.tau >= 1 and out.tokens_per_second > 0
-    assert out.tau > 1 or draft == "ngram"  # this text repeats nothing
+    # this text repeats nothing, and by itself an answer so short is begun without a probe
+    assert out.tau > 1 or draft in ("ngram", None)
 
 
 def test_autoregressive_decoding(model):

@@ -275,7 +275,7 @@ def teacher_import(
 
 def _say_size(out: Path, cache: "TeacherCache") -> None:
     size = f"{cache.meta.tokens:,} tokens, {cache.meta.nbytes / 2**20:,.1f} MiB"
-    console.print(f"{out}: {len(cache)} samples, {size}")
+    console.print(f"{out}: {len(cache)} samples, {size}", soft_wrap=True)
 
 
 @teacher_app.command("info")
