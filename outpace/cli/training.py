@@ -199,6 +199,13 @@ def teacher_build(
     final: Annotated[
         bool, typer.Option("--final", help="Keep final states too, for losses on the target's distribution.")
     ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(help="Engine that answers: outpace, or transformers for the same checkpoint folder."),
+    ] = None,
+    device_map: Annotated[
+        str, typer.Option(help="Of transformers, for targets that take several devices: auto, balanced, ..")
+    ] = "auto",
     prompts: Chats = None,
     corpus: Corpus = None,
     tensor_parallel_size: TensorParallel = 1,
@@ -211,26 +218,32 @@ def teacher_build(
     outpace teacher build --out work/cache --recipe recipes/drafts/teacher.toml
     outpace teacher build TARGET --out work/cache --prompts chats.jsonl --set response_tokens=[512,512]
     torchrun --nproc-per-node 2 -m outpace teacher build TARGET --out work/cache --tensor-parallel-size 2
+    outpace teacher build TARGET --out work/cache --source transformers --device-map balanced
     """
+    from outpace.checkpoint.open import target_path
     from outpace.loading import chat_prompts, open_target
     from outpace.teacher import build
     from outpace.teacher.prompts import ChatPrompts, TextPrompts
+    from outpace.teacher.source import Transformers
     from outpace.text.corpus import read_corpus, split
 
     _one_source(prompts, corpus)
     offsets = None if position_offsets is None else integers(position_offsets, "--position-offsets")
-    given = {"position_offsets": offsets, "final": final or None}
+    given = {"position_offsets": offsets, "final": final or None, "source": source}
     settings = recipe_settings(build.TeacherRecipe, recipe, set_, **given)
-    loaded, tokenizer = open_target(target, tensor_parallel_size=tensor_parallel_size)
-    source: ChatPrompts | TextPrompts
-    if prompts is not None:
-        source = ChatPrompts(
-            *chat_prompts(prompts, target, tokenizer, frozenset(loaded.config.eos_token_ids))
+    if settings.source == "transformers" and tensor_parallel_size > 1:
+        raise ValueError(
+            "--tensor-parallel-size divides our engine's target: give transformers a --device-map"
         )
+    loaded, tokenizer = open_target(target, tensor_parallel_size=tensor_parallel_size)
+    drawn: ChatPrompts | TextPrompts
+    if prompts is not None:
+        drawn = ChatPrompts(*chat_prompts(prompts, target, tokenizer, frozenset(loaded.config.eos_token_ids)))
     else:
-        source = TextPrompts(split(read_corpus(corpus))[0], tokenizer)
+        drawn = TextPrompts(split(read_corpus(corpus))[0], tokenizer)
+    answers = Transformers(target_path(target), device_map) if settings.source == "transformers" else None
     with resumable(out):
-        built = build.build(loaded, tokenizer, source, out, settings)
+        built = build.build(loaded, tokenizer, drawn, out, settings, source=answers)
     _say_size(out, built)
 
 

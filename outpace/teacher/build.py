@@ -14,15 +14,15 @@ from torch import Tensor
 
 from outpace.checkpoint.publish import disk, one_writer
 from outpace.config import check_ranges
-from outpace.decode.generate import generate
-from outpace.decode.request import Request
 from outpace.drafts.dflash_config import default_layer_ids
+from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops import ranks
-from outpace.ops.sampling import Sampling, seeded
-from outpace.teacher.check import NOT_FINITE, TOLERANCE, check_states, states_alone
+from outpace.ops.sampling import seeded
+from outpace.teacher.check import NOT_FINITE, check_states, tolerance_of
 from outpace.teacher.prompts import Prompts
+from outpace.teacher.source import OwnEngine, Source
 from outpace.teacher.store import (
     DTYPES,
     FORMAT_VERSION,
@@ -39,6 +39,7 @@ from outpace.teacher.store import (
 )
 
 MOST_SAMPLES = 10_000_000
+SOURCES = ("outpace", "transformers")
 CAPTURE_TOKENS = 2048  # per capturing forward, padding included: longer ones pad more and miss the cache
 LENGTHS, RESPONSE, CHECKED = 0, 2, 3  # streams of random numbers, next to that of the prompts
 
@@ -65,6 +66,7 @@ class TeacherRecipe:
     shard_samples: int = 64  # texts x offsets of one shard: what a kill can lose
     batch: int = 16  # texts generated together
     seed: int = 1
+    source: str = "outpace"  # or "transformers": the engine that answers
 
     def __post_init__(self) -> None:
         counts = ("samples", "shard_samples", "batch", "prompt_tokens", "response_tokens")
@@ -78,6 +80,8 @@ class TeacherRecipe:
             raise ValueError(f"position_offsets {list(offsets)}: at least one, none negative, none twice")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r}: a teacher cache holds {' or '.join(DTYPES)}")
+        if self.source not in SOURCES:
+            raise ValueError(f"source {self.source!r}: it must be {' or '.join(SOURCES)}")
 
     @property
     def shard_texts(self) -> int:
@@ -126,8 +130,10 @@ def build(
     recipe: TeacherRecipe,
     *,
     stop_after: int | None = None,
+    source: Source | None = None,
 ) -> TeacherCache:
-    """Build, or resume, the cache in `folder`; `stop_after` ends this call after that many shards.
+    """Build, or resume, the cache in `folder`; `stop_after` ends this call after that many shards. `source`:
+    of the same weights, which answers instead of `target`.
 
     A shard depends only on the recipe, its number, target, tokenizer and prompts, so a killed build that is
     run again ends in the same bytes (on one machine, with one number of threads and the same kernels);
@@ -138,11 +144,12 @@ def build(
     LoadError for a disk that fills up.
     """
     folder = Path(folder)
+    given = target, tokenizer, prompts, folder, recipe, stop_after, source or OwnEngine(target)
     with ranks.joined():
         if not ranks.leads():
-            return _build(target, tokenizer, prompts, folder, recipe, stop_after)
+            return _build(*given)
         with one_writer(folder), disk(folder):
-            return _build(target, tokenizer, prompts, folder, recipe, stop_after)
+            return _build(*given)
 
 
 def _build(
@@ -152,6 +159,7 @@ def _build(
     folder: Path,
     recipe: TeacherRecipe,
     stop_after: int | None,
+    source: Source,
 ) -> TeacherCache:
     layer_ids = tuple(recipe.target_layer_ids) or default_layer_ids(target.config.num_layers)
     _check_fit(target, tokenizer, layer_ids, recipe, prompts)
@@ -193,7 +201,7 @@ def _build(
         for first in range(0, len(todo), together):
             made = []
             for k in todo[first : first + together][own::together]:
-                new = _make_shard(target, prompts, layer_ids, recipe, k)
+                new = _make_shard(source, target.config, prompts, layer_ids, recipe, k)
                 if writes:
                     made.append((k, write_shard(folder, k, new.tensors, new.relative_error), new.texts))
                 bar.update(task, speeds=new.speeds)
@@ -255,7 +263,7 @@ def begin(folder: Path, wanted: TeacherMeta) -> list[Shard]:
             )
     # the recipe of a JSON file has lists where ours has tuples
     new_recipe = {k: list(v) if isinstance(v, tuple) else v for k, v in wanted.recipe.items()}
-    old_recipe = {"final": False} | meta.recipe  # a cache may be older than the setting
+    old_recipe = {"final": False, "source": SOURCES[0]} | meta.recipe  # of a cache older than the setting
     keys = sorted(k for k in old_recipe | new_recipe if old_recipe.get(k) != new_recipe.get(k))
     if keys:
         differing = ", ".join(f"{k} {old_recipe.get(k)} (now {new_recipe.get(k)})" for k in keys)
@@ -296,7 +304,12 @@ class _NewShard:
 
 
 def _make_shard(
-    target: Decoder, prompts: Prompts, layer_ids: tuple[int, ...], recipe: TeacherRecipe, k: int
+    source: Source,
+    config: ModelConfig,
+    prompts: Prompts,
+    layer_ids: tuple[int, ...],
+    recipe: TeacherRecipe,
+    k: int,
 ) -> _NewShard:
     """Depends only on the recipe and the shard's number. The texts' indices alone decide which of them share
     a forward: rounding differs with the number of rows, and a resumed build must not."""
@@ -306,13 +319,14 @@ def _make_shard(
     prompt = {i: prompts.draw(i, n, recipe.seed) for i, (n, _) in lengths.items()}
     began = time.perf_counter()
     longest = {i: n for i, (_, n) in lengths.items()}
-    response = _respond(target, prompt, longest, recipe, prompts.stop)
+    stop = prompts.stop | frozenset(config.eos_token_ids)
+    response = _respond(source, prompt, longest, recipe, stop)
     generated = time.perf_counter()
     text = {i: prompt[i] + response[i] for i in ids}
     samples = [(i, offset) for i in ids for offset in recipe.position_offsets]
     begins = torch.tensor([0, *(len(text[i]) for i, _ in samples)]).cumsum(0)
     first_row = dict(zip(samples, begins.tolist(), strict=False))
-    states, relative_error = _capture(target, text, first_row, layer_ids, recipe, k)
+    states, relative_error = _capture(source, text, config.hidden_size, first_row, layer_ids, recipe, k)
     captured = time.perf_counter()
     tensors = {
         "tokens": torch.tensor([t for i, _ in samples for t in text[i]], dtype=torch.int32),
@@ -328,34 +342,30 @@ def _make_shard(
 
 
 def _respond(
-    target: Decoder,
+    source: Source,
     prompt: dict[int, list[int]],
     longest: dict[int, int],
     recipe: TeacherRecipe,
     stop: frozenset[int],
 ) -> dict[int, list[int]]:
     """Responses in batches of one temperature and of similar prompt lengths, which prefill pads."""
-    stop |= frozenset(target.config.eos_token_ids)
     values: dict[int, list[int]] = {}
     for temperature in (0.0, 1.0):
         same = [i for i in prompt if recipe.temperature(i) == temperature]
         same.sort(key=lambda i: len(prompt[i]))
         for n in range(0, len(same), recipe.batch):
             rows = same[n : n + recipe.batch]
-            limits = tuple(longest[i] for i in rows)
-            sampling = Sampling(temperature=temperature)
-            request = Request(max_new_tokens=max(limits), limits=limits, sampling=sampling, stop=stop)
+            limits = [longest[i] for i in rows]
             number = seeded(recipe.seed, RESPONSE, rows[0]).initial_seed()
-            rng = torch.Generator(target.device).manual_seed(number)
-            output = generate(target, [prompt[i] for i in rows], request, rng=rng)
-            values |= dict(zip(rows, output.tokens, strict=True))
+            answers = source.respond([prompt[i] for i in rows], limits, temperature, stop, number)
+            values |= dict(zip(rows, answers, strict=True))
     return values
 
 
-@torch.inference_mode()
 def _capture(
-    target: Decoder,
+    source: Source,
     text: dict[int, list[int]],
+    hidden_size: int,
     first_row: dict[tuple[int, int], int],
     layer_ids: tuple[int, ...],
     recipe: TeacherRecipe,
@@ -364,7 +374,7 @@ def _capture(
     """first_row: (text, offset) -> its first row. -> the tensors of states of shard k, aux and, if the recipe
     has it, final, and the relative error of storing them. Raises StoreError where a sampled text had other
     states in its batch than it has alone."""
-    R, C = sum(len(text[i]) for i, _ in first_row), target.config.hidden_size
+    R, C = sum(len(text[i]) for i, _ in first_row), hidden_size
     aux = States("aux", (R, len(layer_ids), C), recipe.dtype)
     final = States("final", (R, C), recipe.dtype) if recipe.final else None
     offsets = sorted({offset for _, offset in first_row})
@@ -375,18 +385,19 @@ def _capture(
         width = len(text[group[-1]])
         # padding on the right: a causal model's earlier rows do not see it
         padded = [text[i] + [0] * (width - len(text[i])) for i in group]
-        tokens = torch.tensor(padded, device=target.device)
+        tokens = torch.tensor(padded)
         for offset in offsets:
-            out = target(tokens, aux=layer_ids, offset=offset)
+            outputs, hidden = source.states(tokens, layer_ids, offset)
             for b, i in enumerate(group):
                 at, n = first_row[i, offset], len(text[i])
+                states = outputs[:, b, :n]
                 if (i, offset) == checked:
-                    alone, _ = states_alone(target, tokens[b, :n], layer_ids, offset)
                     name = f"text {i} at position {offset}, in a batch of {len(group)}"
-                    check_states(name, layer_ids, alone, out.aux[:, b, :n], TOLERANCE[target.dtype])
-                aux.write(at, out.aux[:, b, :n].transpose(0, 1))
+                    given = source, tokens[b, :n], layer_ids, states, tolerance_of(source.dtype), offset
+                    check_states(name, *given)
+                aux.write(at, states.transpose(0, 1))
                 if final is not None:
-                    final.write(at, out.hidden[b, :n])
+                    final.write(at, hidden[b, :n])
     if final is None:
         return aux.tensors, aux.relative_error()
     return aux.tensors | final.tensors, max(aux.relative_error(), final.relative_error())

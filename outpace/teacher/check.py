@@ -7,34 +7,34 @@ and from which drafts learn little.
 import torch
 from torch import Tensor
 
-from outpace.models.decoder import Decoder
+from outpace.teacher.source import Source
 from outpace.teacher.store import require
 
-# of |difference| / |state|, the mean over a text's tokens: an outlier's size or an expert that flips hardly
-# moves it. Products round by their number of rows, in float32 by 4e-6 as measured
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 NOT_FINITE = "the target's hidden states are not finite: its weights are damaged"
 
 
-@torch.inference_mode()
-def states_alone(
-    target: Decoder, tokens: Tensor, layer_ids: tuple[int, ...], offset: int = 0
-) -> tuple[Tensor, Tensor]:
-    """tokens [T] of one text -> its aux [n, T, C], and its states after the final norm [T, C]. Raises
-    ValueError where they are not finite."""
-    out = target(tokens[None].to(target.device), aux=layer_ids, offset=offset)
-    assert out.aux is not None
-    if not bool(out.hidden.isfinite().all() & out.aux.isfinite().all()):
-        raise ValueError(NOT_FINITE)
-    return out.aux[:, 0], out.hidden[0]
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Of |difference| / |state|, the mean over a text's tokens: an outlier's size or an expert that flips
+    hardly moves it. Products round by their number of rows, in float32 by 4e-6 as measured."""
+    return 1e-3 if dtype == torch.float32 else 0.05
 
 
 def check_states(
-    name: str, layer_ids: tuple[int, ...], alone: Tensor, given: Tensor, tolerance: float
+    name: str,
+    source: Source,
+    tokens: Tensor,
+    layer_ids: tuple[int, ...],
+    given: Tensor,
+    tolerance: float,
+    offset: int = 0,
 ) -> float:
-    """alone and given [n, T, C] of one text, by itself and of the source -> the largest of the layers'
-    differences. Raises StoreError for one above the tolerance, naming the text, the layer and the token."""
-    alone, given = alone.float().cpu(), given.float().cpu()
+    """given [n, T, C]: states of a text of tokens [T] -> the largest of the layers' differences from what
+    `source` computes for it alone. Raises StoreError for one above the tolerance, naming the text, the layer
+    and the token; ValueError for states that are not finite."""
+    alone = source.states(tokens[None], layer_ids, offset)[0][:, 0].float().cpu()
+    given = given.float().cpu()
+    if not bool(alone.isfinite().all()):
+        raise ValueError(NOT_FINITE)
     rows = (given - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     means = rows.nan_to_num(nan=torch.inf).mean(-1)
     n = int(means.argmax())

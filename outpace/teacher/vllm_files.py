@@ -23,7 +23,8 @@ from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
 from outpace.ops.sampling import seeded
 from outpace.teacher.build import CHECKED, MOST_SAMPLES, States, begin, finished
-from outpace.teacher.check import check_states, states_alone
+from outpace.teacher.check import check_states
+from outpace.teacher.source import OwnEngine
 from outpace.teacher.store import (
     DTYPES,
     FORMAT_VERSION,
@@ -106,7 +107,7 @@ def import_files(
             hidden_size=target.config.hidden_size,
             dtype=recipe.dtype,
             planned_samples=len(paths),
-            recipe=asdict(recipe),
+            recipe=asdict(recipe) | {"source": "vllm"},
             shards=(),
         )
         shards, size = begin(folder, meta), recipe.shard_samples
@@ -183,8 +184,8 @@ def _shard(
         )
         features = states[:, : len(layer_ids)]
         if path == checked:
-            alone, _ = states_alone(target, tokens, layer_ids)
-            check_states(str(path), layer_ids, alone, features.transpose(0, 1), recipe.tolerance)
+            given = OwnEngine(target), tokens, layer_ids, features.transpose(0, 1), recipe.tolerance
+            check_states(str(path), *given)
         aux.write(first, features)
         if final is not None:
             final.write(first, target.norm(states[:, -1].to(target.device, target.dtype)))

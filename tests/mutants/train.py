@@ -3,6 +3,13 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "transformers answers padding too",
+        "outpace/teacher/source.py",
+        "[0] * (width - len(ids)) + [1] * len(ids) for",
+        "[1] * width for",
+        "tests/teacher/test_source.py",
+    ),
+    (
         "vLLM's layer k is our layer k",
         "outpace/teacher/vllm_files.py",
         "return tuple(k - 1 for k in (ids[:-1] if self.final else ids))",
@@ -24,10 +31,10 @@ MUTANTS = [
         "tests/teacher/test_vllm_files.py",
     ),
     (
-        "a batch's states are compared with themselves",
+        "a batch's states are compared with nothing",
         "outpace/teacher/build.py",
-        "check_states(name, layer_ids, alone, out.aux[:, b, :n], TOLERANCE[target.dtype])",
-        "check_states(name, layer_ids, alone, alone, TOLERANCE[target.dtype])",
+        "                if (i, offset) == checked:\n",
+        "                if (i, offset) == b:\n",
         "tests/teacher/test_build.py",
     ),
     (
