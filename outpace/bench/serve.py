@@ -81,10 +81,11 @@ def run_serve(
         addresses: dict[str, Address] = {}
         if any(key not in run for key, *_ in todo):
             length = settings.prompt_tokens + settings.new_tokens + 1
-            addresses[OFF] = stack.enter_context(servers.outpace_serve(name, most, length))
+            addresses[OFF] = stack.enter_context(servers.outpace_serve(name, most, length)).address
             addresses[ON] = addresses[OFF]
             if file:
-                addresses[LLAMA_SERVER] = stack.enter_context(servers.llama_server(file, most, length))
+                peer = stack.enter_context(servers.llama_server(file, most, length))
+                addresses[LLAMA_SERVER] = peer.address
         for key, kind, load, repeat in todo:
             run.once(key, lambda: _turn(addresses, kind, load, repeat, prompts, settings))  # noqa: B023
             for method in methods:

@@ -53,17 +53,31 @@ def llama_server_version() -> str:
     return ", ".join(parts)
 
 
+@dataclass(frozen=True)
+class Running:
+    """A server that takes requests."""
+
+    address: Address
+    process: subprocess.Popen[str]
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it has in memory (Linux)."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 @contextmanager
-def outpace_serve(name: str, rows: int, length: int) -> Iterator[Address]:
+def outpace_serve(name: str, rows: int, length: int, waiting: int = 10_000) -> Iterator[Running]:
     """`outpace serve`, of `rows` sequences of `length` tokens. Raises OSError where it does not start."""
     options = ["--port", "0", "--max-num-seqs", str(rows), "--max-model-len", str(length)]
-    command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", "10000"]
-    with _started(f"outpace serve {name}", command, r"http://([^:]+):(\d+)/v1") as address:
-        yield address
+    command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", str(waiting)]
+    with _started(f"outpace serve {name}", command, r"http://([^:]+):(\d+)/v1") as server:
+        yield server
 
 
 @contextmanager
-def llama_server(file: Path, rows: int, length: int) -> Iterator[Address]:
+def llama_server(file: Path, rows: int, length: int) -> Iterator[Running]:
     """llama.cpp's, the same. Every sequence has its own cache, and nothing of a prompt is looked for in
     what others left. Raises OSError where it does not start."""
     program = find_llama_server()
@@ -75,12 +89,12 @@ def llama_server(file: Path, rows: int, length: int) -> Iterator[Address]:
     where = ["--model", str(file), "--host", "127.0.0.1", "--port", port]
     sizes = ["--parallel", str(rows), "--ctx-size", str(rows * length)]
     command = [program, *where, *sizes, "--cache-ram", "0", "--no-kv-unified"]
-    with _started(LLAMA_SERVER, command, r"listening on http://([^:]+):(\d+)") as address:
-        yield address
+    with _started(LLAMA_SERVER, command, r"listening on http://([^:]+):(\d+)") as server:
+        yield server
 
 
 @contextmanager
-def _started(name: str, command: list[str], listening: str) -> Iterator[Address]:
+def _started(name: str, command: list[str], listening: str) -> Iterator[Running]:
     """The process until the end of the block. `listening`: what it says once it takes requests."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -102,7 +116,7 @@ def _started(name: str, command: list[str], listening: str) -> Iterator[Address]
         try:
             if not ready.wait(START_SECONDS) or not addresses:
                 raise OSError(f"{name} does not start: {' '.join(lines)[-500:].strip()}")
-            yield addresses[0][1], int(addresses[0][2])
+            yield Running((addresses[0][1], int(addresses[0][2])), process)
         finally:
             process.terminate()
             reading.join()

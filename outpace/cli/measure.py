@@ -46,7 +46,8 @@ class Job:
 
 
 COMPARING = ("drafts", "lossless", "controller", "answers")  # suites of the methods of a recipe
-ALONE = ("context", "recall", "pareto", "tasks", "synthetic", "serve")  # suites of a target without a draft
+# suites of a target without a draft
+ALONE = ("context", "recall", "pareto", "tasks", "synthetic", "serve", "soak")
 
 
 @app.command()
@@ -61,7 +62,7 @@ def bench(
             "memory: a retrofitted target with and without its retrofits, a draft and partial KV. "
             "pareto: what each size of a retrofit costs. tasks: held-out problems, answered and checked. "
             "synthetic: the speed that a given acceptance would bring. "
-            "serve: a server under load, with and without its draft. "
+            "serve: a server under load, with and without its draft. soak: a server under rude clients. "
             "drafts, lossless, controller, answers: methods that the recipe names; the last on problems."
         ),
     ] = "speed",
@@ -95,6 +96,8 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --suite serve --out report --set concurrency=1,8 --set rates=5
 
+    [bold]Example[/bold]: outpace bench --suite soak --out report --set requests=1000
+
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
     if suite not in RUNS:
@@ -124,6 +127,9 @@ def bench(
     with one_writer(out):
         report, page = RUNS[suite](job)
         page.write(report, out)
+    failed = [check["check"] for check in report.get("checks", ()) if not check["passed"]]
+    if failed:
+        raise ValueError(f"{out}/report.md: not passed: {'; '.join(failed)}")
     if as_json:
         print(json.dumps(report))
         return
@@ -235,6 +241,15 @@ def _serve(job: Job) -> Measured:
     return run_serve(loaded, job.target, tokenizer, held_out, settings, job.out, job.shown), PAGE
 
 
+def _soak(job: Job) -> Measured:
+    from outpace.bench.soak import PAGE, SoakSettings, run_soak
+    from outpace.loading import open_target
+
+    settings, held_out = job.settings(SoakSettings), job.documents()[1]
+    loaded, tokenizer = open_target(job.target)
+    return run_soak(loaded, job.target, tokenizer, held_out, settings, job.out, job.shown), PAGE
+
+
 def _synthetic(job: Job) -> Measured:
     from outpace.bench.synthetic import PAGE, SyntheticSettings, run_synthetic
     from outpace.checkpoint.open import is_gguf, target_path
@@ -279,6 +294,7 @@ RUNS: dict[str, Callable[[Job], Measured]] = {
     "tasks": _tasks,
     "synthetic": _synthetic,
     "serve": _serve,
+    "soak": _soak,
     **dict.fromkeys(COMPARING, _methods),
 }
 

@@ -247,4 +247,25 @@ MUTANTS = [
         "            place.append(str(part))\n            continue\n        inside = inside[part]\n",
         "tests/serve/test_fields.py",
     ),
+    (
+        "a soak that judges memory by its last batch",
+        "outpace/bench/soak.py",
+        "max(memory[warm:])",
+        "memory[-1]",
+        "tests/bench/test_soak_checks.py",
+    ),
+    (
+        "a soak that takes an error in a stream for an answer",
+        "outpace/bench/soak_clients.py",
+        "return None if whole and b'\"error\": {' not in text else",
+        "return None if whole else",
+        "tests/bench/test_soak_checks.py",
+    ),
+    (
+        "a soak that does not see a lost row",
+        "outpace/bench/soak.py",
+        'not any(load["left"].values()) and at_once == settings.rows',
+        'not any(load["left"].values())',
+        "tests/bench/test_soak_checks.py",
+    ),
 ]
