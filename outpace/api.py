@@ -23,8 +23,10 @@ from outpace.decode.partial import Partial
 from outpace.decode.request import GREEDY, BatchRows, Request
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
-from outpace.loading import open_chat, open_draft, open_target, own_draft
-from outpace.models.decoder import Decoder
+from outpace.loading import open_chat, open_draft, open_on_device, open_target, own_draft
+from outpace.models.cuda_graphs import LENGTH, GraphTarget
+from outpace.models.decoder import Decoder, Target
+from outpace.ops.dispatch import find_device
 from outpace.ops.sampling import generator
 from outpace.text.chat_format import ChatFormat, ChatPart
 from outpace.text.messages import FINAL
@@ -38,12 +40,15 @@ FinishReason = Literal["stop", "length", "abort"]
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A target and its tokenizer, as `load` returns them. `name` is what it was loaded by, `layers` the
-    number of layers kept (None: all)."""
+    number of layers kept (None: all). On a GPU `graphs` runs its steps, and `declined` says why drafts are
+    not used, where the output would not be the target's."""
 
     name: str
     target: Decoder
     tokenizer: Tokenizer
     layers: int | None = None
+    graphs: GraphTarget | None = None
+    declined: str | None = None
     # by acceptance rule and number of threads
     _controllers: dict[tuple[str, int], Controller | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -68,6 +73,11 @@ class Model:
         if ends not in self._vocabularies:
             self._vocabularies[ends] = Vocabulary(self.tokenizer, self.target.config.vocab_size, ends)
         return self._vocabularies[ends]
+
+    @property
+    def executor(self) -> Target:
+        """What decodes."""
+        return self.graphs or self.target
 
     @property
     def eos(self) -> frozenset[int]:
@@ -188,21 +198,41 @@ class StreamPiece:
     finish_reason: FinishReason | None = None
 
 
-def load(name: str = "default", *, layers: int | None = None, tensor_parallel_size: int = 1) -> Model:
+def load(
+    name: str = "default",
+    *,
+    layers: int | None = None,
+    device: str = "cpu",
+    deterministic: bool = False,
+    sequences: int = 1,
+    length: int = LENGTH,
+    tensor_parallel_size: int = 1,
+) -> Model:
     """A target by name or path.
 
     Args:
         name: A folder of safetensors, a GGUF file, or "default" for the embedded model.
         layers: Number of layers to keep, for debugging.
+        device: "cpu", "cuda", "cuda:N", or "auto": a GPU where there is one.
+        deterministic: On a GPU, steps of one shape, so that drafts may be exact in bfloat16.
+        sequences, length: A GPU must have memory for so many sequences of so many tokens.
         tensor_parallel_size: Number of processes that hold the target together, all that torchrun started:
             each loads its part of the weights. All of them make the same calls and get the same outputs.
 
     Raises:
         LoadError: The path is missing, damaged or of another format (a ValueError).
-        ValueError: The target cannot be divided so, or torchrun started another number of processes.
+        ValueError: The device is not there, or has too little memory: what would fit is said. The target
+            cannot be divided so, or torchrun started another number of processes.
     """
-    target, tokenizer = open_target(name, layers, tensor_parallel_size)
-    return Model(name=name, target=target, tokenizer=tokenizer, layers=layers)
+    place = find_device(device)
+    if place.type == "cpu":
+        target, tokenizer = open_target(name, layers, tensor_parallel_size)
+        return Model(name=name, target=target, tokenizer=tokenizer, layers=layers)
+    if tensor_parallel_size != 1:
+        raise ValueError(f"tensor_parallel_size {tensor_parallel_size}: one process holds a target on a GPU")
+    graphs, tokenizer, why = open_on_device(name, place, sequences, length, layers, deterministic)
+    more = {"layers": layers, "graphs": graphs, "declined": why}
+    return Model(name=name, target=graphs.decoder, tokenizer=tokenizer, **more)  # type: ignore[arg-type]
 
 
 def load_draft(
@@ -354,6 +384,8 @@ def _decode(
     partial: Partial | None = None,
     rng: torch.Generator | None = None,
 ) -> Iterator[None]:
+    if model.declined is not None and (partial is None or partial.mode == "lossless"):
+        draft, controller, partial = False, None, None
     if draft is True:
         raise ValueError("draft=True: name a draft, or leave it out for the best one known")
     free = draft is None and controller is None and partial is None
@@ -372,7 +404,7 @@ def _decode(
     for row in rows:
         row.stop, row.times = request.stop, [began]
     return steps(
-        model.target,
+        model.executor,
         [row.prompt for row in rows],
         request,
         draft or None,
@@ -394,7 +426,7 @@ def _controller(model: Model, draft: Draft, request: Request, seed: int | None) 
     key = rule, torch.get_num_threads()
     if key not in model._controllers:
         model._controllers[key], _ = auto_controller(
-            model.target, model.tokenizer, draft, rule, cache_folder()
+            model.executor, model.tokenizer, draft, rule, cache_folder()
         )
     known = model._controllers[key]
     # one serves one generation at a time, and threads may share a model

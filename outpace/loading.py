@@ -4,16 +4,26 @@
 """
 
 import datetime
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outpace.checkpoint.open import DEFAULT, EMBEDDED, LoadError, open_checkpoint, target_path
+from outpace.checkpoint.open import (
+    DEFAULT,
+    EMBEDDED,
+    Checkpoint,
+    LoadError,
+    open_checkpoint,
+    target_path,
+)
 from outpace.checkpoint.tokenizer import generation_stops, open_template, open_tokenizer
+from outpace.decode.exactness import why_inexact
 from outpace.drafts.dflash import BoundDFlash, DFlash
 from outpace.drafts.eagle3 import Eagle3
 from outpace.drafts.eagle3_decode import BoundEagle3, TreeShape
@@ -21,8 +31,11 @@ from outpace.drafts.lookup import NODES, NGram, Suffix, is_suffix, load_suffix
 from outpace.drafts.tree import DDTree
 from outpace.formats.load import load_dflash, load_draft, target_fingerprints
 from outpace.formats.spec import TargetFiles
+from outpace.models.cuda_graphs import GraphTarget
 from outpace.models.decoder import Decoder
-from outpace.models.load import load_target
+from outpace.models.load import first_layers, layout_of, load_target, parse_config
+from outpace.models.memory import check_memory
+from outpace.ops.dispatch import product_dtype
 from outpace.ops.quant import dense
 from outpace.ops.ranks import join
 from outpace.text.chat_format import ChatFormat
@@ -34,6 +47,7 @@ from outpace.text.sft_rows import read_lines
 from outpace.text.template import TemplateChat
 from outpace.text.tokenizer import check_vocabulary
 
+LOG = logging.getLogger("outpace")
 DFLASH, SUFFIX = "dflash", "suffix"  # the drafts that ship with the embedded target
 
 
@@ -49,6 +63,30 @@ def open_target(
     group = None if tensor_parallel_size == 1 else join(tensor_parallel_size)  # one each: they may train
     checkpoint = open_checkpoint(target_path(path))
     target, tokenizer = load_target(checkpoint, layers=layers, group=group), open_tokenizer(checkpoint)
+    return _finished(checkpoint, target, tokenizer)
+
+
+def open_on_device(
+    path: str, device: torch.device, sequences: int, length: int, layers: int | None, deterministic: bool
+) -> tuple[GraphTarget, Tokenizer, str | None]:
+    """A target on a GPU, with activations of bfloat16; its tokenizer; and why drafts are declined, None where
+    they change nothing. Raises ValueError, before anything is loaded, where there is no memory for so many
+    sequences of so many tokens."""
+    checkpoint = open_checkpoint(target_path(path))
+    config, dtype = parse_config(checkpoint.config), product_dtype(device)
+    layout = layout_of(checkpoint.names(), config)
+    config = config if layers is None else first_layers(config, layers)
+    check_memory(config, layout, torch.cuda.mem_get_info(device)[0], sequences, length, dtype)
+    target = load_target(checkpoint, layers=layers, device=device, dtype=dtype)
+    target, tokenizer = _finished(checkpoint, target, open_tokenizer(checkpoint))
+    graphs = GraphTarget(target, deterministic=deterministic)
+    declined = why_inexact(graphs, sequences)
+    if declined is not None:
+        LOG.warning("drafts are not used: %s%s", declined, "" if deterministic else "; try deterministic")
+    return graphs, tokenizer, declined
+
+
+def _finished(checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer) -> tuple[Decoder, Tokenizer]:
     check_vocabulary(tokenizer, target.config.vocab_size)
     stops = (*target.config.eos_token_ids, *generation_stops(checkpoint.folder))
     target.config = replace(target.config, eos_token_ids=tuple(dict.fromkeys(stops)))
@@ -81,7 +119,11 @@ def open_draft(
                 "out, or name a DFlash or an EAGLE-3"
             )
         return load_suffix(draft_folder(path), target.config.vocab_size, num_draft_tokens or NODES)
+    if quantize is not None and target.device.type != "cpu":
+        raise ValueError(f"draft weights {quantize!r}: packed drafts are for CPUs; leave the format out")
     draft = open_weights(path, target, tokenizer, quantize)
+    if draft is not None:
+        draft.to(target.device)
     if isinstance(draft, Eagle3):
         return BoundEagle3(draft, target, TreeShape.of(num_draft_tokens, num_steps, topk))
     if num_steps:

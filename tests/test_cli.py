@@ -249,3 +249,10 @@ def test_help_has_examples(monkeypatch, capsys):
     ):
         code, out, _ = run(monkeypatch, capsys, *command, "--help")
         assert code == 0 and "outpace " + " ".join(command) in " ".join(out.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [("generate", "default", "x"), ("serve", "default")])
+def test_a_gpu_that_is_not_there_is_named(monkeypatch, capsys, command):
+    code, _, err = run(monkeypatch, capsys, *command, "--device", "cuda:1")
+    assert code == 2 and "device cuda:1: there are 0 CUDA devices here" in " ".join(err.split())

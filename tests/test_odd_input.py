@@ -50,7 +50,7 @@ def quick():
         patch.setattr("outpace.decode.auto.QUICK", 0.0)
         patch.setattr(
             "outpace.api.load",
-            lambda name, layers=None, tensor_parallel_size=1: Model(
+            lambda name, layers=None, **_: Model(
                 name=name,
                 target=opened[0] if layers is None else open_target(name, layers)[0],
                 tokenizer=opened[1],
@@ -132,7 +132,7 @@ def test_a_vocabulary_that_no_memory_holds_is_refused():
     "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
 )
 def test_memory_that_runs_out_is_one_line(monkeypatch, capsys, error):
-    def load(name, layers=None, tensor_parallel_size=1):
+    def load(name, layers=None, **_):
         raise error
 
     monkeypatch.setattr("outpace.api.load", load)

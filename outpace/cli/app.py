@@ -31,6 +31,17 @@ Target = Annotated[
 Draft = Annotated[
     str, typer.Option(help="Draft: a path in any known format, 'dflash', 'suffix', 'ngram' or 'none'.")
 ]
+DeviceName = Annotated[
+    str, typer.Option("--device", help="Where the target runs: cpu, cuda, cuda:N, or auto (a GPU if any).")
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="On a GPU: steps of one shape, so that drafts may be exact in bfloat16, at the price of larger "
+        "steps.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON output: one object instead of text.")]
 TensorParallel = Annotated[
     int,

@@ -10,12 +10,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace.cli.app import AsJson, Target, TensorParallel, app, console, read_text, say
+from outpace.cli.app import (
+    AsJson,
+    Deterministic,
+    DeviceName,
+    Target,
+    TensorParallel,
+    app,
+    console,
+    read_text,
+    say,
+)
 from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
 if TYPE_CHECKING:
-    from outpace.api import GenerationOutput
-    from outpace.models.decoder import Decoder
+    from outpace.api import GenerationOutput, Model
 
 
 @app.command()
@@ -65,6 +74,8 @@ def generate(
     top_logits: Annotated[
         int | None, typer.Option(help="Number of largest logits to show per token, for debugging.")
     ] = None,
+    device: DeviceName = "cpu",
+    deterministic: Deterministic = False,
     tensor_parallel_size: TensorParallel = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -77,6 +88,7 @@ def generate(
     outpace generate default --prompt-file book.txt --kv-budget 4096 --draft ngram --stats
     outpace generate gpt-oss-20b "What is 2 + 2?" --chat
     outpace generate gpt-oss-20b "A person, as JSON." --chat --json-schema person.json
+    outpace generate gpt-oss-20b "What is 2 + 2?" --chat --device cuda
     outpace generate default "import os" -n 4 --layers 2 --top-logits 3 --timing
     torchrun --nproc-per-node 2 -m outpace generate gpt-oss-20b "import os" --tensor-parallel-size 2
     """
@@ -100,7 +112,8 @@ def generate(
     )
     began = time.perf_counter()
     join(tensor_parallel_size)  # each of several processes would write the whole text
-    model = load(target, layers=layers, tensor_parallel_size=tensor_parallel_size)
+    place = {"device": device, "deterministic": deterministic, "tensor_parallel_size": tensor_parallel_size}
+    model = load(target, layers=layers, **place)  # type: ignore[arg-type]
     if mla is not None:
         model.target.use_mla_kv(mla)
     if dsa is not None:
@@ -139,7 +152,7 @@ def generate(
     if timing:
         warm = run(show=False, first=False)
         values["timing"] = {"load": round(load_seconds, 6), "first": output.timing(), "warm": warm.timing()}
-        values["timing"]["steps"] = _how_steps_run(model.target, partial="partial" in how)
+        values["timing"]["steps"] = _how_steps_run(model, partial="partial" in how)
     if as_json:
         print(json.dumps(values))
         return
@@ -191,11 +204,14 @@ def _logits_lines(output: "GenerationOutput") -> str:
     return "\n".join(lines)
 
 
-def _how_steps_run(target: "Decoder", partial: bool) -> str:
+def _how_steps_run(model: "Model", partial: bool) -> str:
     import torch
 
     from outpace.models.native_step import module_attention, why_modules
 
+    if model.graphs is not None:
+        return f"{model.graphs.captured} CUDA graphs"
+    target = model.target
     with torch.inference_mode():
         cache = target.make_cache(1, 1)
         why = why_modules(target, cache)

@@ -174,7 +174,10 @@ class GenerationOptions(DraftOptions):
         """
         from outpace.drafts.lookup import NullDraft
 
-        partial, draft = self.partial(), self.load_draft(model)
+        partial = self.partial()
+        if model.declined is not None and (partial is None or partial.mode == "lossless"):
+            return None, {}, f"autoregressive decoding: {model.declined}"
+        draft = self.load_draft(model)
         if partial is None:
             draft, controller, note = self._controller(model, draft, sampling)
             return draft, {"controller": controller}, note
@@ -219,7 +222,7 @@ class GenerationOptions(DraftOptions):
             return draft, None, "full draft length in every step"
         rule = sampling.request(frozenset()).effective_rule
         folder = self.cache_dir or cache_folder()
-        return draft, *auto_controller(model.target, model.tokenizer, draft, rule, folder)
+        return draft, *auto_controller(model.executor, model.tokenizer, draft, rule, folder)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

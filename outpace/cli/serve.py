@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.app import Target, app, say
+from outpace.cli.app import Deterministic, DeviceName, Target, app, say
 
 if TYPE_CHECKING:
     from outpace.api import Model
@@ -51,6 +51,8 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(min=1, max=128, help="Number of CPU threads. Default: torch's.")
     ] = None,
+    device: DeviceName = "cpu",
+    deterministic: Deterministic = False,
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /metrics.
 
@@ -66,6 +68,7 @@ def serve(
         from outpace.serve.app import AppConfig, make_app
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'outpace[serve]'") from None
+    from outpace.api import load
     from outpace.serve.engine import EngineConfig
     from outpace.serve.server import Server
 
@@ -73,7 +76,9 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    served = _served(target, served_model_name, speculative_config, max_num_seqs)
+    place = {"device": device, "deterministic": deterministic}
+    model = load(target, **place, sequences=max_num_seqs, length=max_model_len)  # type: ignore[arg-type]
+    served = _served(model, served_model_name, speculative_config, max_num_seqs)
     positions = served.model.target.config.max_position_embeddings
     config = EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -82,7 +87,8 @@ def serve(
         max_seconds=max_seconds,
     )
     server = Server(served, config)
-    _check_memory(server.engine.nbytes, config, kv_memory)
+    if model.graphs is None or kv_memory is not None:  # a GPU's was known before the model was loaded
+        _check_memory(server.engine.nbytes, config, kv_memory)
     door = AppConfig(api_key=api_key, cors=tuple(cors or ()))
     methods = ", ".join(served.drafts) or "none"
     say(f"{served.name}: drafts {methods}; default {served.default or 'none'}", markup=False)
@@ -110,17 +116,15 @@ def _check_memory(needed: int, config: "EngineConfig", limit: float | None) -> N
         )
 
 
-def _served(target: str, name: str | None, speculative: str | None, max_num_seqs: int) -> "Served":
-    from outpace.api import load
+def _served(model: "Model", name: str | None, speculative: str | None, max_num_seqs: int) -> "Served":
     from outpace.serve.server import Served, controller_of
 
-    model = load(target)
-    drafts, default = _drafts(model, speculative)
+    drafts, default = _drafts(model, speculative) if model.declined is None else ({}, None)
     controller = None
     if default is not None:
         controller, note = controller_of(model, drafts[default], max_num_seqs)
         say(note, style="dim", markup=False)
-    return Served(model=model, name=name or target, drafts=drafts, default=default, controller=controller)
+    return Served(model=model, name=name or model.name, drafts=drafts, default=default, controller=controller)
 
 
 def _drafts(model: "Model", speculative: str | None) -> tuple[dict[str, Any], str | None]:

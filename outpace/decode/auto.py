@@ -10,7 +10,7 @@ from outpace.decode.controller import Adaptive, Controller, Fixed
 from outpace.decode.costs import Costs, fingerprint, read_costs, write_costs
 from outpace.decode.request import GREEDY
 from outpace.drafts.base import Draft
-from outpace.models.decoder import Decoder
+from outpace.models.decoder import Decoder, Target
 from outpace.text.corpus import read_corpus, split
 
 QUICK = 5.0  # seconds that a request may spend on its own cost table
@@ -27,7 +27,7 @@ def stored_costs(
 
 
 def measure_costs(
-    target: Decoder,
+    target: Target,
     tokenizer: Tokenizer,
     draft: Draft,
     rule: str,
@@ -55,20 +55,20 @@ def measure_costs(
 
 
 def auto_controller(
-    target: Decoder, tokenizer: Tokenizer, draft: Draft, rule: str, folder: Path
+    target: Target, tokenizer: Tokenizer, draft: Draft, rule: str, folder: Path
 ) -> tuple[Controller | None, str]:
     """The controller with the costs of this target, draft, machine and acceptance rule, and a note for the
     user. None, the draft's full length, where measuring them would take more than QUICK seconds, and where
     processes hold the target together: each would measure other costs, and choose another length."""
-    if target.group is not None:
+    if target.decoder.group is not None:
         return None, "full draft length in every step: costs are measured in one process only"
-    costs, unusable = stored_costs(target, draft, folder, rule)
+    costs, unusable = stored_costs(target.decoder, draft, folder, rule)
     if costs is not None:
         return Adaptive(costs), "draft length chosen by measured costs"
     more = f"; {unusable}" if unusable else ""
     expected = quick(target, draft, enough=QUICK)
     if expected > QUICK:
-        greedy = None if rule == GREEDY else stored_costs(target, draft, folder)[0]
+        greedy = None if rule == GREEDY else stored_costs(target.decoder, draft, folder)[0]
         if greedy is not None:
             note = f"draft length chosen by greedy costs (outpace calibrate --acceptance {rule})"
             return Adaptive(greedy), note

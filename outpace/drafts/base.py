@@ -95,7 +95,7 @@ def check_finite(
     if offered is not None and offered.on_host and offered.q is None:
         stated = sum(map(sum, offered.stated or []))
         if not math.isfinite(stated):
-            largest["draft"] = torch.tensor(stated)
+            largest["draft"] = torch.tensor(stated, device=logits.device)
     elif offered is not None and offered.survival is not None:
         largest["draft"] = offered.survival.sum()
         if offered.q is not None:

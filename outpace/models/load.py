@@ -17,7 +17,7 @@ from outpace.models.config import ModelConfig, check_values, parse_dsa, parse_ml
 from outpace.models.decoder import Decoder
 from outpace.models.tensor_parallel import own_parts, part_config, share
 from outpace.models.weights import Entry
-from outpace.ops.quant import Quant, Weight
+from outpace.ops.quant import Quant, Weight, dense
 from outpace.ops.ranks import Group
 
 RETROFIT = ("mla_", "dsa_", "use_mla", "use_dsa")  # fields of a config
@@ -112,9 +112,9 @@ def load_target(
     group: Group | None = None,
 ) -> Decoder:
     """Weights stay in the precision they are stored in (MXFP4 and GGUF's blocks packed, bfloat16, float16,
-    float32), large ones in the mapped file; activations are `dtype`. `layers`: only the first so many.
-    `finite` False: weights may be NaN or Inf, for the doctor. With a `group`, this process's part of the
-    target; of the file nothing else is read.
+    float32), large ones in the mapped file, or on another device as `for_device` says; activations are
+    `dtype`. `layers`: only the first so many. `finite` False: weights may be NaN or Inf, for the doctor. With
+    a `group`, this process's part of the target; of the file nothing else is read.
 
     Raises LoadError when a tensor is missing, left over or of another shape, or holds NaN or Inf (see
     `check_finite`); ValueError for a target that the group cannot divide.
@@ -136,7 +136,8 @@ def load_target(
             share(model, config, group)
             model.checkpoint = checkpoint
     for name, weight in _weights(checkpoint, model, layout):
-        assign(model, name, weight.to(device))
+        placed = weight if torch.device(device).type == "cpu" else for_device(name, weight, dtype)
+        assign(model, name, placed.to(device))
     if finite:
         check_finite(f"{checkpoint.folder}", stored_values(model))
     model.dtype = dtype
@@ -151,6 +152,26 @@ def _weights(checkpoint: Checkpoint, model: Decoder, layout: Layout) -> Iterator
             parts = [to_compute(part) for part in own_parts(entry, checkpoint, model.group)]
             weight = entry.gather(parts)
             yield entry.param, weight.reshape(shapes[entry.param]) if isinstance(weight, Tensor) else weight
+
+
+def for_device(param: str, weight: Weight, dtype: torch.dtype) -> Tensor:
+    """A weight as a GPU has it, where no step should convert it: matrices in `dtype`, GGUF's blocks unpacked.
+    MXFP4 stays packed; vectors, the router and what a retrofit added stay in their precision."""
+    kept = any(part in param for part in ("router", ".latent.", ".indexer."))
+    if not isinstance(weight, Tensor):
+        return dense(weight, torch.float32 if kept else dtype)
+    matrix = weight.is_floating_point() and weight.dim() > 1
+    return weight.to(dtype) if matrix and not kept else weight
+
+
+def empty_target(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Decoder:
+    """On the meta device, its weights in the dtypes that they have on a GPU."""
+    with torch.device("meta"):
+        model = build(config, layout)
+    for name, tensor in list(named_tensors(model)):
+        assign(model, name, for_device(name, tensor.detach(), dtype))
+    model.dtype = dtype
+    return model.to("meta").eval()
 
 
 NAN_SCALE = 255  # of E8M0

@@ -17,3 +17,18 @@ def product_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16
     supported = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if supported else torch.float32
+
+
+def find_device(name: str) -> torch.device:
+    """ "cpu", "cuda", "cuda:N", or "auto": a GPU where there is one. Raises ValueError for another name, and
+    for a GPU that is not there."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    kind, _, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (index and not index.isdecimal()) or name.endswith(":")):
+        raise ValueError(f"device {name!r}: it must be auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= count:
+        built = "" if torch.version.cuda else f", and torch {torch.__version__} is built without it"
+        raise ValueError(f"device {name}: there are {count} CUDA devices here{built}; use device cpu")
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(name)

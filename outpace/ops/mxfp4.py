@@ -19,17 +19,18 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -
     """
     if dtype == torch.float32 and use_kernel(blocks):
         return bindings.unpack_mxfp4(blocks.contiguous(), scales.contiguous())
-    return reference_unpack(blocks, scales).to(dtype)
+    return reference_unpack(blocks, scales, dtype)
 
 
-def reference_unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+def reference_unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """By arithmetic, not by tables, which would be copied to a GPU in every step."""
-    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3).int()  # [..., G*32]
+    exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3).to(torch.int8)  # [..., G*32]
     code = nibbles & 7
     twice = code + (code - 4).clamp(min=0) + 2 * (code - 6).clamp(min=0)  # 2 * E2M1[code]
-    values = torch.where(nibbles > 7, -0.5, 0.5) * twice
-    powers = torch.exp2(scales.double() - SCALE_BIAS).float()  # a power of two, however exp2 rounds
-    return (values.unflatten(-1, (-1, BLOCK)) * powers[..., None]).flatten(-2)
+    values = torch.where(nibbles > 7, -0.5, 0.5).to(exact) * twice
+    powers = torch.exp2(scales.double() - SCALE_BIAS).float().to(exact)  # of two, however exp2 rounds
+    return (values.unflatten(-1, (-1, BLOCK)) * powers[..., None]).flatten(-2).to(dtype)
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -221,7 +221,8 @@ class Engine:
         parts = [s.prompt[s.cached : s.cached + FEW] for s in some]
         counts = [len(part) for part in parts]
         width = max(counts)
-        tokens = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts])
+        padded = [[*part, *[0] * (width - len(part))] for part in parts]
+        tokens = torch.tensor(padded, device=self.target.device)
         cache = self.cache.of([s.row for s in some], [s.cached for s in some])
         out = self.target(tokens, cache, counts=counts, aux=self._aux(some))
         ended = []
@@ -250,7 +251,7 @@ class Engine:
             offered = self._propose(some, n)
             proposal = self.controller.cut(offered)
         else:
-            proposal = offered = roots(torch.tensor([s.last for s in some]))
+            proposal = offered = roots(torch.tensor([s.last for s in some], device=self.target.device))
         out = self.target(
             proposal.tokens,
             cache,
@@ -284,7 +285,8 @@ class Engine:
             offered.append(own)
         for (draft, width), members in sharing.items():
             of = [some[b] for b in members]
-            last, samplers = torch.tensor([s.last for s in of]), [s.rule.sampler for s in of]
+            last = torch.tensor([s.last for s in of], device=self.target.device)
+            samplers = [s.rule.sampler for s in of]
             proposal = draft.propose([s.row for s in of], last, width, samplers)
             if len(members) == len(some):
                 return proposal

@@ -38,6 +38,7 @@ class Sequence:
     draft: Draft | None = None
     width: int = 0
     seed: int = 0
+    device: torch.device | str = "cpu"  # the target's
     cancelled: bool = False  # by whoever made it, from any thread
 
     row: int = field(default=-1, init=False)  # of the cache; -1: none yet
@@ -53,7 +54,9 @@ class Sequence:
         if self.request.sampling.temperature and self.request.rule != "gumbel":
             raise ValueError(f"rule {self.request.rule!r}: only gumbel's text does not hang on the company")
         self.output = BatchRows(1, self.request, lambda _, tokens: self.on_tokens(tokens))
-        self.rule: AcceptanceRule = acceptance_rule(self.request, [self.prompt], generator(self.seed))
+        self.rule: AcceptanceRule = acceptance_rule(
+            self.request, [self.prompt], generator(self.seed, self.device)
+        )
         self.takes_argmax = self.request.sampling.is_argmax and not self.request.grammars
         self.session: Deferred | None = None  # of a draft that reads text alone
         self.shared: SharedDraft | None = None  # its draft, where it reads hidden states
@@ -110,18 +113,18 @@ class Sequence:
         forced = self.rule.places[0].forced()[: min(width, self.width or width) - 1]
         if len(forced) < FORCED:
             return None
-        return Proposal(torch.tensor([[self.last, *forced]]), [1 + len(forced)])
+        return Proposal(torch.tensor([[self.last, *forced]], device=self.device), [1 + len(forced)])
 
     def propose(self, width: int) -> Proposal:
         """Of one row, by a draft that reads text alone."""
-        last = torch.tensor([self.last])
+        last = torch.tensor([self.last], device=self.device)
         alone = roots(last)
         if width == 1 or self.session is None:
             return alone
         try:
             if self.cached > self.shown:  # the text is known: none was shown yet
                 new = self._unseen
-                self.session.add(States(torch.tensor([new]), None, [len(new)]))
+                self.session.add(States(torch.tensor([new], device=self.device), None, [len(new)]))
                 self.shown = self.cached
             return self.session.propose(last, width, self.rule.sampler)
         except Exception as error:

@@ -46,7 +46,7 @@ class Served:
 def controller_of(model: Model, draft: Draft, max_num_seqs: int) -> tuple[Controller | None, str]:
     """Draft lengths for `max_num_seqs` sequences at once by this machine's costs, and a note for people;
     None: the draft's full length."""
-    controller, note = auto_controller(model.target, model.tokenizer, draft, GREEDY, cache_folder())
+    controller, note = auto_controller(model.executor, model.tokenizer, draft, GREEDY, cache_folder())
     if isinstance(controller, Adaptive):
         one_draft = bool(draft.target_layer_ids)
         controller = Adaptive(shared(controller.costs, max_num_seqs, one_draft=one_draft))
@@ -59,7 +59,7 @@ class Server:
         # wide enough for an answer that the client predicts
         predicted = Suffix(Suffixes.of(torch.zeros(1, dtype=torch.int32)), 1, PREDICTED)
         drafts = [*served.drafts.values(), predicted]
-        self.engine = Engine(served.model.target, config, drafts, served.controller)
+        self.engine = Engine(served.model.executor, config, drafts, served.controller)
         self.outbox = Outbox()
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -186,6 +186,7 @@ class Server:
             draft=draft,
             width=width,
             seed=seed,
+            device=self.model.target.device,
             on_tokens=answer.feed,
             on_end=answer.end,
             on_logits=None if answer.top is None else answer.score,
@@ -194,7 +195,7 @@ class Server:
     def _draft(self, asked: bool | Speculative | None, prediction: str | None) -> tuple[Draft | None, int]:
         """-> the draft of a request, and its most positions. `false` stops every draft."""
         served = self.served
-        if asked is False:
+        if asked is False or self.model.declined is not None:
             return None, 0
         method, most = served.default, 0
         if isinstance(asked, Speculative):

@@ -3,6 +3,29 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "the exactness check compares a row with itself",
+        "outpace/decode/exactness.py",
+        """if not _same(got, alone):""",
+        """if not _same(got, got):""",
+        "tests/decode/test_exactness.py",
+    ),
+    (
+        "the exactness check leaves logits out",
+        "outpace/decode/exactness.py",
+        """for a, b in zip(got, wanted, strict=True))""",
+        """for a, b in list(zip(got, wanted, strict=True))[:1])""",
+        "tests/decode/test_exactness.py",
+    ),
+    (
+        "a declined draft is used",
+        "outpace/api.py",
+        """        draft, controller, partial = False, None, None
+""",
+        """        pass
+""",
+        "tests/decode/test_exactness.py",
+    ),
+    (
         "ties of a tenth of a logit",
         "outpace/bench/metrics.py",
         "TIE = 1e-4  #",

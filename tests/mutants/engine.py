@@ -3,6 +3,27 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "a plan of memory forgets keys and values",
+        "outpace/models/memory.py",
+        """return self.weights + self.kv + self.step + SPARE""",
+        """return self.weights + self.step + SPARE""",
+        "tests/models/test_memory.py",
+    ),
+    (
+        "a plan of memory counts what views show",
+        "outpace/models/memory.py",
+        """if id(storage) not in given:""",
+        """if True:""",
+        "tests/models/test_memory.py",
+    ),
+    (
+        "a router in bfloat16 on a GPU",
+        "outpace/models/load.py",
+        """("router", ".latent.", ".indexer.")""",
+        """(".latent.", ".indexer.")""",
+        "tests/models/test_memory.py",
+    ),
+    (
         "a graph is replayed with the lengths of the round before",
         "outpace/models/cuda_graphs.py",
         """        self.numbers.copy_(torch.tensor((starts, counts)), non_blocking=True)

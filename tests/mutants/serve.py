@@ -89,8 +89,8 @@ MUTANTS = [
     (
         "a request without speculation that is drafted for",
         "outpace/serve/server.py",
-        "if asked is False:",
-        "if asked is None:",
+        "if asked is False or",
+        "if asked is None or",
         "tests/serve/test_http.py",
     ),
     (

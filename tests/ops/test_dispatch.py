@@ -2,9 +2,10 @@
 
 import time
 
+import pytest
 import torch
 
-from outpace.ops.dispatch import product_dtype
+from outpace.ops.dispatch import find_device, product_dtype
 
 
 def seconds(dtype):
@@ -21,3 +22,21 @@ def test_products_take_a_dtype_that_the_device_multiplies():
     value = product_dtype(torch.device("cpu"))
     assert value in (torch.bfloat16, torch.float32)
     assert seconds(value) < 8 * seconds(torch.float32)  # emulated, bfloat16 takes fifty times as long
+
+
+def test_a_device_is_named_by_what_is_there(monkeypatch):
+    assert find_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto") == torch.device("cpu")
+    for name in ("cuda", "cuda:0", "cuda:7"):
+        with pytest.raises(ValueError, match=f"device {name}: there are 0 CUDA devices here.*use device cpu"):
+            find_device(name)
+    for name in ("gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "", "mps"):
+        with pytest.raises(ValueError, match="it must be auto, cpu, cuda or cuda:N"):
+            find_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device("auto") == find_device("cuda") == torch.device("cuda", 0)
+    assert find_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="device cuda:2: there are 2 CUDA devices here"):
+        find_device("cuda:2")

@@ -18,6 +18,7 @@ from outpace.decode.request import Request
 from outpace.drafts.dflash import BoundDFlash
 from outpace.drafts.lookup import NGram
 from outpace.kernels import bindings
+from outpace.models.cuda_graphs import GraphTarget
 from outpace.models.load import build, named_tensors
 from outpace.ops.sampling import Sampling, generator
 from outpace.serve.engine import Engine, EngineConfig, QueueFull
@@ -107,17 +108,23 @@ def crowd(model, count, seed, drafts):
 
 
 @pytest.mark.parametrize(
-    ("family", "count", "dice"),
-    [("gpt_oss", 80, False), ("gpt_oss", 80, True), ("llama", 40, True), ("qwen3_moe", 40, False)],
+    ("family", "count", "dice", "runs"),
+    [
+        ("gpt_oss", 80, False, None),
+        ("gpt_oss", 80, True, None),
+        ("llama", 40, True, None),
+        ("qwen3_moe", 40, False, None),
+        ("gpt_oss", 40, False, GraphTarget),
+    ],
 )
-def test_company_changes_no_token(family, count, dice):
+def test_company_changes_no_token(family, count, dice, runs):
     """They arrive and are cancelled at random, share beginnings, and outnumber the rows."""
     model = target(family)
     neural = {"dflash": BoundDFlash(random_dflash(model), model), "eagle3": bound_eagle3(model)}
     made, rng = crowd(model, count, 7, neural), random.Random(1)
     drafts = [*neural.values(), NGram(block_size=7)]
     config = EngineConfig(max_num_seqs=6, max_model_len=160, prefill_rows=3)
-    engine = Engine(model, config, drafts, Dice(3) if dice else None)
+    engine = Engine(runs(model) if runs else model, config, drafts, Dice(3) if dice else None)
     coming, cancelled = list(made), []
     while coming or engine.running or engine.waiting:
         for _ in range(min(rng.randint(0, 3), len(coming))):
