@@ -139,10 +139,15 @@ class Mean:
         return Mean((weights * x).sum(), weights.sum())
 
     @staticmethod
+    def added(parts: Sequence["Mean"]) -> "Mean":
+        sums, weights = [part.sum for part in parts], [part.weight for part in parts]
+        return Mean(torch.stack(sums).sum(0), torch.stack(weights).sum(0))
+
+    @staticmethod
     def of_all(parts: Sequence["Mean"]) -> "Mean":
         """Of a process's micro-batches -> of all processes', without a gradient."""
-        both = [torch.stack((part.sum.detach(), part.weight)) for part in parts]
-        return Mean(*total(torch.stack(both).sum(0)))
+        own = Mean.added(parts)
+        return Mean(*total(torch.stack((own.sum.detach(), own.weight))))
 
     def times(self, factor: float) -> "Mean":
         return Mean(factor * self.sum, self.weight)

@@ -21,6 +21,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.indexer import Indexer, usual_heads
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
+from outpace.ops.ranks import Mean
 from outpace.ops.rope import rotate
 from outpace.ops.sampling import seeded
 from outpace.retrofit.evaluate import attention_input, residual_states
@@ -28,6 +29,7 @@ from outpace.retrofit.pipeline import RetrofitSettings, Texts
 from outpace.retrofit.train import RetrofitRecipe
 from outpace.text.corpus import Document
 from outpace.train.data import rows_of_step, token_stream
+from outpace.train.trainer import StepLoss
 
 SHARES = (0.125, 0.25, 0.5)  # of the context, at which mass is reported
 EVERY = 16  # tokens per evaluated query
@@ -203,7 +205,7 @@ class Mass:
         """[n]: the share of p on attended tokens."""
         return (self.p * (self.chosen(keep) | ~self.candidates(keep))).sum(-1)
 
-    def divergence(self, keep: TopKConfig, chosen: bool = False) -> Tensor:
+    def divergence(self, keep: TopKConfig, chosen: bool = False) -> Mean:
         """KL(p || softmax(I)) over the candidates, or over the `chosen` ones: mean over queries, weighted
         by the share of the heads' attention there."""
         rest = self.chosen(keep) if chosen else self.candidates(keep)
@@ -213,7 +215,7 @@ class Mass:
         q = self.scores.masked_fill(~rest & some, -torch.inf).log_softmax(-1)
         terms = torch.where(rest, p * (p.clamp(min=LEAST).log() - q), 0.0).sum(-1)
         weight = torch.where(some[:, 0], self.weight * there[:, 0], 0.0)
-        return (weight * terms).sum() / weight.sum().clamp(min=LEAST)
+        return Mean.of(terms, weight)
 
 
 def mass(target: Decoder, indexer: Indexer, seen: AttentionInputs, positions: Tensor) -> Mass:
@@ -247,7 +249,9 @@ def fit_temperature(target: Decoder, made: dict[int, Indexer], text: Sequence[in
     tokens = torch.tensor(list(text), device=target.device)
     for layer, seen in attention_inputs(target, tokens, list(made)).items():
         result = mass(target, made[layer], seen, positions)
-        tried = {x: float(replace(result, scores=result.scores * x).divergence(keep)) for x in TEMPERATURES}
+        tried = {
+            x: float(replace(result, scores=result.scores * x).divergence(keep).value) for x in TEMPERATURES
+        }
         heads = made[layer].heads
         for part in (made[layer].proj.weight, made[layer].proj.bias):
             assert isinstance(part, Tensor)
@@ -356,7 +360,7 @@ class DsaRecipe(RetrofitRecipe):
     """Fields of recipes/memory/dsa.toml."""
 
     NAME: ClassVar[str] = "dsa"
-    row_tokens: int = 4096  # one row a step
+    row_tokens: int = 4096
     queries: int = 256  # of a row, in the loss
     sparse_share: float = 0.25  # of the steps, the last ones: attention is sparse
     decay: float = 0.5
@@ -389,18 +393,23 @@ class DsaTrainer:
         config = self.target.config
         return {"mass": mass_table(self.target, texts, config.dsa_layers, config.dsa_keep.by_count)}
 
-    def loss(self, step: int) -> tuple[Tensor, dict[str, Any]]:
+    def loss(self, step: int, rows: list[int]) -> StepLoss:
         recipe, target, keep = self.recipe, self.target, self.target.config.dsa_keep.by_count
         sparse = step >= round(recipe.steps * (1 - recipe.sparse_share))
         target.use_dsa(sparse)
-        row = rows_of_step(self.stream, recipe.row_tokens, 1, step, recipe.seed)[0][0].to(target.device)
-        first = min(keep.sinks + keep.recent + 1, len(row) - 1)
-        order = torch.randperm(len(row) - first, generator=seeded(recipe.seed, 5, step))
-        positions = first + order[: recipe.queries].sort().values.to(row.device)
-        losses, kept = [], {}
-        inputs = attention_inputs(target, row, list(self.indexers))
-        for i, indexer in self.indexers.items():
-            result = mass(target, indexer, inputs[i], positions)
-            losses.append(result.divergence(keep, sparse))
-            kept[f"kept_{i}"] = round(result.kept(keep).mean().item(), 4)
-        return torch.stack(losses).mean(), {"kept": sum(kept.values()) / len(kept), **kept}
+        losses: dict[int, list[Mean]] = {i: [] for i in self.indexers}
+        kept: dict[int, list[Mean]] = {i: [] for i in self.indexers}
+        for n in rows:
+            row = rows_of_step(self.stream, recipe.row_tokens, 1, n, recipe.seed)[0][0].to(target.device)
+            first = min(keep.sinks + keep.recent + 1, len(row) - 1)
+            order = torch.randperm(len(row) - first, generator=seeded(recipe.seed, 5, n))
+            positions = first + order[: recipe.queries].sort().values.to(row.device)
+            inputs = attention_inputs(target, row, list(self.indexers))
+            for i, indexer in self.indexers.items():
+                result = mass(target, indexer, inputs[i], positions)
+                losses[i].append(result.divergence(keep, sparse))
+                shares = result.kept(keep)
+                kept[i].append(Mean.of(shares, torch.ones_like(shares)))
+        terms = [Mean.added(parts).times(1 / len(losses)) for parts in losses.values()]
+        each = {f"kept_{i}": Mean.added(parts) for i, parts in kept.items()}
+        return StepLoss(terms, len(rows) * recipe.row_tokens, {"kept": Mean.added([*each.values()]), **each})

@@ -21,6 +21,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.latent import Latent
 from outpace.ops.norm import rms_norm
 from outpace.ops.quant import dense
+from outpace.ops.ranks import Mean
 from outpace.ops.sampling import shuffled
 from outpace.retrofit.evaluate import attention_input, evaluate, residual_states
 from outpace.retrofit.pipeline import HELD_OUT_TEXTS, RetrofitSettings, Texts
@@ -29,6 +30,7 @@ from outpace.teacher.store import TeacherCache
 from outpace.text.corpus import Document
 from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import block_losses
+from outpace.train.trainer import StepLoss
 
 OFFSETS = 512  # distances over which a rotation is averaged
 
@@ -390,14 +392,14 @@ class MlaTrainer:
         self.recipe, self.target, self.teacher = recipe, target, teacher
         self.stream = None if teacher is not None else token_stream(tokenizer, train, recipe.seed)
 
-    def batches(self, step: int) -> list[tuple[Tensor, Tensor | None]]:
+    def batches(self, rows: list[int]) -> list[tuple[Tensor, Tensor | None]]:
         """Texts [B, T], each with the original's last states [B * T, C] where they are known."""
         recipe = self.recipe
         if self.teacher is not None:
-            return cached_texts(self.teacher, recipe, step)
+            return cached_texts(self.teacher, recipe, rows)
         assert self.stream is not None
-        rows, _ = rows_of_step(self.stream, recipe.row_tokens, recipe.rows, step * recipe.rows, recipe.seed)
-        return [(rows, None)]
+        texts = [rows_of_step(self.stream, recipe.row_tokens, 1, n, recipe.seed)[0] for n in rows]
+        return [(torch.cat(texts), None)]
 
     @property
     def attentions(self) -> dict[int, Attention]:
@@ -413,39 +415,50 @@ class MlaTrainer:
     def metrics(self, texts: Texts) -> dict[str, Any]:
         return {}
 
-    def loss(self, step: int) -> tuple[Tensor, dict[str, Any]]:
-        batches = [(rows.to(self.target.device), final) for rows, final in self.batches(step)]
-        if step < round(self.recipe.steps * self.recipe.layer_share):
-            loss = torch.stack([self.layer_loss(rows) for rows, _ in batches]).mean()
-            return loss, {"layers": loss.item()}
-        losses = [whole_losses(self.target, rows, final) for rows, final in batches]
-        kl, mse = (torch.stack(part).mean() for part in zip(*losses, strict=True))
-        return self.recipe.kl * kl + self.recipe.mse * mse, {"kl": kl.item(), "mse": mse.item()}
+    def loss(self, step: int, rows: list[int]) -> StepLoss:
+        recipe, device = self.recipe, self.target.device
+        batches = [(texts.to(device), final) for texts, final in self.batches(rows)]
+        tokens = sum(texts.numel() for texts, _ in batches)
+        if step < round(recipe.steps * recipe.layer_share):
+            layers = Mean.added([self.layer_loss(texts) for texts, _ in batches])
+            terms = [Mean(s / len(layers.sum), w) for s, w in zip(layers.sum, layers.weight, strict=True)]
+            return StepLoss(terms, tokens, {"layers": layers})
+        losses = [whole_losses(self.target, texts, final) for texts, final in batches]
+        kl, mse = (Mean.added(list(part)) for part in zip(*losses, strict=True))
+        return StepLoss([kl.times(recipe.kl), mse.times(recipe.mse)], tokens, {"kl": kl, "mse": mse})
 
-    def layer_loss(self, rows: Tensor) -> Tensor:
-        """rows [B, T] -> the error of the attention's output relative to its size, mean over the layers."""
+    def layer_loss(self, rows: Tensor) -> Mean:
+        """rows [B, T] -> the error of each layer's attention output relative to its size."""
         target = self.target
         with torch.no_grad():
             target.use_mla_kv(False)
             states = residual_states(target, rows)
             cos, sin = target.rope(torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1))
-        losses = []
+        errors = []
         for layer, attention in self.attentions.items():
             x = attention_input(target, layer, states)
             with torch.no_grad():
                 original = attention(x, cos, sin, None, None).float()
             attention.use_latent = True
             value = attention(x, cos, sin, None, None).float()
-            losses.append((value - original).square().mean() / original.square().mean())
+            errors.append(_relative(value, original))
         target.use_mla_kv(True)
-        return torch.stack(losses).mean()
+        return Mean(*(torch.stack(part) for part in zip(*errors, strict=True)))
 
 
-def cached_texts(teacher: TeacherCache, recipe: MlaRecipe, step: int) -> list[tuple[Tensor, Tensor | None]]:
-    """The step's texts [1, T] and final states [T, C]. Raises ValueError for a
-    cache without final states, and for texts that do not begin at position 0."""
+def _relative(value: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared error, and what it is a share of."""
+    return (value - original).square().sum(), original.square().sum()
+
+
+def cached_texts(
+    teacher: TeacherCache, recipe: MlaRecipe, rows: list[int]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Texts [1, T] and final states [T, C]. Raises ValueError for a cache without final states, and for texts
+    that do not begin at position 0."""
     texts: list[tuple[Tensor, Tensor | None]] = []
-    for i in shuffled(step * recipe.rows, recipe.rows, len(teacher), recipe.seed, 6):
+    for n in rows:
+        (i,) = shuffled(n, 1, len(teacher), recipe.seed, 6)
         sample = teacher.sample(i)
         if sample.final is None or sample.offset:
             raise ValueError(
@@ -456,7 +469,7 @@ def cached_texts(teacher: TeacherCache, recipe: MlaRecipe, step: int) -> list[tu
     return texts
 
 
-def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> tuple[Mean, Mean]:
     """rows [B, T] -> KL of the logits, nats per token; error of the last states relative to their size.
     `final` [B * T, C]: the original's, if they are known."""
     with torch.no_grad():
@@ -465,5 +478,5 @@ def whole_losses(target: Decoder, rows: Tensor, final: Tensor | None = None) -> 
         target.use_mla_kv(True)
     value = target(rows).hidden.flatten(0, 1)
     head, labels = target.dense_head, rows.flatten()
-    kl = block_losses("kl", value, head, labels, original, head).loss.mean()
-    return kl, (value.float() - original.float()).square().mean() / original.float().square().mean()
+    kl = block_losses("kl", value, head, labels, original, head).loss
+    return Mean.of(kl, torch.ones_like(kl)), Mean(*_relative(value.float(), original.float()))

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 
 from outpace.checkpoint.base import LoadError
 from outpace.checkpoint.publish import published
@@ -17,10 +18,11 @@ from outpace.config import Ranges, check_ranges
 from outpace.formats.convert import write_folder
 from outpace.models.decoder import Decoder
 from outpace.models.load import fingerprint
+from outpace.ops import ranks
 from outpace.retrofit.evaluate import evaluate, texts_of
 from outpace.text.corpus import Document
 from outpace.text.template import ChatTemplate
-from outpace.train.trainer import fit, take_step, training_folder, warmup_linear
+from outpace.train.trainer import StepLoss, backward, fit, take_step, training_folder, warmup_linear
 
 MOST: float = float("inf")
 
@@ -31,12 +33,15 @@ class RetrofitRecipe:
 
     NAME: ClassVar[str]
     RANGES: ClassVar[Ranges] = (
-        dict.fromkeys(("steps", "rows", "queries", "validation_texts", "save_every"), (1.0, MOST))
+        dict.fromkeys(("steps", "rows", "micro_batches", "queries"), (1.0, MOST))
+        | dict.fromkeys(("validation_texts", "save_every"), (1.0, MOST))
         | dict.fromkeys(("lr", "warmup", "kl", "mse", "seed"), (0.0, MOST))
         | dict.fromkeys(("decay", "layer_share", "sparse_share"), (0.0, 1.0))
         | {"row_tokens": (2.0, MOST)}
     )
     steps: int = 200
+    rows: int = 1  # of a step
+    micro_batches: int = 1  # of a process's rows of a step: less memory, a third more work
     row_tokens: int = 1024
     lr: float = 1e-3
     warmup: int = 10
@@ -61,7 +66,9 @@ class RetrofitTrainer(Protocol):
     @property
     def modules(self) -> list[nn.Module]: ...  # of the target; their parameters learn
 
-    def loss(self, step: int) -> tuple[Tensor, dict[str, Any]]: ...
+    def loss(self, step: int, rows: list[int]) -> StepLoss:
+        """Of these rows of the step, by their numbers in the whole training."""
+        ...
 
     def switch(self, on: bool) -> None: ...
 
@@ -81,22 +88,23 @@ def train_retrofit(
 ) -> dict[str, Any] | None:
     """Train the parameters of `trainer` in place with AdamW, resuming from folder/checkpoint.pt, and publish
     folder/model, a checkpoint with its report recipe.NAME.json; -> the report, None if stopped early. Memory
-    for training does not depend on the backbone's size. Raises ValueError if the backbone changed."""
+    for training does not depend on the backbone's size. Processes that torchrun started train together, each
+    on its share of every step's rows. Raises ValueError if the backbone changed."""
     recipe, target = trainer.recipe, trainer.target
     texts = texts_of(tokenizer, held_out, recipe.validation_texts, recipe.row_tokens, recipe.seed)
-    with training_folder(folder):
+    with ranks.joined(), training_folder(folder):
         backbone = fingerprint(target, retrofits=False)
-        untrained = _untrained(folder, lambda: _evaluate(trainer, texts))
+        untrained = _untrained(folder, lambda: _evaluate(trainer, texts)) if ranks.leads() else {}
         parameters = trainable(target, trainer.modules)
         adam = torch.optim.AdamW(parameters, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
 
         def update(step: int) -> dict[str, Any]:
             for group in adam.param_groups:  # looked up again: loading a checkpoint replaces them
                 group["lr"] = recipe.lr * warmup_linear(step, recipe.steps, recipe.warmup, recipe.decay)
-            loss, metrics = trainer.loss(step)
-            loss.backward()  # type: ignore[no-untyped-call]
-            failed = take_step(parameters, [adam], 1.0)
-            return {"loss": loss.item()} | metrics | failed
+            rows = range(step * recipe.rows, (step + 1) * recipe.rows)
+            parts = ranks.own(rows, recipe.micro_batches)
+            metrics = backward([partial(trainer.loss, step, part) for part in parts])
+            return metrics | take_step(parameters, [adam], 1.0)
 
         states = {"parts": nn.ParameterList(parameters), "adam": adam}
         log = fit(folder, recipe, update, states, title=recipe.NAME, stop_after=stop_after)
@@ -106,6 +114,8 @@ def train_retrofit(
             raise ValueError("the backbone changed while its retrofit was trained: nothing is saved")
         if len(log) < recipe.steps:
             return None
+        if not ranks.leads():
+            return ranks.gathered([{}])[0]
         values = _evaluate(trainer, texts)
         values["held_out"]["untrained"] = untrained.pop("held_out")["after"]
         report = {
@@ -120,7 +130,7 @@ def train_retrofit(
         with published(folder / "model") as new:
             write_folder(target, new, tokenizer, template)
             write_json(new / f"{recipe.NAME}.json", report)
-        return report
+        return ranks.gathered([report])[0]
 
 
 def trainable(target: Decoder, modules: list[nn.Module]) -> list[nn.Parameter]:

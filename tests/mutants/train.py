@@ -3,6 +3,20 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "an error relative to a process's own states",
+        "outpace/retrofit/mla.py",
+        "    return (value - original).square().sum(), original.square().sum()\n",
+        "    return (value - original).square().sum() / original.square().sum(), torch.ones(())\n",
+        "tests/train/test_ranks.py",
+    ),
+    (
+        "queries that hang on the step alone",
+        "outpace/retrofit/dsa.py",
+        "seeded(recipe.seed, 5, n)",
+        "seeded(recipe.seed, 5, rows[0])",
+        "tests/train/test_ranks.py::test_micro_batches_are_one_batch",
+    ),
+    (
         "transformers answers padding too",
         "outpace/teacher/source.py",
         "[0] * (width - len(ids)) + [1] * len(ids) for",

@@ -1,6 +1,7 @@
-"""Drafts in training, by one process or by all that torchrun starts: `distributed.py FOLDER KILLED_AT KIND`.
+"""Drafts and retrofits in training, by one process or by all that torchrun starts.
 
-KILLED_AT: samples that process 1 reads before it is killed; -1: any number."""
+`distributed.py FOLDER KILLED_AT KIND ..`, KILLED_AT: samples that process 1 reads before it is killed; -1:
+any number."""
 
 import os
 import signal
@@ -8,7 +9,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path += [str(Path(__file__).parents[n]) for n in (1, 2)]
+sys.path.append(str(Path(__file__).parents[1] / "tiny_target"))
+import test_retrofit_training
 import tiny
 from taught import PROMPTS, TOKENIZER, TrainedSetup
 
@@ -31,7 +34,12 @@ KINDS = {
     "eagle3": (train_eagle3, EAGLE3),
     "thinned": (train_eagle3, replace(EAGLE3, parallel=True, mask_token="<|MASK|>", keep=0.6)),
 }
-SPLIT = ("selector", "rounds", "thinned")  # by many processes in two micro-batches each
+RETROFITS = {
+    "mla": replace(test_retrofit_training.MLA, rows=5),
+    "mla cached": replace(test_retrofit_training.MLA, rows=5),
+    "dsa": replace(test_retrofit_training.DSA, rows=5, steps=12),
+}
+SPLIT = ("selector", "rounds", "thinned", "mla cached", "dsa")  # by many in two micro-batches each
 
 
 class KilledSetup(TrainedSetup):
@@ -44,6 +52,13 @@ class KilledSetup(TrainedSetup):
 
 def train(kind, folder, killed_at=None, stop_after=None, **changes):
     """`killed_at`: samples that it reads before."""
+    if kind in RETROFITS:
+        world = test_retrofit_training.random_target()
+        more = {"teacher": test_retrofit_training.Cached(world)} if "cached" in kind else {}
+        recipe = replace(RETROFITS[kind], **changes)
+        return test_retrofit_training.trained(
+            kind.split()[0], world, folder / kind, recipe, stop_after, **more
+        )
     target = tiny.target("gpt_oss")
     texts = [tiny.tokens(n, seed=n) for n in (31, 17, 24, 40, 9, 22, 35)]
     function, recipe = KINDS[kind]

@@ -11,6 +11,7 @@ from processes import torchrun
 from outpace.ops import ranks
 
 SCRIPT = Path(distributed.__file__)
+KINDS = [*distributed.KINDS, *distributed.RETROFITS]
 TOLERANCE = 1e-5
 MUON = 5e-3  # it rounds to bfloat16, where the CPU multiplies that: the last bits of a sum become visible
 
@@ -32,19 +33,21 @@ def check(kind, got, wanted):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    for kind in distributed.KINDS:
+    for kind in KINDS:
         distributed.train(kind, folder)
     return folder
 
 
 def test_two_processes_train_as_one(alone, tmp_path):
-    """Every kind of draft: five rows in each step, three of one process and two of the other."""
-    done = torchrun(2, SCRIPT, tmp_path, -1, *distributed.KINDS)
+    """Every kind of draft and retrofit: of five rows three by one process, two by the other."""
+    done = torchrun(2, SCRIPT, tmp_path, -1, *KINDS)
     assert done.returncode == 0, done.stderr[-2000:]
-    for kind in distributed.KINDS:
-        assert len(log(tmp_path, kind)) == distributed.STEPS
+    for kind in KINDS:
+        is_draft = kind in distributed.KINDS
+        assert len(log(tmp_path, kind)) == (distributed.STEPS if is_draft else 12)
         check(kind, log(tmp_path, kind), log(alone, kind))
-        assert (tmp_path / kind / "draft" / "provenance.json").is_file()
+        report = Path("draft/provenance.json" if is_draft else f"model/{kind.split()[0]}.json")
+        assert (tmp_path / kind / report).is_file()
 
 
 @pytest.mark.parametrize("kind", distributed.SPLIT)
