@@ -1,4 +1,4 @@
-"""The command plan: memory, speed and cost of a model, before anything is downloaded or bought."""
+"""The command plan: memory, speed and cost of a model on a cluster, before anything is rented."""
 
 import json
 import statistics
@@ -12,8 +12,8 @@ from rich.table import Table
 from outpace.cli.app import AsJson, Recipe, Set, app, console, recipe_settings, say
 
 if TYPE_CHECKING:
+    from outpace.plan.choices import Choices
     from outpace.plan.devices import Device
-    from outpace.plan.estimate import Choices
     from outpace.plan.sizes import Sizes
 
 BUSY = 0.25  # load per core, above which a measurement reads low
@@ -24,15 +24,18 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="Model: default, 20b, 120b, qwen3-8b, .., a checkpoint or its config.json.")
     ],
-    hardware: Annotated[str, typer.Option(help="Hardware, count and kind: 8xh200, rtx-4090, this.")] = "h200",
+    hardware: Annotated[str, typer.Option(help="Hardware, count and kind: 8xh200, 8xv5e, this.")] = "h200",
     weights: Annotated[
         str, typer.Option(help="Number format of weights that are not MXFP4: bf16, fp8 or q8.")
     ] = "bf16",
     price: Annotated[
-        str | None, typer.Option(help="Price in dollars per device-hour, LOW-HIGH. Default: from the table.")
+        str | None, typer.Option(help="Price in dollars per device-hour: 2.5, or LOW-HIGH. Default: assumed.")
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Devices that hold one target together; the rest hold further ones.")
+    ] = 1,
     context: Annotated[int, typer.Option(help="Context length in tokens.")] = 131072,
-    batch: Annotated[int, typer.Option(help="Batch size in sequences.")] = 1,
+    batch: Annotated[int, typer.Option(help="Batch size in sequences, of one target.")] = 1,
     rank: Annotated[int, typer.Option(help="Rank of latent KV in full-attention layers (0 = none).")] = 0,
     index_dim: Annotated[
         int, typer.Option(help="Dimension of the index for sparse attention (0 = none).")
@@ -40,22 +43,24 @@ def plan(
     top_k: Annotated[int, typer.Option(help="Tokens attended to per query with the index.")] = 2048,
     draft: Annotated[float, typer.Option(help="Parameters of a draft, head included (0 = none).")] = 0.0,
     tau: Annotated[float, typer.Option(help="Tokens per forward with the draft (0 = unknown).")] = 0.0,
-    tokens: Annotated[float, typer.Option(help="Tokens to train on (0 = no training).")] = 0.0,
+    tokens: Annotated[float, typer.Option(help="Tokens to cache, train on or decode (0 = no hours).")] = 0.0,
     recipe: Recipe = None,
     set_: Set = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate parameters, memory, bytes per step, device-hours and dollars on given hardware.
+    """Estimate memory per rank, tokens/s, hours and dollars of decoding, a teacher cache and training.
 
-    Lists every assumption. `--hardware this` measures this machine, and uses the cost table of the model if
-    `outpace calibrate` made one. `--set` changes fields without an option: columns, kv_bits, ..
+    Lists every assumption, and what would fit where something does not. `--hardware this` measures this
+    machine, and uses the cost table of the model if `outpace calibrate` made one. `--set` changes fields
+    without an option: columns, kv_bits, teacher_batch, row_tokens, ..
 
     [bold]Examples[/bold]: outpace plan 120b --hardware 8xh200 --rank 512 --index-dim 256 --tokens 1e9
+    outpace plan 120b --hardware 8xh100 --tensor-parallel-size 2 --draft 8e8 --tokens 1e9 --price 2.5
     outpace plan 20b --hardware rtx-4090 --weights q8 --draft 8e8 --tau 3.5 --context 32768
     outpace plan qwen3-8b --hardware this --json
     """
+    from outpace.plan.choices import Choices
     from outpace.plan.devices import DEVICES, parse_hardware
-    from outpace.plan.estimate import Choices
     from outpace.plan.estimate import plan as planned
     from outpace.plan.sizes import sizes_of
 
@@ -63,6 +68,7 @@ def plan(
     sizes, warnings = sizes_of(*_config(model), weights), list[str]()
     given: dict[str, Any] = {"draft_parameters": draft, "tau": tau, "tokens": tokens, "context": context}
     given |= {"batch": batch, "rank": rank, "index_dim": index_dim, "top_k": top_k}
+    given["tensor_parallel_size"] = tensor_parallel_size
     choices = recipe_settings(Choices, recipe, set_, **given)
     if name == "this":
         device, measured, warnings = _this_machine(sizes, choices)
@@ -98,13 +104,14 @@ def _config(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def _price(text: str) -> tuple[float, float]:
+    low, dash, high = text.partition("-")
     try:
-        low, high = (float(x) for x in text.split("-"))
+        pair = float(low), float(high if dash else low)
     except ValueError:
-        raise ValueError(f"--price {text}: two numbers, such as 2.5-4") from None
-    if not 0 <= low <= high < float("inf"):
+        raise ValueError(f"--price {text}: one number or two, such as 2.5 or 2.5-4") from None
+    if not 0 <= pair[0] <= pair[1] < float("inf"):
         raise ValueError(f"--price {text}: the lower one first, such as 2.5-4")
-    return low, high
+    return pair
 
 
 def _this_machine(sizes: "Sizes", choices: "Choices") -> "tuple[Device, dict[str, Any], list[str]]":
@@ -138,11 +145,12 @@ def _this_machine(sizes: "Sizes", choices: "Choices") -> "tuple[Device, dict[str
 
 
 def _overhead(sizes: "Sizes", device: "Device", choices: "Choices", seconds: float) -> float:
-    """Seconds per layer of a measured autoregressive step, less the time of its bytes."""
-    from outpace.plan.estimate import TYPICAL, step_bytes
+    """Seconds per layer of a measured autoregressive step, less the time of its bytes or products."""
+    from outpace.plan.choices import TYPICAL
+    from outpace.plan.speed import step_seconds
 
-    reading = step_bytes(sizes, choices) / (TYPICAL * device.bandwidth)
-    return max(seconds - reading, 0.0) / sizes.config.num_layers
+    working = step_seconds(sizes, device, replace(choices, layer_overhead=0.0), TYPICAL)
+    return max(seconds - working, 0.0) / sizes.config.num_layers
 
 
 def _embedded_overhead(device: "Device", choices: "Choices") -> float:
@@ -177,11 +185,11 @@ def _show(report: dict[str, Any]) -> None:
     def row(name: str, group: str, text: Any) -> None:
         table.add_row(name, *(text(side) for side in report[group].values() if side))
 
-    row("weights", "memory", lambda m: _bytes(m["weights"]))
+    row("weights per rank", "memory", lambda m: _bytes(m["weights"]))
     row("KV, bytes per token", "memory", lambda m: f"{m['kv_bytes_per_token']:,.0f}")
     row(f"KV of {report['choices']['context']:,} tokens", "memory", lambda m: _bytes(m["kv"]))
-    row("total, draft included", "memory", lambda m: _bytes(m["total"]))
-    row("read per step", "decode", lambda d: _bytes(d["bytes_per_step"]))
+    row("total per rank, draft included", "memory", lambda m: _bytes(m["total"]))
+    row("read per step and rank", "decode", lambda d: _bytes(d["bytes_per_step"]))
     row("tokens/s, bound", "decode", lambda d: f"{d['bound_tokens_per_s']:,.0f}")
     row("tokens/s, range", "decode", lambda d: _range(d["expected_tokens_per_s"]))
     row("tokens/s, estimate", "decode", lambda d: f"{d['estimated_tokens_per_s']:,.0f}")
@@ -191,27 +199,37 @@ def _show(report: dict[str, Any]) -> None:
     if report["choices"]["tau"]:
         row("speedup by the draft", "decode", lambda d: f"{d['speedup']:.2f}x")
     console.print(table)
-    if not report["fits"]:
-        console.print("it does not fit this memory", style="bold red")
+    console.print(_jobs_table(report))
+    for job in report["jobs"].values():
+        if not job["fits"]:
+            console.print(job["fix"], style="bold red", highlight=False, soft_wrap=True)
     if report["trainable_parameters"]:
         console.print(f"trainable parameters: {report['trainable_parameters'] / 1e6:,.1f} million")
-    training = report["training"]
-    if training:
-        cost = f", ${_range(training['cost'])}" if "cost" in training else ""
-        hours = f"{_range(training['device_hours'])} device-hours{cost}"
-        parts = ", ".join(
-            f"{part} {_bytes(training[part])}" for part in ("weights", "optimizer", "activations")
-        )
-        cached = f"a teacher cache would take {_bytes(report['teacher_cache_bytes'])}"
-        say(f"training on {training['tokens']:,.0f} tokens: {hours}; {parts}; {cached}")
+    if report["teacher_cache_bytes"]:
+        say(f"the teacher cache takes {_bytes(report['teacher_cache_bytes'])} of disk")
     for line in report["assumptions"]:
         say(f"- {line}", style="dim")
     for warning in report["warnings"]:
         say(f"warning: {warning}", style="yellow")
 
 
+def _jobs_table(report: dict[str, Any]) -> Table:
+    tokens = report["choices"]["tokens"]
+    title = f"all {report['hardware']['devices']} devices" + (f", {tokens:,.0f} tokens" if tokens else "")
+    table = Table("", "targets x ranks", "memory per rank", "tokens/s", title=title)
+    for heading in ("hours", "cost") if tokens else ():
+        table.add_column(heading)
+    for name, job in report["jobs"].items():
+        cells = [f"{job['targets']} x {job['ranks_of_a_target']}", _bytes(job["memory_per_rank"])]
+        cells.append(_range(job["tokens_per_s"]))
+        if tokens:
+            cells += [_range(job["hours"]), f"${_range(job['cost'])}" if "cost" in job else "no --price"]
+        table.add_row(name, *cells)
+    return table
+
+
 def _title(model: dict[str, Any], device: dict[str, Any]) -> str:
     whole, active = (model[name] / 1e9 for name in ("parameters", "active_parameters"))
     layers = f"{model['full_attention_layers']} of {model['layers']} layers with full attention"
-    on = f"{device['devices']} x {device['name']}"
+    on = f"one target on {device['name']}"
     return f"{model['name']}: {whole:,.2f} billion parameters, {active:,.2f} active, {layers}; {on}"
