@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from outpace.cli.app import AsJson, Corpus, Draft, Recipe, Set, Target, app, console, recipe_settings
+from outpace.cli.app import (
+    AsJson,
+    Corpus,
+    Deterministic,
+    Draft,
+    Recipe,
+    Set,
+    Target,
+    app,
+    console,
+    recipe_settings,
+)
 from outpace.cli.options import DraftQuant
 
 if TYPE_CHECKING:
@@ -34,6 +45,8 @@ class Job:
     out: Path
     corpus: Path | None
     shown: Console
+    device: str | None
+    deterministic: bool
 
     def settings(self, cls: type[T]) -> T:
         return recipe_settings(cls, self.recipe, self.set_)
@@ -63,6 +76,7 @@ def bench(
             "pareto: what each size of a retrofit costs. tasks: held-out problems, answered and checked. "
             "synthetic: the speed that a given acceptance would bring. "
             "serve: a server under load, with and without its draft. soak: a server under rude clients. "
+            "device: exactness and speed of the device that is there. "
             "drafts, lossless, controller, answers: methods that the recipe names; the last on problems."
         ),
     ] = "speed",
@@ -76,6 +90,10 @@ def bench(
     set_: Set = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short form of draft-context.")] = False,
     corpus: Corpus = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of the suite device: auto (its default), cpu, cuda, cuda:N or xla.")
+    ] = None,
+    deterministic: Deterministic = False,
     as_json: AsJson = False,
 ) -> None:
     """Benchmark methods, interleaved, on held-out prompts. Every suite but speed resumes.
@@ -98,12 +116,16 @@ def bench(
 
     [bold]Example[/bold]: outpace bench --suite soak --out report --set requests=1000
 
+    [bold]Example[/bold]: outpace bench --suite device --out report --set concurrency=1,8,32
+
     [bold]Example[/bold]: outpace bench --suite drafts --drafts runs/drafts --recipe SUITE.toml --out report
     """
     if suite not in RUNS:
         raise ValueError(f"--suite {suite}: known are {', '.join(RUNS)}")
     if quick and suite != "draft-context":
         raise ValueError(f"--quick shortens draft-context, not {suite}: lower its settings with --set")
+    if suite != "device" and (device is not None or deterministic):
+        raise ValueError(f"--device and --deterministic are for --suite device, not {suite}")
     compares = suite in COMPARING
     if compares and recipe is None:
         raise ValueError(
@@ -123,7 +145,9 @@ def bench(
     from outpace.checkpoint.publish import one_writer
 
     shown = Console(stderr=True) if as_json else console
-    job = Job(suite, target, draft, draft_quant, drafts or Path(), recipe, set_, quick, out, corpus, shown)
+    where = drafts or Path()
+    more = {"device": device, "deterministic": deterministic}
+    job = Job(suite, target, draft, draft_quant, where, recipe, set_, quick, out, corpus, shown, **more)  # type: ignore[arg-type]
     with one_writer(out):
         report, page = RUNS[suite](job)
         page.write(report, out)
@@ -137,6 +161,8 @@ def bench(
         from outpace.bench.speed import print_report
 
         print_report(report, shown)
+    if suite == "device":
+        console.print(page.markdown(report), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {out}/report.json, report.md and the plots")
 
 
@@ -250,6 +276,39 @@ def _soak(job: Job) -> Measured:
     return run_soak(loaded, job.target, tokenizer, held_out, settings, job.out, job.shown), PAGE
 
 
+def _device(job: Job) -> Measured:
+    from outpace.api import load, load_draft
+    from outpace.bench.device import PAGE, Device, DeviceSettings, run_device
+    from outpace.checkpoint.open import open_checkpoint, target_path
+    from outpace.drafts.lookup import NGram
+    from outpace.models.load import layout_of
+    from outpace.models.memory import plan_memory
+
+    settings = job.settings(DeviceSettings)
+    length = settings.prompt_tokens + settings.new_tokens + 64
+    needs = {"sequences": max(settings.concurrency), "length": length}
+    name = "cpu" if job.device == "xla" else job.device or "auto"
+    model = load(job.target, device=name, deterministic=job.deterministic, **needs)  # type: ignore[arg-type]
+    kind, target = model.target.device.type, model.executor
+    drafts: dict[str, Any] = {"ngram": NGram(block_size=8)}
+    named = None if job.draft == "none" else load_draft(job.draft, model, quantize=job.weights)
+    if named is not None:
+        drafts[job.draft] = named
+    if job.device == "xla":
+        from outpace.models.xla import XLATarget
+
+        kind, target = "xla", XLATarget(model.target)
+    elif job.draft == "dflash":
+        drafts["tree of dflash"] = load_draft(job.draft, model, num_draft_tokens=16)
+    plan = None
+    if kind == "cuda":
+        layout = layout_of(open_checkpoint(target_path(job.target)).names(), target.config)
+        plan = plan_memory(target.config, layout, needs["sequences"], length)
+    held_out = job.documents()[1]
+    device = Device(name=kind, target=target, drafts=drafts, plan=plan)
+    return run_device(device, model.tokenizer, held_out, settings, job.out, job.shown), PAGE
+
+
 def _synthetic(job: Job) -> Measured:
     from outpace.bench.synthetic import PAGE, SyntheticSettings, run_synthetic
     from outpace.checkpoint.open import is_gguf, target_path
@@ -295,6 +354,7 @@ RUNS: dict[str, Callable[[Job], Measured]] = {
     "synthetic": _synthetic,
     "serve": _serve,
     "soak": _soak,
+    "device": _device,
     **dict.fromkeys(COMPARING, _methods),
 }
 

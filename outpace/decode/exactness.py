@@ -32,11 +32,15 @@ def why_inexact(target: Target, sequences: int = 1) -> str | None:
 
 @torch.inference_mode()
 def check_rows(
-    target: Target, sequences: int = 1, widths: Sequence[int] = WIDTHS, batches: Sequence[int] = ()
+    target: Target,
+    sequences: int = 1,
+    widths: Sequence[int] = WIDTHS,
+    batches: Sequence[int] = (),
+    trees: bool = True,
 ) -> list[str]:
-    """Passes of `widths` tokens, as a chain and as a tree of one path, against one-token steps over the same
-    texts of random tokens; and a token of `batches` sequences against the same of one. Hidden states and
-    logits are compared in bytes. -> what differs, each in a few words."""
+    """Passes of `widths` tokens, as a chain and with `trees` as one of a single path, against one-token steps
+    over the same texts of random tokens; and a token of `batches` sequences against the same of one. Hidden
+    states and logits are compared in bytes. -> what differs, each in a few words."""
     most, wrong = max(widths), dict[str, None]()
     for seed in range(TEXTS):
         size = sequences, PROMPT + most
@@ -48,7 +52,7 @@ def check_rows(
         passes = _after(target, prompt, most, most)
         for n in widths:
             path = Tree(torch.tensor([[0, *range(n - 1)]] * sequences, device=target.device))
-            for kind, tree in (("a chain", None), ("a tree", path)):
+            for kind, tree in (("a chain", None), ("a tree", path))[: 1 + trees]:
                 got = _rows(target, rest[:, :n], passes, tree)
                 passes.rewind([PROMPT] * sequences)
                 if not _same(got, alone):

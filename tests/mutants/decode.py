@@ -3,6 +3,20 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "the device page passes what fails",
+        "outpace/bench/device.py",
+        """FAIL if why else PASS""",
+        """PASS""",
+        "tests/bench/test_device_suite.py",
+    ),
+    (
+        "the device page compares graphs with themselves",
+        "outpace/bench/device.py",
+        """wanted = generate(target.decoder, prompts""",
+        """wanted = generate(graphs, prompts""",
+        "tests/bench/test_device_suite.py",
+    ),
+    (
         "the exactness check compares a row with itself",
         "outpace/decode/exactness.py",
         """if not _same(got, alone):""",
