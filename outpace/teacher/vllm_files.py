@@ -59,8 +59,8 @@ class ImportRecipe:
         ids = self.vllm_layer_ids
         if not ids or min(ids) < 1 or list(ids) != sorted(set(ids)):
             raise ValueError(
-                f"vllm_layer_ids {list(ids)}: give the run's eagle_aux_hidden_state_layer_ids, ascending and "
-                "each once; 0, the embeddings, is no layer's output"
+                f"vllm_layer_ids {list(ids)} (--layer-ids): give the run's eagle_aux_hidden_state_layer_ids, "
+                "ascending and each once; 0, the embeddings, is no layer's output"
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r}: a teacher cache holds {' or '.join(DTYPES)}")
