@@ -21,6 +21,7 @@ from outpace.decode.params import DEFAULTS
 from outpace.decode.params import SamplingParams as SamplingParams
 from outpace.decode.partial import Partial
 from outpace.decode.request import GREEDY, BatchRows, Request
+from outpace.decode.reuse import Memory
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
 from outpace.loading import open_chat, open_draft, open_on_device, open_target, own_draft
@@ -329,6 +330,7 @@ def stream(
     controller: Controller | None = None,
     partial: Partial | None = None,
     rng: torch.Generator | None = None,
+    memory: Memory | None = None,
 ) -> "TokenStream":
     """Like `generate` for one prompt, token by token as they are committed.
 
@@ -341,6 +343,7 @@ def stream(
         controller: Chooses the draft length of each step; None as `draft` says.
         partial: Verifies on partial KV first; needs a draft and no controller.
         rng: Random generator, instead of `sampling.seed`.
+        memory: What the target and this draft remember of the text before: its beginning is not read again.
 
     Raises:
         ValueError: As `generate`, and for a batch.
@@ -348,7 +351,8 @@ def stream(
     if _is_batch(prompt):
         raise ValueError("stream takes one prompt: use generate for a batch")
     row, trace = OutputRow(model, prompt, sampling, chat), Trace()
-    return TokenStream(row, _decode(model, [row], draft, sampling, trace, controller, partial, rng), trace)
+    decoding = _decode(model, [row], draft, sampling, trace, controller, partial, rng, memory)
+    return TokenStream(row, decoding, trace)
 
 
 class TokenStream:
@@ -383,6 +387,7 @@ def _decode(
     controller: Controller | None = None,
     partial: Partial | None = None,
     rng: torch.Generator | None = None,
+    memory: Memory | None = None,
 ) -> Iterator[None]:
     if model.declined is not None and (partial is None or partial.mode == "lossless"):
         draft, controller, partial = False, None, None
@@ -400,9 +405,8 @@ def _decode(
         if seed is None:
             seed = secrets.randbits(63) if group is None else group.leaders(secrets.randbits(63))
         rng = generator(seed, model.target.device)
-    began = time.perf_counter()
     for row in rows:
-        row.stop, row.times = request.stop, [began]
+        row.stop, row.times = request.stop, [time.perf_counter()]
     return steps(
         model.executor,
         [row.prompt for row in rows],
@@ -414,6 +418,7 @@ def _decode(
         partial=partial,
         rng=rng,
         on_logits=(lambda b, logits: rows[b].add_logits(logits)) if sampling.top_logits else None,
+        memory=memory,
     )
 
 
@@ -434,9 +439,7 @@ def _controller(model: Model, draft: Draft, request: Request, seed: int | None) 
 
 
 def _is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompt, str) or not prompt:
-        return False
-    return not isinstance(prompt[0], int | Mapping)
+    return not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int | Mapping)
 
 
 def check_text(model: Model, text: str) -> None:

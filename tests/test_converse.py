@@ -15,6 +15,7 @@ from outpace.api import Model, SamplingParams
 from outpace.cli.chat import ChatSession, Screen, run
 from outpace.cli.generate import answer_note
 from outpace.cli.main import main
+from outpace.decode.reuse import Memory
 from outpace.drafts.lookup import NGram
 from outpace.models.decoder import Output
 from outpace.models.load import build, named_tensors
@@ -355,3 +356,40 @@ def test_a_model_with_a_chat_template(monkeypatch, capsys, tmp_path):
     asked = "<|im_start|>system Be brief.<|im_end|><|im_start|>user hi<|im_end|><|im_start|>"
     assert code == 0 and data["prompt_tokens"] == len(encode(tokenizer, asked))
     assert len(data["tokens"]) <= 7 and all(part["kind"] == "final" for part in data["parts"])
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "dflash"])
+def test_a_chat_that_remembers_answers_as_one_that_reads_all_again(draft):
+    """Over turns, a reset, and Ctrl-C in the middle of an answer."""
+    model = outpace.load()
+    bound = outpace.load_draft(draft, model)
+    sampling = SamplingParams(max_tokens=40, prefill_chunk=64)
+    chats = [HarmonyChat(TOKENIZER, System(reasoning="low")) for _ in range(2)]
+    sessions = [
+        ChatSession(model, chats.pop(), sampling, torch.Generator(), bound, {}, memory)
+        for memory in (Memory(model.target, bound), None)
+    ]
+    cached = []
+    for turn, text in enumerate(["What is a list?", "And a tuple?", "Go on.", "Why?", "def f(x):", "More."]):
+        seen = []
+
+        def stop(token):
+            seen.append(token)  # noqa: B023
+            if turn in (1, 4) and len(seen) == 15:  # noqa: B023
+                raise KeyboardInterrupt
+
+        outputs = []
+        for chat_session in sessions:
+            if turn == 3:
+                chat_session.chat.reset()
+            seen.clear()
+            chat_session.add_user(text)
+            outputs.append(chat_session.answer(lambda part: None, stop))
+        remembered, fresh = outputs
+        assert remembered.tokens == fresh.tokens and remembered.parts == fresh.parts
+        assert remembered.trace.accepted == fresh.trace.accepted
+        assert (remembered.finish_reason == "abort") == (turn in (1, 4)) and fresh.trace.reused == 0
+        cached.append((remembered.trace.reused, remembered.prompt_tokens))
+    # all but the last answer's place and the new question, or after a reset what no message changes
+    assert cached[0][0] == 0 and all(reused > 20 for reused, _ in cached[1:])
+    assert cached[2][0] > cached[1][0] > cached[3][0]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from outpace.api import GenerationOutput, Model, SamplingParams
+    from outpace.decode.reuse import Memory
     from outpace.drafts.base import Draft
     from outpace.text.chat_format import ChatFormat, ChatPart
 
@@ -99,7 +100,7 @@ def chat(
     )
     draft, how, note = options.speculation(model, sampling)
     rng = generator(options.seed, model.target.device)
-    session = ChatSession(model, talk, sampling, rng, draft, how)
+    session = ChatSession(model, talk, sampling, rng, draft, how, _memory(model, draft, how))
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {note}")
     typed = not message and sys.stdin.isatty()
@@ -113,11 +114,22 @@ def chat(
     )
 
 
+def _memory(model: "Model", draft: "Draft | None", how: dict[str, Any]) -> "Memory | None":
+    """None where a beginning cannot be taken up exactly."""
+    from outpace.decode.reuse import Memory
+
+    if how.get("partial") is not None or model.declined is not None:
+        return None
+    with contextlib.suppress(ValueError):
+        return Memory(model.target, draft)
+    return None
+
+
 @dataclass
 class ChatSession:
     """A model, its chat format with the messages so far, and how answers are generated. One random generator
-    serves all answers: the same seed and messages give the same chat. Every answer begins with a prefill of
-    the whole prompt: reasoning before the last answer is dropped from it, so it is rarely a continuation."""
+    serves all answers: the same seed and messages give the same chat. With a `memory` the prefill
+    begins where a prompt parts from the text before: at the dropped reasoning of the last answer."""
 
     model: "Model"
     chat: "ChatFormat"
@@ -125,6 +137,7 @@ class ChatSession:
     rng: "torch.Generator"
     draft: "Draft | None" = None
     how: dict[str, Any] | None = None  # `controller` and `partial` of api.stream
+    memory: "Memory | None" = None
 
     def add_user(self, text: str) -> None:
         """Add a message of the user. Raises ValueError for one that is too long."""
@@ -154,6 +167,7 @@ class ChatSession:
             sampling=replace(self.sampling, max_tokens=limit),
             chat=self.chat,
             rng=self.rng,
+            memory=self.memory,
             **self.how or {},
         )
         streamed: set[int] = set()
@@ -271,6 +285,7 @@ def _printer(
             output = session.answer(hide)
             parts = [part.as_json() for part in output.parts]
             values = output.as_json() | {"answer": output.text, "parts": parts, "note": answer_note(output)}
+            values["cached_tokens"] = output.trace.reused
             print(json.dumps(values), flush=True)
             return
         if raw:
@@ -282,7 +297,7 @@ def _printer(
         if note := answer_note(output):
             screen.note(note)
         if timing:
-            screen.note(output.summary())
+            screen.note(f"{output.summary()}; {output.trace.reused} tokens of the prompt in the cache")
 
     return answer
 

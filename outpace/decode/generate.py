@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from outpace.decode.request import (
     acceptance_rule,
     check_prompts,
 )
+from outpace.decode.reuse import Memory
 from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.base import Draft, DraftSession, check_finite, roots
 from outpace.drafts.deferred import Deferred, accepted_states
 from outpace.kv.base import KVCache
+from outpace.kv.metadata import FEW
 from outpace.kv.partial import INDEX
 from outpace.models.decoder import Target
 
@@ -67,9 +70,11 @@ def steps(
     partial: Partial | None = None,
     rng: torch.Generator | None = None,
     on_logits: OnLogits | None = None,
+    memory: Memory | None = None,
 ) -> Iterator[None]:
     """The loop behind `generate`, a step at a time: yields after the prefill and after every step, with the
-    tokens in `rows` and the measurements in `trace`.
+    tokens in `rows` and the measurements in `trace`. `memory`: of this target and draft, where the beginning
+    of the one prompt may lie; without partial KV.
 
     Raises ValueError, naming the model and the step, for logits of target or draft that are not finite."""
     check_prompts(target, prompts, request)
@@ -86,9 +91,16 @@ def steps(
             block = slack = partial.config.buffer_size(draft.block_size)
     length = max(len(p) for p in prompts) + request.max_new_tokens + block
     index = partial is not None and partial.config.selector == INDEX
-    cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
     session: DraftSession | None = None
-    if draft is not None:
+    reused = 0
+    if memory is not None:
+        assert B == 1 and partial is None and memory.draft is draft and not request.offset
+        request = replace(request, prefill_chunk=min(request.prefill_chunk, FEW))
+        cache, reused = memory.begin(prompts[0], rows.emitted[0], length)
+        session, trace.reused = memory.session(), reused
+    else:
+        cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
+    if draft is not None and memory is None:
         session = inner = draft.begin(B, length, request.offset, slack)
         if partial is not None:
             session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
@@ -98,12 +110,14 @@ def steps(
 
     aux = () if draft is None else draft.target_layer_ids
     with trace.timed("prefill"):
-        last = prefill(target, cache, prompts, request, rule, session, aux, on_logits)  # [B]
+        last = prefill(target, cache, prompts, request, rule, session, aux, on_logits, reused)  # [B]
+    deferred = None if session is None else Deferred(session)
+    if memory is not None:
+        memory.known, memory.deferred = cache.lengths[0], deferred
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
     yield
 
-    deferred = None if session is None else Deferred(session)
     active = list(range(B))
     while running := rows.running(active):
         if len(running) < len(active):  # finished rows leave the batch
@@ -138,6 +152,8 @@ def steps(
             accepted = [len(path) - 1 for path in result.path]
             trace.add(B, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
             controller.learn(proposal, result.path)
+        if memory is not None:
+            memory.known = cache.lengths[0]
         if deferred is not None:
             with trace.timed("draft"):
                 deferred.add(accepted_states(proposal, out.aux, result.path))
@@ -156,15 +172,17 @@ def prefill(
     session: DraftSession | None,
     aux: Sequence[int],
     on_logits: OnLogits | None,
+    reused: int = 0,
 ) -> Tensor:
-    """Run the prompts through the target in chunks; -> the first token of every row [B].
+    """Run the prompts through the target in chunks, from their token `reused` on; -> the first token of every
+    row [B].
 
     Logits are formed for one position a row. `session` observes each chunk. Raises ValueError for logits that
     are not finite.
     """
     lengths = [len(p) for p in prompts]
     last_hidden = [torch.empty(0)] * len(prompts)
-    for begin in range(0, max(lengths), request.prefill_chunk):
+    for begin in range(reused, max(lengths), request.prefill_chunk):
         counts = [min(max(n - begin, 0), request.prefill_chunk) for n in lengths]
         width = max(counts)
         part = [[*p[begin : begin + c], *[0] * (width - c)] for p, c in zip(prompts, counts, strict=True)]

@@ -38,7 +38,7 @@ class Trace:
     Per step and row of the batch: `proposed`, the draft tokens of the longest path; `accepted`, the accepted
     draft tokens, -1 once the row is done; `nodes`, the verified positions, root included; `provisional`, the
     draft tokens that had been accepted on partial KV (no steps without partial KV). `predicted`: per step
-    with a prediction."""
+    with a prediction. `reused`: tokens of the prompt that lay in the cache."""
 
     proposed: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
@@ -47,6 +47,7 @@ class Trace:
     partial_forwards: int = 0
     seconds: dict[str, float] = field(default_factory=_seconds)
     predicted: list[Prediction] = field(default_factory=list)
+    reused: int = 0
 
     def timed(self, part: str) -> Stopwatch:
         return Stopwatch(self.seconds, part)

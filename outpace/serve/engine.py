@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.request import check_prompts
+from outpace.decode.reuse import reusable
 from outpace.drafts.base import Draft, Proposal, check_finite, roots
 from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
@@ -193,9 +194,8 @@ class Engine:
         busy = {s.row: s.in_cache for s in self.running}
         most, source = 0, -1
         for row, held in enumerate(self.held):
-            alike = _alike(busy.get(row, held), prompt[:-1])
-            if draft is not None:  # the newest state it may not have, as its pair lacks the next token
-                alike = min(alike - 1, draft.known(row))
+            known = None if draft is None else draft.known(row)
+            alike = reusable(busy.get(row, held), prompt, known)
             if alike > most:
                 most, source = alike, row
         free = [row for row in range(len(self.held)) if row not in busy]
@@ -317,13 +317,3 @@ class Engine:
         assert aux is not None and layers
         own = aux[:, b : b + 1, :count]
         return own if layers == self.aux else own[[self.aux.index(layer) for layer in layers]]
-
-
-def _alike(held: list[int], prompt: list[int]) -> int:
-    """How many tokens both begin with."""
-    if held[:LEAST_REUSE] != prompt[:LEAST_REUSE]:
-        return 0
-    for n, (a, b) in enumerate(zip(held, prompt, strict=False)):
-        if a != b:
-            return n
-    return min(len(held), len(prompt))

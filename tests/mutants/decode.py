@@ -333,4 +333,32 @@ MUTANTS = [
         "prompts = _rows(text, 1, min(contexts))",
         "tests/decode/test_calibrate.py",
     ),
+    (
+        "a conversation goes on from draft tokens of an interrupted step",
+        "outpace/decode/reuse.py",
+        "(self.prompt + self.output)[: self.known]",
+        "self.prompt + self.output",
+        "tests/decode/test_reuse.py",
+    ),
+    (
+        "a draft goes on from a state that its new text does not have",
+        "outpace/decode/reuse.py",
+        "self.rows.rewind([self.known])",
+        "self.rows.reuse(0, 0, self.known)",
+        "tests/decode/test_reuse.py",
+    ),
+    (
+        "a lookup does not see the beginning that is remembered",
+        "outpace/decode/reuse.py",
+        "            if self.known:\n",
+        "            if False:\n",
+        "tests/decode/test_reuse.py",
+    ),
+    (
+        "a conversation that outgrows its cache goes on in an empty one",
+        "outpace/decode/reuse.py",
+        "        if self.cache is None or self.cache.length < length:\n            self.known = 0\n",
+        "        if self.cache is None or self.cache.length < length:\n",
+        "tests/decode/test_reuse.py",
+    ),
 ]

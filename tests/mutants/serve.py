@@ -53,9 +53,9 @@ MUTANTS = [
     ),
     (
         "a prompt that lies in the cache to its end",
-        "outpace/serve/engine.py",
-        "_alike(busy.get(row, held), prompt[:-1])",
-        "_alike(busy.get(row, held), prompt)",
+        "outpace/decode/reuse.py",
+        "zip(held, prompt[:-1], strict=False)",
+        "zip(held, prompt, strict=False)",
         "tests/serve/test_engine.py",
     ),
     (
@@ -123,9 +123,9 @@ MUTANTS = [
     ),
     (
         "a beginning reused that the draft has not read",
-        "outpace/serve/engine.py",
-        "alike = min(alike - 1, draft.known(row))",
-        "alike = alike - 1",
+        "outpace/decode/reuse.py",
+        "max(min(most - 1, known), 0)",
+        "max(most - 1, 0)",
         "tests/serve/test_engine.py",
     ),
     (
