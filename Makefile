@@ -28,7 +28,7 @@ help:
 	@echo "make oracle   compiles llama.cpp (five minutes on two cores): the tests that compare with it run then"
 	@echo "make llama-server  compiles it (ten minutes): bench --suite serve compares with it then"
 	@echo "make mutants  plants known bugs one at a time: a test must catch each (AREAS=engine for some)"
-	@echo "make fuzz     10,000 hostile inputs of every kind, in limits of time and memory (20 minutes)"
+	@echo "make fuzz     10,000 hostile inputs of every kind, in limits of time and memory, and the server's (20 minutes)"
 	@echo "make docs     the documentation site -> site/"
 	@echo "make doctor-table  measures which mistakes the doctor names -> docs/doctor.md (half an hour)"
 	@echo "make lint     style and types;  make format  rewrite the style"
@@ -75,6 +75,7 @@ mutants: $(STAMP)
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_run.py --jobs $(WORKERS) $(FUZZ)
+	HOSTILE=5000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/serve/test_hostile.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check

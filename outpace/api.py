@@ -490,7 +490,8 @@ class OutputRow:
         self.times: list[float] = []  # start, then the tokens of each step
         self._decoder = DecodeStream(skip_special_tokens=True)
         for token in self.prompt[-8:]:  # more than any character has tokens; the first token keeps its space
-            self._decoder.step(self.model.tokenizer, token)
+            if token in range(self.model.target.config.vocab_size):  # others are refused with their number
+                self._decoder.step(self.model.tokenizer, token)
         self._pending = ""  # text that may be the beginning of a stop string
         self._message = -1  # the newest one of a chat's
         self._parts: list[ChatPart] | None = None

@@ -70,6 +70,7 @@ def test_ids_of_the_tokenizer_that_synth_writes():
 def test_every_suite_is_published_or_to_be_measured():
     published = {
         "serve": "serve",
+        "soak": "soak",
         "speed": "bench",
         "recall": "embedded/recall",
         "drafts": "drafts/embedded",

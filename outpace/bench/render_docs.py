@@ -23,6 +23,7 @@ from outpace.bench import (
     recall,
     retrofits,
     serve,
+    soak,
     synthetic,
     tasks,
 )
@@ -105,6 +106,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "start-up": start_up_table,
     "real-size": real_size_table,
     "serve": serve.serve_table,
+    "soak": soak.soak_table,
     "synthetic": synthetic.synthetic_table,
     "tasks": tasks.task_table,
     "answers": partial(answers.method_table, temperature=0.0),

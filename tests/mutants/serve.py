@@ -268,4 +268,18 @@ MUTANTS = [
         'not any(load["left"].values())',
         "tests/bench/test_soak_checks.py",
     ),
+    (
+        "a token that is none breaks the decoder of a prompt",
+        "outpace/api.py",
+        "            if token in range(self.model.target.config.vocab_size):",
+        "            if True:",
+        "tests/serve/test_hostile.py",
+    ),
+    (
+        "a request that picks its model",
+        "outpace/serve/app.py",
+        "if name is not None and name != server.served.name:",
+        "if name is not None and not name:",
+        "tests/serve/test_hostile.py",
+    ),
 ]

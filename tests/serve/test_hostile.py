@@ -6,6 +6,7 @@ import json
 import os
 import random
 import socket
+import urllib.request
 
 import pytest
 from serving import SOLVER, serving
@@ -76,11 +77,65 @@ def spoilt(rng, body):
     return body
 
 
-def test_spoilt_bodies_are_refused_or_answered(port):
+def instance(rng, schema, defs, depth=0):
+    """Something that an OpenAPI schema allows."""
+    if "$ref" in schema:
+        return instance(rng, defs[schema["$ref"].rpartition("/")[2]], defs, depth)
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return instance(rng, rng.choice(schema[union]), defs, depth)
+    if "const" in schema or "enum" in schema:
+        return schema.get("const", rng.choice(schema.get("enum", [None])))
+    match schema.get("type"):
+        case "object" if "properties" in schema:
+            needed = schema.get("required", ())
+            fields = [name for name in schema["properties"] if name in needed or rng.random() < 0.15]
+            return {name: instance(rng, schema["properties"][name], defs, depth + 1) for name in fields}
+        case "object":
+            return copy.deepcopy(
+                rng.choice([{}, {"type": "text"}, CHAT["messages"][0], FUNCTION, CHAT["tools"][0]])
+            )
+        case "array":
+            return [instance(rng, schema["items"], defs, depth + 1) for _ in range(rng.randint(0, 2))]
+        case "string":
+            return rng.choice(["", "x", "solver", "ngram", "<|end|>", "größe"])
+        case "integer":
+            return rng.choice([-1, 0, 1, 2, 3, 7, 10**6])
+        case "number":
+            return rng.choice([-1.0, 0.0, 0.5, 1.0, 2.5])
+        case "boolean":
+            return rng.random() < 0.5
+        case "null":
+            return None
+    return copy.deepcopy(rng.choice(VALUES))
+
+
+def schemas(port):
+    """-> of every path that takes a body, its schema; and the definitions."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/openapi.json") as page:
+        api = json.load(page)
+    bodies = {
+        path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for path, methods in api["paths"].items()
+        if "post" in methods
+    }
+    assert bodies.keys() == BODIES.keys()
+    return bodies, api["components"]["schemas"]
+
+
+@pytest.mark.parametrize("made", ["written", "schema"])
+def test_spoilt_bodies_are_refused_or_answered(port, made):
+    """Of what is written here, and of what the server's own OpenAPI schema allows."""
     rng, codes = random.Random(5), {}
+    bodies, defs = schemas(port)
     for _ in range(COUNT):
         path = rng.choice(list(BODIES))
-        body = spoilt(rng, BODIES[path])
+        if made == "written":
+            body = spoilt(rng, BODIES[path])
+        else:
+            body = {"max_tokens": 2} if path.endswith("completions") else {}
+            body |= instance(rng, bodies[path], defs)
+            body = spoilt(rng, body) if rng.random() < 0.3 else body
         line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         line.request("POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
         response = line.getresponse()
@@ -91,14 +146,14 @@ def test_spoilt_bodies_are_refused_or_answered(port):
             problem = json.loads(text)["error"]
             assert problem["message"] and problem["type"] == "invalid_request_error", (path, body)
         line.close()
-    assert codes[400] > COUNT / 4 and codes[200] > COUNT / 20, codes
+    assert codes[400] > COUNT / 4 and codes[200] > COUNT / 30, codes
 
 
 def test_bytes_that_are_no_http(port):
     rng = random.Random(6)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     good = head + b'Content-Length: 9\r\n\r\n{"a": 1}\n'
-    for i in range(60):
+    for i in range(COUNT // 5):
         data = bytearray(good)
         for _ in range(rng.randint(1, 8)):
             data[rng.randrange(len(data))] = rng.randrange(256)
@@ -110,3 +165,24 @@ def test_bytes_that_are_no_http(port):
     healthy = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     healthy.request("GET", "/health")
     assert healthy.getresponse().status == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_picks_no_file_as_its_model(port, path):
+    for name in (str(SOLVER), "../../etc/passwd", "default", "/", "solver/../solver", ""):
+        line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps(BODIES[path] | {"model": name})
+        line.request("POST", path, body, {"content-type": "application/json"})
+        response = line.getresponse()
+        assert response.status == 404
+        assert json.loads(response.read())["error"]["message"].endswith("this server has 'solver'")
+        line.close()
+
+
+@pytest.mark.parametrize("token", [-1, 10**9, 2**32, 2**64])
+def test_a_token_that_is_none_is_refused_by_its_number(port, token):
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = json.dumps({"prompt": [5, token]})
+    line.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    response = line.getresponse()
+    assert response.status == 400 and f"token id {token} is outside" in response.read().decode()
