@@ -27,6 +27,7 @@ from outpace.tasks.families import FAMILIES
 from outpace.text.harmony import HarmonyTokens
 from outpace.text.sft_rows import rows
 from outpace.text.tokenizer import END_OF_TEXT, token_id
+from outpace.train.checkpoint import OneFile
 from outpace.train.losses import block_losses
 from outpace.train.trainer import fit, training_folder
 
@@ -174,7 +175,7 @@ def train_solver(
             folder,
             recipe,
             update,
-            learner.parts(),
+            OneFile(folder, learner.parts()),
             title="solver",
             evaluate=evaluate,
             eval_every=recipe.eval_every,

@@ -19,6 +19,7 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import seeded
 from outpace.text.corpus import Document
 from outpace.text.tokenizer import END_OF_TEXT, encode, token_id
+from outpace.train.checkpoint import OneFile
 from outpace.train.data import rows_of_step, token_stream
 from outpace.train.losses import chunked_nll
 from outpace.train.trainer import fit, training_folder
@@ -211,7 +212,7 @@ def train_target(
         return metrics
 
     with training_folder(folder):
-        fit(folder, recipe, update, learner.parts(), title="target", stop_after=stop_after)
+        fit(folder, recipe, update, OneFile(folder, learner.parts()), title="target", stop_after=stop_after)
     model.dtype = torch.float32
     return model
 

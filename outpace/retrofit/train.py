@@ -22,6 +22,7 @@ from outpace.ops import ranks
 from outpace.retrofit.evaluate import evaluate, texts_of
 from outpace.text.corpus import Document
 from outpace.text.template import ChatTemplate
+from outpace.train.checkpoint import OneFile
 from outpace.train.trainer import StepLoss, backward, fit, take_step, training_folder, warmup_linear
 
 MOST: float = float("inf")
@@ -106,8 +107,8 @@ def train_retrofit(
             metrics = backward([partial(trainer.loss, step, part) for part in parts])
             return metrics | take_step(parameters, [adam], 1.0)
 
-        states = {"parts": nn.ParameterList(parameters), "adam": adam}
-        log = fit(folder, recipe, update, states, title=recipe.NAME, stop_after=stop_after)
+        checkpoint = OneFile(folder, {"parts": nn.ParameterList(parameters), "adam": adam})
+        log = fit(folder, recipe, update, checkpoint, title=recipe.NAME, stop_after=stop_after)
         for parameter in parameters:
             parameter.requires_grad_(False)
         if fingerprint(target, retrofits=False) != backbone:

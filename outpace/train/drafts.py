@@ -31,9 +31,10 @@ from outpace.ops.dispatch import product_dtype
 from outpace.ops.ranks import Mean
 from outpace.ops.sampling import shuffled
 from outpace.teacher.store import TeacherCache, TeacherSample
+from outpace.train.checkpoint import Checkpoint, Log, OneFile
 from outpace.train.losses import needs_target
+from outpace.train.sharded import ShardedCheckpoint, ShardedDraft
 from outpace.train.trainer import (
-    Log,
     Muon,
     StepLoss,
     backward,
@@ -74,6 +75,7 @@ class DraftRecipe:
     target_layer_ids: tuple[int, ...] = ()  # layers of the cache that the draft reads
     mask_token: str | None = None  # None: a learned mask_embedding
     loss: str = "ce"  # of train/losses.py: ce, kl, tv, nla, lk, or a sum such as 0.1*ce+0.9*tv
+    shard: bool = False  # weights and optimizer states over the processes of torchrun (train/sharded.py)
     recompute: bool = False  # layers run again in the backward: less memory, a third more work
     rows: int = 4  # of a step
     micro_batches: int = 1  # of a process's rows of a step: less memory, a third more work
@@ -239,6 +241,7 @@ def train_draft(
             )
         target.requires_grad_(False)
         training, validation = recipe.split(cache)
+        sharded = ShardedDraft(draft, target.device) if recipe.shard and ranks.size() > 1 else None
         learners = optimizers(draft, recipe, trainer.by_adam)
         warmup = max(1, round(recipe.steps * recipe.warmup_share))
 
@@ -251,7 +254,8 @@ def train_draft(
             chosen = shuffled(step * recipe.rows, recipe.rows, len(training), recipe.seed, 0)
 
             def loss(samples: list[int]) -> StepLoss:
-                return trainer.loss(step, samples, [cache.sample(i) for i in samples])
+                given = partial(trainer.loss, step, samples, [cache.sample(i) for i in samples])
+                return given() if sharded is None else sharded(given)[0]
 
             own = ranks.own([training[i] for i in chosen], recipe.micro_batches)
             metrics = backward([partial(loss, samples) for samples in own])
@@ -265,6 +269,7 @@ def train_draft(
 
         def evaluate() -> dict[str, Any]:
             metrics: dict[str, Any] = {}
+            trainer.draft = draft if sharded is None else sharded.whole()
             if validation:
                 values = numbers(trainer.validate(batches()))
                 metrics = {f"unseen_{name}": value for name, value in values.items()}
@@ -272,19 +277,31 @@ def train_draft(
                 prompts, stop = held_out[: recipe.eval_prompts], frozenset(target.config.eos_token_ids)
                 request = Request(max_new_tokens=recipe.eval_new_tokens, stop=stop)
                 metrics["tau"] = generate(target, prompts, request, trainer.bind()).trace.tau
+            trainer.draft = draft
             return metrics
 
-        states = {"draft": draft, **learners, **trainer.states()}
+        other = folder / ("checkpoint.pt" if recipe.shard else "checkpoint")
+        if other.exists():
+            is_now, was = ("true", "false") if recipe.shard else ("false", "true")
+            raise ValueError(
+                f"{other} is of a run with shard={was}, and this one has shard={is_now}: give that, another "
+                "folder, or delete it to begin again"
+            )
+        checkpoint: Checkpoint = OneFile(folder, {"draft": draft, **learners, **trainer.states()})
+        if recipe.shard:
+            checkpoint = ShardedCheckpoint(folder, draft, learners, trainer.states())
         log = fit(
             folder,
             recipe,
             update,
-            states,
+            checkpoint,
             title=trainer.title,
             evaluate=evaluate,
             eval_every=recipe.eval_every,
             stop_after=stop_after,
         )
+        if sharded is not None:
+            trainer.draft = draft = sharded.whole()
         if len(log) == recipe.steps:
             if validation:
                 trainer.finish(batches())

@@ -1,4 +1,4 @@
-"""The loop around any training step: schedule, checkpoints, exact resume, log, progress bar."""
+"""The loop around any training step: schedule, exact resume, log, progress bar."""
 
 import ctypes
 import json
@@ -8,7 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,11 +17,13 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from outpace.checkpoint.publish import disk, one_writer, written
+from outpace.checkpoint.publish import disk, one_writer
 from outpace.checkpoint.save import write_atomically
 from outpace.ops import ranks
 from outpace.ops.dispatch import product_dtype
 from outpace.ops.ranks import Mean
+from outpace.ops.shards import gathered, local, own_part, sharded
+from outpace.train.checkpoint import Checkpoint, Log, log_text, not_finite
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
         @property
         def save_every(self) -> int: ...
 
-
-Log = list[dict[str, Any]]  # one record per step
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 DIVERGED = (
@@ -86,7 +86,7 @@ def fit(
     folder: Path,
     recipe: "LoopRecipe",
     update: Callable[[int], dict[str, Any]],
-    stateful: dict[str, Any],
+    checkpoint: Checkpoint,
     *,
     title: str,
     evaluate: Callable[[], dict[str, Any]] | None = None,
@@ -97,8 +97,7 @@ def fit(
     returns, with those of `evaluate` every `eval_every` steps and at the end; -> the log of all steps done
     so far. Runs in a `training_folder`.
 
-    `stateful`: the contents of a checkpoint by name (anything with state_dict and load_state_dict). Metrics
-    go to folder/log.jsonl, one line a step; checkpoints to folder/checkpoint.pt, replaced whole. The
+    Metrics go to folder/log.jsonl, one line a step, and states to `checkpoint`. The
     checkpoint alone decides where a run resumes; it holds the log up to there, and log.jsonl is rewritten
     from it. A recipe that changed since applies from there on, and the changed fields are named above the
     bar. `stop_after` ends this call early, with a checkpoint (for tests and time limits).
@@ -106,17 +105,15 @@ def fit(
     weight that is not finite: nothing is evaluated or saved then.
     """
     keep_heap()
-    checkpoint, log_file = folder / "checkpoint.pt", folder / "log.jsonl"
-    fields, log = json.loads(json.dumps(asdict(recipe))), Log()
-    fields_before = fields
-    if checkpoint.exists():
-        fields_before, log = _resume(checkpoint, stateful, recipe.steps)
+    log_file = folder / "log.jsonl"
+    fields = json.loads(json.dumps(asdict(recipe)))
+    fields_before, log = checkpoint.resume(recipe.steps) or (fields, Log())
     first = saved = len(log)
     last = recipe.steps if stop_after is None else min(recipe.steps, first + stop_after)
     ranks.wait()  # all have read the checkpoint
     leads = ranks.leads()
     if leads:
-        write_atomically(log_file, _text(log).encode())
+        write_atomically(log_file, log_text(log).encode())
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -127,6 +124,7 @@ def fit(
     with (
         Path(log_file if leads else os.devnull).open("a") as lines,
         Progress(*columns, refresh_per_second=2, disable=not leads) as bar,
+        closing(checkpoint),
     ):
         task = bar.add_task(title, total=recipe.steps, completed=first, metrics="")
         for name in sorted(n for n in fields if fields[n] != fields_before.get(n, fields[n])):
@@ -135,6 +133,7 @@ def fit(
             )
         for step in range(first, last):
             began = time.perf_counter()
+            checkpoint.poll()
             metrics = update(step)
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(metrics.get(name, 0.0)):
@@ -142,27 +141,22 @@ def fit(
                     raise ValueError(DIVERGED.format(step=step, what=what, saved=saved))
             save = (step + 1) % recipe.save_every == 0 or step + 1 == last
             due = evaluate is not None and ((step + 1) % eval_every == 0 or step + 1 == recipe.steps)
-            states = {name: part.state_dict() for name, part in stateful.items()} if save or due else {}
-            for name in _not_finite(states):
+            states = checkpoint.states() if save or due else {}
+            for name in not_finite(states):
                 raise ValueError(DIVERGED.format(step=step, what=name, saved=saved))
             if evaluate is not None and due:
                 metrics |= evaluate()
             log.append({"step": step, **metrics, "seconds": round(time.perf_counter() - began, 4)})
-            lines.write(_text(log[-1:]))
+            lines.write(log_text(log[-1:]))
             lines.flush()
             numbers = (f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float) and k != "lr")
             bar.update(task, advance=1, metrics="  ".join(numbers))
-            if save and leads:
-                os.fsync(lines.fileno())
-                contents = {"step": step + 1, "recipe": fields, "log": _text(log), **states}
-                with written(checkpoint, _nbytes(contents)) as temporary:
-                    torch.save(contents, temporary)
-            saved = step + 1 if save else saved
+            if save:
+                if leads:
+                    os.fsync(lines.fileno())
+                checkpoint.save(states, fields, log)
+                saved = step + 1
     return log
-
-
-def _text(log: Log) -> str:
-    return "".join(json.dumps(record) + "\n" for record in log)
 
 
 def _nothing() -> None: ...
@@ -220,74 +214,14 @@ def take_step(
 ) -> dict[str, float]:
     """One step of every optimizer by all processes' gradients; -> {}. A gradient norm that is not finite
     leaves the weights as they are; -> {"grad_norm": norm}."""
-    ranks.add_gradients(parameters)
-    norm = float(nn.utils.clip_grad_norm_(parameters, clip))
+    ranks.add_gradients(p for p in parameters if not sharded(p))  # FSDP adds those of others
+    norm = float(gathered(nn.utils.clip_grad_norm_(parameters, clip)))
     if not math.isfinite(norm):
         return {"grad_norm": norm}
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return {}
-
-
-def _nbytes(value: Any) -> int:
-    """Of the tensors and the text in a checkpoint's contents; the file is some percent larger at most."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
-    return len(value) if isinstance(value, str) else 0
-
-
-def _not_finite(value: Any, name: str = "") -> Iterator[str]:
-    """Names of the tensors in a state that hold NaN or Inf."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _not_finite(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
-        yield name
-
-
-def _resume(path: Path, stateful: dict[str, Any], steps: int) -> tuple[dict[str, Any], Log]:
-    """Load `stateful`; -> the recipe as it was, and the log up to the checkpoint."""
-    try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        fields, step = dict(saved["recipe"]), int(saved["step"])
-        log: Log = [json.loads(line) for line in saved["log"].splitlines()]
-        if [record["step"] for record in log] != list(range(step)):
-            raise ValueError("its log does not end at its step")
-        _ = [(record.get("loss", 0.0) + 0.0, record["seconds"] + 0.0) for record in log]
-    except Exception as error:  # of a damaged file torch.load raises nearly anything, with advice of its own
-        cause = f"{error!r}" if type(error) in (KeyError, ValueError) else type(error).__name__
-        raise ValueError(
-            f"{path} is not a whole training checkpoint ({cause[:200]}): delete it to begin this run again"
-        ) from error
-    other = f"{path} is of another run ({{}}): give this one another folder, or delete it to begin again"
-    if step > steps:
-        raise ValueError(other.format(f"it is at step {step}, and this recipe has {steps} steps"))
-    try:
-        for name, part in stateful.items():
-            _load(part, saved[name])
-    except Exception as error:
-        raise ValueError(other.format("its weights or optimizers have other shapes")) from error
-    for name in _not_finite({name: saved[name] for name in stateful}):
-        raise ValueError(f"{path}: {name} is not finite: delete it to begin this run again")
-    return fields, log
-
-
-def _load(part: Any, state: Any) -> None:
-    """An optimizer keeps its own settings, which are the recipe's as it is now. Raises for other shapes."""
-    if not isinstance(part, torch.optim.Optimizer):
-        part.load_state_dict(state)
-        return
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in part.param_groups]
-    part.load_state_dict(state)
-    for group, own in zip(part.param_groups, settings, strict=True):
-        group |= own
-    for parameter, values in part.state.items():
-        for value in values.values():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-                raise ValueError(f"shape {list(value.shape)}, not {list(parameter.shape)}")
 
 
 NS = (3.4445, -4.7750, 2.0315)
@@ -329,7 +263,9 @@ class Muon(torch.optim.Optimizer):
                 some, grads, momenta = zip(*triples, strict=True)
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch._foreach_lerp(grads, momenta, group["momentum"])
-                updates = orthogonalise(torch.stack(ahead)).unbind()
-                torch._foreach_mul_(some, 1 - group["lr"] * group["weight_decay"])
+                whole = orthogonalise(torch.stack([gathered(x) for x in ahead]))
+                updates = [own_part(x, p) for x, p in zip(whole, some, strict=True)]
+                own = [local(p) for p in some]
+                torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
                 size = max(1.0, shape[-2] / shape[-1]) ** 0.5
-                torch._foreach_add_(some, updates, alpha=-group["lr"] * size)
+                torch._foreach_add_(own, updates, alpha=-group["lr"] * size)

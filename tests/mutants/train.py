@@ -3,6 +3,34 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "gradients of shards are a mean",
+        "outpace/train/sharded.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(2.0)",
+        "tests/train/test_ranks.py",
+    ),
+    (
+        "a process takes another's rows of Muon's step",
+        "outpace/ops/shards.py",
+        "DTensor.from_local(whole, like",
+        "DTensor.from_local(whole.flip(0), like",
+        "tests/train/test_ranks.py",
+    ),
+    (
+        "a sharded checkpoint without the optimizers' states",
+        "outpace/train/sharded.py",
+        "state_dict_loader.load(states, checkpoint_id",
+        'state_dict_loader.load({"draft": states["draft"]}, checkpoint_id',
+        "tests/train/test_ranks.py",
+    ),
+    (
+        "states that are shards are checked nowhere",
+        "outpace/train/checkpoint.py",
+        "not local(value).isfinite().all()",
+        "not value.new_zeros(1).isfinite().all()",
+        "tests/train/test_trainer.py",
+    ),
+    (
         "an error relative to a process's own states",
         "outpace/retrofit/mla.py",
         "    return (value - original).square().sum(), original.square().sum()\n",

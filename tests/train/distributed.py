@@ -1,7 +1,7 @@
 """Drafts and retrofits in training, by one process or by all that torchrun starts.
 
-`distributed.py FOLDER KILLED_AT KIND ..`, KILLED_AT: samples that process 1 reads before it is killed; -1:
-any number."""
+`distributed.py FOLDER KILLED_AT KIND ..`, KILLED_AT: samples of the last kind that process 1 reads before it
+is killed; -1: any number. A kind with ":shard" at its end is sharded."""
 
 import os
 import signal
@@ -71,5 +71,7 @@ if __name__ == "__main__":
     folder, killed_at, *kinds = sys.argv[1:]
     with ranks.joined():
         for kind in kinds:
-            at = int(killed_at) if os.environ["RANK"] == "1" else None
-            train(kind, Path(folder), at, micro_batches=2 if kind in SPLIT else 1)
+            at = int(killed_at) if os.environ["RANK"] == "1" and kind == kinds[-1] else None
+            name, _, shard = kind.partition(":")
+            split = 2 if name in SPLIT else 1
+            train(name, Path(folder) / shard, at, micro_batches=split, **{"shard": True} if shard else {})
