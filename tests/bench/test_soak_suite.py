@@ -24,7 +24,7 @@ def _run(folder):
 def test_a_short_soak_passes_all_its_checks(tmp_path, monkeypatch):
     report = _run(tmp_path)
     failed = {row["check"] for row in report["checks"] if not row["passed"]}
-    # times are compared while other tests use the machine: reports/soak has that check on one of its own
+    # times are compared while other tests use the machine: reports/soak has that check alone
     assert failed <= {"slow readers do not slow others"}
     assert len(report["checks"]) == 6 and report["load"]["failures"] == []
     assert (
