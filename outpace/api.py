@@ -232,8 +232,9 @@ def load(
     if tensor_parallel_size != 1:
         raise ValueError(f"tensor_parallel_size {tensor_parallel_size}: one process holds a target on a GPU")
     graphs, tokenizer, why = open_on_device(name, place, sequences, length, layers, deterministic)
-    more = {"layers": layers, "graphs": graphs, "declined": why}
-    return Model(name=name, target=graphs.decoder, tokenizer=tokenizer, **more)  # type: ignore[arg-type]
+    return Model(
+        name=name, target=graphs.decoder, tokenizer=tokenizer, layers=layers, graphs=graphs, declined=why
+    )
 
 
 def load_draft(

@@ -112,8 +112,13 @@ def generate(
     )
     began = time.perf_counter()
     join(tensor_parallel_size)  # each of several processes would write the whole text
-    place = {"device": device, "deterministic": deterministic, "tensor_parallel_size": tensor_parallel_size}
-    model = load(target, layers=layers, **place)  # type: ignore[arg-type]
+    model = load(
+        target,
+        layers=layers,
+        device=device,
+        deterministic=deterministic,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     if mla is not None:
         model.target.use_mla_kv(mla)
     if dsa is not None:

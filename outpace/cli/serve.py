@@ -76,8 +76,13 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    place = {"device": device, "deterministic": deterministic}
-    model = load(target, **place, sequences=max_num_seqs, length=max_model_len)  # type: ignore[arg-type]
+    model = load(
+        target,
+        device=device,
+        deterministic=deterministic,
+        sequences=max_num_seqs,
+        length=max_model_len,
+    )
     served = _served(model, served_model_name, speculative_config, max_num_seqs)
     positions = served.model.target.config.max_position_embeddings
     config = EngineConfig(

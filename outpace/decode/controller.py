@@ -238,7 +238,7 @@ class Adaptive:
         best = fastest(gains, now.step, least=2)
         plain, drafting = now.rows / now.step[1], sum(gains[:best]) / now.step[best]
         pays, self._rate = drafting > plain, max(drafting, plain)
-        settle = now.settle if self.verified == 1 else 0.0
+        settle = self._settle
         price = now.step[best] - now.step[1] + settle + (now.wake if self.rested else 0.0)
         if self.account is None:
             steps = min(CREDIT_STEPS, CREDIT_SHARE * self.tokens)
@@ -273,9 +273,9 @@ class Adaptive:
             self._rows.append(Row(row, depth, values, survival))
             for i, x in enumerate(survival):
                 gains[i] += x
-        now, settle = self._costs, self._costs.settle if self.verified == 1 else 0.0
-        seconds = [self._draft_seconds + other for other in now.others[:2]]
-        seconds += [self._draft_seconds + other + settle for other in now.others[2:]]
+        others, settle = self._costs.others, self._settle
+        seconds = [self._draft_seconds + other for other in others[:2]]
+        seconds += [self._draft_seconds + other + settle for other in others[2:]]
         # without stated survival only verified tokens teach the controller: at least one draft token
         positions = best_at(self._rate, gains, seconds, least=1 if readable else min(2, len(gains)))
         self.predicted, self.verified = (sum(gains[:positions]), seconds[positions]), positions
@@ -292,6 +292,11 @@ class Adaptive:
         self.account += PROBE_SHARE * seconds + now.step[1] * sum(map(len, path)) / now.rows - seconds
         for row, verified, positions in zip(self._rows, proposal.counts, path, strict=True):
             self.history.add(row, self._width, verified, positions)
+
+    @property
+    def _settle(self) -> float:
+        """Seconds that a verify pass takes beyond the usual, after a step of one position."""
+        return self._costs.settle if self.verified == 1 else 0.0
 
     def _step_costs(self, rows: int, context: float) -> "StepCosts":
         """Formed once for all controllers of these costs: it takes as long as a step of a small target."""

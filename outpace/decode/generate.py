@@ -92,28 +92,27 @@ def steps(
     length = max(len(p) for p in prompts) + request.max_new_tokens + block
     index = partial is not None and partial.config.selector == INDEX
     session: DraftSession | None = None
-    reused = 0
     if memory is not None:
         assert B == 1 and partial is None and memory.draft is draft and not request.offset
         request = replace(request, prefill_chunk=min(request.prefill_chunk, FEW))
-        cache, reused = memory.begin(prompts[0], rows.emitted[0], length)
-        session, trace.reused = memory.session(), reused
+        cache, trace.reused = memory.begin(prompts[0], rows.emitted[0], length)
+        session = memory.session()
     else:
         cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
-    if draft is not None and memory is None:
-        session = inner = draft.begin(B, length, request.offset, slack)
-        if partial is not None:
-            session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
-            rule = Trusting(rule) if partial.mode == "lossy" else rule
+        if draft is not None:
+            session = inner = draft.begin(B, length, request.offset, slack)
+            if partial is not None:
+                session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
+                rule = Trusting(rule) if partial.mode == "lossy" else rule
     controller = controller or Fixed(max(block, 1))
     controller.begin(max(block, 1), request.max_new_tokens)
 
     aux = () if draft is None else draft.target_layer_ids
     with trace.timed("prefill"):
-        last = prefill(target, cache, prompts, request, rule, session, aux, on_logits, reused)  # [B]
+        last = prefill(target, cache, prompts, request, rule, session, aux, on_logits, trace.reused)
     deferred = None if session is None else Deferred(session)
     if memory is not None:
-        memory.known, memory.deferred = cache.lengths[0], deferred
+        memory.deferred = deferred
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
     yield
@@ -152,8 +151,6 @@ def steps(
             accepted = [len(path) - 1 for path in result.path]
             trace.add(B, active, proposal.deepest, accepted, proposal.counts, proposal.provisional)
             controller.learn(proposal, result.path)
-        if memory is not None:
-            memory.known = cache.lengths[0]
         if deferred is not None:
             with trace.timed("draft"):
                 deferred.add(accepted_states(proposal, out.aux, result.path))

@@ -43,24 +43,25 @@ class Memory:
         self.deferred: Deferred | None = None
         self.prompt: list[int] = []
         self.output: list[int] = []
-        self.known = 0  # tokens of both that the cache holds; behind them it may hold anything
+        self.view: KVCache | None = None  # of `cache`, for the newest text
+        self.known = 0  # tokens of a prompt that its text began with
 
     def begin(self, prompt: Sequence[int], output: list[int], length: int) -> tuple[KVCache, int]:
         """A text begins with `prompt`, goes on with what will be in `output`, and has `length` tokens at
-        most, those of a proposal included; -> its cache, and how many tokens of the prompt that holds. The
-        caller keeps `known` from here on: how many tokens it holds that stay."""
+        most, those of a proposal included; -> its cache, and how many tokens of the prompt that holds."""
         if self.cache is None or self.cache.length < length:
-            self.known = 0
             self.cache = self.target.make_cache(1, 2 * length, slack=2 * length)
-            self.rows = self.deferred = None
+            self.rows = self.deferred = self.view = None
         if self.deferred is not None:
             self.deferred.flush()
         read = None if self.draft is None or not self.draft.target_layer_ids else 0
         if self.rows is not None:
             read = self.rows.lengths[0]
-        self.known = reusable((self.prompt + self.output)[: self.known], prompt, read)
-        self.prompt, self.output = list(prompt), output
-        return self.cache.of([0], [self.known]), self.known
+        # behind the tokens that were emitted the cache may hold a proposal: a step may have been broken off
+        held = [] if self.view is None else (self.prompt + self.output)[: self.view.lengths[0]]
+        self.known = reusable(held, prompt, read)
+        self.prompt, self.output, self.view = list(prompt), output, self.cache.of([0], [self.known])
+        return self.view, self.known
 
     def session(self) -> DraftSession | None:
         """Of the draft, which has observed the tokens in the cache."""

@@ -12,7 +12,7 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.kv.tree import Tree
 from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder, Output
-from outpace.models.static_step import StaticStep, Step
+from outpace.models.static_step import StaticStep, Step, bucket
 
 MOST_FREE = 4  # memories that are kept, with their graphs, for the next cache of their size
 LENGTH = 4096  # of a deterministic target's caches, at least
@@ -145,8 +145,8 @@ class GraphTarget:
             # the loop asks for a slack of 1 without a draft, else for the draft's block, in the length too
             length = max(length + FEW - (slack if slack > 1 else 0), LENGTH)
             slack = max(slack, FEW)
-        some = max(_bucket(length) // 8, 64)
-        size = batch, -(-length // some) * some, _bucket(slack), offset
+        some = max(bucket(length) // 8, 64)
+        size = batch, -(-length // some) * some, bucket(slack), offset
         memories = next((memories for memories in self.free if memories.size == size), None)
         if memories is not None:
             self.free.remove(memories)
@@ -216,7 +216,7 @@ class GraphTarget:
         return tree is None or (not tree.held and self._width(T) <= ring)
 
     def _width(self, T: int) -> int:
-        return FEW if self.deterministic else _bucket(T)
+        return FEW if self.deterministic else bucket(T)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -227,7 +227,3 @@ class GraphTarget:
             steps[key] = GraphStep(static, cache.memories.cache.batch, width, tree, self.capture)
             self.captured += 1
         return steps[key]
-
-
-def _bucket(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -12,6 +12,11 @@ from outpace.kv.tree import Tree
 from outpace.models.decoder import Decoder
 
 
+def bucket(n: int) -> int:
+    """The next power of two: sizes that an executor pads to, so that few shapes cover all."""
+    return 1 << (n - 1).bit_length()
+
+
 class Step(NamedTuple):
     """hidden [B,T,C], logits [B,T,V], best [B,T] int64 (their argmax), aux [n,B,T,C] or None."""
 

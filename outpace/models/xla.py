@@ -13,7 +13,7 @@ from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
 from outpace.kv.tree import Tree
 from outpace.models.decoder import Decoder, Output
-from outpace.models.static_step import StaticStep
+from outpace.models.static_step import StaticStep, bucket
 
 jax.config.update("jax_enable_x64", True)  # tokens, starts and slots are int64
 
@@ -52,7 +52,7 @@ class XLATarget:
         self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
     ) -> KVCache:
         """As `Decoder.make_cache`. Raises ValueError for targets with latent KV or an index."""
-        cache = self.decoder.make_cache(batch, _bucket(length), _bucket(slack), offset, index)
+        cache = self.decoder.make_cache(batch, bucket(length), bucket(slack), offset, index)
         StaticStep(self.decoder, cache)  # refuses
         for memory in cache.layers:
             memory.k, memory.v = self._moved({"k": memory.k, "v": memory.v}).values()
@@ -90,7 +90,7 @@ class XLATarget:
         B, T = tokens.shape
         if tree is not None or T > FEW:
             raise ValueError(f"a step through XLA takes a chain of at most {FEW} tokens, no tree")
-        width = _bucket(T)
+        width = bucket(T)
         step = cache.begin(width, [T] * B if counts is None else counts)
         padded = torch.nn.functional.pad(tokens, (0, width - T))
         inputs = self._moved({"tokens": padded, "start": step.starts, "counts": step.counts_tensor})
@@ -123,7 +123,3 @@ class XLATarget:
     def _moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         with self.environment:
             return {name: x.detach().to("jax") for name, x in tensors.items()}
-
-
-def _bucket(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -69,7 +69,9 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
         k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))
         return causal_attend(q, k, v, window, sinks, scale)
     allowed = view.allowed(window)
-    if q.device.type != "cpu" or T <= FEW:  # few queries at once: their scores are [B,H,T,S] float32
+    if T <= FEW:
+        return attend(q, view.k, view.v, allowed, sinks, scale)
+    if q.device.type != "cpu":  # few queries at once: their scores are [B,H,T,S] float32
         parts = zip(q.split(FEW, dim=1), allowed.split(FEW, dim=1), strict=True)
         return torch.cat([attend(part, view.k, view.v, seen, sinks, scale) for part, seen in parts], dim=1)
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (view.k, view.v))

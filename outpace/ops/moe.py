@@ -1,7 +1,7 @@
 """Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,18 @@ def route(
     return experts, top
 
 
+class Matrices(NamedTuple):
+    """Of a layer's experts: see `run_experts`."""
+
+    up: Experts
+    up_bias: Tensor | None
+    down: Experts
+    down_bias: Tensor | None
+    limit: float | None
+    gate: Experts | None = None
+    gate_bias: Tensor | None = None
+
+
 def run_experts(
     x: Tensor,
     experts: Tensor,
@@ -81,7 +93,8 @@ def run_experts(
         return torch.cat([weigh(*part) for part in some])
     trained = torch.is_grad_enabled() and not _in_one_product(x, up, down)
     if captured(x) or (x.device.type != "cpu" and not trained):
-        return on_device(x, experts, weights, up, up_bias, down, down_bias, limit, gate, gate_bias)
+        matrices = Matrices(up, up_bias, down, down_bias, limit, gate, gate_bias)
+        return on_device(x, experts, weights, matrices)
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     counts = experts.flatten().bincount(minlength=_shape(up)[0]).tolist()
@@ -99,25 +112,14 @@ def run_experts(
     return _weighed(torch.cat(parts), weights, order)
 
 
-def on_device(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up: Experts,
-    up_bias: Tensor | None,
-    down: Experts,
-    down_bias: Tensor | None,
-    limit: float | None,
-    gate: Experts | None = None,
-    gate_bias: Tensor | None = None,
-) -> Tensor:
+def on_device(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -> Tensor:
     """`run_experts` where the host is not asked who chose whom: many choices as one grouped product, few with
     matrices of their own."""
-    k = experts.shape[1]
+    k, (up, up_bias, down, down_bias, limit, gate, gate_bias) = experts.shape[1], matrices
     if captured(x) or experts.numel() <= MOST_GATHERED or not _in_one_product(x, up, down):
         few = max(MOST_GATHERED // k, 1)
         some = zip(x.split(few), experts.split(few), weights.split(few), strict=True)
-        parts = [_gathered(*part, up, up_bias, down, down_bias, limit, gate, gate_bias) for part in some]
+        parts = [_gathered(*part, matrices) for part in some]
         return torch.cat(parts)
     order = experts.flatten().argsort(stable=True)
     rows, chosen = _Spread.apply(x, order, k), experts.flatten()[order]  # type: ignore[no-untyped-call]
@@ -152,21 +154,11 @@ def _grouped(x: Tensor, own: Tensor, matrices: Experts, bias: Tensor | None) -> 
     return y if bias is None else y + (own[:, None] == known).to(x.dtype) @ bias.to(x.dtype)
 
 
-def _gathered(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up: Experts,
-    up_bias: Tensor | None,
-    down: Experts,
-    down_bias: Tensor | None,
-    limit: float | None,
-    gate: Experts | None,
-    gate_bias: Tensor | None,
-) -> Tensor:
+def _gathered(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -> Tensor:
     """Every choice of every token with matrices of its own [M*k,N,K]: nobody asks on the host who chose
     whom, at the price of a copy of what is chosen."""
     (M, k), chosen = experts.shape, experts.flatten()
+    up, up_bias, down, down_bias, limit, gate, gate_bias = matrices
 
     def product(x: Tensor, matrices: Experts, bias: Tensor | None) -> Tensor:
         y = torch.einsum("mk,mnk->mn", x, _expert(matrices, chosen, x.dtype))

@@ -11,7 +11,7 @@ from outpace.loading import open_target
 from outpace.text.corpus import read_corpus, split
 
 SHORT = SoakSettings(
-    requests=60, clients=8, rows=3, prompt_tokens=24, new_tokens=12, slow=3, timed=3, warm_up=2000
+    requests=60, clients=8, rows=3, prompt_tokens=24, new_tokens=12, slow=3, timed=25, warm_up=2000
 )
 
 
@@ -23,9 +23,7 @@ def _run(folder):
 
 def test_a_short_soak_passes_all_its_checks(tmp_path, monkeypatch):
     report = _run(tmp_path)
-    failed = {row["check"] for row in report["checks"] if not row["passed"]}
-    # times are compared while other tests use the machine: reports/soak has that check alone
-    assert failed <= {"slow readers do not slow others"}
+    assert [row["check"] for row in report["checks"] if not row["passed"]] == []
     assert len(report["checks"]) == 6 and report["load"]["failures"] == []
     assert (
         set(report["load"]["manners"]) == set(MANNERS) and len(report["load"]["memory_mib"]) == soak.BATCHES

@@ -112,6 +112,7 @@ def test_what_is_reused_is_what_is_alike():
     tokens, trace = answer(model, [*range(5, 45)], request, None, memory, 0)
     assert trace.reused == 0
     held = [*range(5, 45), *tokens[:-1]]  # the last one was never in a forward
+    assert answer(model, [*held, tokens[-1], 90], request, None, memory, 0)[1].reused == len(held)
     again = [*held[:44], 90, 91]
     assert answer(model, again, request, None, memory, 0)[1].reused == 44
     assert answer(model, again, request, None, memory, 0)[1].reused == len(again) - 1
@@ -119,6 +120,20 @@ def test_what_is_reused_is_what_is_alike():
     long = [random.Random(1).randrange(5, 97) for _ in range(150)]
     assert answer(model, again + long, request, None, memory, 0)[1].reused == 0
     assert answer(model, again + long + [7], request, None, memory, 0)[1].reused == len(again) + 150
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "dflash", "eagle3", "tree"])
+@pytest.mark.parametrize("forward", [0, 1, 2])
+def test_all_that_was_emitted_before_an_interruption_can_go_on(kind, forward):
+    """Behind it the cache holds draft tokens, which nobody verified."""
+    model = target("gpt_oss")
+    memory = Memory(model, draft_of(kind, model))
+    request = Request(max_new_tokens=12, prefill_chunk=64)
+    assert interrupted(model, [*range(5, 25)] * 2, request, memory.draft, memory, 0, forward)
+    again = [*memory.prompt, *memory.output, 90]
+    tokens, trace = answer(model, again, request, memory.draft, memory, 0)
+    assert tokens == generate(model, [again], request).tokens[0]
+    assert trace.reused or not forward
 
 
 def test_how_much_is_reusable():

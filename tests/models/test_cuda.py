@@ -17,7 +17,7 @@ from outpace.models.cuda_graphs import GraphTarget
 from outpace.models.load import build, named_tensors
 from outpace.models.memory import plan_memory
 from outpace.ops import mxfp4
-from outpace.ops.moe import on_device
+from outpace.ops.moe import Matrices, on_device
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ("cpu", pytest.param("cuda", marks=GPU))
@@ -96,9 +96,9 @@ def test_experts_and_mxfp4_are_those_of_a_cpu(device, rows):
             )
     x, weights = torch.randn(rows, 96), torch.rand(rows, 3)
     chosen = torch.stack([torch.randperm(5)[:3] for _ in range(rows)])
-    wanted = on_device(x, chosen, weights, packs[0], None, packs[1], None, 7.0)
+    wanted = on_device(x, chosen, weights, Matrices(packs[0], None, packs[1], None, 7.0))
     inputs = x.to(device, torch.bfloat16), chosen.to(device), weights.to(device)
-    got = on_device(*inputs, tuple(moved[0]), None, tuple(moved[1]), None, 7.0).cpu().float()
+    got = on_device(*inputs, Matrices(tuple(moved[0]), None, tuple(moved[1]), None, 7.0)).cpu().float()
     assert (got - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 

@@ -315,8 +315,8 @@ MUTANTS = [
     (
         "settling costs nothing",
         "outpace/decode/controller.py",
-        "now, settle = self._costs, self._costs.settle if self.verified == 1 else 0.0",
-        "now, settle = self._costs, 0.0",
+        "return self._costs.settle if self.verified == 1 else 0.0",
+        "return 0.0",
         "tests/decode/test_controller.py",
     ),
     (
@@ -336,7 +336,7 @@ MUTANTS = [
     (
         "a conversation goes on from draft tokens of an interrupted step",
         "outpace/decode/reuse.py",
-        "(self.prompt + self.output)[: self.known]",
+        "(self.prompt + self.output)[: self.view.lengths[0]]",
         "self.prompt + self.output",
         "tests/decode/test_reuse.py",
     ),
@@ -357,8 +357,8 @@ MUTANTS = [
     (
         "a conversation that outgrows its cache goes on in an empty one",
         "outpace/decode/reuse.py",
-        "        if self.cache is None or self.cache.length < length:\n            self.known = 0\n",
-        "        if self.cache is None or self.cache.length < length:\n",
+        "            self.rows = self.deferred = self.view = None\n",
+        "            self.rows = self.deferred = None\n",
         "tests/decode/test_reuse.py",
     ),
 ]

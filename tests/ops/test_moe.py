@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outpace.ops import mxfp4
-from outpace.ops.moe import MOST_GATHERED, _grouped, on_device, route, router_logits, run_experts
+from outpace.ops.moe import MOST_GATHERED, Matrices, _grouped, on_device, route, router_logits, run_experts
 
 M, C, F, E, TOP = 11, 96, 64, 5, 3
 
@@ -127,7 +127,7 @@ def test_what_a_gpu_runs_is_the_same_product(style, layout, dtype, rows):
             (None, None) if t is None else [t[:, half].contiguous() for half in halves] for t in (up, up_bias)
         )
         given, more = (own, bias, down, down_bias), (gate, gate_bias)
-    got = on_device(x, chosen, weights, *given, limit, *more)
+    got = on_device(x, chosen, weights, Matrices(*given, limit, *more))
     for m in range(rows):
         parts = [
             one_token(
