@@ -225,16 +225,15 @@ def load(
         ValueError: The device is not there, or has too little memory: what would fit is said. The target
             cannot be divided so, or torchrun started another number of processes.
     """
-    place = find_device(device)
+    place, graphs, why = find_device(device), None, None
     if place.type == "cpu":
         target, tokenizer = open_target(name, layers, tensor_parallel_size)
-        return Model(name=name, target=target, tokenizer=tokenizer, layers=layers)
-    if tensor_parallel_size != 1:
+    elif tensor_parallel_size != 1:
         raise ValueError(f"tensor_parallel_size {tensor_parallel_size}: one process holds a target on a GPU")
-    graphs, tokenizer, why = open_on_device(name, place, sequences, length, layers, deterministic)
-    return Model(
-        name=name, target=graphs.decoder, tokenizer=tokenizer, layers=layers, graphs=graphs, declined=why
-    )
+    else:
+        graphs, tokenizer, why = open_on_device(name, place, sequences, length, layers, deterministic)
+        target = graphs.decoder
+    return Model(name=name, target=target, tokenizer=tokenizer, layers=layers, graphs=graphs, declined=why)
 
 
 def load_draft(

@@ -145,25 +145,41 @@ def bench(
     from outpace.checkpoint.publish import one_writer
 
     shown = Console(stderr=True) if as_json else console
-    where = drafts or Path()
-    more = {"device": device, "deterministic": deterministic}
-    job = Job(suite, target, draft, draft_quant, where, recipe, set_, quick, out, corpus, shown, **more)  # type: ignore[arg-type]
+    job = Job(
+        suite,
+        target,
+        draft,
+        draft_quant,
+        drafts or Path(),
+        recipe,
+        set_,
+        quick,
+        out,
+        corpus,
+        shown,
+        device,
+        deterministic,
+    )
     with one_writer(out):
         report, page = RUNS[suite](job)
         page.write(report, out)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(suite, report, page, shown)
+        console.print(f"written: {out}/report.json, report.md and the plots")
     failed = [check["check"] for check in report.get("checks", ()) if not check["passed"]]
     if failed:
         raise ValueError(f"{out}/report.md: not passed: {'; '.join(failed)}")
-    if as_json:
-        print(json.dumps(report))
-        return
+
+
+def _show(suite: str, report: dict[str, Any], page: "Page", shown: Console) -> None:
     if suite == "speed":
         from outpace.bench.speed import print_report
 
         print_report(report, shown)
     if suite == "device":
         console.print(page.markdown(report), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written: {out}/report.json, report.md and the plots")
 
 
 Measured = tuple[dict[str, Any], "Page"]
@@ -286,9 +302,9 @@ def _device(job: Job) -> Measured:
 
     settings = job.settings(DeviceSettings)
     length = settings.prompt_tokens + settings.new_tokens + 64
-    needs = {"sequences": max(settings.concurrency), "length": length}
+    sequences = max(settings.concurrency)
     name = "cpu" if job.device == "xla" else job.device or "auto"
-    model = load(job.target, device=name, deterministic=job.deterministic, **needs)  # type: ignore[arg-type]
+    model = load(job.target, device=name, deterministic=job.deterministic, sequences=sequences, length=length)
     kind, target = model.target.device.type, model.executor
     drafts: dict[str, Any] = {"ngram": NGram(block_size=8)}
     named = None if job.draft == "none" else load_draft(job.draft, model, quantize=job.weights)
@@ -303,7 +319,7 @@ def _device(job: Job) -> Measured:
     plan = None
     if kind == "cuda":
         layout = layout_of(open_checkpoint(target_path(job.target)).names(), target.config)
-        plan = plan_memory(target.config, layout, needs["sequences"], length)
+        plan = plan_memory(target.config, layout, sequences, length)
     held_out = job.documents()[1]
     device = Device(name=kind, target=target, drafts=drafts, plan=plan)
     return run_device(device, model.tokenizer, held_out, settings, job.out, job.shown), PAGE

@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outpace.api import StreamPiece, check_text
+from outpace.api import check_text
 from outpace.serve import wire
 from outpace.serve.answer import Answer, TokenLogprob
 from outpace.serve.engine import QueueFull, RequestTimeout
@@ -33,7 +33,6 @@ from outpace.serve.stream import EventStream, Streamed, ended, response_events, 
 LOG = logging.getLogger("outpace.serve")
 RETRY_SECONDS = 1
 DRAINED = 1000  # pieces of a body that is too long, thrown away before the answer
-Chunk = tuple[Answer, StreamPiece, list[TokenLogprob]]
 
 
 @dataclass(frozen=True, kw_only=True)
