@@ -21,7 +21,7 @@ from outpace.decode.params import DEFAULTS
 from outpace.decode.params import SamplingParams as SamplingParams
 from outpace.decode.partial import Partial
 from outpace.decode.request import GREEDY, BatchRows, Request
-from outpace.decode.reuse import Memory
+from outpace.decode.reuse import PrefixCache
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft
 from outpace.loading import open_chat, open_draft, open_on_device, open_target, own_draft
@@ -330,7 +330,7 @@ def stream(
     controller: Controller | None = None,
     partial: Partial | None = None,
     rng: torch.Generator | None = None,
-    memory: Memory | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> "TokenStream":
     """Like `generate` for one prompt, token by token as they are committed.
 
@@ -343,7 +343,7 @@ def stream(
         controller: Chooses the draft length of each step; None as `draft` says.
         partial: Verifies on partial KV first; needs a draft and no controller.
         rng: Random generator, instead of `sampling.seed`.
-        memory: What the target and this draft remember of the text before: its beginning is not read again.
+        prefix_cache: KV of the text before, of the target and this draft: its beginning is not read again.
 
     Raises:
         ValueError: As `generate`, and for a batch.
@@ -351,7 +351,7 @@ def stream(
     if _is_batch(prompt):
         raise ValueError("stream takes one prompt: use generate for a batch")
     row, trace = OutputRow(model, prompt, sampling, chat), Trace()
-    decoding = _decode(model, [row], draft, sampling, trace, controller, partial, rng, memory)
+    decoding = _decode(model, [row], draft, sampling, trace, controller, partial, rng, prefix_cache)
     return TokenStream(row, decoding, trace)
 
 
@@ -387,7 +387,7 @@ def _decode(
     controller: Controller | None = None,
     partial: Partial | None = None,
     rng: torch.Generator | None = None,
-    memory: Memory | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[None]:
     if model.declined is not None and (partial is None or partial.mode == "lossless"):
         draft, controller, partial = False, None, None
@@ -418,7 +418,7 @@ def _decode(
         partial=partial,
         rng=rng,
         on_logits=(lambda b, logits: rows[b].add_logits(logits)) if sampling.top_logits else None,
-        memory=memory,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -15,7 +15,7 @@ from outpace.api import Model, SamplingParams
 from outpace.cli.chat import ChatSession, Screen, run
 from outpace.cli.generate import answer_note
 from outpace.cli.main import main
-from outpace.decode.reuse import Memory
+from outpace.decode.reuse import PrefixCache
 from outpace.drafts.lookup import NGram
 from outpace.models.decoder import Output
 from outpace.models.load import build, named_tensors
@@ -367,7 +367,7 @@ def test_a_chat_that_remembers_answers_as_one_that_reads_all_again(draft):
     chats = [HarmonyChat(TOKENIZER, System(reasoning="low")) for _ in range(2)]
     sessions = [
         ChatSession(model, chats.pop(), sampling, torch.Generator(), bound, {}, memory)
-        for memory in (Memory(model.target, bound), None)
+        for memory in (PrefixCache(model.target, bound), None)
     ]
     cached = []
     for turn, text in enumerate(["What is a list?", "And a tuple?", "Go on.", "Why?", "def f(x):", "More."]):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from outpace.api import GenerationOutput, Model, SamplingParams
-    from outpace.decode.reuse import Memory
+    from outpace.decode.reuse import PrefixCache
     from outpace.drafts.base import Draft
     from outpace.text.chat_format import ChatFormat, ChatPart
 
@@ -100,7 +100,7 @@ def chat(
     )
     draft, how, note = options.speculation(model, sampling)
     rng = generator(options.seed, model.target.device)
-    session = ChatSession(model, talk, sampling, rng, draft, how, _memory(model, draft, how))
+    session = ChatSession(model, talk, sampling, rng, draft, how, _prefix_cache(model, draft, how))
     if timing:
         screen.note(f"loaded in {time.perf_counter() - began:.2f} s; {note}")
     typed = not message and sys.stdin.isatty()
@@ -114,21 +114,21 @@ def chat(
     )
 
 
-def _memory(model: "Model", draft: "Draft | None", how: dict[str, Any]) -> "Memory | None":
+def _prefix_cache(model: "Model", draft: "Draft | None", how: dict[str, Any]) -> "PrefixCache | None":
     """None where a beginning cannot be taken up exactly."""
-    from outpace.decode.reuse import Memory
+    from outpace.decode.reuse import PrefixCache
 
     if how.get("partial") is not None or model.declined is not None:
         return None
     with contextlib.suppress(ValueError):
-        return Memory(model.target, draft)
+        return PrefixCache(model.target, draft)
     return None
 
 
 @dataclass
 class ChatSession:
     """A model, its chat format with the messages so far, and how answers are generated. One random generator
-    serves all answers: the same seed and messages give the same chat. With a `memory` the prefill
+    serves all answers: the same seed and messages give the same chat. With a `prefix_cache` the prefill
     begins where a prompt parts from the text before: at the dropped reasoning of the last answer."""
 
     model: "Model"
@@ -137,7 +137,7 @@ class ChatSession:
     rng: "torch.Generator"
     draft: "Draft | None" = None
     how: dict[str, Any] | None = None  # `controller` and `partial` of api.stream
-    memory: "Memory | None" = None
+    prefix_cache: "PrefixCache | None" = None
 
     def add_user(self, text: str) -> None:
         """Add a message of the user. Raises ValueError for one that is too long."""
@@ -167,7 +167,7 @@ class ChatSession:
             sampling=replace(self.sampling, max_tokens=limit),
             chat=self.chat,
             rng=self.rng,
-            memory=self.memory,
+            prefix_cache=self.prefix_cache,
             **self.how or {},
         )
         streamed: set[int] = set()

@@ -19,7 +19,7 @@ from outpace.decode.request import (
     acceptance_rule,
     check_prompts,
 )
-from outpace.decode.reuse import Memory
+from outpace.decode.reuse import PrefixCache
 from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.base import Draft, DraftSession, check_finite, roots
 from outpace.drafts.deferred import Deferred, accepted_states
@@ -70,11 +70,11 @@ def steps(
     partial: Partial | None = None,
     rng: torch.Generator | None = None,
     on_logits: OnLogits | None = None,
-    memory: Memory | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[None]:
     """The loop behind `generate`, a step at a time: yields after the prefill and after every step, with the
-    tokens in `rows` and the measurements in `trace`. `memory`: of this target and draft, where the beginning
-    of the one prompt may lie; without partial KV.
+    tokens in `rows` and the measurements in `trace`. `prefix_cache`: of this target and draft, where the
+    beginning of the one prompt may lie; without partial KV.
 
     Raises ValueError, naming the model and the step, for logits of target or draft that are not finite."""
     check_prompts(target, prompts, request)
@@ -92,11 +92,11 @@ def steps(
     length = max(len(p) for p in prompts) + request.max_new_tokens + block
     index = partial is not None and partial.config.selector == INDEX
     session: DraftSession | None = None
-    if memory is not None:
-        assert B == 1 and partial is None and memory.draft is draft and not request.offset
+    if prefix_cache is not None:
+        assert B == 1 and partial is None and prefix_cache.draft is draft and not request.offset
         request = replace(request, prefill_chunk=min(request.prefill_chunk, FEW))
-        cache, trace.reused = memory.begin(prompts[0], rows.emitted[0], length)
-        session = memory.session()
+        cache, trace.reused = prefix_cache.begin(prompts[0], rows.emitted[0], length)
+        session = prefix_cache.session()
     else:
         cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
         if draft is not None:
@@ -111,8 +111,8 @@ def steps(
     with trace.timed("prefill"):
         last = prefill(target, cache, prompts, request, rule, session, aux, on_logits, trace.reused)
     deferred = None if session is None else Deferred(session)
-    if memory is not None:
-        memory.deferred = deferred
+    if prefix_cache is not None:
+        prefix_cache.deferred = deferred
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
     yield

@@ -23,7 +23,7 @@ def reusable(held: Sequence[int], prompt: Sequence[int], known: int | None) -> i
     return most if known is None else max(min(most - 1, known), 0)
 
 
-class Memory:
+class PrefixCache:
     """The KV of a conversation, the target's and its draft's, from one answer to the next: a prompt that
     begins like the text before it is not read again.
 

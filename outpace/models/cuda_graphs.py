@@ -14,7 +14,7 @@ from outpace.models.config import ModelConfig
 from outpace.models.decoder import Decoder, Output
 from outpace.models.static_step import StaticStep, Step, bucket
 
-MOST_FREE = 4  # memories that are kept, with their graphs, for the next cache of their size
+MOST_FREE = 4  # buffers that are kept, with their graphs, for the next cache of their size
 LENGTH = 4096  # of a deterministic target's caches, at least
 
 Capture = Callable[[Callable[[], Step]], tuple[Step, Callable[[], None]]]
@@ -52,7 +52,7 @@ def reruns(run: Callable[[], Step]) -> tuple[Step, Callable[[], None]]:
 
 
 class GraphStep:
-    """One shape: every row of the memories appends at most `width` tokens."""
+    """One shape: every row of the buffers appends at most `width` tokens."""
 
     def __init__(self, static: StaticStep, rows: int, width: int, tree: bool, capture: Capture) -> None:
         device = static.model.device
@@ -84,7 +84,7 @@ class GraphStep:
         return Step(mine(self.out.hidden), mine(self.out.logits), mine(self.out.best), aux)
 
 
-class Memories:
+class GraphBuffers:
     """Keys and values of one size, and the graphs that were captured over them: one cache at a time has
     them."""
 
@@ -94,11 +94,11 @@ class Memories:
 
 
 class GraphCache(KVCache):
-    """Over `memories`, emptied. Rows of sequences that end stay where they are: no tensor becomes another."""
+    """Over `buffers`, emptied. Rows of sequences that end stay where they are: no tensor becomes another."""
 
-    def __init__(self, memories: Memories) -> None:
-        vars(self).update(vars(memories.cache))
-        self.memories, self.lengths, self.last_start = memories, [0] * self.batch, [0] * self.batch
+    def __init__(self, buffers: GraphBuffers) -> None:
+        vars(self).update(vars(buffers.cache))
+        self.buffers, self.lengths, self.last_start = buffers, [0] * self.batch, [0] * self.batch
         self.kept_from = {size: [0] * self.batch for size in self.kept_from}
         self.layers = [copy(memory) for memory in self.layers]
         for part in (part for memory in self.layers for part in memory.parts):
@@ -106,7 +106,7 @@ class GraphCache(KVCache):
 
     @property
     def whole(self) -> bool:
-        """Whether all that is remembered lies in `memories`."""
+        """Whether all that is remembered lies in `buffers`."""
         return all(memory.plain and not memory.record_queries for memory in self.layers)
 
     def select(self, batch_indices: list[int]) -> None:
@@ -129,14 +129,14 @@ class GraphTarget:
     ) -> None:
         self.decoder, self.device, self.deterministic = decoder, decoder.device, deterministic
         self.capture = capture or (CUDAGraphs() if self.device.type == "cuda" else reruns)
-        self.free: list[Memories] = []
+        self.free: list[GraphBuffers] = []
         self.captured = 0  # graphs so far
 
     @property
     def config(self) -> ModelConfig:
         return self.decoder.config
 
-    @torch.inference_mode(False)  # memories outlive the generation that asked first
+    @torch.inference_mode(False)  # buffers outlive the generation that asked first
     def make_cache(
         self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
     ) -> KVCache:
@@ -147,20 +147,20 @@ class GraphTarget:
             slack = max(slack, FEW)
         some = max(bucket(length) // 8, 64)
         size = batch, -(-length // some) * some, bucket(slack), offset
-        memories = next((memories for memories in self.free if memories.size == size), None)
-        if memories is not None:
-            self.free.remove(memories)
+        buffers = next((buffers for buffers in self.free if buffers.size == size), None)
+        if buffers is not None:
+            self.free.remove(buffers)
         else:
             made = self.decoder.make_cache(*size, index)
             if not all(memory.plain for memory in made.layers):
                 return made
-            memories = Memories(made)
-        cache = GraphCache(memories)
-        weakref.finalize(cache.layers[0], self._give_back, memories)
+            buffers = GraphBuffers(made)
+        cache = GraphCache(buffers)
+        weakref.finalize(cache.layers[0], self._give_back, buffers)
         return cache
 
-    def _give_back(self, memories: Memories) -> None:
-        self.free = [*self.free, memories][-MOST_FREE:]
+    def _give_back(self, buffers: GraphBuffers) -> None:
+        self.free = [*self.free, buffers][-MOST_FREE:]
 
     def precompile(
         self,
@@ -221,9 +221,9 @@ class GraphTarget:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _step(self, cache: GraphCache, width: int, tree: bool, aux: tuple[int, ...]) -> GraphStep:
-        steps, key = cache.memories.steps, (width, tree, aux)
+        steps, key = cache.buffers.steps, (width, tree, aux)
         if key not in steps:
-            static = StaticStep(self.decoder, cache.memories.cache, aux)
-            steps[key] = GraphStep(static, cache.memories.cache.batch, width, tree, self.capture)
+            static = StaticStep(self.decoder, cache.buffers.cache, aux)
+            steps[key] = GraphStep(static, cache.buffers.cache.batch, width, tree, self.capture)
             self.captured += 1
         return steps[key]

@@ -10,7 +10,7 @@ from eagle3_drafts import bound_eagle3
 
 from outpace.decode.generate import generate, steps
 from outpace.decode.request import BatchRows, Request
-from outpace.decode.reuse import Memory, reusable
+from outpace.decode.reuse import PrefixCache, reusable
 from outpace.decode.trace import Trace
 from outpace.drafts.dflash import BoundDFlash
 from outpace.drafts.eagle3_decode import TreeShape
@@ -38,17 +38,19 @@ def draft_of(kind, model):
     return bound_eagle3(model, TreeShape(depth=3, branch=2, nodes=7) if kind == "tree" else None)
 
 
-def answer(model, prompt, request, draft, memory, seed, until=None):
+def answer(model, prompt, request, draft, prefix_cache, seed, until=None):
     """-> the tokens and the trace. `until`: the step after which nobody asks for more."""
     rows, trace = BatchRows(1, request, None), Trace()
-    decoding = steps(model, [prompt], request, draft, rows, trace, rng=generator(seed), memory=memory)
+    decoding = steps(
+        model, [prompt], request, draft, rows, trace, rng=generator(seed), prefix_cache=prefix_cache
+    )
     for i, _ in enumerate(decoding):
         if i == until:
             break
     return rows.emitted[0], trace
 
 
-def interrupted(model, prompt, request, draft, memory, seed, forward):
+def interrupted(model, prompt, request, draft, prefix_cache, seed, forward):
     """Ctrl-C in this forward, before anything is made of it."""
     left = [forward]
 
@@ -59,7 +61,7 @@ def interrupted(model, prompt, request, draft, memory, seed, forward):
 
     handle = model.register_forward_hook(hook)
     try:
-        answer(model, prompt, request, draft, memory, seed)
+        answer(model, prompt, request, draft, prefix_cache, seed)
     except KeyboardInterrupt:
         return True
     finally:
@@ -78,7 +80,7 @@ def interrupted(model, prompt, request, draft, memory, seed, forward):
 def test_a_remembered_conversation_has_the_tokens_of_a_fresh_one(family, kind):
     model = target(family)
     draft = draft_of(kind, model)
-    memory, rng = Memory(model, draft), random.Random(f"{family} {kind}")
+    prefix_cache, rng = PrefixCache(model, draft), random.Random(f"{family} {kind}")
     text, cut, total = [], 0, 0
     for turn in range(12):
         if turn in (5, 9):
@@ -92,9 +94,9 @@ def test_a_remembered_conversation_has_the_tokens_of_a_fresh_one(family, kind):
             stop=frozenset({3}), rule="gumbel" if temperature else "match", prefill_chunk=64,
         )  # fmt: skip
         if turn % 3 == 2:
-            cut += interrupted(model, prompt, request, draft, memory, turn, rng.randint(0, 6))
+            cut += interrupted(model, prompt, request, draft, prefix_cache, turn, rng.randint(0, 6))
         until = rng.randint(0, 5) if turn % 4 == 3 else None
-        tokens, trace = answer(model, prompt, request, draft, memory, turn, until)
+        tokens, trace = answer(model, prompt, request, draft, prefix_cache, turn, until)
         wanted = generate(model, [prompt], request, rng=generator(turn)).tokens[0]
         assert tokens == (wanted if until is None else wanted[: len(tokens)]), (turn, prompt)
         drafted = generate(model, [prompt], request, draft, rng=generator(turn)).trace
@@ -107,19 +109,19 @@ def test_a_remembered_conversation_has_the_tokens_of_a_fresh_one(family, kind):
 
 def test_what_is_reused_is_what_is_alike():
     model = target("gpt_oss")
-    memory = Memory(model)
+    prefix_cache = PrefixCache(model)
     request = Request(max_new_tokens=10, prefill_chunk=64)
-    tokens, trace = answer(model, [*range(5, 45)], request, None, memory, 0)
+    tokens, trace = answer(model, [*range(5, 45)], request, None, prefix_cache, 0)
     assert trace.reused == 0
     held = [*range(5, 45), *tokens[:-1]]  # the last one was never in a forward
-    assert answer(model, [*held, tokens[-1], 90], request, None, memory, 0)[1].reused == len(held)
+    assert answer(model, [*held, tokens[-1], 90], request, None, prefix_cache, 0)[1].reused == len(held)
     again = [*held[:44], 90, 91]
-    assert answer(model, again, request, None, memory, 0)[1].reused == 44
-    assert answer(model, again, request, None, memory, 0)[1].reused == len(again) - 1
+    assert answer(model, again, request, None, prefix_cache, 0)[1].reused == 44
+    assert answer(model, again, request, None, prefix_cache, 0)[1].reused == len(again) - 1
     # a text that outgrows the cache is read afresh, and then there is place
     long = [random.Random(1).randrange(5, 97) for _ in range(150)]
-    assert answer(model, again + long, request, None, memory, 0)[1].reused == 0
-    assert answer(model, again + long + [7], request, None, memory, 0)[1].reused == len(again) + 150
+    assert answer(model, again + long, request, None, prefix_cache, 0)[1].reused == 0
+    assert answer(model, again + long + [7], request, None, prefix_cache, 0)[1].reused == len(again) + 150
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram", "dflash", "eagle3", "tree"])
@@ -127,11 +129,11 @@ def test_what_is_reused_is_what_is_alike():
 def test_all_that_was_emitted_before_an_interruption_can_go_on(kind, forward):
     """Behind it the cache holds draft tokens, which nobody verified."""
     model = target("gpt_oss")
-    memory = Memory(model, draft_of(kind, model))
+    prefix_cache = PrefixCache(model, draft_of(kind, model))
     request = Request(max_new_tokens=12, prefill_chunk=64)
-    assert interrupted(model, [*range(5, 25)] * 2, request, memory.draft, memory, 0, forward)
-    again = [*memory.prompt, *memory.output, 90]
-    tokens, trace = answer(model, again, request, memory.draft, memory, 0)
+    assert interrupted(model, [*range(5, 25)] * 2, request, prefix_cache.draft, prefix_cache, 0, forward)
+    again = [*prefix_cache.prompt, *prefix_cache.output, 90]
+    tokens, trace = answer(model, again, request, prefix_cache.draft, prefix_cache, 0)
     assert tokens == generate(model, [again], request).tokens[0]
     assert trace.reused or not forward
 
@@ -143,8 +145,8 @@ def test_how_much_is_reusable():
     assert reusable([], [1, 2], 0) == reusable([5], [1, 2], 7) == 0
 
 
-def test_a_memory_is_of_the_cpu_and_of_keys_and_values():
+def test_a_prefix_cache_is_of_the_cpu_and_of_keys_and_values():
     model = target("gpt_oss")
     model.to(torch.device("meta"))
     with pytest.raises(ValueError, match="only on the CPU"):
-        Memory(model)
+        PrefixCache(model)

@@ -45,22 +45,22 @@ MUTANTS = [
     (
         "a chain's graph serves a tree",
         "outpace/models/cuda_graphs.py",
-        """key = cache.memories.steps, (width, tree, aux)""",
-        """key = cache.memories.steps, (width, aux)""",
+        """key = cache.buffers.steps, (width, tree, aux)""",
+        """key = cache.buffers.steps, (width, aux)""",
         "tests/models/test_cuda_graphs.py",
     ),
     (
-        "rows without a sequence append to the memories",
+        "rows without a sequence append to the buffers",
         "outpace/models/cuda_graphs.py",
         """starts, counts = [0] * R, [0] * R""",
         """starts, counts = [0] * R, [1] * R""",
         "tests/models/test_cuda_graphs.py",
     ),
     (
-        "memories are lent twice",
+        "buffers are lent twice",
         "outpace/models/cuda_graphs.py",
-        """            self.free.remove(memories)""",
-        """            memories.cache.batch""",
+        """            self.free.remove(buffers)""",
+        """            buffers.cache.batch""",
         "tests/models/test_cuda_graphs.py",
     ),
     (
