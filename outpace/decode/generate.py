@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from outpace.decode.trace import Prediction, Trace
 from outpace.drafts.base import Draft, DraftSession, check_finite, roots
 from outpace.drafts.deferred import Deferred, accepted_states
 from outpace.kv.base import KVCache
-from outpace.kv.metadata import FEW
 from outpace.kv.partial import INDEX
 from outpace.models.decoder import Target
 
@@ -94,7 +92,6 @@ def steps(
     session: DraftSession | None = None
     if prefix_cache is not None:
         assert B == 1 and partial is None and prefix_cache.draft is draft and not request.offset
-        request = replace(request, prefill_chunk=min(request.prefill_chunk, FEW))
         cache, trace.reused = prefix_cache.begin(prompts[0], rows.emitted[0], length)
         session = prefix_cache.session()
     else:

@@ -19,7 +19,6 @@ KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 3}
 MXFP4 = 2
 BLOCKS_KIND = {"MXFP4": 4, "Q8_0": 5, "Q4_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}  # as GGUF files hold them
 STYLES = ("gpt_oss", "silu")
-MOST_ROWS = 512  # above, a row of x leaves the cache before the next weights come, and oneDNN wins
 PLAIN = (Tensor, torch.nn.Parameter)
 PANEL = 16  # numbers of a key that `latent_keys_` multiplies at once
 MOST_INDEX_HEADS, MOST_HEAD_DIM, MOST_CANDIDATES = 64, 256, 64
@@ -31,11 +30,10 @@ def captured(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in PLAIN
 
 
-def use_kernel(x: Tensor, *, backward: bool = False, few_rows: bool = False) -> bool:
+def use_kernel(x: Tensor, *, backward: bool = False) -> bool:
     """True where a C kernel takes `x`: the kernels are built, x lies on a CPU, and is an integer tensor or a
     float32 one while no gradient is recorded. With `backward`, the kernel has a backward pass: x may be
-    bfloat16 and record a gradient. With `few_rows`, x [..., C] has at most MOST_ROWS rows. A compiler that
-    captures a step sees torch's operators.
+    bfloat16 and record a gradient. A compiler that captures a step sees torch's operators.
     """
     if captured(x):
         return False
@@ -44,7 +42,7 @@ def use_kernel(x: Tensor, *, backward: bool = False, few_rows: bool = False) -> 
             fits = x.dtype in (torch.float32, torch.bfloat16)
         else:
             fits = x.dtype == torch.float32 and not torch.is_grad_enabled()
-        if not fits or (few_rows and x.numel() > MOST_ROWS * x.shape[-1]):
+        if not fits:
             return False
     return x.device.type == "cpu" and available()
 
@@ -213,7 +211,8 @@ def pack_angles(positions: Tensor, inv: Tensor, concentration: float, cos: Tenso
     assert positions.is_contiguous() and positions.dtype == torch.int64
     assert inv.is_contiguous() and inv.dtype == torch.float64
     tables = cos.data_ptr(), sin.data_ptr()
-    return _c.Angles(positions.data_ptr(), inv.data_ptr(), concentration, *tables, len(positions), len(inv))
+    sizes = len(positions), len(inv), _threads()
+    return _c.Angles(positions.data_ptr(), inv.data_ptr(), concentration, *tables, *sizes)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *rules: Any, **more: Any) -> Tensor:
@@ -259,6 +258,7 @@ def pack_attend(
     _, kv, s, _ = k.shape
     u = t if tree is None else tree.shape[2]
     q_b, q_t, q_h, q_1 = q.stride()
+    y_b, y_t, y_1 = y.stride()
     k_b, k_h, k_s, k_1 = k.stride()
     v_b, v_h, v_s, v_1 = v.stride()
     v_h = v_h if v.shape[1] == kv else 0
@@ -266,7 +266,7 @@ def pack_attend(
     assert h <= 64 * kv and d <= MOST_HEAD_DIM and d % 8 == 0
     assert tree is None or (tree.is_contiguous() and depth is not None and depth.is_contiguous())
     dv = v.shape[3]
-    assert y.is_contiguous() and y.shape == (b, t, h * dv)
+    assert y.shape == (b, t, h * dv) and y_t == h * dv and y_1 == 1
     sink, sink_kind = (0, 0) if sinks is None else (sinks.data_ptr(), KIND[sinks.dtype])
     index, counts, n = 0, 0, 0
     if lists is not None:
@@ -275,7 +275,7 @@ def pack_attend(
     assert kv_share is None or (kv_share.is_contiguous() and kv_share.shape == (b, t, h))
     tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), start.data_ptr(), _address(first)
     rules = _address(tree), 0 if tree is None else _address(depth), sink, sink_kind, index, counts
-    sizes = q_b, q_t, k_b, k_h, v_b, v_h, v_s, b, t, u, n, h, kv, d, dv, s, window, both_ways
+    sizes = q_b, q_t, k_b, k_h, v_b, v_h, v_s, y_b, b, t, u, n, h, kv, d, dv, s, window, both_ways
     outputs = y.data_ptr(), _address(kv_share)
     return _c.Attend(*tensors, *rules, *outputs, *sizes, scale, _threads(), ring, _address(rows))
 

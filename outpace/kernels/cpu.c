@@ -47,6 +47,7 @@ enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K };  // of
 enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of a block; k values kept in the first cache
 enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
 enum { UNITS = 48, SPREAD = 512 };                    // of a hidden layer, per item; values unpacked at a time
+enum { CACHED = 512 };                                // rows of x that stay in the second cache from weights to weights
 
 // ---- vectors
 INLINE vf load(floats p) { return *(const vfu *)p; }
@@ -284,7 +285,11 @@ static void products(const void *with, long item, long me) {
 }
 void linear(const Linear *o) {
     long some = some_columns(o);
-    each_item((o->N + some - 1) / some, products, o, team((double)o->N * o->K * (o->M + 3), 6e4, o->threads));
+    for (Linear part = *o; part.M > 0; part.x += CACHED * o->K, part.y += CACHED * o->apart, part.M -= CACHED) {
+        Linear rows = part;
+        rows.M = MIN(part.M, CACHED);
+        each_item((o->N + some - 1) / some, products, &rows, team((double)o->N * o->K * (rows.M + 3), 6e4, o->threads));
+    }
 }
 
 // ---- rows

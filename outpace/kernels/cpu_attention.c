@@ -69,7 +69,7 @@ static void look(const floats *q, int rows, const floats *k, const floats *v, in
 
 typedef struct { float *k, *v; int64_t size; } Ring;  // [B, K, size + 1, D], what a cache holds of a layer; the last slot is for padding
 typedef struct { floats q, k, v; const int64_t *start, *first; bytes tree; const int64_t *depth; any sinks; int64_t sink_kind; const int64_t *list, *many; float *y, *seen;
-                 int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; const Ring *ring; const int64_t *rows; } Attend;
+                 int64_t q_b, q_t, k_b, k_h, v_b, v_h, v_s, y_b, B, T, U, N, H, K, D, Dv, S, window, both_ways; double scale; int64_t threads; const Ring *ring; const int64_t *rows; } Attend;
 typedef struct { const Attend *o; long t0, steps, G, rows, tiles, *base, *low; float *sums, *high, *mass; } Scene;
 
 static long lowest(const Attend *o, long b, long t) {  // the first storage index that new token t sees
@@ -114,8 +114,8 @@ static void merge(const void *with, long item) {  // the tiles of one query
     const Scene *c = with;
     const Attend *o = c->o;
     long D = o->Dv, bh = item / c->rows, r = item % c->rows, head = bh % o->K * c->G + r % c->G, row = bh * c->tiles * c->rows + r;
-    long place = (bh / o->K * o->T + c->t0 + r / c->G) * o->H + head;
-    float *y = o->y + place * D, total = 0, best = -INFINITY, sunk;
+    long b = bh / o->K, t = c->t0 + r / c->G, place = (b * o->T + t) * o->H + head;
+    float *y = o->y + b * o->y_b + (t * o->H + head) * D, total = 0, best = -INFINITY, sunk;
     for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) best = MAX(best, c->high[i]);
     if (o->sinks) {
         float sink = get(o->sinks, o->sink_kind, head);

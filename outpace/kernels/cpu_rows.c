@@ -63,12 +63,16 @@ void rms_norm_backward(const NormBack *o) {
 }
 
 // ---- rotary angles, in double: at position 131,072 a float32 angle is off by up to 0.008 rad
-typedef struct { const int64_t *positions; const double *inv; double concentration; float *cos, *sin; int64_t M, half; } Angles;
-void angles(const Angles *o) {
-    for (long i = 0; i < o->M * o->half; i++) {
-        double angle = (double)o->positions[i / o->half] * o->inv[i % o->half];
-        o->cos[i] = cos(angle) * o->concentration, o->sin[i] = sin(angle) * o->concentration;
+typedef struct { const int64_t *positions; const double *inv; double concentration; float *cos, *sin; int64_t M, half, threads; } Angles;
+static void angle_row(const void *with, long m) {
+    const Angles *o = with;
+    for (long i = 0, to = m * o->half; i < o->half; i++, to++) {
+        double angle = (double)o->positions[m] * o->inv[i];
+        o->cos[to] = cos(angle) * o->concentration, o->sin[to] = sin(angle) * o->concentration;
     }
+}
+void angles(const Angles *o) {
+    each_row(o->M, angle_row, o, team((double)o->M * o->half, 2048, o->threads));
 }
 
 // ---- heads turned by their angles, x to y: the first `turned` of each row's H heads, half against half; sign -1 turns back

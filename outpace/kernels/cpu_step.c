@@ -36,13 +36,13 @@ void embed(const Embed *o) {  // rows of w [V, K]; `outside` counts the tokens t
     }
 }
 
-typedef struct { floats qkv; const int64_t *start, *counts; int64_t B, T, H, K, D, held; const Ring *ring; const int64_t *rows; } Append;
-// Keys and values of the first counts [B] tokens of each sequence to its row of the ring, rows [B] (absent: b), behind start [B] + held tokens; what it would overwrite at
-// once is not written.
+typedef struct { floats qkv; const int64_t *start, *counts; int64_t B, T, H, K, D, apart, held; const Ring *ring; const int64_t *rows; } Append;
+// Keys and values of the first counts [B] tokens of each sequence, which lie `apart` tokens apart, to its row of the ring, rows [B] (absent: b), behind
+// start [B] + held tokens; what it would overwrite at once is not written.
 void append(const Append *o) {
     long D = o->D, width = (o->H + 2 * o->K) * D, size = o->ring->size;
     for (long b = 0; b < o->B; b++) for (long t = MAX(0, o->counts[b] - size); t < o->counts[b]; t++) {
-        floats k = o->qkv + (b * o->T + t) * width + o->H * D, v = k + o->K * D;
+        floats k = o->qkv + (b * o->apart + t) * width + o->H * D, v = k + o->K * D;
         long slot = (o->start[b] + o->held + t) % size;
         for (long h = 0; h < o->K; h++) {
             long to = (((o->rows ? o->rows[b] : b) * o->K + h) * (size + 1) + slot) * D;

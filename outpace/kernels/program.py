@@ -146,10 +146,12 @@ class Program:
         rows: Tensor | None = None,
     ) -> None:
         """The keys and values in qkv [B, T, (H + 2K) * D] to `rows` [B] of the ring of this address (None:
-        the first B): the first counts [B] of each sequence at storage index start [B] + held and on."""
-        assert qkv.is_contiguous() and start.dtype == counts.dtype == torch.int64
+        the first B): the first counts [B] of each sequence at storage index start [B] + held and on. The
+        rows of qkv may lie apart."""
         B, T, width = qkv.shape
-        sizes = B, T, heads, kv_heads, width // (heads + 2 * kv_heads), held
+        apart, column, one = qkv.stride()
+        assert start.dtype == counts.dtype == torch.int64 and column == width and one == 1
+        sizes = B, T, heads, kv_heads, width // (heads + 2 * kv_heads), apart // width, held
         packed = _c.Append(qkv.data_ptr(), start.data_ptr(), counts.data_ptr(), *sizes, ring, _address(rows))
         self.call("append", packed, qkv, rows, start, counts)
 

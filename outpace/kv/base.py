@@ -56,6 +56,11 @@ class LayerCache:
         self.keys, self.top_k_config = self.k.new_zeros(B, 1, slots, dim), keep
 
     @property
+    def room(self) -> int:
+        """How many tokens are appended at once and overwrite none that one of them sees."""
+        return self.size - self.window + 1 if self.window else self.size
+
+    @property
     def plain(self) -> bool:
         """Whether keys and values of every token are remembered, and nothing else."""
         return type(self) is LayerCache and self.keys is None
@@ -83,7 +88,7 @@ class LayerCache:
         where it chooses."""
         self.record(q, step, index)
         lists = self._choose(index, step)
-        fits = step.held + step.T <= self.size - self.window + 1
+        fits = step.held + step.T <= self.room
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
             k, v = (step.of_memory(x)[:, :, : self.size] for x in (self.k, self.v))
@@ -176,6 +181,7 @@ class KVCache:
             )
         self.length, self.slack, self.offset, self.windows = length, slack, offset, windows
         self.device = torch.device(device)
+        self.room = length  # of the smallest ring
         self.lengths = [0] * batch
         self.last_start = [0] * batch
         self.rows: tuple[int, ...] = ()  # of the memories, one of each sequence; empty: its number
@@ -191,7 +197,7 @@ class KVCache:
             ring = bool(window) and window + slack < length
             size = window + slack if ring else length
             if ring:
-                self.kept_from[size] = [0] * batch
+                self.kept_from[size], self.room = [0] * batch, min(self.room, slack + 1)
             self.layers.append(
                 LayerCache(
                     batch,

@@ -88,8 +88,8 @@ class GraphBuffers:
     """Keys and values of one size, and the graphs that were captured over them: one cache at a time has
     them."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache, self.size = cache, (cache.batch, cache.length, cache.slack, cache.offset)
+    def __init__(self, cache: KVCache, size: tuple[int, int, int, int]) -> None:
+        self.cache, self.size = cache, size
         self.steps: dict[tuple[int, bool, tuple[int, ...]], GraphStep] = {}
 
 
@@ -154,7 +154,7 @@ class GraphTarget:
             made = self.decoder.make_cache(*size, index)
             if not all(memory.plain for memory in made.layers):
                 return made
-            buffers = GraphBuffers(made)
+            buffers = GraphBuffers(made, size)
         cache = GraphCache(buffers)
         weakref.finalize(cache.layers[0], self._give_back, buffers)
         return cache

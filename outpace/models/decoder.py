@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from outpace.checkpoint.base import Checkpoint
 from outpace.kv.base import KVCache, LayerCache
 from outpace.kv.latent import LatentCache
-from outpace.kv.metadata import StepMetadata
+from outpace.kv.metadata import FEW, StepMetadata
 from outpace.kv.tree import Tree
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import Embedding, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
-from outpace.models.native_step import NativeSteps, native_step
+from outpace.models.native_step import NativeSteps, joined, native_step, step_sizes
 from outpace.models.native_step import Output as Output
 from outpace.ops.attention import Packed
 from outpace.ops.linear import linear
@@ -102,6 +102,8 @@ class Decoder(nn.Module):
         `index` the keys of a layer's index are remembered though attention does without it. Raises ValueError
         where there is none."""
         config = self.config
+        if self.device.type == "cpu":
+            slack = max(slack, min(FEW, config.sliding_window // 2))  # what a ring takes of a prompt at once
         cache = KVCache(
             batch,
             length,
@@ -189,6 +191,9 @@ class Decoder(nn.Module):
         B, T = tokens.shape
         step = None if cache is None else cache.begin(T, counts, tree=tree)
         if self.native and cache is not None and step is not None and not routing:
+            sizes = [T] if tree is not None else step_sizes(self, cache, T)
+            if len(sizes) > 1:
+                return self._in_steps(sizes, tokens, cache, step, aux, logits)
             native = native_step(self, cache, step, aux, logits)
             if native is not None:
                 output = native.run(tokens, step, cache)
@@ -207,6 +212,25 @@ class Decoder(nn.Module):
         if cache is not None and step is not None:
             cache.advance(step)
         return Output(hidden, kept, routed or [], self.logits(hidden) if logits else None)
+
+    def _in_steps(
+        self,
+        sizes: list[int],
+        tokens: Tensor,
+        cache: KVCache,
+        step: StepMetadata,
+        aux: Sequence[int],
+        logits: bool,
+    ) -> Output:
+        """The forward of a long chain in several of these sizes: a token has the bits of any other chunks."""
+        outs, begin = [], 0
+        for size in sizes:
+            some = [min(max(n - begin, 0), size) for n in step.counts]
+            part = tokens[:, begin : begin + size]
+            outs.append(self.forward(part, cache, counts=some, aux=aux, logits=logits))
+            begin += size
+        cache.last_start = list(step.start)
+        return joined(outs)
 
     def walk(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outpace.models.blocks import Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import MOST_ROWS, use_kernel
+from outpace.ops.dispatch import use_kernel
 from outpace.ops.latent import keys_, panels
 from outpace.ops.linear import linear
 from outpace.ops.rope import rotate
@@ -90,7 +90,7 @@ class Latent(nn.Module):
         whole, bias = self.v_up.weight, self.v_up.bias
         assert isinstance(whole, Tensor) and bias is not None
         of_heads = value.unflatten(2, (K, -1)).movedim(2, 0).reshape(K, -1, R)
-        made = torch.stack([_pieces(c, w, None) for c, w in zip(of_heads, whole.split(D), strict=True)])
+        made = torch.stack([linear(c, w, None) for c, w in zip(of_heads, whole.split(D), strict=True)])
         out = made.view(K, B, T, -1, D).movedim(0, 2).reshape(B, T, H, D)
         each = bias.view(K, 1, D).expand(-1, H // K, -1).reshape(H, D)
         return (out + seen[..., None] * each).flatten(2)
@@ -123,10 +123,4 @@ def _up(part: Linear, c: Tensor, head: int | None, D: int) -> Tensor:
     whole, bias = part.weight, part.bias
     assert isinstance(whole, Tensor) and bias is not None
     rows = slice(None) if head is None else slice(head * D, (head + 1) * D)
-    return _pieces(c, whole[rows], bias[rows])
-
-
-def _pieces(c: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product whose rows do not depend on how many there are."""
-    few = c.split(MOST_ROWS) if len(c) > MOST_ROWS and not torch.is_grad_enabled() else (c,)
-    return torch.cat([linear(piece, weight, bias) for piece in few])
+    return linear(c, whole[rows], bias[rows])

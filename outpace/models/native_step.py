@@ -22,7 +22,7 @@ from outpace.kv.metadata import FEW, StepMetadata
 from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import MLP, Embedding, Experts, Linear, RMSNorm
 from outpace.models.config import ModelConfig
-from outpace.ops.dispatch import MOST_ROWS, Program, Rings, use_kernel, why_not
+from outpace.ops.dispatch import Program, Rings, use_kernel, why_not
 from outpace.ops.moe import MOST_TOKENS
 from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
@@ -43,7 +43,25 @@ class Output:
     finite: bool | None = None
 
 
+def joined(outs: Sequence[Output]) -> Output:
+    """Of forwards whose tokens follow one another."""
+
+    def along(dim: int, parts: list[Tensor | None]) -> Tensor | None:
+        there = [part for part in parts if part is not None]
+        return torch.cat(there, dim) if len(there) == len(parts) else None
+
+    return Output(
+        torch.cat([out.hidden for out in outs], 1),
+        along(2, [out.aux for out in outs]),
+        [],
+        along(1, [out.logits for out in outs]),
+        along(1, [out.best for out in outs]),
+        None if any(out.finite is None for out in outs) else all(out.finite for out in outs),
+    )
+
+
 MOST_STEPS = 128  # that a model keeps: a step for each size
+MOST_ROWS = 512  # of a step's buffers
 NativeSteps = dict[tuple[object, ...], "NativeStep"]
 
 
@@ -64,6 +82,22 @@ class Layers(Protocol):
     def native_steps(self) -> NativeSteps: ...
 
 
+class Piece:
+    """Tokens begin .. end - 1 of the B rows of a step: they are appended and looked at before the next ones,
+    so that a prompt's keys are in the same order, and overwrite no more, than those of many short steps."""
+
+    def __init__(self, begin: int, end: int, B: int) -> None:
+        self.begin, self.end = begin, end
+        self.start, self.counts = (ctypes.c_int64 * B)(), (ctypes.c_int64 * B)()
+        self.start_tensor, self.counts_tensor = (
+            torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.start, self.counts)
+        )
+
+    def point_to(self, step: StepMetadata) -> None:
+        self.start[:] = [start + self.begin for start in step.start]
+        self.counts[:] = [min(max(n - self.begin, 0), self.end - self.begin) for n in step.counts]
+
+
 class NativeStep:
     """B rows of T tokens. Its buffers are made once; `run` copies the inputs into them, and points the
     program to the rings of another cache where it has to."""
@@ -79,11 +113,13 @@ class NativeStep:
         self.rings = Rings(len(model.layers))
         self._point_to(cache)
         self.tokens = torch.zeros(M, dtype=torch.int64)
-        self.starts, self.counts, self.rows = (
-            (ctypes.c_int64 * B)() for _ in range(3)
-        )  # cheaper to set than tensors
-        self.start_tensor, self.counts_tensor, self.row_tensor = (
-            torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.counts, self.rows)
+        self.starts, self.rows = (ctypes.c_int64 * B)(), (ctypes.c_int64 * B)()  # cheaper to set than tensors
+        self.start_tensor, self.row_tensor = (
+            torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.rows)
+        )
+        whole, ring = (T, T) if step.tree is not None else (FEW, min(cache.room, FEW))
+        self.pieces, self.ring_pieces = (
+            [Piece(begin, min(begin + few, T), B) for begin in range(0, T, few)] for few in (whole, ring)
         )
         self.masks: dict[int, Tensor] = {}  # of a tree, by window [B, T, U]
         self.parents = torch.zeros(B, self.nodes, dtype=torch.int64)
@@ -94,6 +130,7 @@ class NativeStep:
         n = 1 if self.group is None else self.group.size
         self.qkv = torch.empty(M, (c.num_heads + 2 * c.num_kv_heads) // n * D)
         self.attended = torch.empty(B, T, c.num_heads // n * D)
+        self.shared: dict[int, Tensor] = {}  # [M, columns], of all layers' MLPs
         self.hidden = torch.empty(B, T, C)
         self.aux = torch.empty(len(aux), B, T, C) if aux else None
         self.program = program = Program()
@@ -109,7 +146,8 @@ class NativeStep:
         program.embed(self.tokens, embedding, self.x, self.outside)
         for i, block in enumerate(model.layers):
             assert isinstance(block, DecoderBlock)
-            self._layer(block, i, i in cache.module_layers)
+            pieces = self.ring_pieces if c.window(i) else self.pieces
+            self._layer(block, i, i in cache.module_layers, pieces)
             for j, _ in (pair for pair in enumerate(aux) if pair[1] == i):
                 assert self.aux is not None
                 self.program.copy(self.x.view(B, T, C), self.aux[j])
@@ -132,13 +170,13 @@ class NativeStep:
             mask = self.masks[window] = torch.empty(B, T, self.nodes, dtype=torch.bool)
             self.program.family(self.parents, self.held, window, mask, self.depth, self.orphans)
 
-    def _layer(self, block: DecoderBlock, layer: int, by_module: bool) -> None:
+    def _layer(self, block: DecoderBlock, layer: int, by_module: bool, pieces: list[Piece]) -> None:
         norm = block.input_layernorm
         self.program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
         if by_module:
             self._between((layer, block.self_attn))
         else:
-            self._attention(block.self_attn, self.rings.address(layer))
+            self._attention(block.self_attn, self.rings.address(layer), pieces)
         norm = block.post_attention_layernorm
         self.program.add(self.y, self.x)
         self.program.rms_norm(self.x, norm.weight, norm.eps, self.normed)
@@ -165,18 +203,20 @@ class NativeStep:
         for part, bias, columns in zip(layer.weight.parts, biases, y.split(rows, dim=1), strict=True):
             self.program.linear(x, part, bias, columns)
 
-    def _attention(self, a: Attention, ring: int) -> None:
+    def _attention(self, a: Attention, ring: int, pieces: list[Piece]) -> None:
         program, (B, T, _), H, K = self.program, self.attended.shape, a.heads, a.kv_heads
         norms = None
         if a.q_norm is not None and a.k_norm is not None:
             norms = (a.q_norm.weight, a.k_norm.weight, a.q_norm.eps)
         self._linear(self.normed, a.qkv_proj, self.qkv)
         program.rope(self.qkv, self.cos, self.sin, H, K, norms)
-        qkv = self.qkv.view(B, T, -1)
-        program.append(qkv, ring, self.start_tensor, self.counts_tensor, H, K, self.held, self.row_tensor)
-        q, tree = qkv.unflatten(-1, (-1, a.head_dim))[:, :, :H], self.masks.get(a.window)
-        rules = a.window, a.sinks, a.scale, tree, self.depth
-        program.attend(q, ring, K, self.start_tensor, self.attended, *rules, rows=self.row_tensor)
+        rules = a.window, a.sinks, a.scale, self.masks.get(a.window), self.depth
+        for piece in pieces:
+            qkv, y = (x[:, piece.begin : piece.end] for x in (self.qkv.view(B, T, -1), self.attended))
+            start, counts = piece.start_tensor, piece.counts_tensor
+            program.append(qkv, ring, start, counts, H, K, self.held, self.row_tensor)
+            q = qkv.unflatten(-1, (-1, a.head_dim))[:, :, :H]
+            program.attend(q, ring, K, start, y, *rules, rows=self.row_tensor)
         self._linear(self.attended.view(B * T, -1), a.o_proj, self.y)
         if self.group is not None:
             self._between(self.group)
@@ -186,8 +226,8 @@ class NativeStep:
         self.cache, self.epoch = ref(cache), cache.epoch
 
     def _mlp(self, mlp: MLP) -> None:
-        gate_up = torch.empty(len(self.x), mlp.gate_up_proj.weight.shape[0])
-        act = torch.empty(len(self.x), gate_up.shape[1] // 2)
+        wide = mlp.gate_up_proj.weight.shape[0]
+        gate_up, act = (self.shared.setdefault(n, torch.empty(len(self.x), n)) for n in (wide, wide // 2))
         self._linear(self.normed, mlp.gate_up_proj, gate_up)
         self.program.gated(gate_up, act)
         self._linear(act, mlp.down_proj, self.y)
@@ -222,7 +262,9 @@ class NativeStep:
             if not self.knows(cache):
                 self._point_to(cache)
             self.tokens.view(tokens.shape).copy_(tokens)
-            self.starts[:], self.counts[:] = list(step.start), list(step.counts)
+            self.starts[:] = list(step.start)
+            for piece in (*self.pieces, *self.ring_pieces):
+                piece.point_to(step)
             self.rows[:] = list(step.cache_rows or range(len(step.start)))
             if step.tree is not None:
                 self.parents.copy_(step.tree.parents)
@@ -246,6 +288,23 @@ class NativeStep:
             )
 
 
+def step_sizes(model: Layers, cache: KVCache, T: int) -> list[int]:
+    """Of the forwards that append a chain of T tokens a row: FEW times a power of two each, and a rest, so
+    that most are native and their sizes are few. One forward on a machine without the kernels."""
+    if T <= FEW or why_modules(model, cache) is not None:
+        return [T]
+    widest = FEW
+    while not cache.module_layers and 2 * widest * cache.batch <= MOST_ROWS:
+        widest *= 2
+    sizes = []
+    while T:
+        while widest > max(T, FEW):
+            widest //= 2
+        sizes.append(min(widest, T))
+        T -= sizes[-1]
+    return sizes
+
+
 def native_step(
     model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int], logits: bool = False
 ) -> NativeStep | None:
@@ -254,7 +313,7 @@ def native_step(
         return None
     U = 0 if step.tree is None else step.tree.parents.shape[1]
     size = len(step.start), step.T, U, cache.offset, torch.get_num_threads()
-    key = size, tuple(aux), logits, cache.module_layers
+    key = size, tuple(aux), logits, cache.module_layers, min(cache.room, step.T)
     known = model.native_steps.get(key)
     if known is not None and known.knows(cache):
         return known
@@ -268,14 +327,13 @@ def native_step(
 
 
 def _covered(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int]) -> bool:
-    """Few tokens; no new one is overwritten by one of the same step (see `LayerCache.append`)."""
-    rows = len(step.start) * step.T
-    if rows > MOST_ROWS or (step.tree is None and step.T > FEW) or step.both_ways:
+    """Few tokens, or all layers take them in pieces; no ring is too small for a tree."""
+    rows, long = len(step.start) * step.T, step.tree is None and step.T > FEW
+    if rows > MOST_ROWS or (long and cache.module_layers) or step.both_ways:
         return False
     if not set(aux) <= set(range(len(model.layers))) or why_modules(model, cache) is not None:
         return False
-    new = step.held + step.T
-    return all(not memory.window or new <= memory.size - memory.window + 1 for memory in cache.layers)
+    return step.tree is None or step.held + step.T <= cache.room
 
 
 def why_modules(model: Layers, cache: KVCache) -> str | None:

@@ -20,7 +20,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         biases = [None] * len(weight.rows) if bias is None else bias.split(weight.rows)
         parts = zip(weight.parts, biases, strict=True)
         return torch.cat([linear(x, w, b) for w, b in parts], dim=-1)
-    if use_kernel(x, few_rows=True):
+    if use_kernel(x):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         return bindings.linear(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
     return reference_linear(x, weight, bias)

@@ -39,7 +39,7 @@ def route(
     gpt-oss takes the top k logits first and softmaxes those; Qwen3-MoE softmaxes all, then takes
     the top k and, with `norm_topk_prob`, renormalises.
     """
-    if use_kernel(x, few_rows=True) and isinstance(weight, Tensor):
+    if use_kernel(x) and isinstance(weight, Tensor):
         return bindings.route(x, weight, bias, k, softmax_first, renormalise)
     logits = router_logits(x, weight, bias)
     if not softmax_first:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels import bindings
-from outpace.kernels.bindings import MOST_ROWS, use_kernel
+from outpace.kernels.bindings import use_kernel
 from outpace.ops.norm import rms_norm
 
 
@@ -81,7 +81,7 @@ def rope_tables(positions: Tensor, inv: Tensor, concentration: float) -> tuple[T
     Angles are formed in float64: at position 131,072 a bfloat16 angle is noise and a float32 one is
     off by up to 0.008 rad.
     """
-    if positions.numel() <= MOST_ROWS and use_kernel(positions):
+    if use_kernel(positions):
         tables = bindings.angles(positions.reshape(-1).contiguous(), inv, concentration)
         return tables[0].view(*positions.shape, -1), tables[1].view(*positions.shape, -1)
     angles = positions.to(torch.float64)[..., None] * inv
@@ -102,7 +102,7 @@ def rotate_heads(
     first normalised: q/k norm comes before the rotation. `qkv` may be overwritten.
     """
     D = 2 * cos.shape[-1]
-    if use_kernel(qkv, few_rows=True):
+    if use_kernel(qkv):
         flat = qkv.view(-1, qkv.shape[-1])
         angles = cos.reshape(-1, D // 2), sin.reshape(-1, D // 2)
         bindings.rope_(flat, *angles, heads, kv_heads, D, *(norms or ()))

@@ -10,7 +10,6 @@ import trees
 
 from outpace.kv.tree import Tree
 from outpace.models.load import build, named_tensors
-from outpace.ops.dispatch import MOST_ROWS
 
 HEADS = {"qwen3": 16, "qwen3_moe": 24}  # dims of heads that the kernels take: multiples of 8
 PREFIXES = (23, 5, 12)  # of the rows; the tiny windows are 7
@@ -33,10 +32,9 @@ def target(family, window=True):
 
 def prefilled(model, prompts, headroom, slack=1):
     cache = model.make_cache(len(prompts), max(map(len, prompts)) + headroom, slack=slack)
-    chunk = min(7, MOST_ROWS // len(prompts))  # a wider forward is oneDNN's; its bits are others
-    for at in range(0, max(map(len, prompts)), chunk):
-        part = [p[at : at + chunk] for p in prompts]
-        ids = torch.tensor([p + [0] * (chunk - len(p)) for p in part])
+    for at in range(0, max(map(len, prompts)), 7):
+        part = [p[at : at + 7] for p in prompts]
+        ids = torch.tensor([p + [0] * (7 - len(p)) for p in part])
         model(ids, cache, counts=[len(p) for p in part])
     return cache
 

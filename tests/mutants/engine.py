@@ -3,6 +3,70 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "a piece of a prompt is remembered at the first one's place",
+        "outpace/models/native_step.py",
+        """[start + self.begin for start in step.start]""",
+        """[start for start in step.start]""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "padding of a piece is remembered",
+        "outpace/models/native_step.py",
+        """[min(max(n - self.begin, 0), self.end - self.begin) for n in step.counts]""",
+        """[self.end - self.begin for n in step.counts]""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "a ring takes pieces of 64 tokens whatever its size",
+        "outpace/models/native_step.py",
+        """(FEW, min(cache.room, FEW))""",
+        """(FEW, FEW)""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "a step's pieces serve a smaller ring",
+        "outpace/models/native_step.py",
+        """cache.module_layers, min(cache.room, step.T)""",
+        """cache.module_layers""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "rows that lie apart are read as one",
+        "outpace/kernels/cpu_step.c",
+        """floats k = o->qkv + (b * o->apart + t) * width""",
+        """floats k = o->qkv + (b * o->T + t) * width""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "rows that lie apart are written as one",
+        "outpace/kernels/cpu_attention.c",
+        """float *y = o->y + b * o->y_b + (t""",
+        """float *y = o->y + b * o->T * o->H * D + (t""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "of a wide batch the first 512 rows are multiplied alone",
+        "outpace/kernels/cpu.c",
+        """part.x += CACHED * o->K, part.y""",
+        """part.y""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "a long prompt over an index is one forward",
+        "outpace/models/native_step.py",
+        """while not cache.module_layers and 2 * widest""",
+        """while 2 * widest""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
+        "only the last part of a long chain can be taken back",
+        "outpace/models/decoder.py",
+        """        cache.last_start = list(step.start)
+""",
+        """""",
+        "tests/models/test_long_prompts.py",
+    ),
+    (
         "a plan of memory forgets keys and values",
         "outpace/models/memory.py",
         """return self.weights + self.kv + self.step + SPARE""",
