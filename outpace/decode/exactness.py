@@ -76,7 +76,7 @@ def _after(target: Target, prompt: Tensor, most: int, block: int) -> KVCache:
 
 def _copies(target: Target, one: KVCache, n: int) -> KVCache:
     """The cache of one sequence, `n` times."""
-    many = target.make_cache(n, one.length, slack=one.slack)
+    many = target.make_cache(n, one.length, slack=1)
     for whole, memory in zip(many.layers, one.layers, strict=True):
         for a, b in zip(whole.parts, memory.parts, strict=True):
             a.copy_(b.expand_as(a))
