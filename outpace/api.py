@@ -16,7 +16,7 @@ from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
 from outpace.decode.generate import steps
-from outpace.decode.grammar import Grammar, Vocabulary, at_once, schema_text
+from outpace.decode.grammar import Grammar, Vocabulary, at_once
 from outpace.decode.params import DEFAULTS
 from outpace.decode.params import SamplingParams as SamplingParams
 from outpace.decode.partial import Partial
@@ -65,10 +65,9 @@ class Model:
         begins = at_once if chat is None else chat.answer_begins
         return Grammar.of(self._vocabulary(self.eos if chat is None else chat.answer_ends), schema, begins)
 
-    def call_grammar(self, chat: ChatFormat, name: str | None = None) -> Grammar:
-        """Of an answer that ends in a call of one of the chat's functions, or of the one with this name.
-        Raises ValueError as `grammar`, and where there is no such function."""
-        return Grammar.read(self._vocabulary(chat.call_ends), chat.call_grammar(name, schema_text))
+    def read_grammar(self, text: str, ends: frozenset[int]) -> Grammar:
+        """Of output in llguidance's language that one of the tokens `ends` ends. Raises as `grammar`."""
+        return Grammar.read(self._vocabulary(ends), text)
 
     def _vocabulary(self, ends: frozenset[int]) -> Vocabulary:
         if ends not in self._vocabularies:

@@ -51,9 +51,8 @@ def check_body(body: Sampled) -> None:
         check_parts(body.prediction.content, "prediction.content")
     for i, message in enumerate(body.messages):
         check_message(message, f"messages[{i}]")
-    forced = body.tool_choice not in (None, "auto", "none")
     for i, tool in enumerate(body.tools or ()):
-        check_tool(tool, f"tools[{i}]", forced)
+        check_tool(tool, f"tools[{i}]")
 
 
 def check_message(message: dict[str, Any], place: str) -> None:
@@ -77,17 +76,14 @@ def check_parts(content: Any, place: str) -> None:
             only(part, f"{place}[{i}]", "type", "text")
 
 
-def check_tool(tool: dict[str, Any], place: str, forced: bool) -> None:
-    """`forced`: whether the answer has to be a call, which then has the form of its schema."""
+def check_tool(tool: dict[str, Any], place: str) -> None:
     function = tool
     if isinstance(inner := tool.get("function"), dict):
         only(tool, place, "type", "function")
         function, place = inner, f"{place}.function"
     only(function, place, "type", *FUNCTION)
-    if function.get("strict") and not forced:
-        raise FieldError(
-            f"{place}.strict", "only calls that tool_choice demands are held to their schema; leave it out"
-        )
+    if type(function.get("strict")) not in (bool, type(None)):
+        raise FieldError(f"{place}.strict", f"{function['strict']!r}: it must be true or false")
 
 
 def _objects(value: Any) -> Rows[dict[str, Any]]:

@@ -93,7 +93,6 @@ class ResponsesBody(Body):
     def chat(self, before: list[JsonObject]) -> ChatBody:
         """The same question as a chat after the messages `before`. Raises ValueError, naming the item."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        forced = self.tool_choice not in ("auto", "none")
         return ChatBody(
             messages=[*instructions, *before, *messages_of(self.input)],
             max_completion_tokens=self.max_output_tokens,
@@ -101,7 +100,7 @@ class ResponsesBody(Body):
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
-            tools=[_tool(tool, f"tools[{i}]", forced) for i, tool in enumerate(self.tools)] or None,
+            tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)] or None,
             tool_choice=self._tool_choice,
             user=self.user,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
@@ -110,11 +109,11 @@ class ResponsesBody(Body):
         )
 
 
-def _tool(tool: JsonObject, place: str, forced: bool) -> JsonObject:
+def _tool(tool: JsonObject, place: str) -> JsonObject:
     if tool.get("type") != "function":
         raise FieldError(f"{place}.type", f"{tool.get('type')!r}: this server has functions alone")
-    check_tool(tool, place, forced)
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+    check_tool(tool, place)
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 def messages_of(given: str | list[JsonObject]) -> list[JsonObject]:

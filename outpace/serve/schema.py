@@ -173,6 +173,12 @@ class ChatBody(Sampled):
         return None
 
     @property
+    def strict_functions(self) -> set[str]:
+        """Names of those that are called with arguments of the schema's form, whenever they are called."""
+        functions = [tool.get("function", tool) for tool in self.tools or ()]
+        return {each["name"] for each in functions if each.get("strict") and "name" in each}
+
+    @property
     def functions(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
 

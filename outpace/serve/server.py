@@ -14,7 +14,7 @@ from outpace.api import Message, Model, OutputRow
 from outpace.config import cache_folder
 from outpace.decode.auto import auto_controller
 from outpace.decode.controller import Adaptive, Controller
-from outpace.decode.grammar import Grammar
+from outpace.decode.grammar import Grammar, schema_text
 from outpace.decode.request import GREEDY
 from outpace.drafts.base import Draft
 from outpace.drafts.lookup import Suffix
@@ -164,13 +164,17 @@ class Server:
         """What the answer has to be: JSON of a schema, or a call."""
         choice = body.tool_choice if isinstance(body, ChatBody) else None
         if choice in (None, "auto", "none") or row.chat is None:
-            return row.grammar()
+            strict = body.strict_functions if isinstance(body, ChatBody) and choice != "none" else ()
+            if row.chat is None or not strict:
+                return row.grammar()
+            text = row.chat.free_grammar(strict, row.sampling.json_schema, schema_text)
+            return self.model.read_grammar(text, row.chat.answer_ends | row.chat.call_ends)
         if row.sampling.json_schema is not None:
             raise ValueError("tool_choice: an answer that has to be a call has no response_format")
         try:
-            return self.model.call_grammar(
-                row.chat, choice.function.name if isinstance(choice, FunctionChoice) else None
-            )
+            name = choice.function.name if isinstance(choice, FunctionChoice) else None
+            text = row.chat.call_grammar(name, schema_text)
+            return self.model.read_grammar(text, row.chat.call_ends)
         except ValueError as error:
             raise ValueError(f"tool_choice: {error}") from error
 

@@ -1,10 +1,11 @@
 """The chat format of a model: messages to a prompt, generated tokens to readable parts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 CALL, OTHER = "call", "other"
+SchemaText = Callable[[Mapping[str, Any]], str]  # writes a JSON schema in llguidance's language
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,17 @@ class ChatFormat(Protocol):
     def answer_begins(self, tokens: Sequence[int]) -> bool:
         """Whether the text for the user begins after these tokens of an answer: after the reasoning."""
 
-    def call_grammar(self, name: str | None, schema_text: Callable[[Mapping[str, Any]], str]) -> str:
+    def call_grammar(self, name: str | None, schema_text: SchemaText) -> str:
         """An answer that ends in a call of one of the chat's functions, or of the one with this name, in
-        llguidance's language; `schema_text` writes the schema of its arguments. Raises ValueError where
-        there is no such function, or the format has no calls."""
+        llguidance's language. Raises ValueError where there is no such function, or the format has no
+        calls."""
+
+    def free_grammar(
+        self, strict: Collection[str], answer: Mapping[str, Any] | None, schema_text: SchemaText
+    ) -> str:
+        """An answer that is text for the user, of the schema `answer` where there is one, or ends in a call;
+        the arguments of the functions in `strict` have the form of their schemas. Raises ValueError as
+        `call_grammar`."""
 
     @property
     def call_ends(self) -> frozenset[int]:

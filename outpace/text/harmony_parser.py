@@ -2,13 +2,13 @@
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from outpace.text.chat_format import CALL, OTHER, ChatPart
+from outpace.text.chat_format import CALL, OTHER, ChatPart, SchemaText
 from outpace.text.harmony import ENDS, HarmonyTokens, Mark, prompt_ids
 from outpace.text.messages import (
     ANALYSIS,
@@ -19,6 +19,7 @@ from outpace.text.messages import (
     Developer,
     Message,
     System,
+    Tool,
     is_bare_type,
     is_tool_name,
 )
@@ -319,6 +320,24 @@ def answer(parsed: Iterable[Parsed]) -> str:
     return "".join(p.message.content for p in parsed if p.message.is_answer)
 
 
+def _call_rules(tools: Sequence[Tool], schemas: Sequence[str | None]) -> list[str]:
+    """A call of one of these functions in llguidance's language, and the reasoning before it; arguments
+    without a schema are any text. The recipient stands behind the channel, or before it."""
+    calls = []
+    for i, tool in enumerate(tools):
+        to = f" to=functions.{tool.name}"
+        behind, before = (json.dumps(text, ensure_ascii=False) for text in (COMMENTARY + to, to))
+        header = f'(<|channel|> {behind} | {before} <|channel|> "{COMMENTARY}")'
+        calls.append(f"{header} type <|message|> arguments_{i}")
+    return [
+        f"call: {' | '.join(calls)}",
+        'type: " "? <|constrain|> "json" | " json" | " "?',
+        f'thought: <|channel|> "{ANALYSIS}" <|message|> TEXT <|end|> <|start|> "assistant"',
+        r"TEXT: /(.|\n)*/",
+        *(f"arguments_{i}: {f'%json {text}' if text else 'TEXT'}" for i, text in enumerate(schemas)),
+    ]
+
+
 class HarmonyChat:
     """`ChatFormat` in Harmony.
 
@@ -357,25 +376,34 @@ class HarmonyChat:
     def call_ends(self) -> frozenset[int]:
         return frozenset({self.tokens.ids[Mark.CALL]})
 
-    def call_grammar(self, name: str | None, schema_text: Callable[[Mapping[str, Any]], str]) -> str:
-        developer = self.conversation.developer
-        tools = [] if developer is None else [t for t in developer.tools if name in (None, t.name)]
+    def call_grammar(self, name: str | None, schema_text: SchemaText) -> str:
+        tools = [tool for tool in self._functions if name in (None, tool.name)]
         if not tools:
             raise ValueError("no function is given" if name is None else f"no function is called {name!r}")
-        calls = [
-            f"<|channel|> {json.dumps(f'{COMMENTARY} to=functions.{tool.name} ', ensure_ascii=False)} "
-            f'<|constrain|> "json" <|message|> arguments_{i}'
-            for i, tool in enumerate(tools)
-        ]
         schemas = [schema_text(tool.parameters or NO_ARGUMENTS) for tool in tools]
+        return "\n".join(["start: thought? call", *_call_rules(tools, schemas)])
+
+    def free_grammar(
+        self, strict: Collection[str], answer: Mapping[str, Any] | None, schema_text: SchemaText
+    ) -> str:
+        schemas = [
+            schema_text(tool.parameters or NO_ARGUMENTS) if tool.name in strict else None
+            for tool in self._functions
+        ]
         return "\n".join(
             [
-                f"start: thought? ({' | '.join(calls)})",
-                f'thought: <|channel|> "{ANALYSIS}" <|message|> TEXT <|end|> <|start|> "assistant"',
-                r"TEXT: /(.|\n)*/",
-                *(f"arguments_{i}: %json {schema}" for i, schema in enumerate(schemas)),
+                "start: (thought | note)* (answer | call)",
+                f'note: <|channel|> "{COMMENTARY}" <|message|> TEXT <|end|> <|start|> "assistant"',
+                f'answer: <|channel|> "{FINAL}" <|message|> text',
+                f"text: {'TEXT' if answer is None else f'%json {schema_text(answer)}'}",
+                *_call_rules(self._functions, schemas),
             ]
         )
+
+    @property
+    def _functions(self) -> list[Tool]:
+        developer = self.conversation.developer
+        return [] if developer is None else list(developer.tools)
 
     def add_user(self, text: str) -> None:
         self._add(Message(role="user", content=text))

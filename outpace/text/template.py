@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from outpace.text.chat_format import ChatPart
+from outpace.text.chat_format import ChatPart, SchemaText
 from outpace.text.messages import ANALYSIS, FINAL, MAX_DEPTH
 from outpace.text.sandbox import SANDBOX
 from outpace.text.tokenizer import PlainEncoder, encode_with_offsets
@@ -337,8 +337,13 @@ class TemplateChat:
     def call_ends(self) -> frozenset[int]:
         return self._stop
 
-    def call_grammar(self, name: str | None, schema_text: Callable[[Mapping[str, Any]], str]) -> str:
+    def call_grammar(self, name: str | None, schema_text: SchemaText) -> str:
         raise ValueError("a chat template does not say how this model calls functions")
+
+    def free_grammar(
+        self, strict: Collection[str], answer: Mapping[str, Any] | None, schema_text: SchemaText
+    ) -> str:
+        return self.call_grammar(None, schema_text)
 
     def add_user(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})

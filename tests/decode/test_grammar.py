@@ -271,6 +271,11 @@ def test_a_required_call_in_harmony(tokenizer, end):
         return all(map(place.go, [*tokenizer.encode(text, add_special_tokens=False).ids, then]))
 
     assert follows(now) and follows(said) and follows(thought + now) and follows(thought + said)
+    before = " to=functions.now<|channel|>commentary{}<|message|>{{}}"  # as messages of a history are written
+    for kind in (" <|constrain|>json", "<|constrain|>json", " json", ""):
+        assert follows(thought + before.format(kind)) and follows(before.format(kind), "now")
+        assert not follows(thought + before.format(kind), 'say"so')
+    assert not follows(thought + before.format(" text"))
     assert follows(now, "now") and not follows(said, "now") and not follows(thought + now, 'say"so')
     assert not follows(now[:-2]) and not follows(said[:-1])  # a call ends where its arguments do
     assert not follows(thought) and not follows(now, then=end)
@@ -278,6 +283,35 @@ def test_a_required_call_in_harmony(tokenizer, end):
     assert not follows(now.replace("{}", '{"a": 1}')) and not follows(said.replace("true", "1"))
     with pytest.raises(ValueError, match="no function is called 'then'"):
         chat.call_grammar("then", schema_text)
+
+
+def test_a_call_of_a_strict_function_that_nobody_demands(tokenizer, end):
+    """Reasoning, text for the user and calls may come as ever; `person` alone is held to its schema."""
+    tools = (Tool(name="person", parameters=PERSON), Tool(name="now", parameters=PERSON))
+    chat = HarmonyChat(tokenizer, developer=Developer(tools=tools))
+    ends = chat.call_ends | chat.answer_ends
+    vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size(), ends)
+    call = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+    person = '{"name": "a", "old": true, "size": "small"}'
+    thought = "<|channel|>analysis<|message|>é\n<< now<|end|><|start|>assistant"
+    note = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+
+    def follows(text, answer=None, then=end):
+        place = Place(Grammar.read(vocabulary, chat.free_grammar({"person"}, answer, schema_text)))
+        return all(map(place.go, [*tokenizer.encode(text, add_special_tokens=False).ids, then]))
+
+    (called,) = chat.call_ends
+    for before in ("", thought, note, thought + note + thought):
+        assert follows(before + "<|channel|>final<|message|>7 {\n")
+        assert follows(before + call.format("person", person), then=called)
+        assert follows(before + call.format("now", '{"any": 1'), then=called)
+        assert not follows(before + call.format("person", person.replace("true", "1")), then=called)
+        assert not follows(before + call.format("person", person[:-1]), then=called)
+        assert not follows(before + call.format("then", person), then=called)
+        assert not follows(before)
+    assert follows(thought + f"<|channel|>final<|message|>{person}", PERSON)
+    assert not follows(thought + "<|channel|>final<|message|>7", PERSON)
+    assert follows(call.format("person", person), PERSON, called)
 
 
 def test_where_an_answer_by_a_template_begins():

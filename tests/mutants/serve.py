@@ -3,6 +3,27 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "a strict function that nobody demands is free",
+        "outpace/serve/server.py",
+        """if row.chat is None or not strict:""",
+        """if True:""",
+        "tests/serve/test_structured.py",
+    ),
+    (
+        "every function is strict",
+        "outpace/text/harmony_parser.py",
+        """if tool.name in strict else None""",
+        """if strict else None""",
+        "tests/decode/test_grammar.py",
+    ),
+    (
+        "a recipient before the channel is cut",
+        "outpace/text/harmony_parser.py",
+        """<|channel|> {behind} | {before} <|channel|> "{COMMENTARY}")'""",
+        """<|channel|> {behind})'""",
+        "tests/decode/test_grammar.py",
+    ),
+    (
         "the argmax of logits that the schema has cut",
         "outpace/decode/grammar.py",
         "return logits.masked_fill(cut.to(logits.device), -torch.inf), None",

@@ -123,6 +123,40 @@ def test_a_call_that_is_required_is_made(client, choice):
     assert [piece.name for piece in pieces if piece.name] == [function.name]
 
 
+def test_a_strict_function_is_held_to_its_schema_whenever_it_is_called(client):
+    """As agent SDKs send it: nobody demands the call."""
+
+    def answered(strict, seed, **more):
+        tools = [{"type": "function", "function": WEATHER | {"strict": strict}}, TOOLS[1]]
+        got = ask(client, **how, tools=tools, temperature=0.7, seed=seed, **more).choices[0].message
+        return got.content, [call.function for call in got.tool_calls or ()]
+
+    how, free, held = {"response_format": openai.omit, "max_tokens": 200}, [], []
+    for seed in range(8):
+        free += answered(False, seed)[1]
+        text, calls = answered(True, seed)
+        assert (text, calls) == answered(True, seed, extra_body={"speculative": False})
+        assert text or calls
+        held += calls
+
+    def well_formed(call):
+        if call.name == "now":
+            return True
+        arguments = json.loads(call.arguments)
+        return (
+            call.name == "weather" and set(arguments) == {"city", "hours"} and arguments["hours"] in (6, 12)
+        )
+
+    assert held and all(map(well_formed, held)) and not all(map(well_formed, free))
+
+
+def test_a_response_takes_strict_functions(client):
+    tools = [{"type": "function", "strict": True, **WEATHER}]
+    got = client.responses.create(model="solver", input="What is 12 + 7?", temperature=0, tools=tools)
+    item = got.output[-1]
+    assert item.type == "function_call" and json.loads(item.arguments)["hours"] in (6, 12)
+
+
 def test_responses_require_a_call_too(client):
     flat = [{"type": "function", "strict": True, **WEATHER}]
     for choice in ("required", {"type": "function", "name": "weather"}):
