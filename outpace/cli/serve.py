@@ -93,7 +93,7 @@ def serve(
     )
     server = Server(served, config)
     if model.graphs is None or kv_memory is not None:  # a GPU's was known before the model was loaded
-        _check_memory(server.engine.nbytes, config, kv_memory)
+        _check_memory(server.engine.nbytes, server.engine.step_nbytes, config, kv_memory)
     door = AppConfig(api_key=api_key, cors=tuple(cors or ()))
     methods = ", ".join(served.drafts) or "none"
     say(f"{served.name}: drafts {methods}; default {served.default or 'none'}", markup=False)
@@ -104,19 +104,22 @@ def serve(
     uvicorn.Server(settings).run(sockets=[listening])
 
 
-def _check_memory(needed: int, config: "EngineConfig", limit: float | None) -> None:
-    """Raises ValueError, with what would fit, for a cache that could run out of memory while it serves."""
+def _check_memory(kv: int, steps: int, config: "EngineConfig", limit: float | None) -> None:
+    """Raises ValueError, with what would fit, for bytes that could run out while it serves. `limit`: of the
+    KV alone, in GB."""
+    needed, what = kv, "KV"
     if limit is not None:
         allowed = int(limit * 1e9)
     elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         allowed = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed, what = kv + steps, "KV and steps"
     else:
         return
     if needed > allowed:
         fit = allowed * config.max_num_seqs // needed
         advice = f"use --max-num-seqs {fit}" if fit else "use a smaller --max-model-len"
         raise ValueError(
-            f"the KV of {config.max_num_seqs} sequences of {config.max_model_len:,} tokens takes "
+            f"{what} of {config.max_num_seqs} sequences of {config.max_model_len:,} tokens take "
             f"{needed / 1e9:.2f} GB, and {allowed / 1e9:.2f} GB are allowed: {advice}"
         )
 

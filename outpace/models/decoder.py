@@ -62,14 +62,14 @@ class Decoder(nn.Module):
         self.inv = inverse_frequencies(config.rope, config.head_dim)
         # cached steps as one native call, see native_step.py; False where hooks must see them
         self.native = True
-        self.native_steps: NativeSteps = {}
+        self.native_steps = NativeSteps()
         # of a part of a target (tensor_parallel.py): the processes with the others, and what it is a part of
         self.group: Group | None = None
         self.checkpoint: Checkpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: native steps point at the weights of this one."""
-        return self.__dict__ | {"native_steps": {}}
+        return self.__dict__ | {"native_steps": NativeSteps()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         self.native_steps.clear()  # the weights become other tensors

@@ -7,6 +7,7 @@ returns None) runs through the modules.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -62,7 +63,41 @@ def joined(outs: Sequence[Output]) -> Output:
 
 MOST_STEPS = 128  # that a model keeps: a step for each size
 MOST_ROWS = 512  # of a step's buffers
-NativeSteps = dict[tuple[object, ...], "NativeStep"]
+
+
+class NativeSteps(dict[tuple[object, ...], "NativeStep"]):
+    """A model's steps by their size. One of them runs at a time, over buffers that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()  # for threads that share the model
+        self.buffers: dict[str, Tensor] = {}
+
+    def __reduce__(self) -> tuple[type["NativeSteps"], tuple[()]]:
+        """Of a copy: none, because steps point at the weights of this model."""
+        return NativeSteps, ()
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Float32 numbers of any value. A larger one takes another's place, which stays with its steps."""
+        count = math.prod(shape)
+        known = self.buffers.get(name, torch.empty(0))
+        if len(known) < count:
+            # the system gives memory to what is written: room for twice as much costs nothing
+            known = self.buffers[name] = torch.empty(max(count, 2 * len(known)))
+        return known[:count].view(shape)
+
+    def clear(self) -> None:
+        super().clear()
+        self.buffers.clear()
+
+
+def step_bytes(config: ModelConfig, rows: int, aux: int = 0, logits: int = 0) -> int:
+    """Of the buffers of a step of so many rows, `logits` of them with logits, and of what it returns."""
+    c = config
+    heads = (2 * c.num_heads + 2 * c.num_kv_heads + 1) * c.head_dim  # with cosines and sines
+    mlp = 0 if all(c.moe_layers) and c.moe_layers else 3 * c.intermediate_size
+    returned = rows * (1 + aux) * c.hidden_size + logits * c.vocab_size
+    return 4 * (rows * (3 * c.hidden_size + heads + mlp) + 2 * returned)
 
 
 class Layers(Protocol):
@@ -99,8 +134,8 @@ class Piece:
 
 
 class NativeStep:
-    """B rows of T tokens. Its buffers are made once; `run` copies the inputs into them, and points the
-    program to the rings of another cache where it has to."""
+    """B rows of T tokens. `run` copies the inputs into buffers that stay, and points the program to the rings
+    of another cache where it has to."""
 
     def __init__(
         self, model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int], logits: bool
@@ -109,7 +144,7 @@ class NativeStep:
         M, C, D, self.held = B * T, c.hidden_size, c.head_dim, step.held
         self.group = model.group
         self.nodes = step.held + T  # of a tree
-        self.lock = Lock()  # for threads that share the model
+        self.steps, buffer = model.native_steps, model.native_steps.buffer
         self.rings = Rings(len(model.layers))
         self._point_to(cache)
         self.tokens = torch.zeros(M, dtype=torch.int64)
@@ -125,14 +160,13 @@ class NativeStep:
         self.parents = torch.zeros(B, self.nodes, dtype=torch.int64)
         self.depth = None if step.tree is None else torch.zeros(B, T, dtype=torch.int64)
         self.orphans = ctypes.c_int64()  # nodes of a tree whose parent is none before them
-        self.x, self.normed, self.y = (torch.empty(M, C) for _ in range(3))
-        self.cos, self.sin = torch.empty(M, D // 2), torch.empty(M, D // 2)
+        self.x, self.normed, self.y = (buffer(name, M, C) for name in ("x", "normed", "y"))
+        self.cos, self.sin = buffer("cos", M, D // 2), buffer("sin", M, D // 2)
         n = 1 if self.group is None else self.group.size
-        self.qkv = torch.empty(M, (c.num_heads + 2 * c.num_kv_heads) // n * D)
-        self.attended = torch.empty(B, T, c.num_heads // n * D)
-        self.shared: dict[int, Tensor] = {}  # [M, columns], of all layers' MLPs
-        self.hidden = torch.empty(B, T, C)
-        self.aux = torch.empty(len(aux), B, T, C) if aux else None
+        self.qkv = buffer("qkv", M, (c.num_heads + 2 * c.num_kv_heads) // n * D)
+        self.attended = buffer("attended", B, T, c.num_heads // n * D)
+        self.hidden = buffer("hidden", B, T, C)
+        self.aux = buffer("aux", len(aux), B, T, C) if aux else None
         self.program = program = Program()
         # run one after the other
         self.parts: list[Program | tuple[int, Attention] | Group | Experts] = [program]
@@ -156,7 +190,7 @@ class NativeStep:
         if logits:
             head = model.head
             assert not isinstance(head, Joined), "a head is one matrix"
-            self.logits = torch.empty(B, T, c.vocab_size)
+            self.logits = buffer("logits", B, T, c.vocab_size)
             rows = self.logits.view(M, -1)
             self.program.linear(self.hidden.view(M, C), head, None, rows)
             self.program.argmax(rows, self.best.view(-1), self.odd)
@@ -227,7 +261,8 @@ class NativeStep:
 
     def _mlp(self, mlp: MLP) -> None:
         wide = mlp.gate_up_proj.weight.shape[0]
-        gate_up, act = (self.shared.setdefault(n, torch.empty(len(self.x), n)) for n in (wide, wide // 2))
+        gate_up = self.steps.buffer("gate_up", len(self.x), wide)
+        act = self.steps.buffer("act", len(self.x), wide // 2)
         self._linear(self.normed, mlp.gate_up_proj, gate_up)
         self.program.gated(gate_up, act)
         self._linear(act, mlp.down_proj, self.y)
@@ -258,7 +293,7 @@ class NativeStep:
     def run(self, tokens: Tensor, step: StepMetadata, cache: KVCache) -> Output:
         """tokens [B, T] -> copies of the buffers. Raises IndexError, as an embedding does, for a token
         outside the vocabulary."""
-        with self.lock:
+        with self.steps.lock:
             if not self.knows(cache):
                 self._point_to(cache)
             self.tokens.view(tokens.shape).copy_(tokens)

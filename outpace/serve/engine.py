@@ -23,6 +23,7 @@ from outpace.drafts.deferred import States, accepted_states
 from outpace.drafts.tree import row_of, together
 from outpace.kv.metadata import FEW
 from outpace.models.decoder import Output, Target
+from outpace.models.native_step import step_bytes
 from outpace.serve.sequence import Sequence
 from outpace.serve.shared_draft import SharedDraft
 
@@ -98,6 +99,13 @@ class Engine:
     def nbytes(self) -> int:
         """Of the KV caches, the target's and its drafts'."""
         return self.cache.nbytes + sum(draft.session.nbytes for draft in self.shared.values())
+
+    @property
+    def step_nbytes(self) -> int:
+        """Of what a round holds besides: the buffers of a target's widest step, and what it returns."""
+        verified = self.config.max_num_seqs * self.block
+        rows = max(self.config.prefill_rows * FEW, verified)
+        return step_bytes(self.target.config, rows, len(self.aux), verified)
 
     def check(self, sequence: Sequence) -> None:
         """Raises ValueError for a prompt that the target cannot take, or that is too long with its output."""

@@ -16,7 +16,7 @@ from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.kv.tree import Tree
 from outpace.models.blocks import Embedding, ExpertMatrix, Linear
 from outpace.models.load import build, named_tensors
-from outpace.models.native_step import NativeStep, module_attention, why_modules
+from outpace.models.native_step import NativeStep, module_attention, step_bytes, why_modules
 from outpace.ops.quant import Joined
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
@@ -320,3 +320,52 @@ def test_what_runs_through_the_modules_says_why(monkeypatch):
         assert "without gradients" in why_modules(dense, dense.make_cache(1, 9))
     monkeypatch.setattr(bindings, "available", lambda: False)
     assert why_modules(dense, dense.make_cache(1, 9)) is not None
+
+
+@torch.inference_mode()
+def test_steps_share_buffers_that_grow():
+    """So that a step for each size of prompt and proposal takes the memory of the largest few."""
+    model = plain("gpt_oss")
+    steps, cache, wanted = model.native_steps, model.make_cache(1, 300, slack=64), []
+    for tokens in (*range(1, 30), 128, 128, 3):
+        wanted.append(model(tiny.tokens(1, tokens, seed=tokens), cache, logits=True))
+        cache.rewind([0])
+    rows = steps.buffers["logits"].numel() // model.config.vocab_size
+    assert rows == 128 and len(steps) == 30
+    alive = {step.logits.untyped_storage().data_ptr() for step in steps.values()}
+    assert len(alive) == 7  # of 1, 2, 4, 8, 16, 32 and 128 rows
+    for tokens, out in zip((*range(1, 30), 128, 128, 3), wanted, strict=True):
+        again = model(tiny.tokens(1, tokens, seed=tokens), cache, logits=True)
+        cache.rewind([0])
+        assert torch.equal(again.logits, out.logits) and torch.equal(again.hidden, out.hidden)
+
+
+def test_threads_take_turns_with_the_buffers():
+    """Steps of other sizes, at once: each has the logits that it has alone."""
+    model = plain("gpt_oss")
+
+    @torch.inference_mode()
+    def run(tokens):
+        cache, ids = model.make_cache(1, 40, slack=8), tiny.tokens(1, tokens, seed=tokens)
+        outs = []
+        for _ in range(40):
+            outs.append(model(ids, cache, logits=True).logits)
+            cache.rewind([0])
+        return outs
+
+    alone = {tokens: run(tokens)[0] for tokens in range(1, 9)}
+    with ThreadPoolExecutor(8) as pool:
+        for tokens, outs in zip(alone, pool.map(run, alone), strict=True):
+            assert all(torch.equal(out, alone[tokens]) for out in outs)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_the_bytes_of_a_step_are_known_before(family):
+    model, few, many = plain(family), 6, 128
+    cache = model.make_cache(1, 300, slack=8)
+    model(tiny.tokens(1, many), cache, aux=(0, 2))
+    out = model(tiny.tokens(1, few), cache, logits=True)
+    held = sum(buffer.nbytes for buffer in model.native_steps.buffers.values())
+    returned = 4 * (many * 3 * model.config.hidden_size) + out.logits.nbytes
+    assert step_bytes(model.config, many, 2, few) == held + returned

@@ -67,6 +67,27 @@ MUTANTS = [
         "tests/models/test_long_prompts.py",
     ),
     (
+        "threads use a step's buffers at once",
+        "outpace/models/native_step.py",
+        """with self.steps.lock:""",
+        """with Lock():""",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "every step has buffers that no other has",
+        "outpace/models/native_step.py",
+        """if len(known) < count:""",
+        """if True:""",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "steps of a server take no memory",
+        "outpace/cli/serve.py",
+        """needed, what = kv + steps, """,
+        """needed, what = kv, """,
+        "tests/serve/test_command.py",
+    ),
+    (
         "a plan of memory forgets keys and values",
         "outpace/models/memory.py",
         """return self.weights + self.kv + self.step + SPARE""",

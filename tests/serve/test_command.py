@@ -8,13 +8,16 @@ from outpace.serve.engine import EngineConfig
 
 def test_a_cache_that_does_not_fit_says_what_would():
     config = EngineConfig(max_num_seqs=8, max_model_len=4096)
-    _check_memory(2_000_000_000, config, 2.0)
-    with pytest.raises(ValueError, match=r"8 sequences of 4,096 tokens takes 4.00 GB, and 2.10 GB.*seqs 4$"):
-        _check_memory(4_000_000_000, config, 2.1)
+    _check_memory(2_000_000_000, 10**15, config, 2.0)
+    with pytest.raises(
+        ValueError, match=r"^KV of 8 sequences of 4,096 tokens take 4.00 GB, and 2.10.*seqs 4"
+    ):
+        _check_memory(4_000_000_000, 1, config, 2.1)
     with pytest.raises(ValueError, match="use a smaller --max-model-len"):
-        _check_memory(4_000_000_000, config, 0.1)
-    with pytest.raises(ValueError, match="are allowed"):
-        _check_memory(10**15, config, None)
+        _check_memory(4_000_000_000, 1, config, 0.1)
+    for kv, steps in ((10**15, 1), (1, 10**15)):
+        with pytest.raises(ValueError, match=r"^KV and steps of 8 .* are allowed"):
+            _check_memory(kv, steps, config, None)
 
 
 @pytest.mark.parametrize(
