@@ -161,17 +161,20 @@ class Engine:
             sequence.on_end(error)
 
     def _end_late(self) -> None:
-        """Those that have taken longer than they may, running or waiting."""
-        limit = self.config.max_seconds
-        if limit is None:
-            return
-        now, error = time.perf_counter(), RequestTimeout(f"a request may take {limit:g} seconds here")
+        """Those that have taken longer than they may, running or waiting, and those that wait for nobody."""
+        limit, now = self.config.max_seconds, time.perf_counter()
+
+        def late(sequence: Sequence) -> bool:
+            return limit is not None and now - sequence.times["arrived"] > limit
+
+        error = RequestTimeout(f"a request may take {limit:g} seconds here") if limit is not None else None
         with self.arrival:
-            late = [s for s in self.waiting if now - s.times["arrived"] > limit]
-            self.waiting = deque(s for s in self.waiting if s not in late)
-        for sequence in late:
-            sequence.on_end(error)
-        for sequence in [s for s in self.running if now - s.times["arrived"] > limit]:
+            gone = [s for s in self.waiting if s.cancelled or late(s)]
+            for sequence in gone:
+                self.waiting.remove(sequence)
+        for sequence in gone:
+            sequence.on_end(None if sequence.cancelled else error)
+        for sequence in [s for s in self.running if late(s)]:
             self._leave(sequence, error)
 
     def _admit(self) -> None:
@@ -181,9 +184,6 @@ class Engine:
                 if not self.waiting:
                     return
                 sequence = self.waiting.popleft()
-            if sequence.cancelled:
-                sequence.on_end(None)
-                continue
             shared = self.shared.get(id(sequence.draft))
             row, source, reused = self._row_for(sequence.prompt, shared)
             if row != source:

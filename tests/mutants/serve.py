@@ -3,6 +3,15 @@
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "a request that was given up keeps its place in the queue",
+        "outpace/serve/engine.py",
+        """if s.cancelled or late(s)]
+            for""",
+        """if late(s)]
+            for""",
+        "tests/serve/test_engine.py",
+    ),
+    (
         "a strict function that nobody demands is free",
         "outpace/serve/server.py",
         """if row.chat is None or not strict:""",

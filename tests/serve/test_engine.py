@@ -315,6 +315,25 @@ def test_who_takes_too_long_is_ended_running_or_waiting():
     assert in_time.ends == [None] and in_time.tokens == alone(model, [5, 6, 7, 10], request(9), 0)
 
 
+def test_who_waits_for_nobody_leaves_its_place_in_the_queue():
+    """Though no row is free: clients that go away do not keep others out."""
+    engine = Engine(target(), EngineConfig(max_num_seqs=1, max_model_len=60, max_waiting=2))
+    running, first, second, third = (Client([5, 6, 7, i], request(9)) for i in range(8, 12))
+    engine.add(running.sequence)
+    engine.step()
+    for client in (first, second):
+        engine.add(client.sequence)
+    with pytest.raises(QueueFull):
+        engine.add(third.sequence)
+    first.sequence.cancelled = True
+    engine.step()
+    assert first.ends == [None] and not first.tokens and not running.ends
+    engine.add(third.sequence)
+    assert list(engine.waiting) == [second.sequence, third.sequence]
+    run(engine)
+    assert second.tokens and third.tokens
+
+
 def test_a_sequence_is_counted_before_the_engine_has_seen_that_it_was_cancelled():
     engine = Engine(target(), EngineConfig(max_num_seqs=1, max_model_len=60))
     client, metrics = Client([5, 6, 7], request(9)), Metrics(engine)
