@@ -318,7 +318,7 @@ def test_who_takes_too_long_is_ended_running_or_waiting():
 def test_who_waits_for_nobody_leaves_its_place_in_the_queue():
     """Though no row is free: clients that go away do not keep others out."""
     engine = Engine(target(), EngineConfig(max_num_seqs=1, max_model_len=60, max_waiting=2))
-    running, first, second, third = (Client([5, 6, 7, i], request(9)) for i in range(8, 12))
+    running, first, second, third = (Client([5, 6, i], request(9)) for i in range(7, 11))
     engine.add(running.sequence)
     engine.step()
     for client in (first, second):
