@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,19 @@ def test_the_training_of_a_draft_by_hand():
     assert LOGITS == DEVICE_LOGITS
 
 
+def test_the_training_of_a_sharded_draft():
+    """Its optimizer is divided; a process gathers two layers and the gradients of one."""
+    sizes, device = published("gpt-oss-20b"), DEVICES["h100"]
+    choices = Choices(draft_parameters=4e9, draft_layers=4, tokens=1e9)
+    whole, parts = (
+        plan(sizes, device, 8, replace(choices, shard=shard))["jobs"]["draft training"]
+        for shard in (False, True)
+    )
+    assert parts["memory"]["optimizer"] == 16 * 4e9 / 8 + 3 * 4 * 1e9
+    assert whole["memory_per_rank"] - parts["memory_per_rank"] == 64e9 - 20e9
+    assert not whole["fits"] and parts["fits"] and parts["hours"] == whole["hours"]
+
+
 def test_decoding_with_a_draft_is_tau_tokens_a_round():
     sizes, device = published("gpt-oss-20b"), DEVICES["v6e"]
     choices = Choices(context=1024, batch=2, draft_parameters=8e8, tau=3.0, tokens=1e6)
@@ -160,6 +174,7 @@ def planned(*arguments):
         (["120b", "--hardware", "v5e"], "decoding", "--hardware 8xv5e --tensor-parallel-size 8"),
         (["20b", "--hardware", "8xv5e", "--tokens", "1e9"], "teacher cache", "--tensor-parallel-size 2"),
         (["120b", "--hardware", "8xh100", "--draft", "8e8"], "draft training", "--hardware 8xh200"),
+        (["20b", "--hardware", "8xh100", "--draft", "4e9"], "draft training", "--set shard=true"),
         (["20b", "--hardware", "8xv5e", "--draft", "8e8"], "draft training", "--hardware 8xv5p"),
     ],
 )

@@ -32,6 +32,7 @@ class Choices:
     draft_parameters: float = 0.0  # 0: no draft
     draft_bits: float = 16.0
     draft_layers: int = 5  # whose inputs a training keeps
+    shard: bool = False  # a draft's training divides its optimizer over the devices: --set shard=true there
     columns: int = 8  # positions verified in a step
     tau: float = 0.0  # tokens per step; 0: unknown, and no speed with the draft is reported
     tokens: float = 0.0  # to cache, train on or decode; 0: no hours

@@ -1,7 +1,9 @@
 """Jobs on a cluster: memory per rank, tokens/s, hours, dollars of decoding, a teacher cache and training."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from outpace.plan.choices import ADAMW, BLOCK_STATES, LOGITS, USABLE, Choices
@@ -56,12 +58,14 @@ def teacher_rate(sizes: Sizes, device: Device, choices: Choices, shares: Shares)
     return 1 / (1 / decoding_rate(sizes, device, _cached(choices), shares) + capture)
 
 
-def draft_memory(sizes: Sizes, choices: Choices) -> dict[str, float]:
-    """Of one row at a time: `--set micro_batches` of the training."""
+def draft_memory(sizes: Sizes, choices: Choices, sharers: int = 1) -> dict[str, float]:
+    """Of one row at a time: `--set micro_batches` of the training. Of `sharers` processes each gathers a layer
+    of the draft and the next one, and the gradients of one, in float32."""
     T, C = choices.row_tokens, sizes.config.hidden_size
+    gathered = 12 * choices.draft_parameters / choices.draft_layers if sharers > 1 else 0.0
     return {
         "weights": sizes.nbytes,
-        "optimizer": ADAMW * choices.draft_parameters,
+        "optimizer": ADAMW * choices.draft_parameters / sharers + gathered,
         "cached states": 2.0 * T * C * (choices.cached_layers + 1),
         "activations": 2.0 * T * choices.positions_per_token * C * choices.draft_layers * BLOCK_STATES,
         "logits": 3 * 4.0 * LOGITS,
@@ -96,12 +100,16 @@ DRAFT = Job(draft_memory, draft_rate, False, "a smaller --draft or --set row_tok
 RETROFIT = Job(retrofit_memory, retrofit_rate, False, "a smaller --rank or --set row_tokens")
 
 
+def _sharded(devices: int) -> Job:
+    return replace(DRAFT, memory=partial(draft_memory, sharers=devices))
+
+
 def jobs(sizes: Sizes, made: Sizes, device: Device, devices: int, choices: Choices) -> dict[str, Any]:
     """Each job by its name. `made`: the target with its retrofit, which decodes and learns; the original
     teaches. Raises ValueError for a target or devices that tensor parallel cannot divide."""
     todo = {"decoding": (DECODING, made), "teacher cache": (TEACHER, sizes)}
     if choices.draft_parameters:
-        todo["draft training"] = DRAFT, sizes
+        todo["draft training"] = _sharded(devices) if choices.shard else DRAFT, sizes
     if trainable(made.config):
         todo["retrofit training"] = RETROFIT, made
     return {name: _job(name, *job, device, devices, choices) for name, job in todo.items()}
@@ -140,6 +148,9 @@ def _fix(job: Job, sizes: Sizes, device: Device, devices: int, choices: Choices)
     def need(ranks: int) -> float:
         return sum(job.memory(divided(sizes, ranks), choices).values())
 
+    sharded = sum(draft_memory(sizes, choices, devices).values()) if job is DRAFT else math.inf
+    if sharded <= USABLE * device.memory:
+        return "--set shard=true"
     size = choices.tensor_parallel_size if job.divided else 1
     for ranks in range(size + 1, sizes.config.num_kv_heads + 1) if job.divided else ():
         try:

@@ -6,6 +6,13 @@ SIZES, JOBS = "outpace/plan/sizes.py", "outpace/plan/jobs.py"
 # name, file, source text (once in the file), replacement, the tests that must fail
 MUTANTS = [
     (
+        "a sharded draft gathers nothing",
+        "outpace/plan/jobs.py",
+        """ADAMW * choices.draft_parameters / sharers + gathered""",
+        """ADAMW * choices.draft_parameters / sharers""",
+        "tests/test_plan_cluster.py",
+    ),
+    (
         "biases that every process divides",
         SIZES,
         "parts[name][1] * share",
