@@ -43,8 +43,8 @@ def decoding_rate(sizes: Sizes, device: Device, choices: Choices, shares: Shares
 
 def _cached(choices: Choices) -> Choices:
     """The decoding of a teacher cache: no draft."""
-    texts = {"batch": choices.teacher_batch, "context": choices.row_tokens}
-    return replace(choices, **texts, tau=0.0, draft_parameters=0.0)
+    batch, context = choices.teacher_batch, choices.row_tokens
+    return replace(choices, batch=batch, context=context, tau=0.0, draft_parameters=0.0)
 
 
 def teacher_memory(sizes: Sizes, choices: Choices) -> dict[str, float]:
@@ -59,8 +59,8 @@ def teacher_rate(sizes: Sizes, device: Device, choices: Choices, shares: Shares)
 
 
 def draft_memory(sizes: Sizes, choices: Choices, sharers: int = 1) -> dict[str, float]:
-    """Of one row at a time: `--set micro_batches` of the training. Of `sharers` processes each gathers a layer
-    of the draft and the next one, and the gradients of one, in float32."""
+    """Of one row at a time: `--set micro_batches` of the training. Each of `sharers` processes gathers two
+    layers of the draft, and the gradients of one, in float32."""
     T, C = choices.row_tokens, sizes.config.hidden_size
     gathered = 12 * choices.draft_parameters / choices.draft_layers if sharers > 1 else 0.0
     return {
