@@ -43,7 +43,7 @@ class Timed:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Timed":
         trace = values["trace"]
-        predicted = [Prediction(**p) for p in trace["predicted"]]
+        predicted = [Prediction(*p) for p in trace["predicted"]]
         return cls(**values | {"trace": Trace(**trace | {"predicted": predicted})})
 
 

@@ -215,6 +215,10 @@ class Adaptive:
         self.account, self.tokens = None, math.inf if tokens is None else tokens
 
     def width(self, lengths: Sequence[int]) -> int:
+        if self.wait and len(lengths) == self._costs.rows:  # as in the step before: a rest is to cost nothing
+            self.wait -= 1
+            self.rested += 1
+            return 1
         now = self._costs = self._step_costs(len(lengths), sum(lengths) / len(lengths))
         width = 1
         if self.wait:

@@ -2,10 +2,10 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Tokens of all rows and seconds of a step, as the controller predicted and as measured."""
 
     tokens: float
@@ -69,6 +69,8 @@ class Trace:
         """One step of the rows `rows`, out of `batch`. `nodes`: default, a chain."""
 
         def per_row(values: list[int], absent: int) -> list[int]:
+            if len(rows) == batch:
+                return values
             by_row = dict(zip(rows, values, strict=True))
             return [by_row.get(b, absent) for b in range(batch)]
 
