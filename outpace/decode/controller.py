@@ -30,7 +30,7 @@ CREDIT = 2.0  # probes that may be lost at the beginning of a text ..
 CREDIT_STEPS = 2.0  # .. where they cost no more than so many autoregressive steps ..
 CREDIT_SHARE = 0.01  # .. and than this share of all that the text can have
 BANK = 8.0  # probes that gains of the same text can pay for
-DEBT = 5.0  # steps of loss before drafting rests although it is predicted to pay
+DEBT = 5.0  # probes of loss, within CREDIT_SHARE, before drafting rests although it is predicted to pay
 SLOWEST = 4.0  # times the predicted seconds: longer steps were held up by something else
 GAP = 8  # autoregressive steps between two decisions while drafting rests
 STRETCH = 256  # tokens of context with equal costs
@@ -244,15 +244,16 @@ class Adaptive:
         pays, self._rate = drafting > plain, max(drafting, plain)
         settle = self._settle
         price = now.step[best] - now.step[1] + settle + (now.wake if self.rested else 0.0)
+        share = CREDIT_SHARE * self.tokens * now.step[1]
         if self.account is None:
-            steps = min(CREDIT_STEPS, CREDIT_SHARE * self.tokens)
-            self.account = min(CREDIT * price, steps * now.step[1])
+            self.account = min(CREDIT * price, CREDIT_STEPS * now.step[1], share)
         self.account = min(self.account, BANK * price)
         # where the draft itself expects too little of a probe, nothing of it is verified
         unverified = 0.0
         if self.states_survival:
             unverified = now.step[best] - now.draft[best] - now.others[1] + settle
-        if not self.always and self.account < (-DEBT * price if pays else price - unverified):
+        least = -min(DEBT * price, share) if pays else price - unverified
+        if not self.always and self.account < least:
             self.wait = GAP - 1
             return 1
         if not self.states_survival:

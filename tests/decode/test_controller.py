@@ -333,13 +333,15 @@ class Counting(Adaptive):
         super().learn(proposal, path, seconds)
 
 
-def test_a_draft_that_is_sure_and_wrong_costs_little():
+@pytest.mark.parametrize("made", [embedded, experts, walker])
+@pytest.mark.parametrize("most", [128, 256, 512])
+def test_a_draft_that_is_sure_and_wrong_costs_little(most, made):
     """It states 0.9 of every draft token, and none is right: the account stops it before its word is
-    corrected."""
-    costs = embedded(0.8)
+    corrected, in a short text after fewer steps."""
+    costs = made(0.8)
     controller, spent, tokens = Adaptive(costs), 0.0, 0
-    controller.begin(8)
-    while tokens < 512:
+    controller.begin(8, most)
+    while tokens < most:
         width = controller.width([256])
         proposal = chain(width=1)
         if width > 1:
@@ -348,7 +350,7 @@ def test_a_draft_that_is_sure_and_wrong_costs_little():
         spent += costs.round_seconds(n, 288, width=width)
         controller.learn(proposal, [[0]])
         tokens += 1
-    assert 512 * costs.round_seconds(1, 288) / spent > 0.96
+    assert most * costs.round_seconds(1, 288) / spent > 0.96
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.8])

@@ -322,8 +322,15 @@ MUTANTS = [
     (
         "the first probes of a short text cost what those of a long one do",
         "outpace/decode/controller.py",
-        "steps = min(CREDIT_STEPS, CREDIT_SHARE * self.tokens)",
-        "steps = CREDIT_STEPS",
+        "min(CREDIT * price, CREDIT_STEPS * now.step[1], share)",
+        "min(CREDIT * price, CREDIT_STEPS * now.step[1])",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "a promise may cost a short text what it may cost a long one",
+        "outpace/decode/controller.py",
+        "least = -min(DEBT * price, share) if pays",
+        "least = -DEBT * price if pays",
         "tests/decode/test_controller.py",
     ),
     (
