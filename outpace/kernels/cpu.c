@@ -47,7 +47,7 @@ enum { F32, BF16, MXFP4, F16, GGML_MXFP4, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K };  // of
 enum { ROWS = 4, COLS = 6, MOST = 64, CHUNK = 512 };  // a register tile; rows of a block; k values kept in the first cache
 enum { THREADS = 128, KEYS = 128, MOST_D = 256 };     // KEYS: of an attention tile, anchored at its multiples
 enum { UNITS = 48, SPREAD = 512 };                    // of a hidden layer, per item; values unpacked at a time
-enum { CACHED = 512 };                                // rows of x that stay in the second cache from weights to weights
+enum { CACHED = 512, BEYOND = 1 << 22 };              // rows of x that stay in the second cache; bytes of a matrix that no cache keeps
 
 // ---- vectors
 INLINE vf load(floats p) { return *(const vfu *)p; }
@@ -182,21 +182,21 @@ INLINE long at(long kind, long k) {  // bytes before value k; shifts, because sm
 
 typedef struct { bytes w, s; int64_t kind, k, apart; } Rows;  // weight rows of k values, `apart` values between them, s: MXFP4 scales
 
-// Values from..to of R rows of x times COLS weight rows; the last of cols stands in for missing ones.
-INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, int every, vf *acc,
-                 float *sums) {
+// Values from..to of R rows of x times C weight rows; the last of cols stands in for missing ones.
+INLINE void tile(const int R, const int C, const int kind, const floats *x, Rows m, int cols, long from, long to, long ahead, int every,
+                 vf *acc, float *sums) {
     const int blocks = kind == MXFP4 || kind == GGML_MXFP4 || kind == Q8_0, step = blocks ? 32 : W, parts = step / W;
     vf a[ROWS * COLS] = {{0}};
     bytes w[COLS], s[COLS];
     long k = from;
-    UNROLL for (int c = 0; c < COLS; c++) w[c] = m.w + MIN(c, cols - 1) * at(kind, m.apart), s[c] = m.s + MIN(c, cols - 1) * (m.apart >> 5);
-    if (from) UNROLL for (int i = 0; i < R * COLS; i++) a[i] = acc[i];
+    UNROLL for (int c = 0; c < C; c++) w[c] = m.w + MIN(c, cols - 1) * at(kind, m.apart), s[c] = m.s + MIN(c, cols - 1) * (m.apart >> 5);
+    if (from) UNROLL for (int i = 0; i < R * C; i++) a[i] = acc[i];
     for (int wait = 1; k + step <= to; k += step) {
         if (!--wait) {
-            UNROLL for (int c = 0; c < COLS; c++) __builtin_prefetch(w[c] + ahead, 0, 2);
+            UNROLL for (int c = 0; c < C; c++) __builtin_prefetch(w[c] + ahead, 0, 2);
             ahead += 64, wait = every;
         }
-        UNROLL for (int c = 0; c < COLS; c++) {
+        UNROLL for (int c = 0; c < C; c++) {
             vf v[32 / W];
             if (kind == MXFP4) unpack(w[c] + (k >> 1), s[c][k >> 5], v);
             else if (kind == GGML_MXFP4) unpack(w[c] + (k >> 5) * 17 + 1, w[c][(k >> 5) * 17], v);
@@ -204,18 +204,18 @@ INLINE void tile(const int R, const int kind, const floats *x, Rows m, int cols,
             else *v = kind == F32 ? load((floats)(w[c] + 4 * k)) : kind == F16 ? halves(w[c] + 2 * k) : widen(w[c] + 2 * k);
             UNROLL for (int j = 0; j < parts; j++) {
                 if (R > 1) HOLD(v[j]);
-                UNROLL for (int r = 0; r < R; r++) a[r * COLS + c] += v[j] * load(x[r] + k + j * W);
+                UNROLL for (int r = 0; r < R; r++) a[r * C + c] += v[j] * load(x[r] + k + j * W);
             }
         }
     }
     if (k < to) {
         float xs[ROWS][W] = {{0}}, ws[COLS][W] = {{0}};
         for (int r = 0; r < R; r++) for (long i = k; i < to; i++) xs[r][i - k] = x[r][i];
-        for (int c = 0; c < COLS; c++) for (long i = k; i < to; i++) ws[c][i - k] = get(w[c], kind, i);
-        UNROLL for (int i = 0; i < R * COLS; i++) a[i] += load(ws[i % COLS]) * load(xs[i / COLS]);
+        for (int c = 0; c < C; c++) for (long i = k; i < to; i++) ws[c][i - k] = get(w[c], kind, i);
+        UNROLL for (int i = 0; i < R * C; i++) a[i] += load(ws[i % C]) * load(xs[i / C]);
     }
-    if (to < m.k) UNROLL for (int i = 0; i < R * COLS; i++) acc[i] = a[i];
-    else sums_of(a, R * COLS, sums);
+    if (to < m.k) UNROLL for (int i = 0; i < R * C; i++) acc[i] = a[i];
+    else sums_of(a, R * C, sums);
 }
 
 // Weight rows in a format the tile does not read: SPREAD values of each are unpacked into the first cache, for all rows of x.
@@ -234,7 +234,7 @@ static void unpacked(const floats *x, int rows, const Rows *m, int cols, float *
             const floats *xs = x + i;
             vf *a = acc + i * COLS;
             float *y = sums + i * COLS;
-#define SPREADS(R) tile(R, F32, xs, these, cols, k, to, 0, INT32_MAX, a, y); break
+#define SPREADS(R) tile(R, COLS, F32, xs, these, cols, k, to, 0, INT32_MAX, a, y); break
             switch (rows - i) { case 1: SPREADS(1); case 2: SPREADS(2); case 3: SPREADS(3); default: SPREADS(4); }
         }
     }
@@ -248,10 +248,23 @@ static void block(const floats *x, int rows, const Rows *m, int cols, float *sum
     for (long k = 0; k < m->k; k += chunk) for (long i = 0; i < parts; i++) {   // each fetches its portion of the block after the next
         long to = MIN(k + chunk, m->k), every = 64 / at(m->kind, m->kind == F32 || m->kind == BF16 || m->kind == F16 ? W : 32) * parts;
         long ahead = 2 * COLS * at(m->kind, m->k) + at(m->kind, k) + at(m->kind, to - k) * i / parts;
-#define TILE(R, kind) tile(R, kind, x + i * ROWS, *m, cols, k, to, ahead, every, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
+#define TILE(R, kind) tile(R, COLS, kind, x + i * ROWS, *m, cols, k, to, ahead, every, acc + i * ROWS * COLS, sums + i * ROWS * COLS); break
 #define TILES(kind) switch (rows - i * ROWS) { case 1: TILE(1, kind); case 2: TILE(2, kind); case 3: TILE(3, kind); default: TILE(4, kind); }
         if (m->kind == F32) TILES(F32) else if (m->kind == BF16) TILES(BF16) else if (m->kind == MXFP4) TILES(MXFP4)
         else if (m->kind == F16) TILES(F16) else if (m->kind == Q8_0) TILES(Q8_0) else TILES(GGML_MXFP4)
+    }
+}
+
+// One row of x, and weights that come from memory: one row after the other, as that is read fastest. No caches, no hurry: its sums wait for
+// one another.
+static void streamed(const floats *x, const Rows *m, int cols, float *sums) {
+    for (int c = 0; c < cols; c++) {
+        Rows row = {m->w + c * at(m->kind, m->k), 0, m->kind, m->k, m->k};
+        long ahead = 2 * COLS * at(m->kind, m->k), every = 64 / at(m->kind, W);
+        float sum[16];
+#define STREAM(kind) tile(1, 1, kind, x, row, 1, 0, m->k, ahead, every, 0, sum)
+        if (m->kind == F32) STREAM(F32); else if (m->kind == BF16) STREAM(BF16); else STREAM(F16);
+        sums[c] = sum[0];
     }
 }
 
@@ -272,12 +285,15 @@ static void products(const void *with, long item, long me) {
     const Linear *o = with;
     floats xs[MOST];
     float sums[MOST * COLS + 16];
+    int wide = o->kind == F32 || o->kind == BF16 || o->kind == F16, alone = wide && o->M == 1 && o->N * at(o->kind, o->K) >= BEYOND;
     for (long m = 0, some = some_columns(o); m < o->M; m += MOST) {
         int rows = MIN(MOST, o->M - m);
         for (int r = 0; r < rows; r++) xs[r] = o->x + (m + r) * o->K;
         for (long n = item * some; n < MIN(o->N, (item + 1) * some); n += COLS) {
             int cols = MIN(COLS, o->N - n);
-            block(xs, rows, &(Rows){(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K, o->K}, cols, sums);
+            Rows weights = {(bytes)o->w + n * at(o->kind, o->K), 0, o->kind, o->K, o->K};
+            if (alone) streamed(xs, &weights, cols, sums);
+            else block(xs, rows, &weights, cols, sums);
             add(o->bias, o->bias_kind, n, cols, sums, rows);
             for (int r = 0; r < rows; r++) place(o->y + (m + r) * o->apart + n, sums + r * COLS, cols);
         }

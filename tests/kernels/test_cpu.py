@@ -60,6 +60,18 @@ def test_linear_rows_do_not_depend_on_each_other(dtype, n, k):
         assert torch.equal(bindings.linear(x[:m], w, bias), alone[:m])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_matrix_that_no_cache_keeps_is_read_otherwise_and_gives_the_same(dtype):
+    """One row of x takes its weights one row after the other: 4 MiB and more."""
+    n, k = 2**22 // dtype.itemsize // 1031 + 2, 1031
+    w, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(5, k)
+    assert w.nbytes >= 2**22
+    together = bindings.linear(x, w, bias)
+    for row, wanted in zip(x, together, strict=True):
+        assert torch.equal(bindings.linear(row[None], w, bias)[0], wanted)
+    close(together, x.double() @ w.double().T + bias.double())
+
+
 def test_linear_does_not_depend_on_the_number_of_threads():
     w, x, answers = torch.randn(640, 544), torch.randn(5, 544), []
     for threads in (1, 2, 3, 5):

@@ -88,6 +88,13 @@ MUTANTS = [
         "tests/serve/test_command.py",
     ),
     (
+        "a matrix from memory has one row's sums for six",
+        "outpace/kernels/cpu.c",
+        """Rows row = {m->w + c * at(m->kind, m->k), 0, m->kind""",
+        """Rows row = {m->w, 0, m->kind""",
+        "tests/kernels/test_cpu.py",
+    ),
+    (
         "a plan of memory forgets keys and values",
         "outpace/models/memory.py",
         """return self.weights + self.kv + self.step + SPARE""",
