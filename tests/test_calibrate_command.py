@@ -18,8 +18,8 @@ def test_a_table_is_measured_once_and_kept(monkeypatch, capsys, tmp_path):
     assert code == 0 and first["widths"] == list(range(1, 13)) and first["touched"]["experts"] == 8
     assert first["points"][0]["break_even"][0] == 1 and min(first["points"][0]["break_even"]) == 1
     assert first["described"]["draft"].startswith("Suffix, at most 12 positions")
-    _, out, _ = run(monkeypatch, capsys, *options)
-    assert json.loads(out) == first
+    _, out, err = run(monkeypatch, capsys, *options)
+    assert json.loads(out) == first and "measured before" in err and "--force" in err
     _, out, _ = run(monkeypatch, capsys, *options, "--force")
     assert json.loads(out)["points"] != first["points"]
     (file,) = (tmp_path / "costs").iterdir()
@@ -164,6 +164,8 @@ def test_a_chat_takes_a_method_too(monkeypatch, capsys, tmp_path):
         ),
         (("calibrate", "--draft", "none"), "nothing to calibrate without a draft"),
         (("calibrate", "--contexts", "1,b"), "--contexts: 'b' is not a whole number"),
+        (("calibrate", "--contexts", "256,0"), "--contexts 0: each must be at least 1"),
+        (("calibrate", "--batches", "-2"), "--batches -2: each must be at least 1"),
         (("calibrate", "--batches", "0"), "at least 1 of each"),
         (("calibrate", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
     ],

@@ -60,6 +60,9 @@ def calibrate(
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
     lengths, sizes = integers(contexts, "--contexts"), integers(batches, "--batches")
+    for option, values in (("--contexts", lengths), ("--batches", sizes)):
+        if min(values) < 1:
+            raise ValueError(f"{option} {min(values)}: each must be at least 1")
     model = load(target)
     draft = options.load_draft(model)
     if draft is None:
@@ -72,6 +75,9 @@ def calibrate(
         (folder / "costs").mkdir(parents=True, exist_ok=True)  # fails before the measurement, not after
         costs = _measured(model, draft, acceptance, lengths, sizes, seconds, quiet=as_json)
         write_costs(costs, folder)
+    else:
+        note = "measured before, with the contexts and batches of then; --force measures again"
+        Console(stderr=True).print(note, style="dim", highlight=False, soft_wrap=True)
     path = table_path(folder, costs.fingerprint)
     if plot is not None:
         _draw(costs, plot)
