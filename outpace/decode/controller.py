@@ -219,12 +219,9 @@ class Adaptive:
             self.wait -= 1
             self.rested += 1
             return 1
+        self.wait = 0
         now = self._costs = self._step_costs(len(lengths), sum(lengths) / len(lengths))
-        width = 1
-        if self.wait:
-            self.wait -= 1
-        else:
-            width = self._decide(now)
+        width = self._decide(now)
         self._width, self._draft_seconds = width, now.draft[width] + (now.wake if self.rested else 0.0)
         if width == 1:
             self.rested += 1

@@ -255,8 +255,8 @@ static void block(const floats *x, int rows, const Rows *m, int cols, float *sum
     }
 }
 
-// One row of x, and weights that come from memory: one row after the other, as that is read fastest. No caches, no hurry: its sums wait for
-// one another.
+// One row of x and weights that come from memory, which is read fastest one row after the other. Of weights in a cache the sums would be late:
+// each addition waits for the one before.
 static void streamed(const floats *x, const Rows *m, int cols, float *sums) {
     for (int c = 0; c < cols; c++) {
         Rows row = {m->w + c * at(m->kind, m->k), 0, m->kind, m->k, m->k};
