@@ -68,6 +68,18 @@ llama_cpp_shapes = table_of(  # of a report of benchmarks/llama_cpp_shapes.py
     ("step", "name", "{}"),
     *BOTH_ENGINES,
 )
+speed_table = table_of(  # of the suite speed
+    lambda report: [
+        {"text": f"{row['prompt_tokens']:,} + {row['new_tokens']:,}", **row} for row in report["results"]
+    ],
+    ("prompt + new tokens", "text", "{}"),
+    ("batch", "batch", "{}"),
+    ("method", "method", "{}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("over llama.cpp", "over_llama_cpp", "{:.2f}x"),
+    ("over autoregressive", "speedup", "{:.2f}x"),
+    ("tau", "tau", "{:.2f}"),
+)
 start_up_table = table_of(  # of a report of benchmarks/start_up.py
     by_name("seconds"),
     ("engine", "name", "{}"),
@@ -104,6 +116,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "llama-cpp-shapes": llama_cpp_shapes,
     "llama-cpp-context": llama_cpp_context,
     "start-up": start_up_table,
+    "speed": speed_table,
     "real-size": real_size_table,
     "serve": serve.serve_table,
     "soak": soak.soak_table,
