@@ -28,7 +28,7 @@ from outpace.bench import (
     tasks,
 )
 from outpace.bench.machine import unpublishable
-from outpace.bench.report import Columns, Report, by_name, table_of
+from outpace.bench.report import METHOD, TAU, Columns, Report, by_name, table_of
 from outpace.checkpoint.save import write_atomically
 
 MARKED = re.compile(r"(<!-- table: (\S+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -74,11 +74,11 @@ speed_table = table_of(  # of the suite speed
     ],
     ("prompt + new tokens", "text", "{}"),
     ("batch", "batch", "{}"),
-    ("method", "method", "{}"),
+    METHOD,
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("over llama.cpp", "over_llama_cpp", "{:.2f}x"),
     ("over autoregressive", "speedup", "{:.2f}x"),
-    ("tau", "tau", "{:.2f}"),
+    TAU,
 )
 start_up_table = table_of(  # of a report of benchmarks/start_up.py
     by_name("seconds"),

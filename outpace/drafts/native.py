@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
+from outpace.models.native_step import MOST_ROWS
 from outpace.ops.dispatch import use_kernel
 from outpace.ops.quant import Joined, Quant, Weight
 
 MOST_PROGRAMS = 64  # that a draft keeps
-MOST_ROWS = 512  # of a program's buffers
 NativePrograms = dict[tuple[object, ...], Any]
 Kind = TypeVar("Kind")
 

@@ -133,6 +133,10 @@ class Piece:
         self.counts[:] = [min(max(n - self.begin, 0), self.end - self.begin) for n in step.counts]
 
 
+def pieces_of(T: int, most: int, B: int) -> list[Piece]:
+    return [Piece(begin, min(begin + most, T), B) for begin in range(0, T, most)]
+
+
 class NativeStep:
     """B rows of T tokens. `run` copies the inputs into buffers that stay, and points the program to the rings
     of another cache where it has to."""
@@ -148,14 +152,12 @@ class NativeStep:
         self.rings = Rings(len(model.layers))
         self._point_to(cache)
         self.tokens = torch.zeros(M, dtype=torch.int64)
-        self.starts, self.rows = (ctypes.c_int64 * B)(), (ctypes.c_int64 * B)()  # cheaper to set than tensors
-        self.start_tensor, self.row_tensor = (
-            torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.starts, self.rows)
-        )
+        self.rows = (ctypes.c_int64 * B)()  # cheaper to set than a tensor
+        self.row_tensor = torch.frombuffer(self.rows, dtype=torch.int64)
         whole, ring = (T, T) if step.tree is not None else (FEW, min(cache.room, FEW))
-        self.pieces, self.ring_pieces = (
-            [Piece(begin, min(begin + few, T), B) for begin in range(0, T, few)] for few in (whole, ring)
-        )
+        self.pieces = pieces_of(T, whole, B)
+        self.ring_pieces = self.pieces if ring == whole or T <= ring else pieces_of(T, ring, B)
+        self.all_pieces = tuple(dict.fromkeys((*self.pieces, *self.ring_pieces)))
         self.masks: dict[int, Tensor] = {}  # of a tree, by window [B, T, U]
         self.parents = torch.zeros(B, self.nodes, dtype=torch.int64)
         self.depth = None if step.tree is None else torch.zeros(B, T, dtype=torch.int64)
@@ -172,7 +174,7 @@ class NativeStep:
         self.parts: list[Program | tuple[int, Attention] | Group | Experts] = [program]
         self._trees(c)
         positions = torch.zeros(B, T, dtype=torch.int64)
-        program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)
+        program.places(self.pieces[0].start_tensor, self.depth, step.held, cache.offset, positions)
         program.angles(positions.view(-1), model.inv, c.rope.concentration, self.cos, self.sin)
         embedding = model.embed_tokens.weight
         assert not isinstance(embedding, Joined), "an embedding is one matrix"
@@ -297,8 +299,7 @@ class NativeStep:
             if not self.knows(cache):
                 self._point_to(cache)
             self.tokens.view(tokens.shape).copy_(tokens)
-            self.starts[:] = list(step.start)
-            for piece in (*self.pieces, *self.ring_pieces):
+            for piece in self.all_pieces:
                 piece.point_to(step)
             self.rows[:] = list(step.cache_rows or range(len(step.start)))
             if step.tree is not None:

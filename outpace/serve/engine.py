@@ -5,6 +5,7 @@ share one cache; a sequence has a row of it, and what a finished one left there 
 prompt that begins alike.
 """
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -162,12 +163,12 @@ class Engine:
 
     def _end_late(self) -> None:
         """Those that have taken longer than they may, running or waiting, and those that wait for nobody."""
-        limit, now = self.config.max_seconds, time.perf_counter()
+        limit = math.inf if self.config.max_seconds is None else self.config.max_seconds
+        error, now = RequestTimeout(f"a request may take {limit:g} seconds here"), time.perf_counter()
 
         def late(sequence: Sequence) -> bool:
-            return limit is not None and now - sequence.times["arrived"] > limit
+            return now - sequence.times["arrived"] > limit
 
-        error = RequestTimeout(f"a request may take {limit:g} seconds here") if limit is not None else None
         with self.arrival:
             gone = [s for s in self.waiting if s.cancelled or late(s)]
             for sequence in gone:

@@ -291,15 +291,15 @@ MUTANTS = [
     (
         "a native step ignores the offset",
         "outpace/models/native_step.py",
-        "program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)",
-        "program.places(self.start_tensor, self.depth, step.held, 0, positions)",
+        "program.places(self.pieces[0].start_tensor, self.depth, step.held, cache.offset, positions)",
+        "program.places(self.pieces[0].start_tensor, self.depth, step.held, 0, positions)",
         "tests/models/test_native_step.py",
     ),
     (
         "a native step rotates a tree's nodes at their index",
         "outpace/models/native_step.py",
-        "program.places(self.start_tensor, self.depth, step.held, cache.offset, positions)",
-        "program.places(self.start_tensor, None, step.held, cache.offset, positions)",
+        "program.places(self.pieces[0].start_tensor, self.depth, step.held, cache.offset, positions)",
+        "program.places(self.pieces[0].start_tensor, None, step.held, cache.offset, positions)",
         "tests/models/test_native_step.py",
     ),
     (
