@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
 from outpace.decode.controller import Controller, Fixed
+from outpace.decode.device_rounds import DeviceRounds
 from outpace.decode.partial import Partial, PartialSession, Trusting
 from outpace.decode.request import (
     BatchRows,
@@ -90,13 +91,18 @@ def steps(
     length = max(len(p) for p in prompts) + request.max_new_tokens + block
     index = partial is not None and partial.config.selector == INDEX
     session: DraftSession | None = None
+    on_device: DeviceRounds | None = None
     if prefix_cache is not None:
         assert B == 1 and partial is None and prefix_cache.draft is draft and not request.offset
         cache, trace.reused = prefix_cache.begin(prompts[0], rows.emitted[0], length)
         session = prefix_cache.session()
     else:
         cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
-        if draft is not None:
+        if partial is None and on_logits is None:
+            on_device = DeviceRounds.over(target, cache, draft, request)
+        if on_device is not None:
+            session = on_device.session
+        elif draft is not None:
             session = inner = draft.begin(B, length, request.offset, slack)
             if partial is not None:
                 session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
@@ -113,6 +119,9 @@ def steps(
     for b, token in enumerate(last.tolist()):
         rows.emit(b, [token])
     yield
+    if on_device is not None:
+        yield from on_device.run(last, cache.lengths, rows, trace, controller)
+        return
 
     active = list(range(B))
     while running := rows.running(active):

@@ -105,10 +105,15 @@ def check_finite(
     values = torch.stack([x.float() for x in largest.values()]).tolist()
     for model, value in zip(largest, values, strict=True):
         if not math.isfinite(value):
-            raise ValueError(
-                f"{where}: the {model}'s logits are not finite: its weights are damaged, or overflow in this "
-                "precision; `outpace inspect MODEL --scan` names the tensors"
-            )
+            raise not_finite(where, model)
+
+
+def not_finite(where: str, model: str) -> ValueError:
+    """The error of `check_finite`; `model`: target or draft."""
+    return ValueError(
+        f"{where}: the {model}'s logits are not finite: its weights are damaged, or overflow in this "
+        "precision; `outpace inspect MODEL --scan` names the tensors"
+    )
 
 
 class DraftSession(Protocol):

@@ -51,6 +51,11 @@ class DFlash(NativeDraft):
         self.register_buffer("d2t", offsets)  # row i of the draft's head is the target's token i + d2t[i]
         self.inv = inverse_frequencies(config.rope, config.head_dim)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "DFlash":
+        super()._apply(fn, recurse)
+        self.inv = self.inv.to(self.norm.weight.device)  # float64, whatever the weights become
+        return self
+
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
@@ -64,7 +69,7 @@ class DFlash(NativeDraft):
         return self.hidden_norm(self.fc(aux.permute(1, 2, 0, 3).flatten(2)))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rope_tables(positions, self.inv.to(positions.device), self.config.rope.concentration)
+        return rope_tables(positions, self.inv, self.config.rope.concentration)
 
     def embed_block(self, anchors: Tensor, target: Decoder) -> Tensor:
         """anchors [...] -> [..., block_size, C]: the anchor's embedding, then MASKs."""
@@ -193,9 +198,13 @@ class DFlashSession(CacheRows):
         if width <= self.draft.block_size and self._native(width):
             self._native_context(width).append(states, step, self.cache)
         else:
-            for memory, (k, v) in zip(self.cache.layers, self.context_kv(states, step), strict=True):
-                memory.append(k, v, step)
+            self.remember(states, step)
         self.cache.advance(step)
+
+    def remember(self, aux: Tensor, step: StepMetadata) -> None:
+        """aux [n,B,T,C] of the verified tokens that `step` appends."""
+        for memory, (k, v) in zip(self.cache.layers, self.context_kv(aux, step), strict=True):
+            memory.append(k, v, step)
 
     def context_kv(self, aux: Tensor, step: StepMetadata) -> list[tuple[Tensor, Tensor]]:
         """aux [n,B,T,C] of verified tokens -> k and v [B,K,T,D] of every layer."""
@@ -240,13 +249,20 @@ class DFlashSession(CacheRows):
 
     def block_hidden(self, last: Tensor, width: int | None = None) -> Tensor:
         """last [B] -> [B, block_size, C]; where no slot depends on a later one, the first `width` alone."""
-        config = self.draft.config
-        x = self.draft.embed_block(last, self.target)
-        if width is not None and config.one_way:
-            x = x[:, :width]
+        x = self.embedded(last, width)
         step = self.cache.begin(x.shape[1], both_ways=True)
         if self._native(x.shape[1]):
             return self._native_block(x.shape[1]).denoise(x, step, self.cache)
+        return self.denoise(x, step)
+
+    def embedded(self, last: Tensor, width: int | None = None) -> Tensor:
+        """The embedded rows that `block_hidden` takes."""
+        x = self.draft.embed_block(last, self.target)
+        return x if width is None or not self.draft.config.one_way else x[:, :width]
+
+    def denoise(self, x: Tensor, step: StepMetadata) -> Tensor:
+        """Embedded blocks [B,T,C] behind what is remembered -> hidden [B,T,C], by the modules."""
+        config = self.draft.config
         positions, scale = step.storage + self.cache.offset, config.head_dim**-0.5
         one_way = replace(step, both_ways=False) if config.causal or config.causal_full else step
 

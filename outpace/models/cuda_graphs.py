@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +18,22 @@ from outpace.models.static_step import StaticStep, Step, bucket
 MOST_FREE = 4  # buffers that are kept, with their graphs, for the next cache of their size
 LENGTH = 4096  # of a deterministic target's caches, at least
 
-Capture = Callable[[Callable[[], Step]], tuple[Step, Callable[[], None]]]
+Outputs = TypeVar("Outputs", bound=tuple[Tensor | None, ...])
+
+
+class Capture(Protocol):
+    """`run` recorded -> its outputs, tensors or None, always the same ones; and what forms them again."""
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]: ...
 
 
 class CUDAGraphs:
-    """`run` captured -> its outputs, always the same tensors, and what forms them again."""
+    """See `Capture`: graphs of one pool of memory."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Step]) -> tuple[Step, Callable[[], None]]:
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -38,7 +45,7 @@ class CUDAGraphs:
         return out, graph.replay
 
 
-def reruns(run: Callable[[], Step]) -> tuple[Step, Callable[[], None]]:
+def reruns(run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
     """The same where there are no graphs: `run` again over the same buffers, its outputs copied to the first
     ones."""
     out = run()
@@ -91,6 +98,7 @@ class GraphBuffers:
     def __init__(self, cache: KVCache, size: tuple[int, int, int, int]) -> None:
         self.cache, self.size = cache, size
         self.steps: dict[tuple[int, bool, tuple[int, ...]], GraphStep] = {}
+        self.rounds: dict[Any, Any] = {}  # by draft: see `decode/device_rounds.py`
 
 
 class GraphCache(KVCache):
@@ -173,7 +181,7 @@ class GraphTarget:
     ) -> None:
         """Every graph that decoding `batch` sequences in a cache of this length needs, in steps of `most`
         tokens at most: the largest first, in the memory of which the others lie."""
-        cache, width = self.make_cache(batch, length, slack), self._width(most)
+        cache, width = self.make_cache(batch, length, slack), self.width(most)
         while width and isinstance(cache, GraphCache):
             self._step(cache, width, tree, tuple(aux))
             width = 0 if self.deterministic else width // 2
@@ -202,7 +210,7 @@ class GraphTarget:
             out: Output = self.decoder(tokens, cache, counts=counts, tree=tree, aux=aux, logits=logits)
             return out
         opened = cache.begin(T, counts, tree=tree)
-        step = self._step(cache, self._width(T), tree is not None, tuple(aux))
+        step = self._step(cache, self.width(T), tree is not None, tuple(aux))
         with torch.no_grad():
             got = step.run(tokens, opened, cache.rows or range(cache.batch))
         cache.advance(opened)
@@ -213,9 +221,10 @@ class GraphTarget:
         if not cache.whole or (T > FEW and (tree is None or self.deterministic)):
             return False
         ring = min((m.size - m.window + 1 for m in cache.layers if m.window), default=cache.length)
-        return tree is None or (not tree.held and self._width(T) <= ring)
+        return tree is None or (not tree.held and self.width(T) <= ring)
 
-    def _width(self, T: int) -> int:
+    def width(self, T: int) -> int:
+        """Tokens of the step that a step of T is padded to."""
         return FEW if self.deterministic else bucket(T)
 
     @torch.inference_mode(False)

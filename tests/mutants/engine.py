@@ -116,6 +116,63 @@ MUTANTS = [
         "tests/models/test_memory.py",
     ),
     (
+        "a round observes the states of the last one where its tokens go",
+        "outpace/decode/device_rounds.py",
+        """before = state.starts - state.kept""",
+        """before = state.starts""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "rows that are done go on",
+        "outpace/decode/device_rounds.py",
+        """torch.where(ends, 0, (state.left - kept).clamp(min=0))""",
+        """state.left - kept + state.left.clamp(max=1)""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "an accepted token after a rejected one",
+        "outpace/decode/device_rounds.py",
+        """.long().cumprod(1).sum(1)""",
+        """.long().sum(1)""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "a stop token among those that were not kept",
+        "outpace/decode/device_rounds.py",
+        """(state.stop[best] & (torch.arange(n, device=best.device) < kept[:, None]))""",
+        """state.stop[best]""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "the host waits for every round",
+        "outpace/decode/device_rounds.py",
+        """before, waiting = waiting, (n, on_its_way(out.numbers))""",
+        """before = (n, on_its_way(out.numbers))""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "a draft that rests observes nothing",
+        "outpace/decode/device_rounds.py",
+        """state.aux[:, :, :n] = out.aux[:, :, :n]""",
+        """state.aux[:, :, :n] = out.aux[:, :, :n] if n > 1 else state.aux[:, :, :n]""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "capturing a round commits it",
+        "outpace/decode/device_rounds.py",
+        """            self.state.left.zero_()  # no row runs""",
+        """            self.state.last  # no row runs""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "a draft's rotary frequencies stay on the host",
+        "outpace/drafts/dflash.py",
+        """        self.inv = self.inv.to(self.norm.weight.device)  # float64, whatever the weights become
+""",
+        """""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
         "a graph is replayed with the lengths of the round before",
         "outpace/models/cuda_graphs.py",
         """        self.numbers.copy_(torch.tensor((starts, counts)), non_blocking=True)

@@ -1,0 +1,227 @@
+"""Rounds that stay on the device: the loop's tokens, no wait for the host, its reading a round late."""
+
+from collections import Counter
+
+import pytest
+import tiny
+import torch
+from no_host import GPU, NoHost, host_watched
+from test_lossless import NEW, PROMPTS, answers, random_dflash
+from test_lossless_parts import PARTS
+
+import outpace
+from outpace.decode.controller import Fixed
+from outpace.decode.device_rounds import DeviceRounds, Round, State
+from outpace.decode.generate import generate
+from outpace.decode.request import Request
+from outpace.drafts.lookup import NGram
+from outpace.models.cuda_graphs import GraphTarget, reruns
+from outpace.models.load import build, named_tensors
+from outpace.ops.sampling import Sampling
+
+__all__ = ["host_watched"]  # a fixture
+
+KINDS = {
+    "plain": {},
+    "window": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9},
+    **{name: changes for name, changes in PARTS.items() if name != "lean"},
+}
+
+
+def lucky(model, family, block_size=4, **changes):
+    """A draft that says the target's most frequent tokens alone: usually wrong, but not always."""
+    if "selector_top_k" in changes:
+        changes = changes | {"selector_top_k": 2}
+    bound = random_dflash(model, block_size, draft_vocab_size=3, **changes)
+    counts = Counter(token for row in answers(family, True, 3) for token in row)
+    ids = torch.tensor(sorted(token for token, _ in counts.most_common(3)))
+    bound.draft.d2t.copy_(ids - torch.arange(3))
+    return bound
+
+
+def request(**changes):
+    return Request(max_new_tokens=NEW, limits=(NEW, NEW - 9, NEW - 4), prefill_chunk=7, **changes)
+
+
+def alike(mine, theirs):
+    assert mine.tokens == theirs.tokens
+    assert mine.trace.accepted == theirs.trace.accepted
+    assert mine.trace.proposed == theirs.trace.proposed
+
+
+SHAPES = [(family, kind, False) for family in tiny.FAMILIES for kind in [*KINDS, "none"]]
+SHAPES += [("gpt_oss", "DFlash 2", True), ("gpt_oss", "none", True), ("llama", "window", True)]
+
+
+@pytest.mark.parametrize(("family", "kind", "deterministic"), SHAPES)
+def test_rounds_have_the_tokens_and_the_steps_of_the_loop(family, kind, deterministic):
+    """Ragged rows past the windows of 7 that end one after the other, in two generations over one cache."""
+    model = tiny.target(family, True)
+    draft = None if kind == "none" else lucky(model, family, **KINDS[kind])
+    target = GraphTarget(model, deterministic=deterministic)
+    for _ in range(2):
+        mine = generate(target, PROMPTS, request(), draft)
+        alike(mine, generate(model, PROMPTS, request(), draft))
+        known = zip(answers(family, True, 3), request().limits, strict=True)
+        assert mine.tokens == [row[:n] for row, n in known]
+        captured = target.captured
+    assert len(target.free[0].rounds[draft].captured) == 1 and target.captured == captured
+
+
+def test_drafts_are_wrong_and_right():
+    taken = Counter()
+    for family in tiny.FAMILIES:
+        model = tiny.target(family, True)
+        for kind in KINDS:
+            draft = lucky(model, family, **KINDS[kind])
+            taken.update(generate(GraphTarget(model), PROMPTS, request(), draft).trace.accept_lens)
+    assert taken[0] > taken[1] > 0 and sum(taken[n] for n in (2, 3)) > 0
+
+
+class Alternating(Fixed):
+    """Any length, and none: a draft that rests observes all the same."""
+
+    def width(self, lengths):
+        self.turn = getattr(self, "turn", -1) + 1
+        return (4, 1, 2, 1, 1, 3)[self.turn % 6]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_a_controller_may_choose_the_length_of_every_round(family):
+    model = tiny.target(family, True)
+    draft, target = lucky(model, family, **KINDS["DFlash 2"]), GraphTarget(model)
+    mine = generate(target, PROMPTS, request(), draft, controller=Alternating(4))
+    assert mine.tokens == generate(model, PROMPTS, request(), draft).tokens
+    assert {row[0] for row in mine.trace.proposed} == {0, 1, 2, 3}
+
+
+def test_a_stop_token_ends_a_row_on_the_device_too():
+    model = tiny.target("gpt_oss", True)
+    draft, known = lucky(model, "gpt_oss"), answers("gpt_oss", True, 3)
+    stop = frozenset({known[0][11], known[1][3]})
+    target = GraphTarget(model)
+    mine = generate(target, PROMPTS, request(stop=stop), draft)
+    alike(mine, generate(model, PROMPTS, request(stop=stop), draft))
+    assert [row[-1] in stop for row in mine.tokens].count(True) >= 2
+    assert not target.free[0].rounds[draft].state.left.any(), "the device knows that all are done"
+
+
+def test_who_reads_may_end_a_row():
+    model = tiny.target("llama", True)
+    draft, seen = lucky(model, "llama"), []
+
+    def on_tokens(row, tokens):
+        seen.append(row)
+        return row == 1 and seen.count(1) == 3
+
+    mine = generate(GraphTarget(model), PROMPTS, request(), draft, on_tokens=on_tokens)
+    known = answers("llama", True, 3)
+    assert mine.tokens[0] == known[0] and mine.tokens[2] == known[2][: NEW - 4]
+    assert seen.count(1) == 3 and mine.tokens[1] == known[1][: len(mine.tokens[1])]
+
+
+def test_the_host_reads_a_round_while_the_next_one_runs():
+    events = []
+
+    def capture(run):
+        out, replay = reruns(run)
+        return out, lambda: (events.append("round"), replay())
+
+    model = tiny.target("gpt_oss", True)
+    draft = lucky(model, "gpt_oss")
+    alone = Request(max_new_tokens=NEW)
+
+    def on_tokens(row, tokens):
+        events.append("read")
+
+    generate(GraphTarget(model, capture=capture), PROMPTS[:1], alone, draft, on_tokens=on_tokens)
+    assert events[:3] == ["round", "read", "round"], "the prompt in one step, its token, the first round"
+    assert events[3:] == ["round", "read"] * (len(events) // 2 - 1) and len(events) > 20
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+def test_damaged_logits_are_an_error_that_names_the_model(where):
+    model = build(tiny.config("gpt_oss", window=True))
+    tiny.randomise(named_tensors(model), 0)
+    draft = random_dflash(model)
+    target, seen = GraphTarget(model.eval()), []
+
+    def on_tokens(row, tokens):
+        seen.append(tokens)
+        weights = model.norm.weight if where == "target" else draft.draft.norm.weight
+        if len(seen) == 3:
+            weights.data.fill_(torch.nan)
+
+    with pytest.raises(ValueError, match=f"step [34]: the {where}'s logits are not finite"):
+        generate(target, PROMPTS[:1], Request(max_new_tokens=NEW), draft, on_tokens=on_tokens)
+
+
+def test_what_needs_the_host_is_decoded_by_the_loop():
+    model = tiny.target("gpt_oss", True)
+    target, draft = GraphTarget(model), random_dflash(model)
+    drawn = Sampling(temperature=1.0)
+    for some, how in (
+        (NGram(block_size=4), Sampling()),
+        (draft, drawn),
+        (None, Sampling(presence_penalty=1)),
+    ):
+        generate(target, PROMPTS, request(sampling=how), some, rng=torch.Generator().manual_seed(1))
+        assert not target.free[0].rounds
+    generate(target, PROMPTS, request(), draft, on_logits=lambda row, logits: None)
+    assert not target.free[0].rounds
+
+
+def of_parts(model, kind, batch=2):
+    """A round of every position over buffers that no generation has filled."""
+    target = GraphTarget(model)
+    draft = None if kind == "none" else random_dflash(model, **KINDS[kind])
+    if draft is not None:
+        draft.draft.to(model.device)
+    cache = target.make_cache(batch, 60, slack=4)
+    rounds = DeviceRounds(target, cache, draft)
+    rounds.state.left.fill_(9)
+    return Round(target, rounds.memory, rounds.session, rounds.state, rounds.block)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_round_waits_for_nobody(host_watched, family, kind):
+    with GPU:
+        model = build(tiny.config(family, window=True))
+    run = of_parts(model.to(GPU).eval(), kind)
+    host_watched()
+    with NoHost():
+        out = run()
+    assert out.numbers.device == GPU and out.numbers.shape == (2, 2 * run.n + 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("gpt_oss", "DFlash 2"), ("llama", "DSpark"), ("qwen3", "none")]
+)
+@torch.no_grad()
+def test_a_round_is_one_graph_for_a_compiler(family, kind):
+    model = tiny.target(family, True)
+    plain = [of_parts(model, kind) for _ in range(2)]
+    compiled = torch.compile(plain[1], fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        assert torch.equal(plain[0]().numbers, compiled().numbers)
+    for name, buffer in plain[0].state.named_buffers():
+        torch.testing.assert_close(buffer, plain[1].state.get_buffer(name), rtol=0, atol=1e-3)
+
+
+def test_the_embedded_model_writes_its_text_in_rounds():
+    model = outpace.load()
+    draft = outpace.load_draft("dflash", model)
+    prompts = [model.tokenizer.encode(text).ids for text in ("def load(self):\n    return", "import ")]
+    wanted = Request(max_new_tokens=40)
+    mine = generate(GraphTarget(model.target), prompts, wanted, draft)
+    alike(mine, generate(model.target, prompts, wanted, draft))
+    assert 0.05 < mine.trace.accept_rate < 0.95
+
+
+def test_the_state_of_a_round_is_only_what_it_needs():
+    state = State(GraphTarget(tiny.target("gpt_oss", True)), 3, 4, 2)
+    state.begin(torch.tensor([5, 6, 7]), [3, 4, 5], [2, 0, 1], frozenset({9, 4}))
+    assert state.stop.nonzero()[:, 0].tolist() == [4, 9] and state.left.tolist() == [2, 0, 1]
+    state.begin(torch.tensor([5, 6, 7]), [3, 4, 5], [2, 0, 1], frozenset())
+    assert not state.stop.any()
