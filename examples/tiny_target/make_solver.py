@@ -2,10 +2,11 @@
 
     python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver.toml --device cuda \\
         --workers 13 --out work/solver
-    python -m examples.tiny_target.make_solver --recipe examples/tiny_target/solver_tune.toml \\
-        --init work/solver/model --out work/tune
+    torchrun --nproc-per-node 2 -m examples.tiny_target.make_solver \\
+        --recipe examples/tiny_target/solver_tune.toml --init work/solver/model --out work/tune
 
-A stopped run resumes from its last checkpoint. The checkpoint folder is OUT/model.
+Two processes of one thread are faster on two cores than one of two. A stopped run resumes from its last
+checkpoint. The checkpoint folder is OUT/model.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from outpace.checkpoint.open import target_path
 from outpace.checkpoint.save import write_atomically
 from outpace.config import load_settings, parse_overrides
 from outpace.loading import open_target
+from outpace.ops import ranks
 from outpace.text.tokenizer import read_tokenizer, train_bpe
 from outpace.train.drafts import read_provenance
 
@@ -35,18 +37,22 @@ def make(
     device: str = "cpu",
     workers: int = 0,
 ) -> str:
-    """Train and save; -> a line with the quality of the saved model. Raises ValueError for a recipe that
-    cannot be trained."""
+    """Train and save; -> a line with the quality of the saved model, "" in all but the first of several
+    processes. Raises ValueError for a recipe that cannot be trained."""
     start, known = (None, None) if init is None else open_target(init)
     shape = {} if start is None else shape_of(start.config)
     settings = load_settings(ProblemRecipe, recipe, parse_overrides(ProblemRecipe, overrides) | shape)
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "tokenizer.json").exists():
+    if ranks.leads() and not (out / "tokenizer.json").exists():
         pieces = sample_pieces(settings.seed, SAMPLES)
         bpe = known or train_bpe(pieces, settings.vocab_size, alone=ALONE)
         write_atomically(out / "tokenizer.json", bpe.to_str(pretty=True).encode())
-    tokenizer = read_tokenizer(out)
-    model = train_solver(settings, tokenizer, out, init=start, device=device, workers=workers)
+    with ranks.joined():
+        ranks.wait()
+        tokenizer = read_tokenizer(out)
+        model = train_solver(settings, tokenizer, out, init=start, device=device, workers=workers)
+    if not ranks.leads():
+        return ""
     before = None if init is None else read_provenance(target_path(init))
     quality = publish_solver(model, tokenizer, settings, out, out / "model", before)
     exact = quality["exact"]
@@ -73,9 +79,11 @@ def main() -> None:
     )
     asked = parser.parse_args()
     try:
-        print(make(asked.recipe, asked.set, asked.init, asked.out, asked.device, asked.workers))
+        told = make(asked.recipe, asked.set, asked.init, asked.out, asked.device, asked.workers)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    if told:
+        print(told)
 
 
 if __name__ == "__main__":

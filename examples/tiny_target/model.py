@@ -12,6 +12,7 @@ from outpace.models.config import FULL, WINDOW, ModelConfig
 from outpace.models.decoder import Decoder
 from outpace.models.load import build
 from outpace.models.save import dense_tensors
+from outpace.ops import ranks
 from outpace.ops.dispatch import product_dtype
 from outpace.ops.rope import RopeConfig
 from outpace.ops.sampling import seeded
@@ -241,7 +242,8 @@ class Learner:
                 group["lr"] = lr * factor
 
     def update(self) -> None:
-        """The gradients into the weights."""
+        """The gradients of all processes into the weights."""
+        ranks.add_gradients(self.model.parameters())
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in (self.muon, self.adam):
             optimizer.step()

@@ -23,6 +23,7 @@ from examples.tiny_target.problem_rows import (
     packs,
 )
 from outpace.models.decoder import Decoder
+from outpace.ops import ranks
 from outpace.tasks.families import FAMILIES
 from outpace.text.harmony import HarmonyTokens
 from outpace.text.sft_rows import rows
@@ -53,14 +54,15 @@ class ProblemRecipe(TargetShape):
 
 
 def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: int) -> dict[str, Tensor]:
-    """Adds the gradients of the mean loss on the supervised tokens of all batches; -> sums over them, on the
-    model's device: loss, balance, and `families`, the loss and the tokens of each of `LESSONS` [n,2]."""
+    """Adds this process's gradients of the mean loss on the supervised tokens of all batches; -> sums over
+    all, on the model's device: loss, balance, and `families`, the loss and the tokens of each of `LESSONS`
+    [n,2]."""
     supervised = sum(sum(batch.supervised) for batch in some)
     fed = sum(int((batch.inputs != pad).sum()) for batch in some)
     device = model.device
     sizes = {"loss": (), "balance": (), "families": (len(LESSONS), 2)}
     sums = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
-    for batch in some:
+    for batch in _own(some):
         # places are counted on the host: a mask as an index makes it wait for the device
         real = (batch.inputs != pad).flatten().nonzero()[:, 0].to(device)
         training = batch.labels != UNSUPERVISED
@@ -83,7 +85,16 @@ def _learn(model: Decoder, some: Sequence[Batch], recipe: ProblemRecipe, pad: in
         loss.backward()  # type: ignore[no-untyped-call]
         counted = torch.stack((rows.nll, torch.ones_like(rows.nll)), 1)
         sums["families"].index_add_(0, own, counted)
+    sums = {name: ranks.total(x) for name, x in sums.items()}
     return sums | {"tokens": torch.tensor(fed), "supervised": torch.tensor(supervised)}
+
+
+def _own(some: Sequence[Batch]) -> list[Batch]:
+    """This process's batches: large ones first, each to who has the fewest tokens so far."""
+    shares: list[list[Batch]] = [[] for _ in range(ranks.size())]
+    for batch in sorted(some, key=lambda batch: -batch.inputs.numel()):
+        min(shares, key=lambda share: sum(b.inputs.numel() for b in share)).append(batch)
+    return shares[ranks.rank()]
 
 
 def _metrics(sums: dict[str, Tensor]) -> dict[str, Any]:
@@ -147,6 +158,7 @@ def train_solver(
 ) -> Decoder:
     """Train, resuming from folder/checkpoint.pt where there is one, and return the model (dense, on the CPU).
 
+    Processes that torchrun started each learn from a part of every step's batches.
     `init`: a trained target whose weights are the start, with optimizers that remember nothing. `workers`:
     processes that make problems, beside this one. Raises ValueError where its config is not the recipe's.
     """

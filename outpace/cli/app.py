@@ -124,3 +124,8 @@ def resumable(out: Path) -> Iterator[None]:
             f"\nstopped: the same command resumes from {out}", highlight=False, markup=False, soft_wrap=True
         )
         raise typer.Exit(130) from None
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether Python or torch could not allocate."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -24,7 +24,7 @@ from outpace.cli import (  # noqa: F401 - they add their commands
     serve,
     training,
 )
-from outpace.cli.app import app
+from outpace.cli.app import app, out_of_memory
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         _fail(str(error))
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # torch's name for it
+        if out_of_memory(error):
             _fail("not enough memory: use smaller sizes or a shorter context")
         raise
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.app import Deterministic, DeviceName, Target, app, say
+from outpace.cli.app import Deterministic, DeviceName, Target, app, out_of_memory, say
 
 if TYPE_CHECKING:
     from outpace.api import Model
@@ -91,7 +91,15 @@ def serve(
         max_waiting=max_waiting,
         max_seconds=max_seconds,
     )
-    server = Server(served, config)
+    try:
+        server = Server(served, config)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ValueError(
+            f"KV of {max_num_seqs:,} sequences of {config.max_model_len:,} tokens do not fit in memory: use "
+            "a smaller --max-num-seqs or --max-model-len"
+        ) from None
     if model.graphs is None or kv_memory is not None:  # a GPU's was known before the model was loaded
         _check_memory(server.engine.nbytes, server.engine.step_nbytes, config, kv_memory)
     door = AppConfig(api_key=api_key, cors=tuple(cors or ()))

@@ -191,13 +191,11 @@ class DeviceRounds:
     @torch.no_grad()
     def _round(self, n: int) -> tuple[Committed, Callable[[], None]]:
         if n not in self.captured:
-            kept = {name: buffer.clone() for name, buffer in self.state.named_buffers()}
-            self.state.left.zero_()  # no row runs: what is captured commits nothing
-            self.state.kept.zero_()
+            before = {name: buffer.clone() for name, buffer in self.state.named_buffers()}
             run = Round(self.target, self.memory, self.session, self.state, n)
             self.captured[n] = self.target.capture(run)
             self.target.captured += 1
-            for name, buffer in kept.items():
+            for name, buffer in before.items():  # keys and values lie behind the text, and are written again
                 self.state.get_buffer(name).copy_(buffer)
         return self.captured[n]
 

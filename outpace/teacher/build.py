@@ -22,7 +22,7 @@ from outpace.ops import ranks
 from outpace.ops.sampling import seeded
 from outpace.teacher.check import NOT_FINITE, check_states, tolerance_of
 from outpace.teacher.prompts import Prompts
-from outpace.teacher.source import OwnEngine, Source
+from outpace.teacher.source import OwnEngine, Questions, Source
 from outpace.teacher.store import (
     DTYPES,
     FORMAT_VERSION,
@@ -355,10 +355,14 @@ def _respond(
         same.sort(key=lambda i: len(prompt[i]))
         for n in range(0, len(same), recipe.batch):
             rows = same[n : n + recipe.batch]
-            limits = [longest[i] for i in rows]
-            number = seeded(recipe.seed, RESPONSE, rows[0]).initial_seed()
-            answers = source.respond([prompt[i] for i in rows], limits, temperature, stop, number)
-            values |= dict(zip(rows, answers, strict=True))
+            asked = Questions(
+                prompts=[prompt[i] for i in rows],
+                limits=[longest[i] for i in rows],
+                temperature=temperature,
+                stop=stop,
+                seed=seeded(recipe.seed, RESPONSE, rows[0]).initial_seed(),
+            )
+            values |= dict(zip(rows, source.respond(asked), strict=True))
     return values
 
 

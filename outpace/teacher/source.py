@@ -16,21 +16,26 @@ from outpace.models.decoder import Decoder
 from outpace.ops.sampling import Sampling
 
 
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Prompts that are answered together, each in up to so many tokens or up to a stop token. `seed`: of the
+    draws above temperature 0."""
+
+    prompts: list[list[int]]
+    limits: list[int]
+    temperature: float
+    stop: frozenset[int]
+    seed: int
+
+
 class Source(Protocol):
     """A target that answers and shows its states."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def respond(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        temperature: float,
-        stop: frozenset[int],
-        seed: int,
-    ) -> list[list[int]]:
-        """Answers to each prompt, of up to `limits` tokens, a stop token at the end included."""
+    def respond(self, asked: Questions) -> list[list[int]]:
+        """The answers, each with the stop token that ended it."""
         ...
 
     def states(self, tokens: Tensor, layer_ids: Sequence[int], offset: int) -> tuple[Tensor, Tensor]:
@@ -47,18 +52,15 @@ class OwnEngine:
     def dtype(self) -> torch.dtype:
         return self.target.dtype
 
-    def respond(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        temperature: float,
-        stop: frozenset[int],
-        seed: int,
-    ) -> list[list[int]]:
-        sampling = Sampling(temperature=temperature)
-        request = Request(max_new_tokens=max(limits), limits=tuple(limits), sampling=sampling, stop=stop)
-        rng = torch.Generator(self.target.device).manual_seed(seed)
-        return generate(self.target, [list(ids) for ids in prompts], request, rng=rng).tokens
+    def respond(self, asked: Questions) -> list[list[int]]:
+        request = Request(
+            max_new_tokens=max(asked.limits),
+            limits=tuple(asked.limits),
+            sampling=Sampling(temperature=asked.temperature),
+            stop=asked.stop,
+        )
+        rng = torch.Generator(self.target.device).manual_seed(asked.seed)
+        return generate(self.target, asked.prompts, request, rng=rng).tokens
 
     @torch.inference_mode()
     def states(self, tokens: Tensor, layer_ids: Sequence[int], offset: int) -> tuple[Tensor, Tensor]:
@@ -91,30 +93,23 @@ class Transformers:
         return dtype
 
     @torch.inference_mode()
-    def respond(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        temperature: float,
-        stop: frozenset[int],
-        seed: int,
-    ) -> list[list[int]]:
-        width = max(map(len, prompts))
-        tokens = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts])
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    def respond(self, asked: Questions) -> list[list[int]]:
+        width = max(map(len, asked.prompts))
+        tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in asked.prompts])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in asked.prompts])
+        drawn = {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": 1.0}
         with torch.random.fork_rng():  # transformers draws from torch's global state alone
-            torch.manual_seed(seed)
+            torch.manual_seed(asked.seed)
             output = self.model.generate(
                 input_ids=tokens.to(self.model.device),
                 attention_mask=mask.to(self.model.device),
-                max_new_tokens=max(limits),
-                eos_token_id=sorted(stop),
+                max_new_tokens=max(asked.limits),
+                eos_token_id=sorted(asked.stop),
                 pad_token_id=0,
-                **(drawn if temperature else {"do_sample": False}),
+                **(drawn if asked.temperature else {"do_sample": False}),
             )
         answers = output[:, width:].tolist()
-        return [_until(ids[:limit], stop) for ids, limit in zip(answers, limits, strict=True)]
+        return [_until(ids[:n], asked.stop) for ids, n in zip(answers, asked.limits, strict=True)]
 
     @torch.inference_mode()
     def states(self, tokens: Tensor, layer_ids: Sequence[int], offset: int) -> tuple[Tensor, Tensor]:

@@ -160,8 +160,8 @@ MUTANTS = [
     (
         "capturing a round commits it",
         "outpace/decode/device_rounds.py",
-        """            self.state.left.zero_()  # no row runs""",
-        """            self.state.last  # no row runs""",
+        """                self.state.get_buffer(name).copy_(buffer)""",
+        """                self.state.get_buffer(name)""",
         "tests/decode/test_device_rounds.py",
     ),
     (

@@ -1,6 +1,7 @@
 """`outpace serve`: what it refuses before it listens."""
 
 import pytest
+from test_cli import run
 
 from outpace.cli.serve import _check_memory, _drafts, _speculative
 from outpace.serve.engine import EngineConfig
@@ -36,3 +37,10 @@ def test_a_speculative_config_that_is_none(text, message):
 
 def test_prompt_lookup_is_always_there():
     assert _drafts(None, "none")[1] is None and list(_drafts(None, "none")[0]) == ["ngram"]  # type: ignore[arg-type]
+
+
+def test_sequences_that_nobody_has_memory_for_name_the_option(monkeypatch, capsys):
+    words = "serve", "default", "--speculative-config", "none", "--max-num-seqs", "1000000000"
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code == 2 and "KV of 1,000,000,000 sequences of 4,096 tokens" in err
+    assert "a smaller --max-num-seqs or --max-model-len" in err

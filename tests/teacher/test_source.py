@@ -10,7 +10,7 @@ from test_build import RECIPE, contents, make
 from test_cli import run
 
 from outpace.models.load import load_target
-from outpace.teacher.source import Transformers
+from outpace.teacher.source import Questions, Transformers
 from outpace.teacher.store import StoreError, read_meta
 
 GREEDY = dataclasses.replace(RECIPE, samples=5, shard_samples=9, greedy_share=1.0, final=True)
@@ -48,12 +48,11 @@ def test_drawn_answers_are_the_seeds_and_end_at_stops(folder, tmp_path):
     other = dataclasses.replace(recipe, seed=12)
     assert contents(tmp_path / "0") != contents(make(tmp_path / "2", other, target, source=source).folder)
     prompts = [[7, 8, 9], [11, 12, 13, 14, 15]]
-    whole = source.respond(prompts, [12, 4], 0.0, frozenset({96}), 1)
+    asked = Questions(prompts=prompts, limits=[12, 4], temperature=0.0, stop=frozenset({96}), seed=1)
+    whole = source.respond(asked)
     assert [len(ids) for ids in whole] == [12, 4] and caches[0].meta.complete
-    assert (
-        source.respond(prompts, [12, 4], 0.0, frozenset({whole[0][5], 96}), 1)[0]
-        == whole[0][: whole[0].index(whole[0][5]) + 1]
-    )
+    sooner = dataclasses.replace(asked, stop=frozenset({whole[0][5], 96}))
+    assert source.respond(sooner)[0] == whole[0][: whole[0].index(whole[0][5]) + 1]
 
 
 def test_two_sources_do_not_share_a_folder(folder, tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import torchrun
 
 from examples.tiny_target.make_solver import ALONE, make
 from examples.tiny_target.model import first_model
@@ -70,6 +72,22 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tokenizer, tmp_path
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < log[0]["loss"] - 0.3
     assert set(log[2]["exact_by_family"]) == set(FAMILIES)
+
+
+def test_two_processes_train_as_one(tokenizer, tmp_path):
+    train_solver(ProblemRecipe(**MICRO, mix=MIX), tokenizer, tmp_path / "one")
+    ended = torchrun(2, Path(__file__).parent / "solver_process.py", tmp_path / "two")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in two]
+    for mine, wanted in zip(two, one, strict=True):
+        error = 2e-3 if mine["step"] else 1e-5  # Muon rounds to bfloat16, where the CPU multiplies that
+        for name in ("loss", "balance"):
+            assert mine[name] == pytest.approx(wanted[name], abs=error), (mine["step"], name)
+        assert mine["families"] == pytest.approx(wanted["families"], abs=10 * error)
 
 
 def test_a_family_is_exact_where_all_own_tokens_are_most_probable(tokenizer):
