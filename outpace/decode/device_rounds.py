@@ -26,7 +26,7 @@ class State(nn.Module):
 
     last: the last token of its text, which is not remembered yet. starts: tokens that are. kept: how many of
     the last round's; the draft observes them with `aux` [n,B,N,C], the target's hidden states at them. left:
-    tokens to be written; 0 when the row is done. stop [V]: tokens that end a row.
+    tokens to be written; 0 when the row is done. The host knows of stop tokens, a round later.
     """
 
     last: Tensor
@@ -34,7 +34,6 @@ class State(nn.Module):
     kept: Tensor
     left: Tensor
     aux: Tensor
-    stop: Tensor
 
     def __init__(self, target: GraphTarget, batch: int, width: int, layers: int) -> None:
         super().__init__()
@@ -43,17 +42,13 @@ class State(nn.Module):
             self.register_buffer(name, torch.zeros(batch, dtype=torch.int64, device=device))
         aux = torch.zeros(layers, batch, width, config.hidden_size, dtype=target.decoder.dtype, device=device)
         self.register_buffer("aux", aux)
-        self.register_buffer("stop", torch.zeros(config.vocab_size, dtype=torch.bool, device=device))
 
-    def begin(self, last: Tensor, starts: list[int], left: list[int], stop: frozenset[int]) -> None:
+    def begin(self, last: Tensor, starts: list[int], left: list[int]) -> None:
         """A generation whose prompts are remembered, `starts` tokens of each row."""
         self.last.copy_(last)
         self.starts.copy_(torch.tensor(starts))
         self.left.copy_(torch.tensor(left))
         self.kept.zero_()
-        ends = torch.zeros(self.stop.shape, dtype=torch.bool)
-        ends[torch.tensor(sorted(stop), dtype=torch.int64)] = True
-        self.stop.copy_(ends)
 
 
 class Committed(NamedTuple):
@@ -84,11 +79,10 @@ class Round(nn.Module):
         best, scores = out.best[:, :n], out.logits[:, :n]
         accepted = (tokens[:, 1:] == best[:, :-1]).long().cumprod(1).sum(1)
         kept = torch.where(running, accepted + 1, 0)
-        ends = (state.stop[best] & (torch.arange(n, device=best.device) < kept[:, None])).any(1)
         state.last.copy_(torch.where(running, best.gather(1, accepted[:, None])[:, 0], state.last))
         state.starts.add_(kept)
         state.kept.copy_(kept)
-        state.left.copy_(torch.where(ends, 0, (state.left - kept).clamp(min=0)))
+        state.left.copy_((state.left - kept).clamp(min=0))
         if out.aux is not None:
             state.aux[:, :, :n] = out.aux[:, :, :n]
         # as `check_finite`: a NaN or an infinity anywhere
@@ -160,7 +154,7 @@ class DeviceRounds:
             0 if done else limit - len(text)
             for done, limit, text in zip(rows.done, rows.limits, rows.emitted, strict=True)
         ]
-        self.state.begin(last, starts, left, rows.request.stop)
+        self.state.begin(last, starts, left)
         waiting: tuple[int, Callable[[], list[list[int]]]] | None = None
         while not all(rows.done):
             with trace.timed("verify"):
@@ -181,7 +175,7 @@ class DeviceRounds:
                     lengths[b] += count
                     rows.emit(b, numbers[b][n : n + count])
                     if rows.done[b]:
-                        self.state.left[b].zero_()  # the host may know another reason to end
+                        self.state.left[b].zero_()
                 trace.add(batch, active, [n - 1] * len(active), [count - 1 for count in kept])
                 proposal = Proposal(torch.tensor([numbers[b][:n] for b in active]), [n] * len(active))
                 controller.learn(proposal, [list(range(count)) for count in kept])

@@ -125,8 +125,8 @@ MUTANTS = [
     (
         "rows that are done go on",
         "outpace/decode/device_rounds.py",
-        """torch.where(ends, 0, (state.left - kept).clamp(min=0))""",
-        """state.left - kept + state.left.clamp(max=1)""",
+        """(state.left - kept).clamp(min=0)""",
+        """(state.left - kept).clamp(min=1)""",
         "tests/decode/test_device_rounds.py",
     ),
     (
@@ -134,13 +134,6 @@ MUTANTS = [
         "outpace/decode/device_rounds.py",
         """.long().cumprod(1).sum(1)""",
         """.long().sum(1)""",
-        "tests/decode/test_device_rounds.py",
-    ),
-    (
-        "a stop token among those that were not kept",
-        "outpace/decode/device_rounds.py",
-        """(state.stop[best] & (torch.arange(n, device=best.device) < kept[:, None]))""",
-        """state.stop[best]""",
         "tests/decode/test_device_rounds.py",
     ),
     (
