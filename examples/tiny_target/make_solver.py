@@ -79,11 +79,11 @@ def main() -> None:
     )
     asked = parser.parse_args()
     try:
-        told = make(asked.recipe, asked.set, asked.init, asked.out, asked.device, asked.workers)
+        line = make(asked.recipe, asked.set, asked.init, asked.out, asked.device, asked.workers)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    if told:
-        print(told)
+    if line:
+        print(line)
 
 
 if __name__ == "__main__":

@@ -1,167 +1,72 @@
-"""Whole rounds as captured steps: draft, verify, accept, commit; the host reads each while the next runs."""
+"""Rounds that a device runs by itself: the host starts one, and reads the one before while it runs."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from outpace.decode.controller import Controller
 from outpace.decode.request import BatchRows, Request
+from outpace.decode.round import MODELS, Committed, Round, State, StaticDraft
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal, not_finite
-from outpace.drafts.dflash import BoundDFlash, DFlashSession
-from outpace.drafts.sampler import Greedy
+from outpace.drafts.dflash import BoundDFlash
 from outpace.kv.base import KVCache
-from outpace.kv.metadata import StepMetadata
 from outpace.models.cuda_graphs import GraphCache, GraphTarget
-from outpace.models.static_step import StaticStep
+from outpace.models.decoder import Decoder
+from outpace.models.static_step import StaticStep, bucket, memories_of
 
-MODELS = "", "target", "draft"  # of Committed.damaged
+if TYPE_CHECKING:
+    from outpace.models.xla import XLATarget
 
-
-class State(nn.Module):
-    """What a round finds and leaves, of each of B rows.
-
-    last: the last token of its text, which is not remembered yet. starts: tokens that are. kept: how many of
-    the last round's; the draft observes them with `aux` [n,B,N,C], the target's hidden states at them. left:
-    tokens to be written; 0 when the row is done. The host knows of stop tokens, a round later.
-    """
-
-    last: Tensor
-    starts: Tensor
-    kept: Tensor
-    left: Tensor
-    aux: Tensor
-
-    def __init__(self, target: GraphTarget, batch: int, width: int, layers: int) -> None:
-        super().__init__()
-        config, device = target.config, target.device
-        for name in ("last", "starts", "kept", "left"):
-            self.register_buffer(name, torch.zeros(batch, dtype=torch.int64, device=device))
-        aux = torch.zeros(layers, batch, width, config.hidden_size, dtype=target.decoder.dtype, device=device)
-        self.register_buffer("aux", aux)
-
-    def begin(self, last: Tensor, starts: list[int], left: list[int]) -> None:
-        """A generation whose prompts are remembered, `starts` tokens of each row."""
-        self.last.copy_(last)
-        self.starts.copy_(torch.tensor(starts))
-        self.left.copy_(torch.tensor(left))
-        self.kept.zero_()
+Numbers = Callable[[], list[list[int]]]  # of a round, see `Committed`; waits until it has run
 
 
-class Committed(NamedTuple):
-    """numbers [B, 2N + 2] int64, of each row: the N verified tokens, the target's token after each, how many
-    of the latter continue the text, and the index in `MODELS` of one that is damaged."""
+class DeviceRounds(ABC):
+    """The rounds of a draft, or of none, over one size of cache. How sure a draft is does not shorten a
+    round."""
 
-    numbers: Tensor
-
-
-class Round(nn.Module):
-    """One round of N positions at temperature 0, over the buffers of a cache, a draft session and `state`: no
-    number is read on the host. N = 1 is autoregressive decoding."""
-
-    def __init__(
-        self, target: GraphTarget, cache: KVCache, session: DFlashSession | None, state: State, n: int
-    ) -> None:
-        super().__init__()
-        aux = () if session is None else session.draft.target_layer_ids
-        self.step = StaticStep(target.decoder, cache, aux)
-        self.session, self.state, self.n, self.width = session, state, n, target.width(n)
-
-    def forward(self) -> Committed:
-        state, n = self.state, self.n
-        tokens, sure = self._draft()
-        running = state.left > 0
-        padded = F.pad(tokens, (0, self.width - n))
-        out = self.step(padded, state.starts, torch.where(running, n, 0))
-        best, scores = out.best[:, :n], out.logits[:, :n]
-        accepted = (tokens[:, 1:] == best[:, :-1]).long().cumprod(1).sum(1)
-        kept = torch.where(running, accepted + 1, 0)
-        state.last.copy_(torch.where(running, best.gather(1, accepted[:, None])[:, 0], state.last))
-        state.starts.add_(kept)
-        state.kept.copy_(kept)
-        state.left.copy_((state.left - kept).clamp(min=0))
-        if out.aux is not None:
-            state.aux[:, :, :n] = out.aux[:, :, :n]
-        # as `check_finite`: a NaN or an infinity anywhere
-        damaged = torch.where(scores.amax().isfinite(), torch.where(sure.isfinite(), 0, 2), 1)
-        return Committed(torch.cat((tokens, best, kept[:, None], damaged.expand(len(kept), 1)), 1))
-
-    def _draft(self) -> tuple[Tensor, Tensor]:
-        """-> the round's tokens [B, N], and the sum of how sure the draft is of its own."""
-        state, session = self.state, self.session
-        nothing = torch.zeros((), device=state.last.device)
-        if session is None:
-            return state.last[:, None], nothing
-        T, device = state.aux.shape[2], state.last.device
-        before = state.starts - state.kept
-        session.remember(state.aux, StepMetadata((), (), T, device, on_device=(before, state.kept)))
-        if self.n == 1:
-            return state.last[:, None], nothing
-        x = session.embedded(state.last, self.n)
-        every = torch.full_like(state.starts, x.shape[1])
-        step = StepMetadata((), (), x.shape[1], device, True, on_device=(state.starts, every))
-        hidden = session.denoise(x, step)[:, 1 : self.n]
-        guessed = session.draft.guess(session.head, hidden, state.last, Greedy())
-        return torch.cat((state.last[:, None], guessed.tokens), 1), guessed.sure.sum()
-
-
-class DeviceRounds:
-    """The rounds of a draft, or of none, over one size of cache: captured once for each number of positions,
-    and replayed for every generation in such a cache. How sure a draft is does not shorten a round."""
-
-    def __init__(self, target: GraphTarget, cache: GraphCache, draft: BoundDFlash | None) -> None:
-        memory = cache.buffers.cache
-        self.target, self.memory = target, memory
+    def __init__(self, target: Decoder, cache: KVCache, draft: BoundDFlash | None) -> None:
         self.block = 1 if draft is None else draft.block_size
-        self.session = (
-            None if draft is None else draft.begin(memory.batch, memory.length, memory.offset, slack=0)
-        )
-        layers = 0 if draft is None else len(draft.target_layer_ids)
-        self.state = State(target, memory.batch, self.block, layers)
-        self.captured: dict[int, tuple[Committed, Callable[[], None]]] = {}
+        self.session = None if draft is None else draft.begin(cache.batch, cache.length, cache.offset)
+        self.draft = None if self.session is None else StaticDraft(self.session)
+        aux = () if draft is None else draft.target_layer_ids
+        self.step = StaticStep(target, cache, aux)
+        self.state = State(target, cache.batch, self.block, len(aux))
 
-    @classmethod
-    @torch.inference_mode(False)  # buffers outlive the generation that asked first
-    @torch.no_grad()
-    def over(
-        cls, target: object, cache: KVCache, draft: Draft | None, request: Request
-    ) -> "DeviceRounds | None":
-        """Those of `cache`, emptied; None where a round needs the host: other drafts than a DFlash, other
-        rules than the argmax, caches without graphs."""
-        fits = request.sampling.is_argmax and not request.grammars
-        if not isinstance(target, GraphTarget) or not isinstance(cache, GraphCache):
-            return None
-        if not fits or not cache.whole or not (draft is None or isinstance(draft, BoundDFlash)):
-            return None
-        known = cache.buffers.rounds
-        if draft not in known:
-            known[draft] = cls(target, cache, draft)
-        rounds: DeviceRounds = known[draft]
-        if rounds.session is not None:
-            rounds.session.rewind([0] * rounds.session.cache.batch)
-        return rounds
+    @abstractmethod
+    def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
+        """A generation: `cache` and `session` have its prompts, and it goes on from the tokens `last` [B]."""
+
+    @abstractmethod
+    def play(self, n: int) -> Numbers:
+        """Starts a round of n positions."""
+
+    @abstractmethod
+    def end(self, row: int) -> None:
+        """No round that is started from here on writes to this row."""
 
     def run(
-        self, last: Tensor, starts: list[int], rows: BatchRows, trace: Trace, controller: Controller
+        self, cache: KVCache, last: Tensor, rows: BatchRows, trace: Trace, controller: Controller
     ) -> Iterator[None]:
         """After the prefill, which gave `last` [B]: yields after every round that was read. `controller`
         chooses how long the next one is, knowing all rounds but the one that runs."""
-        batch, lengths = len(rows.done), list(starts)
-        left = [
-            0 if done else limit - len(text)
-            for done, limit, text in zip(rows.done, rows.limits, rows.emitted, strict=True)
-        ]
-        self.state.begin(last, starts, left)
-        waiting: tuple[int, Callable[[], list[list[int]]]] | None = None
+        batch, lengths = len(rows.done), list(cache.lengths)
+        self.begin(
+            cache,
+            last,
+            [
+                0 if done else limit - len(text)
+                for done, limit, text in zip(rows.done, rows.limits, rows.emitted, strict=True)
+            ],
+        )
+        waiting: tuple[int, Numbers] | None = None
         while not all(rows.done):
             with trace.timed("verify"):
                 n = min(controller.width(lengths), self.block)
-                out, replay = self._round(n)
-                replay()
-                before, waiting = waiting, (n, on_its_way(out.numbers))
+                before, waiting = waiting, (n, self.play(n))
                 if before is None:
                     continue
                 n, read = before
@@ -175,18 +80,39 @@ class DeviceRounds:
                     lengths[b] += count
                     rows.emit(b, numbers[b][n : n + count])
                     if rows.done[b]:
-                        self.state.left[b].zero_()
+                        self.end(b)
                 trace.add(batch, active, [n - 1] * len(active), [count - 1 for count in kept])
                 proposal = Proposal(torch.tensor([numbers[b][:n] for b in active]), [n] * len(active))
                 controller.learn(proposal, [list(range(count)) for count in kept])
             yield
+
+
+class GraphRounds(DeviceRounds):
+    """Captured once for each number of positions, over the buffers of a cache, and replayed for every
+    generation in them."""
+
+    def __init__(self, target: GraphTarget, cache: GraphCache, draft: BoundDFlash | None) -> None:
+        super().__init__(target.decoder, cache.buffers.cache, draft)
+        self.target = target
+        self.captured: dict[int, tuple[Committed, Callable[[], None]]] = {}
+
+    def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
+        self.state.begin(last, cache.lengths, left)
+
+    def play(self, n: int) -> Numbers:
+        out, replay = self._round(n)
+        replay()
+        return on_its_way(out.numbers)
+
+    def end(self, row: int) -> None:
+        self.state.left[row].zero_()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _round(self, n: int) -> tuple[Committed, Callable[[], None]]:
         if n not in self.captured:
             before = {name: buffer.clone() for name, buffer in self.state.named_buffers()}
-            run = Round(self.target, self.memory, self.session, self.state, n)
+            run = Round(self.step, self.draft, self.state, n, self.target.width(n))
             self.captured[n] = self.target.capture(run)
             self.target.captured += 1
             for name, buffer in before.items():  # keys and values lie behind the text, and are written again
@@ -194,7 +120,61 @@ class DeviceRounds:
         return self.captured[n]
 
 
-def on_its_way(numbers: Tensor) -> Callable[[], list[list[int]]]:
+class CompiledRounds(DeviceRounds):
+    """Compiled once for each number of positions: a program takes what a round writes, and gives it back."""
+
+    def __init__(self, target: "XLATarget", cache: KVCache, draft: BoundDFlash | None) -> None:
+        super().__init__(target.decoder, cache, draft)
+        self.target, self.programs = target, dict[int, Callable[..., Any]]()
+        self.written = dict[str, Tensor]()
+        self.fixed = {f"step.model.{name}": x for name, x in target.weights.items()}
+        if self.draft is not None:
+            own = (*self.draft.named_parameters(prefix="draft"), *self.draft.named_buffers(prefix="draft"))
+            self.fixed |= target.moved({name: x for name, x in own if name not in self._memories()})
+
+    def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
+        self.state.begin(last, cache.lengths, left)
+        own = dict(self.state.named_buffers(prefix="state")) | self._memories()
+        targets = {f"step.{name}": memory for name, memory in memories_of(cache).items()}
+        self.written = self.target.moved(own) | targets
+
+    def play(self, n: int) -> Numbers:
+        if n not in self.programs:
+            self.programs[n] = self.target.program(Round(self.step, self.draft, self.state, n, bucket(n)))
+        values, self.written = self.target.run(self.programs[n], self.fixed, self.written, {})
+        return lambda: self.target.read(values)[0].tolist()
+
+    def end(self, row: int) -> None:
+        self.written["state.left"][row] = 0
+
+    def _memories(self) -> dict[str, Tensor]:
+        """The draft's keys and values, on the host."""
+        known = {} if self.session is None else memories_of(self.session.cache)
+        return {f"draft.{name}": memory for name, memory in known.items()}
+
+
+@torch.inference_mode(False)  # buffers outlive the generation that asked first
+@torch.no_grad()
+def device_rounds(
+    target: object, cache: KVCache, draft: Draft | None, request: Request
+) -> DeviceRounds | None:
+    """The rounds of `cache`, emptied; None where a round needs the host: other drafts than a DFlash, other
+    rules than the argmax, targets without graphs or programs."""
+    known = cache.rounds
+    if known is None or not request.sampling.is_argmax or request.grammars:
+        return None
+    if not (draft is None or isinstance(draft, BoundDFlash)):
+        return None
+    if draft not in known:
+        kind: Any = GraphRounds if isinstance(target, GraphTarget) else CompiledRounds
+        known[draft] = kind(target, cache, draft)
+    rounds: DeviceRounds = known[draft]
+    if rounds.session is not None:
+        rounds.session.rewind([0] * cache.batch)
+    return rounds
+
+
+def on_its_way(numbers: Tensor) -> Numbers:
     """Begins to copy them to the host -> what waits for it, and gives them."""
     if numbers.device.type != "cuda":
         return numbers.clone().tolist  # the next round overwrites them

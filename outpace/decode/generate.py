@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, VerifyResult
 from outpace.decode.controller import Controller, Fixed
-from outpace.decode.device_rounds import DeviceRounds
+from outpace.decode.device_rounds import DeviceRounds, device_rounds
 from outpace.decode.partial import Partial, PartialSession, Trusting
 from outpace.decode.request import (
     BatchRows,
@@ -99,7 +99,7 @@ def steps(
     else:
         cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
         if partial is None and on_logits is None:
-            on_device = DeviceRounds.over(target, cache, draft, request)
+            on_device = device_rounds(target, cache, draft, request)
         if on_device is not None:
             session = on_device.session
         elif draft is not None:
@@ -120,7 +120,7 @@ def steps(
         rows.emit(b, [token])
     yield
     if on_device is not None:
-        yield from on_device.run(last, cache.lengths, rows, trace, controller)
+        yield from on_device.run(cache, last, rows, trace, controller)
         return
 
     active = list(range(B))

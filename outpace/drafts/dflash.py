@@ -69,7 +69,7 @@ class DFlash(NativeDraft):
         return self.hidden_norm(self.fc(aux.permute(1, 2, 0, 3).flatten(2)))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rope_tables(positions, self.inv, self.config.rope.concentration)
+        return rope_tables(positions, self.inv.to(positions.device), self.config.rope.concentration)
 
     def embed_block(self, anchors: Tensor, target: Decoder) -> Tensor:
         """anchors [...] -> [..., block_size, C]: the anchor's embedding, then MASKs."""

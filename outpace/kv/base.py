@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,6 +183,7 @@ class KVCache:
         self.length, self.slack, self.offset, self.windows = length, slack, offset, windows
         self.device = torch.device(device)
         self.room = length  # of the smallest ring
+        self.rounds: dict[Any, Any] | None = None  # by draft: see decode/device_rounds.py
         self.lengths = [0] * batch
         self.last_start = [0] * batch
         self.rows: tuple[int, ...] = ()  # of the memories, one of each sequence; empty: its number

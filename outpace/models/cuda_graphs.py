@@ -107,6 +107,7 @@ class GraphCache(KVCache):
     def __init__(self, buffers: GraphBuffers) -> None:
         vars(self).update(vars(buffers.cache))
         self.buffers, self.lengths, self.last_start = buffers, [0] * self.batch, [0] * self.batch
+        self.rounds = buffers.rounds
         self.kept_from = {size: [0] * self.batch for size in self.kept_from}
         self.layers = [copy(memory) for memory in self.layers]
         for part in (part for memory in self.layers for part in memory.parts):

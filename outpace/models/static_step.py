@@ -17,6 +17,11 @@ def bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def memories_of(cache: KVCache) -> dict[str, Tensor]:
+    """Keys and values of every layer by the names of a static step's buffers: k0, v0, k1, .."""
+    return {f"{part}{i}": getattr(m, part) for i, m in enumerate(cache.layers) for part in "kv"}
+
+
 class Step(NamedTuple):
     """hidden [B,T,C], logits [B,T,V], best [B,T] int64 (their argmax), aux [n,B,T,C] or None."""
 
@@ -42,8 +47,8 @@ class StaticStep(nn.Module):
                     f"layer {i} has an index or latent KV, and a static step has none: use_dsa(False) and "
                     "use_mla_kv(False) before make_cache"
                 )
-            self.register_buffer(f"k{i}", memory.k, persistent=False)
-            self.register_buffer(f"v{i}", memory.v, persistent=False)
+        for name, held in memories_of(cache).items():
+            self.register_buffer(name, held, persistent=False)
         self.model, self.offset, self.aux = model, cache.offset, tuple(aux)
         self.kinds = [copy.copy(memory) for memory in cache.layers]
 

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import torch
 import torchax
-from torch import Tensor
+from torch import Tensor, nn
 from torchax.interop import jax_view, torch_view
 
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import FEW
 from outpace.kv.tree import Tree
 from outpace.models.decoder import Decoder, Output
-from outpace.models.static_step import StaticStep, bucket
+from outpace.models.static_step import StaticStep, bucket, memories_of
 
 jax.config.update("jax_enable_x64", True)  # tokens, starts and slots are int64
 
@@ -21,9 +21,9 @@ jax.config.update("jax_enable_x64", True)  # tokens, starts and slots are int64
 class XLACache(KVCache):
     """Lengths on the host, keys and values in XLA's memory."""
 
-    def __init__(self, cache: KVCache, environment: Any) -> None:
+    def __init__(self, cache: KVCache, environment: Any, rounds: dict[Any, Any]) -> None:
         vars(self).update(vars(cache))
-        self.environment = environment
+        self.environment, self.rounds = environment, rounds
 
     def select(self, batch_indices: list[int]) -> None:
         with self.environment:
@@ -41,12 +41,15 @@ class XLATarget:
         self.decoder, self.config, self.device = model, model.config, torch.device("cpu")
         self.environment = torchax.default_env()
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.weights = self._moved(dict([*model.named_parameters(), *model.named_buffers()]))
+        self.rounds: dict[tuple[Any, ...], dict[Any, Any]] = {}  # by size of cache
+        self.made: list[Any] = []
+        self.weights = self.moved(dict([*model.named_parameters(), *model.named_buffers()]))
+        self.fixed = {f"model.{name}": x for name, x in self.weights.items()}
 
     @property
     def programs(self) -> int:
         """How many were compiled."""
-        return sum(function._cache_size() for function in self.functions.values())  # type: ignore[attr-defined]
+        return sum(function._cache_size() for function in self.made)
 
     def make_cache(
         self, batch: int, length: int, slack: int = 1, offset: int = 0, index: bool = False
@@ -55,8 +58,8 @@ class XLATarget:
         cache = self.decoder.make_cache(batch, bucket(length), bucket(slack), offset, index)
         StaticStep(self.decoder, cache)  # refuses
         for memory in cache.layers:
-            memory.k, memory.v = self._moved({"k": memory.k, "v": memory.v}).values()
-        return XLACache(cache, self.environment)
+            memory.k, memory.v = self.moved({"k": memory.k, "v": memory.v}).values()
+        return XLACache(cache, self.environment, self.rounds.setdefault((batch, *_size(cache)), {}))
 
     def precompile(
         self, batch: int, length: int, slack: int = 1, aux: Sequence[int] = (), most: int = FEW
@@ -93,33 +96,54 @@ class XLATarget:
         width = bucket(T)
         step = cache.begin(width, [T] * B if counts is None else counts)
         padded = torch.nn.functional.pad(tokens, (0, width - T))
-        inputs = self._moved({"tokens": padded, "start": step.starts, "counts": step.counts_tensor})
-        memories = {f"{part}{i}": getattr(m, part) for i, m in enumerate(cache.layers) for part in "kv"}
-        function = self._function(cache, tuple(aux))
-        values, written = function(*map(jax_view, (self.weights, memories, inputs)))
+        inputs = self.moved({"tokens": padded, "start": step.starts, "counts": step.counts_tensor})
+        key = tuple(aux), *_size(cache)
+        if key not in self.functions:
+            self.functions[key] = self.program(StaticStep(self.decoder, cache, aux))
+        values, written = self.run(self.functions[key], self.fixed, memories_of(cache), inputs)
         for i, memory in enumerate(cache.layers):
-            memory.k, memory.v = torch_view(written[f"k{i}"]), torch_view(written[f"v{i}"])
+            memory.k, memory.v = written[f"k{i}"], written[f"v{i}"]
         cache.advance(step)
-        hidden, scores, best, kept = (None if x is None else torch.tensor(jax.device_get(x)) for x in values)
+        hidden, scores, best, kept = (None if x is None else torch.tensor(x) for x in self.read(values))
         assert hidden is not None and scores is not None and best is not None
         kept = None if kept is None else kept[:, :, :T]
         return Output(hidden[:, :T], kept, [], scores[:, :T] if logits else None, best[:, :T])
 
-    def _function(self, cache: KVCache, aux: tuple[int, ...]) -> Callable[..., Any]:
-        key = aux, cache.offset, tuple((memory.size, memory.window) for memory in cache.layers)
-        if key not in self.functions:
-            static = StaticStep(self.decoder, cache, aux)
+    def program(self, module: nn.Module) -> Callable[..., Any]:
+        """`module` as a function of its weights, the buffers that it writes, and inputs -> its outputs, and
+        the buffers written: see `run`."""
 
-            def step(
-                weights: dict[str, Tensor], memories: dict[str, Tensor], inputs: dict[str, Tensor]
-            ) -> Any:
-                state = {f"model.{name}": x for name, x in weights.items()} | memories
-                out = torch.func.functional_call(static, state, kwargs=inputs)
-                return (out.hidden, out.logits, out.best, out.aux), memories
+        def step(fixed: dict[str, Tensor], written: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
+            out = torch.func.functional_call(module, fixed | written, kwargs=inputs)
+            return tuple(out), written
 
-            self.functions[key] = jax.jit(jax_view(step), donate_argnums=(1,))
-        return self.functions[key]
+        self.made.append(jax.jit(jax_view(step), donate_argnums=(1,)))
+        function: Callable[..., Any] = self.made[-1]
+        return function
 
-    def _moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    @torch.inference_mode(False)  # in which torch hands torchax operators whole that it knows in parts
+    @torch.no_grad()
+    def run(
+        self,
+        program: Callable[..., Any],
+        fixed: dict[str, Tensor],
+        written: dict[str, Tensor],
+        inputs: dict[str, Tensor],
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Starts a program, which takes `written` for good -> its outputs, which `read` waits for, and what
+        it wrote."""
+        values, after = program(*map(jax_view, (fixed, written, inputs)))
+        return values, torch_view(after)
+
+    def read(self, values: Any) -> Any:
+        """The outputs of a program as arrays of the host."""
+        return jax.device_get(values)
+
+    def moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """In XLA's memory."""
         with self.environment:
             return {name: x.detach().to("jax") for name, x in tensors.items()}
+
+
+def _size(cache: KVCache) -> tuple[Any, ...]:
+    return cache.offset, tuple((memory.size, memory.window) for memory in cache.layers)

@@ -11,9 +11,10 @@ from test_lossless_parts import PARTS
 
 import outpace
 from outpace.decode.controller import Fixed
-from outpace.decode.device_rounds import DeviceRounds, Round
+from outpace.decode.device_rounds import GraphRounds
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
+from outpace.decode.round import Round
 from outpace.drafts.lookup import NGram
 from outpace.models.cuda_graphs import GraphTarget, reruns
 from outpace.models.load import build, named_tensors
@@ -177,9 +178,9 @@ def of_parts(model, kind, batch=2):
     if draft is not None:
         draft.draft.to(model.device)
     cache = target.make_cache(batch, 60, slack=4)
-    rounds = DeviceRounds(target, cache, draft)
+    rounds = GraphRounds(target, cache, draft)
     rounds.state.left.fill_(9)
-    return Round(target, rounds.memory, rounds.session, rounds.state, rounds.block)
+    return Round(rounds.step, rounds.draft, rounds.state, rounds.block, target.width(rounds.block))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "none"])

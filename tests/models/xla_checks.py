@@ -3,10 +3,18 @@
 `test_xla.py` runs these in a process of their own: with torchax in it, torch.compile finds no way any more.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
 from dflash_drafts import random_dflash
+
+sys.path.append(str(Path(__file__).parents[1] / "decode"))
+from test_device_rounds import Alternating, lucky
+from test_lossless import NEW, PROMPTS, answers
+from test_lossless_parts import PARTS
 
 import outpace
 from outpace.decode.generate import generate
@@ -38,19 +46,48 @@ def both(model, target, prompts, draft, new_tokens=20):
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 def test_decoding_has_the_engines_tokens_past_the_windows(family):
-    """Alone, and with drafts that are wrong often: of the text, and a DFlash that reads the states."""
+    """Alone, and with drafts that are wrong often: of the text, and a DFlash, which runs there whole."""
     model = model_of(family)
     target = xla.XLATarget(model)
     drafts = [None, NGram(block_size=4), BoundDFlash(random_dflash(model), model)]
     for draft in drafts:
         size, layers = (1, ()) if draft is None else (draft.block_size, draft.target_layer_ids)
         target.precompile(1, 50, size, layers, most=8)
+        both(model, target, prompts_of(13), draft)  # compiles the rounds of the draft
     programs = target.programs
     for draft in drafts:
         for prompt_tokens in (17, 21):
             mine, theirs = both(model, target, prompts_of(prompt_tokens), draft)
             assert mine == theirs
     assert target.programs == programs >= 8, "no length and no count needs another program"
+
+
+@pytest.mark.parametrize("kind", ["DFlash 2, window", "DSpark"])
+def test_rounds_of_a_draft_run_whole(kind):
+    """Ragged rows, which end one after the other; accepted as by the engine, with a length that changes."""
+    model = tiny.target("gpt_oss", True)
+    draft, target = lucky(model, "gpt_oss", **PARTS[kind]), xla.XLATarget(model)
+    request = Request(max_new_tokens=20, limits=(20, 7, 13), prefill_chunk=8)
+    for controller in (None, Alternating):
+        mine, theirs = (
+            generate(x, PROMPTS, request, draft, controller=controller and controller(4))
+            for x in (model, target)
+        )
+        assert mine.tokens == theirs.tokens
+        assert mine.trace.accepted == theirs.trace.accepted and sum(mine.trace.accept_lens)
+
+
+def test_a_stop_token_and_who_reads_end_rows():
+    model = tiny.target("gpt_oss", True)
+    draft, target, known = lucky(model, "gpt_oss"), xla.XLATarget(model), answers("gpt_oss", True, 3)
+    request = Request(max_new_tokens=NEW, stop=frozenset({known[0][11]}), prefill_chunk=8)
+
+    def first_ends(row, tokens):
+        return row == 1
+
+    tokens = generate(target, PROMPTS, request, draft, on_tokens=first_ends).tokens
+    assert tokens[0] == known[0][: known[0].index(known[0][11]) + 1] and tokens[1] == known[1][:1]
+    assert tokens[2] == generate(model, PROMPTS, request, draft).tokens[2]
 
 
 def test_rows_that_end_leave_the_others_as_they_are():
@@ -86,8 +123,10 @@ def test_states_and_logits_are_the_modules():
 def test_the_embedded_model_writes_the_same_code():
     model = outpace.load()
     prompt = model.tokenizer.encode("import os\n\ndef main(").ids
-    mine, theirs = both(model.target, xla.XLATarget(model.target), [prompt], NGram(block_size=8), 40)
-    assert mine == theirs
+    target = xla.XLATarget(model.target)
+    for draft in (NGram(block_size=8), outpace.load_draft("dflash", model)):
+        mine, theirs = both(model.target, target, [prompt], draft, 40)
+        assert mine == theirs
 
 
 def test_what_it_does_not_do_is_refused():
