@@ -9,10 +9,10 @@ from torch import Tensor
 
 from outpace.decode.controller import Controller
 from outpace.decode.request import BatchRows, Request
-from outpace.decode.round import MODELS, Committed, Round, State, StaticDraft
+from outpace.decode.round import MODELS, Committed, Round, State
+from outpace.decode.static_drafts import runs_whole, static_draft
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, Proposal, not_finite
-from outpace.drafts.dflash import BoundDFlash
 from outpace.kv.base import KVCache
 from outpace.models.cuda_graphs import GraphCache, GraphTarget
 from outpace.models.decoder import Decoder
@@ -28,17 +28,19 @@ class DeviceRounds(ABC):
     """The rounds of a draft, or of none, over one size of cache. How sure a draft is does not shorten a
     round."""
 
-    def __init__(self, target: Decoder, cache: KVCache, draft: BoundDFlash | None) -> None:
+    def __init__(self, target: Decoder, cache: KVCache, draft: Any) -> None:
         self.block = 1 if draft is None else draft.block_size
         self.session = None if draft is None else draft.begin(cache.batch, cache.length, cache.offset)
-        self.draft = None if self.session is None else StaticDraft(self.session)
+        self.draft = None if self.session is None else static_draft(self.session)
         aux = () if draft is None else draft.target_layer_ids
         self.step = StaticStep(target, cache, aux)
         self.state = State(target, cache.batch, self.block, len(aux))
 
-    @abstractmethod
     def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
         """A generation: `cache` and `session` have its prompts, and it goes on from the tokens `last` [B]."""
+        self.state.begin(last, cache.lengths, left)
+        if self.draft is not None:
+            self.draft.begin(self.state, last)
 
     @abstractmethod
     def play(self, n: int) -> Numbers:
@@ -91,13 +93,10 @@ class GraphRounds(DeviceRounds):
     """Captured once for each number of positions, over the buffers of a cache, and replayed for every
     generation in them."""
 
-    def __init__(self, target: GraphTarget, cache: GraphCache, draft: BoundDFlash | None) -> None:
+    def __init__(self, target: GraphTarget, cache: GraphCache, draft: Any) -> None:
         super().__init__(target.decoder, cache.buffers.cache, draft)
         self.target = target
         self.captured: dict[int, tuple[Committed, Callable[[], None]]] = {}
-
-    def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
-        self.state.begin(last, cache.lengths, left)
 
     def play(self, n: int) -> Numbers:
         out, replay = self._round(n)
@@ -123,7 +122,7 @@ class GraphRounds(DeviceRounds):
 class CompiledRounds(DeviceRounds):
     """Compiled once for each number of positions: a program takes what a round writes, and gives it back."""
 
-    def __init__(self, target: "XLATarget", cache: KVCache, draft: BoundDFlash | None) -> None:
+    def __init__(self, target: "XLATarget", cache: KVCache, draft: Any) -> None:
         super().__init__(target.decoder, cache, draft)
         self.target, self.programs = target, dict[int, Callable[..., Any]]()
         self.written = dict[str, Tensor]()
@@ -133,7 +132,7 @@ class CompiledRounds(DeviceRounds):
             self.fixed |= target.moved({name: x for name, x in own if name not in self._memories()})
 
     def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
-        self.state.begin(last, cache.lengths, left)
+        super().begin(cache, last, left)
         own = dict(self.state.named_buffers(prefix="state")) | self._memories()
         targets = {f"step.{name}": memory for name, memory in memories_of(cache).items()}
         self.written = self.target.moved(own) | targets
@@ -158,12 +157,10 @@ class CompiledRounds(DeviceRounds):
 def device_rounds(
     target: object, cache: KVCache, draft: Draft | None, request: Request
 ) -> DeviceRounds | None:
-    """The rounds of `cache`, emptied; None where a round needs the host: other drafts than a DFlash, other
-    rules than the argmax, targets without graphs or programs."""
+    """The rounds of `cache`, emptied; None where a round needs the host: lookups, trees, other rules
+    than the argmax, targets without graphs or programs."""
     known = cache.rounds
-    if known is None or not request.sampling.is_argmax or request.grammars:
-        return None
-    if not (draft is None or isinstance(draft, BoundDFlash)):
+    if known is None or not request.sampling.is_argmax or request.grammars or not runs_whole(draft):
         return None
     if draft not in known:
         kind: Any = GraphRounds if isinstance(target, GraphTarget) else CompiledRounds

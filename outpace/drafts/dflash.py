@@ -51,11 +51,6 @@ class DFlash(NativeDraft):
         self.register_buffer("d2t", offsets)  # row i of the draft's head is the target's token i + d2t[i]
         self.inv = inverse_frequencies(config.rope, config.head_dim)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "DFlash":
-        super()._apply(fn, recurse)
-        self.inv = self.inv.to(self.norm.weight.device)  # float64, whatever the weights become
-        return self
-
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
         return self.config.target_layer_ids

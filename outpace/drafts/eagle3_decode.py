@@ -138,7 +138,7 @@ class Eagle3Session(CacheRows):
             return
         self.pending.append(States(tokens, aux, counts))
         if sum(max(states.counts) for states in self.pending) > MAX_PENDING:
-            self._flush()
+            self.flush()
 
     def rewind(self, lengths: list[int]) -> None:
         """A row of n observed tokens has n pairs once its next token is known: after a proposal."""
@@ -174,22 +174,25 @@ class Eagle3Session(CacheRows):
 
     # ---- verified tokens -----------------------------------------------------------------------------
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Run every pair whose token is known; the newest state of each row stays pending."""
         states = joined(self.pending)
         assert states.aux is not None
         known = [count - 1 for count in states.counts]
         if max(known):
-            embeds = self.draft.embed(states.tokens[:, 1:], self.target)
             step = self.cache.begin(max(known), known)
-            cos, sin = self.draft.rope(step.positions + self.cache.offset)
-            features, attend = self.draft.fuse(states.aux[:, :, :-1]), self._attend(step)
-            layers = self.cache.layers
-            self.draft.remember(
-                embeds, features, cos, sin, attend, lambda i, k, v: layers[i].append(k, v, step)
-            )
+            self.remember(states.tokens[:, 1:], states.aux[:, :, :-1], step)
             self.cache.advance(step)
         self.pending = [states.at([[n] for n in known])]
+
+    def remember(self, following: Tensor, aux: Tensor, step: StepMetadata) -> None:
+        """The pairs that `step` appends: the target's states aux [n,B,T,C], the tokens after them [B,T]."""
+        embeds, features = self.draft.embed(following, self.target), self.draft.fuse(aux)
+        cos, sin = self.draft.rope(step.positions + self.cache.offset)
+        layers = self.cache.layers
+        self.draft.remember(
+            embeds, features, cos, sin, self._attend(step), lambda i, k, v: layers[i].append(k, v, step)
+        )
 
     def _newest(self, counts: list[int]) -> tuple[Tensor, Tensor]:
         newest = torch.tensor(counts, device=self.cache.device) - 1
@@ -219,6 +222,10 @@ class Eagle3Session(CacheRows):
             size = cache.offset, cache.batch, step.T, step.held, step.tree is not None
             layers = program_of(draft.native_programs, NativeLayers, (draft,), *size)
             return layers.run(embeds, features, step, cache)
+        return self.run(embeds, features, step)
+
+    def run(self, embeds: Tensor, features: Tensor, step: StepMetadata) -> Tensor:
+        """[B,T,C] each -> hidden [B,T,C], by the modules."""
         cos, sin = self.draft.rope(step.positions + self.cache.offset)
         return self.draft(embeds, features, cos, sin, self._attend(step))  # type: ignore[no-any-return]
 

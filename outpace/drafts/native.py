@@ -18,7 +18,9 @@ Kind = TypeVar("Kind")
 
 
 class NativeDraft(nn.Module):
-    """A module that keeps the programs of its forwards."""
+    """A module that keeps the programs of its forwards. `inv`: its rotary frequencies."""
+
+    inv: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +32,9 @@ class NativeDraft(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.native_programs.clear()  # the weights become other tensors
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self.inv = self.inv.to(next(self.parameters()).device)  # float64, whatever the weights become
+        return self
 
     @property
     def in_one_piece(self) -> bool:

@@ -5,16 +5,18 @@ from collections import Counter
 import pytest
 import tiny
 import torch
+from eagle3_drafts import bound_eagle3
 from no_host import GPU, NoHost, host_watched
 from test_lossless import NEW, PROMPTS, answers, random_dflash
 from test_lossless_parts import PARTS
 
 import outpace
 from outpace.decode.controller import Fixed
-from outpace.decode.device_rounds import GraphRounds
+from outpace.decode.device_rounds import GraphRounds, device_rounds
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
 from outpace.decode.round import Round
+from outpace.drafts.eagle3_decode import TreeShape
 from outpace.drafts.lookup import NGram
 from outpace.models.cuda_graphs import GraphTarget, reruns
 from outpace.models.load import build, named_tensors
@@ -29,15 +31,34 @@ KINDS = {
 }
 
 
+EAGLE3 = {
+    "EAGLE-3": {"shape": TreeShape(depth=3)},
+    "EAGLE-3, window": {"shape": TreeShape(depth=5), "sliding_window": 5, "norm_output": True},
+    "EAGLE-3, two layers": {"num_layers": 2, "sliding_window": 6, "fc_norm": True, "own_embedding": True},
+}
+
+
 def lucky(model, family, block_size=4, **changes):
     """A draft that says the target's most frequent tokens alone: usually wrong, but not always."""
     if "selector_top_k" in changes:
         changes = changes | {"selector_top_k": 2}
-    bound = random_dflash(model, block_size, draft_vocab_size=3, **changes)
+    return of_frequent_words(random_dflash(model, block_size, draft_vocab_size=3, **changes), family)
+
+
+def of_frequent_words(bound, family):
     counts = Counter(token for row in answers(family, True, 3) for token in row)
-    ids = torch.tensor(sorted(token for token, _ in counts.most_common(3)))
-    bound.draft.d2t.copy_(ids - torch.arange(3))
+    words = sorted(token for token, _ in counts.most_common(3))
+    n = len(bound.draft.d2t)
+    bound.draft.d2t.copy_(torch.tensor([words[3 * i // n] for i in range(n)]) - torch.arange(n))
     return bound
+
+
+def draft_of(kind, model, family):
+    if kind == "none":
+        return None
+    if kind in EAGLE3:
+        return of_frequent_words(bound_eagle3(model, **EAGLE3[kind]), family)
+    return lucky(model, family, **KINDS[kind])
 
 
 def request(**changes):
@@ -50,7 +71,8 @@ def alike(mine, theirs):
     assert mine.trace.proposed == theirs.trace.proposed
 
 
-SHAPES = [(family, kind, False) for family in tiny.FAMILIES for kind in [*KINDS, "none"]]
+SHAPES = [(family, kind, False) for family in tiny.FAMILIES for kind in [*KINDS, "EAGLE-3", "none"]]
+SHAPES += [("gpt_oss", kind, False) for kind in [*EAGLE3][1:]]
 SHAPES += [("gpt_oss", "DFlash 2", True), ("gpt_oss", "none", True), ("llama", "window", True)]
 
 
@@ -58,7 +80,7 @@ SHAPES += [("gpt_oss", "DFlash 2", True), ("gpt_oss", "none", True), ("llama", "
 def test_rounds_have_the_tokens_and_the_steps_of_the_loop(family, kind, deterministic):
     """Ragged rows past the windows of 7 that end one after the other, in two generations over one cache."""
     model = tiny.target(family, True)
-    draft = None if kind == "none" else lucky(model, family, **KINDS[kind])
+    draft = draft_of(kind, model, family)
     target = GraphTarget(model, deterministic=deterministic)
     for _ in range(2):
         mine = generate(target, PROMPTS, request(), draft)
@@ -73,8 +95,8 @@ def test_drafts_are_wrong_and_right():
     taken = Counter()
     for family in tiny.FAMILIES:
         model = tiny.target(family, True)
-        for kind in KINDS:
-            draft = lucky(model, family, **KINDS[kind])
+        for kind in [*KINDS, "EAGLE-3"]:
+            draft = draft_of(kind, model, family)
             taken.update(generate(GraphTarget(model), PROMPTS, request(), draft).trace.accept_lens)
     assert taken[0] > taken[1] > 0 and sum(taken[n] for n in (2, 3)) > 0
 
@@ -87,10 +109,11 @@ class Alternating(Fixed):
         return (4, 1, 2, 1, 1, 3)[self.turn % 6]
 
 
+@pytest.mark.parametrize("kind", ["DFlash 2", "EAGLE-3"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
-def test_a_controller_may_choose_the_length_of_every_round(family):
+def test_a_controller_may_choose_the_length_of_every_round(family, kind):
     model = tiny.target(family, True)
-    draft, target = lucky(model, family, **KINDS["DFlash 2"]), GraphTarget(model)
+    draft, target = draft_of(kind, model, family), GraphTarget(model)
     mine = generate(target, PROMPTS, request(), draft, controller=Alternating(4))
     alike(mine, generate(model, PROMPTS, request(), draft, controller=Alternating(4)))
     assert {row[0] for row in mine.trace.proposed} == {0, 1, 2, 3}
@@ -159,7 +182,10 @@ def test_damaged_logits_are_an_error_that_names_the_model(where):
 def test_what_needs_the_host_is_decoded_by_the_loop():
     model = tiny.target("gpt_oss", True)
     target, draft = GraphTarget(model), random_dflash(model)
-    drawn = Sampling(temperature=1.0)
+    drawn, tree = Sampling(temperature=1.0), TreeShape(depth=3, branch=2, nodes=6)
+    at_once = bound_eagle3(model, TreeShape(depth=3), parallel=True)
+    for some in (NGram(block_size=4), bound_eagle3(model, tree), at_once):
+        assert device_rounds(target, target.make_cache(1, 40), some, request()) is None
     for some, how in (
         (NGram(block_size=4), Sampling()),
         (draft, drawn),
@@ -174,7 +200,9 @@ def test_what_needs_the_host_is_decoded_by_the_loop():
 def of_parts(model, kind, batch=2):
     """A round of every position over buffers that no generation has filled."""
     target = GraphTarget(model)
-    draft = None if kind == "none" else random_dflash(model, **KINDS[kind])
+    draft = bound_eagle3(model) if kind == "EAGLE-3" else None
+    if kind in KINDS:
+        draft = random_dflash(model, **KINDS[kind])
     if draft is not None:
         draft.draft.to(model.device)
     cache = target.make_cache(batch, 60, slack=4)
@@ -183,7 +211,7 @@ def of_parts(model, kind, batch=2):
     return Round(rounds.step, rounds.draft, rounds.state, rounds.block, target.width(rounds.block))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@pytest.mark.parametrize("kind", [*KINDS, "EAGLE-3", "none"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_round_waits_for_nobody(host_watched, family, kind):
     with GPU:
@@ -196,7 +224,8 @@ def test_a_round_waits_for_nobody(host_watched, family, kind):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("gpt_oss", "DFlash 2"), ("llama", "DSpark"), ("qwen3", "none")]
+    ("family", "kind"),
+    [("gpt_oss", "DFlash 2"), ("llama", "DSpark"), ("qwen3", "EAGLE-3"), ("qwen3", "none")],
 )
 @torch.no_grad()
 def test_a_round_is_one_graph_for_a_compiler(family, kind):

@@ -12,9 +12,8 @@ import torch
 from dflash_drafts import random_dflash
 
 sys.path.append(str(Path(__file__).parents[1] / "decode"))
-from test_device_rounds import Alternating, lucky
+from test_device_rounds import Alternating, draft_of, lucky
 from test_lossless import NEW, PROMPTS, answers
-from test_lossless_parts import PARTS
 
 import outpace
 from outpace.decode.generate import generate
@@ -62,11 +61,11 @@ def test_decoding_has_the_engines_tokens_past_the_windows(family):
     assert target.programs == programs >= 8, "no length and no count needs another program"
 
 
-@pytest.mark.parametrize("kind", ["DFlash 2, window", "DSpark"])
+@pytest.mark.parametrize("kind", ["DFlash 2, window", "DSpark", "EAGLE-3"])
 def test_rounds_of_a_draft_run_whole(kind):
     """Ragged rows, which end one after the other; accepted as by the engine, with a length that changes."""
     model = tiny.target("gpt_oss", True)
-    draft, target = lucky(model, "gpt_oss", **PARTS[kind]), xla.XLATarget(model)
+    draft, target = draft_of(kind, model, "gpt_oss"), xla.XLATarget(model)
     request = Request(max_new_tokens=20, limits=(20, 7, 13), prefill_chunk=8)
     for controller in (None, Alternating):
         mine, theirs = (

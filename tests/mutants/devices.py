@@ -18,9 +18,23 @@ MUTANTS = [
     ),
     (
         "a round observes the states of the last one where its tokens go",
-        "outpace/decode/round.py",
-        """observed = state.starts - state.kept, state.kept""",
-        """observed = state.starts, state.kept""",
+        "outpace/decode/static_drafts.py",
+        """step_of(state.aux.shape[2], state.starts - state.kept, state.kept))""",
+        """step_of(state.aux.shape[2], state.starts, state.kept))""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "a chain goes on from the state of the last position, kept or not",
+        "outpace/decode/static_drafts.py",
+        """newest = (state.kept - 1).clamp(min=0)[:, None, None]""",
+        """newest = (state.kept * 0 + embeds.shape[1] - 1)[:, None, None]""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "an EAGLE-3 begins without the prompt's last state",
+        "outpace/decode/static_drafts.py",
+        """        state.kept.fill_(1)""",
+        """        state.kept.fill_(0)""",
         "tests/decode/test_device_rounds.py",
     ),
     (
@@ -60,8 +74,8 @@ MUTANTS = [
     ),
     (
         "a draft's rotary frequencies stay on the host",
-        "outpace/drafts/dflash.py",
-        """        self.inv = self.inv.to(self.norm.weight.device)  # float64, whatever the weights become
+        "outpace/drafts/native.py",
+        """        self.inv = self.inv.to(next(self.parameters()).device)  # float64, whatever the weights become
 """,
         """""",
         "tests/decode/test_device_rounds.py",
