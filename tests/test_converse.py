@@ -47,7 +47,7 @@ class Scripted:
     def make_cache(self, batch, length, **more):
         self.prompts.append([])
         self.at = 0
-        return SimpleNamespace(lengths=[0] * batch)
+        return SimpleNamespace(lengths=[0] * batch, rounds=None)
 
     def __call__(self, tokens, cache, *, counts=None, tree=None, aux=(), logits=False):
         if self.at == 0:

@@ -14,6 +14,7 @@ from outpace.decode.grammar import Place
 from outpace.serve.sequence import Sequence
 
 QUESTION = [{"role": "user", "content": "What is 12 + 7?"}]
+WEATHER_QUESTION = [{"role": "user", "content": "How is the weather in Rome?"}]
 
 
 class Sum(BaseModel):
@@ -128,10 +129,12 @@ def test_a_strict_function_is_held_to_its_schema_whenever_it_is_called(client):
 
     def answered(strict, seed, **more):
         tools = [{"type": "function", "function": WEATHER | {"strict": strict}}, TOOLS[1]]
-        got = ask(client, **how, tools=tools, temperature=0.7, seed=seed, **more).choices[0].message
-        return got.content, [call.function for call in got.tool_calls or ()]
+        given = {"tools": tools, "temperature": 0.7, "seed": seed, "max_tokens": 200}
+        got = client.chat.completions.create(model="solver", messages=WEATHER_QUESTION, **given, **more)
+        message = got.choices[0].message
+        return message.content, [call.function for call in message.tool_calls or ()]
 
-    how, free, held = {"response_format": openai.omit, "max_tokens": 200}, [], []
+    free, held = [], []
     for seed in range(8):
         free += answered(False, seed)[1]
         text, calls = answered(True, seed)
@@ -152,7 +155,8 @@ def test_a_strict_function_is_held_to_its_schema_whenever_it_is_called(client):
 
 def test_a_response_takes_strict_functions(client):
     tools = [{"type": "function", "strict": True, **WEATHER}]
-    got = client.responses.create(model="solver", input="What is 12 + 7?", temperature=0, tools=tools)
+    question = WEATHER_QUESTION[0]["content"]
+    got = client.responses.create(model="solver", input=question, temperature=0, tools=tools)
     item = got.output[-1]
     assert item.type == "function_call" and json.loads(item.arguments)["hours"] in (6, 12)
 
