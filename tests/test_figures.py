@@ -72,6 +72,7 @@ def test_every_suite_is_published_or_to_be_measured():
         "serve": "serve",
         "soak": "soak",
         "speed": "bench",
+        "tasks": "solver/tasks",
         "recall": "embedded/recall",
         "drafts": "drafts/embedded",
         "lossless": "drafts/embedded/lossless",
