@@ -73,6 +73,7 @@ def test_every_suite_is_published_or_to_be_measured():
         "soak": "soak",
         "speed": "bench",
         "tasks": "solver/tasks",
+        "answers": "solver/answers",
         "recall": "embedded/recall",
         "drafts": "drafts/embedded",
         "lossless": "drafts/embedded/lossless",
@@ -82,3 +83,30 @@ def test_every_suite_is_published_or_to_be_measured():
     missing = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("## To be measured")[1]
     named = set(re.findall(r"--suite ([\w-]+)", missing))
     assert set(RUNS) - set(published) <= named <= set(RUNS)
+
+
+def report(folder):
+    return json.loads((ROOT / "reports" / folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_what_the_results_say_of_the_solver():
+    solved = report("solver/tasks")
+    (best,) = (
+        row
+        for row in report("solver/answers")["results"]
+        if row["family"] == "all" and row["controller"] and not row["temperature"]
+    )
+    checked, text = best["lossless"], page("results.md")
+    assert f"{solved['accuracy']:.0%}".replace("%", " %") + " of the answers are right" in text
+    assert f"has {best['speedup']:.2f} times the tokens/s of plain decoding over whole answers" in text
+    assert not checked["violations"] and f"none of {checked['checked']:,} tokens is another" in text
+
+
+def test_what_the_results_say_of_the_server():
+    rows = report("serve")["results"]
+    plain, drafts = ([r for r in rows if r["method"] == name] for name in ("no draft", "draft"))
+    assert min(r["over_llama_server"] for r in plain) >= 1.2
+    least = min(r["over_llama_server"] for r in drafts)
+    below = sorted(r["speedup"] for r in drafts if round(r["speedup"], 2) < 0.97)
+    assert f"with the default draft {least:.2f} times or more" in page("results.md")
+    assert f"three rows are at {below[0]:.2f} to {below[-1]:.2f}" in page("results.md") and len(below) == 3
