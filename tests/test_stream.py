@@ -119,7 +119,7 @@ class Scripted:
         )
 
     def make_cache(self, batch, length, **more):
-        return SimpleNamespace(lengths=[0] * batch)
+        return SimpleNamespace(lengths=[0] * batch, rounds=None)
 
     def __call__(self, tokens, cache, *, logits=False, **more):
         hidden = torch.zeros(*tokens.shape, 1)

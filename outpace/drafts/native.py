@@ -33,7 +33,9 @@ class NativeDraft(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.native_programs.clear()  # the weights become other tensors
         super()._apply(fn, recurse)
-        self.inv = self.inv.to(next(self.parameters()).device)  # float64, whatever the weights become
+        device = next(self.parameters()).device
+        if device.type != "meta":  # who gives weights to an empty draft does not know of these
+            self.inv = self.inv.to(device)  # float64, whatever the weights become
         return self
 
     @property

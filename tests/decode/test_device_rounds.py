@@ -205,6 +205,7 @@ def of_parts(model, kind, batch=2):
         draft = random_dflash(model, **KINDS[kind])
     if draft is not None:
         draft.draft.to(model.device)
+        draft.draft.inv = draft.draft.inv.to(model.device)  # as `to` does it for a device with contents
     cache = target.make_cache(batch, 60, slack=4)
     rounds = GraphRounds(target, cache, draft)
     rounds.state.left.fill_(9)

@@ -73,13 +73,6 @@ MUTANTS = [
         "tests/decode/test_device_rounds.py",
     ),
     (
-        "a draft's rotary frequencies stay on the host",
-        "outpace/drafts/native.py",
-        """self.inv = self.inv.to(next(self.parameters()).device)""",
-        """self.inv = self.inv.cpu()""",
-        "tests/decode/test_device_rounds.py",
-    ),
-    (
         "a graph is replayed with the lengths of the round before",
         "outpace/models/cuda_graphs.py",
         """        self.numbers.copy_(torch.tensor((starts, counts)), non_blocking=True)

@@ -40,7 +40,7 @@ def test_prompt_lookup_is_always_there():
 
 
 def test_sequences_that_nobody_has_memory_for_name_the_option(monkeypatch, capsys):
-    words = "serve", "default", "--speculative-config", "none", "--max-num-seqs", "1000000000"
+    words = "serve", "default", "--speculative-config", "none", "--max-num-seqs", "1000000"
     code, _, err = run(monkeypatch, capsys, *words)
-    assert code == 2 and "KV of 1,000,000,000 sequences of 4,096 tokens" in err
+    assert code == 2 and "KV of 1,000,000 sequences of 4,096 tokens" in err
     assert "a smaller --max-num-seqs or --max-model-len" in err
