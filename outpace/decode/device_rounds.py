@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outpace.decode.controller import Controller
+from outpace.decode.controller import Controller, Fixed
 from outpace.decode.request import BatchRows, Request
 from outpace.decode.round import MODELS, Committed, Round, State
 from outpace.decode.static_drafts import runs_whole, static_draft
 from outpace.decode.trace import Trace
-from outpace.drafts.base import Draft, Proposal, not_finite
+from outpace.drafts.base import Draft, not_finite
 from outpace.kv.base import KVCache
 from outpace.models.cuda_graphs import GraphCache, GraphTarget
 from outpace.models.decoder import Decoder
@@ -54,7 +54,7 @@ class DeviceRounds(ABC):
         self, cache: KVCache, last: Tensor, rows: BatchRows, trace: Trace, controller: Controller
     ) -> Iterator[None]:
         """After the prefill, which gave `last` [B]: yields after every round that was read. `controller`
-        chooses how long the next one is, knowing all rounds but the one that runs."""
+        chooses how long the next one is; it is told of none, see `device_rounds`."""
         batch, lengths = len(rows.done), list(cache.lengths)
         self.begin(
             cache,
@@ -84,8 +84,6 @@ class DeviceRounds(ABC):
                     if rows.done[b]:
                         self.end(b)
                 trace.add(batch, active, [n - 1] * len(active), [count - 1 for count in kept])
-                proposal = Proposal(torch.tensor([numbers[b][:n] for b in active]), [n] * len(active))
-                controller.learn(proposal, [list(range(count)) for count in kept])
             yield
 
 
@@ -126,7 +124,7 @@ class CompiledRounds(DeviceRounds):
         super().__init__(target.decoder, cache, draft)
         self.target, self.programs = target, dict[int, Callable[..., Any]]()
         self.written = dict[str, Tensor]()
-        self.fixed = {f"step.model.{name}": x for name, x in target.weights.items()}
+        self.fixed = {f"step.{name}": x for name, x in target.fixed.items()}
         if self.draft is not None:
             own = (*self.draft.named_parameters(prefix="draft"), *self.draft.named_buffers(prefix="draft"))
             self.fixed |= target.moved({name: x for name, x in own if name not in self._memories()})
@@ -155,11 +153,14 @@ class CompiledRounds(DeviceRounds):
 @torch.inference_mode(False)  # buffers outlive the generation that asked first
 @torch.no_grad()
 def device_rounds(
-    target: object, cache: KVCache, draft: Draft | None, request: Request
+    target: object, cache: KVCache, draft: Draft | None, request: Request, controller: Controller
 ) -> DeviceRounds | None:
     """The rounds of `cache`, emptied; None where a round needs the host: lookups, trees, other rules
-    than the argmax, targets without graphs or programs."""
+    than the argmax, targets without graphs or programs, a controller that learns from a round before it
+    chooses the next."""
     known = cache.rounds
+    if not isinstance(controller, Fixed):
+        return None
     if known is None or not request.sampling.is_argmax or request.grammars or not runs_whole(draft):
         return None
     if draft not in known:

@@ -90,6 +90,7 @@ def steps(
             block = slack = partial.config.buffer_size(draft.block_size)
     length = max(len(p) for p in prompts) + request.max_new_tokens + block
     index = partial is not None and partial.config.selector == INDEX
+    controller = controller or Fixed(max(block, 1))
     session: DraftSession | None = None
     on_device: DeviceRounds | None = None
     if prefix_cache is not None:
@@ -99,7 +100,7 @@ def steps(
     else:
         cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
         if partial is None and on_logits is None:
-            on_device = device_rounds(target, cache, draft, request)
+            on_device = device_rounds(target, cache, draft, request, controller)
         if on_device is not None:
             session = on_device.session
         elif draft is not None:
@@ -107,7 +108,6 @@ def steps(
             if partial is not None:
                 session = PartialSession(partial, target, cache, draft, inner, rule, trace, request.stop)
                 rule = Trusting(rule) if partial.mode == "lossy" else rule
-    controller = controller or Fixed(max(block, 1))
     controller.begin(max(block, 1), request.max_new_tokens)
 
     aux = () if draft is None else draft.target_layer_ids

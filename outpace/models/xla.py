@@ -43,8 +43,7 @@ class XLATarget:
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.rounds: dict[tuple[Any, ...], dict[Any, Any]] = {}  # by size of cache
         self.made: list[Any] = []
-        self.weights = self.moved(dict([*model.named_parameters(), *model.named_buffers()]))
-        self.fixed = {f"model.{name}": x for name, x in self.weights.items()}
+        self.fixed = self.moved(dict([*model.named_parameters("model"), *model.named_buffers("model")]))
 
     @property
     def programs(self) -> int:

@@ -7,11 +7,12 @@ import tiny
 import torch
 from eagle3_drafts import bound_eagle3
 from no_host import GPU, NoHost, host_watched
+from simulated import embedded
 from test_lossless import NEW, PROMPTS, answers, random_dflash
 from test_lossless_parts import PARTS
 
 import outpace
-from outpace.decode.controller import Fixed
+from outpace.decode.controller import Adaptive, Fixed
 from outpace.decode.device_rounds import GraphRounds, device_rounds
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
@@ -185,7 +186,7 @@ def test_what_needs_the_host_is_decoded_by_the_loop():
     drawn, tree = Sampling(temperature=1.0), TreeShape(depth=3, branch=2, nodes=6)
     at_once = bound_eagle3(model, TreeShape(depth=3), parallel=True)
     for some in (NGram(block_size=4), bound_eagle3(model, tree), at_once):
-        assert device_rounds(target, target.make_cache(1, 40), some, request()) is None
+        assert device_rounds(target, target.make_cache(1, 40), some, request(), Fixed(4)) is None
     for some, how in (
         (NGram(block_size=4), Sampling()),
         (draft, drawn),
@@ -195,6 +196,16 @@ def test_what_needs_the_host_is_decoded_by_the_loop():
         assert not target.free[0].rounds
     generate(target, PROMPTS, request(), draft, on_logits=lambda row, logits: None)
     assert not target.free[0].rounds
+
+
+def test_a_controller_that_learns_has_the_loop():
+    """It hears of a round before it chooses the next."""
+    model = tiny.target("gpt_oss", True)
+    target, draft = GraphTarget(model), lucky(model, "gpt_oss")
+    costs = embedded(acceptance=0.9)
+    mine = generate(target, PROMPTS, request(), draft, controller=Adaptive(costs))
+    alike(mine, generate(model, PROMPTS, request(), draft, controller=Adaptive(costs)))
+    assert not target.free[0].rounds and any(map(any, mine.trace.proposed))
 
 
 def of_parts(model, kind, batch=2):

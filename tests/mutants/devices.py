@@ -38,6 +38,13 @@ MUTANTS = [
         "tests/decode/test_device_rounds.py",
     ),
     (
+        "a controller that learns hears of no round",
+        "outpace/decode/device_rounds.py",
+        """if not isinstance(controller, Fixed):""",
+        """if False:""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
         "rows that are done go on",
         "outpace/decode/round.py",
         """(state.left - kept).clamp(min=0)""",
