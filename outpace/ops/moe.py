@@ -1,6 +1,8 @@
 """Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
 
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,17 @@ from outpace.ops.quant import Quant, Weight, dense
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
 Experts = Tensor | Packed | Quant  # [E, N, K]
 MOST_GATHERED = 64  # (token, choice) pairs that bring their matrices along
+MOST_PACKED = (
+    4096  # pairs for which Triton unpacks as it reads: more of them share what is unpacked
+)
 ROUNDED = 128  # rows of an expert in training, a multiple: a new shape costs the library a new kernel
 MOST_TOKENS = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
+# CUDA builds of torch bring it along; it takes a while to import, and on a CPU only its interpreter runs
+TRITON = find_spec("triton") is not None and (
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+)
+if TRITON:
+    from outpace.kernels.triton_experts import Tiles, down_product, up_product
 
 
 def router_logits(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -113,8 +124,10 @@ def run_experts(
 
 
 def on_device(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -> Tensor:
-    """`run_experts` where the host is not asked who chose whom: many choices as one grouped product, few with
-    matrices of their own."""
+    """`run_experts` where the host is not asked who chose whom: MXFP4 by Triton, and else many choices as one
+    grouped product, few with matrices of their own."""
+    if _stays_packed(x, experts, matrices):
+        return in_triton(x, experts, weights, matrices)
     k, (up, up_bias, down, down_bias, limit, gate, gate_bias) = experts.shape[1], matrices
     if captured(x) or experts.numel() <= MOST_GATHERED or not _in_one_product(x, up, down):
         few = max(MOST_GATHERED // k, 1)
@@ -128,6 +141,29 @@ def on_device(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
         h = _interleaved(_grouped(rows, chosen, gate, gate_bias), h, limit)
     h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
     return _weighed(_grouped(h, chosen, down, down_bias), weights, order)
+
+
+def _stays_packed(x: Tensor, experts: Tensor, matrices: Matrices) -> bool:
+    packed = isinstance(matrices.up, tuple) and isinstance(matrices.down, tuple)
+    trained = torch.is_grad_enabled() and x.requires_grad
+    if not (TRITON and packed and x.device.type in ("cuda", "meta")) or captured(x) or trained:
+        return False
+    return experts.numel() <= MOST_PACKED or not _in_one_product(x, matrices.up, matrices.down)
+
+
+def in_triton(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -> Tensor:
+    """`on_device` for MXFP4, which stays packed."""
+    (up, up_bias, down, down_bias, limit, gate, gate_bias), k = matrices, experts.shape[1]
+    assert isinstance(up, tuple) and isinstance(down, tuple)
+    tiles, x = Tiles.of(experts, _shape(up)[0]), x.contiguous()
+    if limit is not None and gate is None:
+        h = up_product(x, *up, up_bias, tiles, k, (limit, ALPHA))
+    else:
+        h = up_product(x, *up, up_bias, tiles, k)
+        if isinstance(gate, tuple):
+            h = _interleaved(up_product(x, *gate, gate_bias, tiles, k), h, limit)
+        h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
+    return down_product(h.contiguous(), *down, down_bias, tiles, weights.float().contiguous())
 
 
 def _weighed(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:

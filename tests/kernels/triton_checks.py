@@ -1,0 +1,104 @@
+"""Checks of Triton's products in its interpreter, on a CPU, which `test_triton_experts.py` runs.
+
+They have a process of their own, since a kernel is interpreted or compiled for as long as its module lives.
+The interpreter multiplies the bits of bfloat16 numbers as if they were integers, so these are in float16 and
+float32; `test_triton_experts.py` compiles the kernels for bfloat16.
+"""
+
+import pytest
+import torch
+from no_host import GPU, NoHost
+
+from outpace.kernels.triton_experts import COLUMNS, ROWS, Tiles, down_product, up_product
+from outpace.ops import mxfp4
+from outpace.ops.moe import Matrices, in_triton, on_device
+
+E, C, F, TOP = 5, 96, 160, 3  # 3 and 5 blocks a row; 2F is no multiple of a tile's columns
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def packed(*shape):
+    blocks, scales = mxfp4.pack(torch.randn(*shape))
+    return blocks, scales - torch.randint(1, 6, scales.shape).to(torch.uint8)  # float16 ends at 65,504
+
+
+def choices(rows, experts=E):
+    return torch.stack([torch.randperm(experts)[:TOP] for _ in range(rows)])
+
+
+@pytest.mark.parametrize("style", ["gpt-oss", "qwen3", "split", "split qwen3"])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+@pytest.mark.parametrize("rows", [1, 2, 2 * ROWS + 7])
+def test_packed_experts_are_those_that_are_unpacked(style, dtype, error, rows):
+    """An expert that nobody wants, one whose pairs fill several tiles, and one with a clamp that bites."""
+    assert (2 * F) % COLUMNS == 0 and C % COLUMNS and F % COLUMNS
+    chosen = choices(rows, E - 1)
+    chosen[:, 0] = torch.where((chosen == 1).any(1), chosen[:, 0], 1)
+    x, weights = torch.randn(rows, C).to(dtype), torch.rand(rows, TOP)
+    limit = 1.5 if "qwen3" not in style else None
+    up, gate, down = packed(E, F if "split" in style else 2 * F, C), packed(E, F, C), packed(E, C, F)
+    biases = [torch.randn(E, len(m[1][0])) if limit else None for m in (up, down, gate)]
+    more = (gate, biases[2]) if "split" in style else ()
+    matrices = Matrices(up, biases[0], down, biases[1], limit, *more)
+    got, wanted = in_triton(x, chosen, weights, matrices), on_device(x, chosen, weights, matrices)
+    assert got.dtype == dtype and got.shape == (rows, C)
+    assert (got.float() - wanted.float()).abs().max() < error * wanted.abs().max()
+
+
+def test_every_code_under_every_scale_is_unpacked_exactly():
+    """The rows of a unit matrix pick columns out: which of a byte's two values comes first, signs, the least
+    and the largest scales."""
+    blocks = torch.randint(0, 256, (1, 70, 3, 16), dtype=torch.uint8)
+    blocks[0, :16, 0] = torch.arange(16, dtype=torch.uint8)[:, None] * 17
+    scales = torch.randint(90, 160, (1, 70, 3), dtype=torch.uint8)
+    scales[0, :3, 0] = torch.tensor([0, 1, 252])
+    scales[0, 16:32] = torch.arange(0, 160, 10, dtype=torch.uint8)[:, None]
+    chosen = torch.zeros(96, 1, dtype=torch.int64)
+    tiles = Tiles.of(chosen, 1)
+    got = up_product(torch.eye(96), blocks, scales, None, tiles, 1)
+    assert torch.equal(got.T, mxfp4.reference_unpack(blocks, scales)[0])
+
+
+def test_a_row_has_the_same_bits_whatever_surrounds_it():
+    """In float16: the interpreter's products of float32 are those of a library, whose rows are not alike."""
+    rows = 2 * ROWS + 3
+    x, chosen, weights = torch.randn(rows, C).half(), choices(rows), torch.rand(rows, TOP)
+    matrices = Matrices(packed(E, 2 * F, C), torch.randn(E, 2 * F), packed(E, C, F), None, 7.0)
+    whole = in_triton(x, chosen, weights, matrices)
+    for some in ([4], [0, 1], torch.randperm(rows)[:19].tolist()):
+        assert torch.equal(in_triton(x[some], chosen[some], weights[some], matrices), whole[some])
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(1, 5), (7, 3), (40, 4), (50, 128)])
+def test_tiles_cover_every_pair_once(rows, experts):
+    chosen = choices(rows, experts)
+    tiles = Tiles.of(chosen, experts)
+    seen = []
+    for e, first, end in zip(*(t.tolist() for t in tiles[1:]), strict=True):
+        if e == experts:
+            continue
+        pairs = tiles.order[first : min(first + ROWS, end)]
+        assert len(pairs) and (chosen.flatten()[pairs] == e).all()
+        seen += pairs.tolist()
+    assert sorted(seen) == list(range(rows * TOP))
+
+
+def test_tiles_are_made_without_asking_the_host():
+    with NoHost():
+        tiles = Tiles.of(torch.empty(7, TOP, dtype=torch.int64, device=GPU), E)
+    assert all(part.device == GPU for part in tiles)
+
+
+def test_weights_of_choices_stay_with_their_pairs():
+    """One token that weighs its experts differently, each of which gives its own number."""
+    down = mxfp4.pack(torch.eye(32)[None] * torch.tensor([1.0, 2, 4])[:, None, None])
+    chosen, weights = torch.tensor([[2, 0, 1]]), torch.tensor([[0.5, 0.25, 0.125]])
+    tiles = Tiles.of(chosen, 3)
+    y = down_product(torch.ones(3, 32), *down, None, tiles, weights)
+    assert torch.equal(y, torch.full((1, 32), 4 * 0.5 + 1 * 0.25 + 2 * 0.125))
