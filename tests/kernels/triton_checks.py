@@ -36,7 +36,7 @@ def choices(rows, experts=E):
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
 @pytest.mark.parametrize("rows", [1, 2, 2 * ROWS + 7])
 def test_packed_experts_are_those_that_are_unpacked(style, dtype, error, rows):
-    """An expert that nobody wants, one whose pairs fill several tiles, and one with a clamp that bites."""
+    """An expert that nobody wants, one with several tiles of pairs, and a clamp that bites."""
     assert (2 * F) % COLUMNS == 0 and C % COLUMNS and F % COLUMNS
     chosen = choices(rows, E - 1)
     chosen[:, 0] = torch.where((chosen == 1).any(1), chosen[:, 0], 1)
@@ -66,7 +66,7 @@ def test_every_code_under_every_scale_is_unpacked_exactly():
 
 
 def test_a_row_has_the_same_bits_whatever_surrounds_it():
-    """In float16: the interpreter's products of float32 are those of a library, whose rows are not alike."""
+    """In float16: the interpreter's products of float32 are those of a library, and its rows are not alike."""
     rows = 2 * ROWS + 3
     x, chosen, weights = torch.randn(rows, C).half(), choices(rows), torch.rand(rows, TOP)
     matrices = Matrices(packed(E, 2 * F, C), torch.randn(E, 2 * F), packed(E, C, F), None, 7.0)
