@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from outpace.decode.acceptance import AcceptanceRule, Gumbel
 from outpace.decode.controller import Controller, Fixed
 from outpace.decode.request import BatchRows, Request
-from outpace.decode.round import MODELS, Committed, Round, State
+from outpace.decode.round import MODELS, Choice, Committed, Round, State
 from outpace.decode.static_drafts import runs_whole, static_draft
 from outpace.decode.trace import Trace
 from outpace.drafts.base import Draft, not_finite
@@ -36,9 +37,10 @@ class DeviceRounds(ABC):
         self.step = StaticStep(target, cache, aux)
         self.state = State(target, cache.batch, self.block, len(aux))
 
-    def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
-        """A generation: `cache` and `session` have its prompts, and it goes on from the tokens `last` [B]."""
-        self.state.begin(last, cache.lengths, left)
+    def begin(self, cache: KVCache, last: Tensor, left: list[int], rule: AcceptanceRule) -> None:
+        """A generation: `cache` and `session` have its prompts, and `rule` has drawn `last` [B]."""
+        self.choice = Choice(rule.sampling, rule.draft_sampling) if isinstance(rule, Gumbel) else None
+        self.state.begin(last, cache.lengths, left, rule)
         if self.draft is not None:
             self.draft.begin(self.state, last)
 
@@ -51,7 +53,13 @@ class DeviceRounds(ABC):
         """No round that is started from here on writes to this row."""
 
     def run(
-        self, cache: KVCache, last: Tensor, rows: BatchRows, trace: Trace, controller: Controller
+        self,
+        cache: KVCache,
+        last: Tensor,
+        rule: AcceptanceRule,
+        rows: BatchRows,
+        trace: Trace,
+        controller: Controller,
     ) -> Iterator[None]:
         """After the prefill, which gave `last` [B]: yields after every round that was read. `controller`
         chooses how long the next one is; it is told of none, see `device_rounds`."""
@@ -63,6 +71,7 @@ class DeviceRounds(ABC):
                 0 if done else limit - len(text)
                 for done, limit, text in zip(rows.done, rows.limits, rows.emitted, strict=True)
             ],
+            rule,
         )
         waiting: tuple[int, Numbers] | None = None
         while not all(rows.done):
@@ -88,13 +97,13 @@ class DeviceRounds(ABC):
 
 
 class GraphRounds(DeviceRounds):
-    """Captured once for each number of positions, over the buffers of a cache, and replayed for every
-    generation in them."""
+    """Captured once for each number of positions and way to choose, over the buffers of a cache, and replayed
+    for every generation in them."""
 
     def __init__(self, target: GraphTarget, cache: GraphCache, draft: Any) -> None:
         super().__init__(target.decoder, cache.buffers.cache, draft)
         self.target = target
-        self.captured: dict[int, tuple[Committed, Callable[[], None]]] = {}
+        self.captured: dict[tuple[int, Choice | None], tuple[Committed, Callable[[], None]]] = {}
 
     def play(self, n: int) -> Numbers:
         out, replay = self._round(n)
@@ -107,38 +116,42 @@ class GraphRounds(DeviceRounds):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _round(self, n: int) -> tuple[Committed, Callable[[], None]]:
-        if n not in self.captured:
+        known = self.captured.get((n, self.choice))
+        if known is None:
             before = {name: buffer.clone() for name, buffer in self.state.named_buffers()}
-            run = Round(self.step, self.draft, self.state, n, self.target.width(n))
-            self.captured[n] = self.target.capture(run)
+            run = Round(self.step, self.draft, self.state, n, self.target.width(n), self.choice)
+            known = self.captured[n, self.choice] = self.target.capture(run)
             self.target.captured += 1
             for name, buffer in before.items():  # keys and values lie behind the text, and are written again
                 self.state.get_buffer(name).copy_(buffer)
-        return self.captured[n]
+        return known
 
 
 class CompiledRounds(DeviceRounds):
-    """Compiled once for each number of positions: a program takes what a round writes, and gives it back."""
+    """Compiled once for each number of positions and way to choose: a program takes what a round writes, and
+    gives it back."""
 
     def __init__(self, target: "XLATarget", cache: KVCache, draft: Any) -> None:
         super().__init__(target.decoder, cache, draft)
-        self.target, self.programs = target, dict[int, Callable[..., Any]]()
+        self.target, self.programs = target, dict[tuple[int, Choice | None], Callable[..., Any]]()
         self.written = dict[str, Tensor]()
         self.fixed = {f"step.{name}": x for name, x in target.fixed.items()}
         if self.draft is not None:
             own = (*self.draft.named_parameters(prefix="draft"), *self.draft.named_buffers(prefix="draft"))
             self.fixed |= target.moved({name: x for name, x in own if name not in self._memories()})
 
-    def begin(self, cache: KVCache, last: Tensor, left: list[int]) -> None:
-        super().begin(cache, last, left)
+    def begin(self, cache: KVCache, last: Tensor, left: list[int], rule: AcceptanceRule) -> None:
+        super().begin(cache, last, left, rule)
         own = dict(self.state.named_buffers(prefix="state")) | self._memories()
         targets = {f"step.{name}": memory for name, memory in memories_of(cache).items()}
         self.written = self.target.moved(own) | targets
 
     def play(self, n: int) -> Numbers:
-        if n not in self.programs:
-            self.programs[n] = self.target.program(Round(self.step, self.draft, self.state, n, bucket(n)))
-        values, self.written = self.target.run(self.programs[n], self.fixed, self.written, {})
+        key = n, self.choice
+        if key not in self.programs:
+            run = Round(self.step, self.draft, self.state, n, bucket(n), self.choice)
+            self.programs[key] = self.target.program(run)
+        values, self.written = self.target.run(self.programs[key], self.fixed, self.written, {})
         return lambda: self.target.read(values)[0].tolist()
 
     def end(self, row: int) -> None:
@@ -155,13 +168,16 @@ class CompiledRounds(DeviceRounds):
 def device_rounds(
     target: object, cache: KVCache, draft: Draft | None, request: Request, controller: Controller
 ) -> DeviceRounds | None:
-    """The rounds of `cache`, emptied; None where a round needs the host: lookups, trees, other rules
-    than the argmax, targets without graphs or programs, a controller that learns from a round before it
-    chooses the next."""
-    known = cache.rounds
-    if not isinstance(controller, Fixed):
+    """The rounds of `cache`, emptied; None where a round needs the host: lookups, trees, other rules than the
+    argmax and `Gumbel`, penalties, targets without graphs or programs, a controller that learns from a round
+    before it chooses the next."""
+    known, sampling = cache.rounds, request.sampling
+    chosen = sampling.is_argmax or (
+        request.effective_rule == "gumbel" and not (sampling.penalises or sampling.logit_bias)
+    )
+    if not isinstance(controller, Fixed) or known is None:
         return None
-    if known is None or not request.sampling.is_argmax or request.grammars or not runs_whole(draft):
+    if not chosen or request.grammars or not runs_whole(draft):
         return None
     if draft not in known:
         kind: Any = GraphRounds if isinstance(target, GraphTarget) else CompiledRounds

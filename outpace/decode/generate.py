@@ -120,7 +120,7 @@ def steps(
         rows.emit(b, [token])
     yield
     if on_device is not None:
-        yield from on_device.run(cache, last, rows, trace, controller)
+        yield from on_device.run(cache, last, rule, rows, trace, controller)
         return
 
     active = list(range(B))

@@ -11,7 +11,7 @@ from outpace.drafts.base import Draft
 from outpace.drafts.dflash import BoundDFlash, DFlashSession
 from outpace.drafts.dflash_decode import Head
 from outpace.drafts.eagle3_decode import BoundEagle3, Eagle3Session
-from outpace.drafts.sampler import Greedy
+from outpace.drafts.sampler import DraftSampler
 from outpace.kv.base import KVCache
 from outpace.models.static_step import memories_of
 from outpace.ops.quant import dense
@@ -44,7 +44,7 @@ class StaticDFlash(StaticDraft):
         self.register_buffer("head", head, persistent=False)
         self.register_buffer("ids", session.head.ids, persistent=False)
 
-    def forward(self, state: State, n: int) -> tuple[Tensor, Tensor]:
+    def forward(self, state: State, n: int, sampler: DraftSampler) -> tuple[Tensor, Tensor]:
         session, last = self.session, state.last
         take_buffers(self, session.cache)
         session.weights = [layer.context_weights() for layer in session.layers]
@@ -55,7 +55,7 @@ class StaticDFlash(StaticDraft):
         step = step_of(x.shape[1], state.starts, torch.full_like(last, x.shape[1]), both_ways=True)
         weight = session.target.head if self.head is None else self.head
         head = Head(weight, self.ids, session.head.vocab_size)
-        guessed = self.draft.guess(head, session.denoise(x, step)[:, 1:n], last, Greedy())
+        guessed = self.draft.guess(head, session.denoise(x, step)[:, 1:n], last, sampler)
         return guessed.tokens, guessed.sure.sum()
 
 
@@ -80,7 +80,7 @@ class StaticEagle3(StaticDraft):
         state.following[:, 0] = last
         state.kept.fill_(1)
 
-    def forward(self, state: State, n: int) -> tuple[Tensor, Tensor]:
+    def forward(self, state: State, n: int, sampler: DraftSampler) -> tuple[Tensor, Tensor]:
         session, target, last = self.session, self.session.target, state.last
         take_buffers(self, session.cache)
         session.vocab.ids, session.vocab.rows = self.ids, self.rows
@@ -94,7 +94,7 @@ class StaticEagle3(StaticDraft):
         logits, guesses = [], []
         for at in range(1, n):
             logits.append(self.draft.head(hidden, target))
-            guesses.append(session.vocab.choose(Greedy(), logits[-1], at)[0])
+            guesses.append(session.vocab.choose(sampler, logits[-1], at)[0])
             if at + 1 < n:
                 step = step_of(1, state.starts + (at - 1), torch.ones_like(last))
                 hidden = session.run(self.draft.embed(guesses[-1], target), self.draft.feedback(hidden), step)

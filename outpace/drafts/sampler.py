@@ -77,7 +77,7 @@ class GumbelCoupled:
     """
 
     sampling: Sampling
-    key: int
+    key: int | Tensor
     streams: Tensor
     places: Tensor
 

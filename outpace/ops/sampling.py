@@ -245,7 +245,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def keys(key: int, streams: Tensor, places: Tensor) -> Tensor:
+def keys(key: int | Tensor, streams: Tensor, places: Tensor) -> Tensor:
     """One key of 64 bits for every place of every stream: streams and places int64, broadcast -> int64."""
     stream = _mixed(key + (streams + 1) * _A)
     return _mixed(stream + (places + 1) * _A)

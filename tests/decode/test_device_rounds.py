@@ -12,11 +12,12 @@ from test_lossless import NEW, PROMPTS, answers, random_dflash
 from test_lossless_parts import PARTS
 
 import outpace
+from outpace.decode.acceptance import Match
 from outpace.decode.controller import Adaptive, Fixed
 from outpace.decode.device_rounds import GraphRounds, device_rounds
 from outpace.decode.generate import generate
 from outpace.decode.request import Request
-from outpace.decode.round import Round
+from outpace.decode.round import Choice, Round
 from outpace.drafts.eagle3_decode import TreeShape
 from outpace.drafts.lookup import NGram
 from outpace.models.cuda_graphs import GraphTarget, reruns
@@ -62,6 +63,15 @@ def draft_of(kind, model, family):
     return lucky(model, family, **KINDS[kind])
 
 
+# nothing is cut; and what is not among the three likeliest, or below a share, at a lower temperature
+HOT = Sampling(temperature=1.0), Sampling(temperature=0.6, top_k=3, top_p=0.9, min_p=0.02)
+DRAWN = [
+    (family, kind, how)
+    for family, kind in (("gpt_oss", "DFlash 2"), ("llama", "plain"), ("qwen3", "EAGLE-3"), ("qwen3", "none"))
+    for how in HOT
+]
+
+
 def request(**changes):
     return Request(max_new_tokens=NEW, limits=(NEW, NEW - 9, NEW - 4), prefill_chunk=7, **changes)
 
@@ -90,6 +100,28 @@ def test_rounds_have_the_tokens_and_the_steps_of_the_loop(family, kind, determin
         assert mine.tokens == [row[:n] for row, n in known]
         captured = target.captured
     assert len(target.free[0].rounds[draft].captured) == 1 and target.captured == captured
+
+
+@pytest.mark.parametrize(("family", "kind", "how"), DRAWN)
+def test_drawn_rounds_have_the_tokens_and_the_steps_of_the_loop(family, kind, how):
+    """The noise is that of a token's place, wherever it is added."""
+    model = tiny.target(family, True)
+    draft, target, taken = draft_of(kind, model, family), GraphTarget(model), []
+    for seed, streams in ((1, ()), (2, (5, 0, 9))):
+        drawn = request(sampling=how, rule="gumbel", streams=streams)
+        texts = [
+            generate(some, PROMPTS, drawn, draft, rng=torch.Generator().manual_seed(seed))
+            for some in (target, model)
+        ]
+        alike(*texts)
+        alone = generate(model, PROMPTS, drawn, rng=torch.Generator().manual_seed(seed))
+        assert texts[0].tokens == alone.tokens
+        taken += texts[0].trace.accept_lens
+    rounds = target.free[0].rounds[draft]
+    assert [choice.target for _, choice in rounds.captured] == [how]
+    generate(target, PROMPTS, request(), draft)
+    assert [choice is None for _, choice in rounds.captured] == [False, True]
+    assert draft is None or (0 in taken and max(taken) > 0)
 
 
 def test_drafts_are_wrong_and_right():
@@ -191,8 +223,14 @@ def test_what_needs_the_host_is_decoded_by_the_loop():
         (NGram(block_size=4), Sampling()),
         (draft, drawn),
         (None, Sampling(presence_penalty=1)),
+        (draft, Sampling(logit_bias=((3, 1.0),))),
     ):
         generate(target, PROMPTS, request(sampling=how), some, rng=torch.Generator().manual_seed(1))
+        assert not target.free[0].rounds
+    for how in (Sampling(temperature=1.0, repetition_penalty=1.1), Sampling(temperature=1.0)):
+        rule = "gumbel" if how.penalises else "rejection"
+        drawn = request(sampling=how, rule=rule)
+        generate(target, PROMPTS, drawn, draft, rng=torch.Generator().manual_seed(1))
         assert not target.free[0].rounds
     generate(target, PROMPTS, request(), draft, on_logits=lambda row, logits: None)
     assert not target.free[0].rounds
@@ -208,7 +246,7 @@ def test_a_controller_that_learns_has_the_loop():
     assert not target.free[0].rounds and any(map(any, mine.trace.proposed))
 
 
-def of_parts(model, kind, batch=2):
+def of_parts(model, kind, batch=2, how=None):
     """A round of every position over buffers that no generation has filled."""
     target = GraphTarget(model)
     draft = bound_eagle3(model) if kind == "EAGLE-3" else None
@@ -220,15 +258,18 @@ def of_parts(model, kind, batch=2):
     cache = target.make_cache(batch, 60, slack=4)
     rounds = GraphRounds(target, cache, draft)
     rounds.state.left.fill_(9)
-    return Round(rounds.step, rounds.draft, rounds.state, rounds.block, target.width(rounds.block))
+    choice = None if how is None else Choice(how, how)
+    return Round(rounds.step, rounds.draft, rounds.state, rounds.block, target.width(rounds.block), choice)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "EAGLE-3", "none"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_round_waits_for_nobody(host_watched, family, kind):
+ANY = [(family, kind, None) for family in tiny.FAMILIES for kind in [*KINDS, "EAGLE-3", "none"]]
+
+
+@pytest.mark.parametrize(("family", "kind", "how"), ANY + DRAWN)
+def test_a_round_waits_for_nobody(host_watched, family, kind, how):
     with GPU:
         model = build(tiny.config(family, window=True))
-    run = of_parts(model.to(GPU).eval(), kind)
+    run = of_parts(model.to(GPU).eval(), kind, how=how)
     host_watched()
     with NoHost():
         out = run()
@@ -236,13 +277,18 @@ def test_a_round_waits_for_nobody(host_watched, family, kind):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("gpt_oss", "DFlash 2"), ("llama", "DSpark"), ("qwen3", "EAGLE-3"), ("qwen3", "none")],
+    ("family", "kind", "how"),
+    [
+        ("gpt_oss", "DFlash 2", None),
+        ("llama", "DSpark", None),
+        ("qwen3", "EAGLE-3", HOT[1]),
+        ("qwen3", "none", None),
+    ],
 )
 @torch.no_grad()
-def test_a_round_is_one_graph_for_a_compiler(family, kind):
+def test_a_round_is_one_graph_for_a_compiler(family, kind, how):
     model = tiny.target(family, True)
-    plain = [of_parts(model, kind) for _ in range(2)]
+    plain = [of_parts(model, kind, how=how) for _ in range(2)]
     compiled = torch.compile(plain[1], fullgraph=True, backend="aot_eager")
     for _ in range(3):
         assert torch.equal(plain[0]().numbers, compiled().numbers)
@@ -264,7 +310,7 @@ def test_the_embedded_model_writes_its_text_in_rounds():
 def test_a_row_that_has_all_its_tokens_stays_as_it_is():
     run = of_parts(tiny.target("gpt_oss", True), "plain", batch=3)
     state = run.state
-    state.begin(torch.tensor([7, 8, 9]), [0, 0, 0], [1, 0, 30])
+    state.begin(torch.tensor([7, 8, 9]), [0, 0, 0], [1, 0, 30], Match(Sampling(), PROMPTS, None))
     for written in range(3):
         before = state.starts.clone()
         run()

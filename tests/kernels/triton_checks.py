@@ -66,7 +66,7 @@ def test_every_code_under_every_scale_is_unpacked_exactly():
 
 
 def test_a_row_has_the_same_bits_whatever_surrounds_it():
-    """In float16: the interpreter's products of float32 are those of a library, and its rows are not alike."""
+    """In float16: the interpreter's products of float32 are a library's, and its rows are not alike."""
     rows = 2 * ROWS + 3
     x, chosen, weights = torch.randn(rows, C).half(), choices(rows), torch.rand(rows, TOP)
     matrices = Matrices(packed(E, 2 * F, C), torch.randn(E, 2 * F), packed(E, C, F), None, 7.0)
