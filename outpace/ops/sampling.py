@@ -266,8 +266,8 @@ def gumbel(keys: Tensor, V: int) -> Tensor:
     token = torch.arange(V, device=keys.device)
     low, high = keys[..., None] & LOW, (keys[..., None] >> 32) & LOW
     bits = _scattered(_scattered((token * 0x9E3779B9 & LOW) ^ low) ^ high)
-    w = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
-    return w.neg_().log1p_().neg_().log_().neg_()
+    w = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -(-(-w).log1p()).log()
 
 
 def perturbed(scores: Tensor, keys: Tensor) -> Tensor:

@@ -1,23 +1,23 @@
 """Triton's products of experts: right in its interpreter, and compiled for GPUs that are not here."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from in_process import Checked, checks_of
 
 CHECKS = Path(__file__).with_name("triton_checks.py")
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: Linux only")
 
 
-def test_the_checks_pass_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(CHECKS)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "32 passed" in done.stdout
+@pytest.fixture(scope="module")
+def checked():
+    return Checked(CHECKS, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("name", checks_of(CHECKS))
+def test_a_check_passes_in_the_interpreter(checked, name):
+    checked.passed(name)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -12,7 +12,7 @@ import torch
 from dflash_drafts import random_dflash
 
 sys.path.append(str(Path(__file__).parents[1] / "decode"))
-from test_device_rounds import Alternating, draft_of, lucky
+from test_device_rounds import HOT, Alternating, draft_of, lucky
 from test_lossless import NEW, PROMPTS, answers
 
 import outpace
@@ -74,6 +74,18 @@ def test_rounds_of_a_draft_run_whole(kind):
         )
         assert mine.tokens == theirs.tokens
         assert mine.trace.accepted == theirs.trace.accepted and sum(mine.trace.accept_lens)
+
+
+@pytest.mark.parametrize("how", HOT)
+def test_drawn_rounds_have_the_engines_tokens(how):
+    model = tiny.target("gpt_oss", True)
+    draft, target = lucky(model, "gpt_oss"), xla.XLATarget(model)
+    request = Request(max_new_tokens=20, limits=(20, 7, 13), prefill_chunk=8, sampling=how, rule="gumbel")
+    mine, theirs = (
+        generate(x, PROMPTS, request, draft, rng=torch.Generator().manual_seed(5)) for x in (model, target)
+    )
+    assert mine.tokens == theirs.tokens and mine.trace.accepted == theirs.trace.accepted
+    assert sum(mine.trace.accept_lens)
 
 
 def test_a_stop_token_and_who_reads_end_rows():

@@ -175,4 +175,32 @@ MUTANTS = [
         """(16 * g + byte < 16 * G - 1)""",
         "tests/kernels/test_triton_experts.py",
     ),
+    (
+        "a round on a device adds the noise of the first place everywhere",
+        "outpace/decode/round.py",
+        """ahead = torch.arange(logits.shape[1], device=logits.device)""",
+        """ahead = 0 * torch.arange(logits.shape[1], device=logits.device)""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "a round on a device stays at its place in the text",
+        "outpace/decode/round.py",
+        """state.places.add_(kept)""",
+        """pass""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "rounds of another temperature are taken for these",
+        "outpace/decode/device_rounds.py",
+        """self.captured.get((n, self.choice))""",
+        """self.captured.get((n, next((c for m, c in self.captured if m == n), self.choice)))""",
+        "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "a draft on a device draws without the noise",
+        "outpace/decode/round.py",
+        """self.choice.sampler(state) if self.choice else Greedy()""",
+        """Greedy()""",
+        "tests/decode/test_device_rounds.py",
+    ),
 ]
