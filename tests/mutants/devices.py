@@ -40,8 +40,8 @@ MUTANTS = [
     (
         "a controller that learns hears of no round",
         "outpace/decode/device_rounds.py",
-        """if not isinstance(controller, Fixed):""",
-        """if False:""",
+        """not isinstance(controller, Fixed) or known is None""",
+        """known is None""",
         "tests/decode/test_device_rounds.py",
     ),
     (
