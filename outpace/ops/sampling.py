@@ -173,7 +173,7 @@ def _nucleus(x: Tensor, top_p: float) -> Tensor:
         return _nucleus_by_sort(x, top_p)
     values, index = x.topk(FEW, dim=-1)
     p = x.softmax(-1).gather(1, index)
-    kept = (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True)
+    kept = (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True).clamp(min=1)  # rounding may exceed a tiny top_p
     edge, far = values.gather(1, kept - 1), kept[:, 0] == FEW
     spare = (x >= edge).sum(-1, keepdim=True) - kept  # equals of the last one kept, too many
     cut, same = x < edge, x == edge

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,12 +26,25 @@ from outpace.serve.engine import QueueFull, RequestTimeout
 from outpace.serve.fields import FieldError, check_message
 from outpace.serve.metrics import Metrics
 from outpace.serve.responses import Kept, ResponsesBody, Writer
-from outpace.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, problem
+from outpace.serve.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ErrorBody,
+    TokenizeBody,
+    problem,
+)
 from outpace.serve.server import Server
 from outpace.serve.stream import EventStream, Streamed, ended, response_events, response_failure
 
 LOG = logging.getLogger("outpace.serve")
 RETRY_SECONDS = 1
+Statuses = dict[int | str, dict[str, Any]]  # what /openapi.json says of answers
+ERRORS: Statuses = {
+    "4XX": {"model": ErrorBody, "description": "Refused: the message says what, where and why."},
+    "5XX": {"model": ErrorBody, "description": "The server failed: its log says more."},
+}
+STREAMS: Statuses = {200: {"content": {"text/event-stream": {}}}}
 DRAINED = 1000  # pieces of a body that is too long, thrown away before the answer
 
 
@@ -52,7 +65,9 @@ def make_app(server: Server, config: AppConfig) -> FastAPI:
         yield
         await asyncio.to_thread(server.stop)
 
-    app = FastAPI(title="Outpace", version=version("outpace"), lifespan=running, redoc_url=None)
+    app = FastAPI(
+        title="Outpace", version=version("outpace"), lifespan=running, redoc_url=None, responses=ERRORS
+    )
     metrics = Metrics(server.engine)
     _add_errors(app)
     _add_information(app, server, metrics)
@@ -168,7 +183,7 @@ def _add_information(app: FastAPI, server: Server, metrics: Metrics) -> None:
     async def version_of_us() -> dict[str, str]:
         return {"version": version("outpace")}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def numbers() -> Response:
         return Response(metrics.page(), media_type="text/plain; version=0.0.4")
 
@@ -208,7 +223,7 @@ def _check_model(server: Server, name: str | None) -> None:
 
 
 def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=STREAMS)
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_model(server, body.model)
         answers = server.chat(body)
@@ -230,7 +245,7 @@ def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
             values | {"choices": choices, "usage": wire.usage(answers, 1)} | wire.measured(answers)
         )
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=STREAMS)
     async def complete(body: CompletionBody, request: Request) -> Response:
         _check_model(server, body.model)
         answers, prompts = server.complete(body), len(body.prompts)
@@ -256,7 +271,7 @@ def _add_completions(app: FastAPI, server: Server, metrics: Metrics) -> None:
 def _add_responses(app: FastAPI, server: Server, metrics: Metrics) -> None:
     kept = Kept()
 
-    @app.post("/v1/responses", response_model=None)
+    @app.post("/v1/responses", response_model=None, responses=STREAMS)
     async def respond(body: ResponsesBody, request: Request) -> Response:
         _check_model(server, body.model)
         before = kept.before(body)

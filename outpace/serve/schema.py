@@ -14,6 +14,19 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class Problem(BaseModel):
+    """`param`: the field that is wrong, where it is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: None
+
+
+class ErrorBody(BaseModel):
+    error: Problem
+
+
 class Speculative(Body):
     """`num_speculative_tokens`: draft tokens of a step, at most."""
 

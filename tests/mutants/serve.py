@@ -312,4 +312,18 @@ MUTANTS = [
         "if name is not None and not name:",
         "tests/serve/test_hostile.py",
     ),
+    (
+        "the OpenAPI schema promises FastAPI's own refusals",
+        "outpace/serve/app.py",
+        "redoc_url=None, responses=ERRORS",
+        "redoc_url=None",
+        "tests/serve/test_hostile.py",
+    ),
+    (
+        "a tiny top_p keeps no token",
+        "outpace/ops/sampling.py",
+        ".clamp(min=1)  # rounding may exceed",
+        "  # rounding may exceed",
+        "tests/ops/test_sampling.py",
+    ),
 ]
