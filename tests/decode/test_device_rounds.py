@@ -63,7 +63,7 @@ def draft_of(kind, model, family):
     return lucky(model, family, **KINDS[kind])
 
 
-# nothing is cut; and what is not among the three likeliest, or below a share, at a lower temperature
+# nothing is cut; and all but three tokens or those below a share, at a lower temperature
 HOT = Sampling(temperature=1.0), Sampling(temperature=0.6, top_k=3, top_p=0.9, min_p=0.02)
 DRAWN = [
     (family, kind, how)

@@ -122,7 +122,7 @@ def test_the_server_keeps_to_its_openapi_schema(port, mode):
     those of the schema, and what it forbids is refused. What it allows may be refused: no schema says that a
     prompt is too long."""
     api = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
-    operations = [found.ok() for found in api.get_all_operations()]
+    operations = [operation.ok() for operation in api.get_all_operations()]
     bodies = {operation.path for operation in operations if operation.method == "post"}
     assert bodies == BODIES.keys()
     codes = Counter()
