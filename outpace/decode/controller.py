@@ -62,6 +62,11 @@ class Controller(Protocol):
         the clock may have a say; None: what was predicted."""
         ...
 
+    def learn_chain(self, n: int, kept: Sequence[int]) -> None:
+        """For `cut` and `learn`, where a device verified n positions of every row by itself, root included:
+        kept[b] of them continue row b. The next step's `width` came before."""
+        ...
+
 
 class Fixed:
     """The same number of positions in every step, at most the draft's; 1 is autoregressive decoding."""
@@ -83,6 +88,9 @@ class Fixed:
         return proposal
 
     def learn(self, proposal: Proposal, path: list[list[int]], seconds: float | None = None) -> None:
+        pass
+
+    def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         pass
 
 
@@ -288,12 +296,22 @@ class Adaptive:
         now, expected = self._costs, self.predicted[1]
         seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
         if self._width == 1:
-            allowed = PROBE_SHARE * now.step[1]
-            self.account += allowed - min(now.show, SHOW_SHARE * allowed)
+            self.account += now.allowed
             return
-        self.account += PROBE_SHARE * seconds + now.step[1] * sum(map(len, path)) / now.rows - seconds
+        self.account += now.gained(sum(map(len, path)), seconds)
         for row, verified, positions in zip(self._rows, proposal.counts, path, strict=True):
             self.history.add(row, self._width, verified, positions)
+
+    def learn_chain(self, n: int, kept: Sequence[int]) -> None:
+        assert self.account is not None, "width comes first"
+        now, self.states_survival, self.verified = self._costs, False, n
+        if n == 1:
+            self.account += now.allowed
+            return
+        self.account += now.gained(sum(kept), now.step[n])
+        chain = [max(i - 1, 0) for i in range(n)]
+        for accepted in filter(None, kept):
+            self.history.add(Row(chain, depths(chain), None, []), n, n, range(accepted))
 
     @property
     def _settle(self) -> float:
@@ -324,6 +342,16 @@ class StepCosts:
     show: float
     wake: float
     settle: float
+
+    @property
+    def allowed(self) -> float:
+        """Seconds that an autoregressive step lets drafting lose, later."""
+        share = PROBE_SHARE * self.step[1]
+        return share - min(self.show, SHOW_SHARE * share)
+
+    def gained(self, tokens: int, seconds: float) -> float:
+        """Seconds that a step with draft tokens is ahead of autoregressive ones for its `tokens`."""
+        return PROBE_SHARE * seconds + self.step[1] * tokens / self.rows - seconds
 
     @staticmethod
     def of(costs: Costs, rows: int, context: float, block: int) -> "StepCosts":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.decode.acceptance import AcceptanceRule, Gumbel
-from outpace.decode.controller import Controller, Fixed
+from outpace.decode.controller import Controller
 from outpace.decode.request import BatchRows, Request
 from outpace.decode.round import MODELS, Choice, Committed, Round, State
 from outpace.decode.static_drafts import runs_whole, static_draft
@@ -62,7 +62,7 @@ class DeviceRounds(ABC):
         controller: Controller,
     ) -> Iterator[None]:
         """After the prefill, which gave `last` [B]: yields after every round that was read. `controller`
-        chooses how long the next one is; it is told of none, see `device_rounds`."""
+        chooses how long one is before it hears of the one before."""
         batch, lengths = len(rows.done), list(cache.lengths)
         self.begin(
             cache,
@@ -93,6 +93,7 @@ class DeviceRounds(ABC):
                     if rows.done[b]:
                         self.end(b)
                 trace.add(batch, active, [n - 1] * len(active), [count - 1 for count in kept])
+                controller.learn_chain(n, kept)
             yield
 
 
@@ -166,18 +167,15 @@ class CompiledRounds(DeviceRounds):
 @torch.inference_mode(False)  # buffers outlive the generation that asked first
 @torch.no_grad()
 def device_rounds(
-    target: object, cache: KVCache, draft: Draft | None, request: Request, controller: Controller
+    target: object, cache: KVCache, draft: Draft | None, request: Request
 ) -> DeviceRounds | None:
     """The rounds of `cache`, emptied; None where a round needs the host: lookups, trees, other rules than the
-    argmax and `Gumbel`, penalties, targets without graphs or programs, a controller that learns from a round
-    before it chooses the next."""
+    argmax and `Gumbel`, penalties, targets without graphs or programs."""
     known, sampling = cache.rounds, request.sampling
     chosen = sampling.is_argmax or (
         request.effective_rule == "gumbel" and not (sampling.penalises or sampling.logit_bias)
     )
-    if not isinstance(controller, Fixed) or known is None:
-        return None
-    if not chosen or request.grammars or not runs_whole(draft):
+    if known is None or not chosen or request.grammars or not runs_whole(draft):
         return None
     if draft not in known:
         kind: Any = GraphRounds if isinstance(target, GraphTarget) else CompiledRounds

@@ -100,7 +100,7 @@ def steps(
     else:
         cache = target.make_cache(B, length, slack=max(block, 1), offset=request.offset, index=index)
         if partial is None and on_logits is None:
-            on_device = device_rounds(target, cache, draft, request, controller)
+            on_device = device_rounds(target, cache, draft, request)
         if on_device is not None:
             session = on_device.session
         elif draft is not None:

@@ -95,6 +95,27 @@ def decode(controller, costs, streams, tokens, speaks=False, seed=0, block=8, fa
     return seconds, drafted
 
 
+def decode_on_device(controller, costs, streams, tokens, seed=0, block=8):
+    """The same of rounds that a device runs: proposals are verified whole, and the controller is asked for
+    the next one before it hears of them."""
+    dice, rows, at, seconds, last = random.Random(seed), len(streams), [0] * len(streams), 0.0, None
+    controller.begin(block, tokens)
+    while sum(at) < tokens * rows:
+        n = controller.width([256 + place for place in at])
+        if last is not None:
+            controller.learn_chain(*last)
+        context = sum(at) / rows + 256
+        seconds += costs.rest_seconds(n, rows) + costs.draft_seconds(n, context, rows)
+        seconds += costs.verify_seconds(n, context, rows)
+        kept = []
+        for stream, place in zip(streams, at, strict=True):
+            right = [dice.random() < chance for chance in stream(place, dice)[: n - 1]]
+            kept.append(1 + [*right, False].index(False))
+        at = [place + count for place, count in zip(at, kept, strict=True)]
+        last = n, kept
+    return seconds
+
+
 def running(chances):
     items, product = [], 1.0
     for chance in chances:

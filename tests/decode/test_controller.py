@@ -9,6 +9,7 @@ from simulated import (
     best_fixed,
     chain,
     decode,
+    decode_on_device,
     embedded,
     experts,
     moody,
@@ -383,6 +384,17 @@ def test_rows_share_a_width():
     both = speed(Adaptive(costs), costs, [easy, easy, hard], 1024)
     none = speed(Adaptive(costs), costs, [hard] * 3, 1024)
     assert both > 1.1 and 0.97 < none <= 1.001
+
+
+@pytest.mark.parametrize("made", [embedded, experts, walker])
+def test_what_a_device_runs_loses_little_and_gains_as_much(made):
+    """Proposals are verified whole, and the outcome is known a round late."""
+    costs = made(0.5)
+    for chance in (0.0, 0.9):
+        plain = decode_on_device(Fixed(1), costs, [steady(chance)], 1024)
+        got = [plain / decode_on_device(Adaptive(costs), costs, [steady(chance)], 1024, s) for s in range(3)]
+        fixed = [plain / decode_on_device(Fixed(n), costs, [steady(chance)], 1024) for n in range(1, 9)]
+        assert sum(got) / 3 > (0.95 if chance else 0.98) * max(fixed), (chance, got, fixed)
 
 
 def test_the_next_text_begins_with_what_the_last_one_measured():

@@ -7,7 +7,7 @@ import tiny
 import torch
 from eagle3_drafts import bound_eagle3
 from no_host import GPU, NoHost, host_watched
-from simulated import embedded
+from simulated import table
 from test_lossless import NEW, PROMPTS, answers, random_dflash
 from test_lossless_parts import PARTS
 
@@ -218,7 +218,7 @@ def test_what_needs_the_host_is_decoded_by_the_loop():
     drawn, tree = Sampling(temperature=1.0), TreeShape(depth=3, branch=2, nodes=6)
     at_once = bound_eagle3(model, TreeShape(depth=3), parallel=True)
     for some in (NGram(block_size=4), bound_eagle3(model, tree), at_once):
-        assert device_rounds(target, target.make_cache(1, 40), some, request(), Fixed(4)) is None
+        assert device_rounds(target, target.make_cache(1, 40), some, request()) is None
     for some, how in (
         (NGram(block_size=4), Sampling()),
         (draft, drawn),
@@ -236,14 +236,52 @@ def test_what_needs_the_host_is_decoded_by_the_loop():
     assert not target.free[0].rounds
 
 
-def test_a_controller_that_learns_has_the_loop():
-    """It hears of a round before it chooses the next."""
+class Listening(Alternating):
+    """Writes down what it was asked and heard."""
+
+    def __init__(self, positions):
+        super().__init__(positions)
+        self.events = []
+
+    def width(self, lengths):
+        n = super().width(lengths)
+        self.events.append(("asked", n, list(lengths)))
+        return n
+
+    def learn_chain(self, n, kept):
+        self.events.append(("heard", n, list(kept)))
+
+
+def test_a_controller_hears_of_every_round_once_and_a_round_late():
+    model = tiny.target("gpt_oss", True)
+    target, listening = GraphTarget(model), Listening(4)
+    done = generate(target, PROMPTS, request(), lucky(model, "gpt_oss"), controller=listening)
+    asked = [n for kind, n, _ in listening.events if kind == "asked"]
+    heard = [(n, kept) for kind, n, kept in listening.events if kind == "heard"]
+    order = [kind for kind, *_ in listening.events]
+    assert order == ["asked", *["asked", "heard"] * len(heard)]
+    assert [n for n, _ in heard] == asked[:-1]
+    assert [kept for _, kept in heard] == [[n + 1 for n in row if n >= 0] for row in done.trace.accepted]
+    before = [lengths for kind, _, lengths in listening.events if kind == "asked"][1:]
+    lengths = [len(prompt) for prompt in PROMPTS]
+    for row, known in zip(done.trace.accepted, before, strict=True):
+        assert known == lengths
+        lengths = [size + n + 1 for size, n in zip(lengths, row, strict=True)]
+
+
+FREE = table([1e-3] * 4, [0.0] * 4, batch=3)
+DEAR = table([1e-3, 8e-3, 9e-3, 9e-3], [1e-3] * 4, acceptance=0.01, batch=3)
+
+
+@pytest.mark.parametrize(("costs", "most"), [(FREE, 4), (DEAR, 1)])
+def test_an_adaptive_controller_chooses_the_length_of_rounds(costs, most):
     model = tiny.target("gpt_oss", True)
     target, draft = GraphTarget(model), lucky(model, "gpt_oss")
-    costs = embedded(acceptance=0.9)
     mine = generate(target, PROMPTS, request(), draft, controller=Adaptive(costs))
-    alike(mine, generate(model, PROMPTS, request(), draft, controller=Adaptive(costs)))
-    assert not target.free[0].rounds and any(map(any, mine.trace.proposed))
+    known = zip(answers("gpt_oss", True, 3), request().limits, strict=True)
+    assert mine.tokens == [row[:n] for row, n in known] and target.free[0].rounds
+    chosen = Counter(max(row) + 1 for row in mine.trace.proposed)
+    assert chosen.most_common(1)[0][0] == most, chosen
 
 
 def of_parts(model, kind, batch=2, how=None):

@@ -38,11 +38,25 @@ MUTANTS = [
         "tests/decode/test_device_rounds.py",
     ),
     (
-        "a controller that learns hears of no round",
+        "a controller hears of no round of a device",
         "outpace/decode/device_rounds.py",
-        """not isinstance(controller, Fixed) or known is None""",
-        """known is None""",
+        """controller.learn_chain(n, kept)""",
+        """pass""",
         "tests/decode/test_device_rounds.py",
+    ),
+    (
+        "a controller forgets what a device accepted",
+        "outpace/decode/controller.py",
+        """self.history.add(Row(chain,""",
+        """AcceptanceHistory(n, 0.5).add(Row(chain,""",
+        "tests/decode/test_controller.py",
+    ),
+    (
+        "a controller pays nothing for a device's rounds",
+        "outpace/decode/controller.py",
+        """self.account += now.gained(sum(kept), now.step[n])""",
+        """pass""",
+        "tests/decode/test_controller.py",
     ),
     (
         "rows that are done go on",
