@@ -18,7 +18,7 @@ from outpace.ops.quant import Quant, Weight, dense
 Packed = tuple[Tensor, Tensor]  # MXFP4 blocks and scales, as safetensors hold them
 Experts = Tensor | Packed | Quant  # [E, N, K]
 MOST_GATHERED = 64  # (token, choice) pairs that bring their matrices along
-MOST_PACKED = 32768  # pairs that Triton unpacks for: as many as no pass of decoding has, whose bits hang on it
+MOST_PACKED = 32768  # pairs that Triton unpacks for: more than a pass of decoding has: its bits hang on it
 ROUNDED = 128  # rows of an expert in training, a multiple: a new shape costs the library a new kernel
 MOST_TOKENS = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
 # CUDA builds of torch bring it along; it takes a while to import, and on a CPU only its interpreter runs
