@@ -3,7 +3,9 @@
 Those of drafts are in draft_bindings.py.
 """
 
+import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,10 @@ BLOCKS_KIND = {"MXFP4": 4, "Q8_0": 5, "Q4_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9
 STYLES = ("gpt_oss", "silu")
 PLAIN = (Tensor, torch.nn.Parameter)
 PANEL = 16  # numbers of a key that `latent_keys_` multiplies at once
+# CUDA builds of torch bring it along; it takes a while to import, and on a CPU only its interpreter runs
+TRITON = find_spec("triton") is not None and (
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+)
 MOST_INDEX_HEADS, MOST_HEAD_DIM, MOST_CANDIDATES = 64, 256, 64
 
 
@@ -45,6 +51,13 @@ def use_kernel(x: Tensor, *, backward: bool = False) -> bool:
         if not fits:
             return False
     return x.device.type == "cpu" and available()
+
+
+def use_triton(x: Tensor) -> bool:
+    """True where a Triton kernel takes `x`: on a GPU, or on one without contents, while no gradient of it is
+    recorded and no compiler captures it."""
+    trained = torch.is_grad_enabled() and x.requires_grad
+    return TRITON and x.device.type in ("cuda", "meta") and not captured(x) and not trained
 
 
 class _Library:

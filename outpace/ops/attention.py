@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels import bindings
-from outpace.kernels.bindings import use_kernel
+from outpace.kernels.bindings import use_kernel, use_triton
 from outpace.kv.metadata import FEW, KVView
+
+if bindings.TRITON:
+    from outpace.kernels.triton_attention import HEAD_DIMS, cached_attention
 
 FEW_KEYS = 512  # a row's, where the backward may hold the weights of ..
 TILE = 128  # .. so many queries
@@ -68,6 +71,8 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))
         return causal_attend(q, k, v, window, sinks, scale)
+    if use_triton(q) and view.lists is None and D in HEAD_DIMS:
+        return in_triton(q, view, window, sinks, scale)
     allowed = view.allowed(window)
     if T <= FEW:
         return attend(q, view.k, view.v, allowed, sinks, scale)
@@ -78,6 +83,15 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
     mask = _bias(allowed, q.dtype)[:, None]
     out = SinkFlash.apply(q.transpose(1, 2), k, v, sinks, mask, scale)
     return out.transpose(1, 2).reshape(B, T, H * D)
+
+
+def in_triton(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scale: float) -> Tensor:
+    """`attend_view` by a kernel that reads no more than is remembered."""
+    step, tree = view.step, None
+    if step.tree is not None:
+        tree = step.tree.depth, step.tree.within(window)
+    known = step.starts, step.counts_tensor, step.held, window, sinks, scale
+    return cached_attention(q, view.k, view.v, *known, first=view.first, both_ways=step.both_ways, tree=tree)
 
 
 def causal(T: int, window: int, device: torch.device) -> Tensor:

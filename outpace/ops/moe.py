@@ -1,8 +1,6 @@
 """Route tokens to experts, run each expert once for all its tokens, weigh the results back."""
 
-import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels import bindings
-from outpace.kernels.bindings import captured, use_kernel
+from outpace.kernels.bindings import captured, use_kernel, use_triton
 from outpace.ops import mxfp4
 from outpace.ops.norm import ALPHA, clamped_swiglu, silu_mul
 from outpace.ops.quant import Quant, Weight, dense
@@ -21,11 +19,7 @@ MOST_GATHERED = 64  # (token, choice) pairs that bring their matrices along
 MOST_PACKED = 32768  # pairs that Triton unpacks for: more than a pass of decoding has: its bits hang on it
 ROUNDED = 128  # rows of an expert in training, a multiple: a new shape costs the library a new kernel
 MOST_TOKENS = 128  # tokens a call of the kernel: what lies between up and down stays in the cache
-# CUDA builds of torch bring it along; it takes a while to import, and on a CPU only its interpreter runs
-TRITON = find_spec("triton") is not None and (
-    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-)
-if TRITON:
+if bindings.TRITON:
     from outpace.kernels.triton_experts import Tiles, down_product, up_product
 
 
@@ -143,8 +137,7 @@ def on_device(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
 
 def _stays_packed(x: Tensor, experts: Tensor, matrices: Matrices) -> bool:
     packed = isinstance(matrices.up, tuple) and isinstance(matrices.down, tuple)
-    trained = torch.is_grad_enabled() and x.requires_grad
-    if not (TRITON and packed and x.device.type in ("cuda", "meta")) or captured(x) or trained:
+    if not (packed and use_triton(x)):
         return False
     return experts.numel() <= MOST_PACKED or not _in_one_product(x, matrices.up, matrices.down)
 

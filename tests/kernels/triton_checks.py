@@ -1,16 +1,19 @@
-"""Checks of Triton's products in its interpreter, on a CPU, which `test_triton_experts.py` runs.
+"""Checks of Triton's kernels in its interpreter, on a CPU, which `test_triton.py` runs.
 
 They have a process of their own, since a kernel is interpreted or compiled for as long as its module lives.
 The interpreter multiplies the bits of bfloat16 numbers as if they were integers, so these are in float16 and
-float32; `test_triton_experts.py` compiles the kernels for bfloat16.
+float32; `test_triton.py` compiles the kernels for bfloat16.
 """
 
 import pytest
 import torch
 from no_host import GPU, NoHost
 
+from outpace.kernels.triton_attention import KEYS
 from outpace.kernels.triton_experts import COLUMNS, ROWS, Tiles, down_product, up_product
-from outpace.ops import mxfp4
+from outpace.kv.base import KVCache
+from outpace.kv.tree import Tree
+from outpace.ops import attention, mxfp4
 from outpace.ops.moe import Matrices, in_triton, on_device
 
 E, C, F, TOP = 5, 96, 160, 3  # 3 and 5 blocks a row; 2F is no multiple of a tile's columns
@@ -102,3 +105,75 @@ def test_weights_of_choices_stay_with_their_pairs():
     tiles = Tiles.of(chosen, 3)
     y = down_product(torch.ones(3, 32), *down, None, tiles, weights)
     assert torch.equal(y, torch.full((1, 32), 4 * 0.5 + 1 * 0.25 + 2 * 0.125))
+
+
+# ---- attention ---------------------------------------------------------------------------------------
+
+HEADS, KV, HEAD_DIM, LENGTH = 6, 2, 16, 3 * KEYS
+KINDS = {
+    "chain": {}, "one token": {}, "wide": {}, "both ways": {"both_ways": True},
+    "tree": {"tree": [0, 0, 0, 1, 2, 2, 5]}, "grown tree": {"tree": [0, 0, 1, 1, 3, 2, 4, 5], "held": 3},
+}  # fmt: skip
+SIZES = {"one token": 1, "wide": 40, "tree": 7, "grown tree": 5}
+
+
+def remembered(window, dtype, lengths):
+    """A layer that has forgotten some of the tokens that it was shown, if it has a window."""
+    cache, shown = KVCache(2, LENGTH, 9, (window,), KV, HEAD_DIM, dtype=dtype), 0
+    while shown < max(lengths):
+        counts = [min(max(n - shown, 0), 9) for n in lengths]
+        step = cache.begin(9, counts)
+        cache.layers[0].append(*(torch.randn(2, KV, 9, HEAD_DIM).to(dtype) for _ in "kv"), step)
+        cache.advance(step)
+        shown += 9
+    return cache
+
+
+def asked(kind, cache, counts, dtype):
+    """-> the queries, and the view that they have."""
+    how, T = dict(KINDS[kind]), SIZES.get(kind, 6)
+    if "tree" in how:
+        held, parents = how.pop("held", 0), torch.tensor([how["tree"]] * 2)
+        if held:
+            step = cache.begin(held, tree=Tree(parents[:, :held]))
+            cache.layers[0].append(*(torch.randn(2, KV, held, HEAD_DIM).to(dtype) for _ in "kv"), step)
+        how["tree"] = Tree(parents, held)
+    step = cache.begin(T, [min(n, T) for n in counts], **how)
+    view = cache.layers[0].append(*(torch.randn(2, KV, T, HEAD_DIM).to(dtype) for _ in "kv"), step)
+    qkv = torch.randn(2, T, HEADS + 2 * KV, HEAD_DIM).to(dtype)
+    return qkv[:, :, :HEADS], view
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+def test_attention_sees_what_the_reference_sees(kind, window, sinks, dtype, error):
+    """Past a window and past a round of keys, in rows of other lengths, one of them with padding."""
+    cache = remembered(window, dtype, (KEYS + 13, 21))
+    counts = (9, 2) if "tree" not in kind else (9, 9)
+    q, view = asked(kind, cache, counts, dtype)
+    own = torch.randn(HEADS) if sinks else None
+    got = attention.in_triton(q, view, window, own, 0.3)
+    wanted = attention.attend(q, view.k, view.v, view.allowed(window), own, 0.3)
+    assert got.shape == (2, q.shape[1], HEADS * HEAD_DIM) and got.dtype == dtype
+    for b, count in enumerate(view.step.counts):
+        assert (got[b, :count] - wanted[b, :count]).abs().max() < error
+
+
+def test_a_verified_row_of_attention_has_the_bits_of_autoregressive_decoding():
+    """In float16, as above: token by token, as a chain, and in other company."""
+    text, q = [], torch.randn(2, 5, HEADS, HEAD_DIM).half()
+    k, v = (torch.randn(2, KV, 5, HEAD_DIM).half() for _ in "kv")
+    for widths in ([1] * 5, [5], [2, 3]):
+        torch.manual_seed(2)
+        cache, begin, parts = remembered(7, torch.float16, (KEYS + 3, 30)), 0, []
+        for width in widths:
+            now = slice(begin, begin + width)
+            step = cache.begin(width)
+            view = cache.layers[0].append(k[:, :, now], v[:, :, now], step)
+            parts.append(attention.in_triton(q[:, now], view, 7, torch.ones(HEADS), 0.3))
+            cache.advance(step)
+            begin += width
+        text.append(torch.cat(parts, 1))
+    assert torch.equal(text[0], text[1]) and torch.equal(text[0], text[2])
