@@ -37,9 +37,9 @@ def main(place: Path) -> None:
     how = "--port", "0", "--speculative-config", '{"method": "ngram"}', "--served-model-name", "solver"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with log.open("w") as said:
+        with log.open("w") as output:
             command = [sys.executable, "-m", "outpace", "serve", str(SOLVER), *how]
-            server = subprocess.Popen(command, stdout=said, stderr=said)
+            server = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             while not (address := READY.search(log.read_text())):
                 if server.poll() is not None:

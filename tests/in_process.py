@@ -25,9 +25,9 @@ class Checked:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=500, env=os.environ | environment
         )
-        self.said = done.stdout + done.stderr
-        self.outcomes = re.findall(r"^([A-Z]+) \S*::(\w+)", self.said, re.M)
+        self.output = done.stdout + done.stderr
+        self.outcomes = re.findall(r"^([A-Z]+) \S*::(\w+)", self.output, re.M)
 
     def passed(self, name: str) -> None:
         mine = {outcome for outcome, check in self.outcomes if check == name}
-        assert mine == {"PASSED"}, self.said[-6000:]
+        assert mine == {"PASSED"}, self.output[-6000:]
