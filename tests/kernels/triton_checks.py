@@ -117,10 +117,10 @@ KINDS = {
 SIZES = {"one token": 1, "wide": 40, "tree": 7, "grown tree": 5}
 
 
-def pair(tokens, dtype):
-    """Keys and values."""
-    k, v = torch.randn(2, 2, KV, tokens, HEAD_DIM).to(dtype)
-    return k, v
+def append(cache, step, dtype):
+    """-> what the queries of the step see."""
+    k, v = torch.randn(2, 2, KV, step.T, HEAD_DIM).to(dtype)
+    return cache.layers[0].append(k, v, step)
 
 
 def remembered(window, dtype, lengths):
@@ -129,7 +129,7 @@ def remembered(window, dtype, lengths):
     while shown < max(lengths):
         counts = [min(max(n - shown, 0), 9) for n in lengths]
         step = cache.begin(9, counts)
-        cache.layers[0].append(*pair(9, dtype), step)
+        append(cache, step, dtype)
         cache.advance(step)
         shown += 9
     return cache
@@ -142,10 +142,10 @@ def asked(kind, cache, counts, dtype):
         held, parents = how.pop("held", 0), torch.tensor([how["tree"]] * 2)
         if held:
             step = cache.begin(held, tree=Tree(parents[:, :held]))
-            cache.layers[0].append(*pair(held, dtype), step)
+            append(cache, step, dtype)
         how["tree"] = Tree(parents, held)
     step = cache.begin(T, [min(n, T) for n in counts], **how)
-    view = cache.layers[0].append(*pair(T, dtype), step)
+    view = append(cache, step, dtype)
     qkv = torch.randn(2, T, HEADS + 2 * KV, HEAD_DIM).to(dtype)
     return qkv[:, :, :HEADS], view
 
@@ -170,7 +170,7 @@ def test_attention_sees_what_the_reference_sees(kind, window, sinks, dtype, erro
 def test_a_verified_row_of_attention_has_the_bits_of_autoregressive_decoding():
     """In float16, as above: token by token, as a chain, and in other company."""
     text, q = [], torch.randn(2, 5, HEADS, HEAD_DIM).half()
-    k, v = pair(5, torch.float16)
+    k, v = torch.randn(2, 2, KV, 5, HEAD_DIM).half()
     for widths in ([1] * 5, [5], [2, 3]):
         torch.manual_seed(2)
         cache, begin, parts = remembered(7, torch.float16, (KEYS + 3, 30)), 0, []
