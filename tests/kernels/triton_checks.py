@@ -5,14 +5,24 @@ The interpreter multiplies the bits of bfloat16 numbers as if they were integers
 float32; `test_triton.py` compiles the kernels for bfloat16.
 """
 
+from collections import Counter
+
 import pytest
+import tiny
 import torch
+from dflash_drafts import random_dflash
 from no_host import GPU, NoHost
 
+from outpace.decode.generate import generate
+from outpace.decode.request import Request
+from outpace.drafts.dflash import BoundDFlash
+from outpace.drafts.tree import DDTree
 from outpace.kernels.triton_attention import KEYS
 from outpace.kernels.triton_experts import COLUMNS, ROWS, Tiles, down_product, up_product
 from outpace.kv.base import KVCache
 from outpace.kv.tree import Tree
+from outpace.models.cuda_graphs import GraphTarget
+from outpace.models.load import build, named_tensors
 from outpace.ops import attention, mxfp4
 from outpace.ops.moe import Matrices, in_triton, on_device
 
@@ -183,3 +193,38 @@ def test_a_verified_row_of_attention_has_the_bits_of_autoregressive_decoding():
             begin += width
         text.append(torch.cat(parts, 1))
     assert torch.equal(text[0], text[1]) and torch.equal(text[0], text[2])
+
+
+# ---- a whole target ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_a_target_writes_the_same_through_these_kernels(family, monkeypatch):
+    """As a GPU runs it: captured steps with lengths in tensors, prompts in chunks past the windows, a draft
+    that proposes trees, rows that end one after the other."""
+    model = build(tiny.config(family, head_dim=16))
+    tiny.randomise(named_tensors(model), 3)
+    model = tiny.in_mxfp4(model) if family == "gpt_oss" else model.eval()
+    prompts = [tiny.tokens(1, n, seed=n)[0].tolist() for n in (21, 9)]
+    request = Request(max_new_tokens=5, stop=frozenset(), limits=(5, 3), prefill_chunk=9)
+    wanted = generate(model, prompts, request).tokens
+    calls = Counter()
+
+    def counted(name, kernel):
+        def run(*arguments, **how):
+            calls[name] += 1
+            return kernel(*arguments, **how)
+
+        return run
+
+    def experts(x, chosen, weights, *matrices):
+        return counted("experts", in_triton)(x, chosen, weights, Matrices(*matrices))
+
+    monkeypatch.setattr("outpace.models.blocks.run_experts", experts)
+    monkeypatch.setattr(attention, "use_kernel", lambda x: False)
+    monkeypatch.setattr(attention, "use_triton", lambda x: True)
+    monkeypatch.setattr(attention, "cached_attention", counted("attention", attention.cached_attention))
+    draft = DDTree(BoundDFlash(random_dflash(model), model), 5, 2)
+    for drafted in (None, draft):
+        assert generate(GraphTarget(model), prompts, request, drafted).tokens == wanted
+    assert calls["attention"] and bool(calls["experts"]) == (family == "gpt_oss")

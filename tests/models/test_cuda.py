@@ -24,15 +24,20 @@ DEVICES = ("cpu", pytest.param("cuda", marks=GPU))
 on_each = pytest.mark.parametrize("device", DEVICES)
 
 
+PACKED = "gpt_oss, MXFP4"
+
+
 def model_of(family, device, dtype=torch.float32):
-    model = build(tiny.config(family, head_dim=8))
+    """With a head_dim that Triton's attention takes."""
+    model = build(tiny.config(family.partition(",")[0], head_dim=16))
     tiny.randomise(named_tensors(model), 3)
+    model = tiny.in_mxfp4(model) if family == PACKED else model
     model.dtype = dtype
     return model.to(device, dtype).eval()
 
 
 @pytest.mark.parametrize("kind", ["none", "chain", "states", "tree"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, PACKED])
 @on_each
 def test_graphs_of_one_shape_write_the_same_with_every_draft(device, family, kind):
     """And the tokens of the modules on a CPU, which no tie decides here."""
