@@ -136,8 +136,8 @@ def on_device(x: Tensor, experts: Tensor, weights: Tensor, matrices: Matrices) -
 
 
 def _stays_packed(x: Tensor, experts: Tensor, matrices: Matrices) -> bool:
-    packed = isinstance(matrices.up, tuple) and isinstance(matrices.down, tuple)
-    if not (packed and use_triton(x)):
+    own = [m for m in (matrices.up, matrices.down, matrices.gate) if m is not None]
+    if not (all(isinstance(m, tuple) for m in own) and use_triton(x)):
         return False
     return experts.numel() <= MOST_PACKED or not _in_one_product(x, matrices.up, matrices.down)
 

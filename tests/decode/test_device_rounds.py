@@ -124,6 +124,20 @@ def test_drawn_rounds_have_the_tokens_and_the_steps_of_the_loop(family, kind, ho
     assert draft is None or (0 in taken and max(taken) > 0)
 
 
+def test_many_temperatures_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("outpace.decode.device_rounds.MOST_KEPT", 3)
+    model = tiny.target("qwen3", True)
+    target = GraphTarget(model)
+    for temperature in (0.5, 0.6, 0.7, 0.8, 0.5):
+        drawn = request(sampling=Sampling(temperature=temperature), rule="gumbel")
+        texts = [
+            generate(some, PROMPTS, drawn, rng=torch.Generator().manual_seed(3)) for some in (target, model)
+        ]
+        alike(*texts)
+    kept = target.free[0].rounds[None].captured
+    assert [choice.target.temperature for _, choice in kept] == [0.7, 0.8, 0.5]
+
+
 def test_drafts_are_wrong_and_right():
     taken = Counter()
     for family in tiny.FAMILIES:
