@@ -21,6 +21,8 @@ from outpace.kv.metadata import FEW
 from outpace.models.cuda_graphs import GraphTarget
 from outpace.models.decoder import Target
 from outpace.models.memory import MemoryPlan
+from outpace.ops import mxfp4
+from outpace.ops.moe import run_experts
 from outpace.text.corpus import Document
 
 PASS, FAIL, ABSENT = "pass", "fail", "not on this device"
@@ -117,6 +119,7 @@ def checks_of(device: Device, prompts: Prompts, settings: DeviceSettings) -> dic
             lambda: None if tree is None else graphs(prompts[:1], tree)
         ),
         "captured steps write the modules' tokens, several sequences": lambda: graphs(several, None),
+        "packed experts are those of a CPU": lambda: _packed_experts(device),
         "steps are CUDA graphs": lambda: _captured(device),
         "memory is within the plan": lambda: _memory(device),
     }
@@ -161,6 +164,22 @@ def _graphs(target: Target, prompts: Prompts, draft: Draft | None, settings: Dev
         if generate(graphs, prompts, request, draft).tokens != wanted:
             return f"other tokens in the {turn} turn"
     return ""
+
+
+def _packed_experts(device: Device) -> str | None:
+    """MXFP4 through the kernel that unpacks it in registers, in the target's numbers."""
+    if device.name != "cuda":
+        return None
+    rng, place = torch.Generator().manual_seed(1), device.target.device
+    up, down = (mxfp4.pack(torch.randn(*size, generator=rng)) for size in ((8, 320, 96), (8, 96, 160)))
+    x, weights = (torch.randn(40, n, generator=rng) for n in (96, 3))
+    chosen = torch.rand(40, 8, generator=rng).topk(3).indices
+    wanted = run_experts(x, chosen, weights, up, None, down, None, 7.0)
+    up, down = ((blocks.to(place), scales.to(place)) for blocks, scales in (up, down))
+    inputs = x.to(place, device.target.decoder.dtype), chosen.to(place), weights.to(place)
+    got = run_experts(*inputs, up, None, down, None, 7.0).float().cpu()
+    error = float((got - wanted).abs().max() / wanted.abs().max())
+    return "" if error < 0.05 else f"{error:.0%} off"
 
 
 def _captured(device: Device) -> str | None:

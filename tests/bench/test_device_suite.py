@@ -1,6 +1,7 @@
 """The suite device: a page of guarantees and speeds of the device that is there; faults show as such."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -46,6 +47,10 @@ def test_faults_of_steps_are_fails(monkeypatch):
     device = Device(name="cuda", target=GraphTarget(model.target), drafts={"ngram": NGram(block_size=4)})
     checks = checks_of(device, prompts, FEW)
     assert checks["steps are CUDA graphs"]() == "none was captured"
+    assert checks["packed experts are those of a CPU"]() == ""
+    turns, known = [], suite.run_experts
+    monkeypatch.setattr(suite, "run_experts", lambda *a: turns.append(1) or known(*a) * len(turns))
+    assert re.fullmatch(r"\d+% off", checks["packed experts are those of a CPU"]())
     run_step = GraphStep.run
 
     def wrong(self, tokens, step, rows):
