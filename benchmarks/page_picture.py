@@ -28,7 +28,7 @@ def count_owner(number):
     room = number * number
     return month""",
 )
-SIZE: ViewportSize = {"width": 900, "height": 760}
+SIZE: ViewportSize = {"width": 900, "height": 800}
 READY = re.compile(r"http://[\d.]+:\d+")
 
 
