@@ -22,7 +22,7 @@ from outpace.models.static_step import StaticStep, bucket, memories_of
 if TYPE_CHECKING:
     from outpace.models.xla import XLATarget
 
-MOST_KEPT = 16  # lengths and ways to choose, captured or compiled; the oldest makes room
+MOST_KEPT = 16  # lengths and ways to choose, captured or compiled; the oldest goes
 Numbers = Callable[[], list[list[int]]]  # of a round, see `Committed`; waits until it has run
 
 
@@ -122,7 +122,7 @@ class GraphRounds(DeviceRounds):
         if known is None:
             before = {name: buffer.clone() for name, buffer in self.state.named_buffers()}
             run = Round(self.step, self.draft, self.state, n, self.target.width(n), self.choice)
-            make_room(self.captured)
+            drop_oldest(self.captured)
             known = self.captured[n, self.choice] = self.target.capture(run)
             self.target.captured += 1
             for name, buffer in before.items():  # keys and values lie behind the text, and are written again
@@ -153,7 +153,7 @@ class CompiledRounds(DeviceRounds):
         key = n, self.choice
         if key not in self.programs:
             run = Round(self.step, self.draft, self.state, n, bucket(n), self.choice)
-            make_room(self.programs)
+            drop_oldest(self.programs)
             self.programs[key] = self.target.program(run)
         values, self.written = self.target.run(self.programs[key], self.fixed, self.written, {})
         return lambda: self.target.read(values)[0].tolist()
@@ -167,7 +167,7 @@ class CompiledRounds(DeviceRounds):
         return {f"draft.{name}": memory for name, memory in known.items()}
 
 
-def make_room(kept: dict[Any, Any]) -> None:
+def drop_oldest(kept: dict[Any, Any]) -> None:
     """A user may try any number of temperatures."""
     if len(kept) == MOST_KEPT:
         del kept[next(iter(kept))]
