@@ -195,8 +195,7 @@ class Adaptive:
 
     Where no n beats autoregressive decoding, drafting rests and is probed. An account of the seconds lost
     against autoregressive decoding bounds the probes to PROBE_SHARE of the time. One controller can serve
-    many generations: acceptance counts are kept at half their weight, the account starts anew, and the next
-    text is taken to become as long as those before, if it may.
+    many generations: acceptance counts are kept at half their weight, the account starts anew.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -209,8 +208,7 @@ class Adaptive:
         self.rested = self.wait = 0
         self.verified = 1  # positions a row in the last step
         self.account: float | None = None  # seconds that may still be lost
-        self.tokens: float = math.inf  # of this generation, as far as is known
-        self.texts, self.written = 0, 0.0  # generations, and the tokens a row of all of them
+        self.tokens: float = math.inf  # of this generation, at most
         self._costs = StepCosts.of(costs, 1, 0.0, 2)
         self._rows: list[Row] = []
         self._width, self._draft_seconds = 1, 0.0
@@ -222,9 +220,7 @@ class Adaptive:
         self.history.fade(0.5)
         self.rested = self.wait = 0
         self.verified = 1
-        usual = self.written / self.texts if self.texts else math.inf
-        self.account, self.tokens = None, usual if tokens is None else min(tokens, usual)
-        self.texts += 1
+        self.account, self.tokens = None, math.inf if tokens is None else tokens
 
     def width(self, lengths: Sequence[int]) -> int:
         if self.wait and len(lengths) == self._costs.rows:  # as in the step before: a rest is to cost nothing
@@ -299,7 +295,6 @@ class Adaptive:
         assert self.predicted is not None and self.account is not None, "width comes first"
         now, expected = self._costs, self.predicted[1]
         seconds = expected if seconds is None else min(seconds, SLOWEST * expected)
-        self.written += sum(map(len, path)) / now.rows
         if self._width == 1:
             self.account += now.allowed
             return
@@ -310,7 +305,6 @@ class Adaptive:
     def learn_chain(self, n: int, kept: Sequence[int]) -> None:
         assert self.account is not None, "width comes first"
         now, self.states_survival, self.verified = self._costs, False, n
-        self.written += sum(kept) / now.rows
         if n == 1:
             self.account += now.allowed
             return

@@ -407,23 +407,6 @@ def test_the_next_text_begins_with_what_the_last_one_measured():
     assert controller.history.steps() == [1.0] + [pytest.approx(0.3)] * 4
 
 
-@pytest.mark.parametrize("length", [24, 2000])
-def test_a_text_is_taken_to_become_as_long_as_those_before(length):
-    """Answers may be long and are short: what their beginning may lose hangs on what they are."""
-    costs = embedded(0.8)
-    controller, drafted = Adaptive(costs), []
-    for _ in range(3):
-        controller.begin(8, 2000)
-        drafted.append(0)
-        for place in range(length):
-            width = controller.width([256 + place])
-            proposal = controller.cut(chain([[0.8**n for n in range(1, 8)]])) if width > 1 else chain(width=1)
-            controller.learn(proposal, [[0]])
-            drafted[-1] += place < 24 and width > 1
-    assert controller.written == 3 * length and controller.texts == 3
-    assert drafted[0] >= 3 and (drafted[2] <= 1 if length == 24 else drafted[2] >= 2), drafted
-
-
 def test_a_plain_step_is_predicted_as_such():
     controller = Adaptive(embedded(0.0))
     controller.begin(8)

@@ -368,11 +368,4 @@ MUTANTS = [
         "            self.rows = self.deferred = None\n",
         "tests/decode/test_reuse.py",
     ),
-    (
-        "a controller takes every text for the longest that it may be",
-        "outpace/decode/controller.py",
-        """usual if tokens is None else min(tokens, usual)""",
-        """math.inf if tokens is None else tokens""",
-        "tests/decode/test_controller.py",
-    ),
 ]
