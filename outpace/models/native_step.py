@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Protocol
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -48,11 +49,13 @@ def joined(outs: Sequence[Output]) -> Output:
     """Of forwards whose tokens follow one another."""
 
     def along(dim: int, parts: list[Tensor | None]) -> Tensor | None:
-        there = [part for part in parts if part is not None]
-        return torch.cat(there, dim) if len(there) == len(parts) else None
+        there = [part.numpy() for part in parts if part is not None]  # by one thread: see `copied`
+        return torch.from_numpy(np.concatenate(there, dim)) if len(there) == len(parts) else None
 
+    hidden = along(1, [out.hidden for out in outs])
+    assert hidden is not None
     return Output(
-        torch.cat([out.hidden for out in outs], 1),
+        hidden,
         along(2, [out.aux for out in outs]),
         [],
         along(1, [out.logits for out in outs]),
@@ -63,6 +66,7 @@ def joined(outs: Sequence[Output]) -> Output:
 
 MOST_STEPS = 128  # that a model keeps: a step for each size
 MOST_ROWS = 512  # of a step's buffers
+ALONE = 2**15  # numbers that torch copies by one thread (at::internal::GRAIN_SIZE)
 
 
 class NativeSteps(dict[tuple[object, ...], "NativeStep"]):
@@ -316,12 +320,16 @@ class NativeStep:
             if self.outside.value:
                 raise IndexError(f"a token is outside the vocabulary of {self.vocab_size:,}")
             assert not self.orphans.value, "a parent is before its child"
-            aux = None if self.aux is None else self.aux.clone()
+            hidden, aux = copied(self.hidden), None if self.aux is None else copied(self.aux)
             if self.logits is None:
-                return Output(self.hidden.clone(), aux)
-            return Output(
-                self.hidden.clone(), aux, [], self.logits.clone(), self.best.clone(), not self.odd.value
-            )
+                return Output(hidden, aux)
+            return Output(hidden, aux, [], copied(self.logits), self.best.clone(), not self.odd.value)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A large one by one thread: torch would wake its own, which spin on the cores that the next steps need
+    for milliseconds, unless this package was imported before torch."""
+    return x.clone() if x.numel() <= ALONE else torch.from_numpy(x.numpy().copy())
 
 
 def step_sizes(model: Layers, cache: KVCache, T: int) -> list[int]:

@@ -10,13 +10,16 @@ import torch
 from gguf_blocks import blocks
 from indexers import indexed_target
 from latents import latent_target
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import outpace
 from outpace.kernels import bindings
 from outpace.kv.partial import PartialCache, PartialConfig
 from outpace.kv.tree import Tree
 from outpace.models.blocks import Embedding, ExpertMatrix, Linear
 from outpace.models.load import build, named_tensors
-from outpace.models.native_step import NativeStep, module_attention, step_bytes, why_modules
+from outpace.models.native_step import ALONE, NativeStep, module_attention, step_bytes, why_modules
 from outpace.ops.quant import Joined
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=f"no CPU kernels: {bindings.why_not()}")
@@ -369,3 +372,31 @@ def test_the_bytes_of_a_step_are_known_before(family):
     held = sum(buffer.nbytes for buffer in model.native_steps.buffers.values())
     returned = 4 * (many * 3 * model.config.hidden_size) + out.logits.nbytes
     assert step_bytes(model.config, many, 2, few) == held + returned
+
+
+class OneThread(TorchDispatchMode):
+    """Fails on operators over so many numbers that torch wakes its threads for them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in (args, out))
+        known = {x.untyped_storage().data_ptr() for x in given}
+        for x in made:
+            view = x.untyped_storage().data_ptr() in known and not func._schema.is_mutable
+            assert view or x.numel() <= ALONE, f"{func} of {x.numel()} numbers"
+        return out
+
+
+@torch.inference_mode()
+def test_torchs_threads_rest_in_a_prompt():
+    """They would spin on the cores that the next steps need."""
+    model = outpace.load().target
+    tokens = torch.arange(300)[None] % model.config.vocab_size
+    caches = [model.make_cache(1, 400, slack=8) for _ in range(2)]
+    wanted = model(tokens, caches[0], aux=(1, 3))
+    assert wanted.hidden.numel() > ALONE
+    with OneThread():
+        out = model(tokens, caches[1], aux=(1, 3))
+    assert torch.equal(out.hidden, wanted.hidden) and torch.equal(out.aux, wanted.aux)
+    model(tokens[:, :64], caches[0])
+    assert torch.equal(out.hidden, wanted.hidden), "an output is no buffer of the step"
