@@ -33,7 +33,8 @@ READY = re.compile(r"http://[\d.]+:\d+")
 
 
 def main(place: Path) -> None:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        raise SystemExit("no Chromium here (Debian: apt install chromium)")
     how = "--port", "0", "--speculative-config", '{"method": "ngram"}', "--served-model-name", "solver"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -62,4 +63,6 @@ def main(place: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("name the picture: python benchmarks/page_picture.py docs/page.png")
     main(Path(sys.argv[1]))

@@ -26,7 +26,7 @@ from outpace.models.load import build, named_tensors
 from outpace.ops import attention, mxfp4
 from outpace.ops.moe import Matrices, in_triton, on_device
 
-E, C, F, TOP = 5, 96, 160, 3  # 3 and 5 blocks a row; 2F is no multiple of a tile's columns
+E, C, F, TOP = 5, 96, 160, 3  # 3 and 5 blocks a row; C and F are no multiples of a tile's columns
 
 
 @pytest.fixture(autouse=True)
