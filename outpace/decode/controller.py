@@ -311,7 +311,7 @@ class Adaptive:
         self.account += now.gained(sum(kept), now.step[n])
         chain = [max(i - 1, 0) for i in range(n)]
         for accepted in filter(None, kept):
-            self.history.add(Row(chain, depths(chain), None, []), n, n, range(accepted))
+            self.history.add(Row(chain, list(range(n)), None, []), n, n, range(accepted))
 
     @property
     def _settle(self) -> float:
