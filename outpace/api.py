@@ -27,7 +27,7 @@ from outpace.drafts.base import Draft
 from outpace.loading import open_chat, open_draft, open_on_device, open_target, own_draft
 from outpace.models.cuda_graphs import LENGTH, GraphTarget
 from outpace.models.decoder import Decoder, Target
-from outpace.ops.dispatch import find_device
+from outpace.ops.dispatch import find_device, find_kv_cache_dtype
 from outpace.ops.sampling import generator
 from outpace.text.chat_format import ChatFormat, ChatPart
 from outpace.text.messages import FINAL
@@ -202,6 +202,7 @@ def load(
     name: str = "default",
     *,
     layers: int | None = None,
+    kv_cache_dtype: str = "auto",
     device: str = "cpu",
     deterministic: bool = False,
     sequences: int = 1,
@@ -213,24 +214,27 @@ def load(
     Args:
         name: A folder of safetensors, a GGUF file, or "default" for the embedded model.
         layers: Number of layers to keep, for debugging.
+        kv_cache_dtype: Of cached keys and values: "float32", "float16", "bfloat16"; "auto": as activations.
         device: "cpu", "cuda", "cuda:N", or "auto": a GPU where there is one.
         deterministic: On a GPU, steps of one shape, so that drafts may be exact in bfloat16.
         sequences, length: A GPU must have memory for so many sequences of so many tokens.
-        tensor_parallel_size: Number of processes that hold the target together, all that torchrun started:
-            each loads its part of the weights. All of them make the same calls and get the same outputs.
+        tensor_parallel_size: Number of processes that torchrun started, which hold a part of the target each;
+            all of them make the same calls and get the same outputs.
 
     Raises:
         LoadError: The path is missing, damaged or of another format (a ValueError).
-        ValueError: The device is not there, or has too little memory: what would fit is said. The target
-            cannot be divided so, or torchrun started another number of processes.
+        ValueError: The device is not there, or has too little memory: what would fit is said. There is no
+            such dtype, the target cannot be divided so, or torchrun started another number of processes.
     """
     place, graphs, why = find_device(device), None, None
+    kv_dtype = find_kv_cache_dtype(kv_cache_dtype)
     if place.type == "cpu":
-        target, tokenizer = open_target(name, layers, tensor_parallel_size)
+        target, tokenizer = open_target(name, layers, tensor_parallel_size, kv_dtype)
     elif tensor_parallel_size != 1:
         raise ValueError(f"tensor_parallel_size {tensor_parallel_size}: one process holds a target on a GPU")
     else:
-        graphs, tokenizer, why = open_on_device(name, place, sequences, length, layers, deterministic)
+        options = sequences, length, layers, deterministic, kv_dtype
+        graphs, tokenizer, why = open_on_device(name, place, *options)
         target = graphs.decoder
     return Model(name=name, target=target, tokenizer=tokenizer, layers=layers, graphs=graphs, declined=why)
 
@@ -260,15 +264,8 @@ def load_draft(
     """
     if name is None:
         name = own_draft(model.name) if model.layers is None else "none"
-    return open_draft(
-        name,
-        model.target,
-        model.tokenizer,
-        num_draft_tokens=num_draft_tokens,
-        num_steps=num_steps,
-        topk=topk,
-        quantize=quantize,
-    )
+    shape = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps, "topk": topk}
+    return open_draft(name, model.target, model.tokenizer, **shape, quantize=quantize)
 
 
 @overload

@@ -52,10 +52,14 @@ DFLASH, SUFFIX = "dflash", "suffix"  # the drafts that ship with the embedded ta
 
 
 def open_target(
-    path: str, layers: int | None = None, tensor_parallel_size: int = 1
+    path: str,
+    layers: int | None = None,
+    tensor_parallel_size: int = 1,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """`layers`: number of layers to keep, for debugging. `tensor_parallel_size`: number of processes, started
-    by torchrun, of which each loads a part. Stop tokens of generation_config.json are added.
+    by torchrun, of which each loads a part. `kv_cache_dtype`: of the target's caches. Stop tokens
+    of generation_config.json are added.
 
     Raises ValueError where the tokenizer has ids that the model has no rows for, and where the target or the
     processes that run cannot be divided so.
@@ -63,11 +67,18 @@ def open_target(
     group = None if tensor_parallel_size == 1 else join(tensor_parallel_size)  # one each: they may train
     checkpoint = open_checkpoint(target_path(path))
     target, tokenizer = load_target(checkpoint, layers=layers, group=group), open_tokenizer(checkpoint)
+    target.kv_cache_dtype = kv_cache_dtype
     return _finished(checkpoint, target, tokenizer)
 
 
 def open_on_device(
-    path: str, device: torch.device, sequences: int, length: int, layers: int | None, deterministic: bool
+    path: str,
+    device: torch.device,
+    sequences: int,
+    length: int,
+    layers: int | None,
+    deterministic: bool,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> tuple[GraphTarget, Tokenizer, str | None]:
     """A target on a GPU, with activations of bfloat16; its tokenizer; and why drafts are declined, None where
     they change nothing. Raises ValueError, before anything is loaded, where there is no memory for so many
@@ -76,8 +87,10 @@ def open_on_device(
     config, dtype = parse_config(checkpoint.config), product_dtype(device)
     layout = layout_of(checkpoint.names(), config)
     config = config if layers is None else first_layers(config, layers)
-    check_memory(config, layout, torch.cuda.mem_get_info(device)[0], sequences, length, dtype)
+    free = torch.cuda.mem_get_info(device)[0]
+    check_memory(config, layout, free, sequences, length, dtype, kv_cache_dtype)
     target = load_target(checkpoint, layers=layers, device=device, dtype=dtype)
+    target.kv_cache_dtype = kv_cache_dtype
     target, tokenizer = _finished(checkpoint, target, open_tokenizer(checkpoint))
     graphs = GraphTarget(target, deterministic=deterministic)
     declined = why_inexact(graphs, sequences)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from outpace.cli.app import Target, app, console, read_text, say
+from outpace.cli.app import KVCacheDtype, Target, app, console, read_text, say
 from outpace.cli.generate import answer_note
 from outpace.cli.options import GenerationOptions, MaxTokens, with_options
 
@@ -67,6 +67,7 @@ def chat(
     layers: Annotated[
         int | None, typer.Option(help="Number of layers to run, for debugging. Default: all.")
     ] = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
     """Chat with a model; reasoning is dimmed, tool calls are marked.
@@ -88,7 +89,7 @@ def chat(
     functions = None if tools is None else _functions(tools)
     screen = Screen(console, Console(stderr=True))
     began = time.perf_counter()
-    model = load(path, layers=layers)
+    model = load(path, layers=layers, kv_cache_dtype=kv_cache_dtype)
     talk = open_chat(
         path,
         model.tokenizer,

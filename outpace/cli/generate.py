@@ -14,6 +14,7 @@ from outpace.cli.app import (
     AsJson,
     Deterministic,
     DeviceName,
+    KVCacheDtype,
     Target,
     TensorParallel,
     app,
@@ -74,6 +75,7 @@ def generate(
     top_logits: Annotated[
         int | None, typer.Option(help="Number of largest logits to show per token, for debugging.")
     ] = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: DeviceName = "cpu",
     deterministic: Deterministic = False,
     tensor_parallel_size: TensorParallel = 1,
@@ -115,6 +117,7 @@ def generate(
     model = load(
         target,
         layers=layers,
+        kv_cache_dtype=kv_cache_dtype,
         device=device,
         deterministic=deterministic,
         tensor_parallel_size=tensor_parallel_size,

@@ -14,6 +14,7 @@ from outpace.cli.app import (
     Corpus,
     Deterministic,
     Draft,
+    KVCacheDtype,
     Recipe,
     Set,
     Target,
@@ -24,7 +25,10 @@ from outpace.cli.app import (
 from outpace.cli.options import DraftQuant
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from outpace.bench.report import Page
+    from outpace.models.decoder import Decoder
     from outpace.text.corpus import Document
 
 T = TypeVar("T")
@@ -45,8 +49,15 @@ class Job:
     out: Path
     corpus: Path | None
     shown: Console
+    kv_cache_dtype: str
     device: str | None
     deterministic: bool
+
+    def open_target(self, path: str | None = None) -> "tuple[Decoder, Tokenizer]":
+        from outpace.loading import open_target
+        from outpace.ops.dispatch import find_kv_cache_dtype
+
+        return open_target(path or self.target, kv_cache_dtype=find_kv_cache_dtype(self.kv_cache_dtype))
 
     def settings(self, cls: type[T]) -> T:
         return recipe_settings(cls, self.recipe, self.set_)
@@ -90,6 +101,7 @@ def bench(
     set_: Set = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short form of draft-context.")] = False,
     corpus: Corpus = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Annotated[
         str | None, typer.Option(help="Of the suite device: auto (its default), cpu, cuda, cuda:N or xla.")
     ] = None,
@@ -157,6 +169,7 @@ def bench(
         out,
         corpus,
         shown,
+        kv_cache_dtype,
         device,
         deterministic,
     )
@@ -187,10 +200,10 @@ Measured = tuple[dict[str, Any], "Page"]
 
 def _speed(job: Job) -> Measured:
     from outpace.bench.speed import PAGE, BenchSettings, run_bench
-    from outpace.loading import SUFFIX, open_dflash, open_draft, open_target, own_draft
+    from outpace.loading import SUFFIX, open_dflash, open_draft, own_draft
 
     settings = job.settings(BenchSettings)
-    loaded, tokenizer = open_target(job.target)
+    loaded, tokenizer = job.open_target()
     dflash = open_dflash(job.draft, tokenizer, job.weights, loaded)
     suffix = open_draft(SUFFIX, loaded, tokenizer) if own_draft(job.target) == SUFFIX else None
     held_out = job.documents()[1]
@@ -207,11 +220,11 @@ def _draft_context(job: Job) -> Measured:
     )
     from outpace.bench.prompts import held_out_prompts
     from outpace.config import load_settings, parse_overrides
-    from outpace.loading import open_dflash, open_target
+    from outpace.loading import open_dflash
 
     values = (QUICK if job.quick else {}) | parse_overrides(DraftContextSettings, job.set_ or [])
     settings = load_settings(DraftContextSettings, job.recipe, values)
-    loaded, tokenizer = open_target(job.target)
+    loaded, tokenizer = job.open_target()
     dflash = open_dflash(job.draft, tokenizer, job.weights, loaded)
     if dflash is None:
         raise ValueError(f"--draft {job.draft}: draft-context takes a DFlash apart; name one")
@@ -225,27 +238,25 @@ def _draft_context(job: Job) -> Measured:
 
 def _context(job: Job) -> Measured:
     from outpace.bench.context import PAGE, ContextSettings, run_context
-    from outpace.loading import open_target
 
     settings = job.settings(ContextSettings)
-    return run_context(open_target(job.target)[0], settings, job.out, job.shown), PAGE
+    return run_context(job.open_target()[0], settings, job.out, job.shown), PAGE
 
 
 def _recall(job: Job) -> Measured:
     from outpace.bench.recall import PAGE, RecallSettings, run_recall
-    from outpace.loading import open_target
 
     settings, held_out = job.settings(RecallSettings), job.documents()[1]
-    return run_recall(*open_target(job.target), held_out, settings, job.out, job.shown), PAGE
+    return run_recall(*job.open_target(), held_out, settings, job.out, job.shown), PAGE
 
 
 def _memory(job: Job) -> Measured:
     from outpace.bench.retrofits import MEMORY_PAGE as PAGE
     from outpace.bench.retrofits import MemorySettings, run_memory
-    from outpace.loading import open_draft, open_target
+    from outpace.loading import open_draft
 
     settings = job.settings(MemorySettings)
-    loaded, tokenizer = open_target(job.target)
+    loaded, tokenizer = job.open_target()
     bound = open_draft(job.draft, loaded, tokenizer, quantize=job.weights)
     if bound is None:
         raise ValueError(
@@ -258,37 +269,33 @@ def _memory(job: Job) -> Measured:
 def _pareto(job: Job) -> Measured:
     from outpace.bench.retrofits import PARETO_PAGE as PAGE
     from outpace.bench.retrofits import ParetoSettings, run_pareto
-    from outpace.loading import open_target
 
     settings = job.settings(ParetoSettings)
-    trained = {name: open_target(name)[0] for name in settings.trained}
-    loaded, tokenizer = open_target(job.target)
+    trained = {name: job.open_target(name)[0] for name in settings.trained}
+    loaded, tokenizer = job.open_target()
     return run_pareto(loaded, tokenizer, trained, *job.documents(), settings, job.out, job.shown), PAGE
 
 
 def _tasks(job: Job) -> Measured:
     from outpace.bench.tasks import PAGE, TasksSettings, run_tasks
-    from outpace.loading import open_target
 
     settings = job.settings(TasksSettings)
-    return run_tasks(*open_target(job.target), settings, job.out, job.shown), PAGE
+    return run_tasks(*job.open_target(), settings, job.out, job.shown), PAGE
 
 
 def _serve(job: Job) -> Measured:
     from outpace.bench.serve import PAGE, ServeSettings, run_serve
-    from outpace.loading import open_target
 
     settings, held_out = job.settings(ServeSettings), job.documents()[1]
-    loaded, tokenizer = open_target(job.target)
+    loaded, tokenizer = job.open_target()
     return run_serve(loaded, job.target, tokenizer, held_out, settings, job.out, job.shown), PAGE
 
 
 def _soak(job: Job) -> Measured:
     from outpace.bench.soak import PAGE, SoakSettings, run_soak
-    from outpace.loading import open_target
 
     settings, held_out = job.settings(SoakSettings), job.documents()[1]
-    loaded, tokenizer = open_target(job.target)
+    loaded, tokenizer = job.open_target()
     return run_soak(loaded, job.target, tokenizer, held_out, settings, job.out, job.shown), PAGE
 
 
@@ -304,7 +311,14 @@ def _device(job: Job) -> Measured:
     length = settings.prompt_tokens + settings.new_tokens + 64
     sequences = max(settings.concurrency)
     name = "cpu" if job.device == "xla" else job.device or "auto"
-    model = load(job.target, device=name, deterministic=job.deterministic, sequences=sequences, length=length)
+    model = load(
+        job.target,
+        kv_cache_dtype=job.kv_cache_dtype,
+        device=name,
+        deterministic=job.deterministic,
+        sequences=sequences,
+        length=length,
+    )
     kind, target = model.target.device.type, model.executor
     drafts: dict[str, Any] = {"ngram": NGram(block_size=8)}
     named = None if job.draft == "none" else load_draft(job.draft, model, quantize=job.weights)
@@ -319,7 +333,9 @@ def _device(job: Job) -> Measured:
     plan = None
     if kind == "cuda":
         layout = layout_of(open_checkpoint(target_path(job.target)).names(), target.config)
-        plan = plan_memory(target.config, layout, sequences, length)
+        plan = plan_memory(
+            target.config, layout, sequences, length, kv_cache_dtype=model.target.kv_cache_dtype
+        )
     held_out = job.documents()[1]
     device = Device(name=kind, target=target, drafts=drafts, plan=plan)
     return run_device(device, model.tokenizer, held_out, settings, job.out, job.shown), PAGE
@@ -328,10 +344,9 @@ def _device(job: Job) -> Measured:
 def _synthetic(job: Job) -> Measured:
     from outpace.bench.synthetic import PAGE, SyntheticSettings, run_synthetic
     from outpace.checkpoint.open import is_gguf, target_path
-    from outpace.loading import open_target
 
     settings, path = job.settings(SyntheticSettings), target_path(job.target)
-    loaded, tokenizer = open_target(job.target)
+    loaded, tokenizer = job.open_target()
     file = path if is_gguf(path) else None
     return run_synthetic(loaded, tokenizer, job.documents()[1], settings, job.out, job.shown, file), PAGE
 
@@ -339,10 +354,9 @@ def _synthetic(job: Job) -> Measured:
 def _methods(job: Job) -> Measured:
     from outpace.bench import answers, comparison
     from outpace.bench.suite import SuiteRecipe, SuiteRequest, calibration_text
-    from outpace.loading import open_target
 
     recipe = job.settings(SuiteRecipe)
-    loaded, tokenizer = open_target(job.target)
+    loaded, tokenizer = job.open_target()
     train, held_out = job.documents()
     request = SuiteRequest(
         target=loaded,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.app import Deterministic, DeviceName, Target, app, out_of_memory, say
+from outpace.cli.app import Deterministic, DeviceName, KVCacheDtype, Target, app, out_of_memory, say
 
 if TYPE_CHECKING:
     from outpace.api import Model
@@ -51,6 +51,7 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(min=1, max=128, help="Number of CPU threads. Default: torch's.")
     ] = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: DeviceName = "cpu",
     deterministic: Deterministic = False,
 ) -> None:
@@ -78,6 +79,7 @@ def serve(
         torch.set_num_threads(threads)
     model = load(
         target,
+        kv_cache_dtype=kv_cache_dtype,
         device=device,
         deterministic=deterministic,
         sequences=max_num_seqs,

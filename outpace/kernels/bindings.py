@@ -36,10 +36,11 @@ def captured(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in PLAIN
 
 
-def use_kernel(x: Tensor, *, backward: bool = False) -> bool:
+def use_kernel(x: Tensor, *, backward: bool = False, stored: bool = False) -> bool:
     """True where a C kernel takes `x`: the kernels are built, x lies on a CPU, and is an integer tensor or a
     float32 one while no gradient is recorded. With `backward`, the kernel has a backward pass: x may be
-    bfloat16 and record a gradient. A compiler that captures a step sees torch's operators.
+    bfloat16 and record a gradient. With `stored`, x is what a cache holds: of bfloat16 or float16, too. A
+    compiler that captures a step sees torch's operators.
     """
     if captured(x):
         return False
@@ -47,7 +48,8 @@ def use_kernel(x: Tensor, *, backward: bool = False) -> bool:
         if backward:
             fits = x.dtype in (torch.float32, torch.bfloat16)
         else:
-            fits = x.dtype == torch.float32 and not torch.is_grad_enabled()
+            known = KIND if stored else (torch.float32,)
+            fits = x.dtype in known and not torch.is_grad_enabled()
         if not fits:
             return False
     return x.device.type == "cpu" and available()
@@ -254,9 +256,9 @@ def pack_attend(
     ring: int = 0,
     rows: Tensor | None = None,
 ) -> Any:
-    """q [B, T, H, D] over rings k, v [B, K, S, D] that hold start [B] tokens and these T -> y [B, T, H * Dv].
-    Values may have another number Dv of dimensions, and be one head's [B, 1, S, Dv] for all.
-    Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
+    """q [B, T, H, D] float32 over rings k, v [B, K, S, D], float32, bfloat16 or float16, that hold start [B]
+    tokens and these T -> y [B, T, H * Dv]. Values may have another number Dv of dimensions, and be one
+    head's [B, 1, S, Dv] for all. Token i lies at slot (i - first [B]) % S; without `first`, at i % S.
 
     New token t is at p = start + t and sees storage indices max(0, p - window + 1)..p (window 0: all of
     them); with both_ways, also all the new ones. With tree [B, T, U] bool and depth [B, T] int64 it is
@@ -276,7 +278,7 @@ def pack_attend(
     v_b, v_h, v_s, v_1 = v.stride()
     v_h = v_h if v.shape[1] == kv else 0
     assert q_h == k_s == d and q_1 == k_1 == v_1 == 1 and v.shape[1] in (1, kv) and v.shape[2] >= s
-    assert h <= 64 * kv and d <= MOST_HEAD_DIM and d % 8 == 0
+    assert h <= 64 * kv and d <= MOST_HEAD_DIM and d % 8 == 0 and k.dtype == v.dtype
     assert tree is None or (tree.is_contiguous() and depth is not None and depth.is_contiguous())
     dv = v.shape[3]
     assert y.shape == (b, t, h * dv) and y_t == h * dv and y_1 == 1
@@ -288,9 +290,10 @@ def pack_attend(
     assert kv_share is None or (kv_share.is_contiguous() and kv_share.shape == (b, t, h))
     tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), start.data_ptr(), _address(first)
     rules = _address(tree), 0 if tree is None else _address(depth), sink, sink_kind, index, counts
-    sizes = q_b, q_t, k_b, k_h, v_b, v_h, v_s, y_b, b, t, u, n, h, kv, d, dv, s, window, both_ways
+    strides = q_b, q_t, k_b, k_h, v_b, v_h, v_s, y_b
+    sizes = b, t, u, n, h, kv, d, dv, s, window, both_ways, KIND[k.dtype]
     outputs = y.data_ptr(), _address(kv_share)
-    return _c.Attend(*tensors, *rules, *outputs, *sizes, scale, _threads(), ring, _address(rows))
+    return _c.Attend(*tensors, *rules, *outputs, *strides, *sizes, scale, _threads(), ring, _address(rows))
 
 
 def route(

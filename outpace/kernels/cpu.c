@@ -87,6 +87,15 @@ INLINE f4 fold(vf v) {
     return W == 16 ? (u.q[0] + u.q[W / 4 - 2]) + (u.q[1] + u.q[W / 4 - 1]) : u.q[0] + u.q[1];
 }
 INLINE float sum(vf v) { f4 a = fold(v); return (a[0] + a[2]) + (a[1] + a[3]); }
+INLINE float highest(vf v) {  // of numbers, none a NaN
+#if W == 16
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float x = v[0];
+    UNROLL for (int i = 1; i < W; i++) x = MAX(x, v[i]);
+    return x;
+#endif
+}
 INLINE f4 sum4(const vf *v) {  // of four vectors, each like sum
     f4 a = fold(v[0]), b = fold(v[1]), c = fold(v[2]), d = fold(v[3]);
     f4 ab = MIX(i4, a, b, 0, 4, 1, 5) + MIX(i4, a, b, 2, 6, 3, 7), cd = MIX(i4, c, d, 0, 4, 1, 5) + MIX(i4, c, d, 2, 6, 3, 7);
@@ -110,6 +119,24 @@ INLINE void sums_of(const vf *v, int n, float *out) {
     for (int i = 0; i < n; i += 4) *(f4u *)(out + i) = sum4(v + i);
 }
 #endif
+#if W == 16
+#define PAIRS(how, a, b) (vf)_mm512_##how((__m512)(a), (__m512)(b))
+#define TWINS(how, a, b) (vf)_mm512_##how((__m512d)(a), (__m512d)(b))
+INLINE void transpose(vf *a) {  // 16 x 16: within quarters, then whole quarters
+    vf b[16];
+    UNROLL for (int i = 0; i < 16; i += 2) b[i] = PAIRS(unpacklo_ps, a[i], a[i + 1]), b[i + 1] = PAIRS(unpackhi_ps, a[i], a[i + 1]);
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        a[i] = TWINS(unpacklo_pd, b[i], b[i + 2]), a[i + 1] = TWINS(unpackhi_pd, b[i], b[i + 2]);
+        a[i + 2] = TWINS(unpacklo_pd, b[i + 1], b[i + 3]), a[i + 3] = TWINS(unpackhi_pd, b[i + 1], b[i + 3]);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        vf even[2], odd[2];
+        UNROLL for (int i = 0; i < 2; i++) even[i] = (vf)HALVES(a[8 * i + c], a[8 * i + 4 + c], 0x88), odd[i] = (vf)HALVES(a[8 * i + c], a[8 * i + 4 + c], 0xdd);
+        a[c] = (vf)HALVES(even[0], even[1], 0x88), a[8 + c] = (vf)HALVES(even[0], even[1], 0xdd);
+        a[4 + c] = (vf)HALVES(odd[0], odd[1], 0x88), a[12 + c] = (vf)HALVES(odd[0], odd[1], 0xdd);
+    }
+}
+#else
 INLINE void transpose(vf *a) {  // W x W: log2(W) perfect shuffles
     UNROLL for (int round = 1; round < W; round *= 2) {
         vf b[W];
@@ -117,6 +144,7 @@ INLINE void transpose(vf *a) {  // W x W: log2(W) perfect shuffles
         UNROLL for (int i = 0; i < W; i++) a[i] = b[i];
     }
 }
+#endif
 INLINE vf expv(vf x) {  // relative error about 1e-7; 0 below -87
     vi gone = x < -87.0f;
     x = pick(x > 88.0f, all(88.0f), x);

@@ -19,7 +19,7 @@ static void score_item(const void *with, long item) {
         for (; t0 < T; t0 += some) {
             long rows = MIN(some, T - t0) * H, s;
             for (long r = 0; r < rows; r++) q[r] = o->q + ((b * T + t0) * H + r) * D;
-#define INDEXED(R) scores(s = R, q + r, turned, D, p[r])
+#define INDEXED(R) scores(s = R, 2, q + r, turned, D, p[r])
             for (long r = 0; r < rows; r += s) rows - r >= 8 ? INDEXED(8) : rows - r >= 4 ? INDEXED(4) : rows - r >= 2 ? INDEXED(2) : INDEXED(1);
             for (long t = t0; t < t0 + rows / H; t++) {
                 vf sums[2] = {{0}};

@@ -1,17 +1,31 @@
-// Part of cpu.c: RMSNorm and the gated activations over many rows, forward and backward, in float32 or bfloat16.
+// Part of cpu.c: RMSNorm and the gated activations over many rows, forward and backward, in float32 or bfloat16; numbers of a kind to and from vectors.
 INLINE vf fetch(any p, long kind, long i, long n) {  // values i..i+W, of which n are there; zeros after them
-    if (n >= W) return kind == F32 ? load((floats)p + i) : widen((bytes)p + 2 * i);
+    if (n >= W) return kind == F32 ? load((floats)p + i) : kind == F16 ? halves((bytes)p + 2 * i) : widen((bytes)p + 2 * i);
     float v[W] = {0};
     for (long j = 0; j < n; j++) v[j] = get(p, kind, i + j);
     return load(v);
 }
 INLINE vi rounded(vf v) { return (vi)(((vu)v + 0x7fff + (((vu)v >> 16) & 1)) >> 16); }  // to the nearest bfloat16, ties to even
+INLINE vi halved(vf v) {  // to the nearest float16, ties to even
+#if W == 16
+    return (vi)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined __F16C__
+    return (vi)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    vu sign = (vu)v >> 16 & 0x8000, x = (vu)v & 0x7fffffff, normal = (x - 0x38000000 + 0xfff + (x >> 13 & 1)) >> 13;
+    vu tiny = (vu)((vf)x + 0.5f) - 0x3f000000;  // below 2^-14: the sum's last bit counts the smallest half's steps
+    vi small = (vi)x < 0x38800000, large = (vi)x >= 0x477ff000, nan = (vi)x > 0x7f800000;
+    vu h = ((vu)small & tiny) | ((vu)~small & normal);
+    h = ((vu)large & (0x7c00 | ((vu)nan & 0x200))) | ((vu)~large & h);
+    return (vi)(sign | h);
+#endif
+}
 INLINE void put(void *p, long kind, long i, long n, vf v) {
     if (kind == F32) {
         if (n >= W) store((float *)p + i, v);
         else memcpy((float *)p + i, &v, n * sizeof(float));
     } else {
-        vh h = __builtin_convertvector(rounded(v), vh);
+        vh h = __builtin_convertvector(kind == F16 ? halved(v) : rounded(v), vh);
         memcpy((uint16_t *)p + i, &h, MIN(W, n) * sizeof(uint16_t));
     }
 }

@@ -46,7 +46,10 @@ void append(const Append *o) {
         long slot = (o->start[b] + o->held + t) % size;
         for (long h = 0; h < o->K; h++) {
             long to = (((o->rows ? o->rows[b] : b) * o->K + h) * (size + 1) + slot) * D;
-            memcpy(o->ring->k + to, k + h * D, D * sizeof(float)), memcpy(o->ring->v + to, v + h * D, D * sizeof(float));
+            for (long d = 0; d < D; d += W) {
+                put(o->ring->k, o->ring->kind, to + d, D - d, part(k + h * D + d, D - d));
+                put(o->ring->v, o->ring->kind, to + d, D - d, part(v + h * D + d, D - d));
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels import bindings
-from outpace.kernels.bindings import HeadNorms, Matrix, _address, _c, _matrix
+from outpace.kernels.bindings import KIND, HeadNorms, Matrix, _address, _c, _matrix
 from outpace.kernels.draft_bindings import pack_conv
 from outpace.kernels.layouts import cases, sources
 
@@ -18,7 +18,7 @@ class Rings:
     `point_to` it, and no call is packed again."""
 
     def __init__(self, layers: int) -> None:
-        self._size = len(_c.Ring(0, 0, 0))
+        self._size = len(_c.Ring(0, 0, 0, 0))
         self._entries = ctypes.create_string_buffer(layers * self._size)
 
     def address(self, layer: int) -> int:
@@ -34,11 +34,11 @@ def pack_rings(memories: Iterable[tuple[Tensor, Tensor] | None]) -> bytes:
     items = []
     for pair in memories:
         if pair is None:
-            items.append(_c.Ring(0, 0, 0))
+            items.append(_c.Ring(0, 0, 0, 0))
             continue
         k, v = pair
-        assert k.is_contiguous() and v.is_contiguous() and k.shape == v.shape and k.dtype == torch.float32
-        items.append(_c.Ring(k.data_ptr(), v.data_ptr(), k.shape[2] - 1))
+        assert k.is_contiguous() and v.is_contiguous() and k.shape == v.shape and k.dtype == v.dtype
+        items.append(_c.Ring(k.data_ptr(), v.data_ptr(), k.shape[2] - 1, KIND[k.dtype]))
     return b"".join(items)
 
 

@@ -93,6 +93,7 @@ def attention(
                 seen = inside[None, :] & (index[None, :] <= query[:, None]) & near
         keys = tl.load(k + b * kb + kv * kh + slot[:, None] * ks + d, mask=inside[:, None], other=0.0)
         values = tl.load(v + b * vb + kv * vh + slot[:, None] * vs + d, mask=inside[:, None], other=0.0)
+        keys, values = keys.to(rows.dtype), values.to(rows.dtype)
         scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))

@@ -50,11 +50,12 @@ class LayerCache:
         self.keys: Tensor | None = None  # of an index [B, 1, S and a trash slot, D]: see `index_by`
         self.top_k_config: TopKConfig | None = None
 
-    def index_by(self, dim: int, keep: TopKConfig | None) -> None:
+    def index_by(self, dim: int, keep: TopKConfig | None, dtype: torch.dtype = torch.float32) -> None:
         """Remember an index's key [dim] with each token; with `keep`, queries see what it chooses alone."""
         assert not self.window, "a window is small as it is"
         B, _, slots, _ = self.k.shape
-        self.keys, self.top_k_config = self.k.new_zeros(B, 1, slots, dim), keep
+        self.keys = torch.zeros(B, 1, slots, dim, dtype=dtype, device=self.k.device)
+        self.top_k_config = keep
 
     @property
     def room(self) -> int:
@@ -89,6 +90,7 @@ class LayerCache:
         where it chooses."""
         self.record(q, step, index)
         lists = self._choose(index, step)
+        k, v = k.to(self.k.dtype), v.to(self.v.dtype)  # what is seen is what is remembered
         fits = step.held + step.T <= self.room
         if not self.window or (fits and (step.T <= FEW or step.tree is not None)):
             self._write(k, v, step)
@@ -175,7 +177,8 @@ class KVCache:
         device: torch.device | str = "cpu",
         own: Mapping[int, LayerCache] | None = None,
     ) -> None:
-        """`own`: memories of layers that remember something else than keys and values."""
+        """`own`: memories of layers that remember something else than keys and values. `dtype`: of the keys
+        and values, which are rounded to it when they are appended."""
         if min(batch, length, slack) < 1:
             raise ValueError(
                 f"a cache needs batch, length and slack of at least 1, not {batch}, {length}, {slack}"
@@ -382,8 +385,8 @@ def move_positions(memories: Sequence[LayerCache], columns: Tensor, start: list[
     memories at once."""
     starts = torch.tensor(start, device=columns.device)[:, None]
     source, target = torch.where(columns < 0, -1, columns + starts).contiguous()
-    alike: dict[tuple[int, int], list[Tensor]] = {}
+    alike: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
     for x in (x for memory in memories for x in memory.parts if x.shape[3]):
-        alike.setdefault((x.shape[1], x.shape[3]), []).append(x)
+        alike.setdefault((x.shape[1], x.shape[3], x.dtype), []).append(x)
     for tensors in alike.values():
         move(tensors, source, target)

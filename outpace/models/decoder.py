@@ -59,6 +59,9 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.dtype = torch.float32  # of activations; weights stay as stored
+        # keys and values are rounded to it where the next caches remember them, latents and an index's keys
+        # are not; None: to the dtype of activations
+        self.kv_cache_dtype: torch.dtype | None = None
         self.inv = inverse_frequencies(config.rope, config.head_dim)
         # cached steps as one native call, see native_step.py; False where hooks must see them
         self.native = True
@@ -112,7 +115,7 @@ class Decoder(nn.Module):
             self.attentions[0].kv_heads,
             config.head_dim,
             offset=offset,
-            dtype=self.dtype,
+            dtype=self.kv_cache_dtype or self.dtype,
             device=self.device,
             own=self._latent_memories(batch, length, offset),
         )
@@ -120,7 +123,7 @@ class Decoder(nn.Module):
             raise ValueError("this target has no index to choose by: see outpace retrofit dsa")
         for layer in config.dsa_layers if config.use_dsa or index else ():
             keep = config.dsa_keep if config.use_dsa else None
-            cache.layers[layer].index_by(config.dsa_index_dim, keep)
+            cache.layers[layer].index_by(config.dsa_index_dim, keep, self.dtype)
         return cache
 
     @property

@@ -46,14 +46,21 @@ class MemoryPlan:
 
 @torch.no_grad()
 def plan_memory(
-    config: ModelConfig, layout: Layout, sequences: int, length: int, dtype: torch.dtype = torch.bfloat16
+    config: ModelConfig,
+    layout: Layout,
+    sequences: int,
+    length: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Weights and cache are made without contents, forwards run over them, and the bytes of all tensors are
     counted: of the first layers, as the others are like them."""
     empty = empty_target(config, layout, dtype)
     weights = sum(t.nbytes for _, t in named_tensors(empty))
+    empty.kv_cache_dtype = kv_cache_dtype
     kv = GraphTarget(empty).make_cache(sequences, length, FEW).nbytes
     few = empty_target(first_layers(config, min(ALIKE, config.num_layers)), layout, dtype)
+    few.kv_cache_dtype = kv_cache_dtype
     cache = GraphTarget(few).make_cache(sequences, length, FEW)
     static = StaticStep(few, cache)
 
@@ -74,14 +81,15 @@ def check_memory(
     sequences: int,
     length: int,
     dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Raises ValueError, with what would fit, for more than `free` bytes."""
-    plan = plan_memory(config, layout, sequences, length, dtype)
+    plan = plan_memory(config, layout, sequences, length, dtype, kv_cache_dtype)
     if plan.total <= free:
         return plan
 
     def fits(n: int, tokens: int) -> bool:
-        return plan_memory(config, layout, n, tokens, dtype).total <= free
+        return plan_memory(config, layout, n, tokens, dtype, kv_cache_dtype).total <= free
 
     if many := _most(sequences, lambda n: fits(n, length)):
         advice = f"{many} of this length would fit"

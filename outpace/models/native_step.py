@@ -108,6 +108,7 @@ class Layers(Protocol):
     """What a step runs of a `Decoder`."""
 
     config: ModelConfig
+    dtype: torch.dtype
     embed_tokens: Embedding
     layers: nn.ModuleList
     norm: RMSNorm
@@ -353,7 +354,7 @@ def native_step(
     model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[int], logits: bool = False
 ) -> NativeStep | None:
     """The step of this size, made at its first use; None where the modules must run it."""
-    if not use_kernel(cache.layers[0].k):
+    if not _by_kernels(model, cache):
         return None
     U = 0 if step.tree is None else step.tree.parents.shape[1]
     size = len(step.start), step.T, U, cache.offset, torch.get_num_threads()
@@ -380,9 +381,13 @@ def _covered(model: Layers, cache: KVCache, step: StepMetadata, aux: Sequence[in
     return step.tree is None or step.held + step.T <= cache.room
 
 
+def _by_kernels(model: Layers, cache: KVCache) -> bool:
+    return model.dtype == torch.float32 and use_kernel(cache.layers[0].k, stored=True)
+
+
 def why_modules(model: Layers, cache: KVCache) -> str | None:
     """Why no step over this cache is a native call, but runs through the modules; None: short ones are."""
-    if not use_kernel(cache.layers[0].k):
+    if not _by_kernels(model, cache):
         return why_not() or "the C kernels compute in float32 on a CPU, without gradients"
     if model.config.head_dim % 8:
         return f"head_dim {model.config.head_dim} is no multiple of 8"

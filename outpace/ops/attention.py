@@ -70,6 +70,7 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
     one_way = not step.both_ways and step.tree is None and view.lists is None
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet
         k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))
+        k, v = k.to(q.dtype), v.to(q.dtype)
         return causal_attend(q, k, v, window, sinks, scale)
     if use_triton(q) and view.lists is None and D in HEAD_DIMS:
         return in_triton(q, view, window, sinks, scale)
@@ -79,7 +80,7 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
     if q.device.type != "cpu":  # few queries at once: their scores are [B,H,T,S] float32
         parts = zip(q.split(FEW, dim=1), allowed.split(FEW, dim=1), strict=True)
         return torch.cat([attend(part, view.k, view.v, seen, sinks, scale) for part, seen in parts], dim=1)
-    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (view.k, view.v))
+    k, v = (x.to(q.dtype).repeat_interleave(H // x.shape[1], dim=1) for x in (view.k, view.v))
     mask = _bias(allowed, q.dtype)[:, None]
     out = SinkFlash.apply(q.transpose(1, 2), k, v, sinks, mask, scale)
     return out.transpose(1, 2).reshape(B, T, H * D)

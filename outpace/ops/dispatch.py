@@ -18,6 +18,21 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if supported else torch.float32
 
 
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def find_kv_cache_dtype(name: str) -> torch.dtype | None:
+    """`Decoder.kv_cache_dtype` by its name. Raises ValueError for another name."""
+    if name not in KV_CACHE_DTYPES:
+        raise ValueError(f"KV cache dtype {name!r}: it must be one of {', '.join(KV_CACHE_DTYPES)}")
+    return KV_CACHE_DTYPES[name]
+
+
 def find_device(name: str) -> torch.device:
     """ "cpu", "cuda", "cuda:N", or "auto": a GPU where there is one. Raises ValueError for another name, and
     for a GPU that is not there."""
