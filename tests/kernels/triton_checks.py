@@ -177,6 +177,14 @@ def test_attention_sees_what_the_reference_sees(kind, window, sinks, dtype, erro
         assert (got[b, :count] - wanted[b, :count]).abs().max() < error
 
 
+def test_attention_over_keys_of_another_dtype():
+    cache = remembered(7, torch.bfloat16, (KEYS + 13, 21))
+    q, view = asked("tree", cache, (9, 9), torch.bfloat16)
+    got = attention.in_triton(q.float(), view, 7, None, 0.3)
+    wanted = attention.attend(q.float(), view.k, view.v, view.allowed(7), None, 0.3)
+    assert got.dtype == torch.float32 and (got - wanted).abs().max() < 1e-5
+
+
 def test_a_verified_row_of_attention_has_the_bits_of_autoregressive_decoding():
     """In float16, as above: token by token, as a chain, and in other company."""
     text, q = [], torch.randn(2, 5, HEADS, HEAD_DIM).half()

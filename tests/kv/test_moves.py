@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from outpace.kernels import bindings
+from outpace.kv.base import LayerCache, move_positions
 from outpace.kv.moves import move, reference_move
 
 
@@ -27,3 +28,16 @@ def test_every_layer_moves_as_row_by_row(dtype):
         for a, b, size in zip(got, wanted, sizes, strict=True):
             assert torch.equal(a[:, :, :size], b[:, :, :size])
     assert bindings.available()  # else the kernel was not tried
+
+
+def test_memories_of_several_dtypes_are_moved_together():
+    dtypes = torch.float32, torch.float16, torch.float32
+    memories = [LayerCache(2, 3, 20, 5, 0, dtype=dtype, device="cpu") for dtype in dtypes]
+    for memory in memories:
+        for part in memory.parts:
+            part.copy_(torch.arange(part.numel()).view_as(part) % 997)
+    wanted = [part.clone() for memory in memories for part in memory.parts]
+    for part in wanted:
+        part[0, :, 8], part[1, :, 3] = part[0, :, 9].clone(), part[1, :, 6].clone()
+    move_positions(memories, torch.tensor([[[2], [3]], [[1], [0]]]), [7, 3])
+    assert all(map(torch.equal, [part for memory in memories for part in memory.parts], wanted))

@@ -55,6 +55,22 @@ def test_any_chunks_give_the_bits_of_single_tokens(family, slack):
             same(read(model, tokens, [TOKENS], chunk, slack), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.inference_mode()
+def test_any_chunks_over_keys_of_two_bytes(dtype):
+    """Its modules take chunks of up to FEW tokens as the kernels do, longer ones by torch's flash kernel."""
+    model, tokens = plain("gpt_oss"), tiny.tokens(1, TOKENS, seed=5)
+    model.kv_cache_dtype = dtype
+    wanted = read(model, tokens, [TOKENS], 1)
+    assert {part.dtype for part in wanted[1]} == {dtype}
+    for model.native in (True, False):
+        for chunk in CHUNKS if model.native else (7, FEW):
+            same(read(model, tokens, [TOKENS], chunk), wanted)
+    theirs = read(model, tokens, [TOKENS], TOKENS)  # through the flash kernel
+    for a, b in zip(theirs[0], wanted[0], strict=True):
+        assert (a - b).abs().max() < 1e-3 * b.abs().max()
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
 @torch.inference_mode()
 def test_rows_that_end_apart(family):

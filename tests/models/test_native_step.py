@@ -108,6 +108,23 @@ def test_a_native_step_is_the_modules_forward(family, dtype):
     compare(plain(family, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_a_native_step_over_keys_of_two_bytes(family, dtype):
+    model = plain(family)
+    model.kv_cache_dtype = dtype
+    compare(model)
+
+
+@pytest.mark.parametrize("kind", [latent_target, indexed_target])
+@torch.inference_mode()
+def test_other_memories_and_windows_of_two_bytes(kind):
+    model = kind("gpt_oss")[1]
+    model.kv_cache_dtype = torch.float16
+    compare(model)
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @torch.inference_mode()
 def test_positions_begin_at_the_caches_offset(family):
