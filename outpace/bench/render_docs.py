@@ -50,7 +50,9 @@ BOTH_ENGINES: Columns = (
 llama_cpp_steps = table_of(  # of a report of benchmarks/against_llama_cpp.py
     by_name("steps"),
     ("step", "name", "{}"),
-    *BOTH_ENGINES,
+    ("Outpace, float32 KV", "outpace_float32_ms", "{:,.2f} ms"),
+    ("float16 KV", "outpace_float16_ms", "{:,.2f} ms"),
+    *BOTH_ENGINES[1:],
 )
 llama_cpp_text = table_of(
     by_name("text"),

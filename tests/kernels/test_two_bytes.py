@@ -11,7 +11,7 @@ TWO_BYTES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
 def numbers(dtype):
-    """Every finite number of the dtype, what lies around it and halfway to the next, and what is too large."""
+    """Every finite number of the dtype, what lies around it and halfway to the next, and what is too big."""
     codes = torch.arange(2**16).to(torch.uint16).view(torch.int16).view(dtype).float()
     codes = codes[codes.isfinite()].sort().values
     halfway = codes[:-1] / 2 + codes[1:] / 2
