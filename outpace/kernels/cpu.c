@@ -14,12 +14,16 @@
 #define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 #define LOW(a, b) MIX(vi, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define HIGH(a, b) MIX(vi, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define EVEN(a, b) MIX(vi, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) MIX(vi, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 #else
 #define W 8
 #define HOLD(v)
 #define PLACES (vi){0, 1, 2, 3, 4, 5, 6, 7}
 #define LOW(a, b) MIX(vi, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
 #define HIGH(a, b) MIX(vi, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define EVEN(a, b) MIX(vi, a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) MIX(vi, a, b, 1, 3, 5, 7, 9, 11, 13, 15)
 #endif
 #ifdef __clang__
 #define MIX(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -192,7 +196,11 @@ INLINE void unpack(bytes p, uint8_t scale, vf *out) {  // 16 bytes: the 16 value
     }
 #endif
 }
-INLINE long even_odd(long k) { return k / 32 * 32 + k % 32 / 2 + k % 2 * 16; }                    // where unpack puts value k
+// Values k..k + 15 of y to where unpack puts them: of each 32 the even ones, then the odd ones.
+INLINE void mix(floats x, long k, float *y) {
+    vf a = load(x), b = load(x + 16 - W), even = EVEN(a, b), odd = ODD(a, b);
+    memcpy(y + k / 32 * 32 + k % 32 / 2, &even, 8 * sizeof(float)), memcpy(y + k / 32 * 32 + k % 32 / 2 + 16, &odd, 8 * sizeof(float));
+}
 INLINE long at(long kind, long k) {  // bytes before value k; shifts, because small matrices would feel a division
     switch (kind) {
         case F32: return 4 * k;

@@ -52,7 +52,8 @@ static void up(const void *with, long item, long me) {  // some units of the hid
             else memcpy(g, raw[r], units * sizeof(float)), memcpy(u, raw[r] + units, units * sizeof(float));
             if (o->clamped) for (int i = 0; i < units; i++) g[i] = MIN(g[i], limit), u[i] = MAX(MIN(u[i], limit), -limit) + 1.0f;
             for (int i = 0; i < units; i += W) store(g + i, load(g + i) * sigmoid(load(g + i) * (float)o->alpha) * load(u + i));
-            for (long i = 0; i < units; i++) to[o->down.kind == MXFP4 ? even_odd(f0 + i) : f0 + i] = g[i];
+            if (o->down.kind == MXFP4) for (long i = 0; i < units; i += 16) mix(g + i, f0 + i, to);  // F is a multiple of 32, UNITS of 16
+            else memcpy(to + f0, g, units * sizeof(float));
         }
     }
 }
@@ -90,7 +91,7 @@ void moe(const Moe *o) {
     for (long a = 0; a < A; a++) order[first[o->index[a]]++] = a;
     memmove(first + 1, first, E * sizeof(long));
     first[0] = 0;
-    for (long m = 0; o->up.kind == MXFP4 && m < M; m++) for (long c = 0; c < C; c++) mixed[m * C + even_odd(c)] = o->x[m * C + c];
+    if (o->up.kind == MXFP4) for (long c = 0; c < M * C; c += 16) mix(o->x + c, c, mixed);  // C is a multiple of 32
     Plan plan = {o, o->up.kind == MXFP4 ? mixed : o->x, h, parts, first, used, order, distinct, A};
     each_item(distinct * ((F + UNITS - 1) / UNITS), up, &plan, threads);
     each_item((C + COLS - 1) / COLS, down, &plan, threads);
