@@ -161,10 +161,12 @@ def header(report: Report) -> list[str]:
     ]
     if isinstance(t, dict):
         experts = f", {t['experts']} experts, {t['experts_per_token']} per token" if t["experts"] else ""
+        dtype = t.get("kv_cache_dtype", t["compute_dtype"])
+        kv = f", keys and values in {dtype}" if dtype != t["compute_dtype"] else ""
         lines.append(
             f"**Target**: {t['architecture']}, {t['layers']} layers of width {t['hidden_size']}{experts}, "
-            f"vocabulary {t['vocab_size']}, {t['bytes'] / 2**20:.1f} MiB, computed in {t['compute_dtype']} "
-            f"(`{t['fingerprint'][:12]}`)"
+            f"vocabulary {t['vocab_size']}, {t['bytes'] / 2**20:.1f} MiB, computed in {t['compute_dtype']}"
+            f"{kv} (`{t['fingerprint'][:12]}`)"
         )
     commit = f", commit {report['commit'][:12]}" if report["commit"] else ""
     lines.append(f"**Run**: {report['date']}{commit}, `{report['command']}`, {report['seconds']} s")

@@ -81,7 +81,8 @@ def run_serve(
         addresses: dict[str, Address] = {}
         if any(key not in run for key, *_ in todo):
             length = settings.prompt_tokens + settings.new_tokens + 1
-            addresses[OFF] = stack.enter_context(servers.outpace_serve(name, most, length)).address
+            own = servers.outpace_serve(name, most, length, kv=target.kv_cache_dtype)
+            addresses[OFF] = stack.enter_context(own).address
             addresses[ON] = addresses[OFF]
             if file:
                 peer = stack.enter_context(servers.llama_server(file, most, length))

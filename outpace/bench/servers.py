@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 LLAMA_SERVER = "llama-server"
 HOW_TO_GET = "make llama-server, or a build of llama.cpp on the PATH"
 START_SECONDS = 120
@@ -68,9 +70,13 @@ class Running:
 
 
 @contextmanager
-def outpace_serve(name: str, rows: int, length: int, waiting: int = 10_000) -> Iterator[Running]:
-    """`outpace serve`, of `rows` sequences of `length` tokens. Raises OSError where it does not start."""
+def outpace_serve(
+    name: str, rows: int, length: int, waiting: int = 10_000, kv: torch.dtype | None = None
+) -> Iterator[Running]:
+    """`outpace serve`, of `rows` sequences of `length` tokens, with keys and values of the dtype `kv`. Raises
+    OSError where it does not start."""
     options = ["--port", "0", "--max-num-seqs", str(rows), "--max-model-len", str(length)]
+    options += ["--kv-cache-dtype", "auto" if kv is None else str(kv).removeprefix("torch.")]
     command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", str(waiting)]
     with _started(f"outpace serve {name}", command, r"http://([^:]+):(\d+)/v1") as server:
         yield server

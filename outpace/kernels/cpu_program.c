@@ -2,7 +2,7 @@
 typedef struct { int64_t which; const void *with; } Call;
 typedef struct { const Call *calls; int64_t count; } Program;
 void run(const Program *p) {
-    long lost = cores_lost();
+    long before = cores_lost(), lost;
     for (const Call *c = p->calls; c < p->calls + p->count; c++) switch (c->which) {  // read by layouts.py
         case 0: linear(c->with); break;
         case 1: rms_norm(c->with); break;
@@ -22,5 +22,5 @@ void run(const Program *p) {
         case 15: argmax(c->with); break;
         case 16: gather(c->with); break;
     }
-    if (cores_lost() > lost && now() > pool.alone_until) step_back(now());
+    if ((lost = cores_lost() - before) > 0 && now() > pool.alone_until) step_back(now(), lost * SLICE);
 }

@@ -10,6 +10,7 @@
 typedef void (*Item)(const void *with, long item, long me);  // me: 0 the caller, 1.. the others; each scratch memory's own
 typedef struct { long next, end, pad[6]; } Share;            // a thread's own items, so that small weights stay in its cache; then it steals
 enum { SPINS = 4000, PATIENCE = 200000, SHORTEST = 5000000, LONGEST = 100000000 };  // turns of a loop; nanoseconds
+enum { SLICE = 2000000, MOST_CREDIT = 20000000 };  // nanoseconds: how long who loses a core is without it; of a pool that was not kept waiting
 // Of the gate, from the right: threads inside; how many may enter; whether it is open; the number of the job.
 enum { ENTERED = 0xff, ROOM = 8, OPEN = 1 << 16, JOB = 17 };
 
@@ -21,7 +22,7 @@ static struct {
     const void *with;
     Share shares[THREADS];
     long threads, members;                 // of the job; of the pool
-    atomic_long alone_until, penalty, stalled;  // nanoseconds; whoever runs a program may step back
+    atomic_long alone_until, penalty, stalled, credit, counted;  // nanoseconds; whoever runs a program may step back
 } pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 INLINE void relax(void) {
@@ -78,10 +79,14 @@ static void recruit(long members) {
     for (pthread_t thread; pool.members < members && !pthread_create(&thread, 0, member, 0); pool.members++) pthread_detach(thread);
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
-// Other processes want the cores: for a while the caller works alone, longer each time.
-static void step_back(long time) {
+// A thread was kept from its core for so long. Where that takes a third of the time, other processes want the cores: for a while the caller
+// works alone, longer each time. A server's own threads, which need a core for a moment in each round, take less.
+static void step_back(long time, long lost) {
+    long credit = MIN(pool.credit + MAX(0, time - pool.counted), MOST_CREDIT) - 2 * lost;
+    pool.credit = MAX(credit, 0), pool.counted = time;
+    if (credit >= 0) return;
     long last = pool.penalty, penalty = time - pool.stalled < 4 * last ? MIN(2 * last, LONGEST) : SHORTEST;
-    pool.penalty = penalty, pool.stalled = time, pool.alone_until = time + penalty;
+    pool.penalty = penalty, pool.stalled = time, pool.alone_until = pool.counted = time + penalty;
 }
 static void wait_for(long inside, long began) {  // one that takes longer than the caller worked has lost its core
     for (int turns = 0; turns < SPINS; turns++) {
@@ -90,7 +95,8 @@ static void wait_for(long inside, long began) {  // one that takes longer than t
     }
     long waits = now();
     while (atomic_load(&pool.left) != inside) sched_yield();
-    if (now() - waits > waits - began + PATIENCE) step_back(now());
+    long lost = now() - waits;
+    if (lost > waits - began + PATIENCE) step_back(waits + lost, lost);
 }
 static long cores_lost(void) {  // how often the calling thread has been taken from its core
 #ifdef RUSAGE_THREAD
