@@ -7,6 +7,7 @@ rule, nothing else."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
@@ -343,7 +344,7 @@ class StepCosts:
     wake: float
     settle: float
 
-    @property
+    @cached_property
     def allowed(self) -> float:
         """Seconds that an autoregressive step lets drafting lose, later."""
         share = PROBE_SHARE * self.step[1]

@@ -98,7 +98,11 @@ class Deferred:
         self.positions = 0  # of `pending`
 
     def add(self, states: States) -> None:
-        """The verified tokens of one step. At MAX_PENDING positions all are observed."""
+        """The verified tokens of one step. At MAX_PENDING positions all are observed; without hidden states,
+        as of a lookup, they are at once: to keep a token costs more than to observe it."""
+        if states.aux is None:
+            self.session.observe(*states)
+            return
         self.pending.append(states)
         self.positions += max(states.counts)
         if self.positions >= MAX_PENDING:
