@@ -39,7 +39,7 @@ def captured(x: Tensor) -> bool:
 def use_kernel(x: Tensor, *, backward: bool = False, stored: bool = False) -> bool:
     """True where a C kernel takes `x`: the kernels are built, x lies on a CPU, and is an integer tensor or a
     float32 one while no gradient is recorded. With `backward`, the kernel has a backward pass: x may be
-    bfloat16 and record a gradient. With `stored`, x is what a cache holds: of bfloat16 or float16, too. A
+    bfloat16 and record a gradient. With `stored`, x may be a cache's: of bfloat16 or float16, too. A
     compiler that captures a step sees torch's operators.
     """
     if captured(x):
