@@ -71,6 +71,15 @@ def test_decoding_has_the_targets_tokens_and_logits(family, kind, deterministic)
     assert target.captured == captured, "known shapes need no other graph"
 
 
+@pytest.mark.parametrize("kind", ["none", "states", "tree"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_decoding_over_keys_of_two_bytes(dtype, kind):
+    model = model_of("gpt_oss")
+    model.kv_cache_dtype = dtype
+    target, draft = GraphTarget(model), drafts_of(model)[kind]
+    same(decoded(target, prompts_of(21, 9, 14), draft), decoded(model, prompts_of(21, 9, 14), draft))
+
+
 @torch.no_grad()
 def test_every_output_is_the_modules_and_stays_after_the_next_step():
     """Ragged chains and trees, states of layers, commits, rows that leave."""

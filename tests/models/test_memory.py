@@ -38,6 +38,12 @@ def test_the_plan_is_the_bytes_of_weights_and_cache(layout):
     assert plan.total == plan.weights + plan.kv + plan.step + SPARE
 
 
+def test_keys_and_values_are_planned_in_their_dtype():
+    config = tiny.config("gpt_oss")
+    half, whole = (plan_memory(config, "dense", 3, 100, BF16, dtype).kv for dtype in (None, torch.float32))
+    assert whole == 2 * half
+
+
 @torch.no_grad()
 def test_a_step_holds_what_is_counted_and_more_with_more_rows():
     """The scores of a prompt's 64 queries against 512 keys, in float32, are in it."""

@@ -61,6 +61,16 @@ def test_decoding_has_the_engines_tokens_past_the_windows(family):
     assert target.programs == programs >= 8, "no length and no count needs another program"
 
 
+def test_decoding_over_keys_of_two_bytes():
+    model = model_of("qwen3")
+    model.kv_cache_dtype = torch.bfloat16
+    target, draft = xla.XLATarget(model), BoundDFlash(random_dflash(model), model)
+    assert target.make_cache(1, 40).layers[0].k.dtype == torch.bfloat16
+    for drafting in (None, draft):
+        mine, theirs = both(model, target, prompts_of(17), drafting)
+        assert mine == theirs
+
+
 @pytest.mark.parametrize("kind", ["DFlash 2, window", "DSpark", "EAGLE-3"])
 def test_rounds_of_a_draft_run_whole(kind):
     """Ragged rows, which end one after the other; accepted as by the engine, with a length that changes."""
