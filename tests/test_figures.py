@@ -105,7 +105,7 @@ def test_what_the_results_say_of_the_solver():
 def test_what_the_results_say_of_answers_over_keys_of_two_bytes():
     whole, half = (report(f"solver/{name}") for name in ("tasks", "tasks-float16"))
     assert half["target"]["kv_cache_dtype"] == "float16" and half["settings"] == whole["settings"]
-    right = [{row["family"]: row["accuracy"] for row in found["families"]} for found in (whole, half)]
+    right = [{row["family"]: row["accuracy"] for row in r["families"]} for r in (whole, half)]
     assert right[0] == right[1]
     answers = half["settings"]["problems"] * len(right[1])
     assert "as many right answers as with float32 ([report]" in page("results.md")
