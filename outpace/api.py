@@ -233,8 +233,9 @@ def load(
     elif tensor_parallel_size != 1:
         raise ValueError(f"tensor_parallel_size {tensor_parallel_size}: one process holds a target on a GPU")
     else:
-        options = sequences, length, layers, deterministic, kv_dtype
-        graphs, tokenizer, why = open_on_device(name, place, *options)
+        graphs, tokenizer, why = open_on_device(
+            name, place, sequences, length, layers, deterministic, kv_dtype
+        )
         target = graphs.decoder
     return Model(name=name, target=target, tokenizer=tokenizer, layers=layers, graphs=graphs, declined=why)
 

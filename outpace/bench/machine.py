@@ -145,7 +145,7 @@ def describe_target(target: Decoder) -> dict[str, Any]:
         "window": c.sliding_window,
         "bytes": sum(t.nbytes for _, t in named_tensors(target)),
         "compute_dtype": str(target.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(target.kv_cache_dtype or target.dtype).removeprefix("torch."),
+        "kv_cache_dtype": target.kv_cache_dtype_name,
         "fingerprint": fingerprint(target),
     }
 

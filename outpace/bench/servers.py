@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 LLAMA_SERVER = "llama-server"
 HOW_TO_GET = "make llama-server, or a build of llama.cpp on the PATH"
 START_SECONDS = 120
@@ -71,12 +69,11 @@ class Running:
 
 @contextmanager
 def outpace_serve(
-    name: str, rows: int, length: int, waiting: int = 10_000, kv: torch.dtype | None = None
+    name: str, rows: int, length: int, kv_cache_dtype: str, waiting: int = 10_000
 ) -> Iterator[Running]:
-    """`outpace serve`, of `rows` sequences of `length` tokens, with keys and values of the dtype `kv`. Raises
-    OSError where it does not start."""
+    """`outpace serve`, of `rows` sequences of `length` tokens. Raises OSError where it does not start."""
     options = ["--port", "0", "--max-num-seqs", str(rows), "--max-model-len", str(length)]
-    options += ["--kv-cache-dtype", "auto" if kv is None else str(kv).removeprefix("torch.")]
+    options += ["--kv-cache-dtype", kv_cache_dtype]
     command = [sys.executable, "-m", "outpace", "serve", name, *options, "--max-waiting", str(waiting)]
     with _started(f"outpace serve {name}", command, r"http://([^:]+):(\d+)/v1") as server:
         yield server

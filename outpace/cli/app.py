@@ -47,7 +47,7 @@ KVCacheDtype = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         help="Number format of cached keys and values: auto (float32 on a CPU, bfloat16 on a GPU), float32, "
-        "float16 or bfloat16. Of two bytes: half the memory, faster for batches and long texts. The output "
+        "float16 or bfloat16. 16-bit: half the memory, faster for batches and long texts. The output "
         "may differ between formats, and is the same with every draft.",
     ),
 ]

@@ -226,7 +226,7 @@ def machine(target: Decoder) -> dict[str, str]:
         "vector": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(target.kv_cache_dtype or target.dtype).removeprefix("torch."),
+        "kv_cache_dtype": target.kv_cache_dtype_name,
         "kernels": "none" if cuda else built(),
         "torch": torch.__version__,
         "outpace": version("outpace"),

@@ -50,7 +50,7 @@ class LayerCache:
         self.keys: Tensor | None = None  # of an index [B, 1, S and a trash slot, D]: see `index_by`
         self.top_k_config: TopKConfig | None = None
 
-    def index_by(self, dim: int, keep: TopKConfig | None, dtype: torch.dtype = torch.float32) -> None:
+    def index_by(self, dim: int, keep: TopKConfig | None, dtype: torch.dtype) -> None:
         """Remember an index's key [dim] with each token; with `keep`, queries see what it chooses alone."""
         assert not self.window, "a window is small as it is"
         B, _, slots, _ = self.k.shape

@@ -89,6 +89,10 @@ class Decoder(nn.Module):
         return self.norm.weight.device
 
     @property
+    def kv_cache_dtype_name(self) -> str:
+        return str(self.kv_cache_dtype or self.dtype).removeprefix("torch.")
+
+    @property
     def head(self) -> Weight:
         """[V, C], as the checkpoint holds it."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight

@@ -69,8 +69,8 @@ def attend_view(q: Tensor, view: KVView, window: int, sinks: Tensor | None, scal
     assert view.values is None, "latents mean values where the kernel runs"
     one_way = not step.both_ways and step.tree is None and view.lists is None
     if T > FEW and not any(step.start) and one_way:  # nothing is remembered yet
-        k, v = (x[:, :, :T] if view.first is None else x[:, :, -T:] for x in (view.k, view.v))
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        new = slice(T) if view.first is None else slice(-T, None)
+        k, v = (x[:, :, new].to(q.dtype) for x in (view.k, view.v))
         return causal_attend(q, k, v, window, sinks, scale)
     if use_triton(q) and view.lists is None and D in HEAD_DIMS:
         return in_triton(q, view, window, sinks, scale)

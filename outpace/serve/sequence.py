@@ -12,8 +12,7 @@ from outpace.decode.acceptance import AcceptanceRule
 from outpace.decode.generate import next_token
 from outpace.decode.grammar import Constrained
 from outpace.decode.request import BatchRows, Request, acceptance_rule
-from outpace.drafts.base import Draft, Proposal, roots
-from outpace.drafts.deferred import Deferred, States
+from outpace.drafts.base import Draft, DraftSession, Proposal, roots
 from outpace.ops.sampling import generator
 from outpace.serve.shared_draft import SharedDraft
 
@@ -58,7 +57,7 @@ class Sequence:
             self.request, [self.prompt], generator(self.seed, self.device)
         )
         self.takes_argmax = self.request.sampling.is_argmax and not self.request.grammars
-        self.session: Deferred | None = None  # of a draft that reads text alone
+        self.session: DraftSession | None = None  # of a draft that reads text alone
         self.shared: SharedDraft | None = None  # its draft, where it reads hidden states
         self.times = {"arrived": time.perf_counter()}  # and "admitted", "first", "ended", once they come
 
@@ -100,7 +99,7 @@ class Sequence:
         self.row, self.cached, self.reused, self.shared = row, reused, reused, shared
         self.times["admitted"] = time.perf_counter()
         if self.draft is not None and shared is None:
-            self.session = Deferred(self.draft.begin(1, self.length + self.draft.block_size))
+            self.session = self.draft.begin(1, self.length + self.draft.block_size)
 
     def most(self, width: int) -> int:
         """Positions of its next proposal, root included, of the `width` that the controller allows."""
@@ -124,7 +123,7 @@ class Sequence:
         try:
             if self.cached > self.shown:  # the text is known: none was shown yet
                 new = self._unseen
-                self.session.add(States(torch.tensor([new], device=self.device), None, [len(new)]))
+                self.session.observe(torch.tensor([new], device=self.device), None, [len(new)])
                 self.shown = self.cached
             return self.session.propose(last, width, self.rule.sampler)
         except Exception as error:

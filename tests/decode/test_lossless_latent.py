@@ -25,7 +25,11 @@ def known(family):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_draft_says_the_same(family):
-    model, wanted = latent_target(family, 7)[1], known(family)
+    every_draft_says(latent_target(family, 7)[1], known(family))
+
+
+def every_draft_says(model, wanted):
+    """Plain decoding, and every draft of NAMES with the full cache and on partial KV."""
     assert generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
     for name in NAMES:
         for partial in (None, Partial(config=SMALL), Partial(config=BAD)):

@@ -9,16 +9,15 @@ import torch
 from indexers import indexed_target
 from latents import latent_target
 from test_lossless import NEW, PROMPTS, by_whole_texts
-from test_partial import BAD, SMALL, drafts
+from test_lossless_latent import NAMES, every_draft_says
+from test_partial import drafts
 
 import outpace
 from outpace.decode.generate import generate
-from outpace.decode.partial import Partial
 from outpace.decode.request import Request
 from outpace.models import attention
 from outpace.models.load import build, named_tensors
 
-NAMES = ["ngram", "dflash, window", "tree of dflash", "eagle3, tree", "half, tree"]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 HEADS = {"gpt_oss": 8, "llama": 40, "qwen3": 24, "qwen3_moe": 16}  # dims that the kernels take
 
@@ -49,21 +48,13 @@ def rounded_texts(model):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_draft_says_the_same(family, dtype, native):
     model = rounding(family, dtype, native)
-    wanted = rounded_texts(model)
-    assert generate(model, PROMPTS, Request(max_new_tokens=NEW, prefill_chunk=7)).tokens == wanted
-    for name in NAMES:
-        for partial in (None, Partial(config=SMALL), Partial(config=BAD)):
-            draft = drafts(name, model, wanted)
-            got = generate(model, PROMPTS, Request(max_new_tokens=NEW), draft, partial=partial)
-            assert got.tokens == wanted, (name, partial)
-            if name == "half, tree":
-                assert 0 < got.trace.accept_rate < 1
+    every_draft_says(model, rounded_texts(model))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_is_no_more_than_rounding(dtype):
     """Logits move by about a half of the last bit, and not by nothing."""
-    exact, model = rounding("gpt_oss", dtype, True), copy.copy(rounding("gpt_oss", dtype, True))
+    model = rounding("gpt_oss", dtype, True)
     exact = copy.copy(model)
     exact.kv_cache_dtype = None
     tokens = tiny.tokens(2, 60)
@@ -76,7 +67,7 @@ def test_rounding_is_no_more_than_rounding(dtype):
 @pytest.mark.parametrize("retrofit", [latent_target, indexed_target])
 def test_other_memories_keep_their_numbers(retrofit):
     """Latents and an index's keys stay float32, the windows' keys and values are rounded."""
-    model = copy.copy(retrofit("gpt_oss", 7)[1] if retrofit is latent_target else retrofit("gpt_oss")[1])
+    model = retrofit("gpt_oss")[1]
     model.kv_cache_dtype = torch.float16
     known = generate(model, PROMPTS, Request(max_new_tokens=NEW)).tokens
     for name in NAMES:

@@ -23,7 +23,7 @@ def model_of(family):
 
 
 @torch.no_grad()
-def compare(model, tree, capture):
+def compare(model, tree, capture, tolerance=TOLERANCE):
     """Nine prompt tokens, then steps past the windows of 7 and their rings, against the modules: `capture`
     makes a function of the static step and of its first inputs."""
     mine, reference = (model.make_cache(2, 60, slack=8) for _ in range(2))
@@ -42,12 +42,12 @@ def compare(model, tree, capture):
             tokens, reference, counts=counts, tree=Tree(parents) if tree else None, aux=(1, 0), logits=True
         )
         for b, n in enumerate(counts):
-            torch.testing.assert_close(got.logits[b, :n], want.logits[b, :n], rtol=0, atol=TOLERANCE)
-            torch.testing.assert_close(got.aux[:, b, :n], want.aux[:, b, :n], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(got.logits[b, :n], want.logits[b, :n], rtol=0, atol=tolerance)
+            torch.testing.assert_close(got.aux[:, b, :n], want.aux[:, b, :n], rtol=0, atol=tolerance)
             assert torch.equal(got.best[b, :n], got.logits[b, :n].argmax(-1))
         for a, b in zip(mine.layers, reference.layers, strict=True):
             for x, y in ((a.k, b.k), (a.v, b.v)):
-                torch.testing.assert_close(x[:, :, : a.size], y[:, :, : a.size], rtol=0, atol=TOLERANCE)
+                torch.testing.assert_close(x[:, :, : a.size], y[:, :, : a.size], rtol=0, atol=tolerance)
     assert mine.lengths == reference.lengths
 
 
@@ -71,12 +71,11 @@ def test_a_compiled_step_is_one_graph_that_is_never_made_again(family, tree):
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_a_captured_step_over_keys_of_two_bytes(tree, monkeypatch):
-    """A last bit of a key may round the other way than the kernels' does, so tolerances are its size."""
-    monkeypatch.setattr("test_static_step.TOLERANCE", 2e-2)
+def test_a_captured_step_over_keys_of_two_bytes(tree):
+    """A key's last bit may round the other way than with the kernels: of float16 at most 2^-10 of it."""
     model = model_of("gpt_oss")
-    model.kv_cache_dtype = torch.bfloat16
-    compare(model, tree, exported)
+    model.kv_cache_dtype = torch.float16
+    compare(model, tree, exported, 4e-3)
 
 
 def test_packed_experts_stay_packed_in_the_graph():
