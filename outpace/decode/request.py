@@ -70,8 +70,11 @@ class BatchRows:
         self.on_tokens = on_tokens
 
     def running(self, rows: list[int]) -> list[int]:
-        """Indices into `rows` (row numbers) of those that are not done."""
-        return [i for i, b in enumerate(rows) if not self.done[b]]
+        """Indices into `rows` (row numbers) of those that are not done, the last ones in the places of those
+        that are, so that few rows of a cache move."""
+        going = [i for i, b in enumerate(rows) if not self.done[b]]
+        last = [i for i in going if i >= len(going)]
+        return [last.pop() if self.done[b] else i for i, b in enumerate(rows[: len(going)])]
 
     def emit(self, row: int, tokens: list[int]) -> None:
         """Append `tokens` up to the row's limit or first stop token."""

@@ -137,7 +137,7 @@ static void merge(const void *with, long item) {  // the tiles of one query
     long D = o->Dv, bh = item / c->rows, r = item % c->rows, head = bh % o->K * c->G + r % c->G, row = bh * c->tiles * c->rows + r;
     long b = bh / o->K, t = c->t0 + r / c->G, place = (b * o->T + t) * o->H + head;
     float *y = o->y + b * o->y_b + (t * o->H + head) * D, total = 0, best = -INFINITY, sunk;
-    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) best = MAX(best, c->high[i]);
+    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] != 0) best = MAX(best, c->high[i]);
     if (o->sinks) {
         float sink = get(o->sinks, o->sink_kind, head);
         best = MAX(best, sink);
@@ -145,7 +145,7 @@ static void merge(const void *with, long item) {  // the tiles of one query
     }
     sunk = total;
     memset(y, 0, D * sizeof(float));
-    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] > 0) {
+    for (long i = row; i < row + c->tiles * c->rows; i += c->rows) if (c->mass[i] != 0) {  // not a number is not left out
         float part = expv(all(c->high[i] - best))[0];
         total += part * c->mass[i];
         for (long d = 0; d < D; d++) y[d] += part * c->sums[i * D + d];

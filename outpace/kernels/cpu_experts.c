@@ -50,7 +50,7 @@ static void up(const void *with, long item, long me) {  // some units of the hid
             float g[UNITS] = {0}, u[UNITS] = {0}, *to = p->h + p->order[a + r] * o->F;
             if (o->interleaved) for (int i = 0; i < units; i++) g[i] = raw[r][2 * i], u[i] = raw[r][2 * i + 1];
             else memcpy(g, raw[r], units * sizeof(float)), memcpy(u, raw[r] + units, units * sizeof(float));
-            if (o->clamped) for (int i = 0; i < units; i++) g[i] = MIN(g[i], limit), u[i] = MAX(MIN(u[i], limit), -limit) + 1.0f;
+            if (o->clamped) for (int i = 0; i < units; i++) g[i] = MIN(limit, g[i]), u[i] = MAX(-limit, MIN(limit, u[i])) + 1.0f;  // the last one, where it is not a number
             for (int i = 0; i < units; i += W) store(g + i, load(g + i) * sigmoid(load(g + i) * (float)o->alpha) * load(u + i));
             if (o->down.kind == MXFP4) for (long i = 0; i < units; i += 16) mix(g + i, f0 + i, to);  // F is a multiple of 32, UNITS of 16
             else memcpy(to + f0, g, units * sizeof(float));

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outpace.kernels.program import pack_rings
 from outpace.kv.metadata import FEW, KVView, StepMetadata
-from outpace.kv.moves import move
+from outpace.kv.moves import kept_rows, move
 from outpace.kv.topk import Index, Lists, TopKConfig, choose
 from outpace.kv.tree import Tree
 
@@ -149,9 +149,9 @@ class LayerCache:
         return x.transpose(1, 2)[row, index % self.size].transpose(1, 2)
 
     def select(self, batch_indices: list[int]) -> None:
-        self.k, self.v = self.k[batch_indices], self.v[batch_indices]
+        self.k, self.v = (kept_rows(x, batch_indices) for x in (self.k, self.v))
         if self.keys is not None:
-            self.keys = self.keys[batch_indices]
+            self.keys = kept_rows(self.keys, batch_indices)
         if self.recorded is not None:
             self.recorded = self.recorded.select(batch_indices)
 
@@ -280,6 +280,17 @@ class KVCache:
             )
         own = copy(self)
         own.rows, own.lengths, own.last_start = tuple(rows), list(lengths), list(lengths)
+        return own
+
+    def part(self, batch_indices: list[int]) -> "KVCache":
+        """These sequences, as a cache over the same memories for one forward, after which this one has to
+        advance, too. Of plain memories, that a native step reads."""
+        own = copy(self)
+        every = self.rows or range(self.batch)
+        own.rows = tuple(every[b] for b in batch_indices)
+        own.lengths = [self.lengths[b] for b in batch_indices]
+        own.last_start = list(own.lengths)
+        own.kept_from = {size: [kept[b] for b in batch_indices] for size, kept in self.kept_from.items()}
         return own
 
     def advance(self, step: StepMetadata) -> None:

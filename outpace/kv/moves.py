@@ -34,3 +34,14 @@ def _lines(memory: Tensor, index: Tensor) -> Tensor:
     slot = torch.where(index >= 0, index % (slots - 1), slots - 1)
     head = torch.arange(B * K, device=index.device).view(B, K, 1) * slots
     return (head + slot[:, None]).flatten()
+
+
+def kept_rows(memory: Tensor, rows: list[int]) -> Tensor:
+    """These rows of a memory [B, ...], in this order: within it, where none is overwritten before it is read
+    and a copy of all would take longer than a step."""
+    moved = [(i, row) for i, row in enumerate(rows) if i != row]
+    if type(memory) is not Tensor or any(i in rows[i + 1 :] for i, _ in moved):
+        return memory[rows]  # XLA's have no views to write to
+    for i, row in moved:
+        memory[i] = memory[row]
+    return memory[: len(rows)]

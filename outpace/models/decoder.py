@@ -16,7 +16,7 @@ from outpace.models.attention import Attention, DecoderBlock
 from outpace.models.blocks import Embedding, Linear, RMSNorm
 from outpace.models.config import ModelConfig
 from outpace.models.latent import LatentMaps
-from outpace.models.native_step import NativeSteps, joined, native_step, step_sizes
+from outpace.models.native_step import NativeSteps, joined, native_step, row_groups, spread, step_sizes
 from outpace.models.native_step import Output as Output
 from outpace.ops.attention import Packed
 from outpace.ops.linear import linear
@@ -198,6 +198,9 @@ class Decoder(nn.Module):
         B, T = tokens.shape
         step = None if cache is None else cache.begin(T, counts, tree=tree)
         if self.native and cache is not None and step is not None and not routing:
+            groups = [] if tree is not None else row_groups(self, cache, step)
+            if groups:
+                return self._in_groups(groups, tokens, cache, step, aux, logits)
             sizes = [T] if tree is not None else step_sizes(self, cache, T)
             if len(sizes) > 1:
                 return self._in_steps(sizes, tokens, cache, step, aux, logits)
@@ -219,6 +222,24 @@ class Decoder(nn.Module):
         if cache is not None and step is not None:
             cache.advance(step)
         return Output(hidden, kept, routed or [], self.logits(hidden) if logits else None)
+
+    def _in_groups(
+        self,
+        groups: list[list[int]],
+        tokens: Tensor,
+        cache: KVCache,
+        step: StepMetadata,
+        aux: Sequence[int],
+        logits: bool,
+    ) -> Output:
+        """The forward of a wide batch, some rows at a time: a token has the bits of any other company."""
+        outs = []
+        for rows in groups:
+            counts = [step.counts[b] for b in rows]
+            some = tokens[rows, : max(counts)]
+            outs.append(self.forward(some, cache.part(rows), counts=counts, aux=aux, logits=logits))
+        cache.advance(step)
+        return spread(outs, groups, *tokens.shape)
 
     def _in_steps(
         self,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import numpy as np
@@ -60,6 +60,32 @@ def joined(outs: Sequence[Output]) -> Output:
         [],
         along(1, [out.logits for out in outs]),
         along(1, [out.best for out in outs]),
+        None if any(out.finite is None for out in outs) else all(out.finite for out in outs),
+    )
+
+
+def spread(outs: Sequence[Output], rows: Sequence[Sequence[int]], B: int, T: int) -> Output:
+    """Of forwards of these rows of a batch each; 0 at what none of them computed."""
+
+    def over(dim: int, parts: list[Tensor | None]) -> Tensor | None:
+        there = [part.numpy() for part in parts if part is not None]
+        if len(there) < len(parts):
+            return None
+        shape = there[0].shape
+        whole = np.zeros((*shape[:dim], B, T, *shape[dim + 2 :]), there[0].dtype)
+        for some, part in zip(rows, there, strict=True):
+            at: Any = (*[slice(None)] * dim, list(some), slice(part.shape[dim + 1]))
+            whole[at] = part
+        return torch.from_numpy(whole)
+
+    hidden = over(0, [out.hidden for out in outs])
+    assert hidden is not None
+    return Output(
+        hidden,
+        over(1, [out.aux for out in outs]),
+        [],
+        over(0, [out.logits for out in outs]),
+        over(0, [out.best for out in outs]),
         None if any(out.finite is None for out in outs) else all(out.finite for out in outs),
     )
 
@@ -348,6 +374,17 @@ def step_sizes(model: Layers, cache: KVCache, T: int) -> list[int]:
         sizes.append(min(widest, T))
         T -= sizes[-1]
     return sizes
+
+
+def row_groups(model: Layers, cache: KVCache, step: StepMetadata) -> list[list[int]]:
+    """Rows of the forwards that append a chain to a batch: as many as a native step takes, one where its
+    tokens are many, so that a short prompt is not padded to a long one. None: one forward of all."""
+    B, T = len(step.start), step.T
+    if B == 1 or B * T <= MOST_ROWS or cache.module_layers or why_modules(model, cache) is not None:
+        return []
+    rows = [b for b in range(B) if step.counts[b]]
+    most = 1 if T > FEW else MOST_ROWS // T
+    return [rows[i : i + most] for i in range(0, len(rows), most)]
 
 
 def native_step(

@@ -108,15 +108,12 @@ class TeacherRecipe:
         return 0.0 if after > before else 1.0
 
 
-def predict_nbytes(
-    recipe: TeacherRecipe, hidden_size: int, n_layers: int, longest_prompt: int | None = None
-) -> int:
-    """Upper bound on the size of a build. Lengths are drawn from the seed, so the bound is loose only by the
-    tokens that stop tokens cut off, and where prompts have lengths of their own."""
-    prompts, responses = recipe.lengths().sum(0).tolist()
-    if longest_prompt is not None:
-        prompts = recipe.samples * longest_prompt
-    tokens = (prompts + responses) * len(recipe.position_offsets)
+def predict_nbytes(recipe: TeacherRecipe, prompts: Prompts, hidden_size: int, n_layers: int) -> int:
+    """Upper bound on the size of a build. Lengths are drawn from the seed, so the bound is loose by little
+    more than the tokens that stop tokens cut off."""
+    lengths = recipe.lengths()
+    tokens = prompts.most_tokens(lengths[:, 0].tolist()) + int(lengths[:, 1].sum())
+    tokens *= len(recipe.position_offsets)
     row = hidden_size + 4 if recipe.dtype == "fp8" else 2 * hidden_size
     overhead = 4096 + recipe.shards * 2048 + recipe.stored_samples * 28
     return tokens * (4 + (n_layers + recipe.final) * row) + overhead
@@ -183,7 +180,7 @@ def _build(
     todo = ranks.gathered(todo)
     shards = list(read_meta(folder).shards)
     done = [s for k, s in enumerate(shards) if k not in todo]
-    _check_disk(folder, recipe, wanted, done, prompts.longest)
+    _check_disk(folder, recipe, wanted, done, prompts)
     columns = (
         TextColumn("teacher"),
         BarColumn(),
@@ -282,9 +279,9 @@ def finished(folder: Path, shards: list[Shard], k: int) -> bool:
 
 
 def _check_disk(
-    folder: Path, recipe: TeacherRecipe, meta: TeacherMeta, finished: list[Shard], longest_prompt: int | None
+    folder: Path, recipe: TeacherRecipe, meta: TeacherMeta, finished: list[Shard], prompts: Prompts
 ) -> None:
-    most = predict_nbytes(recipe, meta.hidden_size, len(meta.target_layer_ids), longest_prompt)
+    most = predict_nbytes(recipe, prompts, meta.hidden_size, len(meta.target_layer_ids))
     needed = most - sum(s.nbytes for s in finished)
     free = shutil.disk_usage(folder).free
     if needed > free:

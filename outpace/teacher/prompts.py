@@ -31,6 +31,10 @@ class Prompts(Protocol):
     @property
     def longest(self) -> int | None: ...
 
+    def most_tokens(self, lengths: list[int]) -> int:
+        """At most so many tokens are in the prompts of texts that ask for prompts of these lengths."""
+        ...
+
     def draw(self, text: int, length: int, seed: int) -> list[int]:
         """The prompt of a text by its number: `length` tokens, where the kind of prompt has no length."""
         ...
@@ -55,6 +59,9 @@ class TextPrompts:
     @property
     def digest(self) -> str:
         return corpus_hash(self.documents)
+
+    def most_tokens(self, lengths: list[int]) -> int:
+        return sum(lengths)
 
     def draw(self, text: int, length: int, seed: int) -> list[int]:
         """`length` token ids from the beginning of a line. Raises ValueError if no text is that long."""
@@ -94,6 +101,11 @@ class ChatPrompts:
     @property
     def longest(self) -> int:
         return max(map(len, self.prompts))
+
+    def most_tokens(self, lengths: list[int]) -> int:
+        known = sorted(map(len, self.prompts), reverse=True)
+        rounds, rest = divmod(len(lengths), len(known))
+        return rounds * sum(known) + sum(known[:rest])
 
     def draw(self, text: int, length: int, seed: int) -> list[int]:
         (i,) = shuffled(text, 1, len(self.prompts), seed, PROMPT)

@@ -64,7 +64,10 @@ class OwnEngine:
 
     @torch.inference_mode()
     def states(self, tokens: Tensor, layer_ids: Sequence[int], offset: int) -> tuple[Tensor, Tensor]:
-        out = self.target(tokens.to(self.target.device), aux=tuple(layer_ids), offset=offset)
+        cache = self.target.make_cache(
+            len(tokens), tokens.shape[1], offset=offset
+        )  # states as decoding has them
+        out = self.target(tokens.to(self.target.device), cache, aux=tuple(layer_ids))
         assert out.aux is not None
         return out.aux, out.hidden
 

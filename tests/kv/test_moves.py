@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from outpace.decode.request import BatchRows, Request
 from outpace.kernels import bindings
 from outpace.kv.base import LayerCache, move_positions
-from outpace.kv.moves import move, reference_move
+from outpace.kv.moves import kept_rows, move, reference_move
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,3 +44,24 @@ def test_memories_of_several_dtypes_are_moved_together():
         part[0, :, 8], part[1, :, 3] = part[0, :, 9].clone(), part[1, :, 6].clone()
     move_positions(memories, torch.tensor([[[2], [3]], [[1], [0]]]), [7, 3])
     assert all(map(torch.equal, [part for memory in memories for part in memory.parts], wanted))
+
+
+@given(st.permutations(range(6)), st.integers(1, 6))
+def test_rows_that_stay_are_those_of_indexing(order, count):
+    memory, rows = torch.randn(6, 2, 5, 3), order[:count]
+    wanted = memory[rows]
+    assert torch.equal(kept_rows(memory, rows), wanted)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9))
+def test_rows_that_end_are_replaced_by_the_last_ones(done):
+    rows = BatchRows(len(done), Request(max_new_tokens=1), None)
+    rows.done = done
+    memory = torch.randn(len(done), 2, 5, 3)
+    before = memory.clone()
+    kept = rows.running(list(range(len(done))))
+    assert sorted(kept) == [i for i, ended in enumerate(done) if not ended]
+    stayed = kept_rows(memory, kept)
+    assert torch.equal(stayed, before[kept]) and stayed.untyped_storage().data_ptr() == memory.data_ptr()
+    moved = sum(i != row for i, row in enumerate(kept))
+    assert moved <= sum(done)

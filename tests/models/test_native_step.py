@@ -189,6 +189,69 @@ def test_a_batch_wider_than_one_call_of_the_experts():
     assert torch.equal(*values)
 
 
+WIDE_BATCH = 22
+
+
+def in_company(model):
+    """Chains of a batch wider than a native step takes, of long and short rows -> what each token has."""
+    cache, seen = model.make_cache(WIDE_BATCH, 800, slack=40), [[] for _ in range(WIDE_BATCH)]
+    for tokens, counts in chains():
+        out = model(tokens, cache, counts=counts, aux=(0, 2), logits=True)
+        assert out.best is None or torch.equal(out.best, out.logits.argmax(-1))
+        for b, n in enumerate(counts):
+            seen[b].append(torch.cat((out.hidden[b, :n], *out.aux[:, b, :n], out.logits[b, :n]), -1))
+    cache.commit([list(range(n // 2)) for n in counts])
+    rows = [21, 1, 20, 3]
+    cache.select(rows)
+    for b, hidden in zip(rows, model(tiny.tokens(4, 2, seed=5), cache).hidden, strict=True):
+        seen[b].append(hidden)
+    return seen
+
+
+def chains():
+    for T, seed in ((600, 1), (1, 2), (40, 3), (70, 4)):
+        yield tiny.tokens(WIDE_BATCH, T, seed=seed), [T * (b % 4) // 3 for b in range(WIDE_BATCH)]
+
+
+def alone(model, b):
+    cache, seen = model.make_cache(1, 800, slack=40), []
+    for tokens, counts in chains():
+        if n := counts[b]:
+            out = model(tokens[b : b + 1, :n], cache, aux=(0, 2), logits=True)
+            seen.append(torch.cat((out.hidden[0], *out.aux[:, 0], out.logits[0]), -1))
+    if n:
+        cache.commit([list(range(n // 2))])
+    if b in (21, 1, 20, 3):
+        at = (21, 1, 20, 3).index(b)
+        seen.append(model(tiny.tokens(4, 2, seed=5)[at : at + 1], cache).hidden[0])
+    return seen
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_rows_of_a_wide_batch_are_rows_alone(family, monkeypatch):
+    model = plain(family)
+    monkeypatch.setattr(type(model), "walk", None)  # the modules' forward: all is native
+    for b, mine in enumerate(in_company(model)):
+        theirs = alone(model, b)
+        mine = [x for x in mine if len(x)]
+        assert len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@torch.inference_mode()
+def test_a_number_that_is_none_is_seen_wherever_it_is(family):
+    model = plain(family)
+    for name, tensor in list(named_tensors(model)):
+        known, numbers = tensor.clone(), tensor.view(len(tensor), -1)
+        numbers[:, numbers.shape[1] // 2] = torch.nan  # of every token and expert
+        for T in (1, 9):
+            cache = model.make_cache(2, 20)
+            model(tiny.tokens(2, 1), cache)
+            assert model(tiny.tokens(2, T), cache, logits=True).finite is False, name
+        tensor.copy_(known)
+
+
 @torch.inference_mode()
 def test_a_tree_that_grows_over_several_forwards():
     model, parents = plain("gpt_oss"), torch.tensor([PARENTS, [0, 1, 0, 1, 1, 4]])

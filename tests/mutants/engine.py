@@ -549,4 +549,32 @@ MUTANTS = [
         "torch.where(logits < 0, logits / penalty, logits / penalty)",
         "tests/ops/test_sampling.py",
     ),
+    (
+        "a row of a cache overwritten before it is read",
+        "outpace/kv/moves.py",
+        "or any(i in rows[i + 1 :] for i, _ in moved)",
+        "or False",
+        "tests/kv/test_moves.py",
+    ),
+    (
+        "rows of a wide batch appended to other rows",
+        "outpace/kv/base.py",
+        "own.rows = tuple(every[b] for b in batch_indices)",
+        "own.rows = tuple(every[b] for b in range(len(batch_indices)))",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "attention that leaves out what is not a number",
+        "outpace/kernels/cpu_attention.c",
+        "if (c->mass[i] != 0) {",
+        "if (c->mass[i] > 0) {",
+        "tests/models/test_native_step.py",
+    ),
+    (
+        "an expert's limit in the place of what is not a number",
+        "outpace/kernels/cpu_experts.c",
+        "g[i] = MIN(limit, g[i])",
+        "g[i] = MIN(g[i], limit)",
+        "tests/models/test_native_step.py",
+    ),
 ]

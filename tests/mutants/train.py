@@ -135,4 +135,11 @@ MUTANTS = [
         "in zip(samples, begins, strict=True):",
         "tests/train/test_ranks.py",
     ),
+    (
+        "a teacher cache's size by its shortest prompts",
+        "outpace/teacher/prompts.py",
+        "known = sorted(map(len, self.prompts), reverse=True)",
+        "known = sorted(map(len, self.prompts))",
+        "tests/teacher/test_build.py",
+    ),
 ]

@@ -64,6 +64,10 @@ def documents():
     return items
 
 
+def predicted(recipe):
+    return predict_nbytes(recipe, TextPrompts(documents(), tokenizer()), 96, 3)
+
+
 def make(folder, recipe=RECIPE, model=None, **kwargs):
     return build(
         model or tiny.target("gpt_oss"),
@@ -108,9 +112,9 @@ def test_the_final_state_of_a_position_predicts_the_next_token(tmp_path, dtype):
     """What `target.logits` makes of row t: the greedy texts' token t + 1, and not their token t."""
     recipe = dataclasses.replace(RECIPE, dtype=dtype, final=True, greedy_share=1.0)
     target, cache = tiny.target("gpt_oss"), make(tmp_path, recipe)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= predict_nbytes(recipe, 96, 3)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= predicted(recipe)
     plainly = dataclasses.replace(recipe, final=False)
-    assert predict_nbytes(recipe, 96, 3) > predict_nbytes(plainly, 96, 3) + cache.meta.tokens * 96
+    assert predicted(recipe) > predicted(plainly) + cache.meta.tokens * 96
     next_token = same_token = rows = 0
     for i in range(len(cache)):
         sample = cache.sample(i)
@@ -192,23 +196,34 @@ def test_a_stop_token_ends_a_text_and_is_kept(tmp_path):
     made = [cache.sample(i).tokens[cache.sample(i).prompt_length :].tolist() for i in range(len(cache))]
     stopped = [m for m in made if len(m) < 23]
     assert len(stopped) > 3 and all(m and m[-1] == 3 and 3 not in m[:-1] for m in stopped)
-    assert cache.meta.nbytes < predict_nbytes(recipe, 96, 3)
+    assert cache.meta.nbytes < predicted(recipe)
 
 
 def test_the_prediction_is_a_close_upper_bound(unbroken):
     size = sum(path.stat().st_size for path in unbroken.iterdir())
     target = dataclasses.replace(RECIPE, response_tokens=(400, 400))  # overheads matter less
-    assert size <= predict_nbytes(RECIPE, 96, 3)
+    assert size <= predicted(RECIPE)
     rows = int(target.lengths().sum()) * 3 * (4 + 3 * 2 * 96)
-    assert rows < predict_nbytes(target, 96, 3) < 1.01 * rows
+    assert rows < predicted(target) < 1.01 * rows
     fp8 = dataclasses.replace(target, dtype="fp8")
-    assert predict_nbytes(fp8, 96, 3) < 0.53 * rows
+    assert predicted(fp8) < 0.53 * rows
+
+
+def test_of_prompts_as_they_are_the_longest_are_expected():
+    prompts = ChatPrompts([[1] * n for n in (3, 500, 7, 2)])
+    assert prompts.most_tokens([9]) == 500 and prompts.most_tokens([9] * 6) == 512 + 507
+    for samples in (1, 3, 4, 9):
+        drawn = [len(prompts.draw(i, 9, RECIPE.seed)) for i in range(samples)]
+        assert sum(drawn) <= prompts.most_tokens([9] * samples) <= samples * 500
+    recipe = dataclasses.replace(RECIPE, samples=4, response_tokens=(400, 400))
+    rows = (512 + 4 * 400) * 3 * (4 + 3 * 2 * 96)
+    assert rows < predict_nbytes(recipe, prompts, 96, 3) < 1.02 * rows
 
 
 def test_fp8_halves_the_cache_and_says_its_error(tmp_path, unbroken):
     recipe = dataclasses.replace(RECIPE, dtype="fp8")
     cache, full = make(tmp_path, recipe), TeacherCache.open(unbroken)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= predict_nbytes(recipe, 96, 3)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= predicted(recipe)
     assert cache.meta.nbytes < 0.6 * full.meta.nbytes
     for i in range(len(cache)):
         a, b = cache.sample(i), full.sample(i)
@@ -396,7 +411,7 @@ def test_a_batch_that_mixes_up_its_rows_is_refused(k, tmp_path, monkeypatch):
 
     def mixed(self, tokens, *rest, aux=(), **more):
         out = forward(self, tokens, *rest, aux=aux, **more)
-        capture = aux and len(tokens) > 1 and not rest
+        capture = aux and len(tokens) > 1
         calls.extend([1] * bool(capture))
         return (
             dataclasses.replace(out, aux=out.aux.roll(1, dims=1)) if capture and len(calls) > 3 * k else out
