@@ -16,10 +16,10 @@ from outpace.drafts.dflash_config import DFlashConfig
 from outpace.drafts.dflash_decode import BigramBias, DraftTokens, Head, confidence, guess, survival
 from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.dflash_layer import Attend, DFlashLayer
-from outpace.drafts.dflash_native import NativeBlock, NativeContext
-from outpace.drafts.native import NativeDraft, native, program_of
+from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativeGreedy, in_one_call
+from outpace.drafts.native import NativeDraft, address, native, program_of
 from outpace.drafts.rows import CacheRows
-from outpace.drafts.sampler import DraftSampler
+from outpace.drafts.sampler import DraftSampler, Greedy
 from outpace.drafts.vocab import DraftVocabulary
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import StepMetadata
@@ -217,8 +217,12 @@ class DFlashSession(CacheRows):
         return program_of(draft.native_programs, NativeContext, parts, cache.offset, cache.batch, T)
 
     def propose(self, last: Tensor, width: int, sampler: DraftSampler) -> Proposal:
-        hidden = self.block_hidden(last, width)[:, 1:width]
-        result = self.draft.guess(self.head, hidden, last, sampler)
+        greedy = self._native_greedy(width) if isinstance(sampler, Greedy) else None
+        if greedy is not None:
+            result = greedy.run(last, self.cache.begin(greedy.block.T, both_ways=True), self.cache)
+        else:
+            hidden = self.block_hidden(last, width)[:, 1:width]
+            result = self.draft.guess(self.head, hidden, last, sampler)
         q = None if result.q is None else torch.nn.functional.pad(result.q, (0, 0, 1, 0))
         return Proposal(
             torch.cat((last[:, None], result.tokens), dim=1),
@@ -272,6 +276,20 @@ class DFlashSession(CacheRows):
         draft, cache = self.draft, self.cache
         parts = draft.config, self.layers, draft.norm, draft.inv
         return program_of(draft.native_programs, NativeBlock, parts, cache.offset, cache.batch, T)
+
+    def _native_greedy(self, width: int) -> NativeGreedy | None:
+        """None where draft tokens are chosen in another way than by the most probable ones or a selector."""
+        draft, embedding, head = self.draft, self.target.embed_tokens.weight, self.head
+        T = width if draft.config.one_way else draft.block_size
+        if draft.markov_head is not None or draft.confidence_head is not None or not self._native(T):
+            return None
+        if not in_one_call(head, draft.candidate_selector):
+            return None
+        masked = draft.config.mask_token_id if draft.mask_embedding is None else draft.mask_embedding[None]
+        parts = self._native_block(T), embedding, masked, head, draft.candidate_selector
+        size = self.cache.offset, self.cache.batch, T
+        foreign = *size, address(embedding), address(head.weight)
+        return program_of(draft.native_programs, NativeGreedy, parts, width, foreign=foreign)
 
 
 Shape = tuple[int, ...]

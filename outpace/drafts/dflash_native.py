@@ -1,9 +1,10 @@
-"""A small draft's forward in two native calls: one for a block, one for the context of verified tokens.
+"""A DFlash's step in two native calls: one for its draft tokens, one for the context of verified tokens.
 
-`DFlash.denoise` and `DFlashLayer.context_kv` say what is computed; here is the same to the bit, over static
-buffers, for one size of batch and block.
+`DFlash.denoise`, `dflash_decode.guess` and `DFlashLayer.context_kv` say what is computed; here is the same to
+the bit, over static buffers, for one size of batch and block.
 """
 
+import ctypes
 from collections.abc import Sequence
 from threading import Lock
 
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 
 from outpace.drafts.dflash_config import DFlashConfig
-from outpace.drafts.dflash_heads import AFTER, BEFORE, BlockConv
+from outpace.drafts.dflash_decode import DraftTokens, Head
+from outpace.drafts.dflash_heads import AFTER, BEFORE, BlockConv, Selector
 from outpace.drafts.dflash_layer import DFlashLayer
 from outpace.drafts.native import whole
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
-from outpace.ops.dispatch import Program, Rings
+from outpace.ops.dispatch import MOST_CANDIDATES, Program, Rings
+from outpace.ops.quant import Weight
 
 
 class NativeBlock:
@@ -99,12 +102,96 @@ class NativeBlock:
     def denoise(self, x: Tensor, step: StepMetadata, cache: KVCache) -> Tensor:
         """`DFlash.denoise` behind the cached tokens: x [B,T,C] -> hidden [B,T,C]."""
         with self.lock:
-            self.rings.point_to(cache.rings)
             self.x.view(x.shape).copy_(x)
-            self.start.copy_(step.starts)
-            self.rows.copy_(step.rows[:, 0])
+            self.point_to(step, cache)
             self.program.run()
             return self.hidden.clone()
+
+    def point_to(self, step: StepMetadata, cache: KVCache) -> None:
+        self.rings.point_to(cache.rings)
+        self.start.numpy()[:] = step.start
+        self.rows.numpy()[:] = step.cache_rows or range(len(step.start))
+
+
+class NativeGreedy:
+    """`width` - 1 greedy draft tokens of each of B blocks of T rows, from the anchors on. `masked`: the
+    embedding of MASK [1,C], or its token."""
+
+    def __init__(
+        self,
+        block: NativeBlock,
+        embedding: Weight,
+        masked: Tensor | int,
+        head: Head,
+        selector: Selector | None,
+        width: int,
+    ) -> None:
+        B, T, C = block.hidden.shape
+        n, N = width - 1, head.weight.shape[0]
+        k = 1 if selector is None else min(selector.top_k, N)
+        self.block, self.lock, self.program = block, Lock(), Program()
+        self.last = torch.zeros(B, dtype=torch.int64)
+        self.tokens = torch.full((B, T), masked if isinstance(masked, int) else 0)
+        self._embed(embedding, masked)
+        self.program.extend(block.program)
+        hidden = block.hidden[0, 1:width]
+        if B > 1:
+            hidden = torch.empty(B * n, C)
+            for states, packed in zip(block.hidden, hidden.view(B, n, C), strict=True):
+                self.program.copy(states[1:width], packed)
+        logits, rows = torch.empty(B * n, N), torch.empty(B * n, k, dtype=torch.int64)
+        self.values, self.lse = torch.empty(B * n, k), torch.empty(B * n)
+        self.program.linear(hidden, whole(head.weight), None, logits)
+        self.program.top(logits, rows, self.values, self.lse)
+        ids = rows
+        if head.ids is not None:
+            ids = torch.empty_like(rows)
+            self.program.gather(head.ids, rows.view(-1), ids.view(-1))
+        self.chosen = ids.view(B, n, k)[..., 0]
+        self.sure: Tensor | None = None
+        if selector is not None:
+            self.chosen, self.sure = self._walk(selector, hidden, ids.view(B, n, k))
+
+    def _embed(self, embedding: Weight, masked: Tensor | int) -> None:
+        x, outside = self.block.x, ctypes.c_int64()  # an anchor was chosen from the vocabulary
+        if isinstance(masked, int):
+            self.program.embed(self.tokens.view(-1), whole(embedding), x, outside)
+            return
+        for tokens, of_block in zip(self.tokens, x.view(*self.tokens.shape, -1), strict=True):
+            self.program.embed(tokens[:1], whole(embedding), of_block[:1], outside)
+            self.program.embed(torch.zeros_like(tokens[1:]), masked, of_block[1:], outside)
+
+    def _walk(self, selector: Selector, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """DFlash 2's."""
+        B, n, k = ids.shape
+        project = selector.hidden_projection
+        h = torch.empty(B, n, project.weight.shape[0])
+        self.program.linear(hidden, whole(project.weight), project.bias, h.view(B * n, -1))
+        books = selector.predecessor_codebook, selector.successor_codebook
+        chosen, sure = torch.empty(B, n, dtype=torch.int64), torch.empty(B, n)
+        candidates = ids, self.values.view(B, n, k), self.lse.view(B, n)
+        self.program.walk((self.last, *candidates, h, *books), chosen, sure)
+        return chosen, sure
+
+    def run(self, last: Tensor, step: StepMetadata, cache: KVCache) -> DraftTokens:
+        """After `last` [B]."""
+        with self.lock, self.block.lock:
+            self.block.point_to(step, cache)
+            self.last.copy_(last)
+            self.tokens[:, 0] = last
+            self.program.run()
+            if self.sure is not None:
+                return DraftTokens(self.chosen.clone(), None, self.sure.clone())
+            sure = (self.values[:, 0] - self.lse).exp()
+            return DraftTokens(self.chosen.clone(), None, sure.view(self.chosen.shape))
+
+
+def in_one_call(head: Head, selector: Selector | None) -> bool:
+    """Whether `NativeGreedy` takes these."""
+    if selector is None:
+        return True
+    books = selector.predecessor_codebook, selector.successor_codebook
+    return min(selector.top_k, head.weight.shape[0]) <= MOST_CANDIDATES and books[0].dtype == books[1].dtype
 
 
 class NativeContext:
@@ -145,7 +232,6 @@ class NativeContext:
         with self.lock:
             self.rings.point_to(cache.rings)
             self.aux.copy_(aux.permute(1, 2, 0, 3))
-            self.start.copy_(step.starts)
-            self.rows.copy_(step.rows[:, 0])
-            self.counts.copy_(step.counts_tensor)
+            self.start.numpy()[:], self.counts.numpy()[:] = step.start, step.counts
+            self.rows.numpy()[:] = step.cache_rows or range(len(step.start))
             self.program.run()

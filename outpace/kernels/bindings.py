@@ -433,12 +433,17 @@ def perturb(x: Tensor, keys: Tensor) -> Tensor:
 def top(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, N] float32 -> the k <= N largest of each row, falling, the first among equals first: ids [M, k]
     int64 and values [M, k]; and the rows' log-sum-exp [M]."""
-    m, n = x.shape
-    assert x.is_contiguous() and 1 <= k <= min(n, MOST_CANDIDATES)
+    m = len(x)
     ids, values, lse = _empty(m, k, dtype=torch.int64), _empty(m, k), _empty(m)
-    tensors = x.data_ptr(), ids.data_ptr(), values.data_ptr(), lse.data_ptr()
-    _c.top(_c.Top(*tensors, m, n, k, _threads()))
+    _c.top(pack_top(x, ids, values, lse))
     return ids, values, lse
+
+
+def pack_top(x: Tensor, ids: Tensor, values: Tensor, lse: Tensor) -> Any:
+    (m, n), k = x.shape, ids.shape[1]
+    assert x.is_contiguous() and 1 <= k <= min(n, MOST_CANDIDATES)
+    tensors = x.data_ptr(), ids.data_ptr(), values.data_ptr(), lse.data_ptr()
+    return _c.Top(*tensors, m, n, k, _threads())
 
 
 def move(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:

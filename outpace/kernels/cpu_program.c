@@ -21,6 +21,8 @@ void run(const Program *p) {
         case 14: family(c->with); break;
         case 15: argmax(c->with); break;
         case 16: gather(c->with); break;
+        case 17: top(c->with); break;
+        case 18: walk(c->with); break;
     }
     if ((lost = cores_lost() - before) > 0 && now() > pool.alone_until) step_back(now(), lost * SLICE);
 }

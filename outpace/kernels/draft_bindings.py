@@ -18,14 +18,19 @@ def walk(
     """last [M] int64, candidates ids [M, n, k] int64 with their logits `values`, rows' log-sum-exp [M, n], h
     [M, n, r] float32, codebooks `before` and `after` [V, r] -> the chosen ids [M, n] int64, and the
     probability of each [M, n]."""
-    m, n, k = ids.shape
-    r = h.shape[-1]
-    tensors = last, ids, values, lse, h, before, after
-    assert all(t.is_contiguous() for t in tensors) and before.dtype == after.dtype and k <= MOST_CANDIDATES
+    m, n, _ = ids.shape
     out, confidence = _empty(m, n, dtype=torch.int64), _empty(m, n)
-    inputs = *(t.data_ptr() for t in tensors), KIND[before.dtype]
-    _c.walk(_c.Walk(*inputs, out.data_ptr(), confidence.data_ptr(), m, n, k, r, _threads()))
+    _c.walk(pack_walk((last, ids, values, lse, h, before, after), out, confidence))
     return out, confidence
+
+
+def pack_walk(inputs: tuple[Tensor, ...], out: Tensor, confidence: Tensor) -> Any:
+    """`inputs`: those of `walk`."""
+    _, ids, _, _, h, before, after = inputs
+    (m, n, k), r = ids.shape, h.shape[-1]
+    assert all(t.is_contiguous() for t in inputs) and before.dtype == after.dtype and k <= MOST_CANDIDATES
+    given = *(t.data_ptr() for t in inputs), KIND[before.dtype]
+    return _c.Walk(*given, out.data_ptr(), confidence.data_ptr(), m, n, k, r, _threads())
 
 
 def block_conv(x: Tensor, base: Tensor, delta: Tensor, block: int, side: int) -> Tensor:

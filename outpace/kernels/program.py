@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outpace.kernels import bindings
 from outpace.kernels.bindings import KIND, HeadNorms, Matrix, _address, _c, _matrix
-from outpace.kernels.draft_bindings import pack_conv
+from outpace.kernels.draft_bindings import pack_conv, pack_walk
 from outpace.kernels.layouts import cases, sources
 
 
@@ -56,6 +56,12 @@ class Program:
         """Adds a call of `kernel` with these arguments; `used` is kept alive."""
         self._calls.append((self._numbers[kernel], ctypes.create_string_buffer(packed, len(packed))))
         self._used += used
+        self._packed = None
+
+    def extend(self, other: "Program") -> None:
+        """Adds all calls of another program."""
+        self._calls += other._calls
+        self._used += other._used
         self._packed = None
 
     def linear(self, x: Tensor, w: Matrix, bias: Tensor | None, y: Tensor) -> None:
@@ -121,6 +127,14 @@ class Program:
         assert x.is_contiguous() and y.is_contiguous() and y.dtype == torch.int64
         pointers = x.data_ptr(), y.data_ptr(), ctypes.addressof(odd)
         self.call("argmax", _c.Largest(*pointers, *x.shape, bindings._threads()), x, y, odd)
+
+    def top(self, x: Tensor, ids: Tensor, values: Tensor, lse: Tensor) -> None:
+        """x [M, N] -> ids and values [M, k] and lse [M]."""
+        self.call("top", bindings.pack_top(x, ids, values, lse), x, ids, values, lse)
+
+    def walk(self, inputs: tuple[Tensor, ...], out: Tensor, confidence: Tensor) -> None:
+        """`inputs`: those of `draft_bindings.walk` -> out and confidence [M, n]."""
+        self.call("walk", pack_walk(inputs, out, confidence), inputs, out, confidence)
 
     def gather(self, x: Tensor, index: Tensor, y: Tensor) -> None:
         """x [N], index [M] and y [M] int64: y = x[index]."""

@@ -7,14 +7,15 @@ import pytest
 import tiny
 import torch
 from test_dflash import VARIANTS
-from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, drafted
+from test_dflash_parts import CAUSAL, CONV, PARTS, SELECTOR, WORDS, drafted
 
-from outpace.drafts.dflash_native import NativeBlock, NativeContext
+from outpace.drafts.dflash_native import NativeBlock, NativeContext, NativeGreedy
 from outpace.drafts.quantize import quantised
 from outpace.drafts.sampler import Greedy
 
 # by the compiler, not by available(): a kernel that no longer compiles must fail here
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+MASKED = VARIANTS["mask embedding"]
 CASES = VARIANTS | PARTS | {f"causal, {name}": how for name, how in CAUSAL.items()}
 
 
@@ -53,7 +54,9 @@ def test_rounds_are_the_modules(name):
         width = 2 + i % 3
         one, other = (session.propose(last, width, Greedy()) for session in (fast, plain))
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
-    assert {type(program) for program in draft.native_programs.values()} == {NativeBlock, NativeContext}
+    in_one = draft.markov_head is None and draft.confidence_head is None
+    kinds = {type(program) for program in draft.native_programs.values()}
+    assert kinds == {NativeBlock, NativeContext} | ({NativeGreedy} if in_one else set())
 
 
 @torch.inference_mode()
@@ -78,7 +81,10 @@ def test_stored_weights_of_other_kinds(stored):
     for session in (fast, plain):
         session.observe(text, aux, [4, 2])
     assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
-    assert {type(program) for program in draft.native_programs.values()} == {NativeBlock, NativeContext}
+    one, other = (session.propose(last, 4, Greedy()) for session in (fast, plain))
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
+    kinds = {type(program) for program in draft.native_programs.values()}
+    assert kinds == {NativeBlock, NativeContext, NativeGreedy}
 
 
 @torch.inference_mode()
@@ -94,3 +100,36 @@ def test_sessions_share_programs_and_not_what_they_hold():
         assert torch.equal(fast.block_hidden(last), plain.block_hidden(last))
     assert len(draft.native_programs) == 2
     assert not copy.deepcopy(draft).native_programs and not draft.double().native_programs
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["mask embedding", "draft vocabulary", "selector"])
+def test_of_one_text_and_of_several(name, rows):
+    how = {"mask embedding": MASKED, "draft vocabulary": SELECTOR | WORDS, "selector": SELECTOR}[name]
+    target, draft = tiny.target("gpt_oss"), drafted(**how, head_dim=8)
+    fast, plain = sessions(draft, target, rows)
+    text = tiny.tokens(rows, 6)
+    aux = target(text, aux=draft.target_layer_ids).aux
+    for session in (fast, plain):
+        session.observe(text, aux, [6, 4, 5][:rows])
+    for width in (2, draft.block_size, 3):
+        last = tiny.tokens(rows, seed=width)
+        one, other = (session.propose(last, width, Greedy()) for session in (fast, plain))
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
+        assert torch.equal(one.tokens[:, 0], last)
+
+
+@torch.inference_mode()
+def test_a_draft_that_learns_goes_on_with_what_it_has_learnt():
+    """Programs point at the weights, which an optimizer changes in place."""
+    target, draft = tiny.target("gpt_oss"), drafted(**MASKED, **SELECTOR, head_dim=8)
+    fast, plain = sessions(draft, target, 2)
+    last, before = tiny.tokens(2, seed=4), []
+    for _ in range(3):
+        one, other = (session.propose(last, 4, Greedy()) for session in (fast, plain))
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.survival, other.survival)
+        assert not any(torch.equal(one.survival, seen) for seen in before)
+        before.append(one.survival)
+        for weight in draft.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(before)))

@@ -275,4 +275,25 @@ MUTANTS = [
         "result",
         "tests/drafts/test_vocab.py",
     ),
+    (
+        "draft tokens of several texts from the states before theirs",
+        "outpace/drafts/dflash_native.py",
+        "self.program.copy(states[1:width], packed)",
+        "self.program.copy(states[: width - 1], packed)",
+        "tests/drafts/test_dflash_native.py",
+    ),
+    (
+        "a native walk of rows of the draft's head instead of tokens",
+        "outpace/drafts/dflash_native.py",
+        "self.program.gather(head.ids, rows.view(-1), ids.view(-1))",
+        "self.program.gather(torch.arange(len(head.ids)), rows.view(-1), ids.view(-1))",
+        "tests/drafts/test_dflash_native.py",
+    ),
+    (
+        "a native draft that masks with a copy of what it has learnt",
+        "outpace/drafts/dflash_native.py",
+        "self.program.embed(torch.zeros_like(tokens[1:]), masked, of_block[1:], outside)",
+        "self.program.embed(torch.zeros_like(tokens[1:]), masked.clone(), of_block[1:], outside)",
+        "tests/drafts/test_dflash_native.py",
+    ),
 ]
