@@ -118,16 +118,15 @@ def agreeing(a: list[int], b: list[int]) -> int:
 def kv_memory(target: Decoder, length: int) -> dict[str, float]:
     """bytes_per_token: cache growth per token with the current retrofits; bytes_read: bytes that a step after
     `length` tokens reads, per token of context; cache_bytes: of a cache of that length."""
-    config, full = target.config, target.config.full_layers
-    size = torch.empty((), dtype=target.dtype).element_size()
-    kept = sum(config.kv_numbers(i) + config.index_numbers(i) for i in full)
-    read = 0.0
-    for i in full:
+    config, size, kept, read = target.config, target.dtype.itemsize, 0, 0.0
+    for i in config.full_layers:
+        kv_dtype = None if target.attentions[i].use_latent else target.kv_cache_dtype
+        kv, index = (kv_dtype or target.dtype).itemsize * config.kv_numbers(i), size * config.index_numbers(i)
         indexed = config.use_dsa and i in config.dsa_layers
-        share = config.dsa_keep.most(length) / length if indexed else 1.0
-        read += config.index_numbers(i) + share * config.kv_numbers(i)
+        kept += kv + index
+        read += index + kv * (config.dsa_keep.most(length) / length if indexed else 1.0)
     cache = target.make_cache(1, length)
-    return {"bytes_per_token": size * kept, "bytes_read": size * read, "cache_bytes": cache.nbytes}
+    return {"bytes_per_token": kept, "bytes_read": read, "cache_bytes": cache.nbytes}
 
 
 def describe_retrofits(target: Decoder) -> dict[str, Any]:
@@ -350,12 +349,10 @@ BALANCE_TEXTS = 4  # texts used to choose the balance of keys and values
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParetoSettings(QualitySettings):
+class RetrofitSizes:
     """`fractions` of keys and values by each of `methods`; `shares` of the context that a query attends to,
-    by an index of `index_dim` (0: half a head); both computed from `rows` texts of `row_tokens`. `trained`:
-    folders of retrofits of the same target. The rest as in `bench/retrofits.py: QualitySettings`."""
+    by an index of `index_dim` (0: half a head); both computed from `rows` texts of `row_tokens`."""
 
-    trained: tuple[str, ...] = ()
     fractions: tuple[float, ...] = (0.75, 0.5, 0.25)
     methods: tuple[str, ...] = mla.METHODS
     shares: tuple[float, ...] = (0.5, 0.25, 0.125)
@@ -363,16 +360,28 @@ class ParetoSettings(QualitySettings):
     rows: int = 16
     row_tokens: int = 1024
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_sizes(self, suite: str) -> None:
+        """Raises ValueError for sizes that no retrofit has."""
         for name in ("fractions", "shares"):
             wrong = [x for x in getattr(self, name) if not 0 < x < 1]
             if wrong:
-                raise ValueError(f"pareto: {name} {wrong[0]}: a share between 0 and 1")
+                raise ValueError(f"{suite}: {name} {wrong[0]}: a share between 0 and 1")
         unknown = [m for m in self.methods if m not in mla.METHODS]
         if unknown:
-            raise ValueError(f"pareto: method {unknown[0]!r}: known are {', '.join(mla.METHODS)}")
+            raise ValueError(f"{suite}: method {unknown[0]!r}: known are {', '.join(mla.METHODS)}")
         _ = DsaSettings(index_dim=self.index_dim), MlaSettings(rows=self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoSettings(QualitySettings, RetrofitSizes):
+    """`trained`: folders of retrofits of the same target. The rest as in `bench/retrofits.py:
+    QualitySettings` and `RetrofitSizes`."""
+
+    trained: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sizes("pareto")
 
 
 def run_pareto(
@@ -417,15 +426,16 @@ def run_pareto(
             point(name, "trained", other)
         count, length = settings.rows + BALANCE_TEXTS, settings.row_tokens
         texts = texts_of(tokenizer, train, count, length, settings.seed)
-        for name in _attach_latents(target, texts, settings):
+        for name in attach_latents(target, texts, settings):
             point(name, "latents", target)
-        for name in _attach_indexes(target, texts, settings):
+        for name in attach_indexes(target, texts, settings):
             point(name, "index", target)
     return run.report(points=points)
 
 
-def _attach_latents(target: Decoder, texts: list[list[int]], settings: ParetoSettings) -> Iterator[str]:
-    """Names of points; the target has the named latents until the next one is requested."""
+def attach_latents(target: Decoder, texts: list[list[int]], settings: RetrofitSizes) -> Iterator[str]:
+    """Names of points; the target has the named latents until the next one is requested. texts: `rows` to
+    compute them from, and BALANCE_TEXTS more."""
     numbers = 2 * target.config.num_kv_heads * target.config.head_dim
     moments = mla.calibrate(target, texts[: settings.rows], target.config.full_layers)
     for method in settings.methods:
@@ -439,7 +449,8 @@ def _attach_latents(target: Decoder, texts: list[list[int]], settings: ParetoSet
             mla.detach(target)
 
 
-def _attach_indexes(target: Decoder, texts: list[list[int]], settings: ParetoSettings) -> Iterator[str]:
+def attach_indexes(target: Decoder, texts: list[list[int]], settings: RetrofitSizes) -> Iterator[str]:
+    """The same for indexes."""
     layers, heads, dim = DsaSettings(index_dim=settings.index_dim).resolve(target.config)
     indexes = dsa.initial_indexers(target, texts[: settings.rows], layers, heads, dim)
     for share in settings.shares:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -16,7 +16,7 @@ from outpace.bench import plots
 from outpace.bench.report import Page, Report, table_of
 from outpace.bench.run import Bar, Run, at_least, check_known
 from outpace.decode.generate import generate
-from outpace.decode.request import Request
+from outpace.decode.request import Generation, Request
 from outpace.models.decoder import Decoder
 from outpace.tasks.families import FAMILIES
 from outpace.tasks.problem import Call, Problem
@@ -88,17 +88,20 @@ def draw(family: str, count: int, seed: int, longer: bool = False) -> list[Probl
     return [FAMILIES[family].draw(rng, held_out=True, longer=longer) for _ in range(count)]
 
 
+Decode = Callable[[list[list[int]], Request], Generation]
+
+
 def solve(
-    target: Decoder, tokens: HarmonyTokens, problems: Sequence[Problem], settings: TasksSettings
+    decode: Decode, tokens: HarmonyTokens, problems: Sequence[Problem], settings: TasksSettings
 ) -> list[Solution]:
     """Decode the answers of a batch of problems. A problem with a function gets its result where the model
     calls it as it should, and is wrong where it does not."""
     prompts = [problem.prompt(settings.effort) for problem in problems]
-    parsed, lengths = _decode(target, tokens, prompts, settings)
+    parsed, lengths = _written(decode, tokens, prompts, settings)
     calling = [i for i, problem in enumerate(problems) if problem.call and calls(parsed[i], problem.call)]
     if calling:
         conversations = [_with_result(prompts[i], parsed[i], problems[i]) for i in calling]
-        for i, more, length in zip(calling, *_decode(target, tokens, conversations, settings), strict=True):
+        for i, more, length in zip(calling, *_written(decode, tokens, conversations, settings), strict=True):
             parsed[i], lengths[i] = more, lengths[i] + length
     solutions = []
     for i, (problem, messages, length) in enumerate(zip(problems, parsed, lengths, strict=True)):
@@ -121,16 +124,16 @@ def solve(
 def _solved(
     target: Decoder, tokens: HarmonyTokens, problems: Sequence[Problem], settings: TasksSettings
 ) -> list[dict[str, Any]]:
-    return [asdict(solution) for solution in solve(target, tokens, problems, settings)]
+    return [asdict(solution) for solution in solve(partial(generate, target), tokens, problems, settings)]
 
 
-def _decode(
-    target: Decoder, tokens: HarmonyTokens, conversations: Sequence[Conversation], settings: TasksSettings
+def _written(
+    decode: Decode, tokens: HarmonyTokens, conversations: Sequence[Conversation], settings: TasksSettings
 ) -> tuple[list[list[Parsed]], list[int]]:
     """-> what the model wrote after each conversation, and in how many tokens."""
     prompts = [prompt_ids(conversation, tokens) for conversation in conversations]
     request = Request(max_new_tokens=settings.max_new_tokens, stop=tokens.stop)
-    written = generate(target, prompts, request).tokens
+    written = decode(prompts, request).tokens
     parsers = [HarmonyParser(tokens) for _ in written]
     for parser, row in zip(parsers, written, strict=True):
         parser.feed_all(row)

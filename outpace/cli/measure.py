@@ -71,7 +71,7 @@ class Job:
 
 COMPARING = ("drafts", "lossless", "controller", "answers")  # suites of the methods of a recipe
 # suites of a target without a draft
-ALONE = ("context", "recall", "pareto", "tasks", "synthetic", "serve", "soak")
+ALONE = ("context", "recall", "pareto", "tasks", "memory-answers", "synthetic", "serve", "soak")
 
 
 @app.command()
@@ -85,6 +85,7 @@ def bench(
             "context: a target's, whole and on partial KV. recall: its loss by position, and needles. "
             "memory: a retrofitted target with and without its retrofits, a draft and partial KV. "
             "pareto: what each size of a retrofit costs. tasks: held-out problems, answered and checked. "
+            "memory-answers: the same with latents, an index, partial KV. "
             "synthetic: the speed that a given acceptance would bring. "
             "serve: a server under load, with and without its draft. soak: a server under rude clients. "
             "device: exactness and speed of the device that is there. "
@@ -121,6 +122,8 @@ def bench(
     [bold]Example[/bold]: outpace bench RETROFITTED --suite memory --draft suffix --out report
 
     [bold]Example[/bold]: outpace bench SOLVER --suite tasks --out report --set problems=100
+
+    [bold]Example[/bold]: outpace bench SOLVER --suite memory-answers --out report --set problems=20
 
     [bold]Example[/bold]: outpace bench FILE.gguf --suite synthetic --out report --set taus=5 --set blocks=8
 
@@ -283,6 +286,13 @@ def _tasks(job: Job) -> Measured:
     return run_tasks(*job.open_target(), settings, job.out, job.shown), PAGE
 
 
+def _memory_answers(job: Job) -> Measured:
+    from outpace.bench.memory_answers import PAGE, MemoryAnswersSettings, run_memory_answers
+
+    settings = job.settings(MemoryAnswersSettings)
+    return run_memory_answers(*job.open_target(), settings, job.out, job.shown), PAGE
+
+
 def _serve(job: Job) -> Measured:
     from outpace.bench.serve import PAGE, ServeSettings, run_serve
 
@@ -381,6 +391,7 @@ RUNS: dict[str, Callable[[Job], Measured]] = {
     "memory": _memory,
     "pareto": _pareto,
     "tasks": _tasks,
+    "memory-answers": _memory_answers,
     "synthetic": _synthetic,
     "serve": _serve,
     "soak": _soak,

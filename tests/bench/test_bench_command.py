@@ -28,7 +28,7 @@ controller = [false]
             ("--suite", "speeds"),
             (
                 "--suite speeds: known are speed, draft-context, context, recall, memory, pareto, tasks, "
-                "synthetic, serve, soak, device, drafts, lossless, controller"
+                "memory-answers, synthetic, serve, soak, device, drafts, lossless, controller"
             ),
         ),
         (("--suite", "drafts"), "--suite drafts compares the methods of a --recipe, such as"),

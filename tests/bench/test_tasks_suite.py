@@ -40,7 +40,7 @@ class Knowing:
             )
             self.known.append((problem.question, spoil(text)))
 
-    def generate(self, target, prompts, request):
+    def generate(self, prompts, request):
         self.asked += len(prompts)
         return Generation([self.answer(prompt, request) for prompt in prompts], Trace())
 
@@ -58,12 +58,11 @@ class Knowing:
 
 @pytest.mark.parametrize("effort", ["low", "high"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_answer_of_training_is_right(tokens, monkeypatch, family, effort):
+def test_the_answer_of_training_is_right(tokens, family, effort):
     settings = TasksSettings(problems=4, longer=1, effort=effort)
     problems = draw(family, settings.problems, settings.seed)
     known = Knowing(tokens, problems, effort)
-    monkeypatch.setattr(tasks, "generate", known.generate)
-    solutions = solve(None, tokens, problems, settings)
+    solutions = solve(known.generate, tokens, problems, settings)
     assert all(s.right and s.finished and s.answer == s.wanted for s in solutions)
     assert known.asked == (8 if family == "functions" else 4)  # a call, and then the answer
     assert all(problem.held_out for problem in problems)
@@ -77,12 +76,11 @@ def test_the_answer_of_training_is_right(tokens, monkeypatch, family, effort):
         (lambda text: text.replace("<|return|>", "0" * 2000), False),
     ],
 )
-def test_another_answer_is_wrong(tokens, monkeypatch, spoil, finished):
+def test_another_answer_is_wrong(tokens, spoil, finished):
     settings = TasksSettings(problems=4, max_new_tokens=200)
     problems = draw("addition", settings.problems, settings.seed)
     known = Knowing(tokens, problems, spoil=lambda text: spoil(text) + "<|return|>")
-    monkeypatch.setattr(tasks, "generate", known.generate)
-    solutions = solve(None, tokens, problems, settings)
+    solutions = solve(known.generate, tokens, problems, settings)
     assert not any(s.right for s in solutions)
     assert [s.finished for s in solutions] == [finished] * 4
 
@@ -90,7 +88,7 @@ def test_another_answer_is_wrong(tokens, monkeypatch, spoil, finished):
 @pytest.mark.parametrize(
     ("old", "new"), [('{"', '{"x": 1, "'), ("to=functions.", "to=functions.x_"), ('{"', '["')]
 )
-def test_a_problem_with_a_wrong_call_is_wrong(tokens, monkeypatch, old, new):
+def test_a_problem_with_a_wrong_call_is_wrong(tokens, old, new):
     settings = TasksSettings(problems=6)
     problems = draw("functions", settings.problems, settings.seed)
 
@@ -98,11 +96,11 @@ def test_a_problem_with_a_wrong_call_is_wrong(tokens, monkeypatch, old, new):
         begin = text.index("<|start|>assistant")
         return text[:begin] + text[begin:].replace(old, new, 1)
 
-    monkeypatch.setattr(tasks, "generate", Knowing(tokens, problems, spoil=spoil).generate)
-    assert not any(s.right for s in solve(None, tokens, problems, settings))
+    known = Knowing(tokens, problems, spoil=spoil)
+    assert not any(s.right for s in solve(known.generate, tokens, problems, settings))
 
 
-def test_an_answer_without_the_call_is_wrong_though_it_is_the_right_one(tokens, monkeypatch):
+def test_an_answer_without_the_call_is_wrong_though_it_is_the_right_one(tokens):
     settings = TasksSettings(problems=6)
     problems = draw("functions", settings.problems, settings.seed)
 
@@ -110,8 +108,8 @@ def test_an_answer_without_the_call_is_wrong_though_it_is_the_right_one(tokens, 
         begin, end = text.index("<|start|>assistant to="), text.index("<|start|>assistant<|channel|>final")
         return text[:begin] + text[end:]
 
-    monkeypatch.setattr(tasks, "generate", Knowing(tokens, problems, spoil=guessed).generate)
-    solutions = solve(None, tokens, problems, settings)
+    known = Knowing(tokens, problems, spoil=guessed)
+    solutions = solve(known.generate, tokens, problems, settings)
     assert all(s.answer == s.wanted and not s.right for s in solutions)
 
 
