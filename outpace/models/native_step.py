@@ -8,7 +8,7 @@ returns None) runs through the modules.
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ from outpace.ops.norm import ALPHA
 from outpace.ops.quant import Joined, Weight
 from outpace.ops.ranks import Group
 
+Array = np.ndarray[Any, Any]
+
 
 @dataclass(frozen=True)
 class Output:
@@ -47,45 +49,39 @@ class Output:
 
 def joined(outs: Sequence[Output]) -> Output:
     """Of forwards whose tokens follow one another."""
-
-    def along(dim: int, parts: list[Tensor | None]) -> Tensor | None:
-        there = [part.numpy() for part in parts if part is not None]  # by one thread: see `copied`
-        return torch.from_numpy(np.concatenate(there, dim)) if len(there) == len(parts) else None
-
-    hidden = along(1, [out.hidden for out in outs])
-    assert hidden is not None
-    return Output(
-        hidden,
-        along(2, [out.aux for out in outs]),
-        [],
-        along(1, [out.logits for out in outs]),
-        along(1, [out.best for out in outs]),
-        None if any(out.finite is None for out in outs) else all(out.finite for out in outs),
-    )
+    return _of_all(outs, lambda parts, dim: np.concatenate(parts, dim + 1))
 
 
 def spread(outs: Sequence[Output], rows: Sequence[Sequence[int]], B: int, T: int) -> Output:
     """Of forwards of these rows of a batch each; 0 at what none of them computed."""
 
-    def over(dim: int, parts: list[Tensor | None]) -> Tensor | None:
-        there = [part.numpy() for part in parts if part is not None]
-        if len(there) < len(parts):
-            return None
-        shape = there[0].shape
-        whole = np.zeros((*shape[:dim], B, T, *shape[dim + 2 :]), there[0].dtype)
-        for some, part in zip(rows, there, strict=True):
+    def placed(parts: list[Array], dim: int) -> Array:
+        shape = parts[0].shape
+        whole = np.zeros((*shape[:dim], B, T, *shape[dim + 2 :]), parts[0].dtype)
+        for some, part in zip(rows, parts, strict=True):
             at: Any = (*[slice(None)] * dim, list(some), slice(part.shape[dim + 1]))
             whole[at] = part
-        return torch.from_numpy(whole)
+        return whole
 
-    hidden = over(0, [out.hidden for out in outs])
+    return _of_all(outs, placed)
+
+
+def _of_all(outs: Sequence[Output], assembled: Callable[[list[Array], int], Array]) -> Output:
+    """`assembled`: arrays [.., B, T, ..] with so many axes before B -> the whole one. By one thread: see
+    `copied`."""
+
+    def whole(dim: int, parts: list[Tensor | None]) -> Tensor | None:
+        there = [part.numpy() for part in parts if part is not None]
+        return torch.from_numpy(assembled(there, dim)) if len(there) == len(parts) else None
+
+    hidden = whole(0, [out.hidden for out in outs])
     assert hidden is not None
     return Output(
         hidden,
-        over(1, [out.aux for out in outs]),
+        whole(1, [out.aux for out in outs]),
         [],
-        over(0, [out.logits for out in outs]),
-        over(0, [out.best for out in outs]),
+        whole(0, [out.logits for out in outs]),
+        whole(0, [out.best for out in outs]),
         None if any(out.finite is None for out in outs) else all(out.finite for out in outs),
     )
 
