@@ -183,6 +183,12 @@ def family_table(report: Report, temperature: float) -> list[str]:
     return table(columns, by_family.values())
 
 
+def positions(report: Report, temperature: float) -> list[str]:
+    """Acceptance by position, all families together."""
+    together = report | {"results": [r for r in report["results"] if r["family"] == ALL]}
+    return position_table(together, temperature)
+
+
 def _speed_and_tau(name: str, rows: dict[str, Any]) -> list[float]:
     return [rows[name]["speedup"], rows[name]["tau"]]
 
@@ -193,12 +199,11 @@ def _of(report: Report, temperature: float) -> list[dict[str, Any]]:
 
 def _body(report: Report) -> list[str]:
     lines = ["## The drafts", "", *training_table(report)]
-    together = report | {"results": [r for r in report["results"] if r["family"] == ALL]}
     for temperature in report["recipe"]["temperatures"]:
         lines += [f"## Temperature {temperature:g}", "", *method_table(report, temperature)]
         lines += ["Speedup over autoregressive decoding, and tau:", "", *family_table(report, temperature)]
         lines += ["Draft token k accepted, of the steps that offered it:", ""]
-        lines += position_table(together, temperature)
+        lines += positions(report, temperature)
     return [*lines, LEGEND]
 
 

@@ -130,6 +130,7 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "answers": partial(answers.method_table, temperature=0.0),
     "answers-sampled": partial(answers.method_table, temperature=0.8),
     "answers-by-family": partial(answers.family_table, temperature=0.0),
+    "answers-positions": partial(answers.positions, temperature=0.0),
 }
 
 

@@ -26,6 +26,11 @@ class Tree:
         assert self.parents.dim() == 2 and self.parents.dtype == torch.int64, "parents [B, U] int64"
         assert 0 <= self.held < self.parents.shape[1], "a tree has new positions"
 
+    def part(self, rows: list[int], nodes: int) -> "Tree":
+        """The first nodes of these rows, of a tree that is new as a whole."""
+        assert not self.held
+        return Tree(self.parents[rows, :nodes])
+
     @lazy
     def depth(self) -> Tensor:
         """[B, T] int64, 0 at a root."""

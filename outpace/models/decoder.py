@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         B, T = tokens.shape
         step = None if cache is None else cache.begin(T, counts, tree=tree)
         if self.native and cache is not None and step is not None and not routing:
-            groups = [] if tree is not None else row_groups(self, cache, step)
+            groups = row_groups(self, cache, step)
             if groups:
                 return self._in_groups(groups, tokens, cache, step, aux, logits)
             sizes = [T] if tree is not None else step_sizes(self, cache, T)
@@ -236,8 +236,10 @@ class Decoder(nn.Module):
         outs = []
         for rows in groups:
             counts = [step.counts[b] for b in rows]
-            some = tokens[rows, : max(counts)]
-            outs.append(self.forward(some, cache.part(rows), counts=counts, aux=aux, logits=logits))
+            part, width, tree = cache.part(rows), max(counts), step.tree
+            nodes = None if tree is None else tree.part(rows, width)
+            some = tokens[rows, :width]
+            outs.append(self.forward(some, part, counts=counts, tree=nodes, aux=aux, logits=logits))
         cache.advance(step)
         return spread(outs, groups, *tokens.shape)
 

@@ -201,6 +201,11 @@ def in_company(model):
         for b, n in enumerate(counts):
             seen[b].append(torch.cat((out.hidden[b, :n], *out.aux[:, b, :n], out.logits[b, :n]), -1))
     cache.commit([list(range(n // 2)) for n in counts])
+    tokens, counts, parents = branches()
+    out = model(tokens, cache, counts=counts, tree=Tree(parents), aux=(0, 2))
+    for b, n in enumerate(counts):
+        seen[b].append(torch.cat((out.hidden[b, :n], *out.aux[:, b, :n]), -1))
+    cache.commit([[0, n - 1][:n] for n in counts])
     rows = [21, 1, 20, 3]
     cache.select(rows)
     for b, hidden in zip(rows, model(tiny.tokens(4, 2, seed=5), cache).hidden, strict=True):
@@ -213,6 +218,13 @@ def chains():
         yield tiny.tokens(WIDE_BATCH, T, seed=seed), [T * (b % 4) // 3 for b in range(WIDE_BATCH)]
 
 
+def branches():
+    """Trees of a wide batch: every node follows one of the first few."""
+    rng, T = torch.Generator().manual_seed(6), 26
+    parents = torch.minimum(torch.randint(0, 3, (WIDE_BATCH, T), generator=rng), torch.arange(T) - 1).clamp(0)
+    return tiny.tokens(WIDE_BATCH, T, seed=6), [1 + b % T for b in range(WIDE_BATCH)], parents
+
+
 def alone(model, b):
     cache, seen = model.make_cache(1, 800, slack=40), []
     for tokens, counts in chains():
@@ -221,6 +233,11 @@ def alone(model, b):
             seen.append(torch.cat((out.hidden[0], *out.aux[:, 0], out.logits[0]), -1))
     if n:
         cache.commit([list(range(n // 2))])
+    tokens, counts, parents = branches()
+    n = counts[b]
+    out = model(tokens[b : b + 1, :n], cache, tree=Tree(parents[b : b + 1, :n]), aux=(0, 2))
+    seen.append(torch.cat((out.hidden[0], *out.aux[:, 0]), -1))
+    cache.commit([[0, n - 1][:n]])
     if b in (21, 1, 20, 3):
         at = (21, 1, 20, 3).index(b)
         seen.append(model(tiny.tokens(4, 2, seed=5)[at : at + 1], cache).hidden[0])

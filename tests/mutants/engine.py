@@ -577,4 +577,11 @@ MUTANTS = [
         "g[i] = MIN(g[i], limit)",
         "tests/models/test_native_step.py",
     ),
+    (
+        "rows of a wide batch with the trees of others",
+        "outpace/kv/tree.py",
+        "return Tree(self.parents[rows, :nodes])",
+        "return Tree(self.parents[: len(rows), :nodes])",
+        "tests/models/test_native_step.py",
+    ),
 ]

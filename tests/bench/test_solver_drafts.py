@@ -1,0 +1,31 @@
+"""runs/solver_drafts.sh: what it trains are recipes that load, and its suite compares what it trains."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from outpace.bench.suite import SuiteRecipe
+from outpace.config import load_settings
+from outpace.train.dflash import DFlashRecipe
+from outpace.train.eagle3 import Eagle3Recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes" / "drafts"
+SCRIPT = (ROOT / "runs" / "solver_drafts.sh").read_text()
+TRAINED = dict(re.findall(r"^train (\S+) (\S+?)(?: &)?$", SCRIPT, re.MULTILINE))
+
+
+def test_every_draft_of_the_suite_is_trained():
+    assert TRAINED == {"dflash": "dflash2", "eagle3": "eagle3"}
+    recipe = load_settings(SuiteRecipe, RECIPES / "suite-answers.toml", {})
+    named = {spec.draft for spec in recipe.specs.values()}
+    assert named == {"ngram", *(f"{name}/draft" for name in TRAINED.values())}
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("dflash", DFlashRecipe), ("eagle3", Eagle3Recipe)])
+def test_its_recipes_are_known(kind, settings):
+    path = RECIPES / f"solver-{TRAINED[kind]}.toml"
+    recipe = load_settings(settings, path, {})
+    assert all(getattr(recipe, name) == value for name, value in tomllib.loads(path.read_text()).items())
