@@ -4,14 +4,14 @@
 #   runs/solver_drafts.sh [WORK] [REPORT]
 #
 # In the environment: SAMPLES (16000 answers, 11 GiB) and STEPS (the recipes'). In minutes, to see it walk:
-#   SAMPLES=32 STEPS=2 SET="problems=1 families=units" runs/solver_drafts.sh work/micro work/micro/report
+#   SAMPLES=32 STEPS=2 SET="problems=1 families=units calibrate_s=2.0" runs/solver_drafts.sh work/micro work/micro/report
 #
 # On two cores: a quarter of an hour for the answers, half an hour for the drafts, which learn side by side. Everything resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=examples/tiny_target/solver
 work="${1:-work/solver-drafts}"
-report="${2:-reports/solver/drafts}"
+report="${2:-reports/solver/answers}"
 outpace="${OUTPACE:-.venv/bin/outpace}"
 samples="${SAMPLES:-16000}"
 steps=(${STEPS:+--set "steps=$STEPS"})

@@ -287,9 +287,9 @@ class DFlashSession(CacheRows):
             return None
         masked = draft.config.mask_token_id if draft.mask_embedding is None else draft.mask_embedding[None]
         parts = self._native_block(T), embedding, masked, head, draft.candidate_selector
-        size = self.cache.offset, self.cache.batch, T
-        foreign = *size, address(embedding), address(head.weight)
-        return program_of(draft.native_programs, NativeGreedy, parts, width, foreign=foreign)
+        theirs = address(embedding), address(head.weight)
+        of_block = self.cache.offset, self.cache.batch, T
+        return program_of(draft.native_programs, NativeGreedy, parts, width, foreign=(*theirs, *of_block))
 
 
 Shape = tuple[int, ...]

@@ -66,8 +66,8 @@ def program_of(
     *size: int,
     foreign: tuple[int, ...] = (),
 ) -> Kind:
-    """The program of this kind and size, made of `parts` at its first use; `foreign`: addresses of weights
-    in it that are not the draft's, and may move."""
+    """The program of this kind and size, made of `parts` at its first use; `foreign`: what else it is of, as
+    addresses of weights in it that are not the draft's, and may move."""
     key = kind, size, foreign, torch.get_num_threads()
     program: Any = known.get(key)
     if program is None:
