@@ -21,7 +21,7 @@ from outpace.text.harmony import HarmonyTokens, prompt_ids
 from outpace.text.harmony_parser import HarmonyParser, answer
 
 ALL = "all"  # in place of a family
-CALIBRATED = 8  # problems of a family whose text the cost tables are measured on
+CALIBRATED = 8  # problems of a family that the cost tables are measured on
 
 
 def run_answers(request: SuiteRequest) -> Report:
@@ -30,7 +30,8 @@ def run_answers(request: SuiteRequest) -> Report:
     target, and for a target without Harmony's tokens."""
     recipe = replace(request.recipe, repeats=1)  # more problems instead
     tokens = HarmonyTokens(request.tokenizer)
-    request = replace(request, recipe=recipe, calibration_text=_worked(recipe, tokens))
+    text, prompts = _calibrated(recipe, tokens)
+    request = replace(request, recipe=recipe, calibration_text=text, calibration_prompts=prompts)
     plans = {t: [plain_case(t, _rule(t)), *recipe.cases(t, (_rule(t),))] for t in recipe.temperatures}
     setup = set_up(request, [case for cases in plans.values() for case in cases], batch=1)
     about, rows = remarks(setup.run.header["methods"]), list[dict[str, Any]]()
@@ -55,13 +56,16 @@ def _rule(temperature: float) -> str:
     return "gumbel" if temperature else "match"
 
 
-def _worked(recipe: SuiteRecipe, tokens: HarmonyTokens) -> list[int]:
-    """Other problems than those that are answered, with their answers."""
+def _calibrated(recipe: SuiteRecipe, tokens: HarmonyTokens) -> tuple[list[int], list[list[int]]]:
+    """Other problems than those that are answered: with their answers as one text, and alone, of each family
+    in turn."""
     ids: list[int] = []
-    for family in recipe.families:
-        for problem in draw(family, CALIBRATED, recipe.seed + 1):
+    prompts: list[list[int]] = []
+    for problems in zip(*(draw(f, CALIBRATED, recipe.seed + 1) for f in recipe.families), strict=True):
+        for problem in problems:
             ids += prompt_ids(problem.conversation(recipe.effort), tokens)
-    return ids
+            prompts.append(prompt_ids(problem.prompt(recipe.effort), tokens))
+    return ids, prompts
 
 
 def _answered(

@@ -109,8 +109,8 @@ class SuiteRecipe:
 @dataclass(frozen=True, kw_only=True)
 class SuiteRequest:
     """Inputs of a suite. `documents`: held-out text for the prompts; `calibration_text`: token ids for the
-    cost tables, from text that is not decoded; `drafts`: the folder of the recipe's drafts; `folder`: of the
-    report."""
+    cost tables, from text that is not decoded, `calibration_prompts` for their acceptance rates, where places
+    of that text will not do; `drafts`: the folder of the recipe's drafts; `folder`: of the report."""
 
     target: Decoder
     tokenizer: Tokenizer
@@ -120,6 +120,7 @@ class SuiteRequest:
     calibration_text: Sequence[int]
     folder: Path
     console: Console
+    calibration_prompts: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ def _cost_tables(
                     batches=sorted(batches),
                     seconds=recipe.calibrate_s / PASSES,
                     rule=rule,
+                    prompts=request.calibration_prompts,
                 )
             measured[name, rule].append(costs)
     for table, candidates in measured.items():

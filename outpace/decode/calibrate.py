@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,8 +28,8 @@ ATTEMPTS = 3  # measurements of a point, while the machine is busy
 ROUNDS = 3  # consecutive steps of a width; the first is not counted
 STEPS, SETTLED = 12, 4  # of one position, and of autoregressive decoding; those from SETTLED on are counted
 PREFILL, SHOWN = 512, 4  # positions of a prefill chunk at most, and chunks at least
-# tokens of the run that measures the acceptance rate and the overhead of a step
-STEADY = 48
+# tokens of the runs that measure the acceptance rate and the overhead of a step; places of a text, at most
+STEADY, PLACES = 48, 16
 SEED = 1
 ROUTED = 512  # tokens over which the experts are counted
 OnProgress = Callable[[float], None]  # share of the work that is done, 0 to 1
@@ -53,11 +54,13 @@ def calibrate(
     batches: Sequence[int] = (1,),
     seconds: float = 20.0,
     rule: str = GREEDY,
+    prompts: Sequence[Sequence[int]] = (),
     on_progress: OnProgress | None = None,
 ) -> Costs:
     """text: token ids, real text of the kind that will be decoded; the rows of a batch begin at different
     places of it. seconds: about how long to measure, prefills not counted; at least six steps of every width
-    are. rule: one of decode.request.COST_RULES; sampled rules run at temperature 1.
+    are. rule: one of decode.request.COST_RULES; sampled rules run at temperature 1. prompts: the acceptance
+    rate is that of what follows these; without any, of what follows several places of the text.
 
     A point that is measured while other processes use the processor (`Point.busy`) is measured again, up to
     ATTEMPTS times; if all of them are, the best one is returned with a RuntimeWarning, and `Costs.busy` is
@@ -69,7 +72,9 @@ def calibrate(
     _check(target, text, contexts, batches, widths)
     cells = [(batch, context) for context in sorted(set(contexts)) for batch in sorted(set(batches))]
     share = seconds / (len(cells) + 1)
-    acceptance, rest = _decode(target, draft, _rows(text, 1, min(contexts)), request, share)
+    counted, rest = _decode(target, draft, _rows(text, 1, min(contexts)), request, share)
+    asked = prompts or _rows(text, PLACES, min(contexts))[1:]
+    acceptance = _acceptance(target, draft, asked, request, share / 2, Counter() if prompts else counted)
     points = []
     for i, (batch, context) in enumerate(cells):
         attempts: list[Point] = []
@@ -103,9 +108,9 @@ def calibrate(
         )
     besides = {}
     for batch in sorted(set(batches)):  # again with the controller, whose own time belongs to a step
-        prompts = _rows(text, batch, min(contexts))
+        rows = _rows(text, batch, min(contexts))
         drafting, resting = (
-            _decode(target, draft, prompts, request, share, c)[1] for c in (_drafting(costs), Fixed(1))
+            _decode(target, draft, rows, request, share, c)[1] for c in (_drafting(costs), Fixed(1))
         )
         besides[batch] = drafting, resting
     timed = [(p, *besides[p.batch]) for p in points]
@@ -172,9 +177,10 @@ def _decode(
     request: Request,
     seconds: float,
     controller: Controller | None = None,
-) -> tuple[float, float]:
-    """Decode -> acceptance rate of a draft token whose parent was accepted; seconds of a step besides draft
-    and verify, where a step without draft tokens has no draft. The last of three runs: the others warm up."""
+) -> tuple[Counter[bool], float]:
+    """Decode -> how many draft tokens whose parent was accepted were accepted, and how many were not; seconds
+    of a step besides draft and verify, where a step without draft tokens has no draft. The last of three
+    runs: the others warm up."""
 
     def run(tokens: int) -> Trace:
         rng = generator(SEED, target.device)
@@ -186,12 +192,35 @@ def _decode(
     began = time.perf_counter()
     run(4)
     trace = run(int(min(STEADY, max(8, 4 * seconds / (time.perf_counter() - began)))))
+    counted = _counted(trace)
+    besides = trace.seconds["rest"] + (0.0 if counted.total() else trace.seconds["draft"])
+    return counted, besides / len(trace.accepted)
+
+
+def _counted(trace: Trace) -> Counter[bool]:
     steps = zip(trace.accepted, trace.proposed, strict=True)
     rows = [row for step in steps for row in zip(*step, strict=True) if row[0] >= 0]
-    accepted, rejected = sum(a for a, _ in rows), sum(a < p for a, p in rows)
-    rate = accepted / (accepted + rejected) if accepted + rejected else 0.0
-    besides = trace.seconds["rest"] + (0.0 if accepted + rejected else trace.seconds["draft"])
-    return rate, besides / len(trace.accepted)
+    return Counter({True: sum(a for a, _ in rows), False: sum(a < p for a, p in rows)})
+
+
+def _acceptance(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    seconds: float,
+    counted: Counter[bool],
+) -> float:
+    """Acceptance rate after as many of the prompts as there is time for, and of what is `counted` already: of
+    one place of a text it says little."""
+    counted, rng, began = Counter(counted), generator(SEED, target.device), time.perf_counter()
+    for prompt in prompts:
+        stop = frozenset(target.config.eos_token_ids)
+        asked = replace(request, max_new_tokens=STEADY, stop=stop)
+        counted += _counted(generate(target, [prompt], asked, draft, rng=rng).trace)
+        if time.perf_counter() - began > seconds:
+            break
+    return counted[True] / counted.total() if counted.total() else 0.0
 
 
 def _drafting(costs: Costs) -> Adaptive:

@@ -304,6 +304,41 @@ def test_a_controller_with_a_measured_table_says_what_plain_says():
     assert trace.prediction_error == pytest.approx(trace.predicted_tokens_per_s / measured - 1)
 
 
+def share_accepted(model, draft, prompts, stop):
+    accepted = rejected = 0
+    for prompt in prompts:
+        trace = generate(model, [prompt], Request(max_new_tokens=48, stop=stop), draft).trace
+        for (a,), (p,) in zip(trace.accepted, trace.proposed, strict=True):
+            accepted, rejected = accepted + a, rejected + (a < p)
+    return accepted / (accepted + rejected) if accepted + rejected else 0.0
+
+
+def test_the_acceptance_rate_is_of_several_places_or_of_the_prompts():
+    model, draft = tiny.target("gpt_oss"), NGram(block_size=3)
+    stop = frozenset(model.config.eos_token_ids)
+    places = [[*TEXT, *TEXT][begin : begin + 20] for begin in range(0, 400, 25)]
+    prompts = [TEXT[7 * i : 7 * i + 9] for i in range(5)]
+    given = {"contexts": (20,), "seconds": 8.0}
+    of_text = calibrate(model, draft, TEXT, **given).acceptance
+    # the first place is decoded to measure time, too: beyond a stop token
+    assert of_text == pytest.approx(share_accepted(model, draft, places, stop), abs=0.05)
+    of_prompts = calibrate(model, draft, TEXT, **given, prompts=prompts).acceptance
+    assert of_prompts == share_accepted(model, draft, prompts, stop)
+    assert abs(of_text - of_prompts) > 0.01
+
+
+def test_acceptance_is_measured_no_longer_than_there_is_time(monkeypatch):
+    model, draft, asked = tiny.target("gpt_oss"), NGram(block_size=3), []
+
+    def counted(target, prompts, *rest, **more):
+        asked.append(prompts[0])
+        return generate(target, prompts, *rest, **more)
+
+    monkeypatch.setattr(measuring, "generate", counted)
+    calibrate(model, draft, TEXT, contexts=(20,), seconds=1e-9, prompts=[TEXT[i : i + 9] for i in range(50)])
+    assert asked.count(TEXT[:9]) == 1 and TEXT[1:10] not in asked
+
+
 def test_quick_is_a_time():
     model = tiny.target("qwen3")
     assert 0 < quick(model, NGram(block_size=3)) < 60

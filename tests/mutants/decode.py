@@ -368,4 +368,11 @@ MUTANTS = [
         "            self.rows = self.deferred = None\n",
         "tests/decode/test_reuse.py",
     ),
+    (
+        "an acceptance rate of the text where prompts were given",
+        "outpace/decode/calibrate.py",
+        "asked = prompts or _rows(text, PLACES, min(contexts))[1:]",
+        "asked = _rows(text, PLACES, min(contexts))[1:]",
+        "tests/decode/test_calibrate.py",
+    ),
 ]
