@@ -250,7 +250,7 @@ def _plot(report: Report) -> Any:
             axes.plot(x, [value(row) for row in rows], mark, color=colour, label=kind, markersize=5)
         plots.label(axes, "bytes read per token of context", name)
         axes.set_xlim(left=0)
-        axes.set_ylim(0, 100)
+        axes.set_ylim(0, 103)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
 
