@@ -74,6 +74,7 @@ def test_every_suite_is_published_or_to_be_measured():
         "speed": "bench",
         "tasks": "solver/tasks",
         "answers": "solver/answers",
+        "memory-answers": "solver/memory-answers",
         "recall": "embedded/recall",
         "drafts": "drafts/embedded",
         "lossless": "drafts/embedded/lossless",
@@ -91,15 +92,31 @@ def report(folder):
 
 def test_what_the_results_say_of_the_solver():
     solved = report("solver/tasks")
-    (best,) = (
+    fixed, steered = (
         row
         for row in report("solver/answers")["results"]
-        if row["family"] == "all" and row["controller"] and not row["temperature"]
+        if row["family"] == "all" and row["method"] == "DFlash 2" and not row["temperature"]
     )
-    checked, text = best["lossless"], page("results.md")
+    checked, text = steered["lossless"], page("results.md")
     assert f"{solved['accuracy']:.0%}".replace("%", " %") + " of the answers are right" in text
-    assert f"has {best['speedup']:.2f} times the tokens/s of plain decoding over whole answers" in text
+    assert f"reaches a tau of {fixed['tau']:.2f} over whole answers" in text
+    assert f"that is {steered['speedup']:.2f} times the tokens/s of plain decoding" in text
+    assert f"and {steered['over_llama_cpp']:.2f} times llama.cpp's" in text
     assert not checked["violations"] and f"none of {checked['checked']:,} tokens is another" in text
+    assert f"reaches a tau of {fixed['tau']:.2f}" in page("solver.md")
+    costs = report("solver/answers")["costs"]["DFlash 2, greedy"]["points"][0]
+    assert [round(costs[name][-1] / costs["plain"]) for name in ("verify", "draft")] == [4, 2]
+
+
+def test_what_the_results_say_of_answers_with_less_memory():
+    rows = {row["name"]: row for row in report("solver/memory-answers")["rows"]}
+    same = ("latents, loss, 75%", *(f"partial KV of {n} tokens, lossless" for n in (128, 64)))
+    assert all(rows[name]["unchanged"] == rows[name]["of"] == 320 for name in same)
+    assert "all of 320 answers stay the same" in page("results.md")
+    half, lossy = rows["latents, loss, 50%"], rows["partial KV of 64 tokens, lossy"]
+    assert half["right"] >= rows["original"]["right"] == rows["float16"]["right"]
+    assert 1 / 8 < 1 - half["unchanged"] / 320 < 1 / 6 and "one answer in seven" in page("solver.md")
+    assert 0.35 < 1 - lossy["unchanged"] / 320 < 0.45 and "two answers in five" in page("solver.md")
 
 
 def test_what_the_results_say_of_answers_over_keys_of_two_bytes():

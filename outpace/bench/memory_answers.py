@@ -66,7 +66,7 @@ class MemoryAnswersSettings(TasksSettings, RetrofitSizes):
 
 @dataclass(frozen=True)
 class State:
-    """A row: how the target decodes, and, of partial KV, how many tokens a step looks at."""
+    """A row: how the target decodes, and, of partial KV, the tokens that are looked at."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""runs/solver_drafts.sh: what it trains are recipes that load, and its suite compares what it trains."""
+"""runs/solver_drafts.sh: its recipes load, and its suite compares all drafts that it trains."""
 
 import re
 import tomllib
