@@ -9,7 +9,7 @@ from outpace.drafts.dflash_heads import ConfidenceHead, MarkovHead, Selector
 from outpace.drafts.quantize import pack, packs
 from outpace.drafts.sampler import DraftSampler, Greedy, GumbelCoupled, RowSamplers, Sampled
 from outpace.models.decoder import Decoder
-from outpace.ops.candidates import all_pairs, share, top_k, walk
+from outpace.ops.candidates import all_pairs, by_kernel, coupled_walk, share, top_k, walk
 from outpace.ops.linear import linear
 from outpace.ops.quant import Joined, Weight
 from outpace.ops.quant import rows as rows_of
@@ -151,6 +151,9 @@ def _selected(
     books = selector.predecessor_codebook, selector.successor_codebook
     if isinstance(sampler, Greedy):
         return DraftTokens(*_and_none(walk(last, ids, values, lse, h, *books)))
+    if isinstance(sampler, GumbelCoupled) and sampler.cuts_nothing and by_kernel(h, ids, *books):
+        keys, heat = sampler.keys(ids.shape[1]), sampler.temperature
+        return DraftTokens(*_and_none(coupled_walk(last, ids, values, lse, h, books, keys, heat)))
     previous = torch.cat((last[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]), dim=1)
     scores = all_pairs(previous, ids, values, h, *books)
     sure = share(scores.amax(-1), scores, values[:, :, None], lse[:, :, None])

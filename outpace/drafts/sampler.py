@@ -93,6 +93,18 @@ class GumbelCoupled:
     def temperature(self) -> float:
         return self.sampling.temperature
 
+    @property
+    def cuts_nothing(self) -> bool:
+        """Whether the temperature is all that shapes the logits."""
+        return self.sampling == Sampling(temperature=self.sampling.temperature)
+
+    def keys(self, n: int) -> Tensor:
+        """[B, n] int64: of the noise of tokens 1 .. n places ahead."""
+        return self._keys(torch.arange(n, device=self.places.device))
+
+    def _keys(self, ahead: Tensor) -> Tensor:
+        return noise.keys(self.key, self.streams[:, None], self.places[:, None] + ahead)
+
     def noise(self, ids: Tensor, vocab_size: int) -> Tensor:
         """ids [B, n, k] of tokens 1 .. n places ahead -> the noise of each there [B, n, k] float32: for a
         draft that chooses among a few, as `tokens` would among all."""
@@ -102,8 +114,7 @@ class GumbelCoupled:
     def _perturbed(self, scaled: Tensor, depth: int, level: bool = False) -> Tensor:
         n = scaled.shape[1]
         ahead = depth - 1 + (torch.arange(n, device=scaled.device) * (not level))
-        keys = noise.keys(self.key, self.streams[:, None], self.places[:, None] + ahead)
-        return noise.perturbed(scaled, keys)
+        return noise.perturbed(scaled, self._keys(ahead))
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,16 @@ void top(const Top *o) {
     each_row(o->M, top_row, o, team((double)o->M * o->N, 65536, o->threads));
 }
 
-// ---- of each position's k candidates, the one with the largest values + <A[the one before] * h, B[candidate]>
-typedef struct { const int64_t *last, *ids; floats values, lse, h; any A, B; int64_t kind, *out; float *sure; int64_t M, n, k, r, threads; } Walk;
+// ---- of each position's k candidates, the one with the largest score values + <A[the one before] * h, B[candidate]>; with keys [M, n] the one with the
+// largest score / temperature + noise, a function of the position's key and the candidate
+typedef struct { const int64_t *last, *ids; floats values, lse, h; any A, B; int64_t kind, *out; float *sure; const int64_t *keys;
+                 int64_t M, n, k, r; double temperature; int64_t threads; } Walk;
 static void walk_row(const void *with, long m) {
     const Walk *o = with;
     int64_t previous = o->last[m];
-    float s[64];
+    float s[64], temperature = o->temperature;
     for (long i = m * o->n; i < (m + 1) * o->n; i++) {
-        long best = 0;
+        long best = 0, chosen = 0;
         for (long c = 0; c < o->k; c++) {
             vf along = {0};
             for (long j = 0; j < o->r; j += W)
@@ -108,7 +110,12 @@ static void walk_row(const void *with, long m) {
         float high = MAX(s[best], o->lse[i]), rest = expf(o->lse[i] - high), mass = 0;
         for (long c = 0; c < o->k; c++) mass += expf(s[c] - high), rest -= expf(o->values[i * o->k + c] - high);
         o->sure[i] = expf(s[best] - high) / (mass + MAX(rest, 0.0f));
-        o->out[i] = previous = o->ids[i * o->k + best];
+        for (long c = 0; c < o->k && o->keys; c++) {
+            vu token = {(uint32_t)o->ids[i * o->k + c]};
+            s[c] = s[c] / temperature + gumbel(token, o->keys[i], (uint64_t)o->keys[i] >> 32)[0];
+            if (s[c] > s[chosen]) chosen = c;
+        }
+        o->out[i] = previous = o->ids[i * o->k + (o->keys ? chosen : best)];
     }
 }
 void walk(const Walk *o) {

@@ -13,24 +13,32 @@ MOST_CONTEXTS, MOST_SAMPLES, MOST_RECENT, MOST_BRANCH = 8, 64, 16, 16
 
 
 def walk(
-    last: Tensor, ids: Tensor, values: Tensor, lse: Tensor, h: Tensor, before: Tensor, after: Tensor
+    inputs: tuple[Tensor, ...], keys: Tensor | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """last [M] int64, candidates ids [M, n, k] int64 with their logits `values`, rows' log-sum-exp [M, n], h
-    [M, n, r] float32, codebooks `before` and `after` [V, r] -> the chosen ids [M, n] int64, and the
-    probability of each [M, n]."""
-    m, n, _ = ids.shape
+    """inputs: last [M] int64, candidates ids [M, n, k] int64 with their logits [M, n, k], rows' log-sum-exp
+    [M, n], h [M, n, r] float32, codebooks before and after [V, r] -> the chosen ids [M, n] int64, and the
+    probability of each place's best [M, n]. With keys [M, n] int64 chosen by noise at that temperature."""
+    m, n, _ = inputs[1].shape
     out, confidence = _empty(m, n, dtype=torch.int64), _empty(m, n)
-    _c.walk(pack_walk((last, ids, values, lse, h, before, after), out, confidence))
+    _c.walk(pack_walk(inputs, out, confidence, keys, temperature))
     return out, confidence
 
 
-def pack_walk(inputs: tuple[Tensor, ...], out: Tensor, confidence: Tensor) -> Any:
+def pack_walk(
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    confidence: Tensor,
+    keys: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Any:
     """`inputs`: those of `walk`."""
     _, ids, _, _, h, before, after = inputs
+    assert keys is None or (keys.is_contiguous() and keys.dtype == torch.int64 and keys.shape == out.shape)
     (m, n, k), r = ids.shape, h.shape[-1]
     assert all(t.is_contiguous() for t in inputs) and before.dtype == after.dtype and k <= MOST_CANDIDATES
     given = *(t.data_ptr() for t in inputs), KIND[before.dtype]
-    return _c.Walk(*given, out.data_ptr(), confidence.data_ptr(), m, n, k, r, _threads())
+    outputs = out.data_ptr(), confidence.data_ptr(), _address(keys)
+    return _c.Walk(*given, *outputs, m, n, k, r, temperature, _threads())
 
 
 def block_conv(x: Tensor, base: Tensor, delta: Tensor, block: int, side: int) -> Tensor:

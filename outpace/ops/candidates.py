@@ -24,6 +24,27 @@ def reference_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids[..., :k], values[..., :k], logits.logsumexp(-1)
 
 
+def by_kernel(h: Tensor, ids: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether a kernel walks over these."""
+    return use_kernel(h) and ids.shape[-1] <= bindings.MOST_CANDIDATES and before.dtype == after.dtype
+
+
+def coupled_walk(
+    last: Tensor,
+    ids: Tensor,
+    values: Tensor,
+    lse: Tensor,
+    h: Tensor,
+    books: tuple[Tensor, Tensor],
+    keys: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """As `walk`, where `by_kernel`: of each position's candidates the one with the largest
+    score / temperature + noise, which is of the position's key, keys [B, n] int64, and the token."""
+    inputs = tuple(t.contiguous() for t in (last, ids, values, lse, h, *books))
+    return draft_bindings.walk(inputs, keys.contiguous(), temperature)
+
+
 def walk(
     last: Tensor, ids: Tensor, values: Tensor, lse: Tensor, h: Tensor, before: Tensor, after: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -35,8 +56,9 @@ def walk(
     -> the chosen ids [B, n] int64, and how likely each was, [B, n] float32: its share of the row, whose
     log-sum-exp `lse` [B, n] is over all logits; what is no candidate keeps its own.
     """
-    if use_kernel(h) and ids.shape[-1] <= bindings.MOST_CANDIDATES and before.dtype == after.dtype:
-        return draft_bindings.walk(*(t.contiguous() for t in (last, ids, values, lse, h, before, after)))
+    if by_kernel(h, ids, before, after):
+        inputs = last, ids, values, lse, h, before, after
+        return draft_bindings.walk(tuple(t.contiguous() for t in inputs))
     return reference_walk(last, ids, values, lse, h, before, after)
 
 

@@ -222,6 +222,21 @@ def test_coupled_walks_take_what_the_noise_favours(name, sampling):
     assert moved > 3 and proposal.q is None
 
 
+@torch.inference_mode()
+def test_a_coupled_walk_is_the_same_with_and_without_the_kernel(force_kernels):
+    target, draft = tiny.target("gpt_oss"), drafted(**SELECTOR)
+    values = []
+    for kernels in (True, False):
+        force_kernels(kernels)
+        session, last = session_of(draft, target), tiny.tokens(2, seed=4)
+        for key in range(20):
+            places = torch.tensor([3, 8]), torch.tensor([40 + key, 7])
+            values.append(session.propose(last, 4, GumbelCoupled(Sampling(temperature=1.3), key, *places)))
+    for mine, theirs in zip(values[:20], values[20:], strict=True):
+        assert torch.equal(mine.tokens, theirs.tokens)
+        torch.testing.assert_close(mine.survival, theirs.survival, atol=1e-5, rtol=1e-4)
+
+
 def test_survival_is_the_product_of_scaled_chances():
     sure = torch.tensor([[0.9, 0.5, 0.8]])
     assert torch.allclose(survival(sure), torch.tensor([[1, 0.9, 0.45, 0.36]]))

@@ -336,8 +336,8 @@ MUTANTS = [
     (
         "the overhead of one row for every batch",
         "outpace/decode/calibrate.py",
-        "prompts = _rows(text, batch, min(contexts))",
-        "prompts = _rows(text, 1, min(contexts))",
+        "rows = _rows(text, batch, min(contexts))",
+        "rows = _rows(text, 1, min(contexts))",
         "tests/decode/test_calibrate.py",
     ),
     (

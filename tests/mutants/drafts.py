@@ -138,9 +138,16 @@ MUTANTS = [
     (
         "a DFlash block read one position early",
         "outpace/drafts/dflash.py",
-        "hidden = self.block_hidden(last, width)[:, 1:width]\n        result",
-        "hidden = self.block_hidden(last, width)[:, : width - 1]\n        result",
-        "tests/drafts/test_dflash.py",
+        "hidden = self.block_hidden(last, width)[:, 1:width]\n            result",
+        "hidden = self.block_hidden(last, width)[:, : width - 1]\n            result",
+        "tests/drafts/test_dflash_parts.py",
+    ),
+    (
+        "a native DFlash block read one position early",
+        "outpace/drafts/dflash_native.py",
+        "hidden = block.hidden[0, 1:width]",
+        "hidden = block.hidden[0, : width - 1]",
+        "tests/drafts/test_dflash_native.py",
     ),
     (
         "a DFlash block rotated one position late",
@@ -295,5 +302,12 @@ MUTANTS = [
         "self.program.embed(torch.zeros_like(tokens[1:]), masked, of_block[1:], outside)",
         "self.program.embed(torch.zeros_like(tokens[1:]), masked.clone(), of_block[1:], outside)",
         "tests/drafts/test_dflash_native.py",
+    ),
+    (
+        "a coupled walk by the noise of another place",
+        "outpace/kernels/cpu_drafts.c",
+        "gumbel(token, o->keys[i], (uint64_t)o->keys[i] >> 32)[0]",
+        "gumbel(token, o->keys[m * o->n], (uint64_t)o->keys[m * o->n] >> 32)[0]",
+        "tests/drafts/test_dflash_parts.py",
     ),
 ]

@@ -168,8 +168,8 @@ MUTANTS = [
     (
         "a draft's native block in the rows of another text",
         "outpace/drafts/dflash_native.py",
-        "            self.rows.copy_(step.rows[:, 0])\n            self.program",
-        "            self.program",
+        "step.start\n        self.rows.numpy()[:] = step.cache_rows or range(len(step.start))",
+        "step.start",
         "tests/serve/test_shared_draft.py",
     ),
     (
