@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from outpace.bench.retrofits import (
     kv_memory,
 )
 from outpace.bench.run import Bar, Run, at_least
-from outpace.bench.tasks import Decode, Solution, TasksSettings, draw, solve
+from outpace.bench.tasks import Decode, ProblemSettings, Solution, draw, solve
 from outpace.decode.generate import generate
 from outpace.decode.partial import Partial
 from outpace.drafts.lookup import NGram
@@ -34,13 +35,12 @@ from outpace.text.harmony import HarmonyTokens, prompt_ids
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryAnswersSettings(TasksSettings, RetrofitSizes):
-    """Problems as in `bench/tasks.py: TasksSettings`, of the sizes that are trained. Retrofits as in
-    `bench/retrofits.py: RetrofitSizes`, from worked problems that are not held out. `tokens`: of partial KV,
-    its window and sinks included, in blocks of `block_size`."""
+class MemoryAnswersSettings(ProblemSettings, RetrofitSizes):
+    """Problems as in `bench/tasks.py: ProblemSettings`. Retrofits as in `bench/retrofits.py: RetrofitSizes`,
+    from worked problems that are not held out. `tokens`: of partial KV, its window and sinks included, in
+    blocks of `block_size`."""
 
     problems: int = 50
-    longer: int = 0
     methods: tuple[str, ...] = ("loss",)
     tokens: tuple[int, ...] = (128, 64)
     block_size: int = 8
@@ -49,8 +49,6 @@ class MemoryAnswersSettings(TasksSettings, RetrofitSizes):
         super().__post_init__()
         self.check_sizes("memory-answers")
         at_least(self, "memory-answers", block_size=1)
-        if self.longer:
-            raise ValueError("memory-answers: longer: problems are of the sizes that are trained; leave it 0")
         _ = [self.partial_kv(tokens, "lossy") for tokens in self.tokens]
 
     @property
@@ -209,12 +207,8 @@ def memory_answers_by_family(report: Report) -> list[str]:
         {"family": family} | {row["name"]: row["families"][family] for row in report["rows"]}
         for family in report["rows"][0]["families"]
     ]
-    columns: Columns = (("family", "family", "{}"), *((n, partial(_of, n), "{}") for n in names))
+    columns: Columns = (("family", "family", "{}"), *((n, itemgetter(n), "{}") for n in names))
     return table(columns, by_family)
-
-
-def _of(name: str, row: dict[str, Any]) -> Any:
-    return row[name]
 
 
 def _body(report: Report) -> list[str]:

@@ -28,21 +28,31 @@ SHOWN = 3  # wrong answers of a family that the report quotes
 
 
 @dataclass(frozen=True, kw_only=True)
-class TasksSettings:
-    """`problems` of each of `families` in the sizes that are trained and `longer` of one beyond them, `batch`
-    at once, with reasoning `effort`. An answer is cut off after `max_new_tokens`."""
+class ProblemSettings:
+    """`problems` of each of `families` in the sizes that are trained, `batch` at once, with reasoning
+    `effort`. An answer is cut off after `max_new_tokens`."""
 
     families: tuple[str, ...] = tuple(FAMILIES)
     problems: int = 500
-    longer: int = 100
     effort: Literal["low", "medium", "high"] = "medium"
     batch: int = 20
     max_new_tokens: int = 1024
     seed: int = 1
 
     def __post_init__(self) -> None:
-        at_least(self, "tasks", problems=1, longer=0, batch=1, max_new_tokens=1)
+        at_least(self, "tasks", problems=1, batch=1, max_new_tokens=1)
         check_known("tasks", "families", self.families, tuple(FAMILIES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksSettings(ProblemSettings):
+    """And `longer` problems of each family, of a size beyond those that are trained."""
+
+    longer: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "tasks", longer=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +102,7 @@ Decode = Callable[[list[list[int]], Request], Generation]
 
 
 def solve(
-    decode: Decode, tokens: HarmonyTokens, problems: Sequence[Problem], settings: TasksSettings
+    decode: Decode, tokens: HarmonyTokens, problems: Sequence[Problem], settings: ProblemSettings
 ) -> list[Solution]:
     """Decode the answers of a batch of problems. A problem with a function gets its result where the model
     calls it as it should, and is wrong where it does not."""
@@ -122,13 +132,13 @@ def solve(
 
 
 def _solved(
-    target: Decoder, tokens: HarmonyTokens, problems: Sequence[Problem], settings: TasksSettings
+    target: Decoder, tokens: HarmonyTokens, problems: Sequence[Problem], settings: ProblemSettings
 ) -> list[dict[str, Any]]:
     return [asdict(solution) for solution in solve(partial(generate, target), tokens, problems, settings)]
 
 
 def _written(
-    decode: Decode, tokens: HarmonyTokens, conversations: Sequence[Conversation], settings: TasksSettings
+    decode: Decode, tokens: HarmonyTokens, conversations: Sequence[Conversation], settings: ProblemSettings
 ) -> tuple[list[list[Parsed]], list[int]]:
     """-> what the model wrote after each conversation, and in how many tokens."""
     prompts = [prompt_ids(conversation, tokens) for conversation in conversations]

@@ -74,7 +74,8 @@ def calibrate(
     share = seconds / (len(cells) + 1)
     counted, rest = _decode(target, draft, _rows(text, 1, min(contexts)), request, share)
     asked = prompts or _rows(text, PLACES, min(contexts))[1:]
-    acceptance = _acceptance(target, draft, asked, request, share / 2, Counter() if prompts else counted)
+    more = _accepted(target, draft, asked, request, share / 2)
+    counted = more if prompts else counted + more  # one place of a text says little
     points = []
     for i, (batch, context) in enumerate(cells):
         attempts: list[Point] = []
@@ -94,7 +95,7 @@ def calibrate(
         fingerprint=fingerprint(target.decoder, draft, rule),
         widths=widths,
         points=tuple(points),
-        acceptance=acceptance,
+        acceptance=counted[True] / counted.total() if counted.total() else 0.0,
         touched=touched_experts(target.decoder, text[:ROUTED], widths),
         described=described,
     )
@@ -203,24 +204,17 @@ def _counted(trace: Trace) -> Counter[bool]:
     return Counter({True: sum(a for a, _ in rows), False: sum(a < p for a, p in rows)})
 
 
-def _acceptance(
-    target: Target,
-    draft: Draft,
-    prompts: Sequence[Sequence[int]],
-    request: Request,
-    seconds: float,
-    counted: Counter[bool],
-) -> float:
-    """Acceptance rate after as many of the prompts as there is time for, and of what is `counted` already: of
-    one place of a text it says little."""
-    counted, rng, began = Counter(counted), generator(SEED, target.device), time.perf_counter()
+def _accepted(
+    target: Target, draft: Draft, prompts: Sequence[Sequence[int]], request: Request, seconds: float
+) -> Counter[bool]:
+    """The same counts after as many of the prompts as there is time for, up to a stop token."""
+    counted, rng, began = Counter[bool](), generator(SEED, target.device), time.perf_counter()
+    request = replace(request, max_new_tokens=STEADY, stop=frozenset(target.config.eos_token_ids))
     for prompt in prompts:
-        stop = frozenset(target.config.eos_token_ids)
-        asked = replace(request, max_new_tokens=STEADY, stop=stop)
-        counted += _counted(generate(target, [prompt], asked, draft, rng=rng).trace)
+        counted += _counted(generate(target, [prompt], request, draft, rng=rng).trace)
         if time.perf_counter() - began > seconds:
             break
-    return counted[True] / counted.total() if counted.total() else 0.0
+    return counted
 
 
 def _drafting(costs: Costs) -> Adaptive:

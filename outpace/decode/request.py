@@ -73,6 +73,8 @@ class BatchRows:
         """Indices into `rows` (row numbers) of those that are not done, the last ones in the places of those
         that are, so that few rows of a cache move."""
         going = [i for i, b in enumerate(rows) if not self.done[b]]
+        if len(going) == len(rows):
+            return going
         last = [i for i in going if i >= len(going)]
         return [last.pop() if self.done[b] else i for i, b in enumerate(rows[: len(going)])]
 

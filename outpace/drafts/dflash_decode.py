@@ -152,8 +152,9 @@ def _selected(
     if isinstance(sampler, Greedy):
         return DraftTokens(*_and_none(walk(last, ids, values, lse, h, *books)))
     if isinstance(sampler, GumbelCoupled) and sampler.cuts_nothing and by_kernel(h, ids, *books):
-        keys, heat = sampler.keys(ids.shape[1]), sampler.temperature
-        return DraftTokens(*_and_none(coupled_walk(last, ids, values, lse, h, books, keys, heat)))
+        keys = sampler.keys(ids.shape[1])
+        walked = coupled_walk(last, ids, values, lse, h, books, keys, sampler.temperature)
+        return DraftTokens(*_and_none(walked))
     previous = torch.cat((last[:, None, None].expand(-1, 1, ids.shape[-1]), ids[:, :-1]), dim=1)
     scores = all_pairs(previous, ids, values, h, *books)
     sure = share(scores.amax(-1), scores, values[:, :, None], lse[:, :, None])

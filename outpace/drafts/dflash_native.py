@@ -19,7 +19,8 @@ from outpace.drafts.native import whole
 from outpace.kv.base import KVCache
 from outpace.kv.metadata import StepMetadata
 from outpace.models.blocks import Linear, RMSNorm
-from outpace.ops.dispatch import MOST_CANDIDATES, Program, Rings
+from outpace.ops.candidates import walkable
+from outpace.ops.dispatch import Program, Rings
 from outpace.ops.quant import Weight
 
 
@@ -190,8 +191,8 @@ def in_one_call(head: Head, selector: Selector | None) -> bool:
     """Whether `NativeGreedy` takes these."""
     if selector is None:
         return True
-    books = selector.predecessor_codebook, selector.successor_codebook
-    return min(selector.top_k, head.weight.shape[0]) <= MOST_CANDIDATES and books[0].dtype == books[1].dtype
+    k = min(selector.top_k, head.weight.shape[0])
+    return walkable(k, selector.predecessor_codebook, selector.successor_codebook)
 
 
 class NativeContext:

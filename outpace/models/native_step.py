@@ -376,9 +376,7 @@ def row_groups(model: Layers, cache: KVCache, step: StepMetadata) -> list[list[i
     """Rows of the forwards that append to a batch: as many as a native step takes, one where its tokens are
     many, so that a short prompt is not padded to a long one. None: one forward of all."""
     B, T = len(step.start), step.T
-    if B == 1 or B * T <= MOST_ROWS or step.held:
-        return []
-    if cache.module_layers or why_modules(model, cache) is not None:
+    if B == 1 or B * T <= MOST_ROWS or cache.module_layers or why_modules(model, cache) is not None:
         return []
     rows = [b for b in range(B) if step.counts[b]]
     most = 1 if T > FEW else MOST_ROWS // T

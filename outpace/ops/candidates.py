@@ -24,9 +24,13 @@ def reference_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids[..., :k], values[..., :k], logits.logsumexp(-1)
 
 
+def walkable(k: int, before: Tensor, after: Tensor) -> bool:
+    """Whether the kernel walks over k candidates of each position and these codebooks."""
+    return k <= bindings.MOST_CANDIDATES and before.dtype == after.dtype
+
+
 def by_kernel(h: Tensor, ids: Tensor, before: Tensor, after: Tensor) -> bool:
-    """Whether a kernel walks over these."""
-    return use_kernel(h) and ids.shape[-1] <= bindings.MOST_CANDIDATES and before.dtype == after.dtype
+    return use_kernel(h) and walkable(ids.shape[-1], before, after)
 
 
 def coupled_walk(

@@ -2,7 +2,6 @@
 
 import torch
 
-from outpace.kernels.bindings import MOST_CANDIDATES as MOST_CANDIDATES
 from outpace.kernels.bindings import built as built
 from outpace.kernels.bindings import use_kernel as use_kernel
 from outpace.kernels.bindings import why_not as why_not

@@ -64,9 +64,8 @@ class OwnEngine:
 
     @torch.inference_mode()
     def states(self, tokens: Tensor, layer_ids: Sequence[int], offset: int) -> tuple[Tensor, Tensor]:
-        cache = self.target.make_cache(
-            len(tokens), tokens.shape[1], offset=offset
-        )  # states as decoding has them
+        # with a cache, states are those that decoding has
+        cache = self.target.make_cache(len(tokens), tokens.shape[1], offset=offset)
         out = self.target(tokens.to(self.target.device), cache, aux=tuple(layer_ids))
         assert out.aux is not None
         return out.aux, out.hidden

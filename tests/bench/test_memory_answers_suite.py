@@ -85,7 +85,6 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"longer": 3}, "longer"),
         ({"fractions": (1.5,)}, "fractions 1.5"),
         ({"tokens": (8,)}, "partial KV of 8 tokens"),
         ({"block_size": 0}, "block_size"),

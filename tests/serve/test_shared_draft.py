@@ -83,7 +83,10 @@ def test_each_has_the_proposals_that_it_has_alone(kind, name):
             running[row] = Text(draft, text, aux, row, reused, sampler)
             running[row].goes_on(shared, rng.randint(1, 12))
             left.pop(row, None)
-        some, width = rng.sample(list(running.values()), rng.randint(1, ROWS)), rng.choice([2, 3, 4])
+        some, width = (
+            rng.sample(list(running.values()), rng.randint(1, ROWS)),
+            min(rng.choice([2, 4, 5]), draft.block_size),
+        )
         last, samplers = torch.cat([x.last for x in some]), [x.sampler for x in some]
         got = shared.propose([x.row for x in some], last, width, samplers)
         for b, text in enumerate(some):
